@@ -1,0 +1,38 @@
+"""What every test stands on: eight CPU devices, strict JAX, and a case count from the environment."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import pytest
+
+# Before any backend is used, hence at import. Not through XLA_FLAGS, which would depend on import order.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+DEFAULT_CASES = 6
+
+
+def case_count(default: int = DEFAULT_CASES) -> int:
+    """How many random cases a sampled test runs: SPMD_TEST_CASES, else `default`."""
+    count = int(os.environ.get("SPMD_TEST_CASES", default))
+    if count < 1:
+        raise ValueError(f"SPMD_TEST_CASES must be at least 1, got {count}.")
+    return count
+
+
+@pytest.fixture(scope="session")
+def cases() -> int:
+    """The number of random cases per sampled test (SPMD_TEST_CASES, small by default)."""
+    return case_count()
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[jax.Device]:
+    """The eight CPU devices."""
+    found = jax.devices()
+    assert len(found) == 8, f"a backend was used before conftest asked for 8 CPU devices: {found}"
+    return found
