@@ -1,0 +1,134 @@
+"""What differs between JAX versions, in one file.
+
+Nothing else in `spmd` reads an abstract value's manual axis type or registers a primitive, so that a new
+JAX release is absorbed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = [
+    "Primitive",
+    "identity_primitive",
+    "linear_primitive",
+    "manual_axes",
+    "pvary",
+    "reduced_axes",
+    "to_unreduced",
+    "unreduced_axes",
+    "varying_axes",
+    "with_varying",
+]
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Mesh axes that are manual where the caller runs: those of the enclosing `shard_map`s."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _manual_type(x: Any) -> Any:
+    return getattr(jax.typeof(x), "manual_axis_type", None)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes along which JAX's own type of `x` is varying (`{V:...}`)."""
+    kind = _manual_type(x)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+    """Mesh axes along which JAX's own type of `x` is unreduced (`{U:...}`)."""
+    kind = _manual_type(x)
+    return frozenset() if kind is None else frozenset(kind.unreduced)
+
+
+def reduced_axes(x: Any) -> frozenset[str]:
+    """Mesh axes along which JAX's own type of `x` is reduced (`{R:...}`)."""
+    kind = _manual_type(x)
+    return frozenset() if kind is None else frozenset(kind.reduced)
+
+
+def with_varying(aval: Any, axes: Sequence[str], shape: tuple[int, ...]) -> Any:
+    """The abstract value `aval` with another shape, varying on `axes` too."""
+    kind = aval.manual_axis_type
+    return aval.update(shape=shape, manual_axis_type=kind.update(varying=kind.varying | set(axes)))
+
+
+def pvary(x: Any, axes: Sequence[str]) -> Any:
+    """`x` typed varying along `axes`: no communication, and a psum as its transpose."""
+    kind = _manual_type(x)
+    manual = manual_axes()
+    have = frozenset() if kind is None else kind.varying | kind.unreduced
+    missing = tuple(a for a in axes if a not in have and a in manual)
+    if kind is not None and (reduced := tuple(a for a in missing if a in kind.reduced)):
+        x = jax.lax.pcast(x, reduced, to="varying")
+        missing = tuple(a for a in missing if a not in reduced)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def to_unreduced(x: Any, axes: Sequence[str]) -> Any:
+    """`x`, varying along `axes`, retyped as JAX's unreduced: no communication."""
+    missing = tuple(a for a in axes if a not in unreduced_axes(x))
+    return jax.lax.pcast(pvary(x, missing), missing, to="unreduced") if missing else x
+
+
+def identity_primitive(name: str) -> Primitive:
+    """A primitive that is the identity in everything and leaves only a note in the jaxpr.
+
+    It lowers to nothing, is transparent to vmap and transposition, and marks primal values only: what it
+    says about a value is not said about the value's tangent.
+    """
+    note = Primitive(name)
+    note.def_impl(lambda x, **_: x)
+    note.def_abstract_eval(lambda aval, **_: aval)
+    ad.primitive_jvps[note] = lambda primals, tangents, **params: (note.bind(*primals, **params), tangents[0])
+    ad.primitive_transposes[note] = lambda cotangent, x, **_: (cotangent,)
+    batching.primitive_batchers[note] = lambda args, dims, **params: (note.bind(*args, **params), dims[0])
+    mlir.register_lowering(note, lambda ctx, x, **_: [x])
+    return note
+
+
+def linear_primitive(
+    name: str,
+    *,
+    abstract: Callable[..., Any],
+    run: Callable[..., Any],
+    transpose: Callable[..., Any],
+    batch: Callable[..., Any],
+) -> Primitive:
+    """A primitive linear in its first operand, the others being integer indices.
+
+    Args:
+      name: The name that jaxprs show.
+      abstract: Avals and parameters to the output aval.
+      run: What it computes, in `jax.lax`.
+      transpose: The cotangent and parameters to the cotangent of the first operand.
+      batch: `(args, dims, **params) -> (output, dim)`, as a batching rule.
+    """
+    op = Primitive(name)
+    op.def_impl(run)
+    op.def_abstract_eval(abstract)
+    mlir.register_lowering(op, mlir.lower_fun(run, multiple_results=False))
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        out = op.bind(*primals, **params)
+        if isinstance(tangents[0], ad.Zero):
+            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+        return out, op.bind(tangents[0], *primals[1:], **params)
+
+    def transposed(cotangent: Any, x: Any, *rest: Any, **params: Any) -> Any:
+        nothing = (None,) * len(rest)
+        if isinstance(cotangent, ad.Zero):
+            return (ad.Zero(x.aval), *nothing)
+        return (transpose(cotangent, **params), *nothing)
+
+    ad.primitive_jvps[op] = jvp
+    ad.primitive_transposes[op] = transposed
+    batching.primitive_batchers[op] = batch
+    return op

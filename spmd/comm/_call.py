@@ -1,0 +1,447 @@
+"""One call of a string operation: its pattern, resolved; its arrays, checked; its errors, with context.
+
+Every operation opens a `Call`, turns each array into an `Operand` (the array with one axis per *factor*:
+composite dimensions opened, `...` expanded) and hands back `call.result(...)`. What is checked on the spot
+is checked here, for all operations alike: rank, sizes, names, mesh axes, JAX's own type and tags.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd import _compat
+from spmd.comm._marks import layout_p, mark, same_axes, tag_of
+from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, compose, did_you_mean
+from spmd.language import AxisMapping, Dim, Layout, Pattern
+from spmd.mode import Frame, current_frame
+
+__all__ = ["Call", "Factor", "Operand", "open_call"]
+
+Span = tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One named factor of an operand's dimension, with its size here and on the whole array."""
+
+    name: str
+    axes: tuple[str, ...]
+    local: int
+    size: int
+    bracket: bool = False
+    span: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An array with one axis per factor of its layout."""
+
+    x: Any
+    factors: tuple[Factor, ...]
+    layout: Layout
+
+    def position(self, name: str) -> int:
+        """Which array axis the factor `name` is."""
+        return next(i for i, f in enumerate(self.factors) if f.name == name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in self.factors)
+
+
+# --- opening a call -----------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(pattern: Pattern, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None) -> Pattern:
+    return (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)
+
+
+def _axis_keyword(value: Any) -> bool:
+    return value is None or isinstance(value, str) or (isinstance(value, tuple) and all(isinstance(v, str) for v in value))
+
+
+def _split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    sizes: dict[str, int] = {}
+    axes: dict[str, Any] = {}
+    for key, value in binds.items():
+        if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+            known, what = pattern.names, "dimension"
+            sizes[key] = int(value)
+        elif _axis_keyword(value):
+            known, what = pattern.axis_names, "mesh axis"
+            axes[key] = value
+        else:
+            rule = (
+                f"the keyword {key} binds a size (an int) or a mesh axis (a str, a tuple of str, or None), "
+                f"not {type(value).__name__}."
+            )
+            raise LayoutError(compose(rule, call=text, source=pattern.source))
+        if key not in known:
+            rule = f"the keyword {key}={value!r} binds a {what} that the pattern does not have{did_you_mean(key, known)}."
+            got = [f"{what} names in the pattern: {', '.join(known) or 'none'}"]
+            raise LayoutError(compose(rule, call=text, source=pattern.source, got=got))
+        if key in sizes and sizes[key] < 1:
+            raise SizeError(compose(f"the size of {key} is positive, not {value}.", call=text, source=pattern.source))
+    return sizes, axes
+
+
+def call_text(name: str, pattern: Any, arrays: int = 1) -> str:
+    """How a call is shown in messages and in `explain`."""
+    shown = {0: "", 1: "x, ", 2: "x, y, "}.get(arrays, "x, ..., ")
+    return f'{name}({shown}"{pattern}")'
+
+
+def open_call(
+    name: str,
+    pattern: Any,
+    binds: Mapping[str, Any],
+    *,
+    arrays: Sequence[Any] = (),
+    inputs: int | None = 1,
+    outputs: int | None = 1,
+    arrow: bool = True,
+    frame: Frame | None = None,
+) -> Call:
+    """Parse and resolve the pattern of one call, and check its keywords.
+
+    Args:
+      name: The operation, for messages.
+      pattern: The user's string.
+      binds: The user's keywords, sizes and axes together.
+      arrays: The arrays given, to count them and to catch a string that came first.
+      inputs: How many layouts the left side has; None for as many as there are arrays.
+      outputs: How many layouts the right side has; None for any number.
+      arrow: Whether the pattern has an arrow.
+    """
+    frame = frame or current_frame(f"spmd.{name}")
+    first = next((a for a in arrays if isinstance(a, str)), None)
+    if first is not None or not isinstance(pattern, (str, Pattern, Layout)):
+        rule = f"the pattern is a string, not {type(pattern).__name__}." if first is None else "arrays come first, then the pattern."
+        fix = call_text(name, "b/dp d -> b d" if first is None else first, len(arrays) or 1)
+        raise LayoutError(compose(rule, call=f"{name}(...)", fix=fix))
+    text = call_text(name, pattern, len(arrays))
+    parsed = _parse(pattern, text, arrow)
+    sizes, axes = _split_keywords(text, parsed, binds)
+    renames = tuple(r for r in frame.renames if r[0] in parsed.axis_names and r[0] not in axes)
+    renames += tuple(sorted(axes.items()))
+    try:
+        resolved = _resolve(parsed, renames, frame.mapping)
+    except LayoutError as error:
+        raise LayoutError(f"{text}\n{error}") from None
+    call = Call(name, text, parsed, resolved, frame)
+    call.check_counts(len(arrays) if inputs is None else inputs, outputs)
+    call.check_mesh()
+    for key, size in sizes.items():
+        call.bind(key, size, f"the keyword {key}={size}", at=None)
+    return call
+
+
+def _parse(pattern: Any, text: str, arrow: bool) -> Pattern:
+    if isinstance(pattern, Pattern):
+        return pattern
+    try:
+        return Pattern(str(pattern), arrow=arrow)
+    except LayoutError as error:
+        raise LayoutError(f"{text}\n{error}") from None
+
+
+class Call:
+    """One call of a string operation."""
+
+    def __init__(self, name: str, text: str, raw: Pattern, pattern: Pattern, frame: Frame):
+        self.name = name
+        self.text = text
+        self.raw = raw
+        self.pattern = pattern
+        self.frame = frame
+        self.sizes: dict[str, tuple[int, str]] = {n: (size, origin) for n, size, origin in frame.bound}
+
+    def fork(self) -> Call:
+        """The same call for another leaf of a pytree: sizes bound by one leaf do not bind the next."""
+        other = Call(self.name, self.text, self.raw, self.pattern, self.frame)
+        other.sizes = dict(self.sizes)
+        return other
+
+    # --- errors -------------------------------------------------------------------------------------------
+
+    def fail(
+        self,
+        rule: str,
+        *,
+        at: Span = None,
+        got: Sequence[str] = (),
+        fix: str | None = None,
+        error: type[SpmdError] = CommunicationError,
+    ) -> NoReturn:
+        """Raise `error` with this call, the fault underlined, the mesh and the fix."""
+        span = at if at and at[1] > at[0] else None
+        raise error(compose(rule, call=self.text, source=self.raw.source, span=span, got=list(got), fix=fix))
+
+    def paste(self, pattern: str, name: str | None = None, **keywords: Any) -> str:
+        """The text of another call, to paste."""
+        tail = "".join(f', {k}="{v}"' if isinstance(v, str) else f", {k}={v}" for k, v in keywords.items())
+        return f'{name or self.name}(x, "{pattern}"{tail})'
+
+    # --- checks of the pattern ----------------------------------------------------------------------------
+
+    def check_counts(self, inputs: int | None, outputs: int | None) -> None:
+        left, right = self.pattern.inputs, self.pattern.outputs
+        if inputs is not None and len(left) != inputs:
+            arrays, layouts = f"{inputs} array{'s' * (inputs != 1)}", f"{len(left)} layout{'s' * (len(left) != 1)}"
+            self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.", error=LayoutError)
+        if outputs is not None and self.pattern.arrow and len(right) != outputs:
+            self.fail(f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.", error=LayoutError)
+
+    def check_mesh(self) -> None:
+        known = self.frame.axis_names
+        for layout in (*self.pattern.inputs, *self.pattern.outputs):
+            for axis in (*layout.axes, *layout.unreduced, *layout.reduced):
+                if axis not in known:
+                    at = self.raw.source.find(axis)
+                    self.fail(
+                        f"the mesh has no axis {axis!r}{did_you_mean(axis, known)}.",
+                        at=(at, at + len(axis)) if at >= 0 else None,
+                        got=[self.frame.describe()],
+                        error=MeshError,
+                    )
+
+    # --- sizes --------------------------------------------------------------------------------------------
+
+    def bind(self, name: str, size: int, origin: str, at: Span) -> None:
+        """Give a name its global size, or complain about the first binding."""
+        known = self.sizes.get(name)
+        if known is None:
+            self.sizes[name] = (size, origin)
+        elif known[0] != size:
+            self.fail(
+                f"{name} has two sizes: {size} here, and {known[0]} from {known[1]}.",
+                at=at,
+                got=[f"{name} = {known[0]}: {known[1]}", f"{name} = {size}: {origin}", self.frame.describe()],
+                error=SizeError,
+            )
+
+    def local(self, size: int, axes: tuple[str, ...], name: str, at: Span) -> int:
+        """The size here of a dimension of global size `size`: a block in explicit mode, else the whole."""
+        parts = self.frame.axis_size(axes) if axes else 1
+        if size % parts:
+            self.fail(
+                f"{name} of size {size} does not divide into the {parts} blocks of {'/'.join(axes)}.",
+                at=at,
+                got=[self.frame.describe()],
+                fix=f"pad {name} by {-size % parts} to {size + -size % parts}",
+                error=SizeError,
+            )
+        return size // parts if self.frame.explicit else size
+
+    def _global(self, local: int, axes: tuple[str, ...], name: str, at: Span) -> int:
+        if self.frame.explicit:
+            return local * (self.frame.axis_size(axes) if axes else 1)
+        self.local(local, axes, name, at)
+        return local
+
+    # --- operands -----------------------------------------------------------------------------------------
+
+    def operand(self, x: Any, index: int = 0, *, layout: Layout | None = None, name: str | None = None) -> Operand:
+        """Check one array against its layout and open its composite dimensions.
+
+        Args:
+          x: The array, as large as it is here.
+          index: Which layout of the left side.
+          layout: Another layout, already resolved.
+          name: How messages call the array.
+        """
+        layout = self.pattern.inputs[index] if layout is None else layout
+        label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
+        x = self._as_array(x, label)
+        known = tag_of(x)
+        factors: list[Factor] = []
+        for position, (dim, size) in enumerate(zip(self._dims(layout, x.shape, label), x.shape, strict=True)):
+            factors += self._open(dim, size, f"{label}, dimension {position}", position)
+        self._check_type(x, layout, label, known)
+        if self.frame.explicit and not (known and same_axes(known[0], layout)):
+            x = layout_p.bind(x, layout=layout, call=self.text, role="operand")
+        shape = tuple(f.local for f in factors)
+        return Operand(x if shape == x.shape else x.reshape(shape), tuple(factors), layout)
+
+    def _as_array(self, x: Any, label: str) -> Any:
+        if isinstance(x, jax.Array):
+            return x
+        try:
+            return jnp.asarray(x)
+        except (TypeError, ValueError):
+            return self.fail(f"{label} is a {type(x).__name__}, not an array.", error=LayoutError)
+
+    def _dims(self, layout: Layout, shape: tuple[int, ...], label: str) -> list[Dim | str]:
+        """The layout's dims, `...` replaced by as many marks as the array has dimensions for it."""
+        fixed = sum(not d.ellipsis for d in layout.dims)
+        extra = len(shape) - fixed
+        if extra < 0 or (extra > 0 and not layout.has_ellipsis):
+            least = "at least " if layout.has_ellipsis else ""
+            self.fail(
+                f'"{layout}" has {least}{fixed} dimension{"s" * (fixed != 1)}, and {label} has {len(shape)}.',
+                at=(layout.dims[0].span[0], layout.dims[-1].span[1]) if layout.dims else None,
+                got=[f"{label}: shape {shape}"],
+                error=LayoutError,
+            )
+        dims: list[Dim | str] = []
+        for dim in layout.dims:
+            dims += [f"...{i}" for i in range(extra)] if dim.ellipsis else [dim]
+        return dims
+
+    def _open(self, dim: Dim | str, size: int, origin: str, position: int) -> list[Factor]:
+        """The factors of one dimension; one factor's size may be left to find."""
+        if isinstance(dim, str):
+            self.bind(dim, size, origin, None)
+            return [Factor(dim, (), size, size)]
+        size -= sum(dim.margin)
+        known = [self._known(atom) for atom in dim.atoms]
+        local = [0 if k is None else self.local(k, a.axes or (), a.name, a.span) for a, k in zip(dim.atoms, known, strict=True)]
+        unknown = [i for i, k in enumerate(known) if k is None]
+        if len(unknown) > 1:
+            names = [dim.atoms[i].name for i in unknown]
+            rule = f"the sizes of {' and '.join(names)} cannot be read off one dimension of {size}."
+            self.fail(rule, at=dim.span, fix=f"{names[-1]}=...", error=SizeError)
+        if unknown:
+            [i] = unknown
+            atom, rest = dim.atoms[i], math.prod(n for j, n in enumerate(local) if j != i)
+            if size % rest:
+                rule = f"a dimension of {size} ({origin}) does not divide by {rest}."
+                self.fail(rule, at=dim.span, got=[self.frame.describe()], error=SizeError)
+            local[i] = size // rest
+            known[i] = self._global(local[i], atom.axes or (), atom.name, atom.span)
+            if atom.name != "_":
+                self.bind(atom.name, known[i] or 0, origin, atom.span)
+        if math.prod(local) != size:
+            self._size_mismatch(dim, size, local, origin)
+        return [
+            Factor(f"_{position}" if a.name == "_" else a.name, a.axes or (), n, n if k is None else k, dim.bracket, a.span)
+            for a, n, k in zip(dim.atoms, local, known, strict=True)
+        ]
+
+    def _known(self, atom: Any) -> int | None:
+        if atom.size is not None:
+            return atom.size
+        entry = self.sizes.get(atom.name) if atom.name != "_" else None
+        return None if entry is None else entry[0]
+
+    def _size_mismatch(self, dim: Dim, size: int, expected: Sequence[int], origin: str) -> NoReturn:
+        here = " on each device" if self.frame.explicit else ""
+        got = [f"{origin}: size {size}{here}"]
+        got += [f"{a.name} = {self.sizes[a.name][0]}: {self.sizes[a.name][1]}" for a in dim.atoms if a.name in self.sizes]
+        rule = f"{Layout.from_dims((dim,))} is {math.prod(expected)}{here}, but the array has {size}."
+        self.fail(rule, at=dim.span, got=[*got, self.frame.describe()], error=SizeError)
+
+    def _check_type(self, x: Any, layout: Layout, label: str, known: tuple[Layout, str] | None) -> None:
+        """What JAX's type and the tag of a value already contradict, before the trace ends."""
+        if known is not None:
+            self._check_tag(known, layout, label)
+        if not self.frame.explicit or not layout.unreduced:
+            return
+        manual = _compat.manual_axes()
+        have = _compat.varying_axes(x) | _compat.unreduced_axes(x)
+        equal = self.frame.in_mesh_order({a for a in layout.unreduced if a in manual and a not in have})
+        if equal:
+            n = self.frame.axis_size(equal)
+            at = self.raw.source.find("{U:")
+            self.fail(
+                f"{label} is equal on {', '.join(equal)}, so it is no partial sum: summing {n} copies multiplies it by {n}.",
+                at=None if at < 0 else (at, self.raw.source.find("}", at) + 1),
+                got=[f"{label}: {jax.typeof(x)}", self.frame.describe()],
+                fix="leave out the {U:} mark, and the psum",
+            )
+
+    def _check_tag(self, known: tuple[Layout, str], layout: Layout, label: str) -> None:
+        have, origin = known
+        lost = self.frame.in_mesh_order(set(have.unreduced) - set(layout.unreduced))
+        if lost:
+            done = Layout.from_dims(have.dims, reduced=have.reduced)
+            self.fail(
+                f'{label} is a partial sum on {", ".join(lost)}, and is read as "{layout}", which is complete.',
+                got=[f'"{have}": {origin}', self.frame.describe()],
+                fix=f'psum(x, "{have} -> {done}")',
+            )
+        if same_axes(have, layout, marks=False) is not False:
+            return
+        here, there = _axes_by_dim(layout), _axes_by_dim(have)
+        position = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
+        verb = _verb_between(there, here)
+        wanted = _with_axes(have, layout)
+        self.fail(
+            f'{label} holds "{have}", and is read as "{layout}".',
+            at=layout.dims[position].span,
+            got=[f'"{have}": {origin}', self.frame.describe()],
+            fix=f'{verb}(x, "{have} -> {wanted}")',
+        )
+
+    # --- results ------------------------------------------------------------------------------------------
+
+    def factor(self, atom: Any) -> Factor:
+        """The factor that an atom of the right side stands for."""
+        size = self._known(atom)
+        if size is None:
+            self.fail(f"the size of {atom.name} is not known.", at=atom.span, fix=f"{atom.name}=...", error=SizeError)
+        axes = atom.axes or ()
+        return Factor(atom.name, axes, self.local(size, axes, atom.name, atom.span), size, span=atom.span)
+
+    def ellipsis_shape(self) -> tuple[int, ...]:
+        """The sizes of the dimensions that `...` stands for."""
+        return tuple(self.sizes[f"...{i}"][0] for i in range(sum(n.startswith("...") for n in self.sizes)))
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """The shape here of an array of this layout, from the sizes bound so far."""
+        shape: list[int] = []
+        for dim in layout.dims:
+            if dim.ellipsis:
+                shape += self.ellipsis_shape()
+            else:
+                shape.append(math.prod(self.factor(a).local for a in dim.atoms) + sum(dim.margin))
+        return tuple(shape)
+
+    def result(self, x: Any, layout: Layout | None = None, *, role: str = "result") -> Any:
+        """Close the composite dimensions of a result (one axis per factor), mark it and tag it."""
+        layout = self.pattern.outputs[0] if layout is None else layout
+        if any(a.name == "_" for a in layout.atoms):  # an unnamed dimension keeps the size it has
+            x = x if all(not d.composite for d in layout.dims) else x.reshape(self._close(x.shape, layout))
+        else:
+            shape = self.local_shape(layout)
+            x = x if x.shape == shape else x.reshape(shape)
+        return mark(x, layout, self.text, role=role, frame=self.frame)
+
+    def _close(self, sizes: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        extra, rest, shape = len(self.ellipsis_shape()), list(sizes), []
+        for dim in layout.dims:
+            for count in [1] * extra if dim.ellipsis else [len(dim.atoms)]:
+                shape.append(math.prod(rest[:count]))
+                del rest[:count]
+        return tuple(shape)
+
+
+def _axes_by_dim(layout: Layout) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(axis for atom in dim.atoms for axis in atom.axes or ()) for dim in layout.dims)
+
+
+def _with_axes(have: Layout, wanted: Layout) -> Layout:
+    """The names of `have` with the axes of `wanted`, where the dimensions correspond; else `wanted`."""
+    pairs = list(zip(have.dims, wanted.dims, strict=True))
+    if any(len(h.atoms) != len(w.atoms) for h, w in pairs):
+        return wanted
+    dims = [replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True))) for h, w in pairs]
+    return Layout.from_dims(tuple(dims), unreduced=have.unreduced, reduced=have.reduced)
+
+
+def _verb_between(there: Sequence[tuple[str, ...]], here: Sequence[tuple[str, ...]]) -> str:
+    pairs = list(zip(there, here, strict=True))
+    if all(b == a[: len(b)] for a, b in pairs):
+        return "all_gather"
+    if all(a == b[: len(a)] for a, b in pairs):
+        return "split"
+    return "relayout"

@@ -1,0 +1,116 @@
+"""The collectives of `jax.lax` with the types made to fit: what is invarying is cast before it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from spmd import _compat
+
+__all__ = ["all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "slice_block"]
+
+Axes = tuple[str, ...]
+
+
+def psum(x: Any, axes: Axes) -> Any:
+    """The sum over `axes`, whatever JAX's type says on each; the result is invarying on them."""
+    unreduced = tuple(a for a in axes if a in _compat.unreduced_axes(x))
+    rest = tuple(a for a in axes if a not in unreduced)
+    if unreduced:
+        x = lax.psum(x, unreduced)
+    return lax.psum(_compat.pvary(x, rest), rest) if rest else x
+
+
+def pmax(x: Any, axes: Axes) -> Any:
+    """The maximum over `axes`; no gradient of its own."""
+    return lax.pmax(_compat.pvary(x, axes), axes) if axes else x
+
+
+def pmin(x: Any, axes: Axes) -> Any:
+    """The minimum over `axes`; no gradient of its own."""
+    return lax.pmin(_compat.pvary(x, axes), axes) if axes else x
+
+
+def all_gather(x: Any, axes: Axes, dim: int, to: str) -> Any:
+    """The blocks along `axes`, major axis first, joined in dimension `dim`."""
+    return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to)
+
+
+def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
+    """The sum over `axes`, of which each device keeps its block of dimension `dim`."""
+    return lax.psum_scatter(_compat.pvary(x, axes), axes, scatter_dimension=dim, tiled=True)
+
+
+def all_to_all(x: Any, axes: Axes, split: int, concat: int) -> Any:
+    """Divide dimension `split` over `axes` and make `concat` whole again, one step inwards."""
+    return lax.all_to_all(_compat.pvary(x, axes), axes, split, concat, tiled=True)
+
+
+def ppermute(x: Any, axes: Axes, sizes: dict[str, int], perm: Sequence[tuple[int, int]]) -> Any:
+    """Send block `i` to place `j`; blocks are numbered with the first of `axes` as the major one.
+
+    JAX numbers devices by the axes in *mesh* order whatever order is asked for, so the pairs are renumbered.
+    """
+    order = tuple(a for a in sizes if a in axes)
+
+    def renumber(block: int) -> int:
+        place = {}
+        for axis in reversed(axes):
+            block, place[axis] = divmod(block, sizes[axis])
+        index = 0
+        for axis in order:
+            index = index * sizes[axis] + place[axis]
+        return index
+
+    return lax.ppermute(_compat.pvary(x, axes), order, [(renumber(i), renumber(j)) for i, j in perm])
+
+
+def axis_index(axes: Axes, sizes: dict[str, int]) -> Any:
+    """Which block of a dimension divided over `axes` this device holds."""
+    index: Any = 0
+    for axis in axes:
+        index = index * sizes[axis] + lax.axis_index(axis)
+    return index
+
+
+def slice_block(x: Any, axis: str, dim: int, parts: int) -> Any:
+    """This device's block of dimension `dim`. Backward: one all-gather where `x` is equal by JAX's type,
+    nothing where it is a gathered copy (then the zero-padded cotangent is a partial sum)."""
+    index = lax.axis_index(axis)
+    if axis in _compat.varying_axes(x) or axis not in _compat.manual_axes():
+        size = x.shape[dim] // parts
+        return lax.dynamic_slice_in_dim(x, index * size, size, dim)
+    return _split_p.bind(x, index, dim=dim, parts=parts, axis=axis)
+
+
+def _split_shape(x: Any, index: Any, *, dim: int, parts: int, axis: str) -> Any:
+    shape = (*x.shape[:dim], x.shape[dim] // parts, *x.shape[dim + 1 :])
+    return _compat.with_varying(x, (axis,), shape)
+
+
+def _split_run(x: Any, index: Any, *, dim: int, parts: int, axis: str) -> Any:
+    size = x.shape[dim] // parts
+    return lax.dynamic_slice_in_dim(x, index * size, size, dim)
+
+
+def _split_transpose(cotangent: Any, *, dim: int, parts: int, axis: str) -> Any:
+    return all_gather(cotangent, (axis,), dim, "invarying")
+
+
+def _split_batch(args: Any, dims: Any, *, dim: int, parts: int, axis: str) -> Any:
+    (x, index), (batch, _) = args, dims
+    inner = dim + 1 if batch <= dim else dim
+    return _split_p.bind(x, index, dim=inner, parts=parts, axis=axis), batch
+
+
+_split_p = _compat.linear_primitive(
+    "spmd_split", abstract=_split_shape, run=_split_run, transpose=_split_transpose, batch=_split_batch
+)
+
+
+def stop_gradient(x: Any) -> Any:
+    """`jax.lax.stop_gradient`, here so that rooms above need one import."""
+    return jax.lax.stop_gradient(x)

@@ -1,0 +1,83 @@
+"""What is remembered of a value: a note in the jaxpr, a constraint in auto mode, a tag on the tracer."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd import _compat
+from spmd.language import Layout
+from spmd.mode import Frame
+
+__all__ = ["assert_equal_p", "constrain", "layout_p", "mark", "same_axes", "tag", "tag_of"]
+
+layout_p = _compat.identity_primitive("spmd_layout")
+assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
+
+_tags: dict[int, tuple[weakref.ref[Any], Layout, str]] = {}
+
+
+def tag(x: Any, layout: Layout, origin: str) -> Any:
+    """Remember the layout of a value that `spmd` itself made; forgotten with the value."""
+    key = id(x)
+    try:
+        _tags[key] = (weakref.ref(x, lambda _: _tags.pop(key, None)), layout, origin)
+    except TypeError:  # a NumPy scalar or a Python number: nothing to remember it by
+        pass
+    return x
+
+
+def tag_of(x: Any) -> tuple[Layout, str] | None:
+    """The layout that `spmd` gave this very value, and where; None for what came out of other JAX code."""
+    entry = _tags.get(id(x))
+    if entry is None or entry[0]() is not x:
+        return None
+    return entry[1], entry[2]
+
+
+def mark(x: Any, layout: Layout, text: str, *, role: str, frame: Frame) -> Any:
+    """Leave a layout on a value: a note for the checks, a constraint in auto mode, a tag.
+
+    The note is left out where the operation's own collectives already say it: it is due where a partial sum
+    is left, where equal values are legal along a divided dimension, and where a verb moved nothing (the
+    result needs a tag of its own).
+    """
+    if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
+        x = constrain(x, layout)
+    due = frame.explicit and (role != "result" or bool(layout.unreduced))
+    if due or tag_of(x) is not None:
+        x = layout_p.bind(x, layout=layout, call=text, role=role)
+    return tag(x, layout, text)
+
+
+def constrain(x: Any, layout: Layout) -> Any:
+    """`with_sharding_constraint` on the mesh being traced; what no spec can say stays unconstrained."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    extra = x.ndim - sum(not d.ellipsis for d in layout.dims)
+    entries: list[Any] = []
+    for dim in layout.dims:
+        if dim.ellipsis:
+            entries += [P.UNCONSTRAINED] * extra
+        elif dim.margin != (0, 0) or any(a.axes for a in dim.atoms[1:]):
+            entries.append(P.UNCONSTRAINED)
+        else:
+            entries.append(dim.atoms[0].axes or None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*entries)))
+
+
+def same_axes(a: Layout, b: Layout, *, marks: bool = True) -> bool | None:
+    """Whether two layouts divide each dimension alike; None where that cannot be told."""
+    if a.has_ellipsis or b.has_ellipsis or len(a.dims) != len(b.dims):
+        return None
+    for da, db in zip(a.dims, b.dims, strict=True):
+        if da.margin != db.margin:
+            return None
+        if [x for atom in da.atoms for x in atom.axes or ()] != [x for atom in db.atoms for x in atom.axes or ()]:
+            return False
+    return not marks or a.unreduced == b.unreduced

@@ -1,0 +1,370 @@
+"""The communicating verbs: each is exactly one kind of collective, or an error that names the right verb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from spmd import _compat
+from spmd.comm import _lax
+from spmd.comm._call import Call, Operand, open_call
+from spmd.errors import LayoutError
+from spmd.language import Layout
+
+__all__ = ["all_gather", "all_to_all", "defer", "psum", "psum_scatter", "split"]
+
+T = TypeVar("T")
+
+
+# --- what changes between two layouts -----------------------------------------------------------------------
+
+
+def _atoms(layout: Layout) -> list[tuple[str, tuple[str, ...]]]:
+    """Factor names with their axes; `...` counts as one."""
+    out: list[tuple[str, tuple[str, ...]]] = []
+    for dim in layout.dims:
+        out += [("...", ())] if dim.ellipsis else [(a.name, a.axes or ()) for a in dim.atoms]
+    return out
+
+
+def verb_for(src: Layout, dst: Layout) -> str:
+    """The verb that takes `src` to `dst`; "nothing" where they are the same."""
+    pairs = list(zip((a for _, a in _atoms(src)), (a for _, a in _atoms(dst)), strict=True))
+    lost = [a[len(b) :] for a, b in pairs if a != b and a[: len(b)] == b]
+    gained = [b[len(a) :] for a, b in pairs if a != b and b[: len(a)] == a]
+    tangled = any(a != b and a[: len(b)] != b and b[: len(a)] != a for a, b in pairs)
+    summed = set(src.unreduced) - set(dst.unreduced)
+    if tangled or set(dst.unreduced) - set(src.unreduced):
+        return "relayout"
+    if set(dst.reduced) - set(src.reduced):
+        return "defer" if not (lost or gained or summed) else "relayout"
+    gone = {axis for axes in lost for axis in axes}
+    new = {axis for axes in gained for axis in axes}
+    if summed:
+        if not lost and not gained:
+            return "psum"
+        return "psum_scatter" if not lost and new == summed else "relayout"
+    if lost and gained:
+        return "all_to_all" if sorted(lost) == sorted(gained) else "relayout"
+    if lost:
+        return "all_gather" if gone else "nothing"
+    return "split" if gained else "nothing"
+
+
+def _check_pair(call: Call, verb: str) -> bool:
+    """Whether the call moves anything; an error where another verb is meant."""
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    if [n for n, _ in _atoms(src)] != [n for n, _ in _atoms(dst)] or _groups(src) != _groups(dst):
+        call.fail(
+            f"{verb} keeps the dimensions and their order: both sides name the same ones.",
+            got=[f"left: {src}", f"right: {dst}"],
+            fix="rearrange first",
+            error=LayoutError,
+        )
+    if call.raw.inputs == call.raw.outputs:
+        call.fail(f"both sides are the same, so {verb} moves nothing under any mapping.", fix="leave the line out")
+    needed = verb_for(src, dst)
+    if needed == "nothing":
+        return False
+    if needed != verb:
+        call.fail(
+            _why(needed, verb, src, dst),
+            at=_fault(call, src, dst),
+            got=[call.frame.describe()],
+            fix=call.paste(f"{src} -> {dst}", needed),
+        )
+    return True
+
+
+def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:
+    rules = {
+        "all_gather": "an axis that only leaves a dimension is an all_gather",
+        "split": "an axis that a dimension only gains, with no partial sum on the left, is a local slice: split",
+        "psum": "a {U:} mark that only disappears is a psum",
+        "psum_scatter": "a {U:} mark that becomes a division is a psum_scatter",
+        "all_to_all": "an axis that goes from one dimension to another is an all_to_all",
+        "defer": "a {R:} mark that appears is a defer",
+        "relayout": "a tiled collective adds or removes only the minor-most axes of a dimension, and one kind at a time",
+    }
+    return f'{rules[needed]}; "{src}" to "{dst}" is {needed}, not {verb}.'
+
+
+def _fault(call: Call, src: Layout, dst: Layout) -> tuple[int, int] | None:
+    for a, b in zip(src.dims, dst.dims, strict=True):
+        if [x.axes for x in a.atoms] != [x.axes for x in b.atoms]:
+            return a.span
+    return None
+
+
+def _groups(layout: Layout) -> list[int]:
+    return [0 if d.ellipsis else len(d.atoms) for d in layout.dims]
+
+
+def _changes(operand: Operand, dst: Layout, extra: int) -> list[tuple[int, tuple[str, ...], tuple[str, ...]]]:
+    """`(position, axes lost, axes gained)` of each factor that changes."""
+    after: list[tuple[str, ...]] = []
+    for name, axes in _atoms(dst):
+        after += [()] * extra if name == "..." else [axes]
+    out = []
+    for i, (factor, axes) in enumerate(zip(operand.factors, after, strict=True)):
+        if factor.axes != axes:
+            keep = len(axes) if factor.axes[: len(axes)] == axes else len(factor.axes)
+            out.append((i, factor.axes[keep:], axes[keep:]))
+    return out
+
+
+def _verb(
+    name: str, x: T, pattern: str, binds: dict[str, Any], move: Callable[[Call, Operand, Layout], Any]
+) -> T:
+    """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided)."""
+    call = open_call(name, pattern, binds, arrays=(x,))
+    moves = _check_pair(call, name)
+    dst = call.pattern.outputs[0]
+
+    def leaf(value: Any) -> Any:
+        own = call.fork()
+        operand = own.operand(value)
+        out = move(own, operand, dst) if moves and call.frame.explicit else operand.x
+        return own.result(out)
+
+    if isinstance(x, str):
+        return leaf(x)
+    return jax.tree.map(leaf, x)
+
+
+def _extra(call: Call) -> int:
+    return len(call.ellipsis_shape())
+
+
+# --- the verbs ----------------------------------------------------------------------------------------------
+
+
+def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
+    """Make divided dimensions whole: every device gets the other devices' blocks.
+
+    The axes that leave are the minor-most of their dimension (`"b/dp/tp -> b/dp"`); several dimensions may
+    lose axes in one call, one all-gather each.
+
+    Communication: forward an all-gather per dimension that changes, S(n-1)/n bytes received per device for a
+    result of S bytes over n devices. Backward with `to="varying"` a reduce-scatter of the same bytes (the
+    cotangent of a gathered copy is a partial sum); with `to="invarying"` nothing (a local slice), but each use
+    of the result by divided data then costs an all-reduce backward.
+
+    Args:
+      x: An array or a pytree of arrays of this layout.
+      pattern: `"layout -> layout"`.
+      to: "varying": a gathered copy, for what is used by divided data (FSDP weights, sequence parallel).
+        "invarying": equal by JAX's own type, for what leaves the kernel whole.
+      **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
+
+    Returns:
+      The array with those dimensions whole.
+
+    Raises:
+      CommunicationError: If another verb is meant, with its name and the line to paste.
+      LayoutError: On a malformed pattern.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> whole = spmd.kernel("n/x -> n", mesh=mesh)(lambda v: spmd.all_gather(v, "n/x -> n", to="invarying"))
+      >>> print(whole(jnp.arange(8)))
+      [0 1 2 3 4 5 6 7]
+
+    References:
+      https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+
+    def move(call: Call, operand: Operand, dst: Layout) -> Any:
+        out = operand.x
+        for i, lost, _ in _changes(operand, dst, _extra(call)):
+            out = _lax.all_gather(out, lost, i, to)
+        return out
+
+    if to not in ("varying", "invarying"):
+        raise LayoutError(f'all_gather(x, "{pattern}", to={to!r}): to is "varying" or "invarying".')
+    return _verb("all_gather", x, pattern, names, move)
+
+
+def psum(x: T, pattern: str, **names: Any) -> T:
+    """Add up partial sums: `"d {U:tp} -> d"`.
+
+    Communication: forward an all-reduce over the marked axes, 2S(n-1)/n bytes per device for S bytes.
+    Backward nothing: every device's cotangent is the result's.
+
+    Args:
+      x: An array or a pytree of arrays, each device holding a part of the sum.
+      pattern: `"layout {U:axes} -> layout"`.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The sum, equal on those axes by JAX's own type.
+
+    Raises:
+      CommunicationError: If another verb is meant, or the value is equal on the axis (then the sum would
+        count it once per device).
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> total = spmd.kernel("n/x -> scalar", mesh=mesh)(lambda v: spmd.psum(v.sum(), "scalar {U:x} -> scalar"))
+      >>> print(total(jnp.arange(8)))
+      28
+    """
+
+    def move(call: Call, operand: Operand, dst: Layout) -> Any:
+        axes = call.frame.in_mesh_order(set(operand.layout.unreduced) - set(dst.unreduced))
+        return _lax.psum(operand.x, axes)
+
+    return _verb("psum", x, pattern, names, move)
+
+
+def psum_scatter(x: T, pattern: str, **names: Any) -> T:
+    """Add up partial sums and keep one block of the result: `"s d {U:tp} -> s/tp d"`.
+
+    Communication: forward a reduce-scatter, S(n-1)/n bytes per device for an operand of S bytes. Backward an
+    all-gather of the same bytes.
+
+    Args:
+      x: An array or a pytree of arrays, each device holding a part of the sum.
+      pattern: `"layout {U:axes} -> layout"`, each marked axis becoming the minor-most of a dimension.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      This device's block of the sum.
+
+    Raises:
+      CommunicationError: If another verb is meant, or the value is equal on the axis.
+      SizeError: If a dimension does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> @spmd.kernel("k/x n -> n/x", mesh=mesh)
+      ... def column_sums(a):
+      ...     return spmd.psum_scatter(a.sum(0), "n {U:x} -> n/x")
+      >>> print(column_sums(jnp.ones((8, 4))))
+      [8. 8. 8. 8.]
+    """
+
+    def move(call: Call, operand: Operand, dst: Layout) -> Any:
+        out = operand.x
+        for i, _, gained in _changes(operand, dst, _extra(call)):
+            out = _lax.psum_scatter(out, gained, i)
+        return out
+
+    return _verb("psum_scatter", x, pattern, names, move)
+
+
+def all_to_all(x: T, pattern: str, **names: Any) -> T:
+    """Move the division from one dimension to another: `"b s/tp h -> b s h/tp"`.
+
+    Communication: forward one all-to-all per pair of dimensions, S(n-1)/n bytes per device for a shard of S
+    bytes over n devices. Backward the reverse, the same bytes.
+
+    Args:
+      x: An array or a pytree of arrays of this layout.
+      pattern: `"layout -> layout"`; the axes that move are minor-most on both sides.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The array in the new layout.
+
+    Raises:
+      CommunicationError: If another verb is meant.
+      SizeError: If a dimension does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> swap = spmd.kernel("a/x b -> a b/x", mesh=mesh)(lambda v: spmd.all_to_all(v, "a/x b -> a b/x"))
+      >>> bool((swap(jnp.arange(32.0).reshape(8, 4)) == jnp.arange(32.0).reshape(8, 4)).all())
+      True
+    """
+
+    def move(call: Call, operand: Operand, dst: Layout) -> Any:
+        out = operand.x
+        changes = _changes(operand, dst, _extra(call))
+        for i, lost, _ in changes:
+            if lost:
+                j = next(j for j, _, gained in changes if gained == lost)
+                out = _lax.all_to_all(out, lost, split=j, concat=i)
+        return out
+
+    return _verb("all_to_all", x, pattern, names, move)
+
+
+def split(x: T, pattern: str, **names: Any) -> T:
+    """Keep this device's block of a value that every device holds whole: `"b s d -> b s/tp d"`.
+
+    Communication: none forward. Backward one all-gather (S(n-1)/n bytes for S bytes whole) where the value is
+    equal by JAX's own type, and none where it is a gathered copy; a plain slice would cost a full all-reduce.
+
+    Args:
+      x: An array or a pytree of arrays, equal on the axes that the right side adds.
+      pattern: `"layout -> layout"`; the new axes are minor-most.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      This device's block.
+
+    Raises:
+      CommunicationError: If another verb is meant.
+      SizeError: If a dimension does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> blocks = spmd.kernel("n -> n/x", mesh=mesh)(lambda v: spmd.split(v, "n -> n/x"))
+      >>> print(blocks(jnp.arange(8)))
+      [0 1 2 3 4 5 6 7]
+    """
+
+    def move(call: Call, operand: Operand, dst: Layout) -> Any:
+        out = operand.x
+        for i, _, gained in _changes(operand, dst, _extra(call)):
+            for axis in gained:
+                out = _lax.slice_block(out, axis, i, call.frame.axis_size(axis))
+        return out
+
+    return _verb("split", x, pattern, names, move)
+
+
+def defer(x: T, pattern: str, **names: Any) -> T:
+    """Leave the reduction of a replicated value's gradient for later: `"d -> d {R:dp}"`.
+
+    Before a loop over micro-batches, `defer` what is replicated; gradients inside the loop are then partial
+    sums (`{U:dp}`), to be added up and reduced once, after the loop, by one `psum`.
+
+    Communication: none, forward and backward. (Differentiated from outside, the whole costs one all-reduce, as
+    a replicated value does.)
+
+    Args:
+      x: An array or a pytree of arrays, equal on those axes.
+      pattern: `"layout -> layout {R:axes}"`.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The same values, typed varying on those axes.
+
+    Raises:
+      CommunicationError: If another verb is meant.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("d, b/dp d -> d", mesh=mesh)
+      ... def gradient(w, x):
+      ...     w = spmd.defer(w, "d -> d {R:dp}")
+      ...     g = spmd.grad(lambda w: (x * w).sum(), loss="{U:dp}")(w)
+      ...     return spmd.psum(g, "d {U:dp} -> d")
+      >>> print(gradient(jnp.ones(3), jnp.ones((8, 3))))
+      [8. 8. 8.]
+    """
+
+    def move(call: Call, operand: Operand, dst: Layout) -> Any:
+        return _compat.pvary(operand.x, call.frame.in_mesh_order(dst.reduced))
+
+    return _verb("defer", x, pattern, names, move)

@@ -1,0 +1,210 @@
+"""Meshes: making one, finding the one in use, and virtual CPU devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from spmd.errors import MeshError, compose, did_you_mean
+
+__all__ = ["ambient_mesh", "check_axes", "make_mesh", "mesh_of", "mesh_sizes", "use_cpu_devices"]
+
+
+def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, **axes: int) -> Mesh | AbstractMesh:
+    """A mesh with named axes, in the order written.
+
+    All axes are `AxisType.Auto`, the type under which arrays of any sharding may meet; a mesh of your own,
+    with Explicit axes or a mixture, works in every function of `spmd` as well. No communication.
+
+    Args:
+      devices: The devices to use; the first `prod(axes)` of `jax.devices()` in JAX's own good order when
+        absent. Once `use_cpu_devices` was called, those are CPU devices.
+      abstract: Give an `AbstractMesh`: names and sizes without devices, for tracing and planning.
+      **axes: Axis names with their sizes. One may be -1: what is left of the devices.
+
+    Returns:
+      A `jax.sharding.Mesh`, or an `AbstractMesh`.
+
+    Raises:
+      MeshError: If a size is not a positive integer, or there are too few devices.
+
+    Example:
+      >>> import spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> mesh.axis_names, mesh.size
+      (('dp', 'tp'), 8)
+    """
+    call = f"make_mesh({', '.join(f'{k}={v!r}' for k, v in axes.items())})"
+    if not axes:
+        raise MeshError(compose("a mesh needs at least one axis.", call=call, fix="make_mesh(dp=2, tp=4)"))
+    for name, size in axes.items():
+        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise MeshError(compose(f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.", call=call))
+    pool = list(devices) if devices is not None else None
+    sizes = _fill(axes, pool, abstract, call)
+    kinds = (AxisType.Auto,) * len(sizes)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    if abstract:
+        return AbstractMesh(shape, names, axis_types=kinds)
+    pool = list(jax.devices()) if pool is None else pool
+    wanted = math.prod(shape)
+    if wanted > len(pool):
+        raise MeshError(_too_few(call, wanted, pool))
+    if devices is not None:
+        if wanted != len(pool):
+            raise MeshError(
+                compose(
+                    f"the axes multiply to {wanted}, but {len(pool)} devices were given.",
+                    call=call,
+                    fix=f"devices=devices[:{wanted}]",
+                )
+            )
+        return Mesh(np.array(pool, dtype=object).reshape(shape), names, axis_types=kinds)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=pool[:wanted])
+
+
+def _fill(axes: dict[str, int], pool: list[Any] | None, abstract: bool, call: str) -> dict[str, int]:
+    free = [name for name, size in axes.items() if size == -1]
+    if not free:
+        return {name: int(size) for name, size in axes.items()}
+    if len(free) > 1:
+        raise MeshError(compose(f"only one axis may be -1, and {', '.join(free)} are.", call=call))
+    if abstract:
+        raise MeshError(compose("an abstract mesh has no devices to count, so no axis can be -1.", call=call))
+    known = math.prod(size for size in axes.values() if size != -1)
+    count = len(jax.devices() if pool is None else pool)
+    if count % known:
+        raise MeshError(compose(f"{count} devices do not divide by the {known} of the other axes.", call=call))
+    return {name: count // known if size == -1 else int(size) for name, size in axes.items()}
+
+
+def _too_few(call: str, wanted: int, pool: list[Any]) -> str:
+    platform = pool[0].platform if pool else "no"
+    return compose(
+        f"the mesh needs {wanted} devices, and there are {len(pool)} ({platform}).",
+        call=call,
+        fix=f"spmd.use_cpu_devices({wanted}) at the top of the program for virtual CPU devices, or smaller axes",
+    )
+
+
+def use_cpu_devices(count: int) -> list[Any]:
+    """Make `count` virtual CPU devices the devices of this program, also where a GPU exists.
+
+    Call it at the top of a program, before anything that asks JAX for devices. A CPU backend that runs
+    already and has enough devices is accepted. No communication.
+
+    Args:
+      count: How many devices.
+
+    Returns:
+      The first `count` CPU devices, which `make_mesh` uses from now on.
+
+    Raises:
+      MeshError: If JAX already runs with fewer CPU devices; their number cannot change any more.
+
+    Example:
+      >>> import spmd
+      >>> len(spmd.use_cpu_devices(8))
+      8
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise MeshError(compose(f"the number of devices is a positive integer, not {count!r}.", call=f"use_cpu_devices({count!r})"))
+    already = None
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+    except RuntimeError as error:  # a backend runs: the number is fixed
+        already = error
+    have = jax.devices("cpu")
+    if len(have) < count:
+        raise MeshError(
+            compose(
+                f"JAX already runs with {len(have)} CPU device{'s' if len(have) > 1 else ''}, and that cannot grow to {count}.",
+                call=f"use_cpu_devices({count})",
+                got=["the backend starts with the first array or the first question for devices"],
+                fix=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
+            )
+        ) from already
+    jax.config.update("jax_default_device", None)
+    if jax.default_backend() != "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_default_device", have[0])
+    return have[:count]
+
+
+def mesh_sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
+    """Axis names with their sizes, in mesh order."""
+    return tuple(mesh.shape.items())
+
+
+def ambient_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh of the surrounding `jax.set_mesh`, concrete if possible, else None."""
+    concrete = jax.sharding.get_mesh() if _outside_trace() else None
+    if concrete is not None and not concrete.empty:
+        return concrete
+    abstract = jax.sharding.get_abstract_mesh()
+    return None if abstract.empty else abstract
+
+
+def _outside_trace() -> bool:
+    # get_mesh() is an error while a jit is traced; the abstract mesh is there in both cases.
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return False
+    return True
+
+
+def mesh_of(leaves: Sequence[Any]) -> Mesh | None:
+    """The mesh that the shardings of `leaves` name, or None.
+
+    Raises:
+      MeshError: If two leaves live on different meshes.
+    """
+    found: Mesh | None = None
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            continue
+        sharding = leaf.sharding
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            continue
+        if found is not None and found != sharding.mesh:
+            raise MeshError(
+                compose(
+                    "the arguments live on two meshes, so the mesh cannot be read off them.",
+                    got=[_show(found), _show(sharding.mesh)],
+                    fix="kernel(..., mesh=mesh)",
+                )
+            )
+        found = sharding.mesh
+    return found
+
+
+def _show(mesh: Mesh | AbstractMesh) -> str:
+    return "mesh " + ", ".join(f"{name}={size}" for name, size in mesh_sizes(mesh))
+
+
+def check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, *, call: str, source: str | None = None) -> None:
+    """Complain about a mesh axis that the mesh does not have.
+
+    Raises:
+      MeshError: With the mesh's own axes, in mesh order, and the nearest name.
+    """
+    for axis in axes:
+        if axis not in mesh.shape:
+            span = None
+            if source is not None and (at := source.find("/" + axis)) >= 0:
+                span = (at + 1, at + 1 + len(axis))
+            raise MeshError(
+                compose(
+                    f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.shape)}.",
+                    call=call,
+                    source=source,
+                    span=span,
+                    got=[_show(mesh)],
+                )
+            )

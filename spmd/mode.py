@@ -1,0 +1,249 @@
+"""Where a body runs: the mode, the mesh, the mapping and the sizes that its kernel bound.
+
+All of it sits in `jax.make_user_context` values, so that a function already compiled by `jax.jit` is traced
+again when one of them changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from spmd import _compat
+from spmd.errors import ModeError, compose, did_you_mean
+from spmd.language import AxisMapping
+
+__all__ = ["Frame", "ambient_mapping", "ambient_mode", "axis_mapping", "current_frame", "mode", "scope", "try_frame"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MODES = ("explicit", "auto", "reference")
+CONSTRAIN = ("all", "signature")
+
+_mode = jax.make_user_context(("explicit", "all"))
+_mapping = jax.make_user_context(None)
+_frame = jax.make_user_context(None)
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What a kernel's body knows about where it runs. A hashable value: two equal frames share traces.
+
+    Attributes:
+      mode: "explicit", "auto" or "reference".
+      mesh: The mesh, concrete or abstract; only auto mode needs it, the sizes are in `sizes`.
+      sizes: Mesh axes with their sizes, in mesh order.
+      mapping: The kernel's `AxisMapping`, or None.
+      renames: The kernel's `axes=` keyword, sorted.
+      bound: `(name, global size, origin)` of each dimension that the signature bound.
+      constrain: In auto mode, whether every layout is a constraint or only the signature's.
+      island: Whether this is a per-shard island inside a body that runs on whole arrays.
+    """
+
+    mode: str
+    mesh: Mesh | AbstractMesh | None
+    sizes: tuple[tuple[str, int], ...]
+    mapping: AxisMapping | None = None
+    renames: tuple[tuple[str, Any], ...] = ()
+    bound: tuple[tuple[str, int, str], ...] = ()
+    constrain: str = "all"
+    island: bool = False
+    _hash: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._key()))
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.mode, self.mesh, self.sizes, self.mapping, self.renames, self.bound, self.constrain, self.island)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Frame) and self._hash == other._hash and self._key() == other._key()
+
+    @property
+    def explicit(self) -> bool:
+        """Whether arrays here are one device's shards, and operations emit their own collectives."""
+        return self.mode == "explicit"
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.sizes)
+
+    def axis_size(self, axes: str | tuple[str, ...]) -> int:
+        """The number of devices along one mesh axis, or the product over several."""
+        total = 1
+        known = dict(self.sizes)
+        for axis in (axes,) if isinstance(axes, str) else axes:
+            total *= known[axis]
+        return total
+
+    def in_mesh_order(self, axes: Any) -> tuple[str, ...]:
+        """`axes` in the order of the mesh, as messages and JAX's collectives want them."""
+        return tuple(name for name, _ in self.sizes if name in axes)
+
+    def describe(self) -> str:
+        return "mesh " + ", ".join(f"{name}={size}" for name, size in self.sizes) if self.sizes else "a mesh without axes"
+
+    def replace(self, **changes: Any) -> Frame:
+        return replace(self, **changes)
+
+    def enter(self) -> contextlib.AbstractContextManager[Any]:
+        """Make this the frame that operations see."""
+        return _frame(self)
+
+
+def try_frame() -> Frame | None:
+    """The frame of the kernel being traced, or of the user's own `shard_map`; None elsewhere."""
+    frame = _frame.value
+    if frame is not None:
+        return frame
+    here = jax.sharding.get_abstract_mesh()
+    manual = here.manual_axes
+    if not manual:
+        return None
+    sizes = tuple((name, here.shape[name]) for name in here.axis_names if name in manual)
+    return Frame("explicit", here, sizes)
+
+
+def current_frame(who: str) -> Frame:
+    """The frame of the kernel being traced.
+
+    Raises:
+      ModeError: Outside a kernel.
+    """
+    frame = try_frame()
+    if frame is None:
+        raise ModeError(
+            compose(
+                f"{who} reads layouts, so it runs inside a kernel (or inside your own jax.shard_map), and none is being traced.",
+                fix='put it in a function decorated with @spmd.kernel("... -> ...", mesh=mesh)',
+            )
+        )
+    return frame
+
+
+@contextlib.contextmanager
+def mode(name: str, *, constrain: str = "all") -> Iterator[None]:
+    """Run the kernels called below in another mode.
+
+    The mode is part of JAX's own trace cache key, so a `jax.jit`ted step called in one mode and then in
+    another is traced again. No communication of its own.
+
+    Args:
+      name: "explicit" (`jax.shard_map`, the collectives that the strings say), "auto" (whole arrays, each
+        layout a `with_sharding_constraint`, the compiler chooses) or "reference" (whole arrays, one device).
+      constrain: In auto mode, "all" constrains every operation's result, "signature" only the arguments and
+        results of kernels.
+
+    Raises:
+      ModeError: On an unknown name.
+
+    Example:
+      >>> import spmd
+      >>> with spmd.mode("reference"):
+      ...     pass
+    """
+    _check_choice("mode", name, MODES)
+    _check_choice("constrain", constrain, CONSTRAIN)
+    with _mode((name, constrain)):
+        yield
+
+
+def _check_choice(what: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        shown = ", ".join(repr(k) for k in known)
+        hint = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise ModeError(compose(f"{what} is one of {shown}, not {value!r}{hint}."))
+
+
+def ambient_mode() -> tuple[str, str]:
+    """The mode that `with mode(...)` chose, and what auto mode constrains."""
+    return _mode.value
+
+
+@contextlib.contextmanager
+def axis_mapping(mapping: Any, *, merge: bool = False) -> Iterator[AxisMapping | None]:
+    """Say where named dimensions live, for the placement functions called below.
+
+    `shard`, `init` and `from_process_local` read it; kernels have a mapping of their own (`mapping=`). No
+    communication of its own.
+
+    Args:
+      mapping: An `AxisMapping`, a dict of rules such as `{"batch": "dp", "mlp": "tp", "embed": None}`, or
+        None to forget the surrounding one.
+      merge: Add these rules to the surrounding mapping instead of replacing it.
+
+    Raises:
+      LayoutError: On a malformed rule.
+
+    Example:
+      >>> import spmd
+      >>> with spmd.axis_mapping({"batch": "dp"}) as mapping:
+      ...     print(mapping.get("batch"))
+      ('dp',)
+    """
+    value = None if mapping is None else AxisMapping.of(mapping)
+    if merge and value is not None and _mapping.value is not None:
+        value = _mapping.value.merge(value)
+    with _mapping(value):
+        yield value
+
+
+def ambient_mapping() -> AxisMapping | None:
+    """The mapping of the surrounding `with axis_mapping(...)`."""
+    return _mapping.value
+
+
+def scope(fn: Callable[P, R]) -> Callable[P, R]:
+    """Give a library function a scope of its own: the names in its strings are not its caller's.
+
+    Inside a kernel, names of the signature are bound to their global sizes. A function that is called from
+    many kernels uses its own names, so `@scope` hides the caller's for the time of the call. The mesh, the
+    mode and the mapping stay. No communication of its own.
+
+    Args:
+      fn: A function written with `spmd` operations.
+
+    Returns:
+      The function, to be called inside kernels as before.
+
+    Example:
+      >>> import spmd
+      >>> @spmd.scope
+      ... def double(x):
+      ...     return 2 * x
+      >>> double(3)
+      6
+    """
+
+    @functools.wraps(fn)
+    def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
+        frame = _frame.value
+        if frame is None or not frame.bound:
+            return fn(*args, **kwargs)
+        with frame.replace(bound=()).enter():
+            return fn(*args, **kwargs)
+
+    return scoped
+
+
+def no_frame() -> contextlib.AbstractContextManager[Any]:
+    """Forget the frame, for code that runs outside the body's own axes."""
+    return _frame(None)
+
+
+def inside_manual(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `names` that are manual axes where the caller runs."""
+    here = _compat.manual_axes()
+    return tuple(n for n in names if n in here)
