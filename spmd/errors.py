@@ -1,0 +1,182 @@
+"""The one family of errors, and the one way their texts are built.
+
+A message has up to five parts, always in this order: the call with carets under the fault, the rule
+that was broken (one sentence), what was got, and the fix as text to paste.  Array values never occur.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "CommunicationError",
+    "LayoutError",
+    "MeshError",
+    "ModeError",
+    "PlacementError",
+    "ReplicationError",
+    "SizeError",
+    "SpmdError",
+    "compose",
+    "did_you_mean",
+]
+
+_WIDTH = 120  # a longer line wraps in a terminal, and its carets then point nowhere
+
+
+class SpmdError(ValueError):
+    """Base of all errors that `spmd` raises on purpose."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        lines = text.split("\n", 2)
+        # A traceback puts "spmd.errors.LayoutError: " before the first line, which would move it
+        # away from its carets; such texts start on a line of their own.
+        if len(lines) > 1 and "^" in lines[1] and not lines[1].strip(" ^"):
+            return "\n" + text
+        return text
+
+
+class LayoutError(SpmdError):
+    """A layout string, a pattern, a mapping or a tree of layouts is wrong."""
+
+
+class SizeError(SpmdError):
+    """A dimension has a size that the layout does not allow, or two places disagree on one."""
+
+
+class MeshError(SpmdError):
+    """A mesh is missing, or it lacks an axis that a layout names."""
+
+
+class CommunicationError(SpmdError):
+    """The communication that a pattern asks for is not the one the function does."""
+
+
+class ModeError(SpmdError):
+    """Something cannot be done in this mode, or outside a kernel."""
+
+
+class ReplicationError(SpmdError):
+    """A value is different where its layout says equal, or equal where it says different."""
+
+
+class PlacementError(SpmdError):
+    """An array does not lie where the layout says, and may not be moved."""
+
+
+def compose(
+    rule: str,
+    *,
+    call: str | None = None,
+    source: str | None = None,
+    span: tuple[int, int] | None = None,
+    got: Sequence[str] = (),
+    fix: str | None = None,
+) -> str:
+    """Build the text of an error.
+
+    Args:
+      rule: the rule that was broken, one sentence.
+      call: the call as the user wrote it, with `source` somewhere in it.
+      source: the layout or pattern string; of several lines only the offending one is shown.
+      span: where in `source` the fault lies, as (start, end).
+      got: what was got; several lines become bullets.
+      fix: text to paste.
+
+    Returns:
+      The message.
+
+    >>> print(compose("An axis divides one dimension.", call='psum(x, "b/dp d/dp -> b")',
+    ...               source="b/dp d/dp -> b", span=(7, 9), got=["x: f32[2,4]"], fix='"b/dp d -> b"'))
+    psum(x, "b/dp d/dp -> b")
+                    ^^
+    An axis divides one dimension.
+    got: x: f32[2,4]
+    fix: "b/dp d -> b"
+    """
+    lines = _shown(call, source, span)
+    lines.append(rule)
+    if len(got) == 1:
+        lines.append(f"got: {got[0]}")
+    elif got:
+        lines.append("got:")
+        lines.extend(f"- {line}" for line in got)
+    if fix is not None:
+        lines.append("fix: " + fix.replace("\n", "\n     "))
+    return "\n".join(lines)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'tp'?"` for the nearest known name, or an empty string.
+
+    >>> did_you_mean("modl", ["data", "model"])
+    "; did you mean 'model'?"
+    >>> did_you_mean("x", ["data", "model"])
+    ''
+    """
+    names = [str(one) for one in known]
+    folded = {one.lower(): one for one in reversed(names)}
+    cutoff = 0.5 if len(name) <= 3 else 0.6
+    near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
+    return f"; did you mean '{folded[near[0]]}'?" if near else ""
+
+
+def _shown(call: str | None, source: str | None, span: tuple[int, int] | None) -> list[str]:
+    """The call, and a line of carets under `span` of the source in it."""
+    if source is None:
+        return [_clean(call)] if call else []
+    lines: list[str] = []
+    at = _position(call, source) if call is not None else None
+    if call is None or at is None:
+        if call is not None:
+            lines.append(_clean(call))
+        call, at = f'"{source}"', 1
+    if span is None:
+        return [*lines, _clean(" ".join(call.split()) if "\n" in call else call)]
+    start = min(max(span[0], 0), len(source))
+    end = min(max(span[1], start), len(source))
+    if "\n" in source:
+        text, start, end = _one_line(call, at, source, start, end)
+    else:
+        text, start, end = call, start + at, end + at
+    text, start, end = _window(text, start, end)
+    return [*lines, _clean(text), " " * start + "^" * max(1, end - start)]
+
+
+def _position(call: str, source: str) -> int | None:
+    """Where `source` stands in `call`; in quotes if possible (a short source is also in the call's name)."""
+    for text in (f'"{source}"', f"'{source}'"):
+        if text in call:
+            return call.index(text) + 1
+    return call.rindex(source) if source in call else None
+
+
+def _one_line(call: str, at: int, source: str, start: int, end: int) -> tuple[str, int, int]:
+    """The offending line of a source of several lines, and where the span lies on it."""
+    first = source.rfind("\n", 0, start) + 1
+    last = source.find("\n", start)
+    last = len(source) if last < 0 else last
+    line = source[first:last].rstrip()
+    indent = len(line) - len(line.lstrip())
+    head = f"{call[:at]}...{call[at + len(source) :]}, line {source.count(chr(10), 0, start) + 1}: "
+    head = " ".join(head.split()) + " "
+    shift = len(head) - first - indent
+    return head + line.lstrip(), max(start + shift, len(head)), min(end, first + len(line)) + shift
+
+
+def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
+    """Cut a line that is too long down to the part around the span."""
+    if len(text) <= _WIDTH:
+        return text, start, end
+    end = min(end, start + _WIDTH // 2)
+    left = max(0, start - _WIDTH // 3)
+    right = min(len(text), left + _WIDTH)
+    head, tail = "..." if left else "", "..." if right < len(text) else ""
+    return head + text[left:right] + tail, start - left + len(head), end - left + len(head)
+
+
+def _clean(text: str) -> str:
+    """Replace what a terminal cannot show, one character for one, so that carets stay in place."""
+    return "".join(one if one.isprintable() else " " if one.isspace() else "?" for one in text)

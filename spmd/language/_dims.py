@@ -1,0 +1,198 @@
+"""What a layout is made of, and the rules that hold for any layout however it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One named factor of a dimension.
+
+    `axes` is None where the mapping decides (a bare name), `()` where the dimension is whole whatever
+    the mapping says (`d/1`), else exactly the mesh axes that divide it, major first.
+    """
+
+    name: str
+    axes: tuple[str, ...] | None = None
+    size: int | None = None
+    span: Span = field(default=(0, 0), compare=False)
+
+    @property
+    def named(self) -> bool:
+        """Whether this is a name: not `_`, not a literal size."""
+        return self.size is None and self.name != "_"
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dimension of an array: one atom, or the factors of a composite such as `(h k)/tp`."""
+
+    atoms: tuple[Atom, ...]
+    composite: bool = False
+    margin: tuple[int, int] = (0, 0)
+    bracket: bool = False
+    ellipsis: bool = False
+    span: Span = field(default=(0, 0), compare=False)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that divide this dimension, in order."""
+        return tuple(axis for atom in self.atoms for axis in atom.axes or ())
+
+    @property
+    def text(self) -> str:
+        """How the dimension is written."""
+        return _dim_text(self, explicit=True)
+
+    @property
+    def short(self) -> str:
+        """How it is written where no mapping is in force: `d` for `d/1`."""
+        return _dim_text(self, explicit=False)
+
+
+class Parsed(NamedTuple):
+    """A layout as parsed."""
+
+    dims: tuple[Dim, ...]
+    unreduced: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+
+class Fault(Exception):
+    """What is wrong with a string; becomes a LayoutError where the call is known."""
+
+    def __init__(self, rule: str, span: Span, fix: str | None = None):
+        super().__init__(rule)
+        self.rule, self.span, self.fix = rule, span, fix
+
+
+def _dim_text(dim: Dim, *, explicit: bool) -> str:
+    if dim.ellipsis:
+        return "..."
+    if dim.composite:
+        core = _group_text(dim.atoms, explicit)
+    else:
+        core = dim.atoms[0].name + _axes_text(dim.atoms[0], explicit)
+    if dim.bracket:
+        return f"[{core}]"
+    low, high = dim.margin
+    # "1+3" could be a margin before or after: a literal size is printed with both
+    both = (low or high) and not dim.composite and dim.atoms[0].size is not None
+    return (f"{low}+" if low or both else "") + core + (f"+{high}" if high or both else "")
+
+
+def _axes_text(atom: Atom, explicit: bool) -> str:
+    if atom.axes:
+        return "".join(f"/{axis}" for axis in atom.axes)
+    return "/1" if explicit and atom.axes == () and atom.named else ""
+
+
+def _group_text(atoms: tuple[Atom, ...], explicit: bool) -> str:
+    divided = [atom for atom in atoms if atom.axes]
+    if len(divided) > 1:
+        inside = [atom.name + "".join(f"/{axis}" for axis in atom.axes or ()) for atom in atoms]
+        return f"({' '.join(inside)})"
+    tail = _axes_text(divided[0] if divided else atoms[0], explicit)
+    return f"({' '.join(atom.name for atom in atoms)}){tail}"
+
+
+# --- what holds for any layout, however it was made ----------------------------------------------------
+
+
+def normal(dim: Dim) -> Dim:
+    """One form for one meaning: `_` and `3` are whole unless divided, `(h/tp k)` leaves k whole."""
+    if dim.ellipsis:
+        return dim
+    explicit = dim.composite and any(atom.axes is not None for atom in dim.atoms)
+    atoms = tuple(
+        replace(atom, axes=()) if atom.axes is None and (explicit or not atom.named) else atom
+        for atom in dim.atoms
+    )
+    return dim if atoms == dim.atoms else replace(dim, atoms=atoms)
+
+
+def check(
+    dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], spans: dict[str, Span]
+) -> None:
+    """Raise a Fault unless names, axes, `...` and divided factors obey the rules.
+
+    `spans` says where the marks' axes are written.
+    """
+    names: set[str] = set()
+    places: dict[str, str] = {}
+    ellipsis = False
+    for dim in dims:
+        if dim.ellipsis and ellipsis:
+            raise Fault("A layout has at most one '...'.", dim.span)
+        ellipsis = ellipsis or dim.ellipsis
+        for atom in dim.atoms:
+            if atom.named and atom.name in names:
+                raise Fault(
+                    f"A name stands for one dimension of a layout, but '{atom.name}' occurs twice.", atom.span
+                )
+            names.add(atom.name)
+            for axis in atom.axes or ():
+                _once(axis, f"'{divided(atom)}'", places, atom.span)
+        _check_factors(dim)
+    for kind, axes in (("U", unreduced), ("R", reduced)):
+        for axis in axes:
+            _once(axis, f"{{{kind}:{axis}}}", places, spans.get(axis, (0, 0)))
+
+
+def divided(atom: Atom) -> str:
+    return atom.name + "".join(f"/{axis}" for axis in atom.axes or ())
+
+
+def _once(axis: str, place: str, places: dict[str, str], span: Span) -> None:
+    if axis in places:
+        where = f"twice in {place}" if places[axis] == place else f"in {places[axis]} and in {place}"
+        raise Fault(f"A mesh axis occurs once in a layout, but '{axis}' is used {where}.", span)
+    places[axis] = place
+
+
+def _check_factors(dim: Dim) -> None:
+    """Only leading factors may be divided: otherwise a device would hold scattered pieces of it."""
+    whole = None
+    for atom in dim.atoms:
+        if not atom.axes:
+            whole = whole or atom
+        elif whole is not None:
+            rest = [one for one in dim.atoms if one is not atom]
+            moved = replace(dim, atoms=(atom, *rest), margin=(0, 0), bracket=False)
+            raise Fault(
+                f"A composite dimension is divided on its leading factors, but '{divided(atom)}' comes after "
+                f"the whole factor '{whole.name}'.",
+                atom.span,
+                f"divide '{whole.name}' too, or put '{atom.name}' first: {_dim_text(moved, explicit=False)}",
+            )
+
+
+def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
+    """Raise a Fault unless each part could have been written in a string (for layouts made by code)."""
+    for dim in dims:
+        bad = dim.ellipsis and (dim.atoms or any(dim.margin) or dim.bracket)
+        bad = bad or (not dim.ellipsis and not dim.atoms) or (len(dim.atoms) > 1 and not dim.composite)
+        bad = bad or (dim.bracket and any(dim.margin)) or min(dim.margin) < 0
+        bad = bad or (dim.composite and not all(atom.named for atom in dim.atoms))
+        if bad:
+            raise Fault("This dimension cannot be written in the layout language.", dim.span)
+        for atom in dim.atoms:
+            if (
+                not (atom.name == "_" or atom.size is not None or writable(atom.name))
+                or atom.name == "scalar"
+            ):
+                raise Fault(f"'{atom.name}' is no name of a dimension.", atom.span)
+            if atom.size is not None and (atom.size < 0 or atom.name != str(atom.size)):
+                raise Fault(f"'{atom.name}' is not the literal size {atom.size}.", atom.span)
+    for axis in (*marks, *(axis for dim in dims for axis in dim.axes)):
+        if not writable(axis):
+            raise Fault(f"'{axis}' is no name of a mesh axis.", (0, 0))
+
+
+def writable(name: object) -> bool:
+    """Whether a layout string could have this name."""
+    return isinstance(name, str) and name.isascii() and name.isidentifier() and bool(name.strip("_"))

@@ -1,0 +1,522 @@
+"""From a string to dimensions and marks.  Knows nothing of arrays, meshes or JAX.
+
+layout  :=  'scalar'  |  dim* mark*
+dim     :=  '...'  |  [margin '+'] core ['+' margin]  |  '[' core ']'
+core    :=  (NAME | INT | '_' | '(' (NAME ('/' AXIS)*)+ ')')  ( '/1' | ('/' AXIS)* )
+mark    :=  '{U:' AXIS (',' AXIS)* '}'  |  '{R:' AXIS (',' AXIS)* '}'
+pattern :=  layout (',' layout)* '->' layout (',' layout)*
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
+
+from spmd.language._dims import Atom, Dim, Fault, Parsed, Span, check, normal
+
+_MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large
+
+_TOKEN = re.compile(
+    r"(?P<space>\s+)|(?P<ellipsis>\.\.\.)|(?P<arrow>->)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
+    r"|(?P<int>[0-9]+)|(?P<punct>[/+()\[\]{}:,])|(?P<bad>.)",
+    re.DOTALL,
+)
+_LOOKALIKES = {
+    "…": "...",
+    "→": "->",
+    "⇒": "->",
+    "＝": "->",
+    "∕": "/",
+    "⁄": "/",
+    "÷": "/",
+    "\\": "/",
+    "|": "/",
+}
+
+
+class Token(NamedTuple):
+    kind: str
+    text: str
+    start: int
+    end: int
+
+    @property
+    def span(self) -> Span:
+        return (self.start, self.end)
+
+
+def _fixed(source: str, start: int, end: int, text: str) -> str:
+    """The source with a part replaced, in quotes: a fix to paste (one line of it, if it has several)."""
+    whole = source[:start] + text + source[end:]
+    if "\n" in whole:
+        first = whole.rfind("\n", 0, start) + 1
+        last = whole.find("\n", start + len(text))
+        return whole[first : last if last >= 0 else len(whole)].strip()
+    return f'"{whole.strip()}"'
+
+
+def _tokens(source: str) -> list[Token]:
+    tokens: list[Token] = []
+    for match in _TOKEN.finditer(source):
+        kind = match.lastgroup or "bad"
+        if kind == "bad":
+            _bad(source, match.start())
+        if kind != "space":
+            text = match.group()
+            tokens.append(
+                Token(text if kind in ("punct", "arrow", "ellipsis") else kind, text, *match.span())
+            )
+    tokens.append(Token("end", "", len(source), len(source)))
+    return tokens
+
+
+def _bad(source: str, at: int) -> NoReturn:
+    """A character that is no part of the language, with a guess at what was meant."""
+    rest = source[at:]
+    for wrong in ("=>", ">", "-", "="):
+        arrow = re.match(r"[-=]*>|-+|=+", rest)
+        if rest.startswith(wrong) and arrow:
+            raise Fault(
+                "The two sides of a pattern are separated by '->'.",
+                (at, at + arrow.end()),
+                _fixed(source, at, at + arrow.end(), "->"),
+            )
+    if rest[0] == ".":
+        dots = len(rest) - len(rest.lstrip("."))
+        raise Fault(
+            "Any number of dimensions is written '...', three dots.",
+            (at, at + dots),
+            _fixed(source, at, at + dots, "..."),
+        )
+    shown = rest[0] if rest[0].isprintable() else f"U+{ord(rest[0]):04X}"
+    if rest[0] in _LOOKALIKES:
+        better = _LOOKALIKES[rest[0]]
+        raise Fault(
+            f"A layout has no '{shown}'; write '{better}'.", (at, at + 1), _fixed(source, at, at + 1, better)
+        )
+    if rest[0] == "*":
+        raise Fault(
+            "A layout has no '*'; any number of dimensions is '...', a product of two is '(h k)'.",
+            (at, at + 1),
+        )
+    if rest[0].isidentifier():
+        raise Fault(
+            f"Names consist of ASCII letters, digits and '_', but '{shown}' is none of them.", (at, at + 1)
+        )
+    raise Fault(f"A layout has no character '{shown}'.", (at, at + 1))
+
+
+# --- the parser ----------------------------------------------------------------------------------------
+
+
+class Parser:
+    """Recursive descent over the tokens of one string; every fault has a span."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.tokens = _tokens(source)
+        self.index = 0
+
+    @property
+    def token(self) -> Token:
+        return self.tokens[self.index]
+
+    def advance(self) -> Token:
+        token = self.tokens[self.index]
+        self.index = min(self.index + 1, len(self.tokens) - 1)
+        return token
+
+    def touching(self) -> bool:
+        """Whether no space stands before the current token."""
+        return self.index > 0 and self.tokens[self.index - 1].end == self.token.start
+
+    def fixed(self, start: int, end: int, text: str) -> str:
+        return _fixed(self.source, start, end, text)
+
+    # layouts and patterns
+
+    def single(self) -> Parsed:
+        """A string that is one layout."""
+        parsed = self.layout()
+        if self.token.kind == "->":
+            raise Fault(
+                "A layout has no '->'; two layouts with an arrow between them are a Pattern.", self.token.span
+            )
+        if self.token.kind == ",":
+            raise Fault("A layout has no comma; several layouts make a Pattern.", self.token.span)
+        return parsed
+
+    def pattern(self, arrow: bool) -> tuple[list[Parsed], list[Parsed], bool, bool]:
+        """Both sides of a pattern, and whether each of them was empty."""
+        left, empty_left = self.side()
+        if not arrow:
+            if self.token.kind == "->":
+                raise Fault(
+                    "This takes the layout of its operands only, without '->'.",
+                    self.token.span,
+                    f'"{self.source[: self.token.start].strip()}"',
+                )
+            return left, [], empty_left, True
+        if self.token.kind != "->":
+            raise Fault(
+                "A pattern has two sides with '->' between them: what you have -> what you want.",
+                (0, len(self.source)),
+            )
+        self.advance()
+        right, empty_right = self.side()
+        if self.token.kind == "->":
+            raise Fault("A pattern has one '->', this is the second.", self.token.span)
+        return left, right, empty_left, empty_right
+
+    def side(self) -> tuple[list[Parsed], bool]:
+        layouts: list[Parsed] = []
+        while self.token.kind not in ("->", "end"):
+            if self.token.kind == ",":
+                raise Fault(
+                    "A layout is empty only when it is the whole side; a scalar among others is 'scalar'.",
+                    self.token.span,
+                    self.fixed(self.token.start, self.token.start, "scalar"),
+                )
+            layouts.append(self.layout())
+            if self.token.kind != ",":
+                break
+            self.advance()
+        return (layouts, False) if layouts else ([Parsed((), (), ())], True)
+
+    def layout(self) -> Parsed:
+        first = self.index
+        if self.token.text == "scalar" and self.tokens[self.index + 1].kind in (",", "->", "end"):
+            self.advance()
+            return Parsed((), (), ())
+        dims: list[Dim] = []
+        marks: dict[str, tuple[str, ...]] = {}
+        spans: dict[str, Span] = {}
+        while self.token.kind not in (",", "->", "end"):
+            if self.token.kind == "{":
+                self.mark(marks, spans)
+                continue
+            if (
+                self.index > first
+                and self.touching()
+                and self.token.kind not in ("/", "+", ")", "]", "}", ":")
+            ):
+                raise Fault(
+                    "Dimensions are separated by spaces.",
+                    self.token.span,
+                    self.fixed(self.token.start, self.token.start, " "),
+                )
+            if marks:
+                raise Fault("The marks {U:...} and {R:...} come after all dimensions.", self.token.span)
+            dims.append(normal(self.dim(first)))
+        unreduced, reduced = tuple(sorted(marks.get("U", ()))), tuple(sorted(marks.get("R", ())))
+        check(tuple(dims), marks.get("U", ()), marks.get("R", ()), spans)
+        return Parsed(tuple(dims), unreduced, reduced)
+
+    # dimensions
+
+    def dim(self, first: int) -> Dim:
+        token = self.token
+        if token.kind == "...":
+            self.advance()
+            if self.token.kind in ("/", "+") and self.touching():
+                raise Fault(
+                    "The dimensions of '...' lie as the operand has them; they take no axis and no margin.",
+                    (token.start, self.token.end),
+                )
+            return Dim((), ellipsis=True, span=token.span)
+        if token.kind == "[":
+            return self.bracket()
+        if token.kind not in ("name", "int", "("):
+            self.stray(first)
+        return self.with_margin()
+
+    def stray(self, first: int) -> NoReturn:
+        """A token that cannot begin a dimension."""
+        token = self.token
+        before = self.tokens[self.index - 1] if self.index > first else None
+        if token.kind in (")", "]", "}"):
+            raise Fault(f"'{token.text}' closes nothing.", token.span)
+        if token.kind in ("/", "+") and before is not None:
+            after = self.tokens[self.index + 1]
+            fix = self.fixed(
+                before.end, after.start if after.kind in ("name", "int") else token.end, token.text
+            )
+            raise Fault(f"No space stands before or after '{token.text}'.", (before.end, token.end), fix)
+        if token.kind == "/":
+            raise Fault("A dimension comes before '/': 'b/dp' is b divided over dp.", token.span)
+        if token.kind == "+":
+            raise Fault("A margin is a number beside a dimension: '1+x/a+1'.", token.span)
+        raise Fault("A ':' occurs only in the marks {U:axis} and {R:axis}.", token.span)
+
+    def with_margin(self) -> Dim:
+        """`1+x/a+1`: numbers on either side of a core."""
+        parts = [self.core()]
+        while self.token.kind == "+" and self.touching():
+            plus = self.advance()
+            if not self.touching() or self.token.kind not in ("name", "int", "("):
+                after = self.token
+                fix = self.fixed(plus.end, after.start, "") if after.kind in ("name", "int", "(") else None
+                raise Fault(
+                    "A margin is a number beside a dimension, without spaces: '1+x/a+1'.", plus.span, fix
+                )
+            parts.append(self.core())
+        if len(parts) == 1:
+            return parts[0]
+        span = (parts[0].span[0], parts[-1].span[1])
+        plain = [self.plain_int(part) for part in parts]
+        at = 1 if len(parts) == 3 or (plain[0] is not None and plain[1] is None) else 0
+        low, high = plain[0] if at else 0, plain[-1] if at + 1 < len(parts) else 0
+        if len(parts) == 2 and None not in plain:
+            raise Fault(
+                "Which of the two numbers is the margin? Name the dimension, or write both margins.",
+                span,
+                f"'{parts[0].text}+{parts[1].text}+0' or '0+{parts[0].text}+{parts[1].text}'",
+            )
+        if len(parts) > 3 or low is None or high is None:
+            raise Fault(
+                "A dimension has at most one margin on each side, and a margin is a number: '1+x/a+1'.", span
+            )
+        return replace(parts[at], margin=(low, high), span=span)
+
+    @staticmethod
+    def plain_int(part: Dim) -> int | None:
+        return part.atoms[0].size if not part.composite and not part.axes else None
+
+    def bracket(self) -> Dim:
+        opening = self.advance()
+        if self.token.kind == "]":
+            raise Fault(
+                "Brackets hold the dimension that the operation works along: '[k]'.",
+                (opening.start, self.token.end),
+            )
+        if self.token.kind in (",", "->", "end"):
+            raise Fault("This '[' is never closed.", opening.span)
+        if self.token.kind not in ("name", "int", "("):
+            raise Fault("Brackets hold one dimension: a name, a number or a '(h k)'.", self.token.span)
+        core = self.core()
+        if self.token.kind in ("name", "int", "("):
+            raise Fault(
+                "Brackets hold one dimension; give each its own.",
+                self.token.span,
+                self.fixed(core.span[1], self.token.start, "] ["),
+            )
+        if self.token.kind == "+":
+            raise Fault("A dimension in brackets has no margin.", self.token.span)
+        if self.token.kind != "]":
+            raise Fault("This '[' is never closed.", opening.span)
+        closing = self.advance()
+        if self.token.kind == "/" and self.touching():
+            inside = re.match(r"[/A-Za-z0-9_]+", self.source[closing.end :])
+            end = closing.end + (inside.end() if inside else 1)
+            raise Fault(
+                "The mesh axis stands inside the brackets.",
+                (closing.end, end),
+                self.fixed(closing.start, end, self.source[closing.end : end] + "]"),
+            )
+        return replace(core, bracket=True, span=(opening.start, closing.end))
+
+    def core(self) -> Dim:
+        token = self.token
+        if token.kind == "(":
+            return self.group()
+        self.advance()
+        if token.kind == "int":
+            size = self.number(token)
+            axes = self.axes(token)
+            return Dim(
+                (Atom(str(size), axes or (), size, (token.start, self.end)),), span=(token.start, self.end)
+            )
+        self.name(token)
+        axes = self.axes(token)
+        if token.text == "_" and axes == ():
+            raise Fault(
+                "An unnamed dimension is whole unless an axis divides it; '_' says so already.",
+                (token.start, self.end),
+                self.fixed(token.start, self.end, "_"),
+            )
+        span = (token.start, self.end)
+        return Dim((Atom(token.text, axes, None, span),), span=span)
+
+    @property
+    def end(self) -> int:
+        """Where the last token read ends."""
+        return self.tokens[self.index - 1].end
+
+    def number(self, token: Token) -> int:
+        if len(token.text.lstrip("0")) > _MAX_DIGITS:
+            raise Fault(f"A literal size has at most {_MAX_DIGITS} digits.", token.span)
+        if self.token.kind == "name" and self.touching():
+            raise Fault("A name begins with a letter.", (token.start, self.token.end))
+        return int(token.text.lstrip("0") or "0")
+
+    def name(self, token: Token) -> None:
+        if token.text == "scalar":
+            fix = None
+            if self.token.kind == "{" and (brace := self.source.find("}", token.start)) > 0:
+                mark = self.source[self.token.start : brace + 1]
+                fix = f"{self.fixed(token.start, brace + 1, mark)} (marks alone are a marked scalar)"
+            raise Fault(
+                "'scalar' is a whole layout: no dimension, axis or mark stands beside it.", token.span, fix
+            )
+        if not token.text.strip("_") and token.text != "_":
+            raise Fault("A name has a letter in it; '_' alone is an unnamed dimension.", token.span)
+
+    def group(self) -> Dim:
+        """`(h k)/tp`, `(b/dp s/cp)`."""
+        opening = self.advance()
+        atoms: list[Atom] = []
+        while self.token.kind != ")":
+            token = self.advance()
+            if token.kind in (",", "->", "end"):
+                raise Fault("This '(' is never closed.", opening.span)
+            if token.kind == "/" and atoms:
+                raise Fault(
+                    "No space stands before or after '/'.",
+                    token.span,
+                    self.fixed(atoms[-1].span[1], self.token.start, "/"),
+                )
+            if token.kind != "name" or token.text == "_":
+                raise Fault("The factors of a '(h k)' are names; a size is bound by keyword.", token.span)
+            self.name(token)
+            axes = self.axes(token)
+            if axes == ():
+                raise Fault(
+                    "A factor takes mesh axes only; '/1' stands after the whole of it: '(h k)/1'.",
+                    (token.start, self.end),
+                )
+            atoms.append(Atom(token.text, axes, None, (token.start, self.end)))
+        closing = self.advance()
+        if not atoms:
+            raise Fault(
+                "A scalar is written 'scalar', not '()'.",
+                (opening.start, closing.end),
+                self.fixed(opening.start, closing.end, "scalar"),
+            )
+        axes = self.axes(closing)
+        span = (opening.start, self.end)
+        if axes is not None:
+            if any(atom.axes for atom in atoms):
+                raise Fault("Mesh axes stand on the factors or after the whole '(h k)', not on both.", span)
+            atoms = [replace(atom, axes=() if place else axes) for place, atom in enumerate(atoms)]
+        return Dim(tuple(atoms), composite=True, span=span)
+
+    # mesh axes
+
+    def axes(self, owner: Token) -> tuple[str, ...] | None:
+        """`/dp/tp` after a name; None if there is none, `()` for `/1`."""
+        found: list[Token] = []
+        while self.token.kind == "/" and self.touching():
+            slash = self.advance()
+            token = self.token
+            if token.kind not in ("name", "int") or not self.touching():
+                self.no_axis(slash, token)
+            if token.kind == "int" and token.text != "1":
+                raise Fault(
+                    "After '/' comes the name of a mesh axis (or 1 for whole), not a number of devices.",
+                    token.span,
+                )
+            if token.kind == "name" and not token.text.strip("_"):
+                raise Fault("A mesh axis has a name with a letter in it.", token.span)
+            found.append(self.advance())
+            if token.kind == "int" and self.token.kind == "name" and self.touching():
+                raise Fault("A name begins with a letter.", (token.start, self.token.end))
+        if not found:
+            return None
+        if any(token.text == "1" for token in found):
+            if len(found) > 1:
+                raise Fault("'/1' says whole; no other axis stands beside it.", (owner.start, found[-1].end))
+            return ()
+        return tuple(token.text for token in found)
+
+    def no_axis(self, slash: Token, token: Token) -> NoReturn:
+        """Something other than a mesh axis after a slash."""
+        if token.kind == "/" and self.touching():
+            raise Fault(
+                "One '/' stands before each mesh axis.",
+                (slash.start, token.end),
+                self.fixed(slash.start, token.end, "/"),
+            )
+        if token.kind == "{" and self.touching():
+            self.braces(token, "/")
+        if token.kind == "(" and self.touching():
+            raise Fault("Several mesh axes are written one after another: 'b/dp/fsdp'.", token.span)
+        if token.kind in ("name", "int") and not self.touching():
+            raise Fault(
+                "No space stands before or after '/'.",
+                (slash.start, token.start),
+                self.fixed(slash.end, token.start, ""),
+            )
+        raise Fault("After '/' comes the name of a mesh axis, or 1 for whole.", slash.span)
+
+    def braces(self, opening: Token, before: str = "") -> NoReturn:
+        """`{b}`, as left over from an f-string or str.format."""
+        close = self.source.find("}", opening.start)
+        end = close + 1 if close >= 0 else opening.end
+        inside = self.source[opening.end : end - 1].strip() if close >= 0 else ""
+        word = inside if inside.isascii() and inside.isidentifier() else "axis" if before else "n"
+        what = "mesh axes" if before else "sizes and mesh axes"
+        raise Fault(
+            f"Strings are constants, braces hold the marks {{U:axis}} and {{R:axis}}; keywords bind {what}.",
+            (opening.start, end),
+            f"{self.fixed(opening.start, end, word)}, {word}=...",
+        )
+
+    def mark(self, marks: dict[str, tuple[str, ...]], spans: dict[str, Span]) -> None:
+        """`{U:dp,tp}`."""
+        opening = self.advance()
+        kind, colon = self.token, self.tokens[min(self.index + 1, len(self.tokens) - 1)]
+        if kind.kind in ("}", "name") and colon.kind != ":" and kind.text not in ("U", "R"):
+            self.braces(opening)
+        if kind.text not in ("U", "R"):
+            better = kind.text.upper()
+            fix = self.fixed(kind.start, kind.end, better) if better in ("U", "R") else None
+            raise Fault(
+                "The marks are {U:axis}, a partial sum, and {R:axis}, reduced.",
+                (opening.start, kind.end),
+                fix,
+            )
+        self.advance()
+        if self.token.kind == "}" or (self.token.kind == ":" and self.tokens[self.index + 1].kind == "}"):
+            raise Fault(f"A mark names its mesh axes: {{{kind.text}:axis}}.", (opening.start, self.token.end))
+        if self.token.kind != ":":
+            raise Fault(f"A mark is written {{{kind.text}:axis}}.", (opening.start, kind.end))
+        self.advance()
+        axes = self.mark_axes(opening, kind.text, spans)
+        if kind.text in marks:
+            both = ",".join((*marks[kind.text], *axes))
+            raise Fault(
+                f"A layout has one {{{kind.text}:...}}; it lists all its axes.",
+                (opening.start, self.end),
+                f"{{{kind.text}:{both}}}",
+            )
+        marks[kind.text] = axes
+
+    def mark_axes(self, opening: Token, kind: str, spans: dict[str, Span]) -> tuple[str, ...]:
+        axes: list[str] = []
+        while True:
+            token = self.token
+            if token.kind in ("->", "end"):
+                raise Fault("This '{' is never closed.", opening.span)
+            if token.kind != "name" or not token.text.strip("_"):
+                raise Fault("A mark lists names of mesh axes, separated by commas.", token.span)
+            if token.text in axes:
+                raise Fault(
+                    f"A mesh axis occurs once in a layout, but '{token.text}' is twice in {{{kind}:...}}.",
+                    token.span,
+                )
+            axes.append(token.text)
+            spans[token.text] = token.span
+            self.advance()
+            closing = self.token
+            if closing.kind == "name":
+                raise Fault(
+                    "A mark lists names of mesh axes, separated by commas.",
+                    closing.span,
+                    self.fixed(token.end, closing.start, ","),
+                )
+            if closing.kind not in (",", "}"):
+                raise Fault("This '{' is never closed.", opening.span)
+            self.advance()
+            if closing.kind == "}":
+                return tuple(axes)

@@ -1,0 +1,166 @@
+"""`Pattern`: what you have -> what you want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from spmd.errors import LayoutError, compose
+from spmd.language._dims import Fault, Parsed
+from spmd.language._layout import Axes, Layout, make, raise_fault
+from spmd.language._parse import Parser
+
+if TYPE_CHECKING:
+    from spmd.language._mapping import AxisMapping
+
+__all__ = ["Pattern"]
+
+
+class Pattern:
+    """Layouts on both sides of an arrow: left what you have, right what you want.
+
+    Immutable and hashable; a string is parsed once.  Newlines and a trailing comma are allowed.
+
+    Args:
+      text: the pattern as a string; a Pattern is returned as it is.
+      arrow: False for the functions that take the layouts of their operands only, `"b [c/cp] l"`.
+      call: the call to show in an error, with the string in it.
+
+    Raises:
+      LayoutError: the string is no pattern.
+
+    >>> pattern = Pattern("b/dp d, d f/tp -> b/dp f/tp")
+    >>> pattern.inputs
+    (Layout('b/dp d'), Layout('d f/tp'))
+    >>> pattern.bind(tp=None)
+    Pattern('b/dp d, d f/1 -> b/dp f/1')
+    """
+
+    __slots__ = (
+        "__weakref__", "_hash", "arrow", "empty_left", "empty_right", "inputs", "outputs", "source",
+    )  # fmt: skip
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    source: str
+    """The string as written; the spans of the layouts' atoms refer to it."""
+    arrow: bool
+    empty_left: bool
+    """Whether nothing stands left of the arrow; `inputs` then holds one scalar."""
+    empty_right: bool
+
+    def __new__(cls, text: str | Pattern, *, arrow: bool = True, call: str | None = None) -> Self:
+        if isinstance(text, Pattern):
+            return text
+        if not isinstance(text, str):
+            rule = (
+                f"A pattern is a string such as 'b/dp d -> b d', but this is of type {type(text).__name__}."
+            )
+            raise LayoutError(compose(rule, call=call))
+        try:
+            return _parsed(str(text), bool(arrow))
+        except Fault as fault:
+            raise_fault(fault, text, call or f'Pattern("{text}")')
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of both sides."""
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of dimensions and factors, in order of appearance, each once."""
+        return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.names))
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """All mesh axes it mentions, in dimensions and marks, each once."""
+        return tuple(dict.fromkeys(axis for layout in self.layouts for axis in layout.axis_names))
+
+    @property
+    def bare(self) -> tuple[str, ...]:
+        """The names that are somewhere without a placement of their own, each once."""
+        return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.bare))
+
+    def bind(self, **axes: Axes) -> Pattern:
+        """Return the pattern with mesh axes renamed, as Layout.bind does.
+
+        >>> Pattern("... s/tp d -> ... s d").bind(tp=("tk", "tr"))
+        Pattern('... s/tk/tr d -> ... s d')
+        """
+        return self._map(lambda layout: layout.bind(**axes)) if axes else self
+
+    def resolve(self, mapping: AxisMapping | Mapping[str, Axes] | None = None) -> Pattern:
+        """Return the pattern with no bare name, as Layout.resolve does.
+
+        >>> Pattern("embed mlp -> embed/1 mlp").resolve({"embed": "dp", "mlp": "tp"})
+        Pattern('embed/dp mlp/tp -> embed/1 mlp/tp')
+        """
+        from spmd.language._mapping import AxisMapping
+
+        of = AxisMapping.of(mapping)
+        return self._map(of.resolve)
+
+    def _map(self, change: Callable[[Layout], Layout]) -> Pattern:
+        inputs, outputs = tuple(map(change, self.inputs)), tuple(map(change, self.outputs))
+        return _make(inputs, outputs, self.source, self.arrow, self.empty_left, self.empty_right)
+
+    def __str__(self) -> str:
+        left = "" if self.empty_left else ", ".join(map(str, self.inputs))
+        right = "" if self.empty_right else ", ".join(map(str, self.outputs))
+        return f"{left} -> {right}".strip() if self.arrow else left
+
+    def __repr__(self) -> str:
+        return f"Pattern({str(self)!r})" if self.arrow else f"Pattern({str(self)!r}, arrow=False)"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.inputs, self.outputs, self.arrow, self.empty_left, self.empty_right)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return self._key() == other._key() if isinstance(other, Pattern) else NotImplemented
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a Pattern is immutable, '{name}' cannot be set")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __copy__(self) -> Pattern:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Pattern:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make, (self.inputs, self.outputs, self.source, self.arrow, self.empty_left, self.empty_right)
+
+
+def _make(
+    inputs: tuple[Layout, ...],
+    outputs: tuple[Layout, ...],
+    source: str,
+    arrow: bool,
+    empty_left: bool,
+    empty_right: bool,
+) -> Pattern:
+    pattern = object.__new__(Pattern)
+    values = {"inputs": inputs, "outputs": outputs, "source": source, "arrow": arrow}
+    for name, value in (*values.items(), ("empty_left", empty_left), ("empty_right", empty_right)):
+        object.__setattr__(pattern, name, value)
+    object.__setattr__(pattern, "_hash", hash(pattern._key()))
+    return pattern
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str, arrow: bool) -> Pattern:
+    left, right, empty_left, empty_right = Parser(text).pattern(arrow)
+
+    def layouts(side: list[Parsed]) -> tuple[Layout, ...]:
+        return tuple(make(*parsed, text) for parsed in side)
+
+    return _make(layouts(left), layouts(right), text, arrow, empty_left, empty_right)
