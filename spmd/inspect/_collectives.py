@@ -1,0 +1,406 @@
+"""Which collectives a compiled program runs, over which mesh axes, how often and with how many bytes."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, overload
+
+import jax
+
+from spmd.errors import SpmdError
+from spmd.inspect._groups import (
+    axes_of_groups,
+    axes_of_pairs,
+    axes_text,
+    mesh_sizes,
+    named_mesh,
+    parse_groups,
+    parse_pairs,
+)
+from spmd.inspect._hlo import Frame, HloModule, Visit, parse_module, parse_shapes, shape_bytes
+
+__all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text"]
+
+# XLA's names and ours. Any reduction is an all-reduce, so `psum` stands for pmax and pmin too.
+KINDS = {
+    "all-gather": "all_gather",
+    "all-reduce": "psum",
+    "reduce-scatter": "psum_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "collective-permute": "ppermute",
+    "collective-broadcast": "pbroadcast",
+}
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: `all_gather`, `psum` (any all-reduce), `psum_scatter`, `all_to_all`, `ppermute`; XLA alone also
+        makes `ragged_all_to_all` and `pbroadcast`.
+      axes: The mesh axes it runs over, in mesh order; empty when no mesh is known.
+      whole: Whether its groups span those axes entirely. XLA's own resharding also uses parts of axes.
+      group_size: Devices per group; for a ppermute, of the axes it moves along.
+      bytes: Bytes that one device sends, one execution: with n devices per group and S the larger side,
+        S(n-1)/n for all_gather and psum_scatter, twice that for psum, shard*(n-1)/n for all_to_all, the
+        shard for ppermute.
+      count: How often one call of the program runs it (loops multiplied out).
+      exact: Whether `count` is certain. In a loop of unknown length it is counted once, in a branch as taken.
+      operands: dtype and local shape of each operand; several when XLA combined collectives into one.
+      op_name: The name that JAX gave it, such as `jit(f)/shard_map/psum_invariant`.
+      frames: The Python lines that made it, innermost first.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    whole: bool
+    group_size: int
+    bytes: int
+    count: int
+    exact: bool
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
+    op_name: str = ""
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call of the program."""
+        return self.bytes * self.count
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the largest operand, as HLO writes it."""
+        return self._largest[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The local shape of the largest operand."""
+        return self._largest[1]
+
+    @property
+    def where(self) -> str:
+        """`file.py:12` of the innermost line outside this package; empty when the text has no lines."""
+        theirs = [frame for frame in self.frames if not frame.file.startswith(_PACKAGE)] or self.frames
+        return f"{os.path.basename(theirs[0].file)}:{theirs[0].line}" if theirs else ""
+
+    @property
+    def _largest(self) -> tuple[str, tuple[int, ...]]:
+        return max(self.operands, key=lambda operand: shape_bytes(*operand))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "whole": self.whole,
+            "group_size": self.group_size,
+            "bytes": self.bytes,
+            "count": self.count,
+            "exact": self.exact,
+            "operands": [[dtype, list(shape)] for dtype, shape in self.operands],
+            "op_name": self.op_name,
+            "where": self.where,
+        }
+
+
+class CollectiveReport(Sequence[Collective]):
+    """The collectives of one compiled program, in the order in which it runs them.
+
+    A sequence of `Collective`; printing it shows `table()`.
+    """
+
+    def __init__(self, items: Iterable[Collective], mesh: Mapping[str, int] | None = None) -> None:
+        self._items = tuple(items)
+        self.mesh = dict(mesh) if mesh is not None else None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Collective: ...
+    @overload
+    def __getitem__(self, index: slice) -> CollectiveReport: ...
+    def __getitem__(self, index: int | slice) -> Collective | CollectiveReport:
+        found = self._items[index]
+        return CollectiveReport(found, self.mesh) if isinstance(found, tuple) else found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CollectiveReport) and self._items == other._items
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call."""
+        return sum(item.total_bytes for item in self)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many collectives of each kind one call runs, kinds in the order of their names."""
+        found: dict[str, int] = {}
+        for item in sorted(self, key=lambda item: item.kind):
+            found[item.kind] = found.get(item.kind, 0) + item.count
+        return found
+
+    @property
+    def exact(self) -> bool:
+        """False when a collective lies in a loop of unknown length or in a branch."""
+        return all(item.exact for item in self)
+
+    def by_axis(self) -> dict[str, CollectiveReport]:
+        """One report per set of mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
+        return self._grouped(lambda item: axes_text(item.axes))
+
+    def by_kind(self) -> dict[str, CollectiveReport]:
+        """One report per kind of collective."""
+        return self._grouped(lambda item: item.kind)
+
+    def _grouped(self, key: Callable[[Collective], str]) -> dict[str, CollectiveReport]:
+        found: dict[str, list[Collective]] = {}
+        for item in self:
+            found.setdefault(key(item), []).append(item)
+        return {name: CollectiveReport(found[name], self.mesh) for name in sorted(found)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "mesh": self.mesh,
+            "counts": self.counts,
+            "total_bytes": self.total_bytes,
+            "exact": self.exact,
+            "collectives": [item.to_dict() for item in self],
+        }
+
+    def table(self, width: int | None = None) -> str:
+        """The report as text, one line per collective and a line of totals, no wider than the terminal."""
+        if not self:
+            return "no collectives"
+        width = width or shutil.get_terminal_size((100, 24)).columns
+        rows: list[tuple[str, ...]] = [("collective", "axes", "times", "operand", "bytes", "where")]
+        for item in self:
+            rows.append(_row(item))
+        total = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        right = (2, 4)
+        lines = [
+            "  ".join(
+                text.rjust(w) if i in right else text.ljust(w)
+                for i, (text, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        lines.append(f"total: {total}; {bytes_text(self.total_bytes)} sent per device")
+        if not self.exact:
+            lines.append("* in a loop of unknown length (counted once) or in a branch (counted as taken)")
+        return "\n".join(line if len(line) <= width else line[: max(width - 1, 1)] + "…" for line in lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items())
+        return f"CollectiveReport({counts or 'no collectives'}, total_bytes={self.total_bytes})"
+
+
+def _row(item: Collective) -> tuple[str, ...]:
+    times = str(item.count) if item.exact else f"{item.count}*"
+    more = f" +{len(item.operands) - 1}" if len(item.operands) > 1 else ""
+    operand = f"{item.dtype}[{','.join(map(str, item.shape))}]{more}"
+    axes = axes_text(item.axes) + ("" if item.whole else f" (groups of {item.group_size})")
+    return (item.kind, axes, times, operand, bytes_text(item.total_bytes), item.where)
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes for people.
+
+    >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
+    ('512 B', '1.5 KiB', '3 MiB')
+    """
+    if count < 1024:
+        return f"{count} B"
+    amount = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        amount /= 1024
+        if amount < 1024 or unit == "TiB":
+            return f"{amount:.4g} {unit}"
+    raise AssertionError("unreachable: the last unit returns")
+
+
+# -------------------- the counting
+
+
+def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> CollectiveReport:
+    """The collectives of `fn` as compiled for these arguments: kinds, mesh axes, bytes, how often, where.
+
+    Nothing is run: `fn` is traced, lowered and compiled. What the compiler removed or combined shows as it
+    is, and so do dtypes: the CPU compiler, for one, sums bfloat16 in float32.
+
+    Args:
+      fn: A kernel, a `jax.jit`ed or plain function, or what `.lower` or `.compile` returned (then without
+        arguments).
+      *args: Arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s.
+      mesh: The mesh whose axes name the groups: a Mesh, an AbstractMesh or sizes. By default the one that
+        `fn` or its arguments carry.
+      **kwargs: Keyword arguments of `fn`.
+
+    Returns:
+      A `CollectiveReport`, with the bytes that each device sends.
+
+    Raises:
+      SpmdError: `fn` is none of the above, or the mesh is smaller than the program.
+
+    >>> from jax.sharding import AxisType, PartitionSpec as P
+    >>> mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
+    >>> body = lambda x: jax.lax.psum(x, "tp")
+    >>> fn = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp")))
+    >>> report = collectives(fn, jax.ShapeDtypeStruct((8, 64), "float32"))
+    >>> report.counts, report.total_bytes
+    ({'psum': 1}, 384)
+    """
+    compiled, found = _compile(fn, args, kwargs)
+    text = compiled.as_text()
+    if not text:
+        raise SpmdError("This backend does not give the text of its compiled programs.")
+    if mesh is None:
+        mesh = found or _mesh_of_shardings(compiled)
+    return collectives_of_text(text, mesh=mesh)
+
+
+def collectives_of_text(text: str, *, mesh: Any = None) -> CollectiveReport:
+    """The collectives in `text`, the text of a compiled module; see `collectives`."""
+    module = parse_module(text)
+    sizes = None if mesh is None else mesh_sizes(mesh)
+    visits = list(_collective_visits(module))
+    if sizes is None:
+        # JAX 0.12 writes groups in the program's own mesh; use its names when nothing better is known.
+        groups = (visit.instruction.attribute_from("replica_groups") or "" for visit, _ in visits)
+        sizes = next((named for text in groups if (named := named_mesh(text))), None)
+    records = (_record(module, visit, opcode, sizes) for visit, opcode in visits)
+    return CollectiveReport((record for record in records if record is not None), sizes)
+
+
+def _collective_visits(module: HloModule) -> Iterator[tuple[Visit, str]]:
+    for visit in module.visits():
+        opcode = visit.instruction.opcode.removesuffix("-start")
+        if opcode in KINDS:  # an asynchronous one is counted where it starts
+            yield visit, opcode
+
+
+def _record(module: HloModule, visit: Visit, opcode: str, mesh: dict[str, int] | None) -> Collective | None:
+    instruction = visit.instruction
+    types = [module.type_of(visit.computation, name) for name in instruction.operands]
+    operands = tuple(shape for text in types for shape in parse_shapes(text))
+    axes: tuple[str, ...] = ()
+    whole = True
+    if opcode == "collective-permute":
+        pairs = parse_pairs(instruction.attribute_from("source_target_pairs") or "")
+        if all(source == target for source, target in pairs):
+            return None
+        if mesh is not None:
+            axes = axes_of_pairs(pairs, mesh)
+        members = {device for pair in pairs for device in pair}
+        size = math.prod(mesh[axis] for axis in axes) if mesh is not None else len(members)
+        operands = operands[:1]
+    else:
+        groups = parse_groups(instruction.attribute_from("replica_groups") or "{}", module.partitions)
+        size = max(len(group) for group in groups)
+        if size <= 1:
+            return None
+        if mesh is not None:
+            axes, whole = axes_of_groups(groups, mesh)
+    metadata = instruction.attribute("metadata") or ""
+    name = metadata.partition('op_name="')[2].partition('"')[0]
+    return Collective(
+        kind=KINDS[opcode],
+        axes=axes,
+        whole=whole,
+        group_size=size,
+        bytes=sent_bytes(KINDS[opcode], sum(shape_bytes(*operand) for operand in operands), size),
+        count=visit.times,
+        exact=visit.exact,
+        operands=operands,
+        op_name=name,
+        frames=module.stack(instruction),
+    )
+
+
+def sent_bytes(kind: str, operand: int, devices: int) -> int:
+    """Bytes that a device sends in one collective whose operands on it have `operand` bytes.
+
+    The larger side of an all_gather is its result, `devices` times the operand.
+
+    >>> [sent_bytes(kind, 64, 4) for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")]
+    [192, 48, 96, 48, 64]
+    """
+    share = Fraction(devices - 1, devices)
+    exact = {
+        "all_gather": operand * devices * share,
+        "psum": 2 * operand * share,
+        "ppermute": Fraction(operand),
+        "pbroadcast": Fraction(operand),
+    }.get(kind, operand * share)
+    return round(exact)
+
+
+# -------------------- what to compile, and for whom
+
+
+def _compile(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The compiled program, and the mesh that `fn` or the traced program names, if any."""
+    if hasattr(fn, "as_text") and (args or kwargs):
+        raise SpmdError("A lowered or compiled program already has its arguments: pass it alone.")
+    if hasattr(fn, "compile") and hasattr(fn, "as_text"):
+        return fn.compile(), None
+    if hasattr(fn, "as_text"):
+        return fn, None
+    if not callable(fn):
+        raise SpmdError(
+            f"collectives takes a kernel, a function, or a lowered or compiled program, "
+            f"got {type(fn).__name__}."
+        )
+    mesh = getattr(fn, "mesh", None)
+    mesh = mesh if isinstance(getattr(mesh, "shape", None), Mapping) else None
+    if not hasattr(fn, "lower"):
+        fn = jax.jit(fn)
+    if mesh is not None or not hasattr(fn, "trace"):
+        return fn.lower(*args, **kwargs).compile(), mesh
+    traced = fn.trace(*args, **kwargs)
+    found = next(_meshes_of_jaxpr(traced.jaxpr), None) or _mesh_of_arguments((args, kwargs))
+    return traced.lower().compile(), found
+
+
+def _meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
+    """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in getattr(inner, "eqns", ()):
+        for value in equation.params.values():
+            mesh = getattr(value, "mesh", value)
+            if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) and mesh.axis_names:
+                yield mesh
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from _meshes_of_jaxpr(part)
+
+
+def _mesh_of_arguments(tree: Any) -> Any:
+    leaves = jax.tree.leaves(tree)
+    return _first_mesh(getattr(leaf, "sharding", None) for leaf in leaves)
+
+
+def _mesh_of_shardings(compiled: Any) -> Any:
+    shardings = [getattr(compiled, name, None) for name in ("output_shardings", "input_shardings")]
+    return _first_mesh(jax.tree.leaves(shardings))
+
+
+def _first_mesh(shardings: Iterable[Any]) -> Any:
+    meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
+    return next((mesh for mesh in meshes if mesh is not None and mesh.axis_names), None)

@@ -1,0 +1,286 @@
+"""Optimised HLO text, as `compiled.as_text()` prints it, into instructions: no JAX, no meshes.
+
+Only what counting communication needs is understood: computations, instructions with their types, operands
+and attributes, which computations an instruction runs and how often, and the table of source lines.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spmd.errors import SpmdError
+
+__all__ = ["Frame", "HloModule", "Instruction", "Visit", "parse_module", "parse_shapes", "shape_bytes"]
+
+_BITS = {"pred": 8, "bf16": 16, "tf32": 32, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
+_TRIP_COUNT = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+_COMMENT = re.compile(r"/\*.*?\*/")
+_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([^\s(]+)\s*(\(.*)?\{\s*$")
+_ASSIGN = re.compile(r"^\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+(.*)$")
+_CLOSERS = {"(": ")", "{": "}", "[": "]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of the Python stack under which an instruction was made."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One HLO instruction. `attributes` is the text behind the operands, as printed."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+    def attribute(self, key: str) -> str | None:
+        """The text of attribute `key` up to the comma that ends it, or None.
+
+        >>> loop = Instruction("w", "f32[]", "while", ("x",), ', body=%b.1, metadata={op_name="a, b"}')
+        >>> loop.attribute("body"), loop.attribute("metadata")
+        ('%b.1', '{op_name="a, b"}')
+        """
+        rest = self.attribute_from(key)
+        return None if rest is None else _until_comma(rest, 0)
+
+    def attribute_from(self, key: str) -> str | None:
+        """The text that begins with the value of attribute `key`, to the end of the line, or None.
+
+        For values that have commas of their own, such as groups written in a mesh with its device ids.
+        """
+        found = re.search(rf"(?:^|[\s,]){re.escape(key)}=", self.attributes)
+        return self.attributes[found.end() :] if found else None
+
+    def called(self, key: str) -> tuple[str, ...]:
+        """The names of the computations in attribute `key`."""
+        text = self.attribute(key)
+        if text is None:
+            return ()
+        return tuple(part.strip().lstrip("%") for part in text.strip("{}").split(",") if part.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """An instruction and how often one call of the module runs it.
+
+    `exact` is False where HLO does not say: in a loop of unknown length (counted once), or in one of
+    several branches (each counted as if taken).
+    """
+
+    instruction: Instruction
+    computation: str
+    times: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class HloModule:
+    """A parsed module: computations by name, the entry's name, and the table of source lines."""
+
+    computations: dict[str, tuple[Instruction, ...]]
+    entry: str
+    partitions: int
+    frames: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
+
+    def type_of(self, computation: str, name: str) -> str:
+        """The printed type of the instruction `name` of `computation`."""
+        for instruction in self.computations[computation]:
+            if instruction.name == name:
+                return instruction.type
+        raise SpmdError(f"The compiled text uses {name!r} in {computation!r} and does not define it.")
+
+    def visits(self) -> Iterator[Visit]:
+        """Every instruction that a call of the module runs, loops multiplied out, in order."""
+        return self._walk(self.entry, 1, True)
+
+    def _walk(self, name: str, times: int, exact: bool) -> Iterator[Visit]:
+        for instruction in self.computations.get(name, ()):
+            yield Visit(instruction, name, times, exact)
+            for callee, factor, known in _runs(instruction):
+                yield from self._walk(callee, times * factor, exact and known)
+
+    def stack(self, instruction: Instruction) -> tuple[Frame, ...]:
+        """The Python lines that made `instruction`, innermost first; empty when the text has no table."""
+        metadata = instruction.attribute("metadata") or ""
+        if found := re.search(r"stack_frame_id=(\d+)", metadata):
+            return self.frames.get(int(found.group(1)), ())
+        file = re.search(r'source_file="([^"]*)"', metadata)
+        line = re.search(r"source_line=(\d+)", metadata)
+        return (Frame(file.group(1), int(line.group(1)), ""),) if file and line else ()
+
+
+def _runs(instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
+    """The computations that `instruction` runs: name, how often, and whether that number is known."""
+    match instruction.opcode:
+        case "while":
+            trips = _TRIP_COUNT.search(instruction.attributes)
+            count = int(trips.group(1)) if trips else 1
+            for name in instruction.called("body"):
+                yield name, count, trips is not None
+            for name in instruction.called("condition"):
+                yield name, count + 1 if trips else 1, trips is not None
+        case "conditional":
+            for key in ("branch_computations", "true_computation", "false_computation"):
+                for name in instruction.called(key):
+                    yield name, 1, False
+        case "call":
+            for name in instruction.called("to_apply"):
+                yield name, 1, True
+        case "async-start" | "fusion":
+            for name in instruction.called("calls"):
+                yield name, 1, True
+
+
+# -------------------- the text
+
+
+def parse_module(text: str) -> HloModule:
+    """The module in `text`.
+
+    Raises:
+      SpmdError: `text` has no entry computation, so it is not the text of a compiled module.
+    """
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    entry, current, body = "", None, []
+    for line in text.splitlines():
+        if current is None:
+            if (head := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
+                current, body = head.group(2), []
+                entry = current if head.group(1) else entry
+        elif line.strip() == "}":
+            computations[current], current = tuple(body), None
+        elif instruction := _parse_instruction(line):
+            body.append(instruction)
+    if not entry:
+        raise SpmdError("This is not the text of a compiled module: it has no ENTRY computation.")
+    sizes = [int(n) for n in re.findall(r"^HloModule.*?\bnum_partitions=(\d+)", text, re.MULTILINE)]
+    return HloModule(computations, entry, sizes[0] if sizes else 1, _parse_frames(text))
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    found = _ASSIGN.match(_COMMENT.sub("", line))
+    if found is None:
+        return None
+    name, rest = found.group(2), found.group(3)
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    opening = rest.find("(")
+    if end <= 0 or opening < 0:
+        return None
+    closing = _closing(rest, opening)
+    operands = tuple(_split_operands(rest[opening + 1 : closing]))
+    return Instruction(name, kind, rest[:opening].strip(), operands, rest[closing + 1 :])
+
+
+def _split_operands(text: str) -> Iterator[str]:
+    """Operand names; older printers put the type before each name, newer ones only the name."""
+    at = 0
+    while at < len(text):
+        part = _until_comma(text, at)
+        at += len(part) + 1
+        if part.strip():
+            yield part.split()[-1].lstrip("%")
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the bracket at `opening` is closed; strings in double quotes are skipped."""
+    stack, quoted = [], False
+    for at in range(opening, len(text)):
+        char = text[at]
+        if char == '"' and text[at - 1] != "\\":
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif char in _CLOSERS:
+            stack.append(_CLOSERS[char])
+        elif stack and char == stack[-1]:
+            stack.pop()
+            if not stack:
+                return at
+    return len(text)
+
+
+def _until_comma(text: str, start: int) -> str:
+    """`text` from `start` up to the next comma outside brackets."""
+    at = start
+    while at < len(text) and text[at] != ",":
+        at = _closing(text, at) + 1 if text[at] in _CLOSERS else at + 1
+    return text[start:at]
+
+
+def _parse_frames(text: str) -> dict[int, tuple[Frame, ...]]:
+    """Stack frames by id, innermost line first, from the tables under the module's first line."""
+    names = {key: _table(text, key) for key in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")}
+    files = {key: value.strip('"') for key, value in names["FileNames"].items()}
+    functions = {key: value.strip('"') for key, value in names["FunctionNames"].items()}
+    lines: dict[int, Frame] = {}
+    for key, value in names["FileLocations"].items():
+        numbers = _numbers(value)
+        lines[key] = Frame(
+            files.get(numbers.get("file_name_id", 0), "?"),
+            numbers.get("line", 0),
+            functions.get(numbers.get("function_name_id", 0), "?"),
+        )
+    links = {key: _numbers(value) for key, value in names["StackFrames"].items()}
+    # Today's printer writes parents one too high (the outermost frame, 1, says parent 1). A printer that
+    # writes them as they are would say 0 there, and is read as such.
+    shift = 1 if links.get(1, {}).get("parent_frame_id", 0) == 1 else 0
+    stacks: dict[int, tuple[Frame, ...]] = {}
+    for key in links:
+        stack, at = [], key
+        while at in links and len(stack) < len(links):
+            stack.append(lines.get(links[at].get("file_location_id", 0), Frame("?", 0, "?")))
+            at = links[at].get("parent_frame_id", 0) - shift
+        stacks[key] = tuple(stack)
+    return stacks
+
+
+def _table(text: str, title: str) -> dict[int, str]:
+    found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    rows = found.group(1).splitlines() if found else []
+    return {int(key): value for key, value in (row.split(" ", 1) for row in rows)}
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+# -------------------- shapes
+
+
+def parse_shapes(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The array types in a printed type, tuples flattened.
+
+    >>> parse_shapes("(f32[8,16]{1,0}, /*index=1*/bf16[], u32[])")
+    (('f32', (8, 16)), ('bf16', ()), ('u32', ()))
+    """
+    found = []
+    for dtype, dims in _SHAPE.findall(_COMMENT.sub("", text)):
+        sizes = tuple(int(d.strip().removeprefix("<=")) for d in dims.split(",") if d.strip())
+        found.append((dtype, sizes))
+    return tuple(found)
+
+
+def shape_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of one array; types of less than a byte are packed.
+
+    >>> shape_bytes("bf16", (4, 8)), shape_bytes("s4", (3,))
+    (64, 2)
+    """
+    if dtype in _BITS:
+        bits = _BITS[dtype]
+    elif found := re.match(r"[suf](\d+)", dtype):
+        bits = int(found.group(1))
+    else:
+        raise SpmdError(f"The compiled text has an array type that is not known here: {dtype!r}.")
+    return -(-math.prod(shape) * bits // 8)
