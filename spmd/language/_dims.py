@@ -65,7 +65,7 @@ class Parsed(NamedTuple):
 class Fault(Exception):
     """What is wrong with a string; becomes a LayoutError where the call is known."""
 
-    def __init__(self, rule: str, span: Span, fix: str | None = None):
+    def __init__(self, rule: str, span: Span | None, fix: str | None = None):
         super().__init__(rule)
         self.rule, self.span, self.fix = rule, span, fix
 
@@ -93,7 +93,7 @@ def _axes_text(atom: Atom, explicit: bool) -> str:
 
 def _group_text(atoms: tuple[Atom, ...], explicit: bool) -> str:
     divided = [atom for atom in atoms if atom.axes]
-    if len(divided) > 1:
+    if len(divided) > 1 or (divided and not atoms[0].axes):
         inside = [atom.name + "".join(f"/{axis}" for axis in atom.axes or ()) for atom in atoms]
         return f"({' '.join(inside)})"
     tail = _axes_text(divided[0] if divided else atoms[0], explicit)
@@ -140,14 +140,14 @@ def check(
         _check_factors(dim)
     for kind, axes in (("U", unreduced), ("R", reduced)):
         for axis in axes:
-            _once(axis, f"{{{kind}:{axis}}}", places, spans.get(axis, (0, 0)))
+            _once(axis, f"{{{kind}:{axis}}}", places, spans.get(axis))
 
 
 def divided(atom: Atom) -> str:
     return atom.name + "".join(f"/{axis}" for axis in atom.axes or ())
 
 
-def _once(axis: str, place: str, places: dict[str, str], span: Span) -> None:
+def _once(axis: str, place: str, places: dict[str, str], span: Span | None) -> None:
     if axis in places:
         where = f"twice in {place}" if places[axis] == place else f"in {places[axis]} and in {place}"
         raise Fault(f"A mesh axis occurs once in a layout, but '{axis}' is used {where}.", span)
@@ -190,7 +190,7 @@ def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
                 raise Fault(f"'{atom.name}' is not the literal size {atom.size}.", atom.span)
     for axis in (*marks, *(axis for dim in dims for axis in dim.axes)):
         if not writable(axis):
-            raise Fault(f"'{axis}' is no name of a mesh axis.", (0, 0))
+            raise Fault(f"'{axis}' is no name of a mesh axis.", None)
 
 
 def writable(name: object) -> bool:

@@ -240,7 +240,7 @@ def _need_leading(mapping: AxisMapping, layout: Layout, dim: Dim, ruled: set[str
                 f"'{whole.name}': {none}",
             ]
             bare = replace(dim, atoms=tuple(replace(one, axes=()) for one in dim.atoms))
-            _raise(layout, atom, rule, got, f"{bare.text} where the dimension is whole")
+            _raise(layout, atom, rule, got, f"{bare.text}, or a rule that divides '{whole.name}' too")
 
 
 def _raise(layout: Layout, atom: Atom, rule: str, got: list[str], fix: str | None = None) -> NoReturn:

@@ -11,103 +11,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from spmd.language._dims import Atom, Dim, Fault, Parsed, Span, check, normal
+from spmd.language._tokens import Token, fixed, tokenize
 
 _MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large
-
-_TOKEN = re.compile(
-    r"(?P<space>\s+)|(?P<ellipsis>\.\.\.)|(?P<arrow>->)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
-    r"|(?P<int>[0-9]+)|(?P<punct>[/+()\[\]{}:,])|(?P<bad>.)",
-    re.DOTALL,
-)
-_LOOKALIKES = {
-    "…": "...",
-    "→": "->",
-    "⇒": "->",
-    "＝": "->",
-    "∕": "/",
-    "⁄": "/",
-    "÷": "/",
-    "\\": "/",
-    "|": "/",
-}
-
-
-class Token(NamedTuple):
-    kind: str
-    text: str
-    start: int
-    end: int
-
-    @property
-    def span(self) -> Span:
-        return (self.start, self.end)
-
-
-def _fixed(source: str, start: int, end: int, text: str) -> str:
-    """The source with a part replaced, in quotes: a fix to paste (one line of it, if it has several)."""
-    whole = source[:start] + text + source[end:]
-    if "\n" in whole:
-        first = whole.rfind("\n", 0, start) + 1
-        last = whole.find("\n", start + len(text))
-        return whole[first : last if last >= 0 else len(whole)].strip()
-    return f'"{whole.strip()}"'
-
-
-def _tokens(source: str) -> list[Token]:
-    tokens: list[Token] = []
-    for match in _TOKEN.finditer(source):
-        kind = match.lastgroup or "bad"
-        if kind == "bad":
-            _bad(source, match.start())
-        if kind != "space":
-            text = match.group()
-            tokens.append(
-                Token(text if kind in ("punct", "arrow", "ellipsis") else kind, text, *match.span())
-            )
-    tokens.append(Token("end", "", len(source), len(source)))
-    return tokens
-
-
-def _bad(source: str, at: int) -> NoReturn:
-    """A character that is no part of the language, with a guess at what was meant."""
-    rest = source[at:]
-    for wrong in ("=>", ">", "-", "="):
-        arrow = re.match(r"[-=]*>|-+|=+", rest)
-        if rest.startswith(wrong) and arrow:
-            raise Fault(
-                "The two sides of a pattern are separated by '->'.",
-                (at, at + arrow.end()),
-                _fixed(source, at, at + arrow.end(), "->"),
-            )
-    if rest[0] == ".":
-        dots = len(rest) - len(rest.lstrip("."))
-        raise Fault(
-            "Any number of dimensions is written '...', three dots.",
-            (at, at + dots),
-            _fixed(source, at, at + dots, "..."),
-        )
-    shown = rest[0] if rest[0].isprintable() else f"U+{ord(rest[0]):04X}"
-    if rest[0] in _LOOKALIKES:
-        better = _LOOKALIKES[rest[0]]
-        raise Fault(
-            f"A layout has no '{shown}'; write '{better}'.", (at, at + 1), _fixed(source, at, at + 1, better)
-        )
-    if rest[0] == "*":
-        raise Fault(
-            "A layout has no '*'; any number of dimensions is '...', a product of two is '(h k)'.",
-            (at, at + 1),
-        )
-    if rest[0].isidentifier():
-        raise Fault(
-            f"Names consist of ASCII letters, digits and '_', but '{shown}' is none of them.", (at, at + 1)
-        )
-    raise Fault(f"A layout has no character '{shown}'.", (at, at + 1))
-
-
-# --- the parser ----------------------------------------------------------------------------------------
 
 
 class Parser:
@@ -115,7 +24,7 @@ class Parser:
 
     def __init__(self, source: str):
         self.source = source
-        self.tokens = _tokens(source)
+        self.tokens = tokenize(source)
         self.index = 0
 
     @property
@@ -132,7 +41,7 @@ class Parser:
         return self.index > 0 and self.tokens[self.index - 1].end == self.token.start
 
     def fixed(self, start: int, end: int, text: str) -> str:
-        return _fixed(self.source, start, end, text)
+        return fixed(self.source, start, end, text)
 
     # layouts and patterns
 
@@ -314,6 +223,8 @@ class Parser:
                 (closing.end, end),
                 self.fixed(closing.start, end, self.source[closing.end : end] + "]"),
             )
+        if self.token.kind == "+" and self.touching():
+            raise Fault("A dimension in brackets has no margin.", self.token.span)
         return replace(core, bracket=True, span=(opening.start, closing.end))
 
     def core(self) -> Dim:
@@ -370,14 +281,8 @@ class Parser:
             token = self.advance()
             if token.kind in (",", "->", "end"):
                 raise Fault("This '(' is never closed.", opening.span)
-            if token.kind == "/" and atoms:
-                raise Fault(
-                    "No space stands before or after '/'.",
-                    token.span,
-                    self.fixed(atoms[-1].span[1], self.token.start, "/"),
-                )
             if token.kind != "name" or token.text == "_":
-                raise Fault("The factors of a '(h k)' are names; a size is bound by keyword.", token.span)
+                self.no_factor(token, atoms)
             self.name(token)
             axes = self.axes(token)
             if axes == ():
@@ -388,11 +293,7 @@ class Parser:
             atoms.append(Atom(token.text, axes, None, (token.start, self.end)))
         closing = self.advance()
         if not atoms:
-            raise Fault(
-                "A scalar is written 'scalar', not '()'.",
-                (opening.start, closing.end),
-                self.fixed(opening.start, closing.end, "scalar"),
-            )
+            self.empty_group(opening, closing)
         axes = self.axes(closing)
         span = (opening.start, self.end)
         if axes is not None:
@@ -400,6 +301,27 @@ class Parser:
                 raise Fault("Mesh axes stand on the factors or after the whole '(h k)', not on both.", span)
             atoms = [replace(atom, axes=() if place else axes) for place, atom in enumerate(atoms)]
         return Dim(tuple(atoms), composite=True, span=span)
+
+    def no_factor(self, token: Token, atoms: list[Atom]) -> NoReturn:
+        """Something other than a name among the factors of a composite."""
+        if token.kind == "/" and atoms:
+            fix = self.fixed(atoms[-1].span[1], self.token.start, "/")
+            raise Fault("No space stands before or after '/'.", token.span, fix)
+        if token.kind == "{":
+            self.braces(token)
+        if token.kind == "(":
+            raise Fault("A '(h k)' holds names, not another '('.", token.span)
+        if token.kind == "int":
+            fix = f"{self.fixed(token.start, token.end, 'n')}, n={token.text}"
+            raise Fault("The factors of a '(h k)' are names; a keyword binds a size.", token.span, fix)
+        raise Fault("The factors of a '(h k)' are names.", token.span)
+
+    def empty_group(self, opening: Token, closing: Token) -> NoReturn:
+        """`()`: a scalar in other notations."""
+        before = self.tokens[self.tokens.index(opening) - 1].kind  # of the first: the end token
+        alone = before in (",", "->", "end") and self.token.kind in (",", "->", "end")
+        fix = self.fixed(opening.start, closing.end, "scalar") if alone else None
+        raise Fault("A scalar is written 'scalar', not '()'.", (opening.start, closing.end), fix)
 
     # mesh axes
 

@@ -1,0 +1,401 @@
+"""Layouts of whole trees: by rules over paths (`layouts`), and by a prefix tree (`match_prefix`)."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, keystr
+
+from spmd.errors import LayoutError, compose, did_you_mean
+from spmd.language import Layout
+
+__all__ = ["children", "is_array", "layouts", "match_prefix"]
+
+Path = tuple[Any, ...]
+
+
+# --- walking a tree ------------------------------------------------------------------------------------
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array: it has a shape and a dtype (a ShapeDtypeStruct has)."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """The keys and children of a pytree node, in JAX's order; None for a leaf."""
+    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda one: one is not node)[0]
+    if len(flat) == 1 and not flat[0][0]:
+        return None
+    return [(path[0], child) for path, child in flat]
+
+
+def _name(key: Any) -> str:
+    """A key of a path as one part of it."""
+    if isinstance(key, (DictKey, FlattenedIndexKey)):
+        return str(key.key)
+    if isinstance(key, GetAttrKey):
+        return key.name
+    return str(key.idx) if isinstance(key, SequenceKey) else str(key)
+
+
+def _is_box(node: Any) -> bool:
+    """Whether a node is a Flax variable, whose one child `value` nobody writes in a path."""
+    return any(one.__name__ == "Variable" and one.__module__.startswith("flax") for one in type(node).__mro__)
+
+
+class _Leaf(NamedTuple):
+    path: Path
+    parts: tuple[str, ...]
+    value: Any
+
+
+def _leaves(node: Any, path: Path = (), parts: tuple[str, ...] = ()) -> Iterator[_Leaf]:
+    """All leaves, in the order of jax.tree.leaves."""
+    below = children(node)
+    if below is None:
+        yield _Leaf(path, parts, node)
+        return
+    boxed = _is_box(node)
+    for key, child in below:
+        yield from _leaves(child, (*path, key), parts if boxed else (*parts, _name(key)))
+
+
+def _describe(node: Any) -> str:
+    """What stands at a place of a tree, without values."""
+    if is_array(node):
+        return f"an array {node.dtype}[{','.join(map(str, node.shape))}]"
+    below = children(node)
+    kind = type(node).__name__
+    if node is None:
+        return "None"
+    if below is None:
+        return f"a leaf of type {kind}"
+    return f"a {kind} with {_listed([_name(key) for key, _ in below])}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    return shown or "no entries"
+
+
+# --- rules over paths ----------------------------------------------------------------------------------
+
+
+def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
+    """Give each array of a tree its layout, by rules over paths.
+
+    A path is the keys from the root joined with "/": dict keys, field names, indices.  In a rule `*`
+    stands for anything within one part, `**` for any number of parts.  The rule `**` alone is the catch-all
+    for what no other rule matches.
+
+    Args:
+      tree: arrays, or anything with a shape and a dtype, in dicts, sequences, dataclasses, modules.
+      rules: a layout for each path pattern.
+
+    Returns:
+      The same tree with a Layout for each array and None for any other leaf.
+
+    Raises:
+      LayoutError: an array without a rule, a rule without an array, two rules that disagree, a rank that
+        differs; all of them at once.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"norm": {"scale": jnp.ones(4)}, "mlp": {"w_in": jnp.ones((4, 8))}}
+    >>> layouts(params, {"**/w_in": "d/dp f/tp", "norm/*": "d"})
+    {'mlp': {'w_in': Layout('d/dp f/tp')}, 'norm': {'scale': Layout('d')}}
+    """
+    read = {rule: Layout(text, call=f"{rule!r}: {text!r}") for rule, text in rules.items()}
+    leaves = list(_leaves(tree))
+    used: set[str] = set()
+    failures: list[str] = []
+    found: list[Layout | None] = []
+    for leaf in leaves:
+        matching = [rule for rule in read if _matches(rule, leaf.parts)] if is_array(leaf.value) else []
+        used.update(matching)
+        matching = [rule for rule in matching if rule != "**"] or matching
+        found.append(read[matching[0]] if matching else None)
+        if is_array(leaf.value):
+            failures.extend(_leaf_failures(leaf, matching, read))
+    paths = ["/".join(leaf.parts) for leaf in leaves if is_array(leaf.value)]
+    for rule in read:
+        if rule not in used:
+            failures.append(f"rule {rule!r} matches no array{_near(rule, paths)}")
+    if failures:
+        rule = "Each array needs one layout, and each rule an array that it matches."
+        raise LayoutError(compose(rule, call="layouts(tree, rules)", got=failures))
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), found)
+
+
+def _leaf_failures(leaf: _Leaf, matching: list[str], read: Mapping[str, Layout]) -> list[str]:
+    path = "/".join(leaf.parts) or "(the tree itself)"
+    if not matching:
+        return [f"no rule for {path}, {_describe(leaf.value)}{_near(path, list(read))}"]
+    differing = [rule for rule in matching if read[rule] != read[matching[0]]]
+    if differing:
+        both = " and ".join(f"{rule!r}: '{read[rule]}'" for rule in (matching[0], differing[0]))
+        return [f"two rules disagree on {path}: {both}"]
+    layout, rank = read[matching[0]], len(leaf.value.shape)
+    least = sum(not dim.ellipsis for dim in layout.dims)
+    if rank == least or (layout.has_ellipsis and rank > least):
+        return []
+    return [f"rule {matching[0]!r}: '{layout}' does not fit the rank of {path}, {_describe(leaf.value)}"]
+
+
+def _near(wanted: str, known: list[str]) -> str:
+    """Did-you-mean on paths: compared without the wildcards, which are no part of the spelling."""
+    plain = {re.sub(r"^(\*+/)+|(/\*+)+$", "", one): one for one in reversed(known)}
+    hint = did_you_mean(re.sub(r"^(\*+/)+|(/\*+)+$", "", wanted), plain)
+    if not hint:
+        tails = {one.split("/")[-1]: one for one in reversed(known)}
+        plain, hint = tails, did_you_mean(wanted.split("/")[-1], tails)
+    return f"; did you mean {plain[hint.split(chr(39))[1]]!r}?" if hint else ""
+
+
+def _matches(rule: str, parts: tuple[str, ...]) -> bool:
+    return _regex(rule).fullmatch("".join(f"{part}/" for part in parts)) is not None
+
+
+@lru_cache(maxsize=1024)
+def _regex(rule: str) -> re.Pattern[str]:
+    """A rule as an expression over a path whose every part ends in "/"."""
+    pieces = []
+    for part in rule.split("/"):
+        inner = "".join("[^/]*" if one == "*" else "[^/]" if one == "?" else re.escape(one) for one in part)
+        pieces.append("(?:[^/]*/)*" if part == "**" else f"{inner}/")
+    return re.compile("".join(pieces))
+
+
+# --- a prefix tree of layouts --------------------------------------------------------------------------
+
+
+class _Each(NamedTuple):
+    """The layouts of every entry of a container, from an annotation such as `list[Block]`."""
+
+    spec: Any
+
+
+class _Unknown(NamedTuple):
+    """An annotation that names no layout (or a class defined where it cannot be looked up)."""
+
+    text: str
+
+
+def match_prefix(layouts_tree: Any, tree: Any, what: str) -> list[tuple[str, Any, Layout | None]]:
+    """Pair the leaves of a tree with layouts from a prefix of it.
+
+    Args:
+      layouts_tree: a string or Layout (for every array below), a dict, a sequence, a dataclass or module,
+        a class whose annotations are layouts, a function from the tree to one of these, or None.
+      tree: the values.
+      what: the name of the tree in messages.
+
+    Returns:
+      For each leaf of `jax.tree.leaves(tree)`: its path, itself, its layout (None: no array).
+
+    Raises:
+      LayoutError: the structures differ; all places at once.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"norms": [jnp.ones(2), jnp.ones(2)], "w": jnp.ones((2, 3))}
+    >>> found = match_prefix({"w": "d f/tp", "norms": "d"}, params, "params")
+    >>> for path, _, layout in found:
+    ...     print(path, "|", layout)
+    params['norms'][0] | d
+    params['norms'][1] | d
+    params['w'] | d f/tp
+    """
+    matcher = _Matcher(what)
+    matcher.match(layouts_tree, tree, ())
+    if matcher.failures:
+        raise LayoutError(
+            compose(f"The layouts of {what} follow its structure.", got=matcher.failures)
+        ) from None
+    return matcher.found
+
+
+class _Matcher:
+    """One walk over layouts and tree together, collecting pairs and failures."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self.found: list[tuple[str, Any, Layout | None]] = []
+        self.failures: list[str] = []
+
+    def place(self, path: Path) -> str:
+        return self.what + keystr(path)
+
+    def fail(self, path: Path, text: str) -> None:
+        self.failures.append(f"{self.place(path)}: {text}")
+
+    def match(self, spec: Any, node: Any, path: Path) -> None:
+        if isinstance(spec, _Unknown):
+            # a class local to a function cannot be looked up by name, but the value knows its class
+            spec = type(node) if type(node).__name__ == spec.text.split(".")[-1] else spec
+        if spec is None or isinstance(spec, _Unknown):
+            self.nothing(spec, node, path)
+        elif isinstance(spec, (str, Layout)):
+            self.everything(Layout(spec, call=f'{self.place(path)}: "{spec}"'), node, path)
+        elif isinstance(spec, _Each):
+            for key, child in children(node) or ():
+                self.match(spec.spec, child, (*path, key))
+            if node is not None and children(node) is None:
+                self.fail(path, f"its annotation is a container, but here is {_describe(node)}")
+        elif not isinstance(spec, type) and _entries(spec) is None and callable(spec):
+            self.match(spec(node), node, path)
+        else:
+            self.by_key(spec, node, path)
+
+    def nothing(self, spec: _Unknown | None, node: Any, path: Path) -> None:
+        """No layout: legal where there is no array."""
+        for leaf in _leaves(node, path):
+            self.found.append((self.place(leaf.path), leaf.value, None))
+            if is_array(leaf.value):
+                given = "None" if spec is None else f"the annotation {spec.text}"
+                self.fail(leaf.path, f"{given} is no layout, but here is {_describe(leaf.value)}")
+
+    def everything(self, layout: Layout, node: Any, path: Path) -> None:
+        """One layout for every array below; numbers count as arrays only where the layout is theirs alone."""
+        alone = children(node) is None
+        for leaf in _leaves(node, path):
+            fits = is_array(leaf.value) or (alone and isinstance(leaf.value, (int, float, complex)))
+            self.found.append((self.place(leaf.path), leaf.value, layout if fits else None))
+            if alone and not fits:
+                self.fail(path, f"the layout '{layout}' is for an array, but here is {_describe(node)}")
+
+    def by_key(self, spec: Any, node: Any, path: Path) -> None:
+        entries = _entries(spec)
+        below = children(node)
+        if entries is None:
+            self.fail(path, f"layouts are strings, Layouts, or containers of them, not {_kind(spec)}")
+            return
+        if below is None:
+            self.leaf(spec, entries, node, path)
+            return
+        keys = {_name(key): key for key, _ in below}
+        if isinstance(spec, (list, tuple)) and not hasattr(spec, "_fields") and len(below) != len(entries):
+            self.fail(path, f"{len(entries)} layouts for {_describe(node)}")
+            return
+        for key, child in below:
+            name = _name(key)
+            if name in entries:
+                self.match(entries[name], child, (*path, key))
+                continue
+            for leaf in _leaves(child, (*path, key)):
+                self.found.append((self.place(leaf.path), leaf.value, None))
+            if any(is_array(leaf.value) for leaf in _leaves(child)):
+                hint = did_you_mean(name, entries)
+                self.fail(
+                    (*path, key),
+                    f"no layout among {_listed(list(entries))}, but here is {_describe(child)}{hint}",
+                )
+        for name, entry in entries.items():
+            # a static field is no child; its annotation says nothing that could be wrong
+            static = hasattr(node, name) and not isinstance(node, Mapping)
+            if node is not None and name not in keys and isinstance(entry, (str, Layout)) and not static:
+                self.fail(
+                    path, f"a layout for {name!r}, but here is {_describe(node)}{did_you_mean(name, keys)}"
+                )
+
+    def leaf(self, spec: Any, entries: Mapping[str, Any], node: Any, path: Path) -> None:
+        """A container of layouts where the tree has a leaf."""
+        self.found.append((self.place(path), node, None))
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            name = type(node).__name__
+            self.fail(path, f"{name} is no pytree; register it: @jax.tree_util.register_dataclass")
+        elif is_array(node) or not isinstance(spec, type):
+            self.fail(
+                path, f"layouts for {_listed(list(entries))} ({_kind(spec)}), but here is {_describe(node)}"
+            )
+
+
+def _kind(spec: Any) -> str:
+    return f"the class {spec.__name__}" if isinstance(spec, type) else f"a {type(spec).__name__}"
+
+
+def _entries(spec: Any) -> dict[str, Any] | None:
+    """The entries of a container of layouts by name; None if it is none."""
+    if isinstance(spec, type):
+        return _annotated(spec)
+    if isinstance(spec, Mapping):
+        return {str(key): value for key, value in spec.items()}
+    if isinstance(spec, tuple) and hasattr(spec, "_fields"):
+        return dict(zip(spec._fields, spec, strict=True))
+    if isinstance(spec, (list, tuple)):
+        return {str(place): value for place, value in enumerate(spec)}
+    below = children(spec)
+    if below is not None:
+        return {_name(key): child for key, child in below}
+    if dataclasses.is_dataclass(spec):
+        return {one.name: getattr(spec, one.name) for one in dataclasses.fields(spec)}
+    return None
+
+
+# --- layouts in annotations ----------------------------------------------------------------------------
+
+
+def _annotated(cls: type) -> dict[str, Any]:
+    """The layouts in the annotations of a class and its bases."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        space = vars(sys.modules.get(base.__module__, types))
+        for name, annotation in inspect.get_annotations(base).items():
+            spec = _annotation(annotation, base, space)
+            if spec is not typing.ClassVar:
+                found[name] = spec
+    return found
+
+
+def _annotation(annotation: Any, cls: type, space: Mapping[str, Any]) -> Any:
+    """One annotation as layouts: a string, a class with annotations, or a container of either."""
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
+    if isinstance(annotation, str):
+        return _annotation_text(annotation, cls, space)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is typing.ClassVar or origin is typing.ClassVar:
+        return typing.ClassVar
+    if origin is typing.Annotated:
+        texts = [one for one in arguments[1:] if isinstance(one, (str, Layout))]
+        return texts[0] if texts else _annotation(arguments[0], cls, space)
+    if origin in (typing.Union, types.UnionType):
+        rest = [one for one in arguments if one is not type(None)]
+        return _annotation(rest[0], cls, space) if len(rest) == 1 else _Unknown(str(annotation))
+    if isinstance(origin, type) and arguments:
+        specs = [_annotation(one, cls, space) for one in arguments if one is not ...]
+        if origin is tuple and ... not in arguments:
+            return tuple(specs)
+        return _Each(specs[-1])
+    return annotation if isinstance(annotation, (type, Layout)) else _Unknown(str(annotation))
+
+
+def _annotation_text(text: str, cls: type, space: Mapping[str, Any]) -> Any:
+    """An annotation that is a string: a layout, or (under `from __future__ import annotations`) code."""
+    postponed = space.get("annotations") is __future__.annotations
+    if not postponed:
+        known = space.get(text.strip())
+        return known if isinstance(known, type) else text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = None
+    if isinstance(value, str):
+        known = space.get(value.strip())
+        return known if isinstance(known, type) else value
+    try:
+        # what typing.get_type_hints does, one annotation at a time: layouts are no types
+        value = eval(text, dict(space), dict(vars(cls)))
+    except Exception:
+        return _Unknown(text)
+    return _annotation(value, cls, space)
