@@ -1,0 +1,108 @@
+"""Random meshes, layouts, sizes and arrays, from a seed: what the simulator-based tests run over.
+
+A failing case is reproduced by its seed alone: `Sampler(seed)` makes the same choices in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from tests.conftest import case_count
+from tests.simulator import count, read
+
+MAX_DEVICES = 8
+AXIS_NAMES = ("dp", "tp", "cp", "fsdp", "ep", "x", "row")
+DTYPES = ("float32", "bfloat16", "int32", "complex64")
+
+
+def seeds(default: int = 6, *, first: int = 0) -> range:
+    """Seeds for `pytest.mark.parametrize`: as many as SPMD_TEST_CASES says."""
+    return range(first, first + case_count(default))
+
+
+class Sampler:
+    """Choices from one seed.
+
+    >>> a, b = Sampler(3), Sampler(3)
+    >>> a.mesh() == b.mesh() and a.layout("b s d", {"dp": 2}) == b.layout("b s d", {"dp": 2})
+    True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def choice(self, options: Sequence) -> object:
+        """One of the options."""
+        return options[int(self.rng.integers(len(options)))]
+
+    def mesh(self, axes: int | None = None) -> dict[str, int]:
+        """Two or three axes of sizes 1 to 4, at most eight devices and at least two."""
+        number = axes or int(self.rng.integers(2, 4))
+        names = [str(name) for name in self.rng.permutation(AXIS_NAMES)[:number]]
+        while True:
+            sizes = [int(size) for size in self.rng.choice([1, 2, 3, 4], p=[0.1, 0.5, 0.2, 0.2], size=number)]
+            if 2 <= math.prod(sizes) <= MAX_DEVICES:
+                return dict(zip(names, sizes, strict=True))
+
+    def layout(
+        self,
+        dims: str | Sequence[str],
+        mesh: Mapping[str, int],
+        *,
+        unreduced: bool = False,
+        used: float = 0.75,
+    ) -> str:
+        """A layout of these dims: each axis divides a random dim, in random order, or none.
+
+        With `unreduced`, an axis may stand in a `{U:}` mark instead.
+        """
+        names = dims.split() if isinstance(dims, str) else list(dims)
+        placed: dict[str, list[str]] = {name: [] for name in names}
+        marked = []
+        for axis in self.rng.permutation(list(mesh)):
+            if self.rng.random() > used:
+                continue
+            if unreduced and self.rng.random() < 0.3:
+                marked.append(str(axis))
+            elif names:
+                placed[str(self.choice(names))].append(str(axis))
+        words = ["/".join([name, *axes]) for name, axes in placed.items()]
+        words += [f"{{U:{','.join(axis for axis in mesh if axis in marked)}}}"] if marked else []
+        return " ".join(words) or "scalar"
+
+    def sizes(
+        self, names: str | Sequence[str], mesh: Mapping[str, int], layouts: Sequence[str] = ()
+    ) -> dict[str, int]:
+        """Distinct sizes that all the layouts divide; without layouts, that the whole mesh divides.
+
+        No two are equal, so that swapped dimensions cannot go unnoticed.
+        """
+        names = names.split() if isinstance(names, str) else list(names)
+        base = {name: 1 if layouts else math.prod(mesh.values()) for name in names}
+        for layout in map(read, layouts):
+            for name, axes in (atom for dim in layout.dims for atom in dim):
+                if name in base:
+                    base[name] = math.lcm(base[name], count(mesh, axes))
+        found: dict[str, int] = {}
+        for name in names:
+            options = [base[name] * k for k in range(1, 12) if base[name] * k > 1]
+            options = [size for size in options if size not in found.values()]
+            found[name] = int(self.choice(options[:3]))
+        return found
+
+    def dtype(self, *, kinds: str = "fic") -> np.dtype:
+        """float32 or bfloat16 (kind f), int32 (i), complex64 (c)."""
+        of_kind = {"float32": "f", "bfloat16": "f", "int32": "i", "complex64": "c"}
+        name = self.choice([name for name in DTYPES if of_kind[name] in kinds])
+        return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(str(name))
+
+    def array(self, shape: Sequence[int], dtype: object = "float32", *, whole: bool = True) -> np.ndarray:
+        """Random values; small whole numbers by default, whose sums are exact in every dtype and order."""
+        dtype = np.dtype(dtype)
+        draw = lambda: self.rng.integers(-2, 3, shape) if whole else self.rng.normal(size=shape)
+        values = draw() + 1j * draw() if dtype.kind == "c" else draw()
+        return np.asarray(values).astype(dtype)
