@@ -173,13 +173,13 @@ def _check_factors(dim: Dim) -> None:
 
 def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
     """Raise a Fault unless each part could have been written in a string (for layouts made by code)."""
-    for dim in dims:
+    for place, dim in enumerate(dims):
         bad = dim.ellipsis and (dim.atoms or any(dim.margin) or dim.bracket)
         bad = bad or (not dim.ellipsis and not dim.atoms) or (len(dim.atoms) > 1 and not dim.composite)
         bad = bad or (dim.bracket and any(dim.margin)) or min(dim.margin) < 0
         bad = bad or (dim.composite and not all(atom.named for atom in dim.atoms))
         if bad:
-            raise Fault("This dimension cannot be written in the layout language.", dim.span)
+            raise Fault(f"Dimension {place} cannot be written in the layout language.", dim.span)
         for atom in dim.atoms:
             if (
                 not (atom.name == "_" or atom.size is not None or writable(atom.name))

@@ -93,10 +93,13 @@ class Layout:
         >>> Layout.from_dims(Layout("b/dp s d").dims[:2], unreduced=["tp"])
         Layout('b/dp s {U:tp}')
         """
-        dims = tuple(normal(dim) for dim in dims)
-        unreduced, reduced = tuple(unreduced), tuple(reduced)
+        dims, unreduced, reduced = tuple(dims), tuple(unreduced), tuple(reduced)
         try:
             check_form(dims, (*unreduced, *reduced))
+        except Fault as fault:
+            raise LayoutError(compose(fault.rule, call="Layout.from_dims(...)")) from None
+        dims = tuple(normal(dim) for dim in dims)
+        try:
             check(dims, unreduced, reduced, {})
         except Fault as fault:
             text = _text(dims, unreduced, reduced)

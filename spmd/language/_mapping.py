@@ -232,12 +232,12 @@ def _need_leading(mapping: AxisMapping, layout: Layout, dim: Dim, ruled: set[str
                 "A composite dimension is divided on its leading factors, but the mapping divides "
                 f"'{atom.name}' behind the whole factor '{whole.name}'."
             )
-            none = (
-                "no rule: whole" if whole.name not in mapping else _rule_text(whole.name, mapping[whole.name])
+            ruling = (
+                f"by the rule {_rule_text(whole.name, ())}" if whole.name in mapping else "without a rule"
             )
             got = [
                 f"'{atom.name}' by the rule {_rule_text(atom.name, mapping[atom.name])}",
-                f"'{whole.name}': {none}",
+                f"'{whole.name}' whole {ruling}",
             ]
             bare = replace(dim, atoms=tuple(replace(one, axes=()) for one in dim.atoms))
             _raise(layout, atom, rule, got, f"{bare.text}, or a rule that divides '{whole.name}' too")

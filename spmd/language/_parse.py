@@ -356,8 +356,8 @@ class Parser:
         if token.kind == "/" and self.touching():
             raise Fault(
                 "One '/' stands before each mesh axis.",
-                (slash.start, token.end),
-                self.fixed(slash.start, token.end, "/"),
+                (slash.start, self.slashes(token)),
+                self.fixed(slash.start, self.slashes(token), "/"),
             )
         if token.kind == "{" and self.touching():
             self.braces(token, "/")
@@ -370,6 +370,11 @@ class Parser:
                 self.fixed(slash.end, token.start, ""),
             )
         raise Fault("After '/' comes the name of a mesh axis, or 1 for whole.", slash.span)
+
+    def slashes(self, token: Token) -> int:
+        """Where a run of slashes ends."""
+        rest = self.source[token.start :]
+        return token.start + len(rest) - len(rest.lstrip("/"))
 
     def braces(self, opening: Token, before: str = "") -> NoReturn:
         """`{b}`, as left over from an f-string or str.format."""

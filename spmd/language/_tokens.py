@@ -74,11 +74,10 @@ def _bad(source: str, at: int) -> NoReturn:
             )
     if rest[0] == ".":
         dots = len(rest) - len(rest.lstrip("."))
-        raise Fault(
-            "Any number of dimensions is written '...', three dots.",
-            (at, at + dots),
-            fixed(source, at, at + dots, "..."),
-        )
+        left = " " if source[at - 1 : at].strip() else ""
+        right = " " if rest[dots : dots + 1].strip() else ""
+        fix = fixed(source, at, at + dots, f"{left}...{right}")
+        raise Fault("Any number of dimensions is written '...', three dots.", (at, at + dots), fix)
     shown = rest[0] if rest[0].isprintable() else f"U+{ord(rest[0]):04X}"
     if rest[0] in _LOOKALIKES:
         better = _LOOKALIKES[rest[0]]
