@@ -1,6 +1,5 @@
 """The reader of compiled text, on strings: each form in which groups, types and loops are printed."""
 
-# ruff: noqa: E501  -- compiled text has long lines
 from __future__ import annotations
 
 import jax

@@ -1,0 +1,115 @@
+"""Runs the Python of a Markdown page, as a reader would: block after block, in one namespace.
+
+    python -m tests.pages README.md
+
+What an `<!-- output -->` comment announces must be what was printed since the last such block; `...` in it
+stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, the line it starts on, and the comment right above it."""
+
+    language: str
+    text: str
+    line: int
+    comment: str
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found, lines, at, comment = [], page.splitlines(), 0, ""
+    while at < len(lines):
+        fence = _FENCE.match(lines[at])
+        if fence is None:
+            if lines[at].strip():
+                remark = re.fullmatch(r"<!--\s*(.*?)\s*-->", lines[at].strip())
+                comment = remark.group(1) if remark else ""
+            at += 1
+            continue
+        end = at + 1
+        while end < len(lines) and lines[end].strip() != fence.group("ticks"):
+            end += 1
+        indent = len(fence.group("indent"))
+        body = "\n".join(line[indent:] for line in lines[at + 1 : end])
+        language = (fence.group("info").split() or [""])[0]
+        found.append(Block(language, body, at + 2, comment))
+        at, comment = end + 1, ""
+    return found
+
+
+def run_page(path: str, page: str) -> list[str]:
+    """Run the page's Python; returns what went wrong, empty when nothing did."""
+    faults: list[str] = []
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    for block in blocks(page):
+        here = f"{path}:{block.line}"
+        if block.language == "python":
+            with contextlib.redirect_stdout(printed):
+                fault = (
+                    _doctest(here, block, namespace) if ">>> " in block.text else _run(path, block, namespace)
+                )
+            if fault:
+                return [*faults, f"{here}: {fault}"]  # what follows would only fail for want of its names
+        elif block.comment == "output":
+            if not same_output(block.text, printed.getvalue()):
+                faults.append(f"{here}: the page says\n{block.text}\nand was printed\n{printed.getvalue()}")
+            printed = io.StringIO()
+    return faults
+
+
+def same_output(expected: str, printed: str) -> bool:
+    """Equal up to white space at the ends of lines; `...` stands for anything."""
+    trim = lambda text: "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
+    return doctest.OutputChecker().check_output(trim(expected), trim(printed), doctest.ELLIPSIS)
+
+
+def _run(path: str, block: Block, namespace: dict[str, Any]) -> str:
+    # Empty lines in front: a traceback then names the line of the page.
+    source = "\n" * (block.line - 1) + block.text
+    try:
+        exec(compile(source, path, "exec"), namespace)
+    except Exception:
+        return "".join(traceback.format_exc().splitlines(keepends=True)[-30:])
+    return ""
+
+
+def _doctest(here: str, block: Block, namespace: dict[str, Any]) -> str:
+    example = doctest.DocTestParser().get_doctest(block.text, namespace, here, here, block.line)
+    out: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    failed, _ = runner.run(example, out=out.append, clear_globs=False)
+    namespace.update(example.globs)
+    return "".join(out) if failed else ""
+
+
+def main(path: str) -> int:
+    """Run one page on eight CPU devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    faults = run_page(path, Path(path).read_text())
+    print("\n\n".join(faults))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,160 @@
+"""Every example runs: docstrings, the README, the pages and the example scripts, all found by glob."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import FLAGS, Block, blocks, run_page, same_output
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted(
+    path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for path in (ROOT / "spmd").rglob("*.py")
+    if path.name != "__main__.py"
+)
+HELPERS = ["tests.sampler", "tests.simulator"]
+PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def run_doctests(module: object) -> tuple[int, str]:
+    """How many examples failed, and what was printed about them."""
+    out: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module):
+        runner.run(test, out=out.append)
+    return runner.failures, "".join(out)
+
+
+@pytest.mark.parametrize("name", [*MODULES, *HELPERS])
+def test_docstrings(name):
+    failed, text = run_doctests(importlib.import_module(name))
+    assert not failed, text
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "100",
+        "MPLBACKEND": "agg",
+    }
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages(page):
+    if not any(block.language == "python" for block in blocks(page.read_text())):
+        return
+    done = run_python("-m", "tests.pages", name_of(page))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_scripts(script):
+    """With the arguments of the script's `# test: --steps 2` line, if it has one."""
+    line = re.search(r"^# test:(.*)$", script.read_text(), re.MULTILINE)
+    done = run_python(name_of(script), *shlex.split(line.group(1) if line else ""))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+# -------------------- what must be noticed
+
+PAGE = """# A page
+```python
+x = 20
+print(x + 1)
+```
+
+Some text.
+
+<!-- output -->
+```text
+21
+```
+
+```text
+not checked
+```
+
+1. in a list
+
+   ```python
+   print(x,
+         "a b")
+   ```
+   <!-- output -->
+   ```text
+   20 ...
+   ```
+
+```python
+>>> x + 2
+22
+```
+"""
+
+
+def test_a_good_page_runs():
+    assert run_page("page.md", PAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "fault"),
+    [
+        ("x = 20\n", "x = 30\n", "page.md:11: the page says\n21\nand was printed\n31"),
+        ("x = 20\n", "y = 20\n", "NameError: name 'x' is not defined"),
+        ("x = 20\n", "x = 1 / 0\n", 'File "page.md", line 3'),
+        ("22\n", "23\n", "Expected:\n    23\nGot:\n    22"),
+        ("20 ...\n", "20\n", "page.md:26: the page says"),
+    ],
+)
+def test_a_wrong_page_is_noticed(right, wrong, fault):
+    """Meta-test: wrong output, an exception with the page's own line, a wrong doctest."""
+    assert PAGE.count(right) == 1
+    assert fault in "\n".join(run_page("page.md", PAGE.replace(right, wrong)))
+
+
+def test_blocks_know_their_line_and_comment():
+    assert blocks("<!-- test-command -->\n\n```bash\na\nb\n```\n") == [
+        Block("bash", "a\nb", 4, "test-command")
+    ]
+    assert blocks("<!-- output -->\ntext between\n```text\na\n```\n")[0].comment == ""
+
+
+def test_output_is_compared_exactly_but_for_trailing_space():
+    assert same_output("a  b\n...\nc", "a  b   \nanything\nat all\nc\n")
+    assert not same_output("a b", "a  b")
+    assert not same_output("a", "")
+
+
+def test_a_wrong_docstring_is_noticed():
+    """Meta-test: the doctest runner fails on a wrong example."""
+
+    class Module:
+        """
+        >>> 1 + 1
+        3
+        """
+
+    Module.__name__ = "module"
+    failed, text = run_doctests(Module)
+    assert failed == 1
+    assert "Expected:\n    3\nGot:\n    2" in text

@@ -1,0 +1,332 @@
+"""The rules of the house, read off the source: each is a function from a file to its faults.
+
+Every rule comes with a text that breaks it, so that a rule which can no longer fail is noticed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE, MAX_FUNCTION = 500, 60
+CODE = ("spmd/", "tests/", "examples/")
+
+# Floors by path under spmd/, longest match first. A module may import from its own floor and below.
+FLOORS = {
+    "errors.py": 0,
+    "language/": 1,
+    "_compat.py": 2,
+    "_trees.py": 2,
+    "mesh.py": 2,
+    "mode.py": 2,
+    "comm/": 3,
+    "ops/": 4,
+    "random.py": 4,
+    "check/": 5,
+    "kernel/": 6,
+    "placement.py": 6,
+    "fft.py": 7,
+    "nn/": 7,
+    "parallel/": 7,
+    "stencil.py": 7,
+    "__main__.py": 8,
+    "haliax.py": 8,
+    "inspect/": 8,
+    "testing.py": 8,
+    "__init__.py": 9,
+}
+PUBLIC_NAMES_FLOOR = 7  # from here up, modules are written with the public names: `from spmd import einsum`
+
+# What changes between JAX versions; `_compat.py` alone may know it.
+VERSIONED_ATTRIBUTES = {"mat", "vma", "manual_axis_type"}
+VERSIONED_MODULES = ("jax.interpreters", "jaxlib")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file: its path from the root, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def floor(self) -> int | None:
+        if not self.path.startswith("spmd/"):
+            return None
+        return floor_of(self.path.removeprefix("spmd/"))
+
+
+def floor_of(path: str) -> int | None:
+    """The floor of a path under spmd/, or None when the plan does not have it."""
+    for start in sorted(FLOORS, key=len, reverse=True):
+        if path == start or (start.endswith("/") and path.startswith(start)):
+            return FLOORS[start]
+    return None
+
+
+def tracked() -> Iterator[Source]:
+    """Every Python file of the project, those not yet committed too."""
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield Source(path.relative_to(ROOT).as_posix(), path.read_text())
+
+
+FILES = list(tracked())
+
+# -------------------- the rules
+
+
+def private_jax(source: Source) -> Iterator[str]:
+    """No private JAX anywhere."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if "jax." + "_src" in line:
+            yield f"line {number}: private JAX"
+
+
+def checker_off(source: Source) -> Iterator[str]:
+    """JAX's own checker is never switched off."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if re.search("check_" + r"vma\s*=\s*False|check_" + r"rep\b", line):
+            yield f"line {number}: the checker is always on"
+
+
+def long_files(source: Source) -> Iterator[str]:
+    """A file fits in a head. Tables of literals, such as golden texts, are not counted."""
+    lines = len(source.text.splitlines()) - sum(
+        node.end_lineno - node.lineno
+        for node in source.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.List | ast.Dict | ast.Tuple)
+    )
+    if lines > MAX_FILE:
+        yield f"{lines} lines, at most {MAX_FILE}"
+
+
+def long_functions(source: Source) -> Iterator[str]:
+    """A function fits on a screen. Its docstring is not counted, so that nobody saves on examples."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            lines = node.end_lineno - first.lineno + 1
+            if lines > MAX_FUNCTION:
+                yield f"{node.name} has {lines} lines, at most {MAX_FUNCTION}"
+
+
+def versioned_names(source: Source) -> Iterator[str]:
+    """What changes between JAX versions is known to `_compat.py` alone."""
+    if not source.path.startswith("spmd/") or source.path == "spmd/_compat.py":
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in VERSIONED_ATTRIBUTES:
+            yield f"line {node.lineno}: .{node.attr}"
+        if isinstance(node, ast.Constant) and node.value in VERSIONED_ATTRIBUTES:
+            yield f"line {node.lineno}: {node.value!r}, as of a getattr"
+        if isinstance(node, ast.Attribute) and node.attr == "__version__":
+            yield f"line {node.lineno}: a version is asked for"
+    for name, line in imports(source):
+        if name.startswith(VERSIONED_MODULES):
+            yield f"line {line}: import of {name}"
+
+
+def upward_imports(source: Source) -> Iterator[str]:
+    """Nothing imports upward, also not inside a function; what only annotations need is exempt."""
+    if not source.path.startswith("spmd/"):
+        return
+    floor = source.floor
+    if floor is None:
+        yield "is not in the plan of floors (FLOORS in tests/test_house.py)"
+        return
+    for name, line in imports(source):
+        if name.partition(".")[0] != "spmd":
+            continue
+        inside = name.partition(".")[2].replace(".", "/")
+        other = module_floor(inside)
+        if other is None and floor < PUBLIC_NAMES_FLOOR:
+            yield f"line {line}: imports the public names (floor {floor} stands below them)"
+        elif other is not None and other > floor:
+            yield f"line {line}: {name} is on floor {other}, this is floor {floor}"
+
+
+def module_floor(inside: str) -> int | None:
+    """The floor of `comm/_call` or `errors/SpmdError`; None for a name of the package itself."""
+    parts = inside.split("/")
+    for end in range(len(parts), 0, -1):
+        stem = "/".join(parts[:end])
+        for path in (f"{stem}.py", f"{stem}/"):
+            if stem and (found := floor_of(path)) is not None:
+                return found
+    return None
+
+
+def jax_in_the_language(source: Source) -> Iterator[str]:
+    """The language is pure Python; JAX is imported inside methods only."""
+    if source.path.startswith("spmd/language/"):
+        at_the_top = {node.lineno for node in source.tree.body}
+        for name, line in imports(source):
+            if line in at_the_top and name.partition(".")[0] in ("jax", "jaxlib"):
+                yield f"line {line}: {name} at the top of a file of the language"
+
+
+def exceptions_of_many_parts(source: Source) -> Iterator[str]:
+    """`Error("a", b)` prints as a tuple: an exception is built from one text."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and len(node.args) > 1:
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if re.search(r"(Error|Exception)$", name):
+                yield f"line {node.lineno}: {name} with {len(node.args)} positional arguments"
+
+
+def machine_paths(source: Source) -> Iterator[str]:
+    """No path of anybody's machine."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if found := re.search(r"(?<![\w.])/(root|home|work|Users)/\w+|\b[A-Z]:\\\\\w", line):
+            yield f"line {number}: {found.group()}"
+
+
+def loose_zips(source: Source) -> Iterator[str]:
+    """`zip` says what it does with unequal lengths."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "zip" and len(node.args) > 1:
+            keywords = {keyword.arg for keyword in node.keywords}
+            yield from () if "strict" in keywords else (f"line {node.lineno}: zip without strict=",)
+
+
+def imports(source: Source) -> Iterator[tuple[str, int]]:
+    """Modules and names imported anywhere in the file but under `if TYPE_CHECKING:`."""
+    tree = source.tree
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(source, node)
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def absolute(source: Source, node: ast.ImportFrom) -> str:
+    """The module that a `from` import names, relative ones resolved."""
+    if not node.level:
+        return node.module or ""
+    parts = source.path.removesuffix(".py").split("/")[: -node.level]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+# Each rule, with a file that breaks it.
+RULES: list[tuple[Callable[[Source], Iterator[str]], Source]] = [
+    (private_jax, Source("tests/x.py", "from jax." + "_src import core")),
+    (checker_off, Source("tests/x.py", "shard_map(f, check_" + "vma = False)")),
+    (checker_off, Source("tests/x.py", "shard_map(f, check_" + "rep=False)")),
+    (long_files, Source("spmd/mesh.py", "x = 1\n" * (MAX_FILE + 1))),
+    (long_functions, Source("spmd/mesh.py", "def f():\n    'text'\n" + "    x = 1\n" * (MAX_FUNCTION + 1))),
+    (versioned_names, Source("spmd/mesh.py", "x = aval.mat")),
+    (versioned_names, Source("spmd/mesh.py", "x = getattr(aval, 'vma', None)")),
+    (versioned_names, Source("spmd/mesh.py", "import jax\nnew = jax.__version__ > '0.11'")),
+    (versioned_names, Source("spmd/mesh.py", "from jax.interpreters import ad")),
+    (upward_imports, Source("spmd/mesh.py", "from spmd.comm._call import Call")),
+    (upward_imports, Source("spmd/mesh.py", "def f():\n    import spmd.ops.einsum")),
+    (upward_imports, Source("spmd/comm/_call.py", "from ..kernel import kernel")),
+    (upward_imports, Source("spmd/ops/einsum.py", "from spmd import kernel")),
+    (upward_imports, Source("spmd/attic.py", "x = 1")),
+    (jax_in_the_language, Source("spmd/language/_parse.py", "import jax.numpy as jnp")),
+    (exceptions_of_many_parts, Source("spmd/mesh.py", "raise MeshError('no axis', axis)")),
+    (machine_paths, Source("tests/x.py", "p = '/" + "home/someone/project'")),
+    (loose_zips, Source("spmd/mesh.py", "for a, b in zip(x, y): pass")),
+]
+ALLOWED = [
+    (upward_imports, Source("spmd/nn/linear.py", "from spmd import einsum")),
+    (
+        upward_imports,
+        Source("spmd/ops/einsum.py", "from spmd.errors import SpmdError\nfrom spmd.comm import psum"),
+    ),
+    (upward_imports, Source("spmd/mesh.py", "if TYPE_CHECKING:\n    from spmd.kernel import Kernel")),
+    (versioned_names, Source("spmd/_compat.py", "x = aval.mat")),
+    (jax_in_the_language, Source("spmd/language/_layout.py", "def spec(self):\n    import jax")),
+    (exceptions_of_many_parts, Source("spmd/mesh.py", "raise MeshError(compose('no axis', got=axis))")),
+]
+DISTINCT = list({rule: None for rule, _ in RULES})
+
+
+@pytest.mark.parametrize("rule", DISTINCT, ids=lambda rule: rule.__name__)
+def test_rule(rule):
+    faults = [f"{source.path}: {fault}" for source in FILES for fault in rule(source)]
+    assert not faults, f"{rule.__doc__}\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize(("rule", "broken"), RULES, ids=lambda value: getattr(value, "__name__", None))
+def test_rule_can_fail(rule, broken):
+    """Meta-test: each rule finds its fault."""
+    assert list(rule(broken))
+
+
+@pytest.mark.parametrize(("rule", "fine"), ALLOWED, ids=lambda value: getattr(value, "__name__", None))
+def test_rule_allows(rule, fine):
+    assert not list(rule(fine))
+
+
+# -------------------- names
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def missing_names(module: object) -> list[str]:
+    """The names of `__all__` that the module does not have, or that it lists twice."""
+    names = getattr(module, "__all__", [])
+    return [name for name in names if not hasattr(module, name) or names.count(name) > 1]
+
+
+MODULES = sorted(
+    module_name(s.path) for s in FILES if s.path.startswith("spmd/") and "__main__" not in s.path
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_name_of_all_is_there(name):
+    module = importlib.import_module(name)
+    assert not missing_names(module)
+
+
+PACKAGES = [
+    module_name(s.path) for s in FILES if s.path.startswith("spmd/") and s.path.endswith("__init__.py")
+]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_package_says_what_is_public(name):
+    assert getattr(importlib.import_module(name), "__all__", None), f"{name} has no __all__"
+
+
+def test_missing_names_are_noticed():
+    """Meta-test: a name that is not there, and one listed twice."""
+
+    class Module:
+        __all__ = ("there", "there", "not_there,")
+        there = 1
+
+    assert missing_names(Module) == ["there", "there", "not_there,"]
+
+
+def test_the_top_level_holds_what_was_agreed():
+    allowed = {"pyproject.toml", "README.md", "spmd", "tests", "examples", "docs", "LICENSE", "CHANGELOG.md"}
+    stray = [p.name for p in ROOT.iterdir() if not p.name.startswith(".") and p.name not in allowed]
+    stray = [name for name in stray if not re.search(r"^(build|dist|shared|venv)$|\.egg-info$", name)]
+    assert not stray
