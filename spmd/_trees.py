@@ -82,11 +82,15 @@ def _describe(node: Any) -> str:
         return "None"
     if below is None:
         return f"a leaf of type {kind}"
-    return f"a {kind} with {_listed([_name(key) for key, _ in below])}"
+    return f"{_article(kind)} with {_listed([_name(key) for key, _ in below])}"
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiouAEIO" else f"a {noun}"
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    shown = ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return shown or "no entries"
 
 
@@ -301,9 +305,10 @@ class _Matcher:
                     f"no layout among {_listed(list(entries))}, but here is {_describe(child)}{hint}",
                 )
         for name, entry in entries.items():
-            # a static field is no child; its annotation says nothing that could be wrong
-            static = hasattr(node, name) and not isinstance(node, Mapping)
-            if node is not None and name not in keys and isinstance(entry, (str, Layout)) and not static:
+            # a static field is an attribute and no child; its annotation says nothing that could be wrong
+            if node is None or name in keys or not isinstance(entry, (str, Layout)):
+                continue
+            if isinstance(node, Mapping) or inspect.getattr_static(node, name, None) is None:
                 self.fail(
                     path, f"a layout for {name!r}, but here is {_describe(node)}{did_you_mean(name, keys)}"
                 )
@@ -315,13 +320,16 @@ class _Matcher:
             name = type(node).__name__
             self.fail(path, f"{name} is no pytree; register it: @jax.tree_util.register_dataclass")
         elif is_array(node) or not isinstance(spec, type):
-            self.fail(
-                path, f"layouts for {_listed(list(entries))} ({_kind(spec)}), but here is {_describe(node)}"
+            given = (
+                f"layouts for {_listed(list(entries))} ({_kind(spec)})"
+                if entries
+                else f"{_kind(spec)} has no layouts"
             )
+            self.fail(path, f"{given}, but here is {_describe(node)}")
 
 
 def _kind(spec: Any) -> str:
-    return f"the class {spec.__name__}" if isinstance(spec, type) else f"a {type(spec).__name__}"
+    return f"the class {spec.__name__}" if isinstance(spec, type) else _article(type(spec).__name__)
 
 
 def _entries(spec: Any) -> dict[str, Any] | None:
@@ -330,8 +338,8 @@ def _entries(spec: Any) -> dict[str, Any] | None:
         return _annotated(spec)
     if isinstance(spec, Mapping):
         return {str(key): value for key, value in spec.items()}
-    if isinstance(spec, tuple) and hasattr(spec, "_fields"):
-        return dict(zip(spec._fields, spec, strict=True))
+    if isinstance(spec, tuple) and (fields := getattr(spec, "_fields", None)):
+        return dict(zip(fields, spec, strict=True))
     if isinstance(spec, (list, tuple)):
         return {str(place): value for place, value in enumerate(spec)}
     below = children(spec)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from spmd.errors import LayoutError, MeshError, SizeError, compose, did_you_mean
 from spmd.language._dims import Atom, Dim, Fault, Span, check, check_form, normal
@@ -22,6 +22,7 @@ __all__ = ["Layout", "axis_sizes"]
 Axes = str | tuple[str, ...] | None
 
 
+@final
 class Layout:
     """How one array lies on the mesh: its dimensions, the mesh axes that divide them, and its marks.
 
@@ -55,7 +56,7 @@ class Layout:
     source: str | None
     """The string that the spans of the atoms refer to (a pattern's layouts: the whole pattern)."""
 
-    def __new__(cls, text: str | Layout, *, call: str | None = None) -> Self:
+    def __new__(cls, text: str | Layout, *, call: str | None = None) -> Layout:
         if isinstance(text, Layout):
             return text
         if not isinstance(text, str):
@@ -220,7 +221,7 @@ class Layout:
                 self._fault(dim.span, rule)
             axes = dim.axes
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
-        marks = {"unreduced": set(self.unreduced), "reduced": set(self.reduced)}
+        marks = {"unreduced": frozenset(self.unreduced), "reduced": frozenset(self.reduced)}
         return PartitionSpec(*entries, **{kind: axes for kind, axes in marks.items() if axes})
 
     def sharding(self, mesh: Any) -> NamedSharding:

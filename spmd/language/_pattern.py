@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from spmd.errors import LayoutError, compose
 from spmd.language._dims import Fault, Parsed
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Pattern"]
 
 
+@final
 class Pattern:
     """Layouts on both sides of an arrow: left what you have, right what you want.
 
@@ -50,7 +51,7 @@ class Pattern:
     """Whether nothing stands left of the arrow; `inputs` then holds one scalar."""
     empty_right: bool
 
-    def __new__(cls, text: str | Pattern, *, arrow: bool = True, call: str | None = None) -> Self:
+    def __new__(cls, text: str | Pattern, *, arrow: bool = True, call: str | None = None) -> Pattern:
         if isinstance(text, Pattern):
             return text
         if not isinstance(text, str):
