@@ -112,28 +112,21 @@ def test_what_is_derived_from_any_layout_round_trips_or_gives_a_layout_error():
     assert accepted > CASES // 50
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda text: {}[text],  # another exception
-        lambda text: text.upper(),  # no round trip for "b" under the next one
-        lambda text: Layout(text.replace("tp", "")) if "tp" in text else Layout(text),
-    ],
-    ids=["raises", "plain", "loses"],
-)
-def test_the_checker_can_fail(broken):
-    class Marked:
-        def __init__(self, text):
-            self.value = broken(text)
-            self.text = text
+def test_the_checker_sees_other_exceptions():
+    assert failure({}.__getitem__, "b") == "KeyError: 'b'"
 
+
+def test_the_checker_sees_a_text_that_does_not_parse():
+    assert failure(Layout, "b (h d") is None, "a LayoutError with a caret is right"
+    assert failure(lambda text: f"{Layout(text)} (", "b") == "'b' reads as 'b (', which does not parse"
+
+
+def test_the_checker_sees_a_text_that_says_something_else():
+    class Grows(str):
         def __str__(self):
-            return str(self.value) + " x"
+            return self + " x"
 
-        def __eq__(self, other):
-            return self.text == other.text
-
-    assert any(failure(Marked, text) for text in SEEDS)
+    assert failure(Grows, "b") == "'b' -> 'b' -> 'b x'"
 
 
 def test_the_checker_wants_a_caret():
