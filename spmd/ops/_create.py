@@ -1,0 +1,198 @@
+"""Arrays from nothing, of a layout: `zeros`, `ones`, `full`, `iota`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd import _compat
+from spmd.comm import _lax
+from spmd.comm._call import Call, Factor, open_call
+from spmd.errors import LayoutError
+from spmd.language import Dim
+
+__all__ = ["full", "iota", "ones", "zeros"]
+
+
+def zeros(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **names: Any) -> Any:
+    """Zeros of this layout: `zeros("b/dp d")`, for accumulators and for carries of loops.
+
+    Sizes come from the kernel's signature or from keywords. By JAX's own type the value varies along the axes
+    that the layout mentions, as what a loop puts in its place does; a plain `jnp.zeros` carry is rejected by JAX.
+
+    Communication: none, forward and backward.
+
+    Args:
+      layout: The layout of the result. `{U:axis}` makes the start of a partial sum.
+      dtype: Its dtype.
+      to: "varying" types it varying along every mesh axis, for a carry that becomes a gathered copy.
+      **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
+
+    Returns:
+      The array: this device's block of it in explicit mode.
+
+    Raises:
+      SizeError: If the size of a name is not known, or does not divide.
+      LayoutError: On a malformed layout.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("t b/dp -> b/dp", mesh=mesh)
+      ... def totals(x):
+      ...     return jax.lax.scan(lambda sum, row: (sum + row, None), spmd.zeros("b/dp"), x)[0]
+      >>> print(totals(jnp.ones((3, 8))))
+      [3. 3. 3. 3. 3. 3. 3. 3.]
+    """
+    return _filled("zeros", layout, 0, dtype, to, names)
+
+
+def ones(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **names: Any) -> Any:
+    """Ones of this layout: `ones("b/dp d")`.
+
+    As `zeros`; a `{U:}` mark is an error, since the sum of n ones is n.
+
+    Communication: none, forward and backward.
+
+    Args:
+      layout: The layout of the result.
+      dtype: Its dtype.
+      to: "varying" types it varying along every mesh axis.
+      **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
+
+    Returns:
+      The array: this device's block of it in explicit mode.
+
+    Raises:
+      SizeError: If the size of a name is not known, or does not divide.
+      LayoutError: On a malformed layout.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> print(spmd.kernel("n/x -> n/x", mesh=mesh)(lambda v: v + spmd.ones("n/x"))(jnp.zeros(8)))
+      [1. 1. 1. 1. 1. 1. 1. 1.]
+    """
+    return _filled("ones", layout, 1, dtype, to, names)
+
+
+def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
+    """One value everywhere, of this layout: `full("b/dp q", -jnp.inf)`.
+
+    Communication: none forward. Backward the gradient of `value` is a psum over the axes of the layout.
+
+    Args:
+      layout: The layout of the result.
+      value: A scalar, a number or an array of rank 0; it may be traced.
+      dtype: Its dtype; that of `value` when absent.
+      to: "varying" types it varying along every mesh axis.
+      **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
+
+    Returns:
+      The array: this device's block of it in explicit mode.
+
+    Raises:
+      SizeError: If the size of a name is not known, or does not divide.
+      LayoutError: On a malformed layout, or a value that is no scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> print(spmd.kernel("n/x -> n/x", mesh=mesh)(lambda v: v + spmd.full("n/x", 0.5))(jnp.zeros(4)))
+      [0.5 0.5 0.5 0.5]
+    """
+    return _filled("full", layout, value, dtype, to, names)
+
+
+def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
+    """Global positions along a dimension: on each device those of its own block.
+
+    `iota("s/cp")` is 0, 1, ... of the whole of s. Of several dimensions the brackets choose one:
+    `iota("b/dp [s/cp]")`. A `jnp.arange` of local length would start at 0 on every device.
+
+    Communication: none, forward and backward.
+
+    Args:
+      layout: One dimension, or several with one in brackets.
+      dtype: The dtype of the positions.
+      **names: Sizes of names (`s=1024`), or mesh axes (`cp="context"`).
+
+    Returns:
+      The positions.
+
+    Raises:
+      SizeError: If the size of a name is not known, or does not divide.
+      LayoutError: If it is not clear which dimension is meant.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=4)
+      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: x + spmd.iota("s/cp"))(jnp.zeros(8, int)))
+      [0 1 2 3 4 5 6 7]
+    """
+    call = _open("iota", layout, names)
+    [made] = call.pattern.inputs
+    counted = [i for i, dim in enumerate(made.dims) if dim.bracket] or list(range(len(made.dims)))
+    if len(counted) != 1:
+        rule = "iota counts along one dimension: put it in brackets, as in \"b/dp [s/cp]\"."
+        call.fail(rule, got=[f"{len(made.dims)} dimensions"], error=LayoutError)
+    [at] = counted
+    if any(made.dims[at].margin):
+        call.fail("iota has no meaning for a margin.", at=made.dims[at].span, error=LayoutError)
+    positions = _positions(call, made.dims[at], dtype)
+    shape = call.local_shape(made)
+    x = jax.lax.broadcast_in_dim(positions, shape, (at,))
+    x = _compat.pvary(x, call.frame.in_mesh_order(made.axis_names)) if call.frame.explicit else x
+    return call.result(x, made.without_brackets(), role="born")
+
+
+def _positions(call: Call, dim: Dim, dtype: Any) -> Any:
+    """Global positions along one dimension, factor by factor: each factor's block starts at its own place."""
+    sizes = dict(call.frame.sizes)
+    total: Any = jnp.zeros((), dtype)
+    for atom in dim.atoms:
+        factor: Factor = call.factor(atom)
+        here = jnp.arange(factor.local, dtype=dtype)
+        if call.frame.explicit and factor.axes:
+            start = _lax.axis_index(factor.axes, sizes) * factor.local
+            here = here + jnp.asarray(start).astype(dtype)
+        total = (total[..., None] * np.asarray(factor.size, dtype) + here).reshape(-1)
+    return total
+
+
+def _open(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
+    if not isinstance(layout, str) and hasattr(layout, "shape"):
+        raise LayoutError(f'{who} makes an array, so its first argument is a layout: {who}("b/dp d").')
+    call = open_call(who, layout, names, inputs=1, arrow=False)
+    [made] = call.pattern.inputs
+    for dim in made.dims:
+        if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
+            call.fail(f"{who} needs to know every size, so every dimension has a name.", at=dim.span, error=LayoutError)
+    return call
+
+
+def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names: Mapping[str, Any]) -> Any:
+    call = _open(who, layout, names)
+    [made] = call.pattern.inputs
+    if np.ndim(value) != 0:
+        call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
+    if to not in (None, "varying"):
+        call.fail(f'to is "varying" or absent, not {to!r}.', error=LayoutError)
+    if made.unreduced and not (isinstance(value, (int, float)) and value == 0):
+        n = call.frame.axis_size(made.unreduced)
+        rule = f"a partial sum starts from zeros: {n} equal parts would add up to {n} times the value."
+        call.fail(rule, at=_mark_span(call), fix=f'zeros("{made.short}")')
+    x = jnp.full(call.local_shape(made), value, dtype)
+    if call.frame.explicit:
+        axes = call.frame.axis_names if to == "varying" else call.frame.in_mesh_order(made.axis_names)
+        x = _compat.pvary(x, axes)
+    return call.result(x, made.without_brackets(), role="born")
+
+
+def _mark_span(call: Call) -> tuple[int, int] | None:
+    start = call.raw.source.find("{")
+    return None if start < 0 else (start, call.raw.source.find("}", start) + 1)

@@ -1,0 +1,178 @@
+"""`einsum`: products and sums whose string says what becomes of the partial sums."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.errors import LayoutError
+from spmd.ops._landing import finish, land, placed, plain_dims, right_names
+
+__all__ = ["einsum"]
+
+
+def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> Any:
+    """Multiply arrays and sum over the dimensions that the right side leaves out.
+
+    `einsum(x, w, "b/dp s d, d f/tp -> b/dp s f/tp")`. A dimension in several operands has one placement. A summed
+    dimension that is divided leaves a partial sum on its axes, and the right side says what becomes of it:
+
+    - the axis is absent: it is summed (`"b f/tp, f/tp d -> b d"`);
+    - it is an extra, minor-most axis of an output dimension: summed and scattered (`"... -> b/tp d"`);
+    - it is in the mark: left as a partial sum (`"... -> b d {U:tp}"`).
+
+    It never gathers and never slices: those are lines of their own.
+
+    Communication: forward, for a local product of S bytes over n devices, nothing, a psum (2S(n-1)/n bytes) or a
+    psum_scatter (S(n-1)/n bytes); with several axes the scatter comes first. Backward the all-gather of a
+    scatter, nothing for a psum, and a psum for the gradient of an operand that is equal by JAX's own type where
+    the others are divided.
+
+    Args:
+      *operands: The arrays, as many as the left side has layouts, then the pattern
+        `"layout, layout -> layout"`. A composite dimension `(h k)/tp` is opened on the left and closed on the right.
+      preferred_element_type: The dtype to accumulate in and to return, as in `jnp.einsum`; the psum is in it too.
+      precision: As in `jnp.einsum`.
+      **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
+
+    Returns:
+      The array of the right side.
+
+    Raises:
+      CommunicationError: If a dimension has two placements, an axis has two dimensions, or the right side asks
+        for a gather, a slice or a relayout.
+      LayoutError: On a malformed pattern, or a name on the right that is not on the left.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=4)
+      >>> @spmd.kernel("b f/tp, f/tp d -> b d", mesh=mesh)
+      ... def down(h, w):
+      ...     return spmd.einsum(h, w, "b f/tp, f/tp d -> b d")
+      >>> print(down(jnp.ones((2, 8)), jnp.ones((8, 3))))
+      [[8. 8. 8.]
+       [8. 8. 8.]]
+    """
+    if not operands:
+        raise LayoutError('einsum takes arrays, then the pattern: einsum(x, w, "b d, d f -> b f").')
+    *arrays, pattern = operands
+    call = open_call("einsum", pattern, names, arrays=arrays, inputs=None)
+    dst = call.pattern.outputs[0]
+    for layout in (*call.pattern.inputs, dst):
+        plain_dims(call, layout)
+    _check_dots(call, arrays)
+    opened = [call.operand(x, i) for i, x in enumerate(arrays)]
+    have = _factors(call, opened)
+    owners = _owners(call, have, dst.names)
+    right = right_names(call, dst, have)
+    partial = _marked(call, opened, owners)
+    partial |= {axis: f"{placed(n, f.axes)} is summed over" for n, f in have.items() if n not in right for axis in f.axes}
+    landing = land(call, have, partial, right)
+    out = jnp.einsum(
+        _subscripts(call, opened, right),
+        *(o.x for o in opened),
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+    )
+    return call.result(finish(out, landing, call.frame))
+
+
+def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:
+    """The factors by name; each has one placement."""
+    have: dict[str, Factor] = {}
+    first: dict[str, int] = {}
+    for i, operand in enumerate(opened):
+        for factor in operand.factors:
+            known = have.setdefault(factor.name, factor)
+            at = first.setdefault(factor.name, i)
+            if known.axes == factor.axes:
+                continue
+            one, two = placed(factor.name, known.axes), placed(factor.name, factor.axes)
+            call.fail(
+                f"a dimension has one placement in all operands, and {factor.name} is {one} in operand {at} and "
+                f"{two} in operand {i}.",
+                at=factor.span,
+                got=[f'operand {n}: "{opened[n].layout.short}"' for n in (at, i)],
+                fix=_agree(factor.name, known.axes, factor.axes, at, i),
+            )
+    return have
+
+
+def _agree(name: str, one: tuple[str, ...], two: tuple[str, ...], at: int, i: int) -> str:
+    """Which verb on which operand makes two placements one."""
+    longer, where = (one, at) if len(one) > len(two) else (two, i)
+    shorter, other = (two, i) if longer is one else (one, at)
+    if longer[: len(shorter)] != shorter:
+        return f'relayout(operand {i}, "{placed(name, two)} -> {placed(name, one)}")'
+    gather = f'all_gather(operand {where}, "... {placed(name, longer)} ... -> ... {placed(name, shorter)} ...")'
+    return f"{gather}, or split operand {other}"
+
+
+def _check_dots(call: Call, arrays: Sequence[Any]) -> None:
+    counts = {
+        i: jnp.ndim(x) - len(layout.dims) + 1
+        for i, (x, layout) in enumerate(zip(arrays, call.pattern.inputs, strict=True))
+        if layout.has_ellipsis
+    }
+    if len(set(counts.values())) > 1:
+        got = [f"operand {i}: {n} dimension{'s' * (n != 1)} in ..." for i, n in counts.items()]
+        call.fail("... stands for the same dimensions in every operand that has it.", got=got, error=LayoutError)
+
+
+def _owners(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict[str, Factor]:
+    """Which factor each mesh axis divides: one in the whole call."""
+    owners: dict[str, Factor] = {}
+    for factor in have.values():
+        for axis in factor.axes:
+            known = owners.setdefault(axis, factor)
+            if known is factor:
+                continue
+            pair = [f"contracted {f.name}" if f.name not in kept else f.name for f in (known, factor)]
+            call.fail(
+                f"axis {axis} divides both {' and '.join(sorted(pair, key=lambda p: ' ' not in p))}: a device "
+                f"would hold products of unequal blocks only.",
+                at=factor.span,
+                got=[f"{placed(f.name, f.axes)}" for f in (known, factor)] + [call.frame.describe()],
+                fix=f"gather one of them over {axis} first: all_gather",
+            )
+    return owners
+
+
+def _marked(call: Call, opened: Sequence[Operand], owners: Mapping[str, Factor]) -> dict[str, str]:
+    """The axes on which one operand is a partial sum already; the others must be equal there."""
+    partial: dict[str, str] = {}
+    for i, operand in enumerate(opened):
+        for axis in operand.layout.unreduced:
+            if axis in partial:
+                rule = f"the product of two partial sums on {axis} is no partial sum: psum one of the operands first."
+                call.fail(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=_psum(operand, axis))
+            if axis in owners:
+                factor = owners[axis]
+                call.fail(
+                    f"operand {i} is a partial sum on {axis}, and {axis} divides {factor.name} in another: each part "
+                    f"would meet one block of {factor.name} only.",
+                    at=factor.span,
+                    got=[f'operand {i}: "{operand.layout.short}"', placed(factor.name, factor.axes)],
+                    fix=_psum(operand, axis),
+                )
+            partial[axis] = f"operand {i} is {{U:{axis}}}"
+    return partial
+
+
+def _psum(operand: Operand, axis: str) -> str:
+    return f'psum(x, "{operand.layout.short} -> {operand.layout.without(axis).short}")'
+
+
+def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:
+    letters: dict[str, str] = {}
+    for name in (n for operand in opened for n in operand.names):
+        if name not in letters:
+            if len(letters) == len(string.ascii_letters):
+                call.fail(f"einsum takes up to {len(letters)} dimensions in all.", error=LayoutError)
+            letters[name] = string.ascii_letters[len(letters)]
+    left = ",".join("".join(letters[n] for n in operand.names) for operand in opened)
+    return f"{left}->{''.join(letters[n] for n in right)}"

@@ -1,0 +1,234 @@
+"""`reduce`: whole-array reductions over divided dimensions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import _compat
+from spmd.comm import _lax
+from spmd.comm._call import Call, Factor, open_call
+from spmd.errors import LayoutError, did_you_mean
+from spmd.ops._landing import Landing, factors_by_name, finish, land, placed, plain_dims, right_names
+
+__all__ = ["reduce"]
+
+Axes = tuple[str, ...]
+Dims = tuple[int, ...]
+
+LINEAR = ("sum", "mean")
+
+
+def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
+    """Reduce the dimensions that the right side leaves out, over the whole array.
+
+    `reduce(x, "b/dp s d -> s d", "mean")` is the mean over all of b, whatever divides it. What becomes of the
+    axes of a reduced dimension is said as in `einsum`: absent on the right, the result is complete; an extra
+    minor-most axis on an output dimension, each device keeps its block; `{U:axis}`, sums and means are left
+    partial. A `1` on the right keeps a dimension of size one.
+
+    With `-> scalar` the result is equal by JAX's own type on every mesh axis that the right side does not mark:
+    also where x is a gathered copy, by a mean over the copies. Such a scalar can leave a kernel and be a loss.
+
+    Communication: forward one psum (or pmax, pmin) of the result over the reduced axes, 2S(n-1)/n bytes for S
+    bytes; logsumexp two; prod an all-gather; a scattered sum or mean a psum_scatter, S(n-1)/n bytes. Backward
+    nothing after a psum, an all-gather after a psum_scatter; max and min count their ties with one more psum.
+
+    Args:
+      x: The array.
+      pattern: `"layout -> layout"`; a sum or mean takes `{U:axis}` on both sides.
+      op: "sum", "mean" (divides by the global count), "max", "min" (gradients as `jnp.max`: ties share
+        equally), "prod", "any", "all" or "logsumexp".
+      **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
+
+    Returns:
+      The array of the right side, with the dtype that jnp gives.
+
+    Raises:
+      CommunicationError: If the right side asks for a gather, a slice or a relayout.
+      LayoutError: On a malformed pattern or an unknown op.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=2)
+      >>> @spmd.kernel("b/dp d/tp -> d/tp, scalar", mesh=mesh)
+      ... def stats(x):
+      ...     return spmd.reduce(x, "b/dp d/tp -> d/tp", "mean"), spmd.reduce(x, "b/dp d/tp -> scalar", "max")
+      >>> mean, largest = stats(jnp.arange(8.0).reshape(4, 2))
+      >>> print(mean, largest)
+      [3. 4.] 7.0
+    """
+    call = open_call("reduce", pattern, names, arrays=(x,))
+    if not isinstance(op, str) or op not in RUN:
+        hint = did_you_mean(op, RUN) if isinstance(op, str) else ""
+        call.fail(f"op is one of {', '.join(RUN)}, not {op!r}{hint or '.'}", error=LayoutError)
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    plain_dims(call, src, unnamed=True, literals=True)
+    plain_dims(call, dst, literals=True)
+    operand = call.operand(x)
+    have = factors_by_name(operand)
+    right = right_names(call, dst, have)
+    if op not in LINEAR and src.unreduced:
+        rule = f"{op} of a partial sum is not {op} of its parts: psum first."
+        call.fail(rule, fix=f'psum(x, "{src.short} -> {src.without(*src.unreduced).short}")')
+    landing = land(call, have, _partial(have, right, src.unreduced), right, linear=op in LINEAR)
+    _check_kind(call, operand.x, op)
+    gone = tuple(i for i, name in enumerate(operand.names) if name not in right)
+    kept = [name for name in operand.names if name in right]
+    job = _Job(
+        call=call,
+        dims=gone,
+        order=tuple(kept.index(name) for name in right),
+        count=math.prod(operand.factors[i].size for i in gone),
+        landing=landing,
+        copies=_copies(call, operand.x, landing),
+    )
+    return call.result(RUN[op](operand.x, job))
+
+
+def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict[str, str]:
+    """The axes along which the local result is a part, with why."""
+    partial = {axis: f"the operand is {{U:{axis}}}" for axis in marked}
+    return partial | {a: f"{placed(n, f.axes)} is reduced" for n, f in have.items() if n not in right for a in f.axes}
+
+
+def _check_kind(call: Call, x: Any, op: str) -> None:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and op in ("max", "min", "logsumexp"):
+        call.fail(f"{op} needs numbers that are ordered, and the array is {x.dtype}.", error=LayoutError)
+
+
+def _copies(call: Call, x: Any, landing: Landing) -> Axes:
+    """For a scalar: the axes on which `x` is a gathered copy, to be closed so that JAX's type says equal."""
+    if not call.frame.explicit or not call.pattern.outputs[0].is_scalar:
+        return ()
+    open_axes = _compat.varying_axes(x) - {*landing.all_axes, *landing.left}
+    return call.frame.in_mesh_order(open_axes)
+
+
+# --- the operations -----------------------------------------------------------------------------------------
+
+
+class _Job:
+    """What to do: the array axes to reduce, the order of the rest, and what becomes of the mesh axes."""
+
+    def __init__(self, *, call: Call, dims: Dims, order: Dims, count: int, landing: Landing, copies: Axes):
+        self.frame = call.frame
+        self.dims, self.order, self.count = dims, order, count
+        self.landing, self.copies = landing, copies
+        self.axes = call.frame.in_mesh_order(landing.all_axes) if call.frame.explicit else ()
+        self.copy_count = call.frame.axis_size(copies) if copies else 1
+
+    def place(self, x: Any) -> Any:
+        """The axes of a local result in the order of the right side."""
+        return x if self.order == tuple(range(len(self.order))) else x.transpose(self.order)
+
+    def land_sum(self, x: Any) -> Any:
+        """Sum over what is partial; copies are averaged in the same all-reduce."""
+        if self.copies:
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                x = x / self.copy_count
+                return _compat.pvary(_lax.psum(x, (*self.landing.sums, *self.copies)), self.landing.left)
+            x = _lax.pmax(jax.lax.stop_gradient(x), self.copies)  # of integers a mean could overflow
+        return finish(x, self.landing, self.frame)
+
+    def land_whole(self, x: Any) -> Any:
+        """Keep this device's block of what every device has."""
+        if self.frame.explicit:
+            for position, axes in self.landing.scatters:
+                for axis in axes:
+                    x = _lax.slice_block(x, axis, position, self.frame.axis_size(axis))
+        return x
+
+
+def _sum(x: Any, job: _Job) -> Any:
+    return job.land_sum(job.place(jnp.sum(x, axis=job.dims)))
+
+
+def _mean(x: Any, job: _Job) -> Any:
+    if x.dtype in (jnp.float16, jnp.bfloat16):
+        # In 16 bits the sum could overflow, and loses more bits than the mean: divide first, as jnp.mean does.
+        part = jnp.sum(x, axis=job.dims, dtype=jnp.float32) / job.count
+        return job.land_sum(job.place(part.astype(x.dtype)))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        x = x.astype(jnp.result_type(float))
+    return job.land_sum(job.place(jnp.sum(x, axis=job.dims))) / job.count
+
+
+def _extreme(name: str, x: Any, job: _Job) -> Any:
+    axes = (*job.axes, *job.copies)
+    if not axes:
+        local = jnp.max if name == "max" else jnp.min
+        return job.place(local(x, axis=job.dims))
+    if x.dtype == jnp.bool_:
+        return _logical("any" if name == "max" else "all", x, job)
+    run = _global_extreme if jnp.issubdtype(x.dtype, jnp.inexact) else _primal_extreme
+    return job.land_whole(job.place(run(x, name, job.dims, axes)))
+
+
+def _primal_extreme(x: Any, name: str, dims: Dims, axes: Axes) -> Any:
+    local, collective = (jnp.max, _lax.pmax) if name == "max" else (jnp.min, _lax.pmin)
+    return collective(jax.lax.stop_gradient(local(x, axis=dims)), axes)
+
+
+_global_extreme = jax.custom_jvp(_primal_extreme, nondiff_argnums=(1, 2, 3))
+
+
+@_global_extreme.defjvp
+def _extreme_jvp(name: str, dims: Dims, axes: Axes, primals: Any, tangents: Any) -> Any:
+    """As `jnp.max` of the whole array: all positions that attain the extreme share equally."""
+    (x,), (tangent,) = primals, tangents
+    out = _global_extreme(x, name, dims, axes)
+    attains = (x == jnp.expand_dims(out, dims)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    ties = _lax.psum(jnp.sum(attains, axis=dims), axes)
+    share = attains / jnp.expand_dims(ties, dims)
+    total = jnp.sum(tangent * share.astype(tangent.dtype), axis=dims)
+    return out, _lax.psum(total, axes)
+
+
+def _logical(name: str, x: Any, job: _Job) -> Any:
+    local, collective = (jnp.any, _lax.pmax) if name == "any" else (jnp.all, _lax.pmin)
+    out = local(x, axis=job.dims)
+    axes = (*job.axes, *job.copies)
+    if axes:  # collectives reduce numbers
+        out = collective(out.astype(jnp.int32), axes) != 0
+    return job.land_whole(job.place(out))
+
+
+def _prod(x: Any, job: _Job) -> Any:
+    out = jnp.prod(x, axis=job.dims)
+    if job.axes:
+        # Gathered and multiplied: the gradient of a product needs the other factors, zeros among them.
+        out = jnp.prod(_lax.all_gather(out[None], job.axes, 0, "invarying"), axis=0)
+    if job.copies:
+        inexact = jnp.issubdtype(out.dtype, jnp.inexact)
+        out = _lax.psum(out / job.copy_count, job.copies) if inexact else _lax.pmax(out, job.copies)
+    return job.land_whole(job.place(out))
+
+
+def _logsumexp(x: Any, job: _Job) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        x = x.astype(jnp.result_type(float))
+    axes = (*job.axes, *job.copies)
+    if not axes:
+        return job.place(jax.scipy.special.logsumexp(x, axis=job.dims))
+    top = _lax.pmax(jax.lax.stop_gradient(jnp.max(x, axis=job.dims)), axes)
+    top = jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top))
+    total = _lax.psum(jnp.sum(jnp.exp(x - jnp.expand_dims(top, job.dims)), axis=job.dims) / job.copy_count, axes)
+    return job.land_whole(job.place(jnp.log(total) + top))
+
+
+RUN: dict[str, Callable[[Any, _Job], Any]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "max": functools.partial(_extreme, "max"),
+    "min": functools.partial(_extreme, "min"),
+    "prod": _prod,
+    "any": functools.partial(_logical, "any"),
+    "all": functools.partial(_logical, "all"),
+    "logsumexp": _logsumexp,
+}

@@ -1,0 +1,141 @@
+"""Running a body of operations in each mode, without kernels: `shard_map` written by hand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from spmd.inspect import collectives
+from spmd.language import Layout
+from spmd.mode import Frame
+
+MODES = ("explicit", "auto", "reference")
+
+
+@functools.cache
+def _mesh(sizes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
+    shape, names = tuple(n for _, n in sizes), tuple(a for a, _ in sizes)
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: math.prod(shape)])
+
+
+def make_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
+    return _mesh(tuple(sizes.items()))
+
+
+def frame(sizes: Mapping[str, int], mode: str = "reference", **more: Any) -> Frame:
+    return Frame(mode, make_mesh(sizes), tuple(sizes.items()), **more)
+
+
+def _axis_spec(axes: tuple[str, ...]) -> Any:
+    return axes or None
+
+
+def spec(layout: str) -> P:
+    """The spec of a layout; with `{U:}` marks, of the parts stacked in a dimension in front."""
+    seen = Layout(layout)
+    bare = Layout.from_dims(seen.dims, reduced=()).spec
+    return P(seen.unreduced, *bare) if seen.unreduced else bare
+
+
+def run(
+    body: Callable[..., Any],
+    sizes: Mapping[str, int],
+    ins: Sequence[str],
+    outs: str | Sequence[str],
+    mode: str = "explicit",
+) -> Callable[..., Any]:
+    """`body`, on whole arrays, in one mode. Inputs marked `{U:}` are given whole, and taken apart."""
+    one = isinstance(outs, str)
+    outs = [outs] if one else list(outs)
+    if mode == "reference":
+        return lambda *arrays: _entered(frame(sizes), body, *arrays)
+    if mode == "auto":
+        whole_array = jax.NamedSharding(make_mesh(sizes), P())
+        jitted = jax.jit(lambda *arrays: _entered(frame(sizes, "auto"), body, *arrays), in_shardings=whole_array)
+
+        def auto(*arrays: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(make_mesh(sizes).abstract_mesh):
+                return jitted(*arrays)
+
+        return auto
+    marked = [bool(Layout(layout).unreduced) for layout in ins]
+
+    def local(*arrays: Any) -> Any:
+        blocks = [x[0] if m else x for x, m in zip(arrays, marked, strict=True)]
+        results = body(*blocks)
+        results = [results] if one else list(results)
+        stacked = [y[None] if Layout(o).unreduced else y for y, o in zip(results, outs, strict=True)]
+        return stacked[0] if one else tuple(stacked)
+
+    out_specs = spec(outs[0]) if one else tuple(map(spec, outs))
+    mapped = jax.jit(jax.shard_map(local, mesh=make_mesh(sizes), in_specs=tuple(map(spec, ins)), out_specs=out_specs))
+
+    def whole(*arrays: Any) -> Any:
+        results = mapped(*(apart(x, layout, sizes) for x, layout in zip(arrays, ins, strict=True)))
+        results = [results] if one else list(results)
+        added = [y.sum(0) if Layout(o).unreduced else y for y, o in zip(results, outs, strict=True)]
+        return added[0] if one else tuple(added)
+
+    whole.lower = lambda *arrays: mapped.lower(*(apart(x, layout, sizes) for x, layout in zip(arrays, ins, strict=True)))
+    return whole
+
+
+def _entered(where: Frame, body: Callable[..., Any], *arrays: Any) -> Any:
+    with where.enter():
+        return body(*arrays)
+
+
+def apart(x: Any, layout: str, sizes: Mapping[str, int]) -> Any:
+    """`x` as the sum of parts, stacked in front, one per device of the `{U:}` axes."""
+    axes = Layout(layout).unreduced
+    if not axes:
+        return x
+    n = math.prod(sizes[axis] for axis in axes)
+    weights = [1, 3, -2, 4, 5, -1, 2][: n - 1]
+    parts = [x * np.asarray(w, x.dtype) for w in weights]
+    parts.append(x * np.asarray(1 - sum(weights), x.dtype))
+    return jnp.stack(parts)
+
+
+def counts(body: Callable[..., Any], sizes: Mapping[str, int], ins: Sequence[str], out: str, *arrays: Any) -> dict[str, int]:
+    """The collectives of the compiled explicit program: `{"psum tp": 1}`."""
+    compiled = run(body, sizes, ins, out).lower(*arrays).compile()
+    return tally(compiled, sizes)
+
+
+def backward_counts(
+    body: Callable[..., Any], sizes: Mapping[str, int], ins: Sequence[str], out: str, *arrays: Any
+) -> dict[str, int]:
+    """The collectives of the whole vjp, with a cotangent in the output's layout."""
+    mapped = jax.shard_map(body, mesh=make_mesh(sizes), in_specs=tuple(map(spec, ins)), out_specs=spec(out))
+
+    def both(cotangent: Any, *arrays: Any) -> Any:
+        value, pull = jax.vjp(mapped, *arrays)
+        return value, pull(cotangent)
+
+    shape = jax.eval_shape(mapped, *arrays)
+    lie = lambda layout: jax.NamedSharding(make_mesh(sizes), spec(layout))
+    jitted = jax.jit(both, in_shardings=(lie(out), *map(lie, ins)), out_shardings=(lie(out), tuple(map(lie, ins))))
+    return tally(jitted.lower(jnp.ones(shape.shape, shape.dtype), *arrays).compile(), sizes)
+
+
+def tally(compiled: Any, sizes: Mapping[str, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in collectives(compiled, mesh=make_mesh(sizes)):
+        key = f"{one.kind} {','.join(one.axes)}"
+        found[key] = found.get(key, 0) + one.count * len(one.operands)
+    return found
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
+    """Equal shapes, dtypes and values, up to rounding."""
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} {a.dtype} against {b.shape} {b.dtype}"
+    wide = [np.asarray(x).astype(np.float32 if np.asarray(x).dtype.kind == "V" else np.asarray(x).dtype) for x in (a, b)]
+    np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance)
