@@ -1,0 +1,178 @@
+"""The three questions that a kernel asks of the pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.extend.core import jaxprs_in_params
+
+from spmd.check._axes import Origin
+from spmd.check._control import opened
+from spmd.check._dataflow import Walk, walk_closed
+from spmd.check._report import describe, raise_all
+from spmd.check._source import line_of
+from spmd.check._state import State
+
+
+def check_jaxpr(
+    closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str, arg_names: Sequence[str] = ()
+) -> None:
+    """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
+
+    No communication, no evaluation.
+
+    Args:
+      closed_jaxpr: `kernel.trace(*args).jaxpr`.
+      mesh_axes: The mesh axes that the kernel's layouts speak about.
+      kernel: Its name, for the message.
+      arg_names: What messages call the inputs of the body (`x`, `params['w']`), without hoisted constants.
+
+    Raises:
+      ReplicationError: One for all findings, each with the user's line and the text to paste.
+    """
+    walk = Walk(kernel, mesh_axes)
+    walk.arg_names = tuple(arg_names)
+    walk_closed(walk, closed_jaxpr)
+    raise_all(kernel, walk.failures)
+
+
+class InState(NamedTuple):
+    """One input of an inlined body: the axes it may differ on, and those it is a partial sum on."""
+
+    different: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+
+
+def in_states_of(avals: Iterable[Any]) -> list[InState]:
+    """What JAX's own types say: varying is different, unreduced is a partial sum, all else is equal."""
+    states = []
+    for aval in avals:
+        kind = getattr(aval, "manual_axis_type", None)
+        if kind is None:
+            states.append(InState())
+        else:
+            states.append(
+                InState(tuple(sorted(kind.varying | kind.unreduced)), tuple(sorted(kind.unreduced)))
+            )
+    return states
+
+
+def check_body(
+    closed_jaxpr: Any,
+    in_states: Sequence[InState] | None = None,
+    *,
+    mesh_axes: tuple[str, ...],
+    kernel: str,
+    axis_sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Check a body that was inlined in the user's own `shard_map`, and traced on its shards.
+
+    No communication, no evaluation.
+
+    Args:
+      closed_jaxpr: The body's own jaxpr.
+      in_states: Its inputs, in order; None reads them off JAX's types.
+      mesh_axes: The mesh axes that the kernel's layouts speak about.
+      kernel: Its name, for the message.
+      axis_sizes: Their sizes, if known.
+
+    Raises:
+      ReplicationError: One for all findings.
+    """
+    walk = Walk(kernel, mesh_axes, axis_sizes)
+    walk.active = True
+    inner, _ = opened(closed_jaxpr)
+    given = in_states_of(v.aval for v in inner.invars) if in_states is None else in_states
+    operands = [_seeded(walk, i, state) for i, state in enumerate(given)]
+    walk_closed(walk, closed_jaxpr, operands)
+    raise_all(kernel, walk.failures)
+
+
+def _seeded(walk: Walk, index: int, state: InState) -> State:
+    origin = 0
+    for axis in (*state.different, *state.partial):
+        origin |= walk.origins.bit(
+            ("input", index), Origin("input", axis, f"input {index}, which varies over {axis}")
+        )
+    partial = walk.axes.mask(tuple(state.partial))
+    return State(walk.axes.mask(tuple(state.different)) | partial, partial, 0, 0, origin)
+
+
+@dataclass(frozen=True)
+class OutputFacts:
+    """What one output of a body really is.
+
+    Attributes:
+      different: Mesh axes along which it may differ.
+      partial: Mesh axes along which it is certainly a partial sum.
+      copies: For each axis on which it is equal though JAX types it varying, the lines of the all_gathers
+        that made it so (none, if it became equal in another way).
+      calls: The same gathers as the calls that the user wrote, `to="invarying"` added, ready to paste.
+      reasons: For each axis in `different`, the values and primitives that it comes from.
+    """
+
+    different: tuple[str, ...]
+    partial: tuple[str, ...]
+    copies: dict[str, tuple[str, ...]]
+    calls: dict[str, tuple[str, ...]]
+    reasons: dict[str, tuple[str, ...]]
+
+
+def explain_output(
+    closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str = "kernel"
+) -> list[OutputFacts]:
+    """Tell gathered copies from different values, for each output of the first body in a jaxpr.
+
+    For a kernel whose outputs JAX refused: it is traced again with out_specs that allow everything, and the
+    jaxpr of that says which outputs are equal after all, and which `all_gather` should say `to="invarying"`.
+
+    Args:
+      closed_jaxpr: The diagnosing jaxpr.
+      mesh_axes: The mesh axes to tell about.
+      kernel: Its name.
+
+    Returns:
+      One entry per output of the body.
+    """
+    walk = Walk(kernel, mesh_axes)
+    walk_closed(walk, closed_jaxpr)
+    if not walk.outputs:
+        return []
+    # A nested body is recorded before the one around it, and the outermost is the kernel.
+    body, outs = walk.outputs[-1]
+    inner, _ = opened(body)
+    written = _gather_calls(closed_jaxpr)
+    return [_facts(walk, var, state, written) for var, state in zip(inner.outvars, outs, strict=True)]
+
+
+def _facts(walk: Walk, var: Any, state: State, written: Mapping[str, str]) -> OutputFacts:
+    different = walk.axes.names(state.different & walk.wanted)
+    kind = getattr(var.aval, "manual_axis_type", None)
+    varying = frozenset() if kind is None else kind.varying
+    copies: dict[str, tuple[str, ...]] = {}
+    calls: dict[str, tuple[str, ...]] = {}
+    for axis in walk.axes.names(walk.wanted & ~state.different):
+        if axis in varying:
+            lines = [line_of(o.eqn, o.callers) for o in walk.origins.of(state.origin, axis, "gather")]
+            copies[axis] = tuple(dict.fromkeys(lines))
+            calls[axis] = tuple(dict.fromkeys(written[line] for line in lines if line in written))
+    reasons = {
+        axis: tuple(dict.fromkeys(map(describe, walk.origins.of(state.origin, axis)))) for axis in different
+    }
+    return OutputFacts(different, walk.axes.names(state.partial & walk.wanted), copies, calls, reasons)
+
+
+def _gather_calls(jaxpr: Any) -> dict[str, str]:
+    """The `all_gather` call of each user line, as our own marker kept it."""
+    found: dict[str, str] = {}
+    pending = [opened(jaxpr)[0]]
+    while pending:
+        for eqn in pending.pop().eqns:
+            text = eqn.params.get("call", "") if eqn.primitive.name == "spmd_layout" else ""
+            if text.startswith("all_gather("):
+                found[line_of(eqn)] = re.sub(r"\)$", ', to="invarying")', text)
+            pending.extend(opened(sub)[0] for sub in jaxprs_in_params(eqn.params))
+    return found

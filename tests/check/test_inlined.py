@@ -1,0 +1,59 @@
+"""A body inlined in the user's own shard_map: inputs are what JAX's types say, or what the kernel says."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from spmd.check import InState, check_body, in_states_of
+from spmd.errors import ReplicationError
+from tests.check.harness import AXES, mark, mesh
+
+
+def body(x, w):
+    y = mark(x @ w, "a/dp b {U:tp}", "result")
+    return mark(lax.psum(y, "tp"), "a/dp b", "output")
+
+
+def wrong(x, w):
+    return mark(x @ w, "a/dp b", "output")
+
+
+def checked(fn, in_states=None):
+    """Check `fn` where a kernel would: while the user's shard_map is traced."""
+
+    def outer(x, w):
+        jaxpr = jax.make_jaxpr(fn)(x, w)
+        check_body(jaxpr, in_states, mesh_axes=AXES, kernel="inner", axis_sizes={"dp": 2, "tp": 4})
+        return fn(x, w)
+
+    run = jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp"))
+    jax.jit(run).trace(jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+
+def test_types_seed_the_inputs() -> None:
+    checked(body)
+    with pytest.raises(ReplicationError, match="input 0, which varies over tp"):
+        checked(lambda x, w: lax.psum(wrong(x, w), "tp"))
+
+
+def test_given_states_win() -> None:
+    checked(body, [InState(("dp", "tp")), InState()])
+    with pytest.raises(ReplicationError, match="says that each device along tp holds one term"):
+        checked(lambda x, w: lax.psum(mark(x @ w, "a/dp b {U:tp}"), "tp"), [InState(("dp",)), InState()])
+    both = InState(("dp", "tp"), ("tp",))
+    with pytest.raises(ReplicationError, match="two partial sums"):
+        checked(lambda x, w: lax.psum(x @ w, "tp"), [both, both])
+
+
+def test_types_are_read_without_jax_internals() -> None:
+    def outer(x, w):
+        assert in_states_of([jax.typeof(x), jax.typeof(w)]) == [InState(("dp", "tp")), InState(())]
+        return x
+
+    jax.jit(jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P()), out_specs=P("dp", "tp"))).trace(
+        jnp.ones((8, 8)), jnp.ones(())
+    )

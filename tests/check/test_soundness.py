@@ -1,0 +1,247 @@
+"""The pass against the truth: what it calls equal is equal when run, and what it calls constant is constant."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from spmd.check import _collectives, _dataflow, _rules, check_jaxpr, explain_output
+from spmd.check._dataflow import Walk, walk_closed
+from spmd.check._state import EVERYWHERE, State
+from spmd.errors import ReplicationError
+from tests.check import wrong_programs
+from tests.check.harness import AXES, check, mesh, trace, varying
+from tests.check.test_correct_programs import PROGRAMS, gathered_softmax, polluted_carry, shifted_equal
+
+# --- equal and different --------------------------------------------------------------------------------------
+
+STEPS = [
+    lambda v, w, a: varying(lax.psum(v, a)),
+    lambda v, w, a: varying(lax.pmax(v, a)),
+    lambda v, w, a: varying(lax.all_gather(v, a, axis=0, tiled=True)[:4]),
+    lambda v, w, a: lax.psum_scatter(jnp.tile(v, (4, 1)), a, tiled=True)[:2].repeat(2, 0),
+    lambda v, w, a: lax.all_to_all(v, a, 0, 1, tiled=True).reshape(4, 4),
+    lambda v, w, a: lax.ppermute(v, a, [(i, (i + 1) % lax.axis_size(a)) for i in range(lax.axis_size(a))]),
+    lambda v, w, a: lax.ppermute(v, a, [(0, 1)]),
+    lambda v, w, a: v * lax.axis_index(a).astype(jnp.float32),
+    lambda v, w, a: jnp.tanh(v) @ w,
+    lambda v, w, a: v.T + 1.0,
+    lambda v, w, a: lax.scan(lambda c, r: (c + r, c), v, w[None] * 0.1)[0],
+    lambda v, w, a: lax.scan(lambda c, _: (w, c), v, None, length=2)[0],
+    lambda v, w, a: lax.cond(v.sum() > 0, lambda x: x + 1.0, lambda x: x - 1.0, w),
+    lambda v, w, a: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + w), (varying(0), v))[1],
+    lambda v, w, a: lax.fori_loop(0, 2, lambda _, c: (c[1], c[0]), (v, w))[0],
+    lambda v, w, a: jnp.where(v > 0, w, 0.0),
+    lambda v, w, a: jax.checkpoint(jnp.sin)(v),
+    lambda v, w, a: jax.vmap(lambda r: r[::-1])(v),
+    lambda v, w, a: jax.grad(lambda u: (u * u).sum())(v),
+    lambda v, w, a: jax.nn.relu(v) + jnp.sort(w, axis=0),
+    lambda v, w, a: jnp.cumsum(v, 0) @ jnp.ones((4, 4)),
+]
+
+
+def random_body(seed: int):
+    """A chain of steps on two values, one divided and one equal."""
+    rng = random.Random(seed)
+    plan = [(rng.choice(STEPS), rng.choice(AXES), rng.random()) for _ in range(rng.randint(2, 7))]
+
+    def body(x, w):
+        values = [varying(x), varying(w)]
+        for step, axis, pick in plan:
+            first = values[int(pick * len(values))]
+            second = values[int(pick * 7919) % len(values)]
+            values.append(step(first, second, axis))
+        return values[2:]
+
+    return body
+
+
+def test_what_is_called_equal_is_equal(cases: int) -> None:
+    m = mesh()
+    equal = 0
+    for seed in range(4 * cases):
+        body = random_body(seed)
+        stacked = lambda x, w, body=body: jax.tree.map(lambda v: v[None, None], body(x, w))
+        run = jax.jit(jax.shard_map(stacked, mesh=m, in_specs=(P("dp", "tp"), P()), out_specs=P("dp", "tp")))
+        x = jax.random.normal(jax.random.key(seed), (8, 16))
+        w = jax.random.normal(jax.random.key(seed + 1), (4, 4))
+        facts = explain_output(run.trace(x, w).jaxpr, mesh_axes=AXES)
+        for fact, value in zip(facts, run(x, w), strict=True):
+            for position, axis in enumerate(AXES):
+                if axis not in fact.different:
+                    equal += 1
+                    first = np.take(value, [0], axis=position)
+                    np.testing.assert_allclose(
+                        np.asarray(value),
+                        np.broadcast_to(first, value.shape),
+                        rtol=1e-4,
+                        err_msg=f"{seed} {axis}",
+                    )
+    assert equal > cases  # the programs are not all trivially different
+
+
+# --- constant dims --------------------------------------------------------------------------------------------
+
+SHAPE = (4, 1, 6)
+OPERATIONS = [
+    lambda x: x.T,
+    lambda x: jnp.transpose(x, (2, 0, 1)),
+    lambda x: x[:, 0],
+    lambda x: x[1:3, :, ::2],
+    lambda x: x[:, None],
+    lambda x: x.reshape(4, 6),
+    lambda x: x.reshape(24),
+    lambda x: x.reshape(2, 2, 6),
+    lambda x: x.reshape(4, 2, 3),
+    lambda x: x.reshape(8, 3),
+    lambda x: x.reshape(1, 2, 1, 2, 6, 1),
+    lambda x: jnp.broadcast_to(x, (4, 5, 6)),
+    lambda x: jnp.broadcast_to(x[0, 0], (3, 6)),
+    lambda x: x.sum(0),
+    lambda x: x.max((1, 2)),
+    lambda x: jnp.argmax(x, axis=2),
+    lambda x: x.mean(axis=0, keepdims=True) * x,
+    lambda x: jnp.cumsum(x, 2),
+    lambda x: jnp.sort(x, 0),
+    lambda x: lax.top_k(x, 2)[0],
+    lambda x: jnp.concatenate([x, x * 2], 0),
+    lambda x: jnp.concatenate([x, x], 2),
+    lambda x: jnp.pad(x, ((0, 1), (0, 0), (0, 0))),
+    lambda x: jnp.einsum("abc,dbc->adb", x, x * 2.0),
+    lambda x: jnp.einsum("abc,abd->acd", x, jnp.ones(SHAPE)),
+    lambda x: jnp.where(x > 0, x, jnp.float32(0)),
+    lambda x: x + lax.broadcasted_iota(jnp.float32, SHAPE, 2),
+    lambda x: x * jnp.full(SHAPE, 2.0),
+    lambda x: lax.dynamic_update_slice(x, x[:2] * 3.0, (1, 0, 0)),
+    lambda x: lax.dynamic_update_slice(x, x * 3.0, (0, 0, 0)),
+    lambda x: lax.dynamic_slice(x, (1, 0, 2), (2, 1, 3)),
+    lambda x: x[jnp.array([3, 0])],
+    lambda x: x.at[1].set(5.0),
+    lambda x: x.at[1].add(x[0]),
+    lambda x: lax.scan(lambda c, r: (c + 1.0, r * c), jnp.float32(1), x)[1],
+    lambda x: lax.scan(lambda c, r: (c, r * 2.0), jnp.float32(1), x)[1],
+    lambda x: lax.rev(x, (2,)),
+    lambda x: jnp.tile(x, (1, 2, 1)),
+    lambda x: jnp.repeat(x, 2, axis=2),
+    lambda x: jax.nn.softmax(x, axis=2),
+    lambda x: lax.conv_general_dilated(x, jnp.ones((2, 1, 3)), (1,), "SAME"),
+    lambda x: jax.vmap(jnp.cumsum)(x),
+    lambda x: jnp.zeros_like(x),
+    lambda x: x * 0.0,
+]
+
+
+@pytest.mark.parametrize("known", range(8))
+def test_what_is_called_constant_is_constant(known: int) -> None:
+    """Every operation, on an array that is constant along the dims in the mask `known`."""
+    rng = np.random.default_rng(known)
+    x = np.broadcast_to(rng.normal(size=[1 if known >> d & 1 else n for d, n in enumerate(SHAPE)]), SHAPE)
+    x = jnp.asarray(x, jnp.float32)
+    for operation in OPERATIONS:
+        jaxpr = jax.make_jaxpr(operation)(x)
+        [state] = walk_closed(Walk("k", AXES), jaxpr, [State(uniform=known)])
+        value = np.asarray(operation(x))
+        for dim in range(value.ndim):
+            if state.uniform >> dim & 1:
+                np.testing.assert_array_equal(
+                    value, np.broadcast_to(value.take([0], dim), value.shape), str(jaxpr)
+                )
+
+
+def test_constants_are_recognised() -> None:
+    """The rules are not empty: what users write to make constants is known as such."""
+    makers = [
+        lambda x: jnp.zeros((3, 4)) + 1.0,
+        lambda x: jnp.broadcast_to(x.sum(), (3, 4)).reshape(12).astype(jnp.bfloat16),
+        lambda x: jnp.tile(jnp.ones((2,)), 3)[None],
+        lambda x: jnp.where(x.sum() > 0, jnp.zeros((3,)), 1.0),
+        lambda x: jnp.asarray(np.full((3, 4), 7.0)),
+        lambda x: jnp.full((2, 2), jnp.pi).T @ jnp.ones((2, 2)),
+    ]
+    for maker in makers:
+        jaxpr = jax.make_jaxpr(maker)(jnp.ones(3))
+        [state] = walk_closed(Walk("k", AXES), jaxpr)
+        assert state.uniform == EVERYWHERE, jaxpr
+
+
+# --- the tests of the pass can fail ---------------------------------------------------------------------------
+
+
+def union(walk, eqn, operands):
+    return [_rules.compute(walk, eqn, operands)] * len(eqn.outvars)
+
+
+BREAKS = [
+    ("psum", lambda: _dataflow.SPECIAL, ("psum", "psum_invariant"), union),
+    ("all_gather", lambda: _dataflow.SPECIAL, ("all_gather", "all_gather_invariant"), union),
+    ("ppermute", lambda: _dataflow.SPECIAL, ("ppermute",), _collectives.exchanges),
+    ("scan", lambda: _dataflow.SPECIAL, ("scan",), union),
+    ("layouts", lambda: _dataflow.SPECIAL, ("spmd_layout",), lambda walk, eqn, operands: list(operands)),
+    ("axis_index", lambda: _dataflow.SPECIAL, ("axis_index",), lambda walk, eqn, operands: [State()]),
+    ("cond", lambda: _dataflow.SPECIAL, ("cond",), union),
+    ("exp", lambda: _rules.TABLE, ("exp",), _rules.TABLE["neg"]),
+    ("add", lambda: _rules.TABLE, ("add",), _rules.TABLE["neg"]),
+    ("broadcast", lambda: _rules.TABLE, ("broadcast_in_dim",), _rules.NO_RULE),
+]
+
+
+@pytest.mark.parametrize("table, names, broken", [b[1:] for b in BREAKS], ids=[b[0] for b in BREAKS])
+def test_a_broken_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, table, names, broken) -> None:
+    """With one rule broken, some correct program raises an alarm or some wrong one does not."""
+    for name in names:
+        monkeypatch.setitem(table(), name, broken)
+    noticed = False
+    for program in PROGRAMS:
+        try:
+            check(program)
+        except ReplicationError:
+            noticed = True
+    for program in (
+        f for n, f in vars(wrong_programs).items() if n.islower() and callable(f) and n != "helper"
+    ):
+        if getattr(program, "__module__", "") != wrong_programs.__name__:
+            continue
+        try:
+            check(program)
+            noticed = True
+        except ReplicationError:
+            pass
+    assert noticed
+
+
+# --- explaining outputs ---------------------------------------------------------------------------------------
+
+
+def test_explain_output_names_the_gathers() -> None:
+    facts = explain_output(trace(gathered_softmax, out=P("dp", "tp")), mesh_axes=AXES)
+    assert [f.different for f in facts] == [("dp",)]
+    [line] = facts[0].copies["tp"]
+    assert "test_correct_programs.py:" in line and "gathered_softmax" in line
+    assert "dp" not in facts[0].copies
+
+
+def test_explain_output_gives_the_line_to_paste() -> None:
+    from tests.check.harness import mark
+
+    def body(x, w):
+        x = mark(x, "a/dp b/tp", "operand", 'all_gather(x, "a/dp b/tp -> a/dp b")'); y = lax.all_gather(x, "tp", axis=1, tiled=True)  # noqa: E702  # fmt: skip
+        return y * 2.0, x, polluted_carry(x, w)[None], shifted_equal(x, w)[:1]
+
+    facts = explain_output(trace(body, out=P(AXES)), mesh_axes=AXES)
+    assert facts[0].calls == {"tp": ('all_gather(x, "a/dp b/tp -> a/dp b", to="invarying")',)}
+    assert facts[1].different == AXES and facts[1].copies == {}
+    assert "divided by P('dp', 'tp')" in facts[1].reasons["tp"][0]
+    assert facts[2].different == () and facts[3].different == ()
+    assert facts[3].copies == {"dp": (), "tp": ()}
+
+
+def test_a_jaxpr_without_a_body_says_nothing() -> None:
+    jaxpr = jax.make_jaxpr(lambda x: x * 2.0)(1.0)
+    check_jaxpr(jaxpr, mesh_axes=AXES, kernel="kernel")
+    assert explain_output(jaxpr, mesh_axes=AXES) == []

@@ -1,0 +1,135 @@
+"""Wrong programs, one per way to be wrong. Their messages are in test_messages.py."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tests.check.harness import AXES, mark, varying
+
+
+def equal_claimed_divided(x, w):
+    return mark(w, "a b/tp", "operand", 'einsum(x, y, "a b/tp, b/tp -> a")')
+
+
+def arange_claimed_divided(x, w):
+    positions = jnp.arange(8, dtype=jnp.float32) * 0.5
+    return mark(jnp.sin(positions), "s/tp", "operand", 'take(x, y, "v d, s/tp -> s/tp d")')
+
+
+def equal_claimed_partial(x, w):
+    return mark(varying(w), "a b {U:tp}", "operand", 'psum(x, "a b {U:tp} -> a b")')
+
+
+def different_claimed_equal(x, w):
+    return mark(jnp.exp(x), "a/dp b", "operand", 'softmax(x, "a/dp [b]")')
+
+
+def different_scalar_claimed_equal(x, w):
+    return mark(lax.axis_index("tp") + 1, "", "annotate")
+
+
+def partial_claimed_complete(x, w):
+    y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
+    return mark(y, "a/dp b", "output", "a/dp k/tp, k b -> a/dp b")
+
+
+def partial_claimed_divided(x, w):
+    y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
+    return mark(y, "a/dp b/tp", "operand")
+
+
+def under_a_mapping(x, w):
+    return mark(x, "batch/dp embed/1", "operand", 'reduce(x, "batch embed -> batch", "sum")')
+
+
+def exp_of_a_partial_sum(x, w):
+    return lax.psum(jnp.exp(mark(x @ w[:2], "a/dp b {U:tp}", "result")), "tp")
+
+
+def square_of_a_partial_sum(x, w):
+    y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
+    return lax.psum((y * y).sum(), AXES)
+
+
+def bias_on_a_partial_sum(x, w):
+    y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
+    return lax.psum(y + w[:4], "tp")
+
+
+def mask_of_a_partial_sum(x, w):
+    y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
+    return lax.psum(y * lax.axis_index("tp").astype(jnp.float32), "tp")
+
+
+def rounding_of_a_partial_sum(x, w):
+    return lax.psum(mark(x.sum(), "{U:dp,tp}", "result").astype(jnp.int32), AXES)
+
+
+def divided_by_a_partial_sum(x, w):
+    return w / mark(x.sum(), "{U:dp,tp}", "result")
+
+
+def maximum_of_a_partial_sum(x, w):
+    return lax.pmax(mark(x.sum(), "{U:dp,tp}", "result"), AXES)
+
+
+def partial_sum_returned(x, w):
+    return mark(x @ w[:2], "a/dp b {U:tp}", "result")
+
+
+def cond_with_a_collective(x, w):
+    return lax.cond(x.sum() > 0, lambda v: lax.psum(v, "tp"), lambda v: lax.pmax(v, "tp"), x)
+
+
+def loop_with_a_collective(x, w):
+    def body(carry):
+        total, _ = carry
+        return total + varying(lax.psum(total, "tp")), total.sum()
+
+    return lax.while_loop(lambda c: c[1] < 1.0, body, (x, x.sum()))[0]
+
+
+def carry_that_becomes_different(x, w):
+    def step(carry, _):
+        return mark(carry, "a b", "operand") + x.sum(), None
+
+    return lax.scan(step, varying(w), None, length=2)[0]
+
+
+def predicate_spoils_the_result(x, w):
+    y = lax.cond(x.sum() > 0, lambda v: v + 1.0, lambda v: v, varying(w))
+    return mark(y, "a b")
+
+
+def loop_spoils_the_result(x, w):
+    y = lax.while_loop(
+        lambda c: c[0].sum() < 9.0, lambda c: (c[0] * 2.0, c[1] + 1), (x, varying(jnp.zeros(())))
+    )[1]
+    return mark(y, "")
+
+
+def inside_a_library_function(x, w):
+    y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
+    return lax.psum(jnp.where(x.sum() > 0, y, 1.0), "tp")
+
+
+@jax.jit
+def helper(y):
+    return jnp.tanh(y)
+
+
+def inside_a_function_of_the_user(x, w):
+    return lax.psum(helper(mark(x @ w[:2], "a/dp b {U:tp}", "result")), "tp")
+
+
+def several(x, w):
+    y = mark(w, "a b/tp", "operand")
+    return mark(x, "a/dp b", "operand") + y[:4, :2]
+
+
+def made_of_many(x, w):
+    y = x * lax.axis_index("tp").astype(jnp.float32)
+    y = lax.ppermute(y, "tp", [(0, 1)]) + lax.psum_scatter(varying(w), "tp", tiled=True)[0, 0]
+    return mark(y, "a/dp b")
