@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import jaxprs_in_params
 
+from spmd import _compat
 from spmd.check._axes import Origin
 from spmd.check._control import opened
 from spmd.check._dataflow import Walk, walk_closed
@@ -46,23 +47,19 @@ class InState(NamedTuple):
     partial: tuple[str, ...] = ()
 
 
-def in_states_of(avals: Iterable[Any]) -> list[InState]:
-    """What JAX's own types say: varying is different, unreduced is a partial sum, all else is equal."""
+def in_states_of(values: Iterable[Any]) -> list[InState]:
+    """What JAX says of arrays: varying is different, unreduced is a partial sum, all else is equal."""
     states = []
-    for aval in avals:
-        kind = getattr(aval, "manual_axis_type", None)
-        if kind is None:
-            states.append(InState())
-        else:
-            states.append(
-                InState(tuple(sorted(kind.varying | kind.unreduced)), tuple(sorted(kind.unreduced)))
-            )
+    for value in values:
+        partial = _compat.unreduced_axes(value)
+        different = _compat.varying_axes(value) | partial
+        states.append(InState(tuple(sorted(different)), tuple(sorted(partial))))
     return states
 
 
 def check_body(
     closed_jaxpr: Any,
-    in_states: Sequence[InState] | None = None,
+    in_states: Sequence[InState],
     *,
     mesh_axes: tuple[str, ...],
     kernel: str,
@@ -74,7 +71,7 @@ def check_body(
 
     Args:
       closed_jaxpr: The body's own jaxpr.
-      in_states: Its inputs, in order; None reads them off JAX's types.
+      in_states: Its inputs in order, without constants; `in_states_of(arrays)` reads them off JAX's types.
       mesh_axes: The mesh axes that the kernel's layouts speak about.
       kernel: Its name, for the message.
       axis_sizes: Their sizes, if known.
@@ -84,9 +81,7 @@ def check_body(
     """
     walk = Walk(kernel, mesh_axes, axis_sizes)
     walk.active = True
-    inner, _ = opened(closed_jaxpr)
-    given = in_states_of(v.aval for v in inner.invars) if in_states is None else in_states
-    operands = [_seeded(walk, i, state) for i, state in enumerate(given)]
+    operands = [_seeded(walk, i, state) for i, state in enumerate(in_states)]
     walk_closed(walk, closed_jaxpr, operands)
     raise_all(kernel, walk.failures)
 
@@ -108,8 +103,8 @@ class OutputFacts:
     Attributes:
       different: Mesh axes along which it may differ.
       partial: Mesh axes along which it is certainly a partial sum.
-      copies: For each axis on which it is equal though JAX types it varying, the lines of the all_gathers
-        that made it so (none, if it became equal in another way).
+      copies: For each axis on which it is equal as a gathered copy, which JAX types varying, the lines of the
+        all_gathers that made it so. (On an axis in neither, it became equal in another way.)
       calls: The same gathers as the calls that the user wrote, `to="invarying"` added, ready to paste.
       reasons: For each axis in `different`, the values and primitives that it comes from.
     """
@@ -142,21 +137,18 @@ def explain_output(
     if not walk.outputs:
         return []
     # A nested body is recorded before the one around it, and the outermost is the kernel.
-    body, outs = walk.outputs[-1]
-    inner, _ = opened(body)
+    outs = walk.outputs[-1]
     written = _gather_calls(closed_jaxpr)
-    return [_facts(walk, var, state, written) for var, state in zip(inner.outvars, outs, strict=True)]
+    return [_facts(walk, state, written) for state in outs]
 
 
-def _facts(walk: Walk, var: Any, state: State, written: Mapping[str, str]) -> OutputFacts:
+def _facts(walk: Walk, state: State, written: Mapping[str, str]) -> OutputFacts:
     different = walk.axes.names(state.different & walk.wanted)
-    kind = getattr(var.aval, "manual_axis_type", None)
-    varying = frozenset() if kind is None else kind.varying
     copies: dict[str, tuple[str, ...]] = {}
     calls: dict[str, tuple[str, ...]] = {}
     for axis in walk.axes.names(walk.wanted & ~state.different):
-        if axis in varying:
-            lines = [line_of(o.eqn, o.callers) for o in walk.origins.of(state.origin, axis, "gather")]
+        lines = [line_of(o.eqn, o.callers) for o in walk.origins.of(state.origin, axis, "gather")]
+        if lines:
             copies[axis] = tuple(dict.fromkeys(lines))
             calls[axis] = tuple(dict.fromkeys(written[line] for line in lines if line in written))
     reasons = {

@@ -100,7 +100,8 @@ def gathers(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
         low = (1 << dim) - 1
         uniform = (o.uniform & low) | ((o.uniform & ~low) << 1) | (same << dim)
     origin = walk.origins.without(o.origin, names)
-    for name in names:
+    # A gather to invarying leaves nothing to advise: JAX knows that its result is equal.
+    for name in names if eqn.primitive.name == "all_gather" else ():
         origin |= walk.origins.bit(id(eqn), Origin("gather", name, eqn=eqn, callers=tuple(walk.callers)))
     return [State(o.different & ~axes, o.partial & ~axes, normal(uniform, rank), o.flags, origin)]
 

@@ -212,7 +212,7 @@ def shard_map(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     walk.active, walk.checked = True, (walk.wanted & own) or own
     try:
         outs = walk.enter(eqn, closed, inner)
-        walk.record_outputs(closed, outs)
+        walk.outputs.append(outs)
         _check_returned(walk, eqn, outs)
     finally:
         walk.active, walk.checked = before

@@ -42,7 +42,7 @@ class Walk:
       callers: The equations whose jaxprs we are inside of.
       arg_names: What the kernel calls the inputs of its body.
       faults: How many findings there were, to see whether a rule had one.
-      outputs: The jaxpr and the output states of each body.
+      outputs: The output states of each body.
     """
 
     def __init__(self, kernel: str, axes: Iterable[str], sizes: Mapping[str, int] | None = None) -> None:
@@ -55,7 +55,7 @@ class Walk:
         self.callers: list[Any] = []
         self.failures: list[Failure] = []
         self.faults = 0
-        self.outputs: list[tuple[Any, list[State]]] = []
+        self.outputs: list[list[State]] = []
         self._memo: dict[Any, tuple[Any, list[State]]] = {}
         self._collectives: dict[int, tuple[Any, tuple[tuple[str, int], ...]]] = {}
 
@@ -85,10 +85,6 @@ class Walk:
         return self.origins.bit(
             id(eqn), Origin(eqn.primitive.name, axis, eqn=eqn, callers=tuple(self.callers))
         )
-
-    def record_outputs(self, jaxpr: Any, outs: list[State]) -> None:
-        """Keep what a body returns, for `explain_output`."""
-        self.outputs.append((jaxpr, outs))
 
     def collectives_in(self, jaxpr: Any) -> tuple[tuple[str, int], ...]:
         """The collectives in a jaxpr, at any depth, each kind and set of axes once."""

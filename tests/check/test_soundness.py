@@ -238,7 +238,7 @@ def test_explain_output_gives_the_line_to_paste() -> None:
     assert facts[1].different == AXES and facts[1].copies == {}
     assert "divided by P('dp', 'tp')" in facts[1].reasons["tp"][0]
     assert facts[2].different == () and facts[3].different == ()
-    assert facts[3].copies == {"dp": (), "tp": ()}
+    assert facts[3].copies == {}
 
 
 def test_a_jaxpr_without_a_body_says_nothing() -> None:
