@@ -1,0 +1,5 @@
+"""Random arrays that do not depend on the mesh: `jax.random`'s bits, each device drawing its shard."""
+
+from spmd.ops._random import bernoulli, normal, truncated_normal, uniform
+
+__all__ = ["bernoulli", "normal", "truncated_normal", "uniform"]
