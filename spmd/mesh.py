@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd.errors import MeshError, compose, did_you_mean
 
-__all__ = ["ambient_mesh", "check_axes", "make_mesh", "mesh_of", "mesh_sizes", "use_cpu_devices"]
+__all__ = ["ambient_mesh", "check_axes", "make_mesh", "mesh_of", "mesh_sizes", "outside_trace", "use_cpu_devices"]
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, **axes: int) -> Mesh | AbstractMesh:
@@ -143,15 +143,15 @@ def mesh_sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
 
 def ambient_mesh() -> Mesh | AbstractMesh | None:
     """The mesh of the surrounding `jax.set_mesh`, concrete if possible, else None."""
-    concrete = jax.sharding.get_mesh() if _outside_trace() else None
+    concrete = jax.sharding.get_mesh() if outside_trace() else None
     if concrete is not None and not concrete.empty:
         return concrete
     abstract = jax.sharding.get_abstract_mesh()
     return None if abstract.empty else abstract
 
 
-def _outside_trace() -> bool:
-    # get_mesh() is an error while a jit is traced; the abstract mesh is there in both cases.
+def outside_trace() -> bool:
+    """Whether nothing is being traced: only then can a concrete mesh be asked for or set."""
     try:
         jax.sharding.get_mesh()
     except ValueError:
@@ -201,7 +201,7 @@ def check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, *, call: str, sou
                 span = (at + 1, at + 1 + len(axis))
             raise MeshError(
                 compose(
-                    f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.shape)}.",
+                    f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.shape) or '.'}",
                     call=call,
                     source=source,
                     span=span,

@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd import _compat
 from spmd.errors import ModeError, compose, did_you_mean
 from spmd.language import AxisMapping
 
@@ -164,7 +163,7 @@ def _check_choice(what: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         shown = ", ".join(repr(k) for k in known)
         hint = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise ModeError(compose(f"{what} is one of {shown}, not {value!r}{hint}."))
+        raise ModeError(compose(f"{what} is one of {shown}, not {value!r}{hint or '.'}"))
 
 
 def ambient_mode() -> tuple[str, str]:
@@ -243,7 +242,6 @@ def no_frame() -> contextlib.AbstractContextManager[Any]:
     return _frame(None)
 
 
-def inside_manual(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `names` that are manual axes where the caller runs."""
-    here = _compat.manual_axes()
-    return tuple(n for n in names if n in here)
+def inside_kernel() -> bool:
+    """Whether a kernel's body is being traced (not merely a `shard_map` of the user's own)."""
+    return _frame.value is not None

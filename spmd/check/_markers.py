@@ -57,7 +57,11 @@ def layout_marker(walk: Walk, eqn: Any, operands: Any) -> list[State]:
         _check_unreduced(walk, eqn, state, unreduced)
         if _complete(eqn, claim):
             _check_absent(walk, eqn, state, divided | unreduced)
-    return [_believe(walk, eqn, state, claim, divided, unreduced)]
+    believed = _believe(walk, eqn, state, claim, divided, unreduced)
+    if walk.trusting:
+        return [believed]
+    different = state.different | believed.different
+    return [State(different, believed.partial, state.uniform, state.flags, state.origin | believed.origin)]
 
 
 def assert_equal_marker(walk: Walk, eqn: Any, operands: Any) -> list[State]:

@@ -19,7 +19,15 @@ import numpy as np
 
 from spmd import _compat
 from spmd.comm._marks import layout_p, mark, same_axes, tag_of
-from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, compose, did_you_mean
+from spmd.errors import (
+    CommunicationError,
+    LayoutError,
+    MeshError,
+    SizeError,
+    SpmdError,
+    compose,
+    did_you_mean,
+)
 from spmd.language import AxisMapping, Dim, Layout, Pattern
 from spmd.mode import Frame, current_frame
 
@@ -61,8 +69,20 @@ class Operand:
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(pattern: Pattern, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None) -> Pattern:
-    return (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)
+def _resolve(pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None) -> Pattern:
+    # Equal patterns may be written differently, and carets point into what was written: hence `source` in the
+    # key, and the spans of the pattern as parsed.
+    resolved = (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)
+    written = iter(pattern.layouts)
+    return resolved._map(lambda layout: _with_spans(layout, next(written)))
+
+
+def _with_spans(layout: Layout, written: Layout) -> Layout:
+    dims = [
+        replace(a, span=b.span, atoms=tuple(replace(x, span=y.span) for x, y in zip(a.atoms, b.atoms, strict=True)))
+        for a, b in zip(layout.dims, written.dims, strict=True)
+    ]
+    return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=written.source)
 
 
 def _axis_keyword(value: Any) -> bool:
@@ -86,7 +106,7 @@ def _split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tu
             )
             raise LayoutError(compose(rule, call=text, source=pattern.source))
         if key not in known:
-            rule = f"the keyword {key}={value!r} binds a {what} that the pattern does not have{did_you_mean(key, known)}."
+            rule = f"the keyword {key}={value!r} binds a {what} that the pattern does not have{did_you_mean(key, known) or '.'}"
             got = [f"{what} names in the pattern: {', '.join(known) or 'none'}"]
             raise LayoutError(compose(rule, call=text, source=pattern.source, got=got))
         if key in sizes and sizes[key] < 1:
@@ -134,9 +154,9 @@ def open_call(
     renames = tuple(r for r in frame.renames if r[0] in parsed.axis_names and r[0] not in axes)
     renames += tuple(sorted(axes.items()))
     try:
-        resolved = _resolve(parsed, renames, frame.mapping)
+        resolved = _resolve(parsed, parsed.source, renames, frame.mapping)
     except LayoutError as error:
-        raise LayoutError(f"{text}\n{error}") from None
+        raise LayoutError(f"{text}\n{error.args[0]}") from None
     call = Call(name, text, parsed, resolved, frame)
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     call.check_mesh()
@@ -146,12 +166,7 @@ def open_call(
 
 
 def _parse(pattern: Any, text: str, arrow: bool) -> Pattern:
-    if isinstance(pattern, Pattern):
-        return pattern
-    try:
-        return Pattern(str(pattern), arrow=arrow)
-    except LayoutError as error:
-        raise LayoutError(f"{text}\n{error}") from None
+    return pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
 
 
 class Call:
@@ -208,7 +223,7 @@ class Call:
                 if axis not in known:
                     at = self.raw.source.find(axis)
                     self.fail(
-                        f"the mesh has no axis {axis!r}{did_you_mean(axis, known)}.",
+                        f"the mesh has no axis {axis!r}{did_you_mean(axis, known) or '.'}",
                         at=(at, at + len(axis)) if at >= 0 else None,
                         got=[self.frame.describe()],
                         error=MeshError,
@@ -267,7 +282,8 @@ class Call:
         for position, (dim, size) in enumerate(zip(self._dims(layout, x.shape, label), x.shape, strict=True)):
             factors += self._open(dim, size, f"{label}, dimension {position}", position)
         self._check_type(x, layout, label, known)
-        if self.frame.explicit and not (known and same_axes(known[0], layout)):
+        # What a tag already says needs no note; a gather keeps its own, which is the line to paste later.
+        if self.frame.explicit and (self.name == "all_gather" or not (known and same_axes(known[0], layout))):
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand")
         shape = tuple(f.local for f in factors)
         return Operand(x if shape == x.shape else x.reshape(shape), tuple(factors), layout)
@@ -287,7 +303,7 @@ class Call:
         if extra < 0 or (extra > 0 and not layout.has_ellipsis):
             least = "at least " if layout.has_ellipsis else ""
             self.fail(
-                f'"{layout}" has {least}{fixed} dimension{"s" * (fixed != 1)}, and {label} has {len(shape)}.',
+                f'"{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}, and {label} has {len(shape)}.',
                 at=(layout.dims[0].span[0], layout.dims[-1].span[1]) if layout.dims else None,
                 got=[f"{label}: shape {shape}"],
                 error=LayoutError,
@@ -337,7 +353,7 @@ class Call:
         here = " on each device" if self.frame.explicit else ""
         got = [f"{origin}: size {size}{here}"]
         got += [f"{a.name} = {self.sizes[a.name][0]}: {self.sizes[a.name][1]}" for a in dim.atoms if a.name in self.sizes]
-        rule = f"{Layout.from_dims((dim,))} is {math.prod(expected)}{here}, but the array has {size}."
+        rule = f"{Layout.from_dims((dim,)).short} is {math.prod(expected)}{here}, but the array has {size}."
         self.fail(rule, at=dim.span, got=[*got, self.frame.describe()], error=SizeError)
 
     def _check_type(self, x: Any, layout: Layout, label: str, known: tuple[Layout, str] | None) -> None:
@@ -365,9 +381,9 @@ class Call:
         if lost:
             done = Layout.from_dims(have.dims, reduced=have.reduced)
             self.fail(
-                f'{label} is a partial sum on {", ".join(lost)}, and is read as "{layout}", which is complete.',
-                got=[f'"{have}": {origin}', self.frame.describe()],
-                fix=f'psum(x, "{have} -> {done}")',
+                f'{label} is a partial sum on {", ".join(lost)}, and is read as "{layout.short}", which is complete.',
+                got=[f'"{have.short}": {origin}', self.frame.describe()],
+                fix=f'psum(x, "{have.short} -> {done.short}")',
             )
         if same_axes(have, layout, marks=False) is not False:
             return
@@ -376,10 +392,10 @@ class Call:
         verb = _verb_between(there, here)
         wanted = _with_axes(have, layout)
         self.fail(
-            f'{label} holds "{have}", and is read as "{layout}".',
+            f'{label} holds "{have.short}", and is read as "{layout.short}".',
             at=layout.dims[position].span,
-            got=[f'"{have}": {origin}', self.frame.describe()],
-            fix=f'{verb}(x, "{have} -> {wanted}")',
+            got=[f'"{have.short}": {origin}', self.frame.describe()],
+            fix=f'{verb}(x, "{have.short} -> {wanted.short}")',
         )
 
     # --- results ------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def _check_pair(call: Call, verb: str) -> bool:
     if [n for n, _ in _atoms(src)] != [n for n, _ in _atoms(dst)] or _groups(src) != _groups(dst):
         call.fail(
             f"{verb} keeps the dimensions and their order: both sides name the same ones.",
-            got=[f"left: {src}", f"right: {dst}"],
+            got=[f"left: {src.short}", f"right: {dst.short}"],
             fix="rearrange first",
             error=LayoutError,
         )
@@ -73,7 +73,7 @@ def _check_pair(call: Call, verb: str) -> bool:
             _why(needed, verb, src, dst),
             at=_fault(call, src, dst),
             got=[call.frame.describe()],
-            fix=call.paste(f"{src} -> {dst}", needed),
+            fix=call.paste(f"{src.short} -> {dst.short}", needed),
         )
     return True
 
@@ -88,7 +88,7 @@ def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:
         "defer": "a {R:} mark that appears is a defer",
         "relayout": "a tiled collective adds or removes only the minor-most axes of a dimension, and one kind at a time",
     }
-    return f'{rules[needed]}; "{src}" to "{dst}" is {needed}, not {verb}.'
+    return f'{rules[needed]}; "{src.short}" to "{dst.short}" is {needed}, not {verb}.'
 
 
 def _fault(call: Call, src: Layout, dst: Layout) -> tuple[int, int] | None:
@@ -209,7 +209,7 @@ def psum(x: T, pattern: str, **names: Any) -> T:
     Example:
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(x=4)
-      >>> total = spmd.kernel("n/x -> scalar", mesh=mesh)(lambda v: spmd.psum(v.sum(), "scalar {U:x} -> scalar"))
+      >>> total = spmd.kernel("n/x -> scalar", mesh=mesh)(lambda v: spmd.psum(v.sum(), "{U:x} -> scalar"))
       >>> print(total(jnp.arange(8)))
       28
     """

@@ -1,7 +1,9 @@
 """Operations on arrays: their strings say shape, placement and communication."""
 
+from spmd.ops._control import cond
 from spmd.ops._create import full, iota, ones, zeros
 from spmd.ops._einsum import einsum
+from spmd.ops._gradients import custom_vjp, grad, value_and_grad
 from spmd.ops._reduce import reduce
 
-__all__ = ["einsum", "full", "iota", "ones", "reduce", "zeros"]
+__all__ = ["cond", "custom_vjp", "einsum", "full", "grad", "iota", "ones", "reduce", "value_and_grad", "zeros"]

@@ -1,0 +1,84 @@
+"""Explicit SPMD programming in JAX: einops, with slashes.
+
+`"b/dp s d/tp"` says shape and placement; across an arrow, the communication. See the README for a first
+program, and the documentation for the language, the three modes and each operation.
+"""
+
+from spmd import inspect, random
+from spmd._trees import layouts
+from spmd.comm import all_gather, all_to_all, defer, ppermute, psum, psum_scatter, relayout, shift, split
+from spmd.errors import (
+    CommunicationError,
+    LayoutError,
+    MeshError,
+    ModeError,
+    PlacementError,
+    ReplicationError,
+    SizeError,
+    SpmdError,
+)
+from spmd.kernel import Kernel, kernel
+from spmd.language import AxisMapping, Layout, Pattern
+from spmd.mesh import make_mesh, use_cpu_devices
+from spmd.mode import axis_mapping, mode, scope
+from spmd.ops import (
+    cond,
+    custom_vjp,
+    einsum,
+    full,
+    grad,
+    iota,
+    ones,
+    reduce,
+    value_and_grad,
+    zeros,
+)
+from spmd.placement import from_process_local, init, shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AxisMapping",
+    "CommunicationError",
+    "Kernel",
+    "Layout",
+    "LayoutError",
+    "MeshError",
+    "ModeError",
+    "Pattern",
+    "PlacementError",
+    "ReplicationError",
+    "SizeError",
+    "SpmdError",
+    "all_gather",
+    "all_to_all",
+    "axis_mapping",
+    "cond",
+    "custom_vjp",
+    "defer",
+    "einsum",
+    "from_process_local",
+    "full",
+    "grad",
+    "init",
+    "inspect",
+    "iota",
+    "kernel",
+    "layouts",
+    "make_mesh",
+    "mode",
+    "ones",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "random",
+    "reduce",
+    "relayout",
+    "scope",
+    "shard",
+    "shift",
+    "split",
+    "use_cpu_devices",
+    "value_and_grad",
+    "zeros",
+]

@@ -1,0 +1,144 @@
+"""Permutations of the blocks of a divided dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from spmd.comm import _lax
+from spmd.comm._call import Call, Operand, open_call
+from spmd.errors import LayoutError
+
+__all__ = ["ppermute", "shift"]
+
+T = TypeVar("T")
+
+
+def ppermute(x: T, layout: str, perm: Sequence[tuple[int, int]], **names: Any) -> T:
+    """Send blocks of the bracketed dimension to other places: `ppermute(x, "b [s/cp] d", [(0, 1), (1, 0)])`.
+
+    The global meaning: the dimension's blocks, one per device along its axes, are permuted; a place that
+    nothing is sent to gets zeros. With several axes (`[s/a/b]`) blocks are numbered with the first as the
+    major one.
+
+    Communication: forward one collective-permute, at most a shard's bytes per device. Backward the reverse.
+
+    Args:
+      x: An array or a pytree of arrays of this layout.
+      layout: The layout, the dimension whose blocks move in brackets.
+      perm: Pairs `(from block, to block)`; no block twice on either side.
+      **names: Sizes or mesh axes of names in the layout. `cp=None`: one block, the whole.
+
+    Returns:
+      The array with its blocks moved.
+
+    Raises:
+      LayoutError: If not exactly one dimension is bracketed, or a pair is out of range or repeated.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> swap = spmd.kernel("n/x -> n/x", mesh=mesh)(
+      ...     lambda v: spmd.ppermute(v, "[n/x]", [(0, 3), (3, 0), (1, 1), (2, 2)]))
+      >>> print(swap(jnp.arange(8)))
+      [6 7 2 3 4 5 0 1]
+    """
+    call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, outputs=None)
+    return _permute(call, x, lambda blocks: _checked(call, list(perm), blocks))
+
+
+def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) -> T:
+    """Roll the blocks of the bracketed dimension: block i goes to place i + by.
+
+    The global meaning: `jnp.roll` by whole blocks. With `wrap=False` the blocks that leave are dropped and
+    zeros come in.
+
+    Communication: forward one collective-permute, a shard's bytes per device; none where nothing moves.
+    Backward the reverse.
+
+    Args:
+      x: An array or a pytree of arrays of this layout.
+      layout: The layout, the dimension whose blocks move in brackets: `"b [c/cp] l h d"`.
+      by: How many places, negative for the other direction.
+      wrap: Whether what leaves at one end comes in at the other.
+      **names: Sizes or mesh axes of names in the layout. `cp=None`: one block, the whole.
+
+    Returns:
+      The array with its blocks moved.
+
+    Raises:
+      LayoutError: If not exactly one dimension is bracketed.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> roll = spmd.kernel("n/x -> n/x", mesh=mesh)(lambda v: spmd.shift(v, "[n/x]", 1))
+      >>> print(roll(jnp.arange(8)))
+      [6 7 0 1 2 3 4 5]
+    """
+    call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None)
+    if not isinstance(by, int):
+        call.fail(f"by is a number of blocks, an int, not {type(by).__name__}.", error=LayoutError)
+
+    def pairs(blocks: int) -> list[tuple[int, int]]:
+        if wrap:
+            return [(i, (i + by) % blocks) for i in range(blocks)]
+        return [(i, i + by) for i in range(blocks) if 0 <= i + by < blocks]
+
+    return _permute(call, x, pairs)
+
+
+def _checked(call: Call, perm: list[tuple[int, int]], blocks: int) -> list[tuple[int, int]]:
+    sources, targets = [i for i, _ in perm], [j for _, j in perm]
+    for what, places in (("from", sources), ("to", targets)):
+        outside = [i for i in places if not 0 <= i < blocks]
+        if outside:
+            call.fail(f"there are {blocks} blocks, numbered 0 to {blocks - 1}, and perm sends {what} {outside[0]}.", got=[call.frame.describe()])
+        twice = [i for i in places if places.count(i) > 1]
+        if twice:
+            call.fail(f"perm sends {what} block {twice[0]} twice.", got=[call.frame.describe()])
+    return perm
+
+
+def _permute(call: Call, x: T, pairs: Any) -> T:
+    [layout] = call.pattern.inputs
+    marked = [d for d in layout.dims if d.bracket]
+    if len(marked) != 1 or len(marked[0].atoms) != 1:
+        call.fail(f"{call.name} moves the blocks of one dimension: put it in brackets.", fix=call.paste("b [s/cp] d"), error=LayoutError)
+    axes = marked[0].axes
+    blocks = call.frame.axis_size(axes) if axes else 1
+    perm = pairs(blocks)
+    plain = layout.without_brackets()
+
+    def leaf(value: Any) -> Any:
+        own = call.fork()
+        operand = own.operand(value)
+        i = next(i for i, f in enumerate(operand.factors) if f.bracket)
+        if all(a == b for a, b in perm) and len(perm) == blocks:
+            out = operand.x
+        elif not perm:
+            out = jnp.zeros_like(operand.x)
+        elif call.frame.explicit:
+            out = _lax.ppermute(operand.x, axes, dict(call.frame.sizes), perm) if axes else operand.x
+        else:
+            out = _global(operand, i, blocks, perm)
+        return own.result(out, plain)
+
+    return jax.tree.map(leaf, x)
+
+
+def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) -> Any:
+    """The permutation on a whole array. A roll is written as one, which compilers turn into a permute."""
+    x = operand.x
+    shape = x.shape
+    cut = x.reshape(*shape[:i], blocks, shape[i] // blocks, *shape[i + 1 :])
+    by = (perm[0][1] - perm[0][0]) % blocks
+    if len(perm) == blocks and all((b - a) % blocks == by for a, b in perm):
+        return jnp.roll(cut, by, axis=i).reshape(shape)
+    source = {j: k for k, j in perm}
+    taken = jnp.take(cut, jnp.array([source.get(j, 0) for j in range(blocks)]), axis=i)
+    keep = jnp.array([j in source for j in range(blocks)]).reshape((blocks,) + (1,) * (len(shape) - i))
+    return jnp.where(keep, taken, jnp.zeros((), x.dtype)).reshape(shape)

@@ -1,0 +1,175 @@
+"""`relayout`: any change of layout, as a sequence of the other verbs' collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+from spmd import _compat
+from spmd.comm import _lax
+from spmd.comm._call import Call, Operand, open_call
+from spmd.comm.collectives import _atoms, _extra, _groups
+from spmd.errors import LayoutError
+from spmd.language import Layout
+
+__all__ = ["Step", "relayout", "steps_between"]
+
+T = TypeVar("T")
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective of a relayout: its kind, the mesh axes, and the positions of the dimensions.
+
+    `dim` is the dimension that loses axes (all_gather, all_to_all) or gains them (psum_scatter, split);
+    `to` is the one that gains them in an all_to_all.
+    """
+
+    kind: str
+    axes: Axes
+    dim: int = -1
+    to: int = -1
+
+
+def steps_between(src: list[Axes], dst: list[Axes], summed: Axes) -> list[Step]:
+    """The collectives that take one placement of the dimensions to another.
+
+    What both sides share at the front of a dimension stays. An axis that is minor-most where it is and next
+    in line where it goes moves by an all_to_all; the rest is gathered, minor-most first, and sliced again.
+    Partial sums are scattered where they may be, and summed before all else where not.
+
+    Args:
+      src: The axes of each dimension now, major first.
+      dst: The axes of each dimension then.
+      summed: Axes on which the value is a partial sum now and complete then.
+    """
+    now = [list(a) for a in src]
+    steps: list[Step] = []
+    pending = list(summed)
+
+    def scatter() -> bool:
+        for i, want in enumerate(dst):
+            have = now[i]
+            if tuple(have) == want[: len(have)] and len(have) < len(want) and want[len(have)] in pending:
+                axis = want[len(have)]
+                pending.remove(axis)
+                have.append(axis)
+                steps.append(Step("psum_scatter", (axis,), i))
+                return True
+        return False
+
+    def exchange() -> bool:
+        for i, have in enumerate(now):
+            if not have or tuple(have) == dst[i][: len(have)]:
+                continue
+            axis = have[-1]
+            for j, want in enumerate(dst):
+                n = len(now[j])
+                if j != i and tuple(now[j]) == want[:n] and n < len(want) and want[n] == axis:
+                    have.pop()
+                    now[j].append(axis)
+                    steps.append(Step("all_to_all", (axis,), i, j))
+                    return True
+        return False
+
+    def gather() -> bool:
+        for i, have in enumerate(now):
+            if tuple(have) != dst[i][: len(have)]:
+                steps.append(Step("all_gather", (have.pop(),), i))
+                return True
+        return False
+
+    while scatter():
+        pass
+    if pending:
+        steps.insert(0, Step("psum", tuple(pending)))
+    while exchange() or gather():
+        pass
+    for i, want in enumerate(dst):
+        for axis in want[len(now[i]) :]:
+            steps.append(Step("split", (axis,), i))
+    return steps
+
+
+def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
+    """Bring an array from one layout to any other: `relayout(x, "a/x b -> a b/x")`.
+
+    Communication: whatever the change needs, as a sequence of reduce-scatters, all-reduces, all-to-alls,
+    all-gathers and local slices; nothing where the layouts are equal under the mapping. Backward the reverse
+    of each.
+
+    Args:
+      x: An array or a pytree of arrays of this layout.
+      pattern: `"layout -> layout"`, the same dimensions in the same order, any placement on either side.
+      to: As in `all_gather`, the type of what is gathered: "varying" or "invarying".
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The array in the new layout.
+
+    Raises:
+      LayoutError: If the dimensions differ.
+      SizeError: If a dimension does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=2, y=2)
+      >>> @spmd.kernel("a/x/y b -> a/y b/x", mesh=mesh)
+      ... def move(v):
+      ...     return spmd.relayout(v, "a/x/y b -> a/y b/x")
+      >>> move(jnp.arange(16).reshape(4, 4)).sharding.spec
+      P('y', 'x')
+    """
+    call = open_call("relayout", pattern, names, arrays=(x,))
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    if [n for n, _ in _atoms(src)] != [n for n, _ in _atoms(dst)] or _groups(src) != _groups(dst):
+        call.fail(
+            "relayout keeps the dimensions and their order: both sides name the same ones.",
+            got=[f"left: {src.short}", f"right: {dst.short}"],
+            fix="rearrange first",
+            error=LayoutError,
+        )
+    if call.raw.inputs == call.raw.outputs:
+        call.fail("both sides are the same, so relayout moves nothing under any mapping.", fix="leave the line out")
+    new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
+    if new:
+        call.fail(f"a complete value does not become a partial sum on {', '.join(new)}.", fix="leave out the {U:} mark")
+    if to not in ("varying", "invarying"):
+        call.fail(f'to is "varying" or "invarying", not {to!r}.', error=LayoutError)
+    explicit = call.frame.explicit
+
+    def leaf(value: Any) -> Any:
+        own = call.fork()
+        operand = own.operand(value)
+        out = _run(own, operand, src, dst, to) if explicit else operand.x
+        return own.result(out)
+
+    return jax.tree.map(leaf, x)
+
+
+def _run(call: Call, operand: Operand, src: Layout, dst: Layout, to: str) -> Any:
+    after: list[Axes] = []
+    for name, axes in _atoms(dst):
+        after += [()] * _extra(call) if name == "..." else [axes]
+    before = [f.axes for f in operand.factors]
+    summed = call.frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced))
+    x = operand.x
+    used = {a for axes in after for a in axes}
+    for step in steps_between(before, after, summed):
+        if step.kind == "psum":
+            x = _lax.psum(x, step.axes)
+        elif step.kind == "psum_scatter":
+            x = _lax.psum_scatter(x, step.axes, step.dim)
+        elif step.kind == "all_to_all":
+            x = _lax.all_to_all(x, step.axes, split=step.to, concat=step.dim)
+        elif step.kind == "all_gather":
+            # what is sliced again must be typed varying; only an axis that leaves for good may be invarying
+            x = _lax.all_gather(x, step.axes, step.dim, "varying" if set(step.axes) & used else to)
+        else:
+            for axis in step.axes:
+                x = _lax.slice_block(x, axis, step.dim, call.frame.axis_size(axis))
+    new = call.frame.in_mesh_order(set(dst.reduced) - set(src.reduced))
+    return _compat.pvary(x, new) if new else x

@@ -1,0 +1,321 @@
+"""`@kernel`: a per-shard body with layout strings, made into a function on whole arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd import _compat
+from spmd._trees import match_prefix
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose
+from spmd.kernel._outputs import Outputs
+from spmd.kernel._plan import Leaf, Plan
+from spmd.kernel._signature import Signature, read
+from spmd.language import Layout, Pattern
+from spmd.mesh import ambient_mesh, mesh_of
+from spmd.mode import ambient_mode, try_frame
+
+__all__ = ["Kernel", "kernel"]
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+class Kernel:
+    """A function on whole arrays whose body sees one device's shards. Made by `kernel`.
+
+    Call it like the body; `kernel.auto(...)` and `kernel.reference(...)` run one call in another mode;
+    `kernel.trace(...)` and `kernel.lower(...)` are `jax.jit`'s.
+    """
+
+    def __init__(self, signature: Signature, mesh: Any, boundary: str):
+        self.signature = signature
+        self.mesh = mesh
+        self.boundary = boundary
+        self._plans: dict[Any, Plan] = {}
+        self._static = tuple(i for i, n in enumerate(signature.params) if n in signature.static)
+        functools.update_wrapper(self, signature.fn)
+
+    def __repr__(self) -> str:
+        return f"<{self.signature.text}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(ambient_mode(), args, kwargs)
+
+    def explicit(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in explicit mode: `jax.shard_map`, the collectives that the strings say."""
+        return self._run(("explicit", "all"), args, kwargs, asked=True)
+
+    def auto(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in auto mode: whole arrays, every layout a `with_sharding_constraint`."""
+        return self._run(("auto", ambient_mode()[1]), args, kwargs, asked=True)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in reference mode: the body on whole arrays, on one device."""
+        return self._run(("reference", "all"), args, kwargs, asked=True)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).trace` of the current mode; arguments may be `jax.ShapeDtypeStruct`s."""
+        plan, leaves = self._prepare(ambient_mode(), args, kwargs)
+        return plan.jitted.trace(*leaves)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).lower` of the current mode; arguments may be `jax.ShapeDtypeStruct`s."""
+        plan, leaves = self._prepare(ambient_mode(), args, kwargs)
+        return plan.jitted.lower(*leaves)
+
+    # --- one call -----------------------------------------------------------------------------------------
+
+    def _run(self, mode: tuple[str, str], args: Any, kwargs: Any, asked: bool = False) -> Any:
+        manual = _compat.manual_axes()
+        frame = try_frame() if manual or _in_frame() else None
+        if frame is not None:
+            return self._inside(mode, frame, manual, args, kwargs, asked)
+        plan, leaves = self._prepare(mode, args, kwargs)
+        if self.boundary == "error":
+            plan.check_boundary(leaves)
+        return plan.call(leaves)
+
+    def _inside(self, mode: tuple[str, str], frame: Any, manual: tuple[str, ...], args: Any, kwargs: Any, asked: bool) -> Any:
+        """A call inside another kernel, or inside the user's own `shard_map`."""
+        chosen = mode[0] if asked or ambient_mode()[0] != "explicit" else frame.mode
+        if chosen != frame.mode and not frame.island:
+            rule = f"the body that calls this kernel runs in {frame.mode} mode, so the kernel cannot run in {chosen} mode there."
+            raise ModeError(compose(rule, call=self.signature.text, fix="with spmd.mode(...) around the outer call"))
+        mesh = self.mesh if self.mesh is not None else frame.mesh
+        plan, leaves = self._prepare((frame.mode, frame.constrain), args, kwargs, mesh=mesh)
+        if not frame.explicit or all(a in manual for a in plan.sizes):
+            return plan.inline(leaves)
+        return plan.nested(tuple(a for a in plan.sizes if a in manual), leaves)
+
+    def _prepare(self, mode: tuple[str, str], args: Any, kwargs: Any, mesh: Any = None) -> tuple[Plan, list[Any]]:
+        signature = self.signature
+        values: Any = args if not kwargs and len(args) == len(signature.params) else signature.bind(args, kwargs)
+        statics: tuple[Any, ...] = ()
+        if self._static:
+            statics = tuple(values[i] for i in self._static)
+            values = [v for i, v in enumerate(values) if i not in self._static]
+        leaves, structure = jax.tree.flatten(tuple(values))
+        fixed: tuple[Any, ...] = ()
+        for x in leaves:
+            if not isinstance(x, jax.Array):
+                leaves, fixed = _partition(leaves)
+                break
+        mesh = self._mesh(leaves) if mesh is None else mesh
+        key = (mode, mesh, structure, statics, fixed)
+        closed = _closes_over_tracer(signature.fn)
+        try:
+            plan = None if closed else self._plans.get(key)
+        except TypeError:
+            return signature.fail("static arguments and the non-array leaves of arguments are hashable.", fix="static=(...) only for hashable values")
+        if plan is None:
+            plan = self._plan(mode, mesh, tuple(values), statics, structure, fixed)
+            if not closed:
+                self._plans[key] = plan
+        return plan, leaves
+
+    def _mesh(self, leaves: Sequence[Any]) -> Any:
+        mesh = self.mesh
+        if mesh is None:
+            mesh = mesh_of(leaves) or ambient_mesh()
+        if mesh is None:
+            raise MeshError(
+                compose(
+                    "no mesh: the kernel has none, no argument lives on one, and no jax.set_mesh surrounds the call.",
+                    call=self.signature.text,
+                    fix="kernel(..., mesh=spmd.make_mesh(dp=2, tp=4))",
+                )
+            )
+        return mesh
+
+    # --- a specialisation ---------------------------------------------------------------------------------
+
+    def _plan(self, mode: Any, mesh: Any, values: tuple[Any, ...], statics: Any, structure: Any, fixed: Any) -> Plan:
+        signature = self.signature
+        arrays = [n for n in signature.params if n not in signature.static]
+        leaves: list[Leaf] = []
+        donate: list[int] = []
+        for name, value in zip(arrays, values, strict=True):
+            for path, leaf, layout in match_prefix(signature.layouts[name], value, name):
+                if not isinstance(leaf, _ARRAYS) and not hasattr(leaf, "dtype"):
+                    continue
+                if layout is None:
+                    signature.fail(f"no layout for {path}.", fix=f"a layout for {path}, or static=(...)")
+                if name in signature.donate:
+                    donate.append(len(leaves))
+                leaves.append(Leaf(path, self._resolve(layout, name)))
+        positions = [i for i, x in enumerate(jax.tree.leaves(values)) if _dynamic(x)]
+
+        def rebuild(dynamic: Sequence[Any]) -> list[Any]:
+            whole: list[Any] = [None] * structure.num_leaves
+            for i, x in fixed:
+                whole[i] = x
+            for i, x in zip(positions, dynamic, strict=True):
+                whole[i] = x
+            rest = list(jax.tree.unflatten(structure, whole))
+            for i, x in zip(self._static, statics, strict=True):
+                rest.insert(i, x)
+            return rest
+
+        outputs = Outputs(_resolve_tree(signature.outputs, self._resolve_output), self._resolve_output)
+        self._check_mapping()
+        return Plan(signature, mode[0], mode[1], mesh, leaves, rebuild, tuple(donate), outputs)
+
+    def _resolve_output(self, layout: Layout) -> Layout:
+        return self._resolve(layout, None)
+
+    def _resolve(self, layout: Layout, name: str | None) -> Layout:
+        """Axes renamed, bare names placed by the mapping; a name that the mapping lacks is an error."""
+        signature = self.signature
+        mapping = signature.arg_mapping.get(name or "", signature.mapping)
+        renames = {k: v for k, v in signature.axes if k in layout.axis_names}
+        layout = layout.bind(**renames) if renames else layout
+        if mapping is not None:
+            missing = [n for n in layout.bare if n in layout.names and n not in mapping]
+            if missing:
+                signature.fail(
+                    f"the mapping says nothing of {', '.join(missing)}, a bare name of the signature.",
+                    got=[f"mapping: {', '.join(mapping)}"],
+                    fix=f'"{missing[0]}": None for a whole dimension, or "{missing[0]}/1" in the string',
+                )
+        return layout.resolve(mapping)
+
+    def _check_mapping(self) -> None:
+        """A rule given only to this kernel, and used nowhere in its signature, is a typo."""
+        signature = self.signature
+        if signature.shared_mapping or signature.mapping is None:
+            return
+        trees = [*signature.layouts.values(), signature.outputs]
+        flat = jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, Layout) or callable(x))
+        if not all(isinstance(x, Layout) for x in flat):
+            return
+        used = {n for x in flat for n in x.names}
+        unused = [n for n in signature.mapping if n not in used]
+        if unused:
+            signature.fail(
+                f"the mapping has a rule for {', '.join(unused)}, which no layout of the signature uses.",
+                fix="leave it out; a mapping shared by several kernels is an spmd.AxisMapping, which may hold more",
+            )
+
+
+def _in_frame() -> bool:
+    from spmd.mode import inside_kernel
+
+    return inside_kernel()
+
+
+def _dynamic(x: Any) -> bool:
+    return isinstance(x, _ARRAYS) or (hasattr(x, "dtype") and hasattr(x, "shape"))
+
+
+def _partition(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Arrays and numbers on one side; on the other what is static, with its position."""
+    return [x for x in leaves if _dynamic(x)], tuple((i, x) for i, x in enumerate(leaves) if not _dynamic(x))
+
+
+def _closes_over_tracer(fn: Any) -> bool:
+    """Whether a closure cell holds a tracer: its trace must not outlive this call."""
+    cells = getattr(fn, "__closure__", None)
+    if not cells:
+        return False
+    for cell in cells:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a name not assigned yet
+            continue
+        if isinstance(content, jax.core.Tracer) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(content)):
+            return True
+    return False
+
+
+def _resolve_tree(tree: Any, resolve: Callable[[Layout], Layout]) -> Any:
+    if callable(tree) and not isinstance(tree, Layout):
+        return tree
+    return jax.tree.map(
+        lambda x: resolve(x) if isinstance(x, Layout) else x, tree, is_leaf=lambda x: x is None or isinstance(x, Layout) or callable(x)
+    )
+
+
+def kernel(
+    pattern: str | Pattern | None = None,
+    *,
+    in_layouts: Any = None,
+    out_layouts: Any = None,
+    mesh: Any = None,
+    mapping: Any = None,
+    arg_mapping: Mapping[str, Any] | None = None,
+    axes: Mapping[str, Any] | None = None,
+    static: str | Sequence[str] = (),
+    donate: str | Sequence[str] = (),
+    boundary: str = "move",
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Make a per-shard body into a function on whole arrays: `jit(shard_map(body))`, cached.
+
+    Left of the arrow stands one layout per array argument, right of it the results. The body sees one device's
+    shards, and nothing moves in it but what `spmd`'s verbs say. Names of the signature are bound to their
+    global sizes in the body.
+
+    Communication: what the body's strings say, and at the boundary the moves of arguments that lie elsewhere
+    (none with `boundary="error"`). Backward, differentiated from outside: the transposes of the body's
+    collectives, and one all-reduce for each argument used by divided data where its own layout is whole.
+
+    Args:
+      pattern: `"layout, ... -> layout, ..."`. An empty left side: no arguments; `scalar` is a scalar.
+      in_layouts: Instead of a pattern: a tuple with one prefix tree of layouts per array argument (or a dict by
+        argument name). A tree may be a string for all leaves below, a dict, a dataclass or class whose
+        annotations are layouts, a module, or a function from the argument to one of these.
+      out_layouts: The same for the result; a tuple for several.
+      mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or an `AbstractMesh` for `trace`. Absent: the mesh
+        of the arguments' shardings, else that of `jax.set_mesh`.
+      mapping: Where bare names live: an `AxisMapping`, or a dict (then each of its rules must be used).
+      arg_mapping: Another mapping for single arguments, by name.
+      axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None.
+      static: Arguments that are no arrays: hashable values, part of the cache key.
+      donate: Arguments whose buffers the results may take over. Under an outer `jit` or `grad`, and in
+        reference mode, JAX keeps the buffers: donation happens at the outermost call only.
+      boundary: "move" brings arguments into their layouts; "error" raises instead.
+
+    Returns:
+      A decorator that gives a `Kernel`.
+
+    Raises:
+      LayoutError: If the pattern is malformed or does not fit the parameters or arguments.
+      SizeError: If sizes contradict each other or do not divide; all of them at once.
+      MeshError: If there is no mesh, or an axis is unknown.
+      ReplicationError: If the body holds different values where a layout says equal, or the reverse.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> @spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)
+      ... def linear(x, w):
+      ...     return spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")
+      >>> x, w = jnp.ones((4, 6)), jnp.ones((6, 8))
+      >>> linear(x, w).sharding.spec
+      P('dp', 'tp')
+      >>> bool((linear(x, w) == linear.reference(x, w)).all())
+      True
+
+    References:
+      https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+    if boundary not in ("move", "error"):
+        raise PlacementError(compose(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)"))
+    if callable(pattern) and not isinstance(pattern, (str, Pattern)):
+        raise LayoutError(
+            compose("a kernel needs its pattern before the function.", call="kernel(fn)", fix='@spmd.kernel("b/dp d -> b/dp d", mesh=mesh)')
+        )
+
+    def decorate(fn: Callable[..., Any]) -> Kernel:
+        if not callable(fn):
+            raise LayoutError(compose(f"a kernel's body is a function, not {type(fn).__name__}.", call=f'kernel("{pattern}")'))
+        signature = read(
+            fn, pattern, in_layouts, out_layouts,
+            mapping=mapping, arg_mapping=arg_mapping, axes=axes, static=static, donate=donate,
+        )
+        return Kernel(signature, mesh, boundary)
+
+    return decorate

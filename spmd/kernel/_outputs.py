@@ -1,0 +1,226 @@
+"""The results of a kernel: their structure, their specs, and what must hold before they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from spmd import _compat
+from spmd._trees import match_prefix
+from spmd.check import explain_output
+from spmd.comm._marks import mark, same_axes, tag_of
+from spmd.errors import LayoutError, ReplicationError, SpmdError, compose
+from spmd.kernel._signature import Signature
+from spmd.kernel._sizes import bind_sizes
+from spmd.language import Layout
+from spmd.mode import Frame
+
+__all__ = ["Outputs", "Unequal", "diagnose"]
+
+
+class Unequal(Exception):
+    """Results that JAX types varying where their layout says equal; becomes a ReplicationError."""
+
+    def __init__(self, faults: list[tuple[int, tuple[str, ...]]]):
+        super().__init__("varying results")
+        self.faults = faults
+
+
+def _is_layout(x: Any) -> bool:
+    return x is None or isinstance(x, Layout) or callable(x)
+
+
+class Outputs:
+    """The declared results of a kernel, and after a trace their actual structure.
+
+    Args:
+      tree: A prefix tree of resolved layouts, or a function or class that gives one.
+      resolve: From a declared layout to one without bare names, for trees known only from the results.
+    """
+
+    Unequal = Unequal
+
+    def __init__(self, tree: Any, resolve: Any):
+        self.tree = tree
+        self.resolve = resolve
+        flat, self.prefix = jax.tree.flatten(tree, is_leaf=_is_layout)
+        self.top: tuple[Layout, ...] | None = None
+        if all(x is None or (isinstance(x, Layout) and not _rank_matters(x)) for x in flat):
+            self.top = tuple(x for x in flat if x is not None)
+        self._prefix_leaves = flat
+        self.layouts: list[Layout] = []
+        self.paths: list[str] = []
+        self.ranks: list[int] | None = None
+        self.structure: Any = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the specs can be told before the results are there."""
+        return self.top is not None or self.ranks is not None
+
+    def declared(self) -> list[Layout]:
+        return [x for x in self._prefix_leaves if isinstance(x, Layout)]
+
+    def specs(self, without: tuple[str, ...] = ()) -> Any:
+        """One spec per group of `grouped`."""
+        if self.top is not None:
+            # `...` counts for nothing here: no divided dimension stands behind it
+            return tuple(P(*_entries(x.without(*without)), **_marks(x)) for x in self.top)
+        return tuple(self.flat_specs())
+
+    def flat_specs(self) -> list[P]:
+        return [x.with_rank(n).spec for x, n in zip(self.layouts, self.ranks or (), strict=True)]
+
+    # --- while tracing ------------------------------------------------------------------------------------
+
+    def collect(self, out: Any, signature: Signature, frame: Frame, *, local: bool) -> list[Any]:
+        """The results flat; ranks, sizes and tags checked; marked with their layouts."""
+        try:
+            found = match_prefix(self.tree, out, "result")
+        except LayoutError as error:
+            got = [line[2:] if line.startswith("- ") else line.removeprefix("got: ") for line in str(error).split("\n")[1:]]
+            return signature.fail("the body's results do not have the structure that the right side declares.", got=got)
+        flat, self.structure = jax.tree.flatten(out)
+        arrays: list[Any] = []
+        self.layouts, self.paths = [], []
+        for (path, leaf, layout), own in zip(found, flat, strict=True):
+            if layout is None:
+                signature.fail(f"no layout for {path}.", fix="a layout in out_layouts")
+            self.layouts.append(self.resolve(layout))
+            self.paths.append(path)
+            arrays.append(_as_array(own, path, signature, leaf))
+        self.ranks = [x.ndim for x in arrays]
+        bound = {name: (size, origin) for name, size, origin in frame.bound}
+        shapes = [(p, x.shape, lay) for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)]
+        bind_sizes(signature.text, signature.source, shapes, dict(frame.sizes), local=local, known=bound)
+        self._check_tags(arrays, signature)
+        return [
+            mark(x, lay, f"{p} of {signature.text}", role="output", frame=frame)
+            for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)
+        ]
+
+    def _check_tags(self, arrays: Sequence[Any], signature: Signature) -> None:
+        wrong = []
+        fix = None
+        for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
+            known = tag_of(x)
+            if known is None:
+                continue
+            have = known[0]
+            if set(have.unreduced) - set(layout.unreduced):
+                wrong.append(f'{path} is a partial sum, "{have.short}" ({known[1]}); declared "{layout.short}"')
+                fix = fix or f'psum(x, "{have.short} -> {layout.short}")'
+            elif same_axes(have, layout, marks=False) is False:
+                wrong.append(f'{path} holds "{have.short}" ({known[1]}); declared "{layout.short}"')
+                fix = fix or f'relayout(x, "{have.short} -> {layout.short}")'
+        if wrong:
+            signature.fail("a result has another layout than the right side declares.", got=wrong, fix=fix, error=ReplicationError)
+
+    def check_types(self, flat: Sequence[Any], frame: Frame, exclude: Sequence[str] = ()) -> None:
+        """JAX's own type of each result: invarying wherever the layout says equal."""
+        faults = []
+        for i, (x, layout) in enumerate(zip(flat, self.layouts, strict=True)):
+            free = set(layout.axes) | set(layout.unreduced) | set(layout.reduced) | set(exclude)
+            bad = frame.in_mesh_order(_compat.varying_axes(x) - free)
+            if bad:
+                faults.append((i, bad))
+        if faults:
+            raise Unequal(faults)
+
+    def grouped(self, flat: Sequence[Any], frame: Frame) -> Any:
+        """The results as the specs of `specs` expect them: one group per declared layout."""
+        flat = [_compat.to_unreduced(x, lay.unreduced) if lay.unreduced else x for x, lay in zip(flat, self.layouts, strict=True)]
+        if self.top is None:
+            return tuple(flat)
+        subtrees = self.prefix.flatten_up_to(jax.tree.unflatten(self.structure, flat))
+        return tuple(jax.tree.leaves(t) for t, p in zip(subtrees, self._prefix_leaves, strict=True) if p is not None)
+
+    def build(self, groups: Any) -> Any:
+        """The results as the body returned them."""
+        return jax.tree.unflatten(self.structure, jax.tree.leaves(groups))
+
+
+def _rank_matters(layout: Layout) -> bool:
+    """Whether a divided dimension stands behind `...`, so that its position depends on the rank."""
+    seen = False
+    for dim in layout.dims:
+        seen |= dim.ellipsis
+        if seen and dim.axes:
+            return True
+    return False
+
+
+def _entries(layout: Layout) -> list[Any]:
+    entries: list[Any] = []
+    for dim in layout.dims:
+        if dim.ellipsis:
+            break
+        entries.append(dim.axes or None)
+    return entries
+
+
+def _marks(layout: Layout) -> dict[str, set[str]]:
+    marks = {"unreduced": set(layout.unreduced), "reduced": set(layout.reduced)}
+    return {k: v for k, v in marks.items() if v}
+
+
+def _as_array(x: Any, path: str, signature: Signature, shown: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        return signature.fail(f"{path} is a {type(shown).__name__}, and the results of a kernel are arrays.")
+
+
+def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal: Unequal) -> SpmdError:
+    """Why a result is varying where its layout says equal: traced once more with outputs that allow it."""
+    everywhere = frame.axis_names
+    outputs = plan.outputs
+
+    def body(*shards: Any) -> Any:
+        flat = plan.run(frame, shards, local=True)
+        return tuple(_compat.pvary(x, everywhere)[None] for x in flat)
+
+    mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
+    jaxpr = jax.make_jaxpr(mapped)(*leaves)
+    facts = explain_output(jaxpr, mesh_axes=everywhere, kernel=plan.signature.text)
+    got: list[str] = []
+    fixes: list[str] = []
+    copy_only = True
+    for i, axes in unequal.faults:
+        fact, path, layout = facts[i], outputs.paths[i], outputs.layouts[i]
+        for axis in axes:
+            if axis in fact.different:
+                copy_only = False
+                reason = "; ".join(fact.reasons.get(axis, ())[:3])
+                got.append(f'{path}: "{layout.short}" says equal on {axis}, and it differs there' + (f": {reason}" if reason else ""))
+                fixes.append(_close(layout, axis))
+            else:
+                lines = ", ".join(x for x in fact.copies.get(axis, ()) if x)
+                got.append(f"{path} is a gathered copy on {axis}" + (f" (gathered at {lines})" if lines else ""))
+                fixes += fact.calls.get(axis, ()) or [f'all_gather(x, "...", to="invarying") where it is gathered over {axis}']
+    rule = (
+        'a gathered copy leaves the kernel whole: gather it to="invarying", so that JAX too knows that it is equal.'
+        if copy_only
+        else "a result differs on a mesh axis that its layout does not mention: it would be lost or silently replicated."
+    )
+    text = compose(
+        rule,
+        call=plan.signature.text,
+        source=plan.signature.source,
+        got=[*got, frame.describe()],
+        fix=" or ".join(dict.fromkeys(fixes)),
+    )
+    return ReplicationError(text)
+
+
+def _close(layout: Layout, axis: str) -> str:
+    partial = Layout.from_dims(layout.dims, unreduced=(*layout.unreduced, axis), reduced=layout.reduced)
+    return f'psum(x, "{partial.short} -> {layout.short}") if each device holds a part of a sum; all_gather(...) if a block'
+
+

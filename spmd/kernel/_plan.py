@@ -1,0 +1,366 @@
+"""A kernel made ready for one mode, one mesh and one structure of arguments: `jit` of the body.
+
+Everything here runs while JAX traces; a warm call runs none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd.check import check_body, check_jaxpr
+from spmd.comm._marks import mark, same_axes, tag, tag_of
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError
+from spmd.kernel._outputs import Outputs, diagnose
+from spmd.kernel._signature import Signature
+from spmd.kernel._sizes import bind_sizes
+from spmd.kernel._translate import translated
+from spmd.language import Layout
+from spmd.mesh import check_axes, mesh_sizes, outside_trace
+from spmd.mode import Frame, inside_kernel, no_frame, try_frame
+
+__all__ = ["Leaf", "Plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of the arguments: where it stands and how it lies."""
+
+    path: str
+    layout: Layout
+
+
+class Plan:
+    """One specialisation of a kernel.
+
+    Args:
+      signature: What the kernel declares.
+      mode: "explicit", "auto" or "reference".
+      constrain: What auto mode constrains.
+      mesh: The mesh.
+      leaves: Path and resolved layout of each array argument.
+      rebuild: From the array leaves to the arguments in parameter order.
+      donate: Positions of donated leaves.
+      outputs: The declared results, resolved.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        mode: str,
+        constrain: str,
+        mesh: Any,
+        leaves: Sequence[Leaf],
+        rebuild: Any,
+        donate: tuple[int, ...],
+        outputs: Outputs,
+    ):
+        self.signature = signature
+        self.mode = mode
+        self.constrain = constrain
+        self.mesh = mesh
+        self.leaves = tuple(leaves)
+        self.rebuild = rebuild
+        self.outputs = outputs
+        self.sizes = dict(mesh_sizes(mesh))
+        explicit_axes = any(kind is not AxisType.Auto for kind in mesh.axis_types)
+        self._needs_mesh = mode == "auto" and explicit_axes and isinstance(mesh, Mesh)
+        self._check_layouts()
+        donated = donate if mode != "reference" else ()
+        entry = {"explicit": self._explicit, "auto": self._auto, "reference": self._reference}[mode]
+        self.jitted = jax.jit(_named(entry, signature.name), donate_argnums=donated)
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Run; what lives on other devices or on another mesh is moved first."""
+        try:
+            return self._call(leaves)
+        except ValueError:
+            moved = [self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)]
+            if all(a is b for a, b in zip(moved, leaves, strict=True)):
+                raise
+        return self._call(moved)
+
+    def _call(self, leaves: Sequence[Any]) -> Any:
+        if not self._needs_mesh or not outside_trace():
+            return self.jitted(*leaves)
+        with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
+            return self.jitted(*leaves)
+
+    # --- before any trace ---------------------------------------------------------------------------------
+
+    def _check_layouts(self) -> None:
+        marked = False
+        for layout in (*(leaf.layout for leaf in self.leaves), *self.outputs.declared()):
+            check_axes(layout.axis_names, self.mesh, call=self.signature.text, source=self.signature.source)
+            marked |= bool(layout.unreduced or layout.reduced)
+            if any(sum(bool(a.axes) for a in d.atoms) > 1 for d in layout.dims):
+                self.signature.fail(
+                    f'"{layout.short}" divides several factors of one dimension: that is legal inside a kernel, not at its boundary, '
+                    "where a device holds one block of each dimension.",
+                    fix="two dimensions, and rearrange inside",
+                )
+            if any(d.margin != (0, 0) for d in layout.dims):
+                self.signature.fail(f'"{layout.short}" has a margin: shards with margins overlap, so no array outside a kernel has them.')
+        if marked and any(kind is not AxisType.Explicit for kind in self.mesh.axis_types):
+            self.signature.fail(
+                "{U:} and {R:} in a kernel's own signature need a mesh whose axes are all AxisType.Explicit: elsewhere JAX cannot say "
+                "that an array outside is a partial sum.",
+                got=["mesh " + ", ".join(f"{n} ({t})" for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))],
+                fix="psum before the value leaves the kernel",
+                error=ModeError,
+            )
+
+    def spec(self, layout: Layout, rank: int) -> P:
+        return layout.with_rank(rank).spec
+
+    def place(self, leaf: Any, layout: Layout) -> Any:
+        """An argument that lives on other devices, or on another mesh, moved into its layout."""
+        if self.mode == "reference":
+            return jax.device_put(leaf, self.mesh.devices.flat[0])
+        return jax.device_put(leaf, NamedSharding(self.mesh, self.spec(layout, leaf.ndim)))
+
+    def foreign(self, leaf: Any) -> bool:
+        """Whether a concrete array lives where this plan cannot use it in place."""
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not isinstance(self.mesh, Mesh):
+            return False
+        sharding = leaf.sharding
+        if self.mode == "reference":
+            return len(sharding.device_set) > 1
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh != self.mesh
+        return sharding.device_set != set(self.mesh.devices.flat)
+
+    def check_boundary(self, leaves: Sequence[Any]) -> None:
+        """With `boundary="error"`: every argument already lies as the signature says."""
+        wrong = []
+        for leaf, spec in zip(leaves, self.leaves, strict=True):
+            here = leaf.sharding if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) else None
+            if here is None:
+                if isinstance(leaf, jax.core.Tracer):
+                    continue
+                wrong.append(f'{spec.path}: a {type(leaf).__name__}, not placed; wanted "{spec.layout.short}"')
+            elif not here.is_equivalent_to(NamedSharding(self.mesh, self.spec(spec.layout, leaf.ndim)), leaf.ndim):
+                wrong.append(f'{spec.path}: {getattr(here, "spec", here)}; wanted "{spec.layout.short}"')
+        if wrong:
+            self.signature.fail(
+                'an argument lies elsewhere than its layout says, and boundary="error" forbids moving it.',
+                got=wrong,
+                fix="shard(x, layout) before the call",
+                error=PlacementError,
+            )
+
+    # --- while tracing ------------------------------------------------------------------------------------
+
+    def bind(self, leaves: Sequence[Any], *, local: bool) -> dict[str, tuple[int, str]]:
+        shapes = [(s.path, x.shape, s.layout) for s, x in zip(self.leaves, leaves, strict=True)]
+        return bind_sizes(self.signature.text, self.signature.source, shapes, self.sizes, local=local)
+
+    def frame(self, bound: dict[str, tuple[int, str]], mode: str | None = None) -> Frame:
+        return Frame(
+            mode or self.mode,
+            self.mesh,
+            tuple(self.sizes.items()),
+            self.signature.mapping,
+            self.signature.axes,
+            tuple((name, size, origin) for name, (size, origin) in bound.items()),
+            self.constrain,
+        )
+
+    def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
+        """The body on leaves as they are here; its results flat, checked and marked."""
+        with frame.enter(), translated(self.signature, frame):
+            tagged = []
+            for leaf, spec in zip(leaves, self.leaves, strict=True):
+                origin = f"argument {spec.path}"
+                if frame.explicit:
+                    tagged.append(tag(leaf, spec.layout, origin))
+                else:
+                    tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame))
+            out = self.signature.call(self.rebuild(tagged))
+            return self.outputs.collect(out, self.signature, frame, local=local)
+
+    def _explicit(self, *leaves: Any) -> Any:
+        frame = self.frame(self.bind(leaves, local=False))
+        self._needs_rank(frame, leaves)
+        with _mesh_context(self.mesh):
+            leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
+            specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
+
+            def body(*shards: Any) -> Any:
+                flat = self.run(frame, shards, local=True)
+                self.outputs.check_types(flat, frame)
+                return self.outputs.grouped(flat, frame)
+
+            mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=self.outputs.specs())
+            inner = jax.jit(_named(mapped, self.signature.name))
+            try:
+                traced = inner.trace(*leaves)
+            except self.outputs.Unequal as unequal:
+                raise diagnose(self, frame, specs, leaves, unequal) from None
+            check_jaxpr(traced.jaxpr, mesh_axes=frame.axis_names, kernel=self.signature.text)
+            return self.outputs.build(inner(*leaves))
+
+    def _needs_rank(self, frame: Frame, leaves: Sequence[Any]) -> None:
+        """Trace once for the structure of the results where their specs cannot be told without it."""
+        if self.outputs.known:
+            return
+
+        def probe(*shards: Any) -> Any:
+            self.run(frame, shards, local=True)
+            return ()
+
+        with _mesh_context(self.mesh):
+            leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
+            specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
+            jax.eval_shape(jax.shard_map(probe, mesh=self.mesh, in_specs=specs, out_specs=()), *leaves)
+
+    def _reshard(self, x: Any, layout: Layout) -> Any:
+        """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
+        explicit = {n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is AxisType.Explicit}
+        if not explicit:
+            return x
+        wanted = self.spec(layout, x.ndim)
+        entries = [_only(entry, explicit) for entry in wanted]
+        marks = {"unreduced": set(wanted.unreduced), "reduced": set(wanted.reduced)}
+        spec = P(*entries, **{k: v for k, v in marks.items() if v})
+        if getattr(jax.typeof(x).sharding, "spec", None) == spec:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+
+    def _auto(self, *leaves: Any) -> Any:
+        frame = self.frame(self.bind(leaves, local=False))
+
+        def whole(*arrays: Any) -> Any:
+            return self.run(frame, arrays, local=False)
+
+        with _mesh_context(self.mesh):
+            if all(kind is AxisType.Auto for kind in self.mesh.axis_types):
+                return self.outputs.build(whole(*leaves))
+            leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
+            explicit = tuple(n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is not AxisType.Auto)
+            out = [NamedSharding(self.mesh, P(*(_only(e, set(explicit)) for e in s))) for s in self._flat_specs(frame, leaves)]
+            return self.outputs.build(jax.sharding.auto_axes(whole, axes=explicit, out_sharding=out)(*leaves))
+
+    def _flat_specs(self, frame: Frame, leaves: Sequence[Any]) -> list[P]:
+        """The specs of the results; `auto_axes` wants them before it traces, so the body is traced for them once."""
+        axes = tuple(self.sizes)
+
+        def probe(*arrays: Any) -> Any:
+            self.run(frame, arrays, local=False)
+            return ()
+
+        jax.eval_shape(jax.sharding.auto_axes(probe, axes=axes, out_sharding=()), *leaves)
+        return self.outputs.flat_specs()
+
+    def _reference(self, *leaves: Any) -> Any:
+        frame = self.frame(self.bind(leaves, local=False))
+        return self.outputs.build(self.run(frame, leaves, local=False))
+
+    # --- inside other axes --------------------------------------------------------------------------------
+
+    def inline(self, leaves: Sequence[Any]) -> Any:
+        """The body where all of the kernel's axes are manual already: arguments are shards, nothing moves."""
+        outer = try_frame()
+        if outer is None:
+            raise ModeError("a kernel is inlined only where its axes are manual")
+        here = dict(outer.sizes)
+        if any(here.get(a) != n for a, n in self.sizes.items()):
+            self.signature.fail(
+                "this kernel runs inside another one (or inside your shard_map), on another mesh.",
+                got=[outer.describe(), self.frame({}).describe()],
+                error=MeshError,
+            )
+        self._check_tags(leaves)
+        explicit = outer.explicit
+        frame = self.frame(self.bind(leaves, local=explicit), outer.mode).replace(
+            mesh=outer.mesh, sizes=outer.sizes, constrain=outer.constrain, island=outer.island
+        )
+
+        def body(*shards: Any) -> Any:
+            return self.run(frame, shards, local=explicit, role="operand")
+
+        if explicit and not inside_kernel():
+            with no_frame():
+                inner = jax.jit(_named(body, self.signature.name))
+                check_body(inner.trace(*leaves).jaxpr, mesh_axes=frame.axis_names, kernel=self.signature.text)
+                return self.outputs.build(inner(*leaves))
+        return self.outputs.build(body(*leaves))
+
+    def _check_tags(self, leaves: Sequence[Any]) -> None:
+        wrong = []
+        for leaf, spec in zip(leaves, self.leaves, strict=True):
+            known = tag_of(leaf)
+            if known is not None and same_axes(known[0], spec.layout) is False:
+                wrong.append(f'{spec.path} holds "{known[0].short}" ({known[1]}); wanted "{spec.layout.short}"')
+        if wrong:
+            self.signature.fail(
+                "inside a kernel the arguments of another kernel are shards as they are: nothing is moved.",
+                got=wrong,
+                fix='all_gather, split or relayout before the call',
+                error=LayoutError,
+            )
+
+    def nested(self, manual: Sequence[str], leaves: Sequence[Any]) -> Any:
+        """The body where only some of its axes are manual: a `shard_map` over the rest."""
+        here = jax.sharding.get_abstract_mesh()
+        rest = {a for a in self.sizes if a not in manual}
+        missing = [a for a, n in self.sizes.items() if here.shape.get(a) != n]
+        if missing:
+            self.signature.fail(
+                f"the surrounding shard_map's mesh lacks the kernel's axis {', '.join(missing)}, or has another size there.",
+                got=["mesh " + ", ".join(f"{a}={n}" for a, n in here.shape.items()), self.frame({}).describe()],
+                error=MeshError,
+            )
+        frame = self.frame(self.bind([_grown(x, s.layout, manual, self.sizes) for x, s in zip(leaves, self.leaves, strict=True)], local=False))
+        specs = tuple(self.spec(s.layout.without(*manual), x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
+        if not self.outputs.known:
+            self.signature.fail("results whose structure is not declared cannot leave a nested kernel.", fix="a tuple of layouts")
+
+        def body(*shards: Any) -> Any:
+            flat = self.run(frame, shards, local=True)
+            self.outputs.check_types(flat, frame)
+            return self.outputs.grouped(flat, frame)
+
+        mapped = jax.shard_map(
+            body, mesh=here, in_specs=specs, out_specs=self.outputs.specs(without=tuple(manual)), axis_names=frozenset(rest)
+        )
+        return self.outputs.build(mapped(*leaves))
+
+
+def _grown(x: Any, layout: Layout, manual: Sequence[str], sizes: dict[str, int]) -> Any:
+    """The shape that a shard over `manual` has when those axes are put together again."""
+    only = layout.without(*(a for a in layout.axes if a not in manual))
+    return jax.ShapeDtypeStruct(only.with_rank(x.ndim).global_shape(x.shape, sizes), x.dtype)
+
+
+def _only(entry: Any, keep: set[str]) -> Any:
+    if entry is None or entry is P.UNCONSTRAINED:
+        return None
+    axes = tuple(a for a in ((entry,) if isinstance(entry, str) else entry) if a in keep)
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def _named(fn: Any, name: str) -> Any:
+    """`fn` under the kernel's own name, which is what profiles and HLO show."""
+
+    def entry(*args: Any) -> Any:
+        return fn(*args)
+
+    entry.__name__ = entry.__qualname__ = name if name.isidentifier() else "kernel"
+    return entry
+
+
+
+
+@contextlib.contextmanager
+def _mesh_context(mesh: Any) -> Iterator[None]:
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    with jax.sharding.use_abstract_mesh(abstract):
+        yield
+

@@ -1,0 +1,239 @@
+"""What a kernel declares: which parameter has which layouts, what is static, what is donated."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from spmd.errors import LayoutError, compose, did_you_mean
+from spmd.language import AxisMapping, Layout, Pattern
+
+__all__ = ["Signature"]
+
+
+@dataclass(eq=False)
+class Signature:
+    """The declared side of a kernel, read once at decoration.
+
+    Attributes:
+      fn: The body.
+      source: The pattern as written, or a short form of `in_layouts`.
+      params: Names of the arguments, in call order.
+      layouts: A prefix tree of layouts for each argument that is not static.
+      outputs: The prefix tree of the results.
+      single: Whether the body returns one value (not a tuple of one).
+      static: Names of static arguments.
+      donate: Names of donated arguments.
+    """
+
+    fn: Callable[..., Any]
+    source: str
+    params: tuple[str, ...]
+    layouts: dict[str, Any]
+    outputs: Any
+    single: bool
+    static: tuple[str, ...]
+    donate: tuple[str, ...]
+    mapping: AxisMapping | None
+    arg_mapping: dict[str, AxisMapping]
+    axes: tuple[tuple[str, Any], ...]
+    shared_mapping: bool = True
+    python: inspect.Signature | None = field(default=None)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    @property
+    def text(self) -> str:
+        """How messages show the kernel."""
+        return f'{self.name}: kernel("{self.source}")'
+
+    def fail(self, rule: str, *, got: Sequence[str] = (), fix: str | None = None, error: type[ValueError] = LayoutError, span: Any = None) -> Any:
+        raise error(compose(rule, call=self.text, source=self.source, span=span, got=list(got), fix=fix))
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments in parameter order, defaults filled in."""
+        if not kwargs and len(args) == len(self.params):
+            return list(args)
+        if self.python is None:
+            return self.fail(f"{self.name} takes {len(self.params)} positional arguments, and was given {len(args)}.")
+        try:
+            bound = self.python.bind(*args, **kwargs)
+        except TypeError as error:
+            return self.fail(f"the arguments do not fit {self.name}{self.python}: {error}.")
+        bound.apply_defaults()
+        values: list[Any] = []
+        for name, value in bound.arguments.items():
+            kind = self.python.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                values += value
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                values += value.values()
+            else:
+                values.append(value)
+        if len(values) != len(self.params):
+            self.fail(f"{self.name} has layouts for {len(self.params)} arguments, and was given {len(values)}.")
+        return values
+
+    def call(self, values: Sequence[Any]) -> Any:
+        """Run the body on arguments in parameter order."""
+        if self.python is None:
+            return self.fn(*values)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, value in zip(self.params, values, strict=True):
+            parameter = self.python.parameters.get(name)
+            if parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                kwargs[name] = value
+            else:
+                args.append(value)
+        return self.fn(*args, **kwargs)
+
+
+def read(
+    fn: Callable[..., Any],
+    pattern: str | Pattern | None,
+    in_layouts: Any,
+    out_layouts: Any,
+    *,
+    mapping: Any,
+    arg_mapping: Mapping[str, Any] | None,
+    axes: Mapping[str, Any] | None,
+    static: Sequence[str],
+    donate: Sequence[str],
+) -> Signature:
+    """Read the declaration of a kernel and check it against the parameters of `fn`."""
+    python = _python_signature(fn)
+    static, donate = _names(static), _names(donate)
+    parsed = _pattern(pattern, fn, in_layouts, out_layouts)
+    if parsed is not None:
+        inputs: Any = () if parsed.empty_left else parsed.inputs
+        single = len(parsed.outputs) == 1
+        outputs: Any = parsed.outputs[0] if single else parsed.outputs
+        source = parsed.source
+    else:
+        inputs, outputs, single = in_layouts, out_layouts, not isinstance(out_layouts, tuple)
+        source = f"in_layouts={_short(in_layouts)}, out_layouts={_short(out_layouts)}"
+    signature = Signature(
+        fn, source, (), {}, _as_layouts(outputs), single, static, donate,
+        mapping=None if mapping is None else AxisMapping.of(mapping),
+        arg_mapping={k: AxisMapping.of(v) for k, v in (arg_mapping or {}).items()},
+        axes=tuple(sorted((axes or {}).items())),
+        shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
+        python=python,
+    )
+    signature.params = _parameters(signature, inputs)
+    signature.layouts = _assign(signature, inputs)
+    _check_names(signature)
+    return signature
+
+
+def _python_signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def _names(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any) -> Pattern | None:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if pattern is None:
+        if in_layouts is None or out_layouts is None:
+            rule = "a kernel declares its layouts: a pattern string, or both in_layouts and out_layouts."
+            raise LayoutError(compose(rule, call=f"{name}: kernel(...)", fix='@kernel("b/dp d -> b/dp d", mesh=mesh)'))
+        return None
+    if in_layouts is not None or out_layouts is not None:
+        raise LayoutError(compose("a pattern string and in_layouts/out_layouts say the same thing twice: give one.", call=f"{name}: kernel(...)"))
+    if isinstance(pattern, Pattern):
+        return pattern
+    if not isinstance(pattern, str):
+        rule = f"the pattern is a string, not {type(pattern).__name__}."
+        raise LayoutError(compose(rule, call=f"{name}: kernel(...)", fix='kernel("b/dp d -> b/dp d", mesh=mesh)(fn)'))
+    return Pattern(pattern, call=f'{name}: kernel("{pattern}")')
+
+
+def _short(tree: Any) -> str:
+    text = str(jax.tree.map(str, tree, is_leaf=lambda x: isinstance(x, (str, Layout)) or x is None)).replace('"', "'")
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _as_layouts(tree: Any) -> Any:
+    def one(leaf: Any) -> Any:
+        return Layout(leaf) if isinstance(leaf, str) else leaf
+
+    if callable(tree) and not isinstance(tree, Layout):
+        return tree
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, (str, Layout, type)) or x is None or callable(x))
+
+
+def _parameters(signature: Signature, inputs: Any) -> tuple[str, ...]:
+    """Names of all arguments in call order; a `*args` is counted out by the layouts."""
+    wanted = len(inputs) if isinstance(inputs, (tuple, list)) else None
+    if signature.python is None:
+        return tuple(f"args[{i}]" for i in range((wanted or 0) + len(signature.static)))
+    names: list[str] = []
+    fixed = [p for p in signature.python.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in signature.python.parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            rest = (wanted or 0) - sum(q.name not in signature.static for q in fixed)
+            names += [f"{p.name}[{i}]" for i in range(max(rest, 0))]
+        elif p.kind is p.VAR_KEYWORD:
+            signature.fail(f"**{p.name} cannot be given layouts: name the arguments.")
+        else:
+            names.append(p.name)
+    return tuple(names)
+
+
+def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
+    arrays = [n for n in signature.params if n not in signature.static]
+    if isinstance(inputs, dict) and set(inputs) <= set(signature.params) and inputs:
+        by_name = {k: _as_layouts(v) for k, v in inputs.items()}
+    elif isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
+        if len(inputs) < len(arrays):
+            arrays = _drop_defaults(signature, arrays, len(inputs))
+        if len(inputs) != len(arrays):
+            signature.fail(
+                f"{signature.name} has {len(arrays)} array argument{'s' * (len(arrays) != 1)}, and the left side {len(inputs)} "
+                f"layout{'s' * (len(inputs) != 1)}.",
+                got=[f"arguments: {', '.join(arrays) or 'none'}"],
+                fix="one layout per argument; static=(...) for those that are no arrays",
+            )
+        by_name = {n: _as_layouts(v) for n, v in zip(arrays, inputs, strict=True)}
+    elif len(arrays) == 1:
+        by_name = {arrays[0]: _as_layouts(inputs)}
+    else:
+        by_name = signature.fail("in_layouts is a tuple with one entry per argument, or a dict by argument name.")
+    missing = [n for n in arrays if n not in by_name]
+    if missing:
+        signature.fail(f"no layout for the argument{'s' * (len(missing) > 1)} {', '.join(missing)}.", fix="a layout, or static=(...)")
+    return by_name
+
+
+def _drop_defaults(signature: Signature, arrays: list[str], count: int) -> list[str]:
+    """Trailing parameters with defaults and no layout become static."""
+    known = signature.python.parameters if signature.python else {}
+    tail = arrays[count:]
+    if all(n in known and known[n].default is not inspect.Parameter.empty for n in tail):
+        signature.static = (*signature.static, *tail)
+        return arrays[:count]
+    return arrays
+
+
+def _check_names(signature: Signature) -> None:
+    for what, names in (("static", signature.static), ("donate", signature.donate), ("arg_mapping", tuple(signature.arg_mapping))):
+        for name in names:
+            if name not in signature.params:
+                rule = f"{what} names {name!r}, which is no argument of {signature.name}{did_you_mean(name, signature.params) or '.'}"
+                signature.fail(rule, got=[f"arguments: {', '.join(signature.params)}"])
+    both = [n for n in signature.donate if n in signature.static]
+    if both:
+        signature.fail(f"{both[0]} is static, so it has no buffer to donate.")

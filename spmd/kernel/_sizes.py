@@ -1,0 +1,122 @@
+"""Binding the names of a signature to global sizes, and every complaint about shapes at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from spmd.errors import LayoutError, SizeError, SpmdError, compose
+from spmd.language import Dim, Layout
+
+__all__ = ["bind_sizes"]
+
+Bound = dict[str, tuple[int, str]]
+
+
+def bind_sizes(
+    text: str,
+    source: str,
+    leaves: Sequence[tuple[str, tuple[int, ...], Layout]],
+    mesh_sizes: dict[str, int],
+    *,
+    local: bool = False,
+    known: Bound | None = None,
+) -> Bound:
+    """Global sizes of all names, each with the argument that bound it.
+
+    Args:
+      text: The kernel, for messages.
+      source: Its pattern.
+      leaves: `(path, shape, layout)` of each array.
+      mesh_sizes: Sizes of the mesh axes.
+      local: Whether the shapes are those of shards.
+      known: Names bound before; extended in place.
+
+    Raises:
+      SizeError: With all contradictions and all indivisible dimensions.
+      LayoutError: If a rank does not fit.
+    """
+    bound: Bound = {} if known is None else known
+    faults: list[tuple[type[SpmdError], Dim | None, str]] = []
+    spread = {a: n if local else 1 for a, n in mesh_sizes.items()}
+    composites: list[tuple[str, int, Dim]] = []
+    for path, shape, layout in leaves:
+        dims = _dims(path, shape, layout, faults)
+        for i, (dim, size) in enumerate(zip(dims, shape, strict=True) if dims is not None else ()):
+            if dim is None:
+                continue
+            whole = (size - sum(dim.margin)) * math.prod(spread[a] for a in dim.axes)
+            where = f"{path}, dimension {i}"
+            _divisible(where, dim, whole, mesh_sizes, faults)
+            if len(dim.atoms) > 1:
+                composites.append((where, whole, dim))
+            else:
+                _bind(bound, dim.atoms[0], whole, where, dim, faults)
+    for where, whole, dim in composites:
+        _bind_composite(bound, dim, whole, where, faults)
+    if faults:
+        _raise(text, source, faults, mesh_sizes)
+    return bound
+
+
+def _dims(path: str, shape: tuple[int, ...], layout: Layout, faults: list[Any]) -> list[Dim | None] | None:
+    fixed = sum(not d.ellipsis for d in layout.dims)
+    extra = len(shape) - fixed
+    if extra < 0 or (extra and not layout.has_ellipsis):
+        least = "at least " if layout.has_ellipsis else ""
+        span = None if not layout.dims else layout.dims[0]
+        faults.append((LayoutError, span, f'{path} of shape {shape} has rank {len(shape)}, and "{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}'))
+        return None
+    dims: list[Dim | None] = []
+    for dim in layout.dims:
+        dims += [None] * extra if dim.ellipsis else [dim]
+    return dims
+
+
+def _divisible(where: str, dim: Dim, whole: int, mesh_sizes: dict[str, int], faults: list[Any]) -> None:
+    parts = math.prod(mesh_sizes[a] for a in dim.axes)
+    if whole % parts:
+        name = Layout.from_dims((dim,)).short
+        rule = (
+            f"{where}: {name} has size {whole}, which {'/'.join(dim.axes)} = {parts} does not divide; "
+            f"pad it by {-whole % parts} to {whole + -whole % parts}"
+        )
+        faults.append((SizeError, dim, rule))
+
+
+def _bind(bound: Bound, atom: Any, whole: int, where: str, dim: Dim, faults: list[Any]) -> None:
+    if atom.size is not None:
+        if atom.size != whole:
+            faults.append((SizeError, dim, f"{where}: the layout says {atom.size}, and the size is {whole}"))
+        return
+    if not atom.named:
+        return
+    first = bound.setdefault(atom.name, (whole, where))
+    if first[0] != whole:
+        faults.append((SizeError, dim, f"{atom.name} is {whole} in {where}, but {first[0]} in {first[1]}"))
+
+
+def _bind_composite(bound: Bound, dim: Dim, whole: int, where: str, faults: list[Any]) -> None:
+    """A composite binds its last unknown factor; with more unknown ones, none."""
+    sizes = [a.size if a.size is not None else bound.get(a.name, (None,))[0] for a in dim.atoms]
+    unknown = [i for i, n in enumerate(sizes) if n is None]
+    rest = math.prod(n for n in sizes if n is not None)
+    if len(unknown) > 1:
+        return
+    if (unknown and whole % rest) or (not unknown and whole != rest):
+        shown = " * ".join(f"{a.name}={'?' if n is None else n}" for a, n in zip(dim.atoms, sizes, strict=True))
+        faults.append((SizeError, dim, f"{where}: the size {whole} is not {shown}"))
+    elif unknown:
+        bound[dim.atoms[unknown[0]].name] = (whole // rest, where)
+
+
+def _raise(text: str, source: str, faults: list[tuple[type[SpmdError], Dim | None, str]], mesh_sizes: dict[str, int]) -> None:
+    kind = next((k for k, _, _ in faults if k is LayoutError), SizeError)
+    mesh = "mesh " + ", ".join(f"{a}={n}" for a, n in mesh_sizes.items())
+    span = faults[0][1].span if faults[0][1] is not None else None
+    if span is not None and not (0 <= span[0] < span[1] <= len(source)):
+        span = None
+    what = "the arguments do not fit the signature." if len(faults) > 1 else f"{faults[0][2]}."
+    got = [*(f for _, _, f in faults), mesh] if len(faults) > 1 else [mesh]
+    raise kind(compose(what, call=text, source=source, span=span, got=got))

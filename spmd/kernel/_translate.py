@@ -1,0 +1,74 @@
+"""JAX's own errors that reach a kernel's body, with the sentence that helps."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from spmd.errors import MeshError, ModeError, ReplicationError, compose
+from spmd.kernel._signature import Signature
+from spmd.mode import Frame
+
+__all__ = ["translated"]
+
+
+@contextlib.contextmanager
+def translated(signature: Signature, frame: Frame) -> Iterator[None]:
+    """Turn what JAX says of unknown axes, carries and types into errors of this package."""
+    try:
+        yield
+    except (AssertionError, NameError, TypeError, ValueError, KeyError) as error:
+        better = _better(error, signature, frame)
+        if better is None:
+            raise
+        raise better from error
+
+
+def _better(error: Exception, signature: Signature, frame: Frame) -> Exception | None:
+    text = str(error)
+    where = _user_line(error)
+    got = [f"at {where}"] if where else []
+    shown = {"call": signature.text, "source": signature.source}
+    if "carry" in text and "manual axis types do not match" in text:
+        return ReplicationError(_carry(text, got, shown, frame))
+    unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
+    empty = isinstance(error, AssertionError) and not text and _in_jax(error)
+    if unbound or empty:
+        axis = unbound.group(1) if unbound else None
+        if not frame.explicit and (axis in frame.axis_names or axis is None):
+            rule = (
+                f"a raw jax.lax collective needs the per-shard view, and in {frame.mode} mode the body sees whole arrays."
+            )
+            return ModeError(compose(rule, **shown, got=got, fix="an spmd operation, or spmd.local(fn, \"in -> out\") around the raw code"))
+        name = f" {axis!r}" if axis else ""
+        rule = f"a jax.lax collective names a mesh axis{name} that this kernel's mesh does not have."
+        return MeshError(compose(rule, **shown, got=[*got, frame.describe()]))
+    return None
+
+
+def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> str:
+    facts = re.findall(r"(?:The input carry (?:component )?)(\S+) has type (\S+)[^.]*?component has type (\S+?),? so", text, re.S)
+    lines = [f"{name}: {before.rstrip(',')} before the loop, {after.rstrip(',')} after one step" for name, before, after in facts]
+    rule = "a loop's carry starts with another type than one step gives it: it is equal on an axis where the loop makes it vary (or the reverse)."
+    fix = (
+        'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; where the loop adds gathered copies, '
+        'spmd.zeros("<its layout>", to="varying")'
+    )
+    return compose(rule, **shown, got=[*lines, *got, frame.describe()], fix=fix)
+
+
+def _in_jax(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "/jax/" in frames[-1].filename.replace("\\", "/")
+
+
+def _user_line(error: BaseException) -> str | None:
+    """The innermost line that is neither JAX's nor ours."""
+    for entry in reversed(traceback.extract_tb(error.__traceback__)):
+        name = entry.filename.replace("\\", "/")
+        if "/jax/" not in name and "/spmd/" not in name and "/jaxlib/" not in name and not name.startswith("<"):
+            return f"{entry.filename}:{entry.lineno}"
+    return None

@@ -1,0 +1,254 @@
+"""Gradients inside kernels: of complete losses or declared partial sums, and custom rules with fitting types."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from spmd import _compat
+from spmd.comm import _lax
+from spmd.errors import LayoutError, MeshError, ReplicationError, compose, did_you_mean
+from spmd.language import Layout
+from spmd.mode import Frame, current_frame, try_frame
+
+__all__ = ["custom_vjp", "grad", "value_and_grad"]
+
+Argnums = int | Sequence[int]
+
+
+def value_and_grad(
+    fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False
+) -> Callable[..., Any]:
+    """The value and gradient of a loss, inside a kernel, with the meaning of the whole program.
+
+    Raw `jax.grad` inside `shard_map` differentiates the sum over devices of their scalars: a loss that is a
+    gathered copy comes out n times too big, and so does a local mean. Here the loss must be, on each mesh axis,
+    complete (equal by JAX's own type: the result of a `psum` or of `reduce(..., "... -> scalar")`), or a
+    partial sum that is declared.
+
+    Layouts of gradients: that of the argument. Where the argument is equal by JAX's type, the gradient is
+    summed over the devices (one all-reduce); where it is a gathered copy or deferred (`{R:}`), the gradient is
+    a partial sum (`{U:}`); where it is divided, so is the gradient.
+
+    Communication: the transposes of the collectives of `fn`, and one all-reduce per argument that is equal by
+    JAX's type and used by divided data.
+
+    Args:
+      fn: A function to a scalar, or to `(scalar, aux)`.
+      argnums: Which positional arguments to differentiate.
+      loss: "" for a complete loss, or "{U:dp}" for one that is a partial sum on those axes.
+      has_aux: Whether `fn` returns auxiliary results too.
+
+    Returns:
+      A function to `(value, gradient)`, or `((value, aux), gradient)`.
+
+    Raises:
+      ReplicationError: If the loss is neither complete nor declared on some axis, or declared and equal.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("d, b/dp d -> scalar, d", mesh=mesh)
+      ... def step(w, x):
+      ...     def loss(w):
+      ...         return spmd.reduce((x * w) ** 2, "b/dp d -> scalar", "mean")
+      ...     return spmd.value_and_grad(loss)(w)
+      >>> value, gradient = step(jnp.ones(2), jnp.ones((8, 2)))
+      >>> print(value, gradient)
+      1.0 [1. 1.]
+    """
+    name = "value_and_grad"
+    marked = _loss_axes(loss, name)
+
+    @functools.wraps(fn)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        frame = current_frame(f"spmd.{name}")
+        unknown = [a for a in marked if a not in frame.axis_names]
+        if unknown:
+            rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], frame.axis_names) or '.'}"
+            raise MeshError(compose(rule, call=_text(fn, loss), got=[frame.describe()]))
+
+        @functools.wraps(fn)
+        def checked(*inner: Any, **named: Any) -> Any:
+            out = fn(*inner, **named)
+            value = out[0] if has_aux else out
+            _check_loss(value, frame, marked, fn, loss)
+            return out
+
+        return jax.value_and_grad(checked, argnums, has_aux=has_aux)(*args, **kwargs)
+
+    return differentiated
+
+
+def grad(fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient of a loss inside a kernel; `value_and_grad` without the value.
+
+    Communication: that of `value_and_grad`.
+
+    Args:
+      fn: A function to a scalar, or to `(scalar, aux)`.
+      argnums: Which positional arguments to differentiate.
+      loss: "" for a complete loss, or "{U:dp}" for a partial sum on those axes.
+      has_aux: Whether `fn` returns auxiliary results too.
+
+    Returns:
+      A function to the gradient, or to `(gradient, aux)`.
+
+    Raises:
+      ReplicationError: If the loss is neither complete nor declared on some axis.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("b/dp -> b/dp", mesh=mesh)
+      ... def gradient(x):
+      ...     return spmd.grad(lambda x: spmd.reduce(x**2, "b/dp -> scalar", "sum"))(x)
+      >>> print(gradient(jnp.arange(4.0)))
+      [0. 2. 4. 6.]
+    """
+    both = value_and_grad(fn, argnums, loss=loss, has_aux=has_aux)
+
+    @functools.wraps(fn)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return differentiated
+
+
+def _text(fn: Any, loss: str) -> str:
+    tail = f', loss="{loss}"' if loss else ""
+    return f"value_and_grad({getattr(fn, '__name__', 'fn')}{tail})"
+
+
+def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
+    if not isinstance(loss, str) or not re.fullmatch(r"\s*(\{U:[^{}]*\})?\s*", loss):
+        raise LayoutError(compose(f'loss is "" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.', call=f"{name}(fn, ...)"))
+    return Layout(loss.strip()).unreduced if loss.strip() else ()
+
+
+def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], fn: Any, loss: str) -> None:
+    shape = getattr(value, "shape", ())
+    if shape != ():
+        raise ReplicationError(compose(f"the loss is a scalar, and this one has shape {shape}.", call=_text(fn, loss)))
+    if not frame.explicit or frame.island:
+        return
+    varying = _compat.varying_axes(value) | _compat.unreduced_axes(value)
+    loose = frame.in_mesh_order(varying - set(marked))
+    equal = frame.in_mesh_order(set(marked) - varying)
+    if loose:
+        axes = ", ".join(loose)
+        n = frame.axis_size(loose)
+        raise ReplicationError(
+            compose(
+                f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would differentiate the sum of the "
+                f"{n} devices' scalars.",
+                call=_text(fn, loss),
+                got=[f"the loss: {jax.typeof(value)}", frame.describe()],
+                fix=f'reduce(x, "<layout> -> scalar", "mean") as the last step; or loss="{{U:{",".join(loose)}}}" if the sum is meant',
+            )
+        )
+    if equal:
+        raise ReplicationError(
+            compose(
+                f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: the sum would count it "
+                f"{frame.axis_size(equal)} times.",
+                call=_text(fn, loss),
+                got=[f"the loss: {jax.typeof(value)}", frame.describe()],
+                fix='loss=""',
+            )
+        )
+
+
+class _Types:
+    """What JAX knew of the primal arguments, carried from the forward to the backward rule."""
+
+    def __init__(self, axes: tuple[frozenset[str], ...], frame: Frame | None):
+        self.axes = axes
+        self.frame = frame
+
+    def __hash__(self) -> int:
+        return hash((self.axes, self.frame))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Types) and (self.axes, self.frame) == (other.axes, other.frame)
+
+
+jax.tree_util.register_static(_Types)
+
+
+class custom_vjp:
+    """`jax.custom_vjp` whose cotangents are summed to the types of their primals.
+
+    Inside a kernel JAX wants the cotangent of an argument that is equal on an axis to be equal there too. A
+    backward rule computes each device's part; this class adds the parts up, and leaves what the rule has
+    summed already. `spmd` operations may be used in all three functions.
+
+    Communication: in the backward pass one all-reduce per argument that is equal on axes on which its
+    cotangent, as the rule returns it, varies.
+
+    Args:
+      fn: The function.
+      nondiff_argnums: As in `jax.custom_vjp`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> @spmd.custom_vjp
+      ... def double(w, x):
+      ...     return w * x
+      >>> double.defvjp(lambda w, x: (w * x, (w, x)), lambda kept, g: ((g * kept[1]).sum(), g * kept[0]))
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> f = spmd.kernel("scalar, b/dp -> b/dp", mesh=mesh)(double)
+      >>> print(jax.grad(lambda w: f(w, jnp.ones(8)).sum())(1.0))
+      8.0
+
+    References:
+      https://docs.jax.dev/en/latest/notebooks/Custom_derivative_rules_for_Python_code.html
+    """
+
+    def __init__(self, fn: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
+        self.nondiff = tuple(nondiff_argnums)
+        self._inner = jax.custom_vjp(fn, nondiff_argnums=self.nondiff)
+        functools.update_wrapper(self, fn)
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Set the rules: `fwd(*args) -> (out, kept)`, `bwd(*nondiff, kept, cotangent) -> cotangents`."""
+        nondiff = self.nondiff
+
+        def forward(*args: Any) -> Any:
+            out, kept = fwd(*args)
+            primals = [a for i, a in enumerate(args) if i not in nondiff]
+            axes = tuple(_compat.varying_axes(x) | _compat.unreduced_axes(x) for x in jax.tree.leaves(primals))
+            return out, (kept, _Types(axes, try_frame()))
+
+        def backward(*args: Any) -> Any:
+            *fixed, (kept, types), cotangent = args
+            if types.frame is None:
+                return bwd(*fixed, kept, cotangent)
+            with types.frame.enter():
+                out = bwd(*fixed, kept, cotangent)
+                return _summed(out, types)
+
+        self._inner.defvjp(forward, backward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner(*args, **kwargs)
+
+
+def _summed(cotangents: Any, types: _Types) -> Any:
+    """Each cotangent summed over the axes on which it varies and its primal does not."""
+    leaves, structure = jax.tree.flatten(cotangents, is_leaf=lambda x: x is None)
+    if len(leaves) != len(types.axes) or types.frame is None or not types.frame.explicit:
+        return cotangents  # JAX says what is wrong with the structure
+    done = []
+    for leaf, axes in zip(leaves, types.axes, strict=True):
+        if leaf is None or not hasattr(leaf, "dtype"):
+            done.append(leaf)
+            continue
+        extra = types.frame.in_mesh_order((_compat.varying_axes(leaf) | _compat.unreduced_axes(leaf)) - axes)
+        done.append(_compat.pvary(_lax.psum(leaf, extra) if extra else leaf, types.frame.in_mesh_order(axes)))
+    return jax.tree.unflatten(structure, done)

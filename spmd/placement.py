@@ -1,0 +1,312 @@
+"""Placement: arrays and parameters brought into layouts, outside kernels; inside jit and outside alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd._trees import match_prefix
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose, did_you_mean
+from spmd.language import AxisMapping, Layout
+from spmd.mesh import ambient_mesh, check_axes, mesh_of
+from spmd.mode import ambient_mapping, ambient_mode, try_frame
+
+__all__ = ["Init", "from_process_local", "init", "shard"]
+
+T = TypeVar("T")
+
+
+def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
+    """Bring arrays into layouts, inside `jit` and outside alike.
+
+    Outside `jit` it is a `device_put`; inside, a `with_sharding_constraint` on Auto axes and a `reshard` on
+    Explicit ones. In reference mode it keeps everything on one device. Inside a kernel it is an error: there
+    `annotate` states a layout, and `split` and `relayout` change it.
+
+    Communication: whatever moving the arrays takes; none where they lie so already.
+
+    Args:
+      tree: An array or a pytree; leaves that are no arrays stay as they are.
+      layouts: A prefix tree of layouts: a string for all leaves below, a dict, a class or dataclass whose
+        annotations are layouts, the result of `spmd.layouts`, or a function from the tree to one of these.
+      mesh: The mesh; absent, that of the arrays' shardings, else that of `jax.set_mesh`.
+      mapping: Where bare names live; absent, the surrounding `axis_mapping`. A bare name that the mapping lacks
+        is an error, without a mapping it is whole.
+
+    Returns:
+      The tree, placed.
+
+    Raises:
+      LayoutError: If the layouts do not fit the tree, or the mapping lacks a name.
+      SizeError: If dimensions do not divide, all of them at once.
+      MeshError: If there is no mesh, or an axis is unknown.
+      ModeError: Inside a kernel.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> w = spmd.shard({"w": jnp.ones((4, 8))}, {"w": "d/dp f/tp"}, mesh=mesh)
+      >>> w["w"].sharding.spec
+      P('dp', 'tp')
+    """
+    call = "shard(tree, layouts)"
+    if try_frame() is not None:
+        raise ModeError(
+            compose(
+                "shard places whole arrays, and inside a kernel arrays are shards.",
+                call=call,
+                fix='annotate(x, "b/dp d") to state a layout, split(x, "b -> b/dp") to keep a block, relayout(x, "b/dp d -> b d/dp") to change it',
+            )
+        )
+    leaves, structure = jax.tree.flatten(tree)
+    mesh = _mesh(mesh, leaves, call)
+    placed = _placements(tree, layouts, mesh, mapping, call)
+    if ambient_mode()[0] == "reference":
+        return jax.tree.unflatten(structure, [_on_one(x, mesh) if p is not None else x for x, p in zip(leaves, placed, strict=True)])
+    return jax.tree.unflatten(structure, [x if p is None else _place(x, p) for x, p in zip(leaves, placed, strict=True)])
+
+
+def _mesh(mesh: Any, leaves: list[Any], call: str) -> Any:
+    found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
+    if found is None:
+        raise MeshError(
+            compose(
+                "no mesh: none was given, no array lives on one, and no jax.set_mesh surrounds the call.",
+                call=call,
+                fix="mesh=spmd.make_mesh(dp=2, tp=4)",
+            )
+        )
+    return found
+
+
+def _placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> list[NamedSharding | None]:
+    """A sharding for each leaf, None where it is no array."""
+    rules = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
+    if rules is not None:
+        rules.check(mesh.axis_names)
+    out: list[NamedSharding | None] = []
+    faults: list[str] = []
+    for path, leaf, declared in match_prefix(layouts, tree, "tree"):
+        if declared is None or not hasattr(leaf, "shape"):
+            out.append(None)
+            continue
+        layout = resolved(declared, rules, call, path)
+        check_axes(layout.axis_names, mesh, call=f"{path}: {layout.short}")
+        rank = len(leaf.shape)
+        if layout.has_ellipsis and rank >= len(layout.dims) - 1:
+            layout = layout.with_rank(rank)
+        try:
+            layout.local_shape(leaf.shape, mesh)
+        except SizeError as error:
+            faults += [f'{path} of shape {tuple(leaf.shape)} as "{layout.short}": {line}' for line in _reasons(error)]
+            continue
+        out.append(NamedSharding(mesh, layout.spec))
+    if faults:
+        raise SizeError(compose("an array does not fit its layout.", call=call, got=faults))
+    return out
+
+
+def _reasons(error: SizeError) -> list[str]:
+    lines = str(error.args[0]).split("\n")[1:]
+    return [line.removeprefix("- ").removeprefix("got: ") for line in lines if line not in ("got:",) and not line.startswith("fix:")]
+
+
+def resolved(layout: Layout, mapping: AxisMapping | None, call: str, path: str) -> Layout:
+    """A layout whose bare names the mapping has placed; every one of them must be known to it."""
+    if mapping is not None:
+        missing = [n for n in layout.bare if n in layout.names and n not in mapping]
+        if missing:
+            raise LayoutError(
+                compose(
+                    f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], mapping) or '.'}",
+                    call=call,
+                    got=[f'{path}: "{layout.short}"', f"mapping: {', '.join(mapping)}"],
+                    fix=f'"{missing[0]}": None for a whole dimension',
+                )
+            )
+    return layout.resolve(mapping)
+
+
+def _place(x: Any, sharding: NamedSharding) -> Any:
+    mesh = sharding.mesh
+    if not isinstance(x, jax.core.Tracer):
+        if not isinstance(mesh, Mesh):
+            raise MeshError(compose("an array outside jit is placed on devices, and an abstract mesh has none.", call="shard(tree, layouts)"))
+        return jax.device_put(x, sharding)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {n for n, kind in kinds.items() if kind is AxisType.Explicit}
+    if explicit:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, _part(sharding.spec, explicit)))
+    if len(explicit) == len(kinds):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _part(sharding.spec, set(kinds) - explicit)))
+
+
+def _part(spec: P, axes: set[str]) -> P:
+    """The entries of a spec that name only `axes`; `reshard` and constraints each know one type of axis."""
+    entries = []
+    for entry in spec:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        kept = tuple(a for a in names if a in axes)
+        entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
+    return P(*entries)
+
+
+def _on_one(x: Any, mesh: Any) -> Any:
+    if isinstance(x, jax.core.Tracer) or not isinstance(mesh, Mesh):
+        return x
+    return jax.device_put(x, mesh.devices.flat[0])
+
+
+class Init:
+    """What `init` returns: call it with the arguments of the function; see there."""
+
+    def __init__(self, fn: Callable[..., Any], layouts: Any, mesh: Any, mapping: Any):
+        self._fn = fn
+        self._layouts = layouts
+        self._given = mesh
+        self._mapping = mapping
+        self._jitted: dict[Any, Any] = {}
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shapes = jax.eval_shape(self._fn, *args, **kwargs)
+        leaves, structure = jax.tree.flatten(shapes)
+        mesh, shardings = self._shardings(shapes)
+        if ambient_mode()[0] == "reference":
+            out = jax.jit(self._fn)(*args, **kwargs)
+            return jax.tree.map(lambda x: _on_one(x, mesh), out)
+        if not isinstance(mesh, Mesh):
+            raise MeshError(compose("parameters are born on devices, and an abstract mesh has none.", call=self._text, fix=".abstract(...)"))
+        tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+        if tracing:
+            return jax.tree.unflatten(structure, [_place(x, s) for x, s in zip(jax.tree.leaves(self._fn(*args, **kwargs)), shardings, strict=True)])
+        key = (mesh, structure, tuple(shardings))
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(self._fn, out_shardings=jax.tree.unflatten(structure, shardings))
+        # a key that lives on one device of another mesh must not decide where parameters are born
+        args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
+        return self._jitted[key](*args, **kwargs)
+
+    def abstract(self, *args: Any, **kwargs: Any) -> Any:
+        """The parameters as `jax.ShapeDtypeStruct`s with their shardings: nothing is computed or allocated."""
+        shapes = jax.eval_shape(self._fn, *args, **kwargs)
+        leaves, structure = jax.tree.flatten(shapes)
+        _, shardings = self._shardings(shapes)
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)]
+        return jax.tree.unflatten(structure, structs)
+
+    @property
+    def _text(self) -> str:
+        return f"init({getattr(self._fn, '__name__', 'fn')}, layouts)"
+
+    def _shardings(self, shapes: Any) -> tuple[Any, list[NamedSharding]]:
+        mesh = _mesh(self._given, [], self._text)
+        found = _placements(shapes, self._layouts, mesh, self._mapping, self._text)
+        missing = [path for (path, _, _), s in zip(match_prefix(self._layouts, shapes, "tree"), found, strict=True) if s is None]
+        if missing:
+            raise LayoutError(compose("every array that is born has a layout.", call=self._text, got=missing))
+        return mesh, [s for s in found if s is not None]
+
+
+def _everywhere(x: Any, mesh: Mesh) -> Any:
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return x
+    return x if x.sharding.device_set == set(mesh.devices.flat) or not x.committed else jax.device_put(x, NamedSharding(mesh, P()))
+
+
+def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any = None) -> Init:
+    """Parameters that are born sharded: `init(fn, layouts)(key)`, and no device ever holds the whole.
+
+    `fn` is ordinary JAX on whole arrays; it is compiled with the layouts as output shardings, and JAX's
+    counter-based random numbers make the values independent of the mesh.
+
+    Communication: none for parameters made of random numbers and constants.
+
+    Args:
+      fn: A function to a pytree of arrays, usually of a key.
+      layouts: A prefix tree of layouts for its result, as in `shard`.
+      mesh: The mesh; absent, that of `jax.set_mesh`.
+      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+
+    Returns:
+      A function with the parameters of `fn`; its `.abstract(...)` gives `jax.ShapeDtypeStruct`s with shardings.
+
+    Raises:
+      LayoutError: If the layouts do not fit the tree.
+      SizeError: If dimensions do not divide.
+      MeshError: If there is no mesh.
+
+    Example:
+      >>> import jax, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> make = spmd.init(lambda key: {"w": jax.random.normal(key, (8, 16))}, {"w": "d/dp f/tp"}, mesh=mesh)
+      >>> make(jax.random.key(0))["w"].addressable_shards[0].data.shape
+      (4, 4)
+      >>> make.abstract(jax.random.key(0))["w"].sharding.spec
+      P('dp', 'tp')
+    """
+    return Init(fn, layouts, mesh, mapping)
+
+
+def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
+    """Global arrays of the rows that each process has read: `from_process_local(batch, "b/dp s")`.
+
+    Every process gives its own part, in the order of its devices in the mesh; with one process that is the
+    whole. No communication between devices; from host to device each process's own part.
+
+    Args:
+      tree: A NumPy array or a pytree of them, this process's part.
+      layouts: A prefix tree of layouts for the global arrays.
+      mesh: The mesh; absent, that of `jax.set_mesh`.
+      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+
+    Returns:
+      The tree of global arrays.
+
+    Raises:
+      PlacementError: If an array is already a distributed one.
+      SizeError: If dimensions do not divide.
+
+    Example:
+      >>> import numpy as np, spmd
+      >>> mesh = spmd.make_mesh(dp=8)
+      >>> spmd.from_process_local(np.ones((16, 4)), "b/dp s", mesh=mesh).sharding.spec
+      P('dp', None)
+
+    References:
+      https://docs.jax.dev/en/latest/multi_process.html
+    """
+    call = "from_process_local(tree, layouts)"
+    leaves, structure = jax.tree.flatten(tree)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise PlacementError(compose("data comes from the host: call it outside jit.", call=call, fix="shard(x, layouts)"))
+    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves):
+        raise PlacementError(compose("an array that spans processes is global already.", call=call, fix="shard(x, layouts)"))
+    mesh = _mesh(mesh, [], call)
+    if ambient_mode()[0] == "reference":
+        return jax.tree.map(lambda x: _on_one(x, mesh), tree)
+    found = _local_placements(tree, layouts, mesh, mapping, call)
+    out = [x if s is None else jax.make_array_from_process_local_data(s, np.asarray(x)) for x, s in zip(leaves, found, strict=True)]
+    return jax.tree.unflatten(structure, out)
+
+
+def _local_placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> list[NamedSharding | None]:
+    if jax.process_count() == 1:
+        return _placements(tree, layouts, mesh, mapping, call)
+    rules = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
+    out: list[NamedSharding | None] = []
+    for path, leaf, declared in match_prefix(layouts, tree, "tree"):
+        if declared is None:
+            out.append(None)
+            continue
+        layout = resolved(declared, rules, call, path)
+        check_axes(layout.axis_names, mesh, call=f"{path}: {layout.short}")
+        out.append(NamedSharding(mesh, layout.with_rank(np.ndim(leaf)).spec))
+    return out
