@@ -6,6 +6,7 @@ Every rule comes with a text that breaks it, so that a rule which can no longer 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ class Source:
     path: str
     text: str
 
-    @property
+    @functools.cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
