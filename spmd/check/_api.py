@@ -15,7 +15,7 @@ from spmd.check._control import opened
 from spmd.check._dataflow import Walk, walk_closed
 from spmd.check._report import describe, raise_all
 from spmd.check._source import line_of
-from spmd.check._state import State
+from spmd.check._state import UNKNOWN, State
 
 
 def check_jaxpr(
@@ -59,7 +59,7 @@ def in_states_of(values: Iterable[Any]) -> list[InState]:
 
 def check_body(
     closed_jaxpr: Any,
-    in_states: Sequence[InState],
+    in_states: Sequence[InState] | None = None,
     *,
     mesh_axes: tuple[str, ...],
     kernel: str,
@@ -72,6 +72,7 @@ def check_body(
     Args:
       closed_jaxpr: The body's own jaxpr.
       in_states: Its inputs in order, without constants; `in_states_of(arrays)` reads them off JAX's types.
+        None: nothing is known of an input until its first layout.
       mesh_axes: The mesh axes that the kernel's layouts speak about.
       kernel: Its name, for the message.
       axis_sizes: Their sizes, if known.
@@ -81,7 +82,11 @@ def check_body(
     """
     walk = Walk(kernel, mesh_axes, axis_sizes)
     walk.active = True
-    operands = [_seeded(walk, i, state) for i, state in enumerate(in_states)]
+    if in_states is None:
+        inner, _ = opened(closed_jaxpr)
+        operands = [State(flags=UNKNOWN)] * len(inner.invars)
+    else:
+        operands = [_seeded(walk, i, state) for i, state in enumerate(in_states)]
     walk_closed(walk, closed_jaxpr, operands)
     raise_all(kernel, walk.failures)
 
@@ -133,6 +138,7 @@ def explain_output(
       One entry per output of the body.
     """
     walk = Walk(kernel, mesh_axes)
+    walk.trusting = False
     walk_closed(walk, closed_jaxpr)
     if not walk.outputs:
         return []

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.core
 from jax.extend.core import Literal
 
+from spmd import _compat
 from spmd.check._axes import AxisBits, Origin, Origins
 from spmd.check._collectives import COLLECTIVES
 from spmd.check._control import CONTROL, call, collectives_of, opened
@@ -41,6 +43,7 @@ class Walk:
       active: Whether the walk is inside a body. Outside, values are global and layouts say nothing.
       callers: The equations whose jaxprs we are inside of.
       arg_names: What the kernel calls the inputs of its body.
+      trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       faults: How many findings there were, to see whether a rule had one.
       outputs: The output states of each body.
     """
@@ -51,6 +54,7 @@ class Walk:
         self.origins = Origins()
         self.wanted = self.checked = self.axes.mask(tuple(axes))
         self.active = False
+        self.trusting = True
         self.arg_names: tuple[str, ...] = ()
         self.callers: list[Any] = []
         self.failures: list[Failure] = []
@@ -119,7 +123,7 @@ class Walk:
         env: dict[Any, State] = dict(zip(jaxpr.invars, operands, strict=True))
         if consts:
             env.update(
-                (var, constant_state(value)) for var, value in zip(jaxpr.constvars, consts, strict=True)
+                (var, self.constant(value)) for var, value in zip(jaxpr.constvars, consts, strict=True)
             )
         else:
             env.update((var, State()) for var in jaxpr.constvars)
@@ -132,6 +136,13 @@ class Walk:
             else:
                 env.update(zip(eqn.outvars, outs, strict=True))
         return [literal_state(v.val) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+    def constant(self, value: Any) -> State:
+        """What the jaxpr closed over: an array, or a value of the trace around it."""
+        if not isinstance(value, jax.core.Tracer):
+            return constant_state(value)
+        partial = _compat.unreduced_axes(value)
+        return State(self.axes.mask(_compat.varying_axes(value) | partial), self.axes.mask(partial))
 
     def step(self, eqn: Any, ins: Sequence[State]) -> Any:
         """One equation: a list with a state per output, or one state for all of them."""

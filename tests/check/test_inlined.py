@@ -50,6 +50,21 @@ def test_given_states_win() -> None:
         checked(lambda x, w: lax.psum(x @ w, "tp"), [both, both])
 
 
+def test_unknown_inputs_raise_no_alarm() -> None:
+    def outer(x, w):
+        later = lambda y: mark(jnp.tanh(y + x) @ w, "a b")  # a value closed over is known by its type
+        body_of_nothing = lambda x, w: mark(jnp.where(x > 0, x, 1.0) @ w, "a b")
+        for fn, args in ((body_of_nothing, (x, w)), (lambda x, w: later(x), (x, w))):
+            check_body(jax.make_jaxpr(fn)(*args), mesh_axes=AXES, kernel="inner")
+        with pytest.raises(ReplicationError, match="differs along"):
+            check_body(jax.make_jaxpr(lambda: mark(x, "a b"))(), [], mesh_axes=AXES, kernel="inner")
+        return x
+
+    jax.jit(
+        jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp", "tp"))
+    ).trace(jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+
 def test_types_are_read() -> None:
     def outer(x, w):
         assert in_states_of([x, w]) == [InState(("dp", "tp")), InState(())]

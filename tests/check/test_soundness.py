@@ -16,7 +16,7 @@ from spmd.check._dataflow import Walk, walk_closed
 from spmd.check._state import EVERYWHERE, State
 from spmd.errors import ReplicationError
 from tests.check import wrong_programs
-from tests.check.harness import AXES, check, mesh, trace, varying
+from tests.check.harness import AXES, check, mark, mesh, trace, varying
 from tests.check.test_correct_programs import PROGRAMS, gathered_softmax, polluted_carry, shifted_equal
 
 # --- equal and different --------------------------------------------------------------------------------------
@@ -227,8 +227,6 @@ def test_explain_output_names_the_gathers() -> None:
 
 
 def test_explain_output_gives_the_line_to_paste() -> None:
-    from tests.check.harness import mark
-
     def body(x, w):
         x = mark(x, "a/dp b/tp", "operand", 'all_gather(x, "a/dp b/tp -> a/dp b")'); y = lax.all_gather(x, "tp", axis=1, tiled=True)  # noqa: E702  # fmt: skip
         return y * 2.0, x, polluted_carry(x, w)[None], shifted_equal(x, w)[:1]
@@ -239,6 +237,16 @@ def test_explain_output_gives_the_line_to_paste() -> None:
     assert "divided by P('dp', 'tp')" in facts[1].reasons["tp"][0]
     assert facts[2].different == () and facts[3].different == ()
     assert facts[3].copies == {}
+
+
+def test_explain_output_does_not_believe_the_layouts() -> None:
+    def body(x, w):
+        full = lax.all_gather(x, "tp", axis=1, tiled=True)
+        return mark(x[:, :1], "a b", "output"), mark(full, "a b", "output")
+
+    first, second = explain_output(trace(body, out=P(AXES)), mesh_axes=AXES)
+    assert first.different == AXES and first.copies == {}
+    assert second.different == ("dp",) and list(second.copies) == ["tp"]
 
 
 def test_a_jaxpr_without_a_body_says_nothing() -> None:
