@@ -12,7 +12,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd.errors import MeshError, compose, did_you_mean
 
-__all__ = ["ambient_mesh", "check_axes", "make_mesh", "mesh_of", "mesh_sizes", "outside_trace", "use_cpu_devices"]
+__all__ = [
+    "ambient_mesh",
+    "check_axes",
+    "make_mesh",
+    "mesh_of",
+    "mesh_sizes",
+    "outside_trace",
+    "use_cpu_devices",
+]
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, **axes: int) -> Mesh | AbstractMesh:
@@ -44,7 +52,12 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
         raise MeshError(compose("a mesh needs at least one axis.", call=call, fix="make_mesh(dp=2, tp=4)"))
     for name, size in axes.items():
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise MeshError(compose(f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.", call=call))
+            raise MeshError(
+                compose(
+                    f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.",
+                    call=call,
+                )
+            )
     pool = list(devices) if devices is not None else None
     sizes = _fill(axes, pool, abstract, call)
     kinds = (AxisType.Auto,) * len(sizes)
@@ -113,7 +126,12 @@ def use_cpu_devices(count: int) -> list[Any]:
       8
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise MeshError(compose(f"the number of devices is a positive integer, not {count!r}.", call=f"use_cpu_devices({count!r})"))
+        raise MeshError(
+            compose(
+                f"the number of devices is a positive integer, not {count!r}.",
+                call=f"use_cpu_devices({count!r})",
+            )
+        )
     already = None
     try:
         jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
@@ -123,7 +141,8 @@ def use_cpu_devices(count: int) -> list[Any]:
     if len(have) < count:
         raise MeshError(
             compose(
-                f"JAX already runs with {len(have)} CPU device{'s' if len(have) > 1 else ''}, and that cannot grow to {count}.",
+                f"JAX already runs with {len(have)} CPU device{'s' if len(have) > 1 else ''}, and "
+                f"that cannot grow to {count}.",
                 call=f"use_cpu_devices({count})",
                 got=["the backend starts with the first array or the first question for devices"],
                 fix=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",

@@ -18,7 +18,16 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd.errors import ModeError, compose, did_you_mean
 from spmd.language import AxisMapping
 
-__all__ = ["Frame", "ambient_mapping", "ambient_mode", "axis_mapping", "current_frame", "mode", "scope", "try_frame"]
+__all__ = [
+    "Frame",
+    "ambient_mapping",
+    "ambient_mode",
+    "axis_mapping",
+    "current_frame",
+    "mode",
+    "scope",
+    "try_frame",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +69,16 @@ class Frame:
         object.__setattr__(self, "_hash", hash(self._key()))
 
     def _key(self) -> tuple[Any, ...]:
-        return (self.mode, self.mesh, self.sizes, self.mapping, self.renames, self.bound, self.constrain, self.island)
+        return (
+            self.mode,
+            self.mesh,
+            self.sizes,
+            self.mapping,
+            self.renames,
+            self.bound,
+            self.constrain,
+            self.island,
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -92,7 +110,9 @@ class Frame:
         return tuple(name for name, _ in self.sizes if name in axes)
 
     def describe(self) -> str:
-        return "mesh " + ", ".join(f"{name}={size}" for name, size in self.sizes) if self.sizes else "a mesh without axes"
+        return (
+            "mesh " + ", ".join(f"{name}={size}" for name, size in self.sizes) if self.sizes else "a mesh without axes"
+        )
 
     def replace(self, **changes: Any) -> Frame:
         return replace(self, **changes)
@@ -125,7 +145,8 @@ def current_frame(who: str) -> Frame:
     if frame is None:
         raise ModeError(
             compose(
-                f"{who} reads layouts, so it runs inside a kernel (or inside your own jax.shard_map), and none is being traced.",
+                f"{who} reads layouts, so it runs inside a kernel (or inside your own "
+                f"jax.shard_map), and none is being traced.",
                 fix='put it in a function decorated with @spmd.kernel("... -> ...", mesh=mesh)',
             )
         )

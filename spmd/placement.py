@@ -61,15 +61,22 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
             compose(
                 "shard places whole arrays, and inside a kernel arrays are shards.",
                 call=call,
-                fix='annotate(x, "b/dp d") to state a layout, split(x, "b -> b/dp") to keep a block, relayout(x, "b/dp d -> b d/dp") to change it',
+                fix=(
+                    'annotate(x, "b/dp d") to state a layout, split(x, "b -> b/dp") to keep a '
+                    'block, relayout(x, "b/dp d -> b d/dp") to change it'
+                ),
             )
         )
     leaves, structure = jax.tree.flatten(tree)
     mesh = _mesh(mesh, leaves, call)
     placed = _placements(tree, layouts, mesh, mapping, call)
     if ambient_mode()[0] == "reference":
-        return jax.tree.unflatten(structure, [_on_one(x, mesh) if p is not None else x for x, p in zip(leaves, placed, strict=True)])
-    return jax.tree.unflatten(structure, [x if p is None else _place(x, p) for x, p in zip(leaves, placed, strict=True)])
+        return jax.tree.unflatten(
+            structure, [_on_one(x, mesh) if p is not None else x for x, p in zip(leaves, placed, strict=True)]
+        )
+    return jax.tree.unflatten(
+        structure, [x if p is None else _place(x, p) for x, p in zip(leaves, placed, strict=True)]
+    )
 
 
 def _mesh(mesh: Any, leaves: list[Any], call: str) -> Any:
@@ -114,7 +121,11 @@ def _placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> 
 
 def _reasons(error: SizeError) -> list[str]:
     lines = str(error.args[0]).split("\n")[1:]
-    return [line.removeprefix("- ").removeprefix("got: ") for line in lines if line not in ("got:",) and not line.startswith("fix:")]
+    return [
+        line.removeprefix("- ").removeprefix("got: ")
+        for line in lines
+        if line not in ("got:",) and not line.startswith("fix:")
+    ]
 
 
 def resolved(layout: Layout, mapping: AxisMapping | None, call: str, path: str) -> Layout:
@@ -137,7 +148,12 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     mesh = sharding.mesh
     if not isinstance(x, jax.core.Tracer):
         if not isinstance(mesh, Mesh):
-            raise MeshError(compose("an array outside jit is placed on devices, and an abstract mesh has none.", call="shard(tree, layouts)"))
+            raise MeshError(
+                compose(
+                    "an array outside jit is placed on devices, and an abstract mesh has none.",
+                    call="shard(tree, layouts)",
+                )
+            )
         return jax.device_put(x, sharding)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {n for n, kind in kinds.items() if kind is AxisType.Explicit}
@@ -177,16 +193,25 @@ class Init:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shapes = jax.eval_shape(self._fn, *args, **kwargs)
-        leaves, structure = jax.tree.flatten(shapes)
+        structure = jax.tree.structure(shapes)
         mesh, shardings = self._shardings(shapes)
         if ambient_mode()[0] == "reference":
             out = jax.jit(self._fn)(*args, **kwargs)
             return jax.tree.map(lambda x: _on_one(x, mesh), out)
         if not isinstance(mesh, Mesh):
-            raise MeshError(compose("parameters are born on devices, and an abstract mesh has none.", call=self._text, fix=".abstract(...)"))
+            raise MeshError(
+                compose(
+                    "parameters are born on devices, and an abstract mesh has none.",
+                    call=self._text,
+                    fix=".abstract(...)",
+                )
+            )
         tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
         if tracing:
-            return jax.tree.unflatten(structure, [_place(x, s) for x, s in zip(jax.tree.leaves(self._fn(*args, **kwargs)), shardings, strict=True)])
+            return jax.tree.unflatten(
+                structure,
+                [_place(x, s) for x, s in zip(jax.tree.leaves(self._fn(*args, **kwargs)), shardings, strict=True)],
+            )
         key = (mesh, structure, tuple(shardings))
         if key not in self._jitted:
             self._jitted[key] = jax.jit(self._fn, out_shardings=jax.tree.unflatten(structure, shardings))
@@ -209,7 +234,11 @@ class Init:
     def _shardings(self, shapes: Any) -> tuple[Any, list[NamedSharding]]:
         mesh = _mesh(self._given, [], self._text)
         found = _placements(shapes, self._layouts, mesh, self._mapping, self._text)
-        missing = [path for (path, _, _), s in zip(match_prefix(self._layouts, shapes, "tree"), found, strict=True) if s is None]
+        missing = [
+            path
+            for (path, _, _), s in zip(match_prefix(self._layouts, shapes, "tree"), found, strict=True)
+            if s is None
+        ]
         if missing:
             raise LayoutError(compose("every array that is born has a layout.", call=self._text, got=missing))
         return mesh, [s for s in found if s is not None]
@@ -218,7 +247,11 @@ class Init:
 def _everywhere(x: Any, mesh: Mesh) -> Any:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return x
-    return x if x.sharding.device_set == set(mesh.devices.flat) or not x.committed else jax.device_put(x, NamedSharding(mesh, P()))
+    return (
+        x
+        if x.sharding.device_set == set(mesh.devices.flat) or not x.committed
+        else jax.device_put(x, NamedSharding(mesh, P()))
+    )
 
 
 def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any = None) -> Init:
@@ -286,14 +319,21 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
     call = "from_process_local(tree, layouts)"
     leaves, structure = jax.tree.flatten(tree)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise PlacementError(compose("data comes from the host: call it outside jit.", call=call, fix="shard(x, layouts)"))
+        raise PlacementError(
+            compose("data comes from the host: call it outside jit.", call=call, fix="shard(x, layouts)")
+        )
     if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves):
-        raise PlacementError(compose("an array that spans processes is global already.", call=call, fix="shard(x, layouts)"))
+        raise PlacementError(
+            compose("an array that spans processes is global already.", call=call, fix="shard(x, layouts)")
+        )
     mesh = _mesh(mesh, [], call)
     if ambient_mode()[0] == "reference":
         return jax.tree.map(lambda x: _on_one(x, mesh), tree)
     found = _local_placements(tree, layouts, mesh, mapping, call)
-    out = [x if s is None else jax.make_array_from_process_local_data(s, np.asarray(x)) for x, s in zip(leaves, found, strict=True)]
+    out = [
+        x if s is None else jax.make_array_from_process_local_data(s, np.asarray(x))
+        for x, s in zip(leaves, found, strict=True)
+    ]
     return jax.tree.unflatten(structure, out)
 
 

@@ -4,4 +4,14 @@ from spmd.comm.collectives import all_gather, all_to_all, defer, psum, psum_scat
 from spmd.comm.permute import ppermute, shift
 from spmd.comm.relayout import relayout
 
-__all__ = ["all_gather", "all_to_all", "defer", "ppermute", "psum", "psum_scatter", "relayout", "shift", "split"]
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "defer",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "relayout",
+    "shift",
+    "split",
+]

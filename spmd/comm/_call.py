@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spmd import _compat
+from spmd.comm._keywords import call_text, split_keywords
 from spmd.comm._marks import layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
@@ -69,7 +69,9 @@ class Operand:
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None) -> Pattern:
+def _resolve(
+    pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None
+) -> Pattern:
     # Equal patterns may be written differently, and carets point into what was written: hence `source` in the
     # key, and the spans of the pattern as parsed.
     resolved = (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)
@@ -79,45 +81,14 @@ def _resolve(pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...]
 
 def _with_spans(layout: Layout, written: Layout) -> Layout:
     dims = [
-        replace(a, span=b.span, atoms=tuple(replace(x, span=y.span) for x, y in zip(a.atoms, b.atoms, strict=True)))
+        replace(
+            a,
+            span=b.span,
+            atoms=tuple(replace(x, span=y.span) for x, y in zip(a.atoms, b.atoms, strict=True)),
+        )
         for a, b in zip(layout.dims, written.dims, strict=True)
     ]
     return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=written.source)
-
-
-def _axis_keyword(value: Any) -> bool:
-    return value is None or isinstance(value, str) or (isinstance(value, tuple) and all(isinstance(v, str) for v in value))
-
-
-def _split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
-    sizes: dict[str, int] = {}
-    axes: dict[str, Any] = {}
-    for key, value in binds.items():
-        if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-            known, what = pattern.names, "dimension"
-            sizes[key] = int(value)
-        elif _axis_keyword(value):
-            known, what = pattern.axis_names, "mesh axis"
-            axes[key] = value
-        else:
-            rule = (
-                f"the keyword {key} binds a size (an int) or a mesh axis (a str, a tuple of str, or None), "
-                f"not {type(value).__name__}."
-            )
-            raise LayoutError(compose(rule, call=text, source=pattern.source))
-        if key not in known:
-            rule = f"the keyword {key}={value!r} binds a {what} that the pattern does not have{did_you_mean(key, known) or '.'}"
-            got = [f"{what} names in the pattern: {', '.join(known) or 'none'}"]
-            raise LayoutError(compose(rule, call=text, source=pattern.source, got=got))
-        if key in sizes and sizes[key] < 1:
-            raise SizeError(compose(f"the size of {key} is positive, not {value}.", call=text, source=pattern.source))
-    return sizes, axes
-
-
-def call_text(name: str, pattern: Any, arrays: int = 1) -> str:
-    """How a call is shown in messages and in `explain`."""
-    shown = {0: "", 1: "x, ", 2: "x, y, "}.get(arrays, "x, ..., ")
-    return f'{name}({shown}"{pattern}")'
 
 
 def open_call(
@@ -145,12 +116,16 @@ def open_call(
     frame = frame or current_frame(f"spmd.{name}")
     first = next((a for a in arrays if isinstance(a, str)), None)
     if first is not None or not isinstance(pattern, (str, Pattern, Layout)):
-        rule = f"the pattern is a string, not {type(pattern).__name__}." if first is None else "arrays come first, then the pattern."
+        rule = (
+            f"the pattern is a string, not {type(pattern).__name__}."
+            if first is None
+            else "arrays come first, then the pattern."
+        )
         fix = call_text(name, "b/dp d -> b d" if first is None else first, len(arrays) or 1)
         raise LayoutError(compose(rule, call=f"{name}(...)", fix=fix))
     text = call_text(name, pattern, len(arrays))
     parsed = _parse(pattern, text, arrow)
-    sizes, axes = _split_keywords(text, parsed, binds)
+    sizes, axes = split_keywords(text, parsed, binds)
     renames = tuple(r for r in frame.renames if r[0] in parsed.axis_names and r[0] not in axes)
     renames += tuple(sorted(axes.items()))
     try:
@@ -211,10 +186,16 @@ class Call:
     def check_counts(self, inputs: int | None, outputs: int | None) -> None:
         left, right = self.pattern.inputs, self.pattern.outputs
         if inputs is not None and len(left) != inputs:
-            arrays, layouts = f"{inputs} array{'s' * (inputs != 1)}", f"{len(left)} layout{'s' * (len(left) != 1)}"
+            arrays, layouts = (
+                f"{inputs} array{'s' * (inputs != 1)}",
+                f"{len(left)} layout{'s' * (len(left) != 1)}",
+            )
             self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.", error=LayoutError)
         if outputs is not None and self.pattern.arrow and len(right) != outputs:
-            self.fail(f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.", error=LayoutError)
+            self.fail(
+                f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.",
+                error=LayoutError,
+            )
 
     def check_mesh(self) -> None:
         known = self.frame.axis_names
@@ -320,7 +301,10 @@ class Call:
             return [Factor(dim, (), size, size)]
         size -= sum(dim.margin)
         known = [self._known(atom) for atom in dim.atoms]
-        local = [0 if k is None else self.local(k, a.axes or (), a.name, a.span) for a, k in zip(dim.atoms, known, strict=True)]
+        local = [
+            0 if k is None else self.local(k, a.axes or (), a.name, a.span)
+            for a, k in zip(dim.atoms, known, strict=True)
+        ]
         unknown = [i for i, k in enumerate(known) if k is None]
         if len(unknown) > 1:
             names = [dim.atoms[i].name for i in unknown]
@@ -339,7 +323,14 @@ class Call:
         if math.prod(local) != size:
             self._size_mismatch(dim, size, local, origin)
         return [
-            Factor(f"_{position}" if a.name == "_" else a.name, a.axes or (), n, n if k is None else k, dim.bracket, a.span)
+            Factor(
+                f"_{position}" if a.name == "_" else a.name,
+                a.axes or (),
+                n,
+                n if k is None else k,
+                dim.bracket,
+                a.span,
+            )
             for a, n, k in zip(dim.atoms, local, known, strict=True)
         ]
 
@@ -352,7 +343,9 @@ class Call:
     def _size_mismatch(self, dim: Dim, size: int, expected: Sequence[int], origin: str) -> NoReturn:
         here = " on each device" if self.frame.explicit else ""
         got = [f"{origin}: size {size}{here}"]
-        got += [f"{a.name} = {self.sizes[a.name][0]}: {self.sizes[a.name][1]}" for a in dim.atoms if a.name in self.sizes]
+        got += [
+            f"{a.name} = {self.sizes[a.name][0]}: {self.sizes[a.name][1]}" for a in dim.atoms if a.name in self.sizes
+        ]
         rule = f"{Layout.from_dims((dim,)).short} is {math.prod(expected)}{here}, but the array has {size}."
         self.fail(rule, at=dim.span, got=[*got, self.frame.describe()], error=SizeError)
 
@@ -369,7 +362,8 @@ class Call:
             n = self.frame.axis_size(equal)
             at = self.raw.source.find("{U:")
             self.fail(
-                f"{label} is equal on {', '.join(equal)}, so it is no partial sum: summing {n} copies multiplies it by {n}.",
+                f"{label} is equal on {', '.join(equal)}, so it is no partial sum: summing {n} "
+                f"copies multiplies it by {n}.",
                 at=None if at < 0 else (at, self.raw.source.find("}", at) + 1),
                 got=[f"{label}: {jax.typeof(x)}", self.frame.describe()],
                 fix="leave out the {U:} mark, and the psum",
@@ -404,7 +398,12 @@ class Call:
         """The factor that an atom of the right side stands for."""
         size = self._known(atom)
         if size is None:
-            self.fail(f"the size of {atom.name} is not known.", at=atom.span, fix=f"{atom.name}=...", error=SizeError)
+            self.fail(
+                f"the size of {atom.name} is not known.",
+                at=atom.span,
+                fix=f"{atom.name}=...",
+                error=SizeError,
+            )
         axes = atom.axes or ()
         return Factor(atom.name, axes, self.local(size, axes, atom.name, atom.span), size, span=atom.span)
 
@@ -450,7 +449,10 @@ def _with_axes(have: Layout, wanted: Layout) -> Layout:
     pairs = list(zip(have.dims, wanted.dims, strict=True))
     if any(len(h.atoms) != len(w.atoms) for h, w in pairs):
         return wanted
-    dims = [replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True))) for h, w in pairs]
+    dims = [
+        replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)))
+        for h, w in pairs
+    ]
     return Layout.from_dims(tuple(dims), unreduced=have.unreduced, reduced=have.reduced)
 
 

@@ -10,7 +10,17 @@ from jax import lax
 
 from spmd import _compat
 
-__all__ = ["all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "slice_block"]
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "slice_block",
+]
 
 Axes = tuple[str, ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -24,10 +25,8 @@ _tags: dict[int, tuple[weakref.ref[Any], Layout, str]] = {}
 def tag(x: Any, layout: Layout, origin: str) -> Any:
     """Remember the layout of a value that `spmd` itself made; forgotten with the value."""
     key = id(x)
-    try:
+    with contextlib.suppress(TypeError):  # a NumPy scalar or a Python number: nothing to remember it by
         _tags[key] = (weakref.ref(x, lambda _: _tags.pop(key, None)), layout, origin)
-    except TypeError:  # a NumPy scalar or a Python number: nothing to remember it by
-        pass
     return x
 
 

@@ -86,7 +86,8 @@ def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:
         "psum_scatter": "a {U:} mark that becomes a division is a psum_scatter",
         "all_to_all": "an axis that goes from one dimension to another is an all_to_all",
         "defer": "a {R:} mark that appears is a defer",
-        "relayout": "a tiled collective adds or removes only the minor-most axes of a dimension, and one kind at a time",
+        "relayout": "a tiled collective adds or removes only the minor-most axes of a dimension, "
+        "and one kind at a time",
     }
     return f'{rules[needed]}; "{src.short}" to "{dst.short}" is {needed}, not {verb}.'
 
@@ -115,9 +116,7 @@ def _changes(operand: Operand, dst: Layout, extra: int) -> list[tuple[int, tuple
     return out
 
 
-def _verb(
-    name: str, x: T, pattern: str, binds: dict[str, Any], move: Callable[[Call, Operand, Layout], Any]
-) -> T:
+def _verb(name: str, x: T, pattern: str, binds: dict[str, Any], move: Callable[[Call, Operand, Layout], Any]) -> T:
     """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided)."""
     call = open_call(name, pattern, binds, arrays=(x,))
     moves = _check_pair(call, name)
@@ -358,7 +357,7 @@ def defer(x: T, pattern: str, **names: Any) -> T:
       >>> @spmd.kernel("d, b/dp d -> d", mesh=mesh)
       ... def gradient(w, x):
       ...     w = spmd.defer(w, "d -> d {R:dp}")
-      ...     g = spmd.grad(lambda w: (x * w).sum(), loss="{U:dp}")(w)
+      ...     g = spmd.grad(lambda w: (x * w[None]).sum(), loss="{U:dp}")(w)
       ...     return spmd.psum(g, "d {U:dp} -> d")
       >>> print(gradient(jnp.ones(3), jnp.ones((8, 3))))
       [8. 8. 8.]

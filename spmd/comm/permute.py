@@ -96,7 +96,10 @@ def _checked(call: Call, perm: list[tuple[int, int]], blocks: int) -> list[tuple
     for what, places in (("from", sources), ("to", targets)):
         outside = [i for i in places if not 0 <= i < blocks]
         if outside:
-            call.fail(f"there are {blocks} blocks, numbered 0 to {blocks - 1}, and perm sends {what} {outside[0]}.", got=[call.frame.describe()])
+            call.fail(
+                f"there are {blocks} blocks, numbered 0 to {blocks - 1}, and perm sends {what} {outside[0]}.",
+                got=[call.frame.describe()],
+            )
         twice = [i for i in places if places.count(i) > 1]
         if twice:
             call.fail(f"perm sends {what} block {twice[0]} twice.", got=[call.frame.describe()])
@@ -107,7 +110,11 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
     [layout] = call.pattern.inputs
     marked = [d for d in layout.dims if d.bracket]
     if len(marked) != 1 or len(marked[0].atoms) != 1:
-        call.fail(f"{call.name} moves the blocks of one dimension: put it in brackets.", fix=call.paste("b [s/cp] d"), error=LayoutError)
+        call.fail(
+            f"{call.name} moves the blocks of one dimension: put it in brackets.",
+            fix=call.paste("b [s/cp] d"),
+            error=LayoutError,
+        )
     axes = marked[0].axes
     blocks = call.frame.axis_size(axes) if axes else 1
     perm = pairs(blocks)

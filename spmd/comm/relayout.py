@@ -136,7 +136,10 @@ def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
         call.fail("both sides are the same, so relayout moves nothing under any mapping.", fix="leave the line out")
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
-        call.fail(f"a complete value does not become a partial sum on {', '.join(new)}.", fix="leave out the {U:} mark")
+        call.fail(
+            f"a complete value does not become a partial sum on {', '.join(new)}.",
+            fix="leave out the {U:} mark",
+        )
     if to not in ("varying", "invarying"):
         call.fail(f'to is "varying" or "invarying", not {to!r}.', error=LayoutError)
     explicit = call.frame.explicit

@@ -79,11 +79,16 @@ class Kernel:
             plan.check_boundary(leaves)
         return plan.call(leaves)
 
-    def _inside(self, mode: tuple[str, str], frame: Any, manual: tuple[str, ...], args: Any, kwargs: Any, asked: bool) -> Any:
+    def _inside(
+        self, mode: tuple[str, str], frame: Any, manual: tuple[str, ...], args: Any, kwargs: Any, asked: bool
+    ) -> Any:
         """A call inside another kernel, or inside the user's own `shard_map`."""
         chosen = mode[0] if asked or ambient_mode()[0] != "explicit" else frame.mode
         if chosen != frame.mode and not frame.island:
-            rule = f"the body that calls this kernel runs in {frame.mode} mode, so the kernel cannot run in {chosen} mode there."
+            rule = (
+                f"the body that calls this kernel runs in {frame.mode} mode, so the kernel "
+                f"cannot run in {chosen} mode there."
+            )
             raise ModeError(compose(rule, call=self.signature.text, fix="with spmd.mode(...) around the outer call"))
         mesh = self.mesh if self.mesh is not None else frame.mesh
         plan, leaves = self._prepare((frame.mode, frame.constrain), args, kwargs, mesh=mesh)
@@ -110,7 +115,10 @@ class Kernel:
         try:
             plan = None if closed else self._plans.get(key)
         except TypeError:
-            return signature.fail("static arguments and the non-array leaves of arguments are hashable.", fix="static=(...) only for hashable values")
+            return signature.fail(
+                "static arguments and the non-array leaves of arguments are hashable.",
+                fix="static=(...) only for hashable values",
+            )
         if plan is None:
             plan = self._plan(mode, mesh, tuple(values), statics, structure, fixed)
             if not closed:
@@ -226,7 +234,9 @@ def _closes_over_tracer(fn: Any) -> bool:
             content = cell.cell_contents
         except ValueError:  # a name not assigned yet
             continue
-        if isinstance(content, jax.core.Tracer) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(content)):
+        if isinstance(content, jax.core.Tracer) or any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(content)
+        ):
             return True
     return False
 
@@ -235,7 +245,9 @@ def _resolve_tree(tree: Any, resolve: Callable[[Layout], Layout]) -> Any:
     if callable(tree) and not isinstance(tree, Layout):
         return tree
     return jax.tree.map(
-        lambda x: resolve(x) if isinstance(x, Layout) else x, tree, is_leaf=lambda x: x is None or isinstance(x, Layout) or callable(x)
+        lambda x: resolve(x) if isinstance(x, Layout) else x,
+        tree,
+        is_leaf=lambda x: x is None or isinstance(x, Layout) or callable(x),
     )
 
 
@@ -251,6 +263,7 @@ def kernel(
     static: str | Sequence[str] = (),
     donate: str | Sequence[str] = (),
     boundary: str = "move",
+    **sizes: int,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Make a per-shard body into a function on whole arrays: `jit(shard_map(body))`, cached.
 
@@ -277,6 +290,7 @@ def kernel(
       donate: Arguments whose buffers the results may take over. Under an outer `jit` or `grad`, and in
         reference mode, JAX keeps the buffers: donation happens at the outermost call only.
       boundary: "move" brings arguments into their layouts; "error" raises instead.
+      **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`.
 
     Returns:
       A decorator that gives a `Kernel`.
@@ -306,15 +320,29 @@ def kernel(
         raise PlacementError(compose(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)"))
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(
-            compose("a kernel needs its pattern before the function.", call="kernel(fn)", fix='@spmd.kernel("b/dp d -> b/dp d", mesh=mesh)')
+            compose(
+                "a kernel needs its pattern before the function.",
+                call="kernel(fn)",
+                fix='@spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
+            )
         )
 
     def decorate(fn: Callable[..., Any]) -> Kernel:
         if not callable(fn):
-            raise LayoutError(compose(f"a kernel's body is a function, not {type(fn).__name__}.", call=f'kernel("{pattern}")'))
+            raise LayoutError(
+                compose(f"a kernel's body is a function, not {type(fn).__name__}.", call=f'kernel("{pattern}")')
+            )
         signature = read(
-            fn, pattern, in_layouts, out_layouts,
-            mapping=mapping, arg_mapping=arg_mapping, axes=axes, static=static, donate=donate,
+            fn,
+            pattern,
+            in_layouts,
+            out_layouts,
+            mapping=mapping,
+            arg_mapping=arg_mapping,
+            axes=axes,
+            sizes=sizes,
+            static=static,
+            donate=donate,
         )
         return Kernel(signature, mesh, boundary)
 

@@ -82,7 +82,9 @@ class Outputs:
         try:
             found = match_prefix(self.tree, out, "result")
         except LayoutError as error:
-            got = [line[2:] if line.startswith("- ") else line.removeprefix("got: ") for line in str(error).split("\n")[1:]]
+            got = [
+                line[2:] if line.startswith("- ") else line.removeprefix("got: ") for line in str(error).split("\n")[1:]
+            ]
             return signature.fail("the body's results do not have the structure that the right side declares.", got=got)
         flat, self.structure = jax.tree.flatten(out)
         arrays: list[Any] = []
@@ -118,7 +120,12 @@ class Outputs:
                 wrong.append(f'{path} holds "{have.short}" ({known[1]}); declared "{layout.short}"')
                 fix = fix or f'relayout(x, "{have.short} -> {layout.short}")'
         if wrong:
-            signature.fail("a result has another layout than the right side declares.", got=wrong, fix=fix, error=ReplicationError)
+            signature.fail(
+                "a result has another layout than the right side declares.",
+                got=wrong,
+                fix=fix,
+                error=ReplicationError,
+            )
 
     def check_types(self, flat: Sequence[Any], frame: Frame, exclude: Sequence[str] = ()) -> None:
         """JAX's own type of each result: invarying wherever the layout says equal."""
@@ -133,7 +140,10 @@ class Outputs:
 
     def grouped(self, flat: Sequence[Any], frame: Frame) -> Any:
         """The results as the specs of `specs` expect them: one group per declared layout."""
-        flat = [_compat.to_unreduced(x, lay.unreduced) if lay.unreduced else x for x, lay in zip(flat, self.layouts, strict=True)]
+        flat = [
+            _compat.to_unreduced(x, lay.unreduced) if lay.unreduced else x
+            for x, lay in zip(flat, self.layouts, strict=True)
+        ]
         if self.top is None:
             return tuple(flat)
         subtrees = self.prefix.flatten_up_to(jax.tree.unflatten(self.structure, flat))
@@ -198,16 +208,22 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
             if axis in fact.different:
                 copy_only = False
                 reason = "; ".join(fact.reasons.get(axis, ())[:3])
-                got.append(f'{path}: "{layout.short}" says equal on {axis}, and it differs there' + (f": {reason}" if reason else ""))
+                got.append(
+                    f'{path}: "{layout.short}" says equal on {axis}, and it differs there'
+                    + (f": {reason}" if reason else "")
+                )
                 fixes.append(_close(layout, axis))
             else:
                 lines = ", ".join(x for x in fact.copies.get(axis, ()) if x)
                 got.append(f"{path} is a gathered copy on {axis}" + (f" (gathered at {lines})" if lines else ""))
-                fixes += fact.calls.get(axis, ()) or [f'all_gather(x, "...", to="invarying") where it is gathered over {axis}']
+                fixes += fact.calls.get(axis, ()) or [
+                    f'all_gather(x, "...", to="invarying") where it is gathered over {axis}'
+                ]
     rule = (
         'a gathered copy leaves the kernel whole: gather it to="invarying", so that JAX too knows that it is equal.'
         if copy_only
-        else "a result differs on a mesh axis that its layout does not mention: it would be lost or silently replicated."
+        else "a result differs on a mesh axis that its layout does not mention: it would be lost or "
+        "silently replicated."
     )
     text = compose(
         rule,
@@ -221,6 +237,6 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
 
 def _close(layout: Layout, axis: str) -> str:
     partial = Layout.from_dims(layout.dims, unreduced=(*layout.unreduced, axis), reduced=layout.reduced)
-    return f'psum(x, "{partial.short} -> {layout.short}") if each device holds a part of a sum; all_gather(...) if a block'
-
-
+    return (
+        f'psum(x, "{partial.short} -> {layout.short}") if each device holds a part of a sum; all_gather(...) if a block'
+    )

@@ -81,7 +81,9 @@ class Plan:
         try:
             return self._call(leaves)
         except ValueError:
-            moved = [self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)]
+            moved = [
+                self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)
+            ]
             if all(a is b for a, b in zip(moved, leaves, strict=True)):
                 raise
         return self._call(moved)
@@ -101,17 +103,25 @@ class Plan:
             marked |= bool(layout.unreduced or layout.reduced)
             if any(sum(bool(a.axes) for a in d.atoms) > 1 for d in layout.dims):
                 self.signature.fail(
-                    f'"{layout.short}" divides several factors of one dimension: that is legal inside a kernel, not at its boundary, '
+                    f'"{layout.short}" divides several factors of one dimension: that is legal '
+                    f"inside a kernel, not at its boundary, "
                     "where a device holds one block of each dimension.",
                     fix="two dimensions, and rearrange inside",
                 )
             if any(d.margin != (0, 0) for d in layout.dims):
-                self.signature.fail(f'"{layout.short}" has a margin: shards with margins overlap, so no array outside a kernel has them.')
+                self.signature.fail(
+                    f'"{layout.short}" has a margin: shards with margins overlap, so no array '
+                    f"outside a kernel has them."
+                )
         if marked and any(kind is not AxisType.Explicit for kind in self.mesh.axis_types):
             self.signature.fail(
-                "{U:} and {R:} in a kernel's own signature need a mesh whose axes are all AxisType.Explicit: elsewhere JAX cannot say "
+                "{U:} and {R:} in a kernel's own signature need a mesh whose axes are all "
+                "AxisType.Explicit: elsewhere JAX cannot say "
                 "that an array outside is a partial sum.",
-                got=["mesh " + ", ".join(f"{n} ({t})" for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))],
+                got=[
+                    "mesh "
+                    + ", ".join(f"{n} ({t})" for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+                ],
                 fix="psum before the value leaves the kernel",
                 error=ModeError,
             )
@@ -159,7 +169,8 @@ class Plan:
 
     def bind(self, leaves: Sequence[Any], *, local: bool) -> dict[str, tuple[int, str]]:
         shapes = [(s.path, x.shape, s.layout) for s, x in zip(self.leaves, leaves, strict=True)]
-        return bind_sizes(self.signature.text, self.signature.source, shapes, self.sizes, local=local)
+        known = {name: (size, f"the keyword {name}={size}") for name, size in self.signature.sizes}
+        return bind_sizes(self.signature.text, self.signature.source, shapes, self.sizes, local=local, known=known)
 
     def frame(self, bound: dict[str, tuple[int, str]], mode: str | None = None) -> Frame:
         return Frame(
@@ -222,7 +233,9 @@ class Plan:
 
     def _reshard(self, x: Any, layout: Layout) -> Any:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
-        explicit = {n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is AxisType.Explicit}
+        explicit = {
+            n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is AxisType.Explicit
+        }
         if not explicit:
             return x
         wanted = self.spec(layout, x.ndim)
@@ -243,8 +256,13 @@ class Plan:
             if all(kind is AxisType.Auto for kind in self.mesh.axis_types):
                 return self.outputs.build(whole(*leaves))
             leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
-            explicit = tuple(n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is not AxisType.Auto)
-            out = [NamedSharding(self.mesh, P(*(_only(e, set(explicit)) for e in s))) for s in self._flat_specs(frame, leaves)]
+            explicit = tuple(
+                n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is not AxisType.Auto
+            )
+            out = [
+                NamedSharding(self.mesh, P(*(_only(e, set(explicit)) for e in s)))
+                for s in self._flat_specs(frame, leaves)
+            ]
             return self.outputs.build(jax.sharding.auto_axes(whole, axes=explicit, out_sharding=out)(*leaves))
 
     def _flat_specs(self, frame: Frame, leaves: Sequence[Any]) -> list[P]:
@@ -302,7 +320,7 @@ class Plan:
             self.signature.fail(
                 "inside a kernel the arguments of another kernel are shards as they are: nothing is moved.",
                 got=wrong,
-                fix='all_gather, split or relayout before the call',
+                fix="all_gather, split or relayout before the call",
                 error=LayoutError,
             )
 
@@ -313,14 +331,26 @@ class Plan:
         missing = [a for a, n in self.sizes.items() if here.shape.get(a) != n]
         if missing:
             self.signature.fail(
-                f"the surrounding shard_map's mesh lacks the kernel's axis {', '.join(missing)}, or has another size there.",
-                got=["mesh " + ", ".join(f"{a}={n}" for a, n in here.shape.items()), self.frame({}).describe()],
+                f"the surrounding shard_map's mesh lacks the kernel's axis {', '.join(missing)}, or "
+                f"has another size there.",
+                got=[
+                    "mesh " + ", ".join(f"{a}={n}" for a, n in here.shape.items()),
+                    self.frame({}).describe(),
+                ],
                 error=MeshError,
             )
-        frame = self.frame(self.bind([_grown(x, s.layout, manual, self.sizes) for x, s in zip(leaves, self.leaves, strict=True)], local=False))
+        frame = self.frame(
+            self.bind(
+                [_grown(x, s.layout, manual, self.sizes) for x, s in zip(leaves, self.leaves, strict=True)],
+                local=False,
+            )
+        )
         specs = tuple(self.spec(s.layout.without(*manual), x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
         if not self.outputs.known:
-            self.signature.fail("results whose structure is not declared cannot leave a nested kernel.", fix="a tuple of layouts")
+            self.signature.fail(
+                "results whose structure is not declared cannot leave a nested kernel.",
+                fix="a tuple of layouts",
+            )
 
         def body(*shards: Any) -> Any:
             flat = self.run(frame, shards, local=True)
@@ -328,7 +358,11 @@ class Plan:
             return self.outputs.grouped(flat, frame)
 
         mapped = jax.shard_map(
-            body, mesh=here, in_specs=specs, out_specs=self.outputs.specs(without=tuple(manual)), axis_names=frozenset(rest)
+            body,
+            mesh=here,
+            in_specs=specs,
+            out_specs=self.outputs.specs(without=tuple(manual)),
+            axis_names=frozenset(rest),
         )
         return self.outputs.build(mapped(*leaves))
 
@@ -356,11 +390,8 @@ def _named(fn: Any, name: str) -> Any:
     return entry
 
 
-
-
 @contextlib.contextmanager
 def _mesh_context(mesh: Any) -> Iterator[None]:
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     with jax.sharding.use_abstract_mesh(abstract):
         yield
-

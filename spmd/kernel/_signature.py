@@ -41,6 +41,7 @@ class Signature:
     mapping: AxisMapping | None
     arg_mapping: dict[str, AxisMapping]
     axes: tuple[tuple[str, Any], ...]
+    sizes: tuple[tuple[str, int], ...] = ()
     shared_mapping: bool = True
     python: inspect.Signature | None = field(default=None)
 
@@ -53,7 +54,15 @@ class Signature:
         """How messages show the kernel."""
         return f'{self.name}: kernel("{self.source}")'
 
-    def fail(self, rule: str, *, got: Sequence[str] = (), fix: str | None = None, error: type[ValueError] = LayoutError, span: Any = None) -> Any:
+    def fail(
+        self,
+        rule: str,
+        *,
+        got: Sequence[str] = (),
+        fix: str | None = None,
+        error: type[ValueError] = LayoutError,
+        span: Any = None,
+    ) -> Any:
         raise error(compose(rule, call=self.text, source=self.source, span=span, got=list(got), fix=fix))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -104,6 +113,7 @@ def read(
     mapping: Any,
     arg_mapping: Mapping[str, Any] | None,
     axes: Mapping[str, Any] | None,
+    sizes: Mapping[str, int],
     static: Sequence[str],
     donate: Sequence[str],
 ) -> Signature:
@@ -120,10 +130,18 @@ def read(
         inputs, outputs, single = in_layouts, out_layouts, not isinstance(out_layouts, tuple)
         source = f"in_layouts={_short(in_layouts)}, out_layouts={_short(out_layouts)}"
     signature = Signature(
-        fn, source, (), {}, _as_layouts(outputs), single, static, donate,
+        fn,
+        source,
+        (),
+        {},
+        _as_layouts(outputs),
+        single,
+        static,
+        donate,
         mapping=None if mapping is None else AxisMapping.of(mapping),
         arg_mapping={k: AxisMapping.of(v) for k, v in (arg_mapping or {}).items()},
         axes=tuple(sorted((axes or {}).items())),
+        sizes=tuple(sorted(sizes.items())),
         shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
         python=python,
     )
@@ -152,7 +170,12 @@ def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts:
             raise LayoutError(compose(rule, call=f"{name}: kernel(...)", fix='@kernel("b/dp d -> b/dp d", mesh=mesh)'))
         return None
     if in_layouts is not None or out_layouts is not None:
-        raise LayoutError(compose("a pattern string and in_layouts/out_layouts say the same thing twice: give one.", call=f"{name}: kernel(...)"))
+        raise LayoutError(
+            compose(
+                "a pattern string and in_layouts/out_layouts say the same thing twice: give one.",
+                call=f"{name}: kernel(...)",
+            )
+        )
     if isinstance(pattern, Pattern):
         return pattern
     if not isinstance(pattern, str):
@@ -202,7 +225,8 @@ def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
             arrays = _drop_defaults(signature, arrays, len(inputs))
         if len(inputs) != len(arrays):
             signature.fail(
-                f"{signature.name} has {len(arrays)} array argument{'s' * (len(arrays) != 1)}, and the left side {len(inputs)} "
+                f"{signature.name} has {len(arrays)} array argument{'s' * (len(arrays) != 1)}, and "
+                f"the left side {len(inputs)} "
                 f"layout{'s' * (len(inputs) != 1)}.",
                 got=[f"arguments: {', '.join(arrays) or 'none'}"],
                 fix="one layout per argument; static=(...) for those that are no arrays",
@@ -214,7 +238,10 @@ def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
         by_name = signature.fail("in_layouts is a tuple with one entry per argument, or a dict by argument name.")
     missing = [n for n in arrays if n not in by_name]
     if missing:
-        signature.fail(f"no layout for the argument{'s' * (len(missing) > 1)} {', '.join(missing)}.", fix="a layout, or static=(...)")
+        signature.fail(
+            f"no layout for the argument{'s' * (len(missing) > 1)} {', '.join(missing)}.",
+            fix="a layout, or static=(...)",
+        )
     return by_name
 
 
@@ -229,10 +256,21 @@ def _drop_defaults(signature: Signature, arrays: list[str], count: int) -> list[
 
 
 def _check_names(signature: Signature) -> None:
-    for what, names in (("static", signature.static), ("donate", signature.donate), ("arg_mapping", tuple(signature.arg_mapping))):
+    for name, size in signature.sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            rule = f"the keyword {name} binds a size, a positive int, not {size!r}; mesh axes are renamed with axes=."
+            signature.fail(rule, fix=f'axes={{"{name}": ...}}')
+    for what, names in (
+        ("static", signature.static),
+        ("donate", signature.donate),
+        ("arg_mapping", tuple(signature.arg_mapping)),
+    ):
         for name in names:
             if name not in signature.params:
-                rule = f"{what} names {name!r}, which is no argument of {signature.name}{did_you_mean(name, signature.params) or '.'}"
+                rule = (
+                    f"{what} names {name!r}, which is no argument of "
+                    f"{signature.name}{did_you_mean(name, signature.params) or '.'}"
+                )
                 signature.fail(rule, got=[f"arguments: {', '.join(signature.params)}"])
     both = [n for n in signature.donate if n in signature.static]
     if both:

@@ -66,7 +66,14 @@ def _dims(path: str, shape: tuple[int, ...], layout: Layout, faults: list[Any]) 
     if extra < 0 or (extra and not layout.has_ellipsis):
         least = "at least " if layout.has_ellipsis else ""
         span = None if not layout.dims else layout.dims[0]
-        faults.append((LayoutError, span, f'{path} of shape {shape} has rank {len(shape)}, and "{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}'))
+        faults.append(
+            (
+                LayoutError,
+                span,
+                f'{path} of shape {shape} has rank {len(shape)}, and "{layout.short}" has '
+                f"{least}{fixed} dimension{'s' * (fixed != 1)}",
+            )
+        )
         return None
     dims: list[Dim | None] = []
     for dim in layout.dims:
@@ -111,7 +118,9 @@ def _bind_composite(bound: Bound, dim: Dim, whole: int, where: str, faults: list
         bound[dim.atoms[unknown[0]].name] = (whole // rest, where)
 
 
-def _raise(text: str, source: str, faults: list[tuple[type[SpmdError], Dim | None, str]], mesh_sizes: dict[str, int]) -> None:
+def _raise(
+    text: str, source: str, faults: list[tuple[type[SpmdError], Dim | None, str]], mesh_sizes: dict[str, int]
+) -> None:
     kind = next((k for k, _, _ in faults if k is LayoutError), SizeError)
     mesh = "mesh " + ", ".join(f"{a}={n}" for a, n in mesh_sizes.items())
     span = faults[0][1].span if faults[0][1] is not None else None

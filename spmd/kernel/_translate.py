@@ -40,9 +40,17 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
         axis = unbound.group(1) if unbound else None
         if not frame.explicit and (axis in frame.axis_names or axis is None):
             rule = (
-                f"a raw jax.lax collective needs the per-shard view, and in {frame.mode} mode the body sees whole arrays."
+                f"a raw jax.lax collective needs the per-shard view, and in {frame.mode} mode "
+                f"the body sees whole arrays."
             )
-            return ModeError(compose(rule, **shown, got=got, fix="an spmd operation, or spmd.local(fn, \"in -> out\") around the raw code"))
+            return ModeError(
+                compose(
+                    rule,
+                    **shown,
+                    got=got,
+                    fix='an spmd operation, or spmd.local(fn, "in -> out") around the raw code',
+                )
+            )
         name = f" {axis!r}" if axis else ""
         rule = f"a jax.lax collective names a mesh axis{name} that this kernel's mesh does not have."
         return MeshError(compose(rule, **shown, got=[*got, frame.describe()]))
@@ -50,11 +58,22 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
 
 
 def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> str:
-    facts = re.findall(r"(?:The input carry (?:component )?)(\S+) has type (\S+)[^.]*?component has type (\S+?),? so", text, re.S)
-    lines = [f"{name}: {before.rstrip(',')} before the loop, {after.rstrip(',')} after one step" for name, before, after in facts]
-    rule = "a loop's carry starts with another type than one step gives it: it is equal on an axis where the loop makes it vary (or the reverse)."
+    facts = re.findall(
+        r"(?:The input carry (?:component )?)(\S+) has type (\S+)[^.]*?component has type (\S+?),? so",
+        text,
+        re.S,
+    )
+    lines = [
+        f"{name}: {before.rstrip(',')} before the loop, {after.rstrip(',')} after one step"
+        for name, before, after in facts
+    ]
+    rule = (
+        "a loop's carry starts with another type than one step gives it: it is equal on an axis "
+        "where the loop makes it vary (or the reverse)."
+    )
     fix = (
-        'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; where the loop adds gathered copies, '
+        'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; '
+        "where the loop adds gathered copies, "
         'spmd.zeros("<its layout>", to="varying")'
     )
     return compose(rule, **shown, got=[*lines, *got, frame.describe()], fix=fix)

@@ -48,7 +48,12 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
     frame = current_frame("spmd.cond")
     shape = jnp.shape(predicate)
     if shape != ():
-        raise LayoutError(compose(f"the predicate of cond is a scalar, and this one has shape {shape}.", call="cond(predicate, ...)"))
+        raise LayoutError(
+            compose(
+                f"the predicate of cond is a scalar, and this one has shape {shape}.",
+                call="cond(predicate, ...)",
+            )
+        )
     varying = frame.in_mesh_order(_compat.varying_axes(predicate)) if frame.explicit else ()
 
     def aligned(out: Any, other: Any) -> Any:

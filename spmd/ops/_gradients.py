@@ -55,7 +55,7 @@ def value_and_grad(
       >>> @spmd.kernel("d, b/dp d -> scalar, d", mesh=mesh)
       ... def step(w, x):
       ...     def loss(w):
-      ...         return spmd.reduce((x * w) ** 2, "b/dp d -> scalar", "mean")
+      ...         return spmd.reduce((x * w[None]) ** 2, "b/dp d -> scalar", "mean")
       ...     return spmd.value_and_grad(loss)(w)
       >>> value, gradient = step(jnp.ones(2), jnp.ones((8, 2)))
       >>> print(value, gradient)
@@ -127,7 +127,12 @@ def _text(fn: Any, loss: str) -> str:
 
 def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
     if not isinstance(loss, str) or not re.fullmatch(r"\s*(\{U:[^{}]*\})?\s*", loss):
-        raise LayoutError(compose(f'loss is "" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.', call=f"{name}(fn, ...)"))
+        raise LayoutError(
+            compose(
+                f'loss is "" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.',
+                call=f"{name}(fn, ...)",
+            )
+        )
     return Layout(loss.strip()).unreduced if loss.strip() else ()
 
 
@@ -145,17 +150,22 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], fn: Any, loss
         n = frame.axis_size(loose)
         raise ReplicationError(
             compose(
-                f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would differentiate the sum of the "
+                f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would "
+                f"differentiate the sum of the "
                 f"{n} devices' scalars.",
                 call=_text(fn, loss),
                 got=[f"the loss: {jax.typeof(value)}", frame.describe()],
-                fix=f'reduce(x, "<layout> -> scalar", "mean") as the last step; or loss="{{U:{",".join(loose)}}}" if the sum is meant',
+                fix=(
+                    f'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
+                    f'loss="{{U:{",".join(loose)}}}" if the sum is meant'
+                ),
             )
         )
     if equal:
         raise ReplicationError(
             compose(
-                f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: the sum would count it "
+                f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: "
+                f"the sum would count it "
                 f"{frame.axis_size(equal)} times.",
                 call=_text(fn, loss),
                 got=[f"the loss: {jax.typeof(value)}", frame.describe()],
