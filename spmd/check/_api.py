@@ -18,9 +18,7 @@ from spmd.check._source import line_of
 from spmd.check._state import UNKNOWN, State
 
 
-def check_jaxpr(
-    closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str, arg_names: Sequence[str] = ()
-) -> None:
+def check_jaxpr(closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str, arg_names: Sequence[str] = ()) -> None:
     """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
 
     No communication, no evaluation.
@@ -94,9 +92,7 @@ def check_body(
 def _seeded(walk: Walk, index: int, state: InState) -> State:
     origin = 0
     for axis in (*state.different, *state.partial):
-        origin |= walk.origins.bit(
-            ("input", index), Origin("input", axis, f"input {index}, which varies over {axis}")
-        )
+        origin |= walk.origins.bit(("input", index), Origin("input", axis, f"input {index}, which varies over {axis}"))
     partial = walk.axes.mask(tuple(state.partial))
     return State(walk.axes.mask(tuple(state.different)) | partial, partial, 0, 0, origin)
 
@@ -121,9 +117,7 @@ class OutputFacts:
     reasons: dict[str, tuple[str, ...]]
 
 
-def explain_output(
-    closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str = "kernel"
-) -> list[OutputFacts]:
+def explain_output(closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str = "kernel") -> list[OutputFacts]:
     """Tell gathered copies from different values, for each output of the first body in a jaxpr.
 
     For a kernel whose outputs JAX refused: it is traced again with out_specs that allow everything, and the
@@ -157,9 +151,7 @@ def _facts(walk: Walk, state: State, written: Mapping[str, str]) -> OutputFacts:
         if lines:
             copies[axis] = tuple(dict.fromkeys(lines))
             calls[axis] = tuple(dict.fromkeys(written[line] for line in lines if line in written))
-    reasons = {
-        axis: tuple(dict.fromkeys(map(describe, walk.origins.of(state.origin, axis)))) for axis in different
-    }
+    reasons = {axis: tuple(dict.fromkeys(map(describe, walk.origins.of(state.origin, axis)))) for axis in different}
     return OutputFacts(different, walk.axes.names(state.partial & walk.wanted), copies, calls, reasons)
 
 

@@ -43,11 +43,7 @@ def axes_of(eqn: Any) -> tuple[str, ...]:
     found = eqn.params.get("axes", eqn.params.get("axis_name", eqn.params.get("axis", ())))
     if isinstance(found, str):
         return (found,)
-    return (
-        tuple(a for a in found if isinstance(a, str))
-        if isinstance(found, tuple | list | frozenset | set)
-        else ()
-    )
+    return tuple(a for a in found if isinstance(a, str)) if isinstance(found, tuple | list | frozenset | set) else ()
 
 
 def _grouped(eqn: Any) -> bool:
@@ -66,9 +62,7 @@ def reduces(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
     if _grouped(eqn):
         return [operand._replace(partial=operand.partial & ~axes) for operand in operands]
     return [
-        State(
-            o.different & ~axes, o.partial & ~axes, o.uniform, o.flags, walk.origins.without(o.origin, names)
-        )
+        State(o.different & ~axes, o.partial & ~axes, o.uniform, o.flags, walk.origins.without(o.origin, names))
         for o in operands
     ]
 

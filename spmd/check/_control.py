@@ -79,9 +79,7 @@ def scan(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     stacked = [_rank(outer) != _rank(inner) for outer, inner in zip(eqn.outvars, body.outvars, strict=True)]
     carries = len(stacked) - sum(stacked)
     first = len(sliced) - sum(sliced) - carries
-    fixed = [
-        _per_iteration(s, _rank(v)) if x else s for s, v, x in zip(operands, eqn.invars, sliced, strict=True)
-    ]
+    fixed = [_per_iteration(s, _rank(v)) if x else s for s, v, x in zip(operands, eqn.invars, sliced, strict=True)]
 
     def step(carry: States) -> tuple[States, States]:
         outs = walk.enter(eqn, closed, [*fixed[:first], *carry, *fixed[first + carries :]])
@@ -112,9 +110,7 @@ def while_loop(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     return [_coloured(join(a, b), predicate) for a, b in zip(last, start, strict=True)]
 
 
-def fixpoint(
-    walk: Walk, step: Callable[[States], tuple[States, States]], carry: States
-) -> tuple[States, States]:
+def fixpoint(walk: Walk, step: Callable[[States], tuple[States, States]], carry: States) -> tuple[States, States]:
     """Repeat until the carries are what they become. Findings of earlier rounds were about too little."""
     # Each round adds a bit to some carry or removes one, so it ends; the bound is against our own mistakes.
     for _ in range(200):
@@ -130,10 +126,7 @@ def fixpoint(
 
 def _settled(new: States, old: States) -> bool:
     return all(
-        a.different == b.different
-        and a.partial == b.partial
-        and a.uniform == b.uniform
-        and a.flags == b.flags
+        a.different == b.different and a.partial == b.partial and a.uniform == b.uniform and a.flags == b.flags
         for a, b in zip(new, old, strict=True)
     )
 
@@ -141,9 +134,7 @@ def _settled(new: States, old: States) -> bool:
 def _coloured(state: State, predicate: State) -> State:
     if not predicate.different & ~state.different:
         return state
-    return state._replace(
-        different=state.different | predicate.different, origin=state.origin | predicate.origin
-    )
+    return state._replace(different=state.different | predicate.different, origin=state.origin | predicate.origin)
 
 
 # --- cond ---------------------------------------------------------------------------------------------------
@@ -204,10 +195,7 @@ def shard_map(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     own = walk.axes.mask(manual)
     specs = eqn.params["in_specs"]
     labels = _labels(walk, body, len(specs))
-    inner = [
-        _seed(walk, o, s, v, label)
-        for o, s, v, label in zip(operands, specs, body.invars, labels, strict=True)
-    ]
+    inner = [_seed(walk, o, s, v, label) for o, s, v, label in zip(operands, specs, body.invars, labels, strict=True)]
     before = walk.active, walk.checked
     walk.active, walk.checked = True, (walk.wanted & own) or own
     try:
@@ -235,9 +223,7 @@ def _seed(walk: Walk, state: State, spec: Any, var: Any, label: str) -> State:
     different, uniform, origin = state.different, state.uniform, state.origin
     for axis, _ in _spec_axes(spec):
         different |= walk.axes.bit(axis)
-        origin |= walk.origins.bit(
-            id(var), Origin("input", axis, f"{label}, which is divided by {_shown(spec)}")
-        )
+        origin |= walk.origins.bit(id(var), Origin("input", axis, f"{label}, which is divided by {_shown(spec)}"))
     partial = walk.axes.mask(getattr(spec, "unreduced", ()) or ())
     return State(different | partial, state.partial | partial, uniform, state.flags, origin)
 

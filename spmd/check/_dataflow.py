@@ -27,9 +27,7 @@ SPECIAL: dict[str, Callable[[Walk, Any, Sequence[State]], list[State]]] = {
 }
 
 # What these give was written elsewhere, at a time that a pass over values does not know.
-OUTSIDE = frozenset(
-    ("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv")
-)
+OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
 
 
 class Walk:
@@ -86,9 +84,7 @@ class Walk:
 
     def origin_of(self, eqn: Any, axis: str) -> int:
         """The bit of an equation that makes its output different."""
-        return self.origins.bit(
-            id(eqn), Origin(eqn.primitive.name, axis, eqn=eqn, callers=tuple(self.callers))
-        )
+        return self.origins.bit(id(eqn), Origin(eqn.primitive.name, axis, eqn=eqn, callers=tuple(self.callers)))
 
     def collectives_in(self, jaxpr: Any) -> tuple[tuple[str, int], ...]:
         """The collectives in a jaxpr, at any depth, each kind and set of axes once."""
@@ -122,9 +118,7 @@ class Walk:
         """The states of a jaxpr's outputs."""
         env: dict[Any, State] = dict(zip(jaxpr.invars, operands, strict=True))
         if consts:
-            env.update(
-                (var, self.constant(value)) for var, value in zip(jaxpr.constvars, consts, strict=True)
-            )
+            env.update((var, self.constant(value)) for var, value in zip(jaxpr.constvars, consts, strict=True))
         else:
             env.update((var, State()) for var in jaxpr.constvars)
         for eqn in jaxpr.eqns:
@@ -167,7 +161,5 @@ def walk_closed(walk: Walk, jaxpr: Any, operands: Sequence[State] | None = None)
         operands = [State(uniform=0 if getattr(v.aval, "shape", ()) else EVERYWHERE) for v in inner.invars]
     else:
         ranks = [len(getattr(v.aval, "shape", ())) for v in inner.invars]
-        operands = [
-            s._replace(uniform=normal(s.uniform, rank)) for s, rank in zip(operands, ranks, strict=True)
-        ]
+        operands = [s._replace(uniform=normal(s.uniform, rank)) for s, rank in zip(operands, ranks, strict=True)]
     return walk.run(inner, consts, operands)

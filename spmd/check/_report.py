@@ -51,9 +51,7 @@ class Failure:
     fix: str
 
     def text(self) -> str:
-        return compose(
-            self.rule, call=self.call, source=self.source, span=self.span, got=self.got, fix=self.fix
-        )
+        return compose(self.rule, call=self.call, source=self.source, span=self.span, got=self.got, fix=self.fix)
 
 
 def raise_all(kernel: str, failures: Sequence[Failure]) -> None:
@@ -209,7 +207,7 @@ def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."
-    return Failure(rule, None, None, None, _where(walk, eqn), f'psum(x, "... {mark} -> ...") before it')
+    return Failure(rule, walk.kernel, None, None, _where(walk, eqn), f'psum(x, "... {mark} -> ...") before it')
 
 
 def mixed_sum(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
@@ -219,9 +217,7 @@ def mixed_sum(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
         f"{_name(eqn)} of a partial sum {mark} and a value that is equal on {along}: "
         f"the sum over {along} would count that value once per device."
     )
-    return Failure(
-        rule, None, None, None, _where(walk, eqn), f'psum(x, "... {mark} -> ...") the partial sum first'
-    )
+    return Failure(rule, None, None, None, _where(walk, eqn), f'psum(x, "... {mark} -> ...") the partial sum first')
 
 
 def scaled_by_different(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
@@ -231,15 +227,15 @@ def scaled_by_different(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
         f"{_name(eqn)} of a partial sum {mark} and a value that differs along {along}: "
         "each part would be scaled differently."
     )
-    return Failure(rule, None, None, None, _where(walk, eqn), f'psum(x, "... {mark} -> ...") before it')
+    return Failure(rule, walk.kernel, None, None, _where(walk, eqn), f'psum(x, "... {mark} -> ...") before it')
 
 
 def returned_partial(walk: Walk, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Failure:
     """A partial sum leaves the kernel as if it were complete."""
     mark, along = _mark(axes), _and(axes)
-    rule = f"{walk.kernel} returned a partial sum over {along}, and the signature does not say {mark}."
+    rule = f"The body returned a partial sum over {along}, and the signature does not say {mark}."
     got = (f"output {index}, {spec}",)
-    return Failure(rule, None, None, None, got, f'psum(x, "... {mark} -> ...") before the return')
+    return Failure(rule, walk.kernel, None, None, got, f'psum(x, "... {mark} -> ...") before the return')
 
 
 def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], state: State) -> Failure:
@@ -250,15 +246,13 @@ def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], s
         fix = f"make the condition equal on {along}, e.g. pmax of the flag that goes on"
     else:
         what, doing = "a cond whose predicate", "take different branches"
-        fix = (
-            f"make the predicate equal on {along} (pmax or all_gather it), or compute both and use jnp.where"
-        )
+        fix = f"make the predicate equal on {along} (pmax or all_gather it), or compute both and use jnp.where"
     rule = (
         f"{names} over {along} inside {what} differs along {along}: "
         f"the devices would {doing} and wait for each other for ever."
     )
     got = (*_where(walk, eqn), *reasons(walk, state, axes))
-    return Failure(rule, None, None, None, got, fix)
+    return Failure(rule, walk.kernel, None, None, got, fix)
 
 
 def _where(walk: Walk, eqn: Any) -> tuple[str, ...]:

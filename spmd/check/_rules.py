@@ -68,9 +68,7 @@ _enter("scatter-add scatter_add", linear.scatters, uniform.nothing)
 _enter("iota", linear.forgets, uniform.iota)
 
 _enter("reduce_sum", linear.passes, uniform.reduction)
-_enter(
-    "reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor", linear.nonlinear, uniform.reduction
-)
+_enter("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor", linear.nonlinear, uniform.reduction)
 _enter("argmax argmin", linear.nonlinear, uniform.reduction)
 _enter("cumsum", linear.passes, uniform.along("axis"))
 _enter("cumprod cummax cummin cumlogsumexp", linear.nonlinear, uniform.along("axis"))

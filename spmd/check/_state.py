@@ -100,9 +100,7 @@ def constant_state(value: Any) -> State:
 def _uniform_dims(elements: np.ndarray) -> int:
     if elements.size == 0:
         return EVERYWHERE
-    return sum(
-        1 << dim for dim in range(elements.ndim) if bool((elements == elements.take([0], axis=dim)).all())
-    )
+    return sum(1 << dim for dim in range(elements.ndim) if bool((elements == elements.take([0], axis=dim)).all()))
 
 
 def _is_arange(elements: np.ndarray) -> bool:

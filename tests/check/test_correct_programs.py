@@ -227,9 +227,7 @@ def test_inner_axes_of_an_inlined_kernel() -> None:
     """Markers that say which axes they know are not asked about the others."""
 
     def body(x, w):
-        return layout_p.bind(
-            lax.psum(x, "tp"), layout=Layout("a b"), call="inner", role="output", axes=("tp",)
-        )
+        return layout_p.bind(lax.psum(x, "tp"), layout=Layout("a b"), call="inner", role="output", axes=("tp",))
 
     check(body)
 
@@ -244,9 +242,7 @@ def test_nested_shard_map() -> None:
         return mark(jax.shard_map(inner, in_specs=P("tp"), out_specs=P(), axis_names={"tp"})(x), "a/dp b")
 
     def whole(x):
-        return jax.shard_map(body, mesh=m, in_specs=(P("dp"), P()), out_specs=P("dp"), axis_names={"dp"})(
-            x, x
-        )
+        return jax.shard_map(body, mesh=m, in_specs=(P("dp"), P()), out_specs=P("dp"), axis_names={"dp"})(x, x)
 
     with jax.set_mesh(m):
         jaxpr = jax.jit(whole).trace(jnp.ones((8, 8))).jaxpr

@@ -60,9 +60,9 @@ def test_unknown_inputs_raise_no_alarm() -> None:
             check_body(jax.make_jaxpr(lambda: mark(x, "a b"))(), [], mesh_axes=AXES, kernel="inner")
         return x
 
-    jax.jit(
-        jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp", "tp"))
-    ).trace(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    jax.jit(jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp", "tp"))).trace(
+        jnp.ones((8, 8)), jnp.ones((8, 8))
+    )
 
 
 def test_types_are_read() -> None:

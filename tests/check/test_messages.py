@@ -21,7 +21,5 @@ def test_message(name: str) -> None:
 
 
 def test_every_wrong_program_has_a_message() -> None:
-    written = {
-        n for n, f in vars(wrong_programs).items() if getattr(f, "__module__", "") == wrong_programs.__name__
-    }
+    written = {n for n, f in vars(wrong_programs).items() if getattr(f, "__module__", "") == wrong_programs.__name__}
     assert written - {"helper"} == set(GOLDEN)

@@ -149,9 +149,7 @@ def test_what_is_called_constant_is_constant(known: int) -> None:
         value = np.asarray(operation(x))
         for dim in range(value.ndim):
             if state.uniform >> dim & 1:
-                np.testing.assert_array_equal(
-                    value, np.broadcast_to(value.take([0], dim), value.shape), str(jaxpr)
-                )
+                np.testing.assert_array_equal(value, np.broadcast_to(value.take([0], dim), value.shape), str(jaxpr))
 
 
 def test_constants_are_recognised() -> None:
@@ -202,9 +200,7 @@ def test_a_broken_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, table, names,
             check(program)
         except ReplicationError:
             noticed = True
-    for program in (
-        f for n, f in vars(wrong_programs).items() if n.islower() and callable(f) and n != "helper"
-    ):
+    for program in (f for n, f in vars(wrong_programs).items() if n.islower() and callable(f) and n != "helper"):
         if getattr(program, "__module__", "") != wrong_programs.__name__:
             continue
         try:

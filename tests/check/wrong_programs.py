@@ -104,9 +104,7 @@ def predicate_spoils_the_result(x, w):
 
 
 def loop_spoils_the_result(x, w):
-    y = lax.while_loop(
-        lambda c: c[0].sum() < 9.0, lambda c: (c[0] * 2.0, c[1] + 1), (x, varying(jnp.zeros(())))
-    )[1]
+    y = lax.while_loop(lambda c: c[0].sum() < 9.0, lambda c: (c[0] * 2.0, c[1] + 1), (x, varying(jnp.zeros(()))))[1]
     return mark(y, "")
 
 
