@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd.errors import SpmdError
 from spmd.inspect import collectives
 
@@ -167,6 +168,33 @@ def test_every_kind_of_program_is_taken():
     ]
     assert [report.counts for report in reports] == [{"psum": 1}] * len(reports)
     assert [report[0].axes for report in reports] == [("tp",)] * len(reports)
+
+
+def test_a_kernel_has_the_collectives_that_its_strings_say():
+    """Bytes by formula, forward and backward, each with the line of the body that wrote it."""
+    mesh = spmd.make_mesh(dp=2, tp=4)
+
+    @spmd.kernel("b/dp s/tp d, d/dp f/tp -> b/dp s f/tp", mesh=mesh)
+    def linear(x, w):
+        x = spmd.all_gather(x, "b/dp s/tp d -> b/dp s d")
+        w = spmd.all_gather(w, "d/dp f/tp -> d f/tp")
+        return spmd.einsum(x, w, "b/dp s d, d f/tp -> b/dp s f/tp")
+
+    x, w, out = f32(4, 8, 16), f32(16, 32), f32(4, 8, 32)
+    gathers = {"tp": 2 * 8 * 16 * 4 * 3 // 4, "dp": 16 * 8 * 4 // 2}
+    forward = collectives(linear, x, w)
+    assert forward.counts == {"all_gather": 2}
+    assert {axis: part.total_bytes for axis, part in forward.by_axis().items()} == gathers
+    assert {item.where.partition(":")[0] for item in forward} == {"test_collectives.py"}
+
+    def backward(x, w, cotangent):
+        return jax.vjp(linear, x, w)[1](cotangent)
+
+    report = collectives(backward, x, w, out)
+    assert report.counts == {"all_gather": 2, "psum_scatter": 2}
+    assert {axis: part.total_bytes for axis, part in report.by_axis().items()} == {
+        axis: 2 * count for axis, count in gathers.items()
+    }
 
 
 def test_wrong_programs_are_errors():
