@@ -117,7 +117,9 @@ class OutputFacts:
     reasons: dict[str, tuple[str, ...]]
 
 
-def explain_output(closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str = "kernel") -> list[OutputFacts]:
+def explain_output(
+    closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str = "kernel", arg_names: Sequence[str] = ()
+) -> list[OutputFacts]:
     """Tell gathered copies from different values, for each output of the first body in a jaxpr.
 
     For a kernel whose outputs JAX refused: it is traced again with out_specs that allow everything, and the
@@ -127,12 +129,14 @@ def explain_output(closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str
       closed_jaxpr: The diagnosing jaxpr.
       mesh_axes: The mesh axes to tell about.
       kernel: Its name.
+      arg_names: What messages call the inputs of the body.
 
     Returns:
       One entry per output of the body.
     """
     walk = Walk(kernel, mesh_axes)
     walk.trusting = False
+    walk.arg_names = tuple(arg_names)
     walk_closed(walk, closed_jaxpr)
     if not walk.outputs:
         return []

@@ -215,8 +215,9 @@ def test_a_broken_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, table, names,
 
 
 def test_explain_output_names_the_gathers() -> None:
-    facts = explain_output(trace(gathered_softmax, out=P("dp", "tp")), mesh_axes=AXES)
+    facts = explain_output(trace(gathered_softmax, out=P("dp", "tp")), mesh_axes=AXES, arg_names=("x", "w"))
     assert [f.different for f in facts] == [("dp",)]
+    assert facts[0].reasons["dp"] == ("made from argument x, which is divided by P('dp', 'tp')",)
     [line] = facts[0].copies["tp"]
     assert "test_correct_programs.py:" in line and "gathered_softmax" in line
     assert "dp" not in facts[0].copies
