@@ -70,10 +70,11 @@ class Outputs:
         if self.top is not None:
             # `...` counts for nothing here: no divided dimension stands behind it
             return tuple(P(*_entries(x.without(*without)), **_marks(x)) for x in self.top)
-        return tuple(self.flat_specs())
+        return tuple(x.without(*without).spec for x in self.ranked())
 
-    def flat_specs(self) -> list[P]:
-        return [x.with_rank(n).spec for x, n in zip(self.layouts, self.ranks or (), strict=True)]
+    def ranked(self) -> list[Layout]:
+        """The layout of each result, `...` written out; known after a trace."""
+        return [x.with_rank(n) for x, n in zip(self.layouts, self.ranks or (), strict=True)]
 
     # --- while tracing ------------------------------------------------------------------------------------
 
@@ -137,6 +138,18 @@ class Outputs:
                 faults.append((i, bad))
         if faults:
             raise Unequal(faults)
+
+    def explained(self, unequal: Unequal, signature: Signature, frame: Frame) -> SpmdError:
+        """Where a body is nested in other axes: which result varies on which axis."""
+        got = [
+            f'{self.paths[i]}: "{self.layouts[i].short}" says equal on {", ".join(axes)}, and JAX '
+            f"types it varying there"
+            for i, axes in unequal.faults
+        ]
+        rule = "a result varies on a mesh axis that its layout does not mention."
+        return ReplicationError(
+            compose(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
+        )
 
     def grouped(self, flat: Sequence[Any], frame: Frame) -> Any:
         """The results as the specs of `specs` expect them: one group per declared layout."""

@@ -69,8 +69,10 @@ class Plan:
         self.rebuild = rebuild
         self.outputs = outputs
         self.sizes = dict(mesh_sizes(mesh))
-        explicit_axes = any(kind is not AxisType.Auto for kind in mesh.axis_types)
-        self._needs_mesh = mode == "auto" and explicit_axes and isinstance(mesh, Mesh)
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        self.typed_axes = tuple(n for n, kind in kinds.items() if kind is AxisType.Explicit)
+        self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)
+        self._needs_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
         self._check_layouts()
         donated = donate if mode != "reference" else ()
         entry = {"explicit": self._explicit, "auto": self._auto, "reference": self._reference}[mode]
@@ -233,15 +235,9 @@ class Plan:
 
     def _reshard(self, x: Any, layout: Layout) -> Any:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
-        explicit = {
-            n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is AxisType.Explicit
-        }
-        if not explicit:
+        if not self.typed_axes:
             return x
-        wanted = self.spec(layout, x.ndim)
-        entries = [_only(entry, explicit) for entry in wanted]
-        marks = {"unreduced": set(wanted.unreduced), "reduced": set(wanted.reduced)}
-        spec = P(*entries, **{k: v for k, v in marks.items() if v})
+        spec = layout.with_rank(x.ndim).without(*self.free_axes).spec
         if getattr(jax.typeof(x).sharding, "spec", None) == spec:
             return x
         return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
@@ -253,28 +249,22 @@ class Plan:
             return self.run(frame, arrays, local=False)
 
         with _mesh_context(self.mesh):
-            if all(kind is AxisType.Auto for kind in self.mesh.axis_types):
+            if not self.typed_axes:
                 return self.outputs.build(whole(*leaves))
             leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
-            explicit = tuple(
-                n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is not AxisType.Auto
-            )
-            out = [
-                NamedSharding(self.mesh, P(*(_only(e, set(explicit)) for e in s)))
-                for s in self._flat_specs(frame, leaves)
-            ]
-            return self.outputs.build(jax.sharding.auto_axes(whole, axes=explicit, out_sharding=out)(*leaves))
+            layouts = self._traced_layouts(frame, leaves)
+            out = [NamedSharding(self.mesh, layout.without(*self.free_axes).spec) for layout in layouts]
+            return self.outputs.build(jax.sharding.auto_axes(whole, axes=self.typed_axes, out_sharding=out)(*leaves))
 
-    def _flat_specs(self, frame: Frame, leaves: Sequence[Any]) -> list[P]:
-        """The specs of the results; `auto_axes` wants them before it traces, so the body is traced for them once."""
-        axes = tuple(self.sizes)
+    def _traced_layouts(self, frame: Frame, leaves: Sequence[Any]) -> list[Layout]:
+        """The results' layouts; `auto_axes` wants them before it traces, so the body is traced for them once."""
 
         def probe(*arrays: Any) -> Any:
             self.run(frame, arrays, local=False)
             return ()
 
-        jax.eval_shape(jax.sharding.auto_axes(probe, axes=axes, out_sharding=()), *leaves)
-        return self.outputs.flat_specs()
+        jax.eval_shape(jax.sharding.auto_axes(probe, axes=self.typed_axes, out_sharding=()), *leaves)
+        return self.outputs.ranked()
 
     def _reference(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
@@ -364,20 +354,16 @@ class Plan:
             out_specs=self.outputs.specs(without=tuple(manual)),
             axis_names=frozenset(rest),
         )
-        return self.outputs.build(mapped(*leaves))
+        try:
+            return self.outputs.build(mapped(*leaves))
+        except self.outputs.Unequal as unequal:
+            raise self.outputs.explained(unequal, self.signature, frame) from None
 
 
 def _grown(x: Any, layout: Layout, manual: Sequence[str], sizes: dict[str, int]) -> Any:
     """The shape that a shard over `manual` has when those axes are put together again."""
     only = layout.without(*(a for a in layout.axes if a not in manual))
     return jax.ShapeDtypeStruct(only.with_rank(x.ndim).global_shape(x.shape, sizes), x.dtype)
-
-
-def _only(entry: Any, keep: set[str]) -> Any:
-    if entry is None or entry is P.UNCONSTRAINED:
-        return None
-    axes = tuple(a for a in ((entry,) if isinstance(entry, str) else entry) if a in keep)
-    return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 def _named(fn: Any, name: str) -> Any:

@@ -70,8 +70,10 @@ def _dims(path: str, shape: tuple[int, ...], layout: Layout, faults: list[Any]) 
             (
                 LayoutError,
                 span,
-                f'{path} of shape {shape} has rank {len(shape)}, and "{layout.short}" has '
-                f"{least}{fixed} dimension{'s' * (fixed != 1)}",
+                (
+                    f'{path} of shape {shape} has rank {len(shape)}, and "{layout.short}" has '
+                    f"{least}{fixed} dimension{'s' * (fixed != 1)}"
+                ),
             )
         )
         return None
