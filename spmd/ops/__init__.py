@@ -4,6 +4,20 @@ from spmd.ops._control import cond
 from spmd.ops._create import full, iota, ones, zeros
 from spmd.ops._einsum import einsum
 from spmd.ops._gradients import custom_vjp, grad, value_and_grad
+from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
 
-__all__ = ["cond", "custom_vjp", "einsum", "full", "grad", "iota", "ones", "reduce", "value_and_grad", "zeros"]
+__all__ = [
+    "cond",
+    "custom_vjp",
+    "einsum",
+    "full",
+    "grad",
+    "iota",
+    "ones",
+    "rearrange",
+    "reduce",
+    "repeat",
+    "value_and_grad",
+    "zeros",
+]

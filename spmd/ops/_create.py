@@ -138,7 +138,7 @@ def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
     [made] = call.pattern.inputs
     counted = [i for i, dim in enumerate(made.dims) if dim.bracket] or list(range(len(made.dims)))
     if len(counted) != 1:
-        rule = "iota counts along one dimension: put it in brackets, as in \"b/dp [s/cp]\"."
+        rule = 'iota counts along one dimension: put it in brackets, as in "b/dp [s/cp]".'
         call.fail(rule, got=[f"{len(made.dims)} dimensions"], error=LayoutError)
     [at] = counted
     if any(made.dims[at].margin):
@@ -153,14 +153,14 @@ def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
 def _positions(call: Call, dim: Dim, dtype: Any) -> Any:
     """Global positions along one dimension, factor by factor: each factor's block starts at its own place."""
     sizes = dict(call.frame.sizes)
-    total: Any = jnp.zeros((), dtype)
+    total: Any = jnp.zeros((1,), dtype)
     for atom in dim.atoms:
         factor: Factor = call.factor(atom)
         here = jnp.arange(factor.local, dtype=dtype)
         if call.frame.explicit and factor.axes:
             start = _lax.axis_index(factor.axes, sizes) * factor.local
             here = here + jnp.asarray(start).astype(dtype)
-        total = (total[..., None] * np.asarray(factor.size, dtype) + here).reshape(-1)
+        total = (total[:, None] * np.asarray(factor.size, dtype) + here[None, :]).reshape(-1)
     return total
 
 

@@ -70,7 +70,9 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
     owners = _owners(call, have, dst.names)
     right = right_names(call, dst, have)
     partial = _marked(call, opened, owners)
-    partial |= {axis: f"{placed(n, f.axes)} is summed over" for n, f in have.items() if n not in right for axis in f.axes}
+    partial |= {
+        axis: f"{placed(n, f.axes)} is summed over" for n, f in have.items() if n not in right for axis in f.axes
+    }
     landing = land(call, have, partial, right)
     out = jnp.einsum(
         _subscripts(call, opened, right),

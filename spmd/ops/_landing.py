@@ -170,7 +170,7 @@ def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: boo
     for axis in dst.unreduced:
         at = _mark_span(call, axis)
         if not linear:
-            call.fail(f"a partial sum can be left by what is linear, and {call.name} here is not.", at=at)
+            call.fail("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
         if axis not in partial:
             call.fail(
                 f"{{U:{axis}}} on the right, and the result is no partial sum on {axis}.",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
 from spmd.inspect import collectives
 from spmd.language import Layout
 from spmd.mode import Frame
@@ -22,7 +23,9 @@ MODES = ("explicit", "auto", "reference")
 @functools.cache
 def _mesh(sizes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
     shape, names = tuple(n for _, n in sizes), tuple(a for a, _ in sizes)
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: math.prod(shape)])
+    return jax.make_mesh(
+        shape, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: math.prod(shape)]
+    )
 
 
 def make_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
@@ -83,7 +86,9 @@ def run(
         added = [y.sum(0) if Layout(o).unreduced else y for y, o in zip(results, outs, strict=True)]
         return added[0] if one else tuple(added)
 
-    whole.lower = lambda *arrays: mapped.lower(*(apart(x, layout, sizes) for x, layout in zip(arrays, ins, strict=True)))
+    whole.lower = lambda *arrays: mapped.lower(
+        *(apart(x, layout, sizes) for x, layout in zip(arrays, ins, strict=True))
+    )
     return whole
 
 
@@ -104,7 +109,9 @@ def apart(x: Any, layout: str, sizes: Mapping[str, int]) -> Any:
     return jnp.stack(parts)
 
 
-def counts(body: Callable[..., Any], sizes: Mapping[str, int], ins: Sequence[str], out: str, *arrays: Any) -> dict[str, int]:
+def counts(
+    body: Callable[..., Any], sizes: Mapping[str, int], ins: Sequence[str], out: str, *arrays: Any
+) -> dict[str, int]:
     """The collectives of the compiled explicit program: `{"psum tp": 1}`."""
     compiled = run(body, sizes, ins, out).lower(*arrays).compile()
     return tally(compiled, sizes)
@@ -137,5 +144,7 @@ def tally(compiled: Any, sizes: Mapping[str, int]) -> dict[str, int]:
 def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
     """Equal shapes, dtypes and values, up to rounding."""
     assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} {a.dtype} against {b.shape} {b.dtype}"
-    wide = [np.asarray(x).astype(np.float32 if np.asarray(x).dtype.kind == "V" else np.asarray(x).dtype) for x in (a, b)]
+    wide = [
+        np.asarray(x).astype(np.float32 if np.asarray(x).dtype.kind == "V" else np.asarray(x).dtype) for x in (a, b)
+    ]
     np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from spmd.errors import CommunicationError, LayoutError, SizeError
 from spmd.ops import einsum
-
 from tests import simulator
 from tests.ops.harness import MODES, backward_counts, close, counts, frame, run, tally
 from tests.sampler import Sampler, seeds
@@ -134,8 +134,16 @@ def test_all_modes_agree_on_a_layer_and_its_gradient() -> None:
 
 COUNTS = [
     ("b/dp f/tp, f/tp d -> b/dp d", {"psum tp": 1}, {"psum tp": 1, "psum dp": 1}),
-    ("b/dp f/tp, f/tp d -> b/dp d/tp", {"psum_scatter tp": 1}, {"psum_scatter tp": 1, "all_gather tp": 1, "psum dp": 1}),
-    ("b/dp f/tp, f/tp d -> b/dp/tp d", {"psum_scatter tp": 1}, {"psum_scatter tp": 1, "all_gather tp": 1, "psum dp": 1}),
+    (
+        "b/dp f/tp, f/tp d -> b/dp d/tp",
+        {"psum_scatter tp": 1},
+        {"psum_scatter tp": 1, "all_gather tp": 1, "psum dp": 1},
+    ),
+    (
+        "b/dp f/tp, f/tp d -> b/dp/tp d",
+        {"psum_scatter tp": 1},
+        {"psum_scatter tp": 1, "all_gather tp": 1, "psum dp": 1},
+    ),
     ("b f/dp/tp, f/dp/tp d -> b d/tp", {"psum_scatter tp": 1, "psum dp": 1}, None),
     ("b/dp d, d f/tp -> b/dp f/tp", {}, {"psum tp": 1, "psum dp": 1}),
     ("b f/dp/tp, f/dp/tp d -> b d", {"psum dp,tp": 1}, {"psum dp,tp": 1}),
@@ -159,7 +167,9 @@ def test_what_is_left_partial_costs_nothing() -> None:
 
 def test_axes_of_size_one_behave_the_same() -> None:
     for mesh in ({"dp": 1, "tp": 1}, {"dp": 1, "tp": 4}):
-        fn = run(lambda x, w: einsum(x, w, "b/dp f/tp, f/tp d -> b/dp d/tp"), mesh, ["b/dp f/tp", "f/tp d"], "b/dp d/tp")
+        fn = run(
+            lambda x, w: einsum(x, w, "b/dp f/tp, f/tp d -> b/dp d/tp"), mesh, ["b/dp f/tp", "f/tp d"], "b/dp d/tp"
+        )
         close(fn(jnp.ones((2, 4)), jnp.ones((4, 8))), jnp.full((2, 8), 4.0))
         with frame(mesh).enter(), pytest.raises(CommunicationError, match="never gathers"):
             einsum(jnp.ones((2, 4)), jnp.ones((4, 8)), "b/dp f/tp, f/tp d -> b d")
@@ -190,9 +200,7 @@ def test_under_vmap_scan_remat_and_jvp() -> None:
     fn = run(body, MESH, ["t b f/tp", "f/tp d"], "t b d/tp")
     expected = lambda x, w: 2 * (x @ w) + (x[0] @ w)[None]
     close(fn(x, w), expected(x, w), 1e-4)
-    close(
-        jax.grad(lambda w: (fn(x, w) ** 2).sum())(w), jax.grad(lambda w: (expected(x, w) ** 2).sum())(w), 1e-3
-    )
+    close(jax.grad(lambda w: (fn(x, w) ** 2).sum())(w), jax.grad(lambda w: (expected(x, w) ** 2).sum())(w), 1e-3)
 
 
 def test_ellipsis_stands_for_the_same_dimensions_everywhere() -> None:
@@ -217,7 +225,9 @@ def test_keywords_rename_axes_and_none_makes_it_local() -> None:
     body = lambda x, w: einsum(x, w, "b f/tp, f/tp d -> b d", tp=None)
     assert counts(body, MESH, ["b f", "f d"], "b d", jnp.ones((2, 8)), jnp.ones((8, 3))) == {}
     body = lambda x, w: einsum(x, w, "b f/a, f/a d -> b d", a=("dp", "tp"))
-    assert counts(body, MESH, ["b f/dp/tp", "f/dp/tp d"], "b d", jnp.ones((2, 8)), jnp.ones((8, 3))) == {"psum dp,tp": 1}
+    assert counts(body, MESH, ["b f/dp/tp", "f/dp/tp d"], "b d", jnp.ones((2, 8)), jnp.ones((8, 3))) == {
+        "psum dp,tp": 1
+    }
 
 
 # --- errors -------------------------------------------------------------------------------------------------

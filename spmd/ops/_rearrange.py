@@ -1,0 +1,234 @@
+"""`rearrange` and `repeat`: einops on shards. They never communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax import lax
+
+from spmd import _compat
+from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.errors import LayoutError, did_you_mean
+from spmd.language import Atom, Layout
+from spmd.ops._landing import factors_by_name, placed, plain_dims
+
+__all__ = ["rearrange", "repeat"]
+
+Axes = tuple[str, ...]
+
+
+def rearrange(x: Any, pattern: str, **names: Any) -> Any:
+    """Transpose, compose and decompose dimensions, each name keeping its mesh axes.
+
+    `rearrange(x, "b s (h k)/tp -> b h/tp s k", k=64)`. A composite is divided on its leading factor, `(h k)/tp` is
+    `(h/tp k)`. Blocks become a dimension with `c=axis_size("cp")`: `"b (c l)/cp d -> b c/cp l d"`. A `1` adds or
+    removes a dimension of size one.
+
+    Communication: none, forward and backward; what would need some is an error naming the verb.
+
+    Args:
+      x: The array.
+      pattern: `"layout -> layout"`, the same names on both sides.
+      **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
+
+    Returns:
+      The array in the layout of the right side.
+
+    Raises:
+      CommunicationError: If a name has other axes on the right, with the verb that does that.
+      LayoutError: On a malformed pattern, or a name that is on one side only.
+      SizeError: If a factor's size cannot be found, or does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("s (h k)/tp -> h/tp s k", mesh=mesh, h=4)
+      ... def heads(x):
+      ...     return spmd.rearrange(x, "s (h k)/tp -> h/tp s k", h=4)
+      >>> heads(jnp.zeros((5, 12))).shape
+      (4, 5, 3)
+    """
+    call = open_call("rearrange", pattern, names, arrays=(x,))
+    operand, have = _open(call, x)
+    dst = call.pattern.outputs[0]
+    missing = [f for f in operand.factors if f.name not in _names(dst, have) and not _is_one(f)]
+    if missing:
+        gone = missing[0]
+        call.fail(
+            f"rearrange keeps every dimension, and {gone.name} is on the left only.",
+            at=gone.span,
+            fix=call.paste(f"{operand.layout.short} -> {dst.short}", "reduce"),
+            error=LayoutError,
+        )
+    _check_new(call, dst, have, known=False)
+    _check_axes(call, operand, dst, have)
+    order = [operand.position(name) for name in _names(dst, have)]
+    ones = [i for i, factor in enumerate(operand.factors) if _is_one(factor)]
+    return call.result(operand.x.transpose((*order, *ones)))
+
+
+def repeat(x: Any, pattern: str, **names: Any) -> Any:
+    """Repeat an array along new dimensions: `repeat(x, "b d -> b n d", n=4)`.
+
+    A new dimension may be divided (`n/tp`): each device then makes its own block only. Names that x has keep
+    their mesh axes, as in `rearrange`.
+
+    Communication: none forward. Backward the gradient is summed over the new dimensions: a psum over the axes of
+    a divided one where x is equal by JAX's own type.
+
+    Args:
+      x: The array.
+      pattern: `"layout -> layout"`; the right side has all names of the left and new ones.
+      **names: Sizes of the new names, unless the kernel's signature binds them, or mesh axes.
+
+    Returns:
+      The array in the layout of the right side.
+
+    Raises:
+      CommunicationError: If a name of x has other axes on the right, with the verb that does that.
+      SizeError: If the size of a new name is not known, or does not divide.
+      LayoutError: On a malformed pattern.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("d -> h/tp d", mesh=mesh, h=4)
+      ... def copies(x):
+      ...     return spmd.repeat(x, "d -> h/tp d", h=4)
+      >>> print(copies(jnp.arange(3)))
+      [[0 1 2]
+       [0 1 2]
+       [0 1 2]
+       [0 1 2]]
+    """
+    call = open_call("repeat", pattern, names, arrays=(x,))
+    operand, have = _open(call, x)
+    dst = call.pattern.outputs[0]
+    kept = _names(dst, have)
+    missing = [f for f in operand.factors if f.name not in kept and not _is_one(f)]
+    if missing:
+        rule = f"repeat keeps every dimension, and {missing[0].name} is on the left only."
+        call.fail(rule, at=missing[0].span, error=LayoutError)
+    _check_new(call, dst, have, known=True)
+    _check_axes(call, operand, dst, have)
+    target = _targets(call, operand, dst, have)
+    shape = tuple(f.local for f in target)
+    order = [operand.position(name) for name in kept]
+    ones = [i for i, factor in enumerate(operand.factors) if _is_one(factor)]
+    local = operand.x.transpose((*order, *ones)).reshape(tuple(operand.factors[i].local for i in order))
+    at = tuple(i for i, f in enumerate(target) if f.name in kept)
+    out = lax.broadcast_in_dim(local, shape, at)
+    if call.frame.explicit:
+        new = [axis for f in target if f.name not in kept for axis in f.axes]
+        out = _compat.pvary(out, call.frame.in_mesh_order(new))
+    return call.result(out)
+
+
+# --- what both check ----------------------------------------------------------------------------------------
+
+
+def _is_one(factor: Factor) -> bool:
+    return factor.name == "1"
+
+
+def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    for layout in (src, dst):
+        plain_dims(call, layout, literals=True)
+    if src.has_ellipsis and not dst.has_ellipsis:
+        call.fail(f"{call.name} keeps the dimensions of '...': write ... on the right too.", error=LayoutError)
+    if (src.unreduced, src.reduced) != (dst.unreduced, dst.reduced):
+        verb = "psum" if set(src.unreduced) - set(dst.unreduced) else "defer" if dst.reduced else "relayout"
+        rule = f"{call.name} keeps the marks, which are those of the left side; that is a {verb}."
+        call.fail(rule, fix=call.paste(f"{src.short} -> {_marked(src, dst).short}", verb))
+    operand = call.operand(x)
+    names = [name for name in operand.names if name != "1"]
+    if twice := [name for name in names if names.count(name) > 1]:
+        call.fail(f"{twice[0]} stands for two dimensions on the left: name them.", error=LayoutError)
+    return operand, factors_by_name(operand)
+
+
+def _marked(src: Layout, dst: Layout) -> Layout:
+    return Layout.from_dims(src.dims, unreduced=dst.unreduced, reduced=dst.reduced)
+
+
+def _names(dst: Layout, have: Mapping[str, Factor]) -> list[str]:
+    """The factors of the right side that the left side has, in order."""
+    dots = [name for name in have if name.startswith("...")]
+    names: list[str] = []
+    for dim in dst.dims:
+        names += dots if dim.ellipsis else [a.name for a in dim.atoms if a.name in have and a.name != "1"]
+    return names
+
+
+def _check_new(call: Call, dst: Layout, have: Mapping[str, Factor], *, known: bool) -> None:
+    """Names on the right that the left side does not have: none in rearrange, of known size in repeat."""
+    for atom in dst.atoms:
+        if atom.name in have or atom.name == "1":
+            continue
+        if not known:
+            verb = "repeat makes new dimensions" if atom.named else f"repeat makes a dimension of {atom.name}"
+            hint = did_you_mean(atom.name, [n for n in have if not n.startswith("...")])
+            call.fail(
+                f"{atom.name} is on the right only, and rearrange makes no new dimensions{hint or '.'}",
+                at=atom.span,
+                fix=f"{verb}",
+                error=LayoutError,
+            )
+
+
+def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> None:
+    """Every name keeps its axes; a change is another verb's."""
+    changes: dict[str, tuple[Axes, Axes]] = {}
+    first: Atom | None = None
+    for atom in dst.atoms:
+        factor = have.get(atom.name)
+        if factor is None or factor.axes == (atom.axes or ()):
+            continue
+        first = first or atom
+        changes[atom.name] = (factor.axes, atom.axes or ())
+    if first is None:
+        return
+    verb = _verb(list(changes.values()))
+    one, two = changes[first.name]
+    moved = _relaid(operand.layout, {name: axes for name, (_, axes) in changes.items()})
+    call.fail(
+        f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
+        f"the right. That is {verb}.",
+        at=first.span,
+        got=[call.frame.describe()],
+        fix=f'{verb}(x, "{operand.layout.short} -> {moved}") first',
+    )
+
+
+def _verb(changes: list[tuple[Axes, Axes]]) -> str:
+    lost = [a[len(b) :] for a, b in changes if a[: len(b)] == b]
+    gained = [b[len(a) :] for a, b in changes if b[: len(a)] == a]
+    if len(lost) == len(changes):
+        return "all_gather"
+    if len(gained) == len(changes):
+        return "split"
+    if len(lost) + len(gained) == len(changes) and sorted(lost) == sorted(gained):
+        return "all_to_all"
+    return "relayout"
+
+
+def _relaid(layout: Layout, axes: Mapping[str, Axes]) -> str:
+    """The left side's text with the axes of the right: what to paste, also where no rule allows it."""
+    parts = []
+    for dim in layout.dims:
+        inside = " ".join(placed(a.name, axes.get(a.name, a.axes or ())) for a in dim.atoms)
+        parts.append("..." if dim.ellipsis else f"({inside})" if dim.composite else inside)
+    return " ".join(parts) or "scalar"
+
+
+def _targets(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> list[Factor]:
+    """The factors of the right side, one per axis of the result before its composites are closed."""
+    target: list[Factor] = []
+    for dim in dst.dims:
+        if dim.ellipsis:
+            target += [f for f in operand.factors if f.name.startswith("...")]
+        for atom in dim.atoms:
+            target.append(have[atom.name] if atom.name in have else call.factor(atom))
+    return target

@@ -1,0 +1,207 @@
+"""`rearrange` and `repeat`: einops on shards, and errors that name the verb."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd.errors import CommunicationError, LayoutError, SizeError
+from spmd.ops import rearrange, repeat
+from tests import simulator
+from tests.ops.harness import MODES, close, counts, frame, run
+from tests.sampler import Sampler, seeds
+
+MESH = {"dp": 2, "tp": 4}
+
+REARRANGE = (
+    ("b/dp s d", "d b/dp s", {}),
+    ("b/dp s (h k)/tp", "b/dp h/tp s k", {"k": 3}),
+    ("b/dp h/tp s k", "s (h k)/tp b/dp", {}),
+    ("b (c l)/tp d", "b c/tp l d", {"c": 8}),
+    ("(b s)/dp/tp d", "s d b/dp/tp", {"s": 5}),
+    ("1 b/dp 1 d/tp", "d/tp 1 b/dp", {}),
+    ("(a b)/dp (c d)/tp", "(a d b)/dp c/tp", None),
+)
+REPEAT = (
+    ("b/dp d", "b/dp n d", {"n": 3}),
+    ("b/dp d", "n/tp d b/dp", {"n": 8}),
+    ("h/tp d", "(h g)/tp d", {"g": 2}),
+    ("d", "b/dp d 3", {"b": 4}),
+    ("scalar", "n/tp", {"n": 4}),
+    ("b/dp 1 d", "b/dp (n d)", {"n": 2}),
+)
+
+
+def shape_of(layout: str, sampler: Sampler, known: dict[str, int]) -> tuple[tuple[int, ...], dict[str, int]]:
+    names = [n for n in simulator.read(layout).names if not n.isdigit()]
+    sizes = sampler.sizes([n for n in names if n not in known], MESH, [layout]) | known
+    return tuple(
+        int(np.prod([int(n) if n.isdigit() else sizes[n] for n, _ in dim])) for dim in simulator.read(layout).dims
+    ), sizes
+
+
+@pytest.mark.parametrize(("left", "right", "known"), REARRANGE)
+def test_rearrange_equals_einops_in_every_mode(left: str, right: str, known: dict[str, int] | None) -> None:
+    if known is None:
+        with frame(MESH).enter(), pytest.raises(CommunicationError):
+            rearrange(jnp.ones((4, 8)), "(a b)/dp (c d)/tp -> (b a)/dp c/tp d", b=2, d=2)
+        return
+    sampler = Sampler(len(left))
+    shape, _ = shape_of(left, sampler, known)
+    x = sampler.array(shape, whole=False)
+    pattern = f"{left} -> {right}"
+    expected = simulator.rearrange(x, pattern, **known)
+    for mode in MODES:
+        fn = run(lambda x: rearrange(x, pattern, **known), MESH, [left], right, mode)
+        close(fn(jnp.asarray(x)), expected)
+        found = jax.grad(lambda x, fn=fn: (fn(x) * expected).sum())(jnp.asarray(x))
+        close(found, x)
+    assert counts(lambda x: rearrange(x, pattern, **known), MESH, [left], right, jnp.asarray(x)) == {}
+
+
+@pytest.mark.parametrize(("left", "right", "known"), REPEAT)
+def test_repeat_equals_einops_in_every_mode(left: str, right: str, known: dict[str, int]) -> None:
+    sampler = Sampler(len(right))
+    own = {n: size for n, size in known.items() if n in simulator.read(left).names}
+    shape, _ = shape_of(left, sampler, own)
+    x = sampler.array(shape)
+    expected = _einops_repeat(x, left, right, known)
+    weights = jnp.asarray(sampler.array(expected.shape))
+    gradients = []
+    for mode in MODES:
+        fn = run(lambda x: repeat(x, f"{left} -> {right}", **known), MESH, [left], right, mode)
+        close(fn(jnp.asarray(x)), expected)
+        gradients.append(jax.grad(lambda x, fn=fn: (fn(x) * weights).sum())(jnp.asarray(x)))
+    close(gradients[0], gradients[1])
+    close(gradients[0], gradients[2])
+    assert counts(lambda x: repeat(x, f"{left} -> {right}", **known), MESH, [left], right, jnp.asarray(x)) == {}
+
+
+def _einops_repeat(x: np.ndarray, left: str, right: str, known: dict[str, int]) -> np.ndarray:
+    """einops has no empty left side and no literal sizes but 1."""
+    if left == "scalar":
+        return np.broadcast_to(x, (known["n"],))
+    pattern, sizes = f"{left} -> {right}", dict(known)
+    if right.endswith(" 3"):
+        pattern, sizes = pattern.replace(" 3", " three"), sizes | {"three": 3}
+    return simulator.repeat(x, pattern, **sizes)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_random_transpositions(seed: int) -> None:
+    sampler = Sampler(seed)
+    mesh = sampler.mesh()
+    left = sampler.layout("a b c d", mesh)
+    words = left.split()
+    right = " ".join(sampler.rng.permutation(words))
+    sizes = sampler.sizes("a b c d", mesh, [left])
+    x = sampler.array([sizes[n] for n in simulator.read(left).names], sampler.dtype())
+    found = run(lambda x: rearrange(x, f"{left} -> {right}"), mesh, [left], right)(jnp.asarray(x))
+    close(found, simulator.rearrange(x, f"{left} -> {right}"))
+
+
+def test_factors_that_are_each_divided() -> None:
+    """`(b/dp s/tp)` is no layout of a whole array, and fine between two operations."""
+    body = lambda x: rearrange(
+        rearrange(x, "b/dp s/tp d -> (b/dp s/tp) d") * 2, "(b/dp s/tp) d -> b/dp s/tp d", b=4, s=8
+    )
+    x = jnp.arange(96.0).reshape(4, 8, 3)
+    for mode in MODES:
+        close(run(body, MESH, ["b/dp s/tp d"], "b/dp s/tp d", mode)(x), 2 * x)
+
+
+def test_ellipsis_and_vmap() -> None:
+    x = jnp.arange(96.0).reshape(2, 3, 4, 4)
+    body = lambda x: rearrange(x, "... s/tp d -> d ... s/tp")
+    close(run(body, MESH, ["a b s/tp d"], "d a b s/tp")(x), jnp.transpose(x, (3, 0, 1, 2)))
+    body = lambda x: jax.vmap(
+        lambda y: repeat(rearrange(y, "... s/tp d -> d ... s/tp"), "d b s/tp -> n d b s/tp", n=2)
+    )(x)
+    found = run(body, MESH, ["a b s/tp d"], "a n d b s/tp")(x)
+    close(found, jnp.stack([jnp.transpose(x, (0, 3, 1, 2))] * 2, axis=1))
+
+
+GOLDEN = [
+    (
+        lambda x: rearrange(x, "b s/tp -> s b"),
+        """\
+rearrange(x, "b s/tp -> s b")
+                        ^
+rearrange never communicates: s/tp on the left is s on the right. That is all_gather.
+got: mesh dp=2, tp=4
+fix: all_gather(x, "b s/tp -> b s") first""",
+    ),
+    (
+        lambda x: rearrange(x, "b s -> (b s)/tp"),
+        """\
+rearrange(x, "b s -> (b s)/tp")
+                      ^
+rearrange never communicates: b on the left is b/tp on the right. That is split.
+got: mesh dp=2, tp=4
+fix: split(x, "b s -> b/tp s") first""",
+    ),
+    (
+        lambda x: rearrange(x, "b s/tp -> (b s)/tp"),
+        """\
+rearrange(x, "b s/tp -> (b s)/tp")
+                         ^
+rearrange never communicates: b on the left is b/tp on the right. That is all_to_all.
+got: mesh dp=2, tp=4
+fix: all_to_all(x, "b s/tp -> b/tp s") first""",
+    ),
+    (
+        lambda x: rearrange(x, "b/tp/dp s -> s b/dp/tp"),
+        """\
+rearrange(x, "b/tp/dp s -> s b/dp/tp")
+                             ^^^^^^^
+rearrange never communicates: b/tp/dp on the left is b/dp/tp on the right. That is relayout.
+got: mesh dp=2, tp=4
+fix: relayout(x, "b/tp/dp s -> b/dp/tp s") first""",
+    ),
+    (
+        lambda x: rearrange(x, "b s -> b"),
+        """\
+rearrange(x, "b s -> b")
+                ^
+rearrange keeps every dimension, and s is on the left only.
+fix: reduce(x, "b s -> b")""",
+    ),
+    (
+        lambda x: rearrange(x, "b s -> b n s"),
+        """\
+rearrange(x, "b s -> b n s")
+                       ^
+n is on the right only, and rearrange makes no new dimensions.
+fix: repeat makes new dimensions""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "expected"), GOLDEN)
+def test_errors_say_what_is_wrong_and_what_to_write(call, expected: str) -> None:
+    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
+        call(jnp.ones((8, 8)))
+    assert str(caught.value).strip("\n") == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "part"),
+    [
+        (lambda x: rearrange(x, "(b c) s -> b c s"), SizeError, "cannot be read off one dimension"),
+        (lambda x: rearrange(x, "(b c) s -> b c s", c=3), SizeError, "does not divide by 3"),
+        (lambda x: rearrange(x, "8 8 -> 8 8"), LayoutError, "8 stands for two dimensions"),
+        (lambda x: rearrange(x, "b _ -> _ b"), LayoutError, "an unnamed dimension has none"),
+        (lambda x: rearrange(x, "... s -> s"), LayoutError, "write ... on the right too"),
+        (lambda x: rearrange(x, "b s {U:tp} -> s b"), CommunicationError, "that is a psum"),
+        (lambda x: rearrange(x, "b s -> (b s/tp)"), LayoutError, "comes after the whole factor"),
+        (lambda x: repeat(x, "b s -> b s n"), SizeError, "the size of n is not known"),
+        (lambda x: repeat(x, "b s -> b n"), LayoutError, "s is on the left only"),
+        (lambda x: repeat(x, "b s -> b s n/tp", n=6), SizeError, "does not divide into the 4 blocks"),
+    ],
+)
+def test_other_errors(call, error: type[Exception], part: str) -> None:
+    with frame(MESH).enter(), pytest.raises(error) as caught:
+        call(jnp.ones((8, 8)))
+    assert part in str(caught.value)

@@ -1,0 +1,341 @@
+"""`reduce`: values, gradients (ties too), collectives, scalars closed on every axis, errors."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd.comm import _lax
+from spmd.errors import CommunicationError, LayoutError
+from spmd.ops import reduce
+from tests import simulator
+from tests.ops.harness import MODES, backward_counts, close, counts, frame, make_mesh, run
+from tests.sampler import Sampler, seeds
+
+MESH = {"dp": 2, "tp": 4}
+OPS = ("sum", "mean", "max", "min", "prod", "any", "all", "logsumexp")
+
+
+def random_call(sampler: Sampler, op: str) -> tuple[dict[str, int], str]:
+    """A mesh, and axes on `b s d -> a subset`, with every fate of a reduced axis."""
+    mesh = sampler.mesh()
+    kept = [n for n in ("b", "s", "d") if sampler.rng.random() < 0.5]
+    sampler.rng.shuffle(kept)
+    left: dict[str, list[str]] = {n: [] for n in ("b", "s", "d")}
+    right: dict[str, list[str]] = {n: [] for n in kept}
+    gained: dict[str, list[str]] = {n: [] for n in kept}
+    marked_left, marked_right = [], []
+    for axis in mesh:
+        place = sampler.choice(["b", "s", "d", "b", "s", "d", "mark", "none"])
+        if place == "none" or (place == "mark" and op not in ("sum", "mean")):
+            continue
+        if place == "mark":
+            marked_left.append(axis)
+        else:
+            left[place].append(axis)
+        if place in right:
+            right[place].append(axis)
+            continue
+        fate = sampler.choice(["sum", "left", *kept])
+        if fate in right:
+            gained[fate].append(axis)
+        elif fate == "left" and op in ("sum", "mean"):
+            marked_right.append(axis)
+    write = lambda parts, marks: (
+        " ".join([*("/".join([n, *a]) for n, a in parts.items()), *([f"{{U:{','.join(marks)}}}"] if marks else [])])
+        or "scalar"
+    )
+    whole = {n: [*a, *gained[n]] for n, a in right.items()}
+    return mesh, f"{write(left, marked_left)} -> {write(whole, marked_right)}"
+
+
+def draw(sampler: Sampler, op: str, shape: tuple[int, ...], *, whole: bool = True) -> np.ndarray:
+    if op in ("any", "all"):
+        return sampler.rng.random(shape) < (0.1 if op == "any" else 0.9)
+    if op == "prod":
+        return sampler.rng.choice([1.0, -1.0, 2.0, 0.5], size=shape).astype("float32")
+    dtype = sampler.dtype(kinds="fi" if op in ("sum", "max", "min") else "f") if whole else "float32"
+    return sampler.array(shape, dtype, whole=whole)
+
+
+@pytest.mark.parametrize("seed", seeds(16))
+def test_random_calls_equal_numpy_in_every_mode(seed: int) -> None:
+    sampler = Sampler(seed)
+    op = OPS[seed % len(OPS)]
+    mesh, pattern = random_call(sampler, op)
+    [inputs], [output] = simulator.split_pattern(pattern)
+    sizes = sampler.sizes("b s d", mesh, [inputs, output])
+    x = draw(sampler, op, tuple(sizes.values()))
+    wide = x.astype(np.float32) if x.dtype.kind == "V" else x
+    flat = np.asarray(wide).transpose(_order(inputs, output))
+    expected = (
+        getattr(np, op)(flat, axis=_gone(inputs, output)) if op != "logsumexp" else _logsumexp(flat, inputs, output)
+    )
+    for mode in ("explicit", "reference"):
+        found = run(lambda x: reduce(x, pattern, op), mesh, [inputs], output, mode)(jnp.asarray(x))
+        expected_dtype = getattr(jnp, op)(jnp.asarray(x)).dtype if op != "logsumexp" else x.dtype
+        assert found.dtype == expected_dtype
+        np.testing.assert_allclose(
+            np.asarray(found, np.float32),
+            expected.astype(np.float32),
+            rtol=0.05 if x.itemsize == 2 else 1e-5,
+            atol=1e-5,
+        )
+
+
+def _order(inputs: str, output: str) -> list[int]:
+    """The kept dimensions in the order of the right side, then the rest."""
+    names, kept = simulator.read(inputs).names, simulator.read(output).names
+    return [names.index(n) for n in kept] + [i for i, n in enumerate(names) if n not in kept]
+
+
+def _gone(inputs: str, output: str) -> tuple[int, ...]:
+    return tuple(range(len(simulator.read(output).names), len(simulator.read(inputs).names)))
+
+
+def _logsumexp(x: np.ndarray, inputs: str, output: str) -> np.ndarray:
+    return np.log(np.exp(x.astype(np.float64)).sum(axis=_gone(inputs, output)))
+
+
+@pytest.mark.parametrize("seed", seeds(12, first=50))
+def test_random_gradients_equal_those_of_the_reference(seed: int) -> None:
+    """Whole numbers: extremes tie, also between devices."""
+    sampler = Sampler(seed)
+    op = ("max", "sum", "logsumexp", "min", "mean", "prod")[seed % 6]
+    mesh, pattern = random_call(sampler, op)
+    [inputs], [output] = simulator.split_pattern(pattern)
+    sizes = sampler.sizes("b s d", mesh, [inputs, output])
+    x = jnp.asarray(draw(sampler, op, tuple(sizes.values()), whole=op in ("max", "min")), jnp.float32)
+    weights = jnp.asarray(sampler.array([sizes[n] for n in simulator.read(output).names]))
+    gradients = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: reduce(x, pattern, op), mesh, [inputs], output, mode)
+        gradients.append(jax.grad(lambda x, fn=fn: (fn(x) * weights).sum())(x))
+    close(*gradients, 1e-4)
+
+
+# --- maxima -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_ties_share_the_gradient_over_the_whole_array_in_both_directions(op: str) -> None:
+    x = jnp.asarray([[3.0, 1, 3, 3, 0, 3, 1, 0], [0.0, 0, 0, 0, 3, 1, 0, 2]])
+    fn = run(lambda x: reduce(x, "b s/tp -> b", op), MESH, ["b s/tp"], "b")
+    plain = lambda x: getattr(jnp, op)(x, axis=1)
+    weights = jnp.asarray([2.0, 5.0])
+    close(jax.grad(lambda x: (fn(x) * weights).sum())(x), jax.grad(lambda x: (plain(x) * weights).sum())(x))
+    tangent = jnp.arange(16.0).reshape(2, 8)
+    close(jax.jvp(fn, (x,), (tangent,))[1], jax.jvp(plain, (x,), (tangent,))[1])
+
+
+def test_logsumexp_is_stable_and_takes_infinities() -> None:
+    fn = run(lambda x: reduce(x, "b s/tp -> b", "logsumexp"), MESH, ["b s/tp"], "b")
+    x = jnp.asarray([[1e4] * 8, [-1e4] * 8, [-jnp.inf] * 8, [0, jnp.inf, 0, 0, 0, 0, 0, 0.0], [-jnp.inf] * 7 + [2.0]])
+    close(fn(x), jax.scipy.special.logsumexp(x, axis=1))
+
+
+def test_products_with_zeros_have_the_right_gradient() -> None:
+    fn = run(lambda x: reduce(x, "b s/tp -> b", "prod"), MESH, ["b s/tp"], "b")
+    x = jnp.asarray([[2.0, 0, 3, 1, 1, 5, 1, 1], [0.0, 0, 3, 1, 1, 5, 1, 1]])
+    close(jax.grad(lambda x: fn(x).sum())(x), jax.grad(lambda x: jnp.prod(x, axis=1).sum())(x))
+
+
+def test_the_mean_of_low_precision_does_not_overflow() -> None:
+    fn = run(lambda x: reduce(x, "s/tp -> scalar", "mean"), MESH, ["s/tp"], "scalar")
+    close(fn(jnp.full(64, 3e4, jnp.float16)), jnp.asarray(3e4, jnp.float16))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "bool", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("op", OPS)
+def test_dtypes_are_those_of_jnp(op: str, dtype: str) -> None:
+    if dtype == "complex64" and op in ("max", "min", "logsumexp"):
+        with frame(MESH).enter(), pytest.raises(LayoutError, match="needs numbers that are ordered"):
+            reduce(jnp.ones((2, 8), dtype), "b s/tp -> b", op)
+        return
+    if op == "logsumexp" and not jnp.issubdtype(dtype, jnp.floating):
+        expected = jnp.float32
+    else:
+        expected = (jax.scipy.special.logsumexp if op == "logsumexp" else getattr(jnp, op))(jnp.ones(8, dtype)).dtype
+    x = jax.ShapeDtypeStruct((2, 8), jnp.dtype(dtype))
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: reduce(x, "b s/tp -> b", op), MESH, ["b s/tp"], "b", mode)
+        assert jax.eval_shape(fn, x).dtype == expected
+
+
+# --- scalars ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_scalar_is_closed_on_every_axis(op: str, whole: bool) -> None:
+    """Also where the operand is a gathered copy, by JAX's type different on each device; gradients too."""
+    kind = "bool" if op in ("any", "all") else "float32"
+
+    def body(x):
+        copy = _lax.all_gather(x, ("dp",), 0, "varying") if whole else x
+        return reduce(copy, "b s/tp -> scalar" if whole else "b/dp s/tp -> scalar", op)
+
+    x = (jnp.arange(32).reshape(4, 8) % 7 + 1).astype(kind)
+    fn = run(body, MESH, ["b/dp s/tp"], "scalar")
+    plain = jax.scipy.special.logsumexp if op == "logsumexp" else getattr(jnp, op)
+    close(fn(x), plain(x))
+    if kind == "float32":
+        one, other = jax.grad(fn)(x), jax.grad(plain)(x)
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+
+
+def test_a_scalar_costs_one_small_all_reduce() -> None:
+    def body(x):
+        return reduce(_lax.all_gather(x, ("dp",), 0, "varying"), "b s/tp -> scalar", "mean")
+
+    assert counts(body, MESH, ["b/dp s/tp"], "scalar", jnp.ones((4, 8))) == {"all_gather dp": 1, "psum dp,tp": 1}
+
+
+def test_integers_are_closed_without_overflow() -> None:
+    body = lambda x: reduce(_lax.all_gather(x, ("dp",), 0, "varying"), "b s/tp -> scalar")
+    x = jnp.zeros((2, 4), jnp.int32).at[0, 0].set(2**31 - 1)
+    close(run(body, MESH, ["b/dp s/tp"], "scalar")(x), jnp.asarray(2**31 - 1, jnp.int32))
+
+
+def test_a_marked_axis_is_left_open() -> None:
+    fn = run(lambda x: reduce(x, "b/dp s/tp -> {U:dp}", "mean"), MESH, ["b/dp s/tp"], "{U:dp}")
+    x = jnp.arange(32.0).reshape(4, 8)
+    close(fn(x), x.mean())
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "right", "forward", "both"),
+    [
+        ("sum", "d", {"psum dp": 1}, {"psum dp": 1}),
+        ("mean", "d/dp", {"psum_scatter dp": 1}, {"psum_scatter dp": 1, "all_gather dp": 1}),
+        ("max", "d", {"psum dp": 1}, {"psum dp": 2}),
+        ("max", "d/dp", {"psum dp": 1}, {"psum dp": 2, "all_gather dp": 1}),
+        ("logsumexp", "d", {"psum dp": 2}, None),
+        ("prod", "d", {"all_gather dp": 1}, {"all_gather dp": 1}),
+    ],
+)
+def test_the_collectives_are_exactly_those_of_the_string(op: str, right: str, forward: dict, both: dict | None) -> None:
+    x = jnp.arange(64.0).reshape(8, 8)
+    body = lambda x: reduce(x, f"b/dp d -> {right}", op)
+    assert counts(body, MESH, ["b/dp d"], right, x) == forward
+    if both is not None:
+        assert backward_counts(body, MESH, ["b/dp d"], right, x) == both
+
+
+def test_nothing_divided_costs_nothing() -> None:
+    for op in OPS:
+        x = jnp.ones((8, 8), bool if op in ("any", "all") else jnp.float32)
+        assert counts(lambda x, op=op: reduce(x, "b/dp d -> b/dp", op), MESH, ["b/dp d"], "b/dp", x) == {}
+
+
+# --- with the rest of JAX -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "prod", "logsumexp"])
+def test_under_vmap_scan_and_remat(op: str) -> None:
+    one = lambda row: reduce(row, "b s/tp -> b", op)
+
+    def body(x):  # t b s
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + 2 * scanned
+
+    plain = functools.partial(jax.scipy.special.logsumexp if op == "logsumexp" else getattr(jnp, op), axis=2)
+    x = jnp.asarray(Sampler(3).array((3, 2, 8), whole=False))
+    fn = run(body, MESH, ["t b s/tp"], "t b")
+    close(fn(x), 3 * plain(x), 1e-4)
+    close(jax.grad(lambda x: (fn(x) ** 2).sum())(x), jax.grad(lambda x: ((3 * plain(x)) ** 2).sum())(x), 1e-3)
+
+
+@pytest.mark.parametrize("op", ["mean", "max"])
+def test_all_modes_agree(op: str) -> None:
+    x = jnp.asarray(Sampler(1).array((4, 8, 6)))
+    found = []
+    for mode in MODES:
+        fn = run(lambda x: reduce(x, "b/dp s/tp d -> d b/dp", op), MESH, ["b/dp s/tp d"], "d b/dp", mode)
+        found.append(jax.value_and_grad(lambda x, fn=fn: (fn(x) ** 2).sum())(x))
+    for other in found[1:]:
+        jax.tree.map(lambda a, b: close(a, b, 1e-4), found[0], other)
+
+
+def test_literals_and_unnamed_dimensions() -> None:
+    with frame(MESH).enter():
+        assert reduce(jnp.ones((4, 3, 8)), "b _ s -> b s").shape == (4, 8)
+        assert reduce(jnp.ones((4, 3, 8)), "b 3 s -> b 1 s").shape == (4, 1, 8)
+        assert reduce(jnp.ones((4, 3, 8)), "... s -> ...").shape == (4, 3)
+        assert reduce(jnp.ones((4, 6)), "b (h k) -> k b", h=2).shape == (3, 4)
+
+
+def test_the_result_is_typed_equal_on_the_reduced_axes() -> None:
+    seen = []
+
+    def body(x):
+        y = reduce(x, "b/dp s/tp -> s/tp", "max")
+        seen.append(jax.typeof(y).manual_axis_type.varying)
+        return y
+
+    jax.shard_map(body, mesh=make_mesh(MESH), in_specs=P("dp", "tp"), out_specs=P("tp"))(jnp.ones((4, 8)))
+    assert seen[0] == {"tp"}
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+GOLDEN = [
+    (
+        "b/dp s -> b",
+        "sum",
+        """\
+reduce(x, "b/dp s -> b")
+                     ^
+reduce never gathers: b/dp on the left is b on the right. Gather dp in a line of its own.
+got:
+- no partial sum
+- mesh dp=2, tp=4
+fix: reduce(..., "... -> b/dp"), then all_gather(y, "b/dp -> b")""",
+    ),
+    (
+        "b/dp s {U:tp} -> b/dp",
+        "max",
+        """\
+reduce(x, "b/dp s {U:tp} -> b/dp")
+max of a partial sum is not max of its parts: psum first.
+fix: psum(x, "b/dp s {U:tp} -> b/dp s")""",
+    ),
+    (
+        "b/dp s/tp -> b/dp {U:tp}",
+        "max",
+        """\
+reduce(x, "b/dp s/tp -> b/dp {U:tp}")
+                             ^^^^^^
+only sums and means can be left partial: the parts of anything else do not add up.""",
+    ),
+    (
+        "b/dp s -> b/dp",
+        "avg",
+        """\
+reduce(x, "b/dp s -> b/dp")
+op is one of sum, mean, max, min, prod, any, all, logsumexp, not 'avg'.""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "op", "expected"), GOLDEN)
+def test_errors_say_what_is_wrong_and_what_to_write(pattern: str, op: str, expected: str) -> None:
+    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
+        reduce(jnp.ones((4, 8)), pattern, op)
+    assert str(caught.value).strip("\n") == expected
+
+
+def test_the_comparison_can_fail() -> None:
+    """A mean of local means is the global mean only by luck of equal blocks; a local sum is never the sum."""
+    wrong = run(lambda x: _lax.psum(jnp.max(x, 1), ("tp",)), MESH, ["b s/tp"], "b")
+    x = jnp.arange(16.0).reshape(2, 8)
+    with pytest.raises(AssertionError):
+        close(wrong(x), x.max(1))
