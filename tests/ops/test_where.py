@@ -1,0 +1,180 @@
+"""Sizes, offsets and places: the same answers from strings in all modes, and errors that say what to do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd.errors import LayoutError, MeshError, ModeError, SizeError
+from spmd.kernel import kernel
+from spmd.mesh import make_mesh
+from spmd.mode import Frame
+from spmd.ops._where import axis_index, axis_size, local_size, offset, size
+
+MODES = ("explicit", "auto", "reference")
+X = np.zeros((8, 6), np.float32)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(dp=2, tp=3)
+
+
+def ask(mesh, question, mode="explicit", **options):
+    """What a body is answered, as Python values seen while it is traced."""
+    seen = []
+
+    @kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh, **options)
+    def body(x):
+        seen.append(question())
+        return x
+
+    getattr(body, mode)(X)
+    return seen[0]
+
+
+def values(mesh, question, mode="explicit", spec="n/dp/tp -> n/dp/tp"):
+    """One number per device, filled into its block of six."""
+
+    @kernel(spec, mesh=mesh)
+    def body(x):
+        return x + question()
+
+    return np.asarray(getattr(body, mode)(np.zeros(6, np.int32))).tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_size_is_global_in_every_mode(mesh, mode):
+    assert ask(mesh, lambda: (size("b"), size("b/dp"), size("d/tp"), size("(b d)"), size("5")), mode) == (
+        8, 8, 6, 48, 5,
+    )  # fmt: skip
+    assert ask(mesh, lambda: size("s/tp", s=9), mode) == 9
+
+
+def test_local_size_is_what_shape_says(mesh):
+    question = lambda: (local_size("b/dp"), local_size("b"), local_size("(b k)/dp", k=3), local_size("b/tp", tp="dp"))
+    assert ask(mesh, question) == (4, 8, 12, 4)
+    assert ask(mesh, question, "auto") == (8, 8, 24, 8)
+    assert ask(mesh, question, "reference") == (8, 8, 24, 8)
+
+
+def test_offset(mesh):
+    assert values(mesh, lambda: offset("v/dp/tp", v=12)) == [0, 2, 4, 6, 8, 10]
+    assert values(mesh, lambda: offset("v/tp/dp", v=12)) == [0, 4, 8, 2, 6, 10]
+    assert values(mesh, lambda: offset("(h/dp k)", h=4, k=5)) == [0, 0, 0, 10, 10, 10]
+    assert values(mesh, lambda: offset("v", v=12)) == [0] * 6
+    assert values(mesh, lambda: offset("v/dp", v=12), "auto") == [0] * 6
+    assert values(mesh, lambda: offset("v/dp", v=12), "reference") == [0] * 6
+
+
+def test_offset_is_an_int32_that_varies_with_the_axes(mesh):
+    kind = ask(mesh, lambda: jax.typeof(offset("d/tp")))
+    assert (str(kind.dtype), kind.shape, set(kind.manual_axis_type.varying)) == ("int32", (), {"tp"})
+    with jax.enable_x64(True):
+        assert ask(mesh, lambda: jax.typeof(offset("d/tp"))).dtype == jnp.int32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_axis_size(mesh, mode):
+    assert ask(mesh, lambda: (axis_size("dp"), axis_size(("dp", "tp")), axis_size(())), mode) == (2, 6, 1)
+
+
+def test_axis_index(mesh):
+    assert values(mesh, lambda: axis_index("tp")) == [0, 1, 2, 0, 1, 2]
+    assert values(mesh, lambda: axis_index(("dp", "tp"))) == [0, 1, 2, 3, 4, 5]
+    assert values(mesh, lambda: axis_index(("tp", "dp"))) == [0, 2, 4, 1, 3, 5]
+
+
+def test_renames_of_the_kernel_hold(mesh):
+    seen = []
+
+    @kernel("b/x -> b/x", mesh=mesh, axes={"x": ("tp", "dp"), "y": None})
+    def body(v):
+        seen.append((axis_size("x"), axis_size("y"), local_size("b/x"), axis_size(())))
+        return v + axis_index("x") + offset("b/x") + axis_index("y")
+
+    out = body(np.zeros(12, np.int32))
+    assert seen[0] == (6, 1, 2, 1)
+    np.testing.assert_array_equal(out, np.repeat(np.arange(6), 2) * 3)
+
+
+def test_in_the_users_own_shard_map(mesh):
+    body = lambda x: x + axis_index("dp") + local_size("v/tp", v=6) + axis_size("tp")
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))
+    assert mapped(np.zeros(2, np.int32)).tolist() == [5, 6]
+
+
+def message(mesh, question, kind, mode="explicit"):
+    with pytest.raises(kind) as caught:
+        ask(mesh, question, mode)
+    return str(caught.value).strip("\n")
+
+
+def test_error_axis_index_on_whole_arrays(mesh):
+    assert message(mesh, lambda: axis_index("tp"), ModeError, "auto") == (
+        "axis_index('tp')\n"
+        "in auto mode the body sees whole arrays, so it runs at no place along tp.\n"
+        'fix: iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
+        'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'
+        '     else local(fn, "in -> out") around the per-shard code'
+    )
+
+
+def test_error_unknown_axis(mesh):
+    assert message(mesh, lambda: axis_size("dpp"), MeshError) == (
+        "axis_size('dpp')\n"
+        "the mesh has no axis 'dpp'; did you mean 'dp'?\n"
+        "got: mesh dp=2, tp=3"
+    )  # fmt: skip
+
+
+def test_error_unknown_size(mesh):
+    assert message(mesh, lambda: size("c"), SizeError) == (
+        'size("c")\n'
+        "      ^\n"
+        "the size of c is not known.\n"
+        "fix: c=..."
+    )  # fmt: skip
+
+
+def test_error_scattered_blocks(mesh):
+    assert message(mesh, lambda: offset("(b/dp s/tp)", s=3), LayoutError) == (
+        'offset("(b/dp s/tp)")\n'
+        "              ^^^^\n"
+        "the blocks of this dimension are scattered, so there is no one place where a block starts.\n"
+        'fix: iota("(b/dp s/tp)")'
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "kind", "text"),
+    [
+        (lambda: size("b d"), LayoutError, 'size asks for one dimension.\nfix: size("b")'),
+        (lambda: size("scalar"), LayoutError, "size asks for one dimension."),
+        (lambda: size("b {U:dp}"), LayoutError, "size asks for one dimension."),
+        (lambda: size("_"), LayoutError, "a dimension without a name has no size of its own."),
+        (lambda: size("..."), LayoutError, "a dimension without a name has no size of its own."),
+        (lambda: local_size("1+b/dp+1"), LayoutError, 'fix: local_size("b/dp")'),
+        (lambda: local_size("s/tp", s=4), SizeError, "s of size 4 does not divide into the 3 blocks of tp."),
+        (lambda: size("b", b=9), SizeError, "b has two sizes: 9 here, and 8 from"),
+        (lambda: axis_size(3), MeshError, "a mesh axis is a str, or several a tuple of str, not int."),
+        (lambda: axis_index(("dp", "dp")), MeshError, "a mesh axis is named twice."),
+        (lambda: offset("v/xp", v=4), MeshError, "the mesh has no axis 'xp'"),
+    ],
+)
+def test_errors(mesh, question, kind, text):
+    assert text in message(mesh, question, kind)
+
+
+@pytest.mark.parametrize("question", [lambda: size("b"), lambda: axis_size("dp"), lambda: axis_index("dp")])
+def test_error_outside_a_kernel(question):
+    with pytest.raises(ModeError, match="runs inside a kernel"):
+        question()
+
+
+def test_reference_frames_need_no_devices():
+    with Frame("reference", None, (("dp", 1000),)).enter():
+        assert (axis_size("dp"), local_size("b/dp", b=5000), offset("b/dp", b=5000)) == (1000, 5000, 0)
