@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
@@ -46,16 +46,22 @@ def mark(x: Any, layout: Layout, text: str, *, role: str, frame: Frame) -> Any:
     result needs a tag of its own).
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
-        x = constrain(x, layout)
+        x = constrain(x, layout, frame)
     due = frame.explicit and (role != "result" or bool(layout.unreduced))
     if due or tag_of(x) is not None:
         x = layout_p.bind(x, layout=layout, call=text, role=role)
     return tag(x, layout, text)
 
 
-def constrain(x: Any, layout: Layout) -> Any:
-    """`with_sharding_constraint` on the mesh being traced; what no spec can say stays unconstrained."""
-    mesh = jax.sharding.get_abstract_mesh()
+def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
+    """`with_sharding_constraint` on the frame's mesh; what no spec can say stays unconstrained.
+
+    A concrete mesh tells the compiler the devices, which arguments that live nowhere yet do not. Where some of
+    its axes are Explicit, the body runs in `auto_axes`, and only the mesh being traced has them as Auto.
+    """
+    mesh: Any = frame.mesh
+    if not isinstance(mesh, Mesh) or any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
     extra = x.ndim - sum(not d.ellipsis for d in layout.dims)

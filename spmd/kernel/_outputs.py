@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._trees import match_prefix
-from spmd.check import explain_output
+from spmd.check import check_jaxpr, explain_output
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import LayoutError, ReplicationError, SpmdError, compose
 from spmd.kernel._signature import Signature
@@ -211,7 +211,10 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
 
     mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
     jaxpr = jax.make_jaxpr(mapped)(*leaves)
-    facts = explain_output(jaxpr, mesh_axes=everywhere, kernel=plan.signature.text)
+    names = [leaf.path for leaf in plan.leaves]
+    known = {"mesh_axes": everywhere, "kernel": plan.signature.text, "arg_names": names}
+    check_jaxpr(jaxpr, **known)  # a fault inside the body is the cause, and says more
+    facts = explain_output(jaxpr, **known)
     got: list[str] = []
     fixes: list[str] = []
     copy_only = True

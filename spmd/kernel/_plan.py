@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.check import check_body, check_jaxpr
+from spmd.check import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError
 from spmd.kernel._outputs import Outputs, diagnose
@@ -216,7 +216,8 @@ class Plan:
                 traced = inner.trace(*leaves)
             except self.outputs.Unequal as unequal:
                 raise diagnose(self, frame, specs, leaves, unequal) from None
-            check_jaxpr(traced.jaxpr, mesh_axes=frame.axis_names, kernel=self.signature.text)
+            names = [leaf.path for leaf in self.leaves]
+            check_jaxpr(traced.jaxpr, mesh_axes=frame.axis_names, kernel=self.signature.text, arg_names=names)
             return self.outputs.build(inner(*leaves))
 
     def _needs_rank(self, frame: Frame, leaves: Sequence[Any]) -> None:
@@ -296,7 +297,13 @@ class Plan:
         if explicit and not inside_kernel():
             with no_frame():
                 inner = jax.jit(_named(body, self.signature.name))
-                check_body(inner.trace(*leaves).jaxpr, mesh_axes=frame.axis_names, kernel=self.signature.text)
+                check_body(
+                    inner.trace(*leaves).jaxpr,
+                    in_states_of(leaves),
+                    mesh_axes=frame.axis_names,
+                    kernel=self.signature.text,
+                    axis_sizes=dict(frame.sizes),
+                )
                 return self.outputs.build(inner(*leaves))
         return self.outputs.build(body(*leaves))
 
