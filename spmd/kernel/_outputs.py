@@ -186,8 +186,8 @@ def _entries(layout: Layout) -> list[Any]:
     return entries
 
 
-def _marks(layout: Layout) -> dict[str, set[str]]:
-    marks = {"unreduced": set(layout.unreduced), "reduced": set(layout.reduced)}
+def _marks(layout: Layout) -> dict[str, frozenset[str]]:
+    marks = {"unreduced": frozenset(layout.unreduced), "reduced": frozenset(layout.reduced)}
     return {k: v for k, v in marks.items() if v}
 
 

@@ -211,7 +211,7 @@ class Plan:
                 return self.outputs.grouped(flat, frame)
 
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=self.outputs.specs())
-            inner = jax.jit(_named(mapped, self.signature.name))
+            inner = jax.jit(_named(mapped, self.signature.name), inline=True)
             try:
                 traced = inner.trace(*leaves)
             except self.outputs.Unequal as unequal:

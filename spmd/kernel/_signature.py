@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -62,7 +62,7 @@ class Signature:
         fix: str | None = None,
         error: type[ValueError] = LayoutError,
         span: Any = None,
-    ) -> Any:
+    ) -> NoReturn:
         raise error(compose(rule, call=self.text, source=self.source, span=span, got=list(got), fix=fix))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

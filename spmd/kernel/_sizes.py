@@ -43,7 +43,8 @@ def bind_sizes(
     composites: list[tuple[str, int, Dim]] = []
     for path, shape, layout in leaves:
         dims = _dims(path, shape, layout, faults)
-        for i, (dim, size) in enumerate(zip(dims, shape, strict=True) if dims is not None else ()):
+        for i, size in enumerate(shape if dims is not None else ()):
+            dim = dims[i] if dims is not None else None
             if dim is None:
                 continue
             whole = (size - sum(dim.margin)) * math.prod(spread[a] for a in dim.axes)
@@ -54,7 +55,7 @@ def bind_sizes(
             else:
                 _bind(bound, dim.atoms[0], whole, where, dim, faults)
     for where, whole, dim in composites:
-        _bind_composite(bound, dim, whole, where, faults)
+        _bind_composite(bound, dim, whole, where, mesh_sizes, faults)
     if faults:
         _raise(text, source, faults, mesh_sizes)
     return bound
@@ -65,17 +66,8 @@ def _dims(path: str, shape: tuple[int, ...], layout: Layout, faults: list[Any]) 
     extra = len(shape) - fixed
     if extra < 0 or (extra and not layout.has_ellipsis):
         least = "at least " if layout.has_ellipsis else ""
-        span = None if not layout.dims else layout.dims[0]
-        faults.append(
-            (
-                LayoutError,
-                span,
-                (
-                    f'{path} of shape {shape} has rank {len(shape)}, and "{layout.short}" has '
-                    f"{least}{fixed} dimension{'s' * (fixed != 1)}"
-                ),
-            )
-        )
+        rank = f'"{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}'
+        faults.append((LayoutError, layout.dims[0] if layout.dims else None, f"{path} of shape {shape}: {rank}"))
         return None
     dims: list[Dim | None] = []
     for dim in layout.dims:
@@ -106,7 +98,9 @@ def _bind(bound: Bound, atom: Any, whole: int, where: str, dim: Dim, faults: lis
         faults.append((SizeError, dim, f"{atom.name} is {whole} in {where}, but {first[0]} in {first[1]}"))
 
 
-def _bind_composite(bound: Bound, dim: Dim, whole: int, where: str, faults: list[Any]) -> None:
+def _bind_composite(
+    bound: Bound, dim: Dim, whole: int, where: str, mesh_sizes: dict[str, int], faults: list[Any]
+) -> None:
     """A composite binds its last unknown factor; with more unknown ones, none."""
     sizes = [a.size if a.size is not None else bound.get(a.name, (None,))[0] for a in dim.atoms]
     unknown = [i for i, n in enumerate(sizes) if n is None]
@@ -118,6 +112,12 @@ def _bind_composite(bound: Bound, dim: Dim, whole: int, where: str, faults: list
         faults.append((SizeError, dim, f"{where}: the size {whole} is not {shown}"))
     elif unknown:
         bound[dim.atoms[unknown[0]].name] = (whole // rest, where)
+        sizes[unknown[0]] = whole // rest
+    for atom, size in zip(dim.atoms, sizes, strict=True):
+        parts = math.prod(mesh_sizes[a] for a in atom.axes or ())
+        if size is not None and size % parts:
+            rule = f"{where}: {atom.name} has size {size}, which {'/'.join(atom.axes or ())} = {parts} does not divide"
+            faults.append((SizeError, dim, rule))
 
 
 def _raise(

@@ -31,7 +31,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
     text = str(error)
     where = _user_line(error)
     got = [f"at {where}"] if where else []
-    shown = {"call": signature.text, "source": signature.source}
+    shown: dict[str, Any] = {"call": signature.text, "source": signature.source}
     if "carry" in text and "manual axis types do not match" in text:
         return ReplicationError(_carry(text, got, shown, frame))
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
