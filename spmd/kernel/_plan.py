@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.check import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SpmdError
 from spmd.kernel._outputs import Outputs, diagnose
 from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
@@ -82,6 +82,8 @@ class Plan:
         """Run; what lives on other devices or on another mesh is moved first."""
         try:
             return self._call(leaves)
+        except SpmdError:
+            raise
         except ValueError:
             moved = [
                 self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)

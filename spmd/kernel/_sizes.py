@@ -42,9 +42,7 @@ def bind_sizes(
     spread = {a: n if local else 1 for a, n in mesh_sizes.items()}
     composites: list[tuple[str, int, Dim]] = []
     for path, shape, layout in leaves:
-        dims = _dims(path, shape, layout, faults)
-        for i, size in enumerate(shape if dims is not None else ()):
-            dim = dims[i] if dims is not None else None
+        for i, (dim, size) in enumerate(zip(_dims(path, shape, layout, faults), shape, strict=True)):
             if dim is None:
                 continue
             whole = (size - sum(dim.margin)) * math.prod(spread[a] for a in dim.axes)
@@ -61,14 +59,15 @@ def bind_sizes(
     return bound
 
 
-def _dims(path: str, shape: tuple[int, ...], layout: Layout, faults: list[Any]) -> list[Dim | None] | None:
+def _dims(path: str, shape: tuple[int, ...], layout: Layout, faults: list[Any]) -> list[Dim | None]:
+    """One entry per dimension of the array, None where `...` stands for it; all None where the rank is wrong."""
     fixed = sum(not d.ellipsis for d in layout.dims)
     extra = len(shape) - fixed
     if extra < 0 or (extra and not layout.has_ellipsis):
         least = "at least " if layout.has_ellipsis else ""
         rank = f'"{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}'
         faults.append((LayoutError, layout.dims[0] if layout.dims else None, f"{path} of shape {shape}: {rank}"))
-        return None
+        return [None] * len(shape)
     dims: list[Dim | None] = []
     for dim in layout.dims:
         dims += [None] * extra if dim.ellipsis else [dim]
