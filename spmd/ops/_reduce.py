@@ -183,7 +183,7 @@ def _extreme_jvp(name: str, dims: Dims, axes: Axes, primals: Any, tangents: Any)
     """As `jnp.max` of the whole array: all positions that attain the extreme share equally."""
     (x,), (tangent,) = primals, tangents
     out = _global_extreme(x, name, dims, axes)
-    attains = (x == jnp.expand_dims(out, dims)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    attains = (x == jnp.expand_dims(out, dims)).astype(x.dtype if x.dtype == jnp.float64 else jnp.float32)
     ties = _lax.psum(jnp.sum(attains, axis=dims), axes)
     share = attains / jnp.expand_dims(ties, dims)
     total = jnp.sum(tangent * share.astype(tangent.dtype), axis=dims)

@@ -133,6 +133,16 @@ def test_ties_share_the_gradient_over_the_whole_array_in_both_directions(op: str
     close(jax.jvp(fn, (x,), (tangent,))[1], jax.jvp(plain, (x,), (tangent,))[1])
 
 
+@pytest.mark.parametrize("op", ["max", "mean", "logsumexp", "prod"])
+def test_gradients_in_low_precision(op: str) -> None:
+    x = jnp.asarray([[3, 1, 3, 2, 0, 3, 1, 1], [1, 1, 1, 1, 2, 1, 1, 2]], jnp.bfloat16)
+    found = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: reduce(x, "b s/tp -> b", op), MESH, ["b s/tp"], "b", mode)
+        found.append(jax.grad(lambda x, fn=fn: fn(x).sum())(x))
+    close(*found, 0.02)
+
+
 def test_logsumexp_is_stable_and_takes_infinities() -> None:
     fn = run(lambda x: reduce(x, "b s/tp -> b", "logsumexp"), MESH, ["b s/tp"], "b")
     x = jnp.asarray([[1e4] * 8, [-1e4] * 8, [-jnp.inf] * 8, [0, jnp.inf, 0, 0, 0, 0, 0, 0.0], [-jnp.inf] * 7 + [2.0]])

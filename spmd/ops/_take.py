@@ -1,0 +1,122 @@
+"""`take`: rows of a table by their numbers, the rows divided or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmd.comm import _lax
+from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.errors import LayoutError
+from spmd.ops._landing import factors_by_name, finish, land, placed, plain_dims, right_names
+
+__all__ = ["take"]
+
+
+def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
+    """Look up rows by number: `take(e, ids, "[v/tp] d, b/dp s -> b/dp s d")`.
+
+    The brackets say which dimension of the table the integers count. Rows that are divided are looked up where
+    they lie, and the right side says what becomes of the parts, as in `einsum`: tp absent, a psum; `s/tp`, a
+    psum_scatter; `{U:tp}`, left as a partial sum. A number outside the table gives zeros, in every mode.
+
+    Communication: nothing where the rows are whole. Divided, forward a psum (2S(n-1)/n bytes) or psum_scatter
+    (S(n-1)/n) of the result; backward nothing or its all-gather, and for a table that is equal by JAX's own type
+    on an axis that divides ids one psum of its gradient.
+
+    Args:
+      table: The table; one dimension in brackets, of any position.
+      ids: Integers, of any rank; not divided over an axis of the table.
+      pattern: `"table, ids -> result"`: the result has the dimensions of ids and those of the table but the
+        bracketed one, in any order.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The rows.
+
+    Raises:
+      CommunicationError: If one axis divides both, or the right side asks for a gather, a slice or a relayout.
+      LayoutError: On a malformed pattern, or numbers that are no integers.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=4)
+      >>> @spmd.kernel("v/tp d, s -> s d", mesh=mesh)
+      ... def embed(table, ids):
+      ...     return spmd.take(table, ids, "[v/tp] d, s -> s d")
+      >>> print(embed(jnp.arange(16.0).reshape(8, 2), jnp.array([6, 0, 3])))
+      [[12. 13.]
+       [ 0.  1.]
+       [ 6.  7.]]
+    """
+    call = open_call("take", pattern, names, arrays=(table, ids), inputs=2)
+    for layout in (*call.pattern.inputs, *call.pattern.outputs):
+        plain_dims(call, layout)
+    rows = call.operand(table, 0, name="the table")
+    numbers = call.operand(ids, 1, name="ids")
+    dim = _indexed(call, rows)
+    have = _factors(call, rows, numbers, dim)
+    right = right_names(call, call.pattern.outputs[0], have)
+    if missing := [n for n in have if n not in right]:
+        gone = have[missing[0]]
+        call.fail(f"take keeps every dimension, and {gone.name} is on the left only.", at=gone.span, error=LayoutError)
+    key = rows.factors[dim]
+    partial = {axis: f"the table is {{U:{axis}}}" for axis in rows.layout.unreduced}
+    partial |= {axis: f"the rows {placed(key.name, key.axes)} are looked up where they lie" for axis in key.axes}
+    landing = land(call, have, partial, right)
+    out = _rows(call, rows.x, numbers.x, dim, key)
+    made = [*rows.names[:dim], *numbers.names, *rows.names[dim + 1 :]]
+    out = out.transpose(tuple(made.index(name) for name in right))
+    return call.result(finish(out, landing, call.frame))
+
+
+def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
+    """The rows that lie here; zeros for all others."""
+    if ids.dtype.itemsize < 4:  # a block may start beyond what a small integer can say
+        ids = ids.astype(jnp.int32)
+    start: Any = 0
+    if call.frame.explicit and key.axes:
+        start = jnp.asarray(_lax.axis_index(key.axes, dict(call.frame.sizes)) * key.local, ids.dtype)
+    here = ids - start
+    mine = (here >= 0) & (here < key.local) & (ids >= 0)
+    found = jnp.take(table, jnp.clip(here, 0, key.local - 1), axis=dim, mode="clip")
+    mask = mine.reshape((1,) * dim + ids.shape + (1,) * (table.ndim - dim - 1))
+    return jnp.where(mask, found, jnp.zeros_like(found))
+
+
+def _indexed(call: Call, rows: Operand) -> int:
+    dims = [i for i, factor in enumerate(rows.factors) if factor.bracket]
+    if len(dims) != 1:
+        rule = "take looks up along the one dimension of the table that is in brackets."
+        got = f"{len(dims)} dimensions in brackets"
+        fix = "[v/tp] d, b s -> b s d" if not dims else "a pair of brackets around one name"
+        call.fail(rule, got=[got], fix=fix, error=LayoutError)
+    return dims[0]
+
+
+def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str, Factor]:
+    """The factors of the result by name, after the checks that tie the two operands together."""
+    if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
+        call.fail(f"ids are integers, not {numbers.x.dtype}.", error=LayoutError)
+    if numbers.layout.unreduced:
+        call.fail("ids are complete: a partial sum of numbers points to no row.", error=LayoutError)
+    table, ids = factors_by_name(rows), factors_by_name(numbers)
+    if both := [name for name in ids if name in table]:
+        rule = f"{both[0]} is in the table and in ids: take has no batch dimensions."
+        call.fail(rule, at=ids[both[0]].span, fix="jax.vmap over it", error=LayoutError)
+    owners = {axis: factor for factor in rows.factors for axis in factor.axes}
+    for factor in numbers.factors:
+        for axis in factor.axes:
+            if axis in owners or axis in rows.layout.unreduced:
+                other = placed(owners[axis].name, owners[axis].axes) if axis in owners else f"{{U:{axis}}}"
+                call.fail(
+                    f"axis {axis} divides ids and is used by the table: a device would look up its own numbers in "
+                    "its own part of the table only.",
+                    at=factor.span,
+                    got=[f"the table: {other}", f"ids: {placed(factor.name, factor.axes)}"],
+                    fix=f'all_gather(ids, "{numbers.layout.short} -> {numbers.layout.without(axis).short}") first, '
+                    f"or gather the table",
+                )
+    rest = {name: factor for i, (name, factor) in enumerate(zip(rows.names, rows.factors, strict=True)) if i != dim}
+    return rest | ids

@@ -1,0 +1,252 @@
+"""`softmax`, `argmax`, `cumsum` along divided dimensions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd.errors import CommunicationError, LayoutError, SpmdError
+from spmd.ops import argmax, cumsum, softmax
+from tests import simulator
+from tests.ops.harness import MODES, backward_counts, close, counts, frame, run
+from tests.sampler import Sampler, seeds
+
+MESH = {"dp": 2, "tp": 4}
+
+
+def bracket(layout: str, *names: str) -> str:
+    """The layout with brackets around some of its dimensions."""
+    return " ".join(f"[{w}]" if w.split("/")[0] in names else w for w in layout.split())
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("name", ["softmax", "argmax", "cumsum"])
+def test_random_calls_equal_numpy(name: str, seed: int) -> None:
+    sampler = Sampler(seed)
+    mesh = sampler.mesh()
+    layout = sampler.layout("b s d", mesh, used=0.9)
+    along = sampler.choice(["b", "s", "d"])
+    sizes = sampler.sizes("b s d", mesh, [layout])
+    shape = [sizes[n] for n in simulator.read(layout).names]
+    x = sampler.array(shape, sampler.dtype(kinds="f" if name == "softmax" else "fi"))
+    marked = bracket(layout, along)
+    out = layout if name != "argmax" else " ".join(w for w in layout.split() if w.split("/")[0] != along)
+    op = {"softmax": softmax, "argmax": argmax, "cumsum": cumsum}[name]
+    expected = getattr(simulator, name)(x, marked)
+    expected = expected.astype(np.int32) if name == "argmax" else expected
+    for mode in ("explicit", "reference"):
+        found = run(lambda x: op(x, marked), mesh, [layout], out, mode)(jnp.asarray(x))
+        close(found, expected, 0.03 if x.itemsize == 2 else 1e-5)
+
+
+# --- softmax ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["b [k/tp]", "[b/dp] [k/tp]", "b/dp [k/tp]", "[(b k)/tp/dp]"])
+def test_softmax_has_the_gradient_of_the_whole(layout: str) -> None:
+    plain = layout.replace("[", "").replace("]", "")
+    x = jnp.asarray(Sampler(1).array((16,) if "(" in layout else (4, 8), whole=False))
+    weights = jnp.asarray(Sampler(2).array(x.shape, whole=False))
+    known = {"k": 2} if "(" in layout else {}
+    found = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: softmax(x, layout, **known), MESH, [plain], plain, mode)
+        tangent = jax.jvp(fn, (x,), (weights,))[1]
+        found.append((fn(x), jax.grad(lambda x, fn=fn: (fn(x) * weights).sum())(x), tangent))
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), *found)
+
+
+def test_softmax_costs_a_maximum_and_a_sum() -> None:
+    x = jnp.ones((4, 8))
+    body = lambda x: softmax(x, "b/dp [k/tp]")
+    assert counts(body, MESH, ["b/dp k/tp"], "b/dp k/tp", x) == {"psum tp": 2}
+    assert backward_counts(body, MESH, ["b/dp k/tp"], "b/dp k/tp", x) == {"psum tp": 3}
+    assert counts(lambda x: softmax(x, "[b/dp] k", dp=None), MESH, ["b k/tp"], "b k/tp", x) == {}
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_softmax_with_a_mask(broadcast: bool) -> None:
+    """A row that is masked everywhere has probabilities and a gradient of zero, as in JAX."""
+    x = jnp.asarray(Sampler(3).array((4, 8), whole=False))
+    mask = jnp.asarray(Sampler(4).rng.random((4, 1 if broadcast else 8)) < 0.6).at[0].set(False)
+    ins = ["b k/tp", "b 1" if broadcast else "b k/tp"]
+    found = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x, m: softmax(x, "b [k/tp]", where=m), MESH, ins, "b k/tp", mode)
+        found.append((fn(x, mask), jax.grad(lambda x, fn=fn: (fn(x, mask) ** 2).sum())(x)))
+    jax.tree.map(close, *found)
+    assert not np.isnan(found[0][1]).any()
+    assert (found[0][0][0] == 0).all()
+
+
+def test_softmax_of_large_values_and_in_all_modes() -> None:
+    x = jnp.asarray([[1e4, 0, 1e4, 0, 0, 0, 0, 1e4], [-jnp.inf] * 7 + [1.0]])
+    for mode in MODES:
+        close(run(lambda x: softmax(x, "b [k/tp]"), MESH, ["b k/tp"], "b k/tp", mode)(x), jax.nn.softmax(x))
+
+
+# --- argmax -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint32", "bool"])
+def test_argmax_is_that_of_numpy_for_ties_nans_and_signed_zeros(dtype: str) -> None:
+    rows = [
+        [1, 3, 2, 3, 3, 0, 1, 2],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+        [5, 1, 1, 1, 1, 1, 1, 5],
+        [0, 0, 0, 0, 0, 1, 1, 1],
+    ]
+    if dtype.startswith(("float", "bfloat")):
+        nan, inf = float("nan"), float("inf")
+        rows += [
+            [1, 2, inf, 3, nan, inf, nan, 1],
+            [-1, -0.0, -2, 0.0, 0.0, -1, 0, -1],
+            [-5, -1, -3, -1, -2, -8, -9, -1],
+            [-inf] * 8,
+        ]
+    x = jnp.asarray(rows).astype(dtype)
+    expected = jnp.argmax(x, axis=1).astype(jnp.int32)
+    for mode in ("explicit", "reference"):
+        close(run(lambda x: argmax(x, "b [v/tp]"), MESH, ["b v/tp"], "b", mode)(x), expected)
+
+
+def test_argmax_over_two_axes_with_the_result_spelled_out() -> None:
+    x = jnp.asarray(Sampler(5).array((3, 2, 16), whole=False))
+    for mode in MODES:
+        fn = run(lambda x: argmax(x, "a b [v/tp/dp] -> b a"), MESH, ["a b v/tp/dp"], "b a", mode)
+        close(fn(x), jnp.argmax(x, axis=2).astype(jnp.int32).T)
+    assert counts(lambda x: argmax(x, "a b [v/tp/dp]"), MESH, ["a b v/tp/dp"], "a b", x) == {"psum dp,tp": 2}
+
+
+def test_argmax_within_a_differentiated_loss() -> None:
+    fn = run(lambda x: x * argmax(x, "b [v/tp]")[:, None].astype(x.dtype), MESH, ["b v/tp"], "b v/tp")
+    x = jnp.asarray(Sampler(6).array((2, 8), whole=False))
+    close(jax.grad(lambda x: fn(x).sum())(x), jnp.broadcast_to(jnp.argmax(x, 1)[:, None], x.shape).astype(x.dtype))
+
+
+# --- cumsum -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", ["b [s/tp] d", "b [s/tp/dp] d", "b/dp [s/tp] d", "b [s] d/tp"])
+def test_cumsum_and_its_gradient(layout: str, reverse: bool) -> None:
+    plain = layout.replace("[", "").replace("]", "")
+    x = jnp.asarray(Sampler(7).array((4, 16, 8), whole=False))
+    weights = jnp.asarray(Sampler(8).array(x.shape))
+    found = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: cumsum(x, layout, reverse=reverse), MESH, [plain], plain, mode)
+        found.append((fn(x), jax.grad(lambda x, fn=fn: (fn(x) * weights).sum())(x)))
+    jax.tree.map(lambda a, b: close(a, b, 1e-4), *found)
+
+
+def test_cumsum_costs_the_totals_only() -> None:
+    x = jnp.ones((4, 16))
+    body = lambda x: cumsum(x, "b [s/tp]")
+    assert counts(body, MESH, ["b s/tp"], "b s/tp", x) == {"all_gather tp": 1}
+    assert backward_counts(body, MESH, ["b s/tp"], "b s/tp", x) == {"all_gather tp": 1, "psum_scatter tp": 1}
+
+
+def test_cumsum_dtypes_and_partial_sums() -> None:
+    for dtype in ("bool", "int8", "bfloat16", "complex64"):
+        x = jnp.ones((2, 8), dtype)
+        fn = run(lambda x: cumsum(x, "b [s/tp]"), MESH, ["b s/tp"], "b s/tp")
+        close(fn(x), jnp.cumsum(x, axis=1))
+    x = jnp.asarray(Sampler(9).array((2, 8)))
+    fn = run(lambda x: cumsum(x, "b [s/tp] {U:dp}"), MESH, ["b s/tp {U:dp}"], "b s/tp {U:dp}")
+    close(fn(x), jnp.cumsum(x, axis=1))
+
+
+# --- together -----------------------------------------------------------------------------------------------
+
+
+def test_under_vmap_scan_and_remat() -> None:
+    def one(row):
+        shares = softmax(row, "[s/tp]")
+        return cumsum(shares, "[s/tp]") + argmax(row, "[s/tp]").astype(row.dtype)
+
+    def plain(row):
+        return jnp.cumsum(jax.nn.softmax(row)) + jnp.argmax(row).astype(row.dtype)
+
+    def body(x):
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + scanned
+
+    x = jnp.asarray(Sampler(10).array((3, 8), whole=False))
+    fn = run(body, MESH, ["t s/tp"], "t s/tp")
+    expected = lambda x: 2 * jax.vmap(plain)(x)
+    close(fn(x), expected(x), 1e-5)
+    close(jax.grad(lambda x: (fn(x) ** 2).sum())(x), jax.grad(lambda x: (expected(x) ** 2).sum())(x), 1e-4)
+
+
+GOLDEN = [
+    (
+        lambda x: softmax(x, "b k/tp"),
+        """\
+softmax(x, "b k/tp")
+softmax works along the dimensions in brackets.
+got: no brackets
+fix: [k/tp]""",
+    ),
+    (
+        lambda x: argmax(x, "[b] [k/tp]"),
+        """\
+argmax(x, "[b] [k/tp]")
+argmax works along the one dimension in brackets.
+got: 2 in brackets
+fix: one pair of brackets around one dimension""",
+    ),
+    (
+        lambda x: argmax(x, "b [k/tp] -> b/tp"),
+        """\
+argmax(x, "b [k/tp] -> b/tp")
+                       ^^^^
+argmax keeps the placement of the other dimensions: b on the left is b/tp on the right.
+fix: all_gather, split or relayout the result in a line of its own""",
+    ),
+    (
+        lambda x: argmax(x, "b [k/tp] -> k"),
+        """\
+argmax(x, "b [k/tp] -> k")
+argmax keeps the dimensions that are not in brackets: b.
+got: right: k""",
+    ),
+    (
+        lambda x: softmax(x, "b [k] {U:tp}"),
+        """\
+softmax(x, "b [k] {U:tp}")
+softmax of a partial sum is not softmax of its parts: psum first.
+fix: psum(x, "b [k] {U:tp} -> b [k]")""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "expected"), GOLDEN)
+def test_errors_say_what_is_wrong_and_what_to_write(call, expected: str) -> None:
+    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
+        call(jnp.ones((8, 8)))
+    assert str(caught.value).strip("\n") == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        (lambda x: softmax(x, "b [k]", where=x), "an array of booleans"),
+        (lambda x: softmax(x, "b [k]", where=jnp.ones((3, 8), bool)), "does not broadcast"),
+        (lambda x: argmax(x.astype(complex), "b [k]"), "needs numbers that are ordered"),
+        (lambda x: cumsum(x, "b [1+k/tp+1]"), "in brackets"),
+    ],
+)
+def test_other_errors(call, part: str) -> None:
+    with frame(MESH).enter(), pytest.raises(SpmdError) as caught:
+        call(jnp.ones((8, 8)))
+    assert part in str(caught.value)
+
+
+def test_the_comparison_can_fail() -> None:
+    """A softmax that forgets the other devices is noticed."""
+    wrong = run(lambda x: jax.nn.softmax(x, axis=1), MESH, ["b k/tp"], "b k/tp")
+    with pytest.raises(AssertionError):
+        close(wrong(jnp.ones((2, 8))), jax.nn.softmax(jnp.ones((2, 8))))

@@ -1,0 +1,182 @@
+"""`take`: rows of whole and divided tables."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd.errors import CommunicationError, LayoutError
+from spmd.ops import take
+from tests import simulator
+from tests.ops.harness import MODES, backward_counts, close, counts, frame, run
+from tests.sampler import Sampler, seeds
+
+MESH = {"dp": 2, "tp": 4}
+
+PATTERNS = (
+    "[v/tp] d, b/dp s -> b/dp s d",
+    "[v/tp] d, b/dp s -> b/dp s/tp d",
+    "[v/tp] d, b/dp s -> b/dp s d/tp",
+    "[v/tp] d, b/dp s -> b/dp s d {U:tp}",
+    "[v/dp/tp] d, b s -> s d/tp b",
+    "[v] d/tp, b/dp s -> b/dp s d/tp",
+    "[v] d, b/dp s/tp -> b/dp s/tp d",
+    "d [v/tp], b s -> s d b",
+    "[v/dp] d {U:tp}, b s -> b/tp s d",
+    "[v/tp] (h k), b/dp s -> b/dp h s k",
+)
+
+
+def whole(table: jax.Array, ids: jax.Array, pattern: str) -> jax.Array:
+    """The global meaning: zeros outside the table."""
+    rows, _ = simulator.split_pattern(pattern)[0]
+    (axis,) = simulator.bracketed(rows)
+    inside = (ids >= 0) & (ids < table.shape[axis])
+    clear = lambda names: " ".join(n for dim in simulator.read(names).dims for n, _ in dim)
+    found = jnp.moveaxis(table, axis, 0)[jnp.where(inside, ids, 0)] * inside[..., None].astype(table.dtype)
+    if "(h k)" in pattern:
+        return found.reshape(*found.shape[:2], 2, -1).transpose(0, 2, 1, 3)
+    names = ["b", "s", "d"]
+    return found.transpose([names.index(n) for n in clear(simulator.split_pattern(pattern)[1][0]).split()])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_values_and_gradients_in_every_mode(pattern: str) -> None:
+    inputs, (output,) = simulator.split_pattern(pattern)
+    sampler = Sampler(3)
+    (axis,) = simulator.bracketed(inputs[0])
+    table = jnp.asarray(sampler.array((8, 16) if axis else (16, 8), whole=False))
+    ids = jnp.asarray(sampler.rng.integers(-3, 20, (4, 8)), jnp.int32)
+    weights = jnp.asarray(sampler.array(whole(table, ids, pattern).shape))
+    known = {"h": 2} if "(h k)" in pattern else {}
+    plain = [i.replace("[", "").replace("]", "") for i in inputs]
+    expected = jax.value_and_grad(lambda t: (whole(t, ids, pattern) * weights).sum())(table)
+    for mode in MODES if pattern == PATTERNS[0] else ("explicit", "reference"):
+        fn = run(lambda t, i: take(t, i, pattern, **known), MESH, plain, output, mode)
+        close(fn(table, ids), whole(table, ids, pattern), 1e-5)
+        found = jax.value_and_grad(lambda t, fn=fn: (fn(t, ids) * weights).sum())(table)
+        jax.tree.map(lambda a, b: close(a, b, 1e-4), found, expected)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_random_meshes(seed: int) -> None:
+    sampler = Sampler(seed)
+    mesh = sampler.mesh()
+    names = list(mesh)
+    rows, ids = "/".join(["[v", names[0]]) + "]", "/".join(["b", names[1]])
+    pattern = f"{rows} d, {ids} s -> {ids} d s/{names[0]}"
+    v, b = mesh[names[0]] * 3, mesh[names[1]] * 2
+    table, numbers = sampler.array((v, 5), sampler.dtype()), sampler.rng.integers(0, v, (b, mesh[names[0]] * 2))
+    plain = [f"v/{names[0]} d", f"{ids} s"]
+    fn = run(lambda t, i: take(t, i, pattern), mesh, plain, f"{ids} d s/{names[0]}")
+    close(fn(jnp.asarray(table), jnp.asarray(numbers, jnp.int32)), simulator.take(table, numbers, pattern), 0.02)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "forward", "both"),
+    [
+        ("[v/tp] d, b/dp s -> b/dp s d", {"psum tp": 1}, {"psum tp": 1, "psum dp": 1}),
+        (
+            "[v/tp] d, b/dp s -> b/dp s/tp d",
+            {"psum_scatter tp": 1},
+            {"psum_scatter tp": 1, "all_gather tp": 1, "psum dp": 1},
+        ),
+        ("[v] d/tp, b/dp s -> b/dp s d/tp", {}, {"psum dp": 1}),
+    ],
+)
+def test_the_collectives_are_exactly_those_of_the_string(pattern: str, forward: dict, both: dict) -> None:
+    inputs, (output,) = simulator.split_pattern(pattern)
+    plain = [i.replace("[", "").replace("]", "") for i in inputs]
+    table, ids = jnp.ones((16, 8)), jnp.zeros((4, 8), jnp.int32)
+    assert counts(lambda t, i: take(t, i, pattern), MESH, plain, output, table, ids) == forward
+    forward_only = lambda t: take(t, jnp.zeros((2, 8), jnp.int32) + _differs(), pattern)
+    assert backward_counts(forward_only, MESH, plain[:1], output, table) == both
+
+
+def _differs() -> jax.Array:
+    return jax.lax.axis_index("dp").astype(jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int16"])
+def test_small_integers_reach_all_rows(dtype: str) -> None:
+    table = jnp.arange(1200.0).reshape(600, 2)
+    ids = jnp.asarray([0, 1, 100, 127]).astype(dtype)
+    for mode in ("explicit", "reference"):
+        found = run(lambda t, i: take(t, i, "[v/tp] d, s -> s d"), MESH, ["v/tp d", "s"], "s d", mode)(table, ids)
+        close(found, table[np.asarray(ids).astype(int)])
+
+
+def test_under_vmap_scan_and_jvp() -> None:
+    one = lambda t, i: take(t, i, "[v/tp] d, s -> s d")
+
+    def body(t, i):  # i: b s
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(t, row))), 0, i)
+        _, tangent = jax.jvp(lambda t: one(t, i[0]), (t,), (t,))
+        return jax.vmap(one, in_axes=(None, 0))(t, i) + scanned + tangent[None]
+
+    table, ids = jnp.arange(16.0).reshape(8, 2), jnp.asarray([[0, 5, 7], [1, 1, 2]])
+    fn = run(body, MESH, ["v/tp d", "b s"], "b s d")
+    expected = lambda t: 2 * t[ids] + t[ids[0]][None]
+    close(fn(table, ids), expected(table))
+    found = jax.grad(lambda t: (fn(t, ids) ** 2).sum())(table)
+    close(found, jax.grad(lambda t: (expected(t) ** 2).sum())(table), 1e-4)
+
+
+GOLDEN = [
+    (
+        "[v/tp] d, b/tp s -> b/tp s d",
+        """\
+take(x, y, "[v/tp] d, b/tp s -> b/tp s d")
+                      ^^^^
+axis tp divides ids and is used by the table: a device would look up its own numbers in its own part of the table only.
+got:
+- the table: v/tp
+- ids: b/tp
+fix: all_gather(ids, "b/tp s -> b s") first, or gather the table""",
+    ),
+    (
+        "[v] d, b/dp s -> b/dp s d/tp",
+        """\
+take(x, y, "[v] d, b/dp s -> b/dp s d/tp")
+                                    ^^^^
+tp on d/tp has nothing to scatter: nothing is a partial sum along it. That is a split.
+got:
+- no partial sum
+- mesh dp=2, tp=4
+fix: take(..., "... -> b/dp s d"), then split(y, "b/dp s d -> b/dp s d/tp")""",
+    ),
+    (
+        "v/tp d, b s -> b s d",
+        """\
+take(x, y, "v/tp d, b s -> b s d")
+take looks up along the one dimension of the table that is in brackets.
+got: 0 dimensions in brackets
+fix: [v/tp] d, b s -> b s d""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "expected"), GOLDEN)
+def test_errors_say_what_is_wrong_and_what_to_write(pattern: str, expected: str) -> None:
+    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
+        take(jnp.ones((16, 8)), jnp.zeros((4, 8), jnp.int32), pattern)
+    assert str(caught.value).strip("\n") == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "pattern", "part"),
+    [
+        (jnp.zeros((4, 8)), "[v/tp] d, b s -> b s d", "ids are integers, not float32"),
+        (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s", "d is on the left only"),
+        (jnp.zeros((4, 8), int), "b [v/tp], b s -> b s", "take has no batch dimensions"),
+        (jnp.zeros((4, 8), int), "[v/tp] d, b s {U:dp} -> b s d", "points to no row"),
+        (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s v", "v is on the right and not on the left"),
+    ],
+)
+def test_other_errors(ids: jax.Array, pattern: str, part: str) -> None:
+    table = jnp.ones((4, 8)) if pattern.startswith("b") else jnp.ones((16, 8))
+    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
+        take(table, ids, pattern)
+    assert part in str(caught.value)
