@@ -48,7 +48,7 @@ def bind_sizes(
             whole = (size - sum(dim.margin)) * math.prod(spread[a] for a in dim.axes)
             where = f"{path}, dimension {i}"
             _divisible(where, dim, whole, mesh_sizes, faults)
-            if len(dim.atoms) > 1:
+            if len(dim.atoms) != 1:
                 composites.append((where, whole, dim))
             else:
                 _bind(bound, dim.atoms[0], whole, where, dim, faults)

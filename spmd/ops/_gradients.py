@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -174,18 +177,11 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], fn: Any, loss
         )
 
 
+@dataclass(frozen=True)
 class _Types:
-    """What JAX knew of the primal arguments, carried from the forward to the backward rule."""
+    """On which axes JAX typed each primal argument varying, carried to the backward rule."""
 
-    def __init__(self, axes: tuple[frozenset[str], ...], frame: Frame | None):
-        self.axes = axes
-        self.frame = frame
-
-    def __hash__(self) -> int:
-        return hash((self.axes, self.frame))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Types) and (self.axes, self.frame) == (other.axes, other.frame)
+    axes: tuple[frozenset[str], ...]
 
 
 jax.tree_util.register_static(_Types)
@@ -222,43 +218,53 @@ class custom_vjp:
 
     def __init__(self, fn: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
         self.nondiff = tuple(nondiff_argnums)
-        self._inner = jax.custom_vjp(fn, nondiff_argnums=self.nondiff)
+        self._python = inspect.signature(fn)
+
+        # The rules run when the kernel is differentiated, which may be long after its body was traced: the
+        # frame of the call travels with it as a static argument.
+        def framed(frame: Frame | None, *args: Any) -> Any:
+            return fn(*args)
+
+        self._inner = jax.custom_vjp(framed, nondiff_argnums=(0, *(i + 1 for i in self.nondiff)))
         functools.update_wrapper(self, fn)
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Set the rules: `fwd(*args) -> (out, kept)`, `bwd(*nondiff, kept, cotangent) -> cotangents`."""
         nondiff = self.nondiff
 
-        def forward(*args: Any) -> Any:
-            out, kept = fwd(*args)
+        def forward(frame: Frame | None, *args: Any) -> Any:
+            with contextlib.nullcontext() if frame is None else frame.enter():
+                out, kept = fwd(*args)
             primals = [a for i, a in enumerate(args) if i not in nondiff]
             axes = tuple(_compat.varying_axes(x) | _compat.unreduced_axes(x) for x in jax.tree.leaves(primals))
-            return out, (kept, _Types(axes, try_frame()))
+            return out, (kept, _Types(axes))
 
-        def backward(*args: Any) -> Any:
+        def backward(frame: Frame | None, *args: Any) -> Any:
             *fixed, (kept, types), cotangent = args
-            if types.frame is None:
-                return bwd(*fixed, kept, cotangent)
-            with types.frame.enter():
+            with contextlib.nullcontext() if frame is None else frame.enter():
                 out = bwd(*fixed, kept, cotangent)
-                return _summed(out, types)
+                return out if frame is None or not frame.explicit else _summed(out, types.axes, frame)
 
         self._inner.defvjp(forward, backward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner(*args, **kwargs)
+        if kwargs:
+            bound = self._python.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        return self._inner(try_frame(), *args)
 
 
-def _summed(cotangents: Any, types: _Types) -> Any:
+def _summed(cotangents: Any, types: tuple[frozenset[str], ...], frame: Frame) -> Any:
     """Each cotangent summed over the axes on which it varies and its primal does not."""
     leaves, structure = jax.tree.flatten(cotangents, is_leaf=lambda x: x is None)
-    if len(leaves) != len(types.axes) or types.frame is None or not types.frame.explicit:
+    if len(leaves) != len(types):
         return cotangents  # JAX says what is wrong with the structure
     done = []
-    for leaf, axes in zip(leaves, types.axes, strict=True):
+    for leaf, axes in zip(leaves, types, strict=True):
         if leaf is None or not hasattr(leaf, "dtype"):
             done.append(leaf)
             continue
-        extra = types.frame.in_mesh_order((_compat.varying_axes(leaf) | _compat.unreduced_axes(leaf)) - axes)
-        done.append(_compat.pvary(_lax.psum(leaf, extra) if extra else leaf, types.frame.in_mesh_order(axes)))
+        extra = frame.in_mesh_order((_compat.varying_axes(leaf) | _compat.unreduced_axes(leaf)) - axes)
+        done.append(_compat.pvary(_lax.psum(leaf, extra) if extra else leaf, frame.in_mesh_order(axes)))
     return jax.tree.unflatten(structure, done)
