@@ -72,6 +72,7 @@ class Plan:
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         self.typed_axes = tuple(n for n, kind in kinds.items() if kind is AxisType.Explicit)
         self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)
+        self._deviceless = mode != "reference" and not isinstance(mesh, Mesh)
         self._needs_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
         self._check_layouts()
         donated = donate if mode != "reference" else ()
@@ -93,6 +94,13 @@ class Plan:
         return self._call(moved)
 
     def _call(self, leaves: Sequence[Any]) -> Any:
+        if self._deviceless and outside_trace():
+            self.signature.fail(
+                "an abstract mesh has no devices to run on.",
+                got=[self.frame({}).describe()],
+                fix=".trace(...), .lower(...) or .reference(...), or a mesh of devices",
+                error=MeshError,
+            )
         if not self._needs_mesh or not outside_trace():
             return self.jitted(*leaves)
         with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
