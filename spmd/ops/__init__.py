@@ -8,9 +8,12 @@ from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
 from spmd.ops._softmax import argmax, cumsum, softmax
 from spmd.ops._take import take
+from spmd.ops._where import axis_index, axis_size, local_size, offset, size
 
 __all__ = [
     "argmax",
+    "axis_index",
+    "axis_size",
     "cond",
     "cumsum",
     "custom_vjp",
@@ -18,10 +21,13 @@ __all__ = [
     "full",
     "grad",
     "iota",
+    "local_size",
+    "offset",
     "ones",
     "rearrange",
     "reduce",
     "repeat",
+    "size",
     "softmax",
     "take",
     "value_and_grad",
