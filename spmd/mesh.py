@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     with Explicit axes or a mixture, works in every function of `spmd` as well. No communication.
 
     Args:
-      devices: The devices to use; the first `prod(axes)` of `jax.devices()` in JAX's own good order when
-        absent. Once `use_cpu_devices` was called, those are CPU devices.
+      devices: The devices to use; absent, the first `prod(axes)` of `jax.devices()` in the order that suits
+        the hardware, or those that `use_cpu_devices` chose.
       abstract: Give an `AbstractMesh`: names and sizes without devices, for tracing and planning.
       **axes: Axis names with their sizes. One may be -1: what is left of the devices.
 
@@ -64,7 +65,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     shape, names = tuple(sizes.values()), tuple(sizes)
     if abstract:
         return AbstractMesh(shape, names, axis_types=kinds)
-    pool = list(jax.devices()) if pool is None else pool
+    pool = _devices() if pool is None else pool
     wanted = math.prod(shape)
     if wanted > len(pool):
         raise MeshError(_too_few(call, wanted, pool))
@@ -90,7 +91,7 @@ def _fill(axes: dict[str, int], pool: list[Any] | None, abstract: bool, call: st
     if abstract:
         raise MeshError(compose("an abstract mesh has no devices to count, so no axis can be -1.", call=call))
     known = math.prod(size for size in axes.values() if size != -1)
-    count = len(jax.devices() if pool is None else pool)
+    count = len(_devices() if pool is None else pool)
     if count % known:
         raise MeshError(compose(f"{count} devices do not divide by the {known} of the other axes.", call=call))
     return {name: count // known if size == -1 else int(size) for name, size in axes.items()}
@@ -132,27 +133,40 @@ def use_cpu_devices(count: int) -> list[Any]:
                 call=f"use_cpu_devices({count!r})",
             )
         )
-    already = None
-    try:
-        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
-    except RuntimeError as error:  # a backend runs: the number is fixed
-        already = error
+    refused = _ask_for_cpu(count)
     have = jax.devices("cpu")
     if len(have) < count:
         raise MeshError(
             compose(
-                f"JAX already runs with {len(have)} CPU device{'s' if len(have) > 1 else ''}, and "
-                f"that cannot grow to {count}.",
+                f"JAX already runs with {len(have)} CPU device{'s' * (len(have) > 1)}, and that cannot grow to {count}.",
                 call=f"use_cpu_devices({count})",
                 got=["the backend starts with the first array or the first question for devices"],
                 fix=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
             )
-        ) from already
-    jax.config.update("jax_default_device", None)
-    if jax.default_backend() != "cpu":
-        jax.config.update("jax_platforms", "cpu")
+        ) from refused
+    _chosen[:] = have
+    if jax.default_backend() != "cpu":  # an accelerator was in use already: new arrays go to the CPU from here on
         jax.config.update("jax_default_device", have[0])
     return have[:count]
+
+
+_chosen: list[Any] = []  # the CPU devices that use_cpu_devices chose, which jax.devices() may not show first
+
+
+def _ask_for_cpu(count: int) -> Exception | None:
+    """Set the number of CPU devices while that is possible; the refusal where it is not."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return None  # the number is set there, and JAX refuses to be told twice
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+    except RuntimeError as error:
+        return error
+    jax.config.update("jax_platforms", "cpu")  # no effect once a backend runs
+    return None
+
+
+def _devices() -> list[Any]:
+    return _chosen or jax.devices()
 
 
 def mesh_sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
