@@ -138,7 +138,7 @@ def use_cpu_devices(count: int) -> list[Any]:
     if len(have) < count:
         raise MeshError(
             compose(
-                f"JAX already runs with {len(have)} CPU device{'s' * (len(have) > 1)}, and that cannot grow to {count}.",
+                f"JAX runs already, with {len(have)} CPU device{'s' * (len(have) > 1)}; it cannot grow to {count}.",
                 call=f"use_cpu_devices({count})",
                 got=["the backend starts with the first array or the first question for devices"],
                 fix=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
