@@ -1,0 +1,65 @@
+"""Runs the Python of a Markdown page and writes what it prints under its `<!-- output -->` comments.
+
+    python -m docs.outputs README.md docs/pages/*.md
+
+Line numbers of the page itself become `...`, which the tests take for anything. An output that matches
+already stays as it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.pages import blocks, same_output
+
+
+def with_outputs(path: str, page: str) -> str:
+    """The page with the outputs that its blocks print now."""
+    lines = page.splitlines()
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    edits: list[tuple[int, int, str]] = []
+    for block in blocks(page):
+        if block.language == "python":
+            code = compile("\n" * (block.line - 1) + block.text, path, "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(code, namespace)
+        elif block.comment == "output":
+            if not same_output(block.text, printed.getvalue()):
+                text = re.sub(rf"[\w./-]*?({re.escape(Path(path).name)}):\d+", r"\1:...", printed.getvalue())
+                text = "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))
+                edits.append((block.line - 1, block.line - 1 + len(block.text.splitlines()), text))
+            printed = io.StringIO()
+    for start, end, text in reversed(edits):
+        lines[start:end] = text.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def main(paths: list[str]) -> None:
+    """Rewrite each page in place, each in a process of its own."""
+    import multiprocessing
+
+    for path in paths:
+        process = multiprocessing.get_context("spawn").Process(target=rewrite, args=(path,))
+        process.start()
+        process.join()
+        print(f"{path}: {'ok' if process.exitcode == 0 else 'FAILED'}")
+
+
+def rewrite(path: str) -> None:
+    """Rewrite one page on eight CPU devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    file = Path(path)
+    file.write_text(with_outputs(path, file.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
