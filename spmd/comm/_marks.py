@@ -43,11 +43,11 @@ def mark(x: Any, layout: Layout, text: str, *, role: str, frame: Frame) -> Any:
 
     The note is left out where the operation's own collectives already say it: it is due where a partial sum
     is left, where equal values are legal along a divided dimension, and where a verb moved nothing (the
-    result needs a tag of its own).
+    result needs a tag of its own; on whole arrays that is everywhere, also under `vmap`, where no tag is seen).
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
         x = constrain(x, layout, frame)
-    due = frame.explicit and (role != "result" or bool(layout.unreduced))
+    due = not frame.explicit or role != "result" or bool(layout.unreduced)
     if due or tag_of(x) is not None:
         x = layout_p.bind(x, layout=layout, call=text, role=role)
     return tag(x, layout, text)
