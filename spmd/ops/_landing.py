@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from spmd import _compat
 from spmd.comm import _lax
@@ -132,38 +132,40 @@ def _check_step(
 ) -> None:
     """An output dimension may gain minor-most axes that carry partial results, and nothing else."""
     dst = call.pattern.outputs[0]
-    is_now = placed(atom.name, before)
+    one, two = placed(atom.name, before), placed(atom.name, after)
     if after == before[: len(after)]:
         lost = "/".join(before[len(after) :])
-        old = _with_axes(dst, {atom.name: before})
-        call.fail(
-            f"{call.name} never gathers: {is_now} on the left is {placed(atom.name, after)} on the right. "
-            f"Gather {lost} in a line of its own.",
-            at=atom.span,
-            got=_got(call, partial),
-            fix=f'{call.name}(..., "... -> {old}"), then all_gather(y, "{old} -> {dst.short}")',
+        rule = (
+            f"{call.name} never gathers: {one} on the left is {two} on the right. Gather {lost} in a line of its own."
         )
-    old = _with_axes(dst, {n: have[n].axes for n in dst.names if n in have})
+        _refuse(call, atom, rule, partial, _in_two_lines(call, {atom.name: before}, "all_gather"))
     if before != after[: len(before)]:
-        call.fail(
-            f"{call.name} adds axes at the end of a dimension only: {is_now} on the left cannot become "
-            f"{placed(atom.name, after)}. That is a relayout.",
-            at=atom.span,
-            got=_got(call, partial),
-            fix=f'{call.name}(..., "... -> {old}"), then relayout(y, "{old} -> {dst.short}")',
+        rule = (
+            f"{call.name} adds axes at the end of a dimension only: {one} on the left cannot become {two}. "
+            "That is a relayout."
         )
+        axes = {name: have[name].axes for name in dst.names if name in have}
+        _refuse(call, atom, rule, partial, _in_two_lines(call, axes, "relayout"))
     for axis in after[len(before) :]:
         if axis in partial:
             continue
         owner = next((f for f in have.values() if axis in f.axes), None)
         verb = "split" if owner is None else "relayout"
         why = "nothing is a partial sum along it" if owner is None else f"it divides {owner.name} on the left"
-        call.fail(
-            f"{axis} on {placed(atom.name, after)} has nothing to scatter: {why}. That is a {verb}.",
-            at=atom.span,
-            got=_got(call, partial),
-            fix=f'{call.name}(..., "... -> {old}"), then {verb}(y, "{old} -> {dst.short}")',
-        )
+        rule = f"{axis} on {two} has nothing to scatter: {why}. That is a {verb}."
+        axes = {n: have[n].axes for n in (atom.name, *([] if owner is None else [owner.name]))}
+        _refuse(call, atom, rule, partial, _in_two_lines(call, axes, verb))
+
+
+def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: str) -> NoReturn:
+    call.fail(rule, at=atom.span, got=_got(call, partial), fix=fix)
+
+
+def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> str:
+    """The operation without the change, and the verb that makes it."""
+    dst = call.pattern.outputs[0]
+    old = _with_axes(dst, axes)
+    return f'{call.name}(..., "... -> {old}"), then {verb}(y, "{old} -> {dst.short}")'
 
 
 def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:

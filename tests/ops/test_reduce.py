@@ -63,7 +63,7 @@ def draw(sampler: Sampler, op: str, shape: tuple[int, ...], *, whole: bool = Tru
     return sampler.array(shape, dtype, whole=whole)
 
 
-@pytest.mark.parametrize("seed", seeds(16))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_random_calls_equal_numpy_in_every_mode(seed: int) -> None:
     sampler = Sampler(seed)
     op = OPS[seed % len(OPS)]
@@ -102,7 +102,7 @@ def _logsumexp(x: np.ndarray, inputs: str, output: str) -> np.ndarray:
     return np.log(np.exp(x.astype(np.float64)).sum(axis=_gone(inputs, output)))
 
 
-@pytest.mark.parametrize("seed", seeds(12, first=50))
+@pytest.mark.parametrize("seed", seeds(6, first=50))
 def test_random_gradients_equal_those_of_the_reference(seed: int) -> None:
     """Whole numbers: extremes tie, also between devices."""
     sampler = Sampler(seed)
@@ -180,8 +180,7 @@ def test_dtypes_are_those_of_jnp(op: str, dtype: str) -> None:
 # --- scalars ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("op", "whole"), [*((op, True) for op in OPS), ("mean", False), ("max", False)])
 def test_a_scalar_is_closed_on_every_axis(op: str, whole: bool) -> None:
     """Also where the operand is a gathered copy, by JAX's type different on each device; gradients too."""
     kind = "bool" if op in ("any", "all") else "float32"
