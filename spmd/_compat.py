@@ -24,6 +24,7 @@ __all__ = [
     "unreduced_axes",
     "varying_axes",
     "with_varying",
+    "without_varying",
 ]
 
 
@@ -57,7 +58,17 @@ def reduced_axes(x: Any) -> frozenset[str]:
 def with_varying(aval: Any, axes: Sequence[str], shape: tuple[int, ...]) -> Any:
     """The abstract value `aval` with another shape, varying on `axes` too."""
     kind = aval.manual_axis_type
-    return aval.update(shape=shape, manual_axis_type=kind.update(varying=kind.varying | set(axes)))
+    placed: dict[str, Any] = {}
+    if aval.sharding.mesh.empty:  # what came out of a callback knows no mesh, and could not vary on any axis
+        here = jax.sharding.get_abstract_mesh()
+        placed["sharding"] = jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, manual_axis_type=kind.update(varying=kind.varying | set(axes)), **placed)
+
+
+def without_varying(aval: Any, axes: Sequence[str]) -> Any:
+    """The abstract value `aval`, no longer varying on `axes`."""
+    kind = aval.manual_axis_type
+    return aval.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
 
 
 def pvary(x: Any, axes: Sequence[str]) -> Any:
