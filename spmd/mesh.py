@@ -192,29 +192,45 @@ def outside_trace() -> bool:
     return True
 
 
-def mesh_of(leaves: Sequence[Any]) -> Mesh | None:
+def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
     """The mesh that the shardings of `leaves` name, or None.
+
+    Inside `jit` the types of arrays name it, without devices; a leaf that names the devices too wins.
 
     Raises:
       MeshError: If two leaves live on different meshes.
     """
-    found: Mesh | None = None
+    found: Mesh | AbstractMesh | None = None
     for leaf in leaves:
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        here = _lives_on(leaf)
+        if here is None:
             continue
-        sharding = leaf.sharding
-        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-            continue
-        if found is not None and found != sharding.mesh:
+        if found is None or (isinstance(found, AbstractMesh) and found == abstract_of(here)):
+            found = here
+        elif found != here and abstract_of(found) != here:
             raise MeshError(
                 compose(
                     "the arguments live on two meshes, so the mesh cannot be read off them.",
-                    got=[_show(found), _show(sharding.mesh)],
+                    got=[_show(found), _show(here)],
                     fix="kernel(..., mesh=mesh)",
                 )
             )
-        found = sharding.mesh
     return found
+
+
+def abstract_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """A mesh without its devices."""
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+
+def _lives_on(leaf: Any) -> Mesh | AbstractMesh | None:
+    if isinstance(leaf, jax.core.Tracer):
+        sharding = getattr(jax.typeof(leaf), "sharding", None)
+    else:
+        sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding.mesh
 
 
 def _show(mesh: Mesh | AbstractMesh) -> str:
