@@ -120,12 +120,10 @@ def _placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> 
 
 
 def _reasons(error: SizeError) -> list[str]:
-    lines = str(error.args[0]).split("\n")[1:]
-    return [
-        line.removeprefix("- ").removeprefix("got: ")
-        for line in lines
-        if line not in ("got:",) and not line.startswith("fix:")
-    ]
+    """What is wrong with one array: its sizes one by one, or else the rule."""
+    rule, *rest = str(error.args[0]).split("\n")[1:]
+    found = [line.removeprefix("- ").removeprefix("got: ") for line in rest if line.startswith(("- ", "got: "))]
+    return [line for line in found if "size" in line] or [rule]
 
 
 def resolved(layout: Layout, mapping: AxisMapping | None, call: str, path: str) -> Layout:
