@@ -36,8 +36,8 @@ def local(fn: Callable[..., Any], pattern: str, **names: Any) -> Callable[..., A
 
     In explicit mode `fn` simply runs, its arguments and results checked against the pattern. In auto mode it
     runs in a `jax.shard_map` of its own, in reference mode under `jax.vmap(axis_name=...)` over the mesh axes;
-    string operations work inside as they do in explicit mode. Differentiate around the island, not inside it:
-    under `vmap`, JAX's `psum` has another transpose.
+    string operations work inside as they do in explicit mode. Differentiate around the island: inside it,
+    reference mode cannot.
 
     Communication: what `fn` does; in explicit mode nothing else, forward and backward. In auto mode the
     arguments are moved into their layouts, and a result that JAX types varying where its layout is whole (a
@@ -53,8 +53,8 @@ def local(fn: Callable[..., Any], pattern: str, **names: Any) -> Callable[..., A
       A function on arrays as the body sees them.
 
     Raises:
-      ModeError: If JAX cannot run `fn` under `vmap` (`pcast`, tiled collectives over several axes), in
-        reference mode.
+      ModeError: If JAX cannot run `fn` under `vmap` (`pcast`, tiled collectives over several axes), or
+        if `fn` takes a gradient, in reference mode.
       LayoutError: If an argument or result does not fit its layout.
 
     Example:
@@ -231,14 +231,20 @@ def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> N
         call.fail(rule, fix=call.text.replace("opaque(", "local(", 1), error=CommunicationError)
 
 
-def _axes_named(jaxpr: Any) -> Iterator[str]:
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those of the jaxprs inside it too."""
     for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from _equations(getattr(sub, "jaxpr", sub))
+
+
+def _axes_named(jaxpr: Any) -> Iterator[str]:
+    for eqn in _equations(jaxpr):
         for value in (eqn.params.get("axes"), eqn.params.get("axis_name")):
             for one in value if isinstance(value, (tuple, list, frozenset, set)) else (value,):
                 if isinstance(one, str):
                     yield one
-        for sub in jaxprs_in_params(eqn.params):
-            yield from _axes_named(getattr(sub, "jaxpr", sub))
 
 
 def _retype(x: Any, *, gain: Axes = (), lose: Axes = ()) -> Any:
@@ -363,6 +369,7 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     def body(_: Any, *shards: Any) -> Any:
         with inside.enter():
             entered = [_enter(x, layout, frame) for x, layout in zip(shards, layouts, strict=True)]
+            _check_undifferentiated(call, job.fn, entered)
             return _results(call, _explicit(job, inside, entered))
 
     mapped = body
@@ -382,6 +389,13 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
             error=ModeError,
         )
     return _finish(call, [_join(call, y, o) for y, o in zip(outs, call.pattern.outputs, strict=True)], "result")
+
+
+def _check_undifferentiated(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> None:
+    """No gradient taken inside: under vmap JAX sums cotangents over axes otherwise than on a mesh, in silence."""
+    if any("transpose(" in str(e.source_info.name_stack) for e in _equations(jax.make_jaxpr(fn)(*shards).jaxpr)):
+        rule = "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients."
+        call.fail(rule, fix="jax.grad around the kernel, or the kernel's explicit mode", error=ModeError)
 
 
 def _jax_cannot(error: Exception) -> bool:

@@ -254,6 +254,19 @@ def test_error_what_vmap_cannot(mesh, fn):
     assert "\ngot: JAX: " in text
 
 
+def test_error_gradient_inside_in_reference_mode(mesh):
+    # There JAX would answer 6x, where on a mesh it answers 2x.
+    slope = jax.grad(lambda x: lax.psum((x * x).sum(), "tp"))
+    body = wrap(mesh, lambda x: jax.jit(slope)(x))
+    np.testing.assert_allclose(body.explicit(X), 2 * X)
+    np.testing.assert_allclose(body.auto(X), 2 * X)
+    assert message(body, ModeError, "reference") == (
+        'local(fn, "b/dp d/tp -> b/dp d/tp")\n'
+        "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients.\n"
+        "fix: jax.grad around the kernel, or the kernel's explicit mode"
+    )
+
+
 def test_a_fault_of_the_function_stays_its_own(mesh):
     def fn(x):
         raise ValueError("mine")

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import random
 from spmd.errors import LayoutError, ModeError, ReplicationError, SizeError
+from spmd.kernel import kernel
 from spmd.language import Layout
 from spmd.mode import Frame
 from spmd.ops._random import _block_prng, _positions, _words
@@ -25,9 +26,7 @@ SAMPLERS = ("uniform", "normal", "bernoulli", "truncated_normal")
 
 def make_mesh(**axes):
     devices = jax.devices()[: math.prod(axes.values())]
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices
-    )
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
 def explicit(body, mesh, out, key=KEY):
@@ -113,9 +112,7 @@ def test_dtypes(dtype):
 
 
 def test_complex_normal():
-    got = explicit(
-        lambda k: random.normal(k, "b/dp d", dtype=jnp.complex64, b=6, d=5), make_mesh(dp=2), "b/dp d"
-    )
+    got = explicit(lambda k: random.normal(k, "b/dp d", dtype=jnp.complex64, b=6, d=5), make_mesh(dp=2), "b/dp d")
     same(got, jax.jit(lambda k: jax.random.normal(k, (6, 5), jnp.complex64))(KEY))
 
 
@@ -130,9 +127,7 @@ def test_float64():
 def test_random_cases(cases, same_normal):
     rng = pyrandom.Random(0)
     for _ in range(cases):
-        axes = dict(
-            zip(("x", "y", "z"), rng.choice([(2, 2, 2), (1, 3, 2), (4, 1, 2), (7, 1, 1)]), strict=True)
-        )
+        axes = dict(zip(("x", "y", "z"), rng.choice([(2, 2, 2), (1, 3, 2), (4, 1, 2), (7, 1, 1)]), strict=True))
         dims, sizes, left = [], {}, ["x", "y", "z"]
         rng.shuffle(left)
         for name in "abcd"[: rng.randint(1, 4)]:
@@ -156,9 +151,7 @@ def test_composite_dimensions():
 
 
 def test_a_literal_size_and_a_renamed_axis():
-    got = explicit(
-        lambda k: random.normal(k, "3 b/tp", b=8, tp=("dp", "cp")), make_mesh(dp=2, cp=2), "3 b/dp/cp"
-    )
+    got = explicit(lambda k: random.normal(k, "3 b/tp", b=8, tp=("dp", "cp")), make_mesh(dp=2, cp=2), "3 b/dp/cp")
     same(got, jax.random.normal(KEY, (3, 8)))
 
 
@@ -245,9 +238,7 @@ def test_typed_varying_on_exactly_the_axes_of_the_layout():
 
 def test_inside_vmap_over_keys(same_normal):
     keys = jax.random.split(KEY, 3)
-    got = explicit(
-        jax.vmap(lambda k: random.normal(k, "b/dp d", b=4, d=5)), make_mesh(dp=2), "k b/dp d", keys
-    )
+    got = explicit(jax.vmap(lambda k: random.normal(k, "b/dp d", b=4, d=5)), make_mesh(dp=2), "k b/dp d", keys)
     same_normal(got, jnp.stack([jax.random.normal(k, (4, 5)) for k in keys]))
 
 
@@ -284,6 +275,33 @@ def test_bounds_may_be_traced():
 
     high = jax.random.uniform(jax.random.fold_in(KEY, 1)) + 1.0
     same(explicit(body, make_mesh(dp=2), "b/dp"), jax.random.uniform(KEY, (4,), maxval=high))
+
+
+def test_bounds_under_vmap_and_grad():
+    scaled = lambda high, k: random.uniform(k, "b/dp", maxval=high, b=4)
+    highs = jnp.array([1.0, 2.0])
+    want = jnp.stack([jax.random.uniform(KEY, (4,), maxval=h) for h in highs])
+    mesh = make_mesh(dp=2)
+    same(explicit(lambda k: jax.vmap(scaled, (0, None))(highs, k), mesh, "n b/dp"), want)
+    slope = lambda k: jax.lax.psum(jax.grad(lambda h: scaled(h, k).sum())(1.0), ())
+    np.testing.assert_allclose(explicit(slope, mesh, "scalar"), want[0].sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+def test_in_a_kernel(mode):
+    mesh = make_mesh(dp=2, tp=2)
+    body = lambda x, key: x + random.uniform(key, "b/dp d/tp")
+    noisy = kernel("b/dp d/tp, scalar -> b/dp d/tp", mesh=mesh)(body)
+    same(getattr(noisy, mode)(np.zeros((4, 6), np.float32), KEY), jax.random.uniform(KEY, (4, 6)))
+
+
+def test_other_masks_on_equal_data_are_an_error():
+    def body(x):
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("tp"))
+        return x * random.uniform(key, "b/dp d")
+
+    with pytest.raises(ReplicationError, match="says that the value is equal on tp, but it differs along tp"):
+        kernel("b/dp d -> b/dp d", mesh=make_mesh(dp=2, tp=2))(body)(np.ones((4, 4), np.float32))
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -329,9 +347,7 @@ def test_error_a_key_that_differs():
         return random.normal(jax.random.fold_in(key, jax.lax.axis_index("dp")), "b/dp", b=4)
 
     text = message(body, ReplicationError)
-    assert text.startswith(
-        'random.normal(key, "b/dp")\nthe key must be the same on every device: it varies along dp,'
-    )
+    assert text.startswith('random.normal(key, "b/dp")\nthe key must be the same on every device: it varies along dp,')
     assert "got:\n- key: uint32[2]{V:dp}\n- mesh dp=2\nfix: pass one key" in text
 
 
@@ -364,9 +380,7 @@ def test_error_outside_a_kernel():
 
 def test_the_comparison_sees_one_wrong_shard():
     # Were each shard drawn with the key alone, the first device would still be right: not so the others.
-    naive = explicit(
-        lambda k: jax.lax.pcast(jax.random.normal(k, (4,)), "dp", to="varying"), make_mesh(dp=2), "b/dp"
-    )
+    naive = explicit(lambda k: jax.lax.pcast(jax.random.normal(k, (4,)), "dp", to="varying"), make_mesh(dp=2), "b/dp")
     whole = jax.random.normal(KEY, (8,))
     np.testing.assert_array_equal(naive[:4], whole[:4])
     with pytest.raises(AssertionError):
