@@ -4,6 +4,8 @@ from spmd.ops._control import cond
 from spmd.ops._create import full, iota, ones, zeros
 from spmd.ops._einsum import einsum
 from spmd.ops._gradients import custom_vjp, grad, value_and_grad
+from spmd.ops._island import local, opaque
+from spmd.ops._notes import annotate, assert_equal, debug_print, typeof
 from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
 from spmd.ops._softmax import argmax, cumsum, softmax
@@ -11,25 +13,31 @@ from spmd.ops._take import take
 from spmd.ops._where import axis_index, axis_size, local_size, offset, size
 
 __all__ = [
+    "annotate",
     "argmax",
+    "assert_equal",
     "axis_index",
     "axis_size",
     "cond",
     "cumsum",
     "custom_vjp",
+    "debug_print",
     "einsum",
     "full",
     "grad",
     "iota",
+    "local",
     "local_size",
     "offset",
     "ones",
+    "opaque",
     "rearrange",
     "reduce",
     "repeat",
     "size",
     "softmax",
     "take",
+    "typeof",
     "value_and_grad",
     "zeros",
 ]
