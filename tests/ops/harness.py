@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,12 +110,38 @@ def apart(x: Any, layout: str, sizes: Mapping[str, int]) -> Any:
     return jnp.stack(parts)
 
 
+def pulled(fn: Callable[..., Any], *args: Any, by: Any = None) -> tuple[Any, Any]:
+    """The value, and the gradients along the cotangent `by` (else the value itself), in one compiled program.
+
+    Integers have no gradient; those of the other arguments come as a tuple.
+    """
+    inexact = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def both(*args: Any) -> tuple[Any, Any]:
+        def of(*moving: Any) -> Any:
+            given = dict(zip(inexact, moving, strict=True))
+            return fn(*(given.get(i, x) for i, x in enumerate(args)))
+
+        value, pull = jax.vjp(of, *(args[i] for i in inexact))
+        return value, pull(value if by is None else jnp.asarray(by, value.dtype))
+
+    return jax.jit(both)(*args)
+
+
 def counts(
     body: Callable[..., Any], sizes: Mapping[str, int], ins: Sequence[str], out: str, *arrays: Any
 ) -> dict[str, int]:
     """The collectives of the compiled explicit program: `{"psum tp": 1}`."""
     compiled = run(body, sizes, ins, out).lower(*arrays).compile()
     return tally(compiled, sizes)
+
+
+def communicates(
+    body: Callable[..., Any], sizes: Mapping[str, int], ins: Sequence[str], out: str, *arrays: Any
+) -> bool:
+    """Whether the explicit program has any collective, read off before it is compiled."""
+    text = run(body, sizes, ins, out).lower(*arrays).as_text()
+    return re.search(r"stablehlo\.(all_|reduce_scatter|collective_)", text) is not None
 
 
 def backward_counts(

@@ -10,7 +10,7 @@ import pytest
 from spmd.errors import CommunicationError, LayoutError, SizeError
 from spmd.ops import einsum
 from tests import simulator
-from tests.ops.harness import MODES, backward_counts, close, counts, frame, run, tally
+from tests.ops.harness import MODES, backward_counts, close, counts, frame, pulled, run, tally
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}
@@ -96,7 +96,7 @@ def test_random_calls_equal_numpy_in_every_mode(seed: int) -> None:
         close(found, expected, tolerance)
 
 
-@pytest.mark.parametrize("seed", seeds(5, first=100))
+@pytest.mark.parametrize("seed", seeds(4, first=100))
 def test_random_gradients_equal_those_of_the_reference(seed: int) -> None:
     sampler = Sampler(seed)
     mesh, pattern, sizes = random_call(sampler, SHAPES[seed % len(SHAPES)])
@@ -107,7 +107,7 @@ def test_random_gradients_equal_those_of_the_reference(seed: int) -> None:
     found = {}
     for mode in ("explicit", "reference"):
         fn = run(lambda *xs: einsum(*xs, pattern, **bound), mesh, inputs, output, mode)
-        found[mode] = jax.grad(lambda *xs, fn=fn: (fn(*xs) * weights).sum(), argnums=tuple(range(len(arrays))))(*arrays)
+        _, found[mode] = pulled(fn, *arrays, by=weights)
     for one, other in zip(found["explicit"], found["reference"], strict=True):
         close(one, other, 1e-4)
 
@@ -124,7 +124,7 @@ def test_all_modes_agree_on_a_layer_and_its_gradient() -> None:
             "b/dp s f/tp",
             mode,
         )
-        value[mode] = jax.value_and_grad(lambda x, w, fn=fn: (fn(x, w) ** 2).sum(), argnums=(0, 1))(x, w)
+        value[mode] = pulled(fn, x, w)
     for mode in ("auto", "reference"):
         jax.tree.map(lambda a, b: close(a, b, 1e-4), value["explicit"], value[mode])
 
@@ -199,8 +199,7 @@ def test_under_vmap_scan_remat_and_jvp() -> None:
     x, w = jnp.arange(24.0).reshape(2, 3, 4), jnp.arange(32.0).reshape(4, 8)
     fn = run(body, MESH, ["t b f/tp", "f/tp d"], "t b d/tp")
     expected = lambda x, w: 2 * (x @ w) + (x[0] @ w)[None]
-    close(fn(x, w), expected(x, w), 1e-4)
-    close(jax.grad(lambda w: (fn(x, w) ** 2).sum())(w), jax.grad(lambda w: (expected(x, w) ** 2).sum())(w), 1e-3)
+    jax.tree.map(lambda a, b: close(a, b, 1e-3), pulled(fn, x, w), pulled(expected, x, w))
 
 
 def test_ellipsis_stands_for_the_same_dimensions_everywhere() -> None:
