@@ -31,7 +31,7 @@ def with_outputs(path: str, page: str) -> str:
                 exec(code, namespace)
         elif block.comment == "output":
             if not same_output(block.text, printed.getvalue()):
-                text = re.sub(rf"[\w./-]*?({re.escape(Path(path).name)}):\d+", r"\1:...", printed.getvalue())
+                text = re.sub(rf"({re.escape(Path(path).name)}):\d+", r"\1:...", printed.getvalue())
                 text = "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))
                 edits.append((block.line - 1, block.line - 1 + len(block.text.splitlines()), text))
             printed = io.StringIO()
