@@ -53,6 +53,7 @@ class Frame:
       bound: `(name, global size, origin)` of each dimension that the signature bound.
       constrain: In auto mode, whether every layout is a constraint or only the signature's.
       island: Whether this is a per-shard island inside a body that runs on whole arrays.
+      diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
     """
 
     mode: str
@@ -63,6 +64,7 @@ class Frame:
     bound: tuple[tuple[str, int, str], ...] = ()
     constrain: str = "all"
     island: bool = False
+    diagnosing: bool = False
     _hash: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,7 @@ class Frame:
             self.bound,
             self.constrain,
             self.island,
+            self.diagnosing,
         )
 
     def __hash__(self) -> int:
@@ -256,6 +259,16 @@ def scope(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
 
     return scoped
+
+
+def outermost_mode() -> tuple[str, str] | None:
+    """What `ambient_mode` says where nothing surrounds the caller; None inside a kernel or a `shard_map`.
+
+    One question, since every warm call of a kernel asks it.
+    """
+    if _frame.value is not None or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return _mode.value
 
 
 def no_frame() -> contextlib.AbstractContextManager[Any]:

@@ -263,8 +263,9 @@ class Call:
         for position, (dim, size) in enumerate(zip(self._dims(layout, x.shape, label), x.shape, strict=True)):
             factors += self._open(dim, size, f"{label}, dimension {position}", position)
         self._check_type(x, layout, label, known)
-        # What a tag already says needs no note; a gather keeps its own, which is the line to paste later.
-        if self.frame.explicit and (self.name == "all_gather" or not (known and same_axes(known[0], layout))):
+        # What a tag already says needs no note; where an error is explained, a gather's is the line to paste.
+        explaining = self.frame.diagnosing and self.name == "all_gather"
+        if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand")
         shape = tuple(f.local for f in factors)
         return Operand(x if shape == x.shape else x.reshape(shape), tuple(factors), layout)

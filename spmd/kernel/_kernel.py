@@ -13,11 +13,11 @@ from spmd import _compat
 from spmd._trees import match_prefix
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose
 from spmd.kernel._outputs import Outputs
-from spmd.kernel._plan import Leaf, Plan
+from spmd.kernel._plan import Leaf, Plan, concrete
 from spmd.kernel._signature import Signature, read
 from spmd.language import Layout, Pattern
 from spmd.mesh import ambient_mesh, mesh_of
-from spmd.mode import ambient_mode, try_frame
+from spmd.mode import ambient_mode, outermost_mode, try_frame
 
 __all__ = ["Kernel", "kernel"]
 
@@ -36,13 +36,22 @@ class Kernel:
         self.mesh = mesh
         self.boundary = boundary
         self._plans: dict[Any, Plan] = {}
+        self._warm: dict[Any, Plan] = {}  # the same by mode and structure, for calls that need nothing else
         self._static = tuple(i for i, n in enumerate(signature.params) if n in signature.static)
+        closes = bool(getattr(signature.fn, "__closure__", None))
+        self._repeats = not (closes or self._static or mesh is None)
         functools.update_wrapper(self, signature.fn)
 
     def __repr__(self) -> str:
         return f"<{self.signature.text}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = outermost_mode()
+        if self._warm and mode is not None and not kwargs:
+            leaves, structure = jax.tree_util.tree_flatten(args)
+            plan = self._warm.get((mode, structure))
+            if plan is not None and concrete(leaves):
+                return plan.call(leaves, warm=True)
         return self._run(ambient_mode(), args, kwargs)
 
     def explicit(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,13 +79,16 @@ class Kernel:
     # --- one call -----------------------------------------------------------------------------------------
 
     def _run(self, mode: tuple[str, str], args: Any, kwargs: Any, asked: bool = False) -> Any:
-        manual = _compat.manual_axes()
-        frame = try_frame() if manual or _in_frame() else None
+        frame = None if outermost_mode() else try_frame()
         if frame is not None:
-            return self._inside(mode, frame, manual, args, kwargs, asked)
+            return self._inside(mode, frame, _compat.manual_axes(), args, kwargs, asked)
         plan, leaves = self._prepare(mode, args, kwargs)
         if self.boundary == "error":
             plan.check_boundary(leaves)
+        elif self._repeats and plan.simple and not kwargs and len(args) == len(self.signature.params):
+            flat, structure = jax.tree.flatten(args)
+            if concrete(flat):
+                self._warm[mode, structure] = plan
         return plan.call(leaves)
 
     def _inside(
@@ -105,10 +117,8 @@ class Kernel:
             values = [v for i, v in enumerate(values) if i not in self._static]
         leaves, structure = jax.tree.flatten(tuple(values))
         fixed: tuple[Any, ...] = ()
-        for x in leaves:
-            if not isinstance(x, jax.Array):
-                leaves, fixed = _partition(leaves)
-                break
+        if not concrete(leaves):
+            leaves, fixed = _partition(leaves)
         mesh = self._mesh(leaves) if mesh is None else mesh
         key = (mode, mesh, structure, statics, fixed)
         closed = _closes_over_tracer(signature.fn)
@@ -209,12 +219,6 @@ class Kernel:
             )
 
 
-def _in_frame() -> bool:
-    from spmd.mode import inside_kernel
-
-    return inside_kernel()
-
-
 def _dynamic(x: Any) -> bool:
     return isinstance(x, _ARRAYS) or (hasattr(x, "dtype") and hasattr(x, "shape"))
 
@@ -226,10 +230,7 @@ def _partition(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
 
 def _closes_over_tracer(fn: Any) -> bool:
     """Whether a closure cell holds a tracer: its trace must not outlive this call."""
-    cells = getattr(fn, "__closure__", None)
-    if not cells:
-        return False
-    for cell in cells:
+    for cell in getattr(fn, "__closure__", None) or ():
         try:
             content = cell.cell_contents
         except ValueError:  # a name not assigned yet

@@ -206,7 +206,7 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
     outputs = plan.outputs
 
     def body(*shards: Any) -> Any:
-        flat = plan.run(frame, shards, local=True)
+        flat = plan.run(frame.replace(diagnosing=True), shards, local=True)
         return tuple(_compat.pvary(x, everywhere)[None] for x in flat)
 
     mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))

@@ -22,10 +22,10 @@ from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
 from spmd.kernel._translate import translated
 from spmd.language import Layout
-from spmd.mesh import check_axes, mesh_sizes, outside_trace
+from spmd.mesh import abstract_of, check_axes, mesh_sizes, outside_trace
 from spmd.mode import Frame, inside_kernel, no_frame, try_frame
 
-__all__ = ["Leaf", "Plan"]
+__all__ = ["Leaf", "Plan", "concrete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,19 @@ class Leaf:
 
     path: str
     layout: Layout
+
+
+_concrete: set[type] = set()  # classes of arrays with values, as they were met
+
+
+def concrete(leaves: Sequence[Any]) -> bool:
+    """Whether all leaves are arrays with values; on the way of every warm call, hence by class."""
+    if _concrete.issuperset(map(type, leaves)):
+        return True
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves):
+        return False
+    _concrete.update(map(type, leaves))
+    return True
 
 
 class Plan:
@@ -74,15 +87,19 @@ class Plan:
         self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)
         self._deviceless = mode != "reference" and not isinstance(mesh, Mesh)
         self._needs_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
+        self.simple = not (self._deviceless or self._needs_mesh)
         self._check_layouts()
         donated = donate if mode != "reference" else ()
-        entry = {"explicit": self._explicit, "auto": self._auto, "reference": self._reference}[mode]
+        entry = {"explicit": self._checked, "auto": self._auto, "reference": self._reference}[mode]
         self.jitted = jax.jit(_named(entry, signature.name), donate_argnums=donated)
+        self._traced = jax.jit(_named(self._explicit, signature.name))
+        self._seen: set[Any] = set()
 
-    def call(self, leaves: Sequence[Any]) -> Any:
-        """Run; what lives on other devices or on another mesh is moved first."""
+    def call(self, leaves: Sequence[Any], *, warm: bool = False) -> Any:
+        """Run; what lives on other devices or on another mesh is moved first. `warm`: leaves are arrays with values,
+        and the plan is `simple`."""
         try:
-            return self._call(leaves)
+            return self.jitted(*leaves) if warm else self._call(leaves)
         except SpmdError:
             raise
         except ValueError:
@@ -101,10 +118,25 @@ class Plan:
                 fix=".trace(...), .lower(...) or .reference(...), or a mesh of devices",
                 error=MeshError,
             )
+        if self.mode == "explicit" and not concrete(leaves) and any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self._within(leaves)
         if not self._needs_mesh or not outside_trace():
             return self.jitted(*leaves)
         with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
             return self.jitted(*leaves)
+
+    def _within(self, leaves: Sequence[Any]) -> Any:
+        """A call that is being traced. Python sees each of these, so the pass needs no second `jit` around the
+        first, which JAX would differentiate and lower once more."""
+        types = tuple(map(jax.typeof, leaves))
+        if types not in self._seen:
+            self._check(self._traced.trace(*leaves).jaxpr)
+            self._seen.add(types)
+        return self._traced(*leaves)
+
+    def _check(self, jaxpr: Any) -> None:
+        names = [leaf.path for leaf in self.leaves]
+        check_jaxpr(jaxpr, mesh_axes=tuple(self.sizes), kernel=self.signature.text, arg_names=names)
 
     # --- before any trace ---------------------------------------------------------------------------------
 
@@ -208,6 +240,12 @@ class Plan:
             out = self.signature.call(self.rebuild(tagged))
             return self.outputs.collect(out, self.signature, frame, local=local)
 
+    def _checked(self, *leaves: Any) -> Any:
+        """`_explicit`, and the pass over its jaxpr, once per trace: a warm call runs neither."""
+        inner = jax.jit(_named(self._explicit, self.signature.name), inline=True)
+        self._check(inner.trace(*leaves).jaxpr)
+        return inner(*leaves)
+
     def _explicit(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
         self._needs_rank(frame, leaves)
@@ -221,14 +259,10 @@ class Plan:
                 return self.outputs.grouped(flat, frame)
 
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=self.outputs.specs())
-            inner = jax.jit(_named(mapped, self.signature.name), inline=True)
             try:
-                traced = inner.trace(*leaves)
+                return self.outputs.build(mapped(*leaves))
             except self.outputs.Unequal as unequal:
                 raise diagnose(self, frame, specs, leaves, unequal) from None
-            names = [leaf.path for leaf in self.leaves]
-            check_jaxpr(traced.jaxpr, mesh_axes=frame.axis_names, kernel=self.signature.text, arg_names=names)
-            return self.outputs.build(inner(*leaves))
 
     def _needs_rank(self, frame: Frame, leaves: Sequence[Any]) -> None:
         """Trace once for the structure of the results where their specs cannot be told without it."""
@@ -395,6 +429,5 @@ def _named(fn: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def _mesh_context(mesh: Any) -> Iterator[None]:
-    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    with jax.sharding.use_abstract_mesh(abstract):
+    with jax.sharding.use_abstract_mesh(abstract_of(mesh)):
         yield
