@@ -27,9 +27,10 @@ def zeros(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **nam
     Communication: none, forward and backward.
 
     Args:
-      layout: The layout of the result. `{U:axis}` makes the start of a partial sum.
+      layout: The layout of the result. `{U:axis}` makes the start of a partial sum; `{R:axis}` that of a carry
+        that becomes a gathered copy over this axis.
       dtype: Its dtype.
-      to: "varying" types it varying along every mesh axis, for a carry that becomes a gathered copy.
+      to: "varying" types it varying along every mesh axis; the result must then be reduced to leave the kernel.
       **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
 
     Returns:

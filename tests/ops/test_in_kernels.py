@@ -138,3 +138,18 @@ def test_a_missing_reduction_is_seen(mesh) -> None:
 
     with pytest.raises(spmd.SpmdError):
         forgotten(jnp.ones((2, 8)), jnp.ones((8, 3)))
+
+
+def test_a_carry_that_becomes_a_gathered_copy(mesh) -> None:
+    """`{R:tp}` types the zeros varying along tp only, so that the sum is still equal on dp by JAX's type."""
+
+    @spmd.kernel("t s/tp -> s/tp", mesh=mesh)
+    def total(x):
+        def step(sum, row):
+            return sum + spmd.all_gather(row, "s/tp -> s"), None
+
+        return spmd.split(jax.lax.scan(step, spmd.zeros("s {R:tp}"), x)[0], "s -> s/tp")
+
+    x = jnp.asarray(Sampler(5).array((3, 8), whole=False))
+    value, _ = in_all_modes(total, x, grads=(0,))
+    np.testing.assert_allclose(value, x.sum(0), rtol=1e-5)
