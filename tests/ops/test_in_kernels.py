@@ -145,8 +145,8 @@ def test_a_carry_that_becomes_a_gathered_copy(mesh) -> None:
 
     @spmd.kernel("t s/tp -> s/tp", mesh=mesh)
     def total(x):
-        def step(sum, row):
-            return sum + spmd.all_gather(row, "s/tp -> s"), None
+        def step(so_far, row):
+            return so_far + spmd.all_gather(row, "s/tp -> s"), None
 
         return spmd.split(jax.lax.scan(step, spmd.zeros("s {R:tp}"), x)[0], "s -> s/tp")
 
