@@ -1,0 +1,28 @@
+"""For mkdocstrings: `>>>` examples in docstrings become fenced blocks, wherever they stand.
+
+Google style knows them in a section named "Examples:" only; elsewhere Markdown takes `>>>` for quotations and
+`[0 1]` for links.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*(?:\n(?P=indent)\S.*|\n(?P=indent) .*)*", re.MULTILINE)
+
+
+def fenced(text: str) -> str:
+    """The docstring with a fence around each run of example lines."""
+    return _EXAMPLE.sub(lambda m: f"{m['indent']}```pycon\n{m.group()}\n{m['indent']}```", text)
+
+
+class Doctests(griffe.Extension):
+    """Rewrites each docstring as it is collected."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called for every module, class, function and attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = fenced(obj.docstring.value)

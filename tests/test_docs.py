@@ -1,0 +1,41 @@
+"""The documentation names every public name, and its pages are all in the menu."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import spmd
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def documented(page: str) -> set[str]:
+    """The names after `:::` of an API page, without the package."""
+    return set(re.findall(r"^::: spmd\.([\w.]+)$", page, re.MULTILINE))
+
+
+def expected() -> set[str]:
+    """Every public name; the modules among them by what they hold."""
+    names = set(spmd.__all__) - {"inspect", "random"}
+    return names | {f"random.{name}" for name in spmd.random.__all__}
+
+
+def test_the_api_page_has_every_public_name():
+    assert documented((DOCS / "pages" / "api.md").read_text()) == expected()
+
+
+def test_the_page_of_inspect_has_every_public_name():
+    page = (DOCS / "pages" / "reference" / "inspect.md").read_text()
+    assert documented(page) >= {f"inspect.{name}" for name in spmd.inspect.__all__}
+
+
+def test_a_missing_name_is_noticed():
+    """Meta-test."""
+    assert documented("::: spmd.kernel\n\n::: spmd.random.normal\ntext ::: spmd.other\n") == {"kernel", "random.normal"}
+    assert "kernel" in expected() and "random.normal" in expected()
+
+
+def test_every_page_is_in_the_menu():
+    menu = set(re.findall(r": ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert menu == {path.relative_to(DOCS / "pages").as_posix() for path in (DOCS / "pages").rglob("*.md")}
