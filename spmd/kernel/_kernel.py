@@ -288,8 +288,8 @@ def kernel(
       arg_mapping: Another mapping for single arguments, by name.
       axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None.
       static: Arguments that are no arrays: hashable values, part of the cache key.
-      donate: Arguments whose buffers the results may take over. Under an outer `jit` or `grad`, and in
-        reference mode, JAX keeps the buffers: donation happens at the outermost call only.
+      donate: Arguments whose buffers the results may take over, in a call from Python with arrays. A call that is
+        being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
       boundary: "move" brings arguments into their layouts; "error" raises instead.
       **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`.
 

@@ -92,7 +92,8 @@ class Plan:
         donated = donate if mode != "reference" else ()
         entry = {"explicit": self._checked, "auto": self._auto, "reference": self._reference}[mode]
         self.jitted = jax.jit(_named(entry, signature.name), donate_argnums=donated)
-        self._traced = jax.jit(_named(self._explicit, signature.name))
+        # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
+        self._traced = jax.jit(_named(self._explicit if mode == "explicit" else entry, signature.name))
         self._seen: set[Any] = set()
 
     def call(self, leaves: Sequence[Any], *, warm: bool = False) -> Any:
@@ -118,12 +119,14 @@ class Plan:
                 fix=".trace(...), .lower(...) or .reference(...), or a mesh of devices",
                 error=MeshError,
             )
-        if self.mode == "explicit" and not concrete(leaves) and any(isinstance(x, jax.core.Tracer) for x in leaves):
+        traced = not concrete(leaves) and any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if self.mode == "explicit" and traced:
             return self._within(leaves)
+        run = self._traced if traced else self.jitted
         if not self._needs_mesh or not outside_trace():
-            return self.jitted(*leaves)
+            return run(*leaves)
         with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
-            return self.jitted(*leaves)
+            return run(*leaves)
 
     def _within(self, leaves: Sequence[Any]) -> Any:
         """A call that is being traced. Python sees each of these, so the pass needs no second `jit` around the
