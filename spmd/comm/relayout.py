@@ -10,9 +10,10 @@ import jax
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._marks import constrain
 from spmd.comm.collectives import _atoms, _extra, _groups
 from spmd.errors import LayoutError
-from spmd.language import Layout
+from spmd.language import Atom, Dim, Layout
 
 __all__ = ["Step", "relayout", "steps_between"]
 
@@ -147,17 +148,46 @@ def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value)
-        out = _run(own, operand, src, dst, to) if explicit else operand.x
+        out = _run(own, operand, src, dst, to) if explicit else _constrained(own, operand, src, dst)
         return own.result(out)
 
     return jax.tree.map(leaf, x)
 
 
-def _run(call: Call, operand: Operand, src: Layout, dst: Layout, to: str) -> Any:
+def _before_and_after(call: Call, operand: Operand, dst: Layout) -> tuple[list[Axes], list[Axes]]:
     after: list[Axes] = []
     for name, axes in _atoms(dst):
         after += [()] * _extra(call) if name == "..." else [axes]
-    before = [f.axes for f in operand.factors]
+    return [f.axes for f in operand.factors], after
+
+
+def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
+    """The whole array in auto mode. XLA of jax 0.12 aborts the process on some direct changes between axes of sizes
+    such as 2 and 3 ("Could not slice dimension"), and not on the steps: only there the steps are constraints."""
+    frame = call.frame
+    sizes = [frame.axis_size(a) for a in {*src.axes, *dst.axes}]
+    if frame.mode != "auto" or frame.constrain != "all" or all(a % b == 0 or b % a == 0 for a in sizes for b in sizes):
+        return operand.x
+    x = operand.x
+    now, after = _before_and_after(call, operand, dst)
+    for step in steps_between(now, after, ()):
+        for axis in step.axes:
+            if step.kind != "split":
+                now[step.dim] = now[step.dim][:-1]
+            if step.kind != "all_gather":
+                gains = step.dim if step.kind == "split" else step.to
+                now[gains] = (*now[gains], axis)
+        dims = [
+            Dim((), ellipsis=True) if factor.name == "...0" else Dim((Atom(factor.name, axes),))
+            for factor, axes in zip(operand.factors, now, strict=True)
+            if not factor.name.startswith("...") or factor.name == "...0"
+        ]
+        x = constrain(x, Layout.from_dims(dims), frame)
+    return x
+
+
+def _run(call: Call, operand: Operand, src: Layout, dst: Layout, to: str) -> Any:
+    before, after = _before_and_after(call, operand, dst)
     summed = call.frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced))
     x = operand.x
     used = {a for axes in after for a in axes}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spmd
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.cases import Case, argument, assert_blocks, device_mesh, expected, kernel_of, sample, written
@@ -92,15 +93,12 @@ def test_gathered_copies(seed: int) -> None:
     case = sample("all_gather", 300 + seed)
     gone = tuple(axis for _, lost, _ in cases._changed(case) for axis in lost)
     at = f"w/{'/'.join(gone)}"
-    import spmd
 
     def body(x, w):
         whole = spmd.all_gather(x, case.pattern, **case.keywords)
         return spmd.einsum(w, whole, f"{at}, {written(case.dst)} -> {at} {written(case.dst)}")
 
-    kernel = spmd.kernel(
-        f"{written(case.src)}, {at} -> {at} {written(case.dst)}", mesh=device_mesh(case.mesh)
-    )(body)
+    kernel = spmd.kernel(f"{written(case.src)}, {at} -> {at} {written(case.dst)}", mesh=device_mesh(case.mesh))(body)
     x, w = argument(case), sampler.array((2 * sim.count(case.mesh, gone),))
     weights = sampler.array((w.size, *case.sizes))
     wanted = np.einsum("w,abc->wabc", w, x)
