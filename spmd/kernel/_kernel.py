@@ -113,7 +113,7 @@ class Kernel:
         values: Any = args if not kwargs and len(args) == len(signature.params) else signature.bind(args, kwargs)
         statics: tuple[Any, ...] = ()
         if self._static:
-            statics = tuple(values[i] for i in self._static)
+            statics = tuple((values[i], type(values[i])) for i in self._static)  # 1 == 1.0 == True
             values = [v for i, v in enumerate(values) if i not in self._static]
         leaves, structure = jax.tree.flatten(tuple(values))
         fixed: tuple[Any, ...] = ()
@@ -174,7 +174,7 @@ class Kernel:
             for i, x in zip(positions, dynamic, strict=True):
                 whole[i] = x
             rest = list(jax.tree.unflatten(structure, whole))
-            for i, x in zip(self._static, statics, strict=True):
+            for i, (x, _) in zip(self._static, statics, strict=True):
                 rest.insert(i, x)
             return rest
 

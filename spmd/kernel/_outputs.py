@@ -99,7 +99,8 @@ class Outputs:
         self.ranks = [x.ndim for x in arrays]
         bound = {name: (size, origin) for name, size, origin in frame.bound}
         shapes = [(p, x.shape, lay) for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)]
-        bind_sizes(signature.text, signature.source, shapes, dict(frame.sizes), local=local, known=bound)
+        source = signature.source if signature.written else None
+        bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=bound)
         self._check_tags(arrays, signature)
         return [
             mark(x, lay, f"{p} of {signature.text}", role="output", frame=frame)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.check import check_body, check_jaxpr, in_states_of
@@ -99,17 +99,20 @@ class Plan:
     def call(self, leaves: Sequence[Any], *, warm: bool = False) -> Any:
         """Run; what lives on other devices or on another mesh is moved first. `warm`: leaves are arrays with values,
         and the plan is `simple`."""
+        if self.mode == "reference":
+            leaves = self._moved(leaves)
         try:
             return self.jitted(*leaves) if warm else self._call(leaves)
         except SpmdError:
             raise
-        except ValueError:
-            moved = [
-                self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)
-            ]
+        except Exception:  # of many kinds, since arrays on another mesh may have types of that mesh
+            moved = self._moved(leaves)
             if all(a is b for a, b in zip(moved, leaves, strict=True)):
                 raise
         return self._call(moved)
+
+    def _moved(self, leaves: Sequence[Any]) -> list[Any]:
+        return [self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)]
 
     def _call(self, leaves: Sequence[Any]) -> Any:
         if self._deviceless and outside_trace():
@@ -179,7 +182,8 @@ class Plan:
     def place(self, leaf: Any, layout: Layout) -> Any:
         """An argument that lives on other devices, or on another mesh, moved into its layout."""
         if self.mode == "reference":
-            return jax.device_put(leaf, self.mesh.devices.flat[0])
+            # a bare device would keep the type that the array had on an Explicit mesh
+            return jax.device_put(leaf, SingleDeviceSharding(self.mesh.devices.flat[0]))
         return jax.device_put(leaf, NamedSharding(self.mesh, self.spec(layout, leaf.ndim)))
 
     def foreign(self, leaf: Any) -> bool:
@@ -188,7 +192,8 @@ class Plan:
             return False
         sharding = leaf.sharding
         if self.mode == "reference":
-            return len(sharding.device_set) > 1
+            typed = not jax.typeof(leaf).sharding.mesh.empty
+            return typed or sharding.device_set != {self.mesh.devices.flat[0]}
         if isinstance(sharding, NamedSharding):
             return sharding.mesh != self.mesh
         return sharding.device_set != set(self.mesh.devices.flat)
@@ -217,7 +222,8 @@ class Plan:
     def bind(self, leaves: Sequence[Any], *, local: bool) -> dict[str, tuple[int, str]]:
         shapes = [(s.path, x.shape, s.layout) for s, x in zip(self.leaves, leaves, strict=True)]
         known = {name: (size, f"the keyword {name}={size}") for name, size in self.signature.sizes}
-        return bind_sizes(self.signature.text, self.signature.source, shapes, self.sizes, local=local, known=known)
+        source = self.signature.source if self.signature.written else None
+        return bind_sizes(self.signature.text, source, shapes, self.sizes, local=local, known=known)
 
     def frame(self, bound: dict[str, tuple[int, str]], mode: str | None = None) -> Frame:
         return Frame(
@@ -316,7 +322,7 @@ class Plan:
 
     def _reference(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
-        return self.outputs.build(self.run(frame, leaves, local=False))
+        return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
 
     # --- inside other axes --------------------------------------------------------------------------------
 
@@ -412,6 +418,12 @@ class Plan:
             return self.outputs.build(mapped(*leaves))
         except self.outputs.Unequal as unequal:
             raise self.outputs.explained(unequal, self.signature, frame) from None
+
+
+def _gathered(x: Any) -> Any:
+    """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
+    known = jax.typeof(x).sharding
+    return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x
 
 
 def _grown(x: Any, layout: Layout, manual: Sequence[str], sizes: dict[str, int]) -> Any:

@@ -21,13 +21,14 @@ class Signature:
 
     Attributes:
       fn: The body.
-      source: The pattern as written, or a short form of `in_layouts`.
+      source: The pattern as written, or a short form of `in_layouts` and `out_layouts`.
       params: Names of the arguments, in call order.
       layouts: A prefix tree of layouts for each argument that is not static.
       outputs: The prefix tree of the results.
       single: Whether the body returns one value (not a tuple of one).
       static: Names of static arguments.
       donate: Names of donated arguments.
+      written: Whether `source` is a pattern, into which the spans of the layouts point.
     """
 
     fn: Callable[..., Any]
@@ -44,6 +45,7 @@ class Signature:
     sizes: tuple[tuple[str, int], ...] = ()
     shared_mapping: bool = True
     python: inspect.Signature | None = field(default=None)
+    written: bool = True
 
     @property
     def name(self) -> str:
@@ -52,7 +54,7 @@ class Signature:
     @property
     def text(self) -> str:
         """How messages show the kernel."""
-        return f'{self.name}: kernel("{self.source}")'
+        return f'{self.name}: kernel("{self.source}")' if self.written else f"{self.name}: kernel({self.source})"
 
     def fail(
         self,
@@ -144,6 +146,7 @@ def read(
         sizes=tuple(sorted(sizes.items())),
         shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
         python=python,
+        written=parsed is not None,
     )
     signature.params = _parameters(signature, inputs)
     signature.layouts = _assign(signature, inputs)
@@ -185,7 +188,8 @@ def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts:
 
 
 def _short(tree: Any) -> str:
-    text = str(jax.tree.map(str, tree, is_leaf=lambda x: isinstance(x, (str, Layout)) or x is None)).replace('"', "'")
+    text = str(jax.tree.map(str, tree, is_leaf=lambda x: isinstance(x, (str, Layout)) or x is None))
+    text = " ".join(text.replace('"', "'").split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -207,7 +211,7 @@ def _parameters(signature: Signature, inputs: Any) -> tuple[str, ...]:
     fixed = [p for p in signature.python.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in signature.python.parameters.values():
         if p.kind is p.VAR_POSITIONAL:
-            rest = (wanted or 0) - sum(q.name not in signature.static for q in fixed)
+            rest = (wanted or 0) - sum(q.name not in signature.static and q.default is q.empty for q in fixed)
             names += [f"{p.name}[{i}]" for i in range(max(rest, 0))]
         elif p.kind is p.VAR_KEYWORD:
             signature.fail(f"**{p.name} cannot be given layouts: name the arguments.")

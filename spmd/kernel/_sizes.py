@@ -16,7 +16,7 @@ Bound = dict[str, tuple[int, str]]
 
 def bind_sizes(
     text: str,
-    source: str,
+    source: str | None,
     leaves: Sequence[tuple[str, tuple[int, ...], Layout]],
     mesh_sizes: dict[str, int],
     *,
@@ -27,7 +27,7 @@ def bind_sizes(
 
     Args:
       text: The kernel, for messages.
-      source: Its pattern.
+      source: Its pattern, into which the spans of the layouts point; None where there is none.
       leaves: `(path, shape, layout)` of each array.
       mesh_sizes: Sizes of the mesh axes.
       local: Whether the shapes are those of shards.
@@ -120,12 +120,12 @@ def _bind_composite(
 
 
 def _raise(
-    text: str, source: str, faults: list[tuple[type[SpmdError], Dim | None, str]], mesh_sizes: dict[str, int]
+    text: str, source: str | None, faults: list[tuple[type[SpmdError], Dim | None, str]], mesh_sizes: dict[str, int]
 ) -> None:
     kind = next((k for k, _, _ in faults if k is LayoutError), SizeError)
     mesh = "mesh " + ", ".join(f"{a}={n}" for a, n in mesh_sizes.items())
     span = faults[0][1].span if faults[0][1] is not None else None
-    if span is not None and not (0 <= span[0] < span[1] <= len(source)):
+    if span is not None and not (0 <= span[0] < span[1] <= len(source or "")):
         span = None
     what = "the arguments do not fit the signature." if len(faults) > 1 else f"{faults[0][2]}."
     got = [*(f for _, _, f in faults), mesh] if len(faults) > 1 else [mesh]

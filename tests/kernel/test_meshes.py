@@ -1,0 +1,213 @@
+"""Any mesh that a user brings, and arguments that lie anywhere."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.errors import MeshError, PlacementError
+
+A, E = AxisType.Auto, AxisType.Explicit
+X = np.arange(32, dtype=np.float32).reshape(4, 8)
+W = np.arange(96, dtype=np.float32).reshape(8, 12) / 7
+
+
+def mesh_of(kinds, shape=(2, 4), names=("dp", "tp")):
+    count = int(np.prod(shape))
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+
+
+def linear_on(mesh, **options):
+    @spmd.kernel("b/dp d/tp, d/tp f -> b/dp f", mesh=mesh, **options)
+    def linear(x, w):
+        return spmd.einsum(x, w, "b/dp d/tp, d/tp f -> b/dp f")
+
+    return linear
+
+
+KINDS = {"auto": (A, A), "explicit": (E, E), "auto explicit": (A, E), "explicit auto": (E, A)}
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_types_of_axes(kinds, mode):
+    """NumPy inputs, values and gradients, with and without an outer jit, with and without set_mesh."""
+    mesh = mesh_of(KINDS[kinds])
+    linear = linear_on(mesh)
+    loss = lambda x, w: (linear(x, w) ** 2).sum()
+    wanted = jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1))(X, W)
+    with spmd.mode(mode):
+        np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
+        gradients = [jax.jit(jax.grad(loss, (0, 1)))(X, W)]
+        with jax.set_mesh(mesh):
+            gradients.append(jax.grad(loss, (0, 1))(X, W))
+            np.testing.assert_allclose(jax.jit(linear)(X, W), X @ W, rtol=1e-5)
+    for found in gradients:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, wanted)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_results_lie_as_the_signature_says(kinds):
+    out = linear_on(mesh_of(KINDS[kinds]))(X, W)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh_of(KINDS[kinds]), P("dp", None)), 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8), (8, 1), (1, 1), (4, 1)], ids=str)
+def test_axes_of_size_one(sizes):
+    x, w = np.ones((8, 8), np.float32), W
+    for kinds in ((A, A), (E, E)):
+        linear = linear_on(mesh_of(kinds, sizes))
+        np.testing.assert_allclose(linear(x, w), x @ w, rtol=1e-5)
+        gradient = jax.jit(jax.grad(lambda w, f=linear: f(x, w).sum()))(w)
+        np.testing.assert_allclose(gradient, np.full_like(w, 8), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [(A, A, A), (E, E, E), (A, E, A)], ids=str)
+def test_axes_that_the_kernel_does_not_use(kinds):
+    mesh = mesh_of(kinds, (2, 2, 2), ("pp", "dp", "tp"))
+    linear = linear_on(mesh)
+    np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
+    np.testing.assert_allclose(linear.auto(X, W), X @ W, rtol=1e-5)
+    gradient = jax.jit(jax.grad(lambda w: linear(X, w).sum()))(W)
+    np.testing.assert_allclose(gradient, np.repeat(X.sum(0)[:, None], 12, 1), rtol=1e-5)
+
+
+# -------------------- where arguments lie
+
+
+def placements(mesh):
+    """Ways to hold X that are not the signature's."""
+    other = jax.make_mesh((4, 2), ("p", "q"), axis_types=(A, A))
+    turned = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(A, A))
+    explicit = jax.make_mesh((8,), ("z",), axis_types=(E,))
+    return {
+        "numpy": X,
+        "uncommitted": jnp.asarray(X),
+        "one device": jax.device_put(X, jax.devices()[0]),
+        "another device": jax.device_put(X, jax.devices()[5]),
+        "single": jax.device_put(X, SingleDeviceSharding(jax.devices()[3])),
+        "replicated": jax.device_put(X, NamedSharding(mesh, P())),
+        "as wanted": jax.device_put(X, NamedSharding(mesh, P("dp", "tp"))),
+        "other axes": jax.device_put(X, NamedSharding(mesh, P("tp", "dp"))),
+        "other mesh": jax.device_put(X, NamedSharding(other, P("p", "q"))),
+        "turned mesh": jax.device_put(X, NamedSharding(turned, P("dp", "tp"))),
+        "explicit mesh": jax.device_put(X, NamedSharding(explicit, P(None, "z"))),
+    }
+
+
+NAMES = (
+    "numpy", "uncommitted", "one device", "another device", "single", "replicated", "as wanted", "other axes",
+    "other mesh", "turned mesh", "explicit mesh",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", ["auto", "explicit"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_that_lies_elsewhere_is_moved(name, kinds):
+    mesh = mesh_of(KINDS[kinds])
+    linear = linear_on(mesh)
+    x = placements(mesh)[name]
+    w = jax.device_put(W, NamedSharding(mesh, P("tp")))
+    for mode in ("explicit", "auto", "reference"):
+        with spmd.mode(mode):
+            np.testing.assert_allclose(linear(x, w), X @ W, rtol=1e-5, err_msg=mode)
+            if name in ("replicated", "as wanted", "other axes"):
+                np.testing.assert_allclose(jax.jit(linear)(x, w), X @ W, rtol=1e-5, err_msg=mode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_boundary_error_allows_only_what_lies_there(name):
+    mesh = mesh_of(KINDS["auto"])
+    linear = linear_on(mesh, boundary="error")
+    x = placements(mesh)[name]
+    w = jax.device_put(W, NamedSharding(mesh, P("tp")))
+    if name == "as wanted":
+        np.testing.assert_allclose(linear(x, w), X @ W, rtol=1e-5)
+    else:
+        with pytest.raises(PlacementError, match='x: .*wanted "b/dp d/tp"'):
+            linear(x, w)
+
+
+def test_arrays_of_fewer_devices():
+    """Some of the mesh's devices, or others."""
+    small = spmd.make_mesh(dp=2, tp=2)
+    x = jax.device_put(X, NamedSharding(mesh_of((A, A)), P("dp")))
+    np.testing.assert_allclose(linear_on(small)(x, W), X @ W, rtol=1e-5)
+    rest = spmd.make_mesh(devices=jax.devices()[4:], dp=2, tp=2)
+    np.testing.assert_allclose(linear_on(rest)(linear_on(small)(X, W)[:, :8], W), (X @ W)[:, :8] @ W, rtol=1e-5)
+
+
+# -------------------- which mesh
+
+
+def test_the_mesh_of_the_arguments():
+    kernel = spmd.kernel("n/x -> n/x")(lambda v: v * spmd.axis_size("x"))
+    for count in (4, 2, 8, 4):
+        mesh = spmd.make_mesh(x=count)
+        v = spmd.shard(np.ones(8, np.float32), "n/x", mesh=mesh)
+        out = kernel(v)
+        assert out.tolist() == [count] * 8 and out.sharding.mesh == mesh
+
+
+def test_the_mesh_of_set_mesh():
+    kernel = spmd.kernel("n/x -> n/x")(lambda v: v * spmd.axis_size("x"))
+    for kinds, count in ((A, 4), (E, 2), (A, 8)):
+        mesh = mesh_of((kinds,), (count,), ("x",))
+        with jax.set_mesh(mesh):
+            assert kernel(np.ones(8)).tolist() == [count] * 8
+            assert jax.jit(kernel)(np.ones(8)).tolist() == [count] * 8
+
+
+def test_no_mesh():
+    with pytest.raises(MeshError, match="no mesh: the kernel has none"):
+        spmd.kernel("n/x -> n/x")(lambda v: v)(np.ones(8))
+
+
+def test_arguments_on_two_meshes():
+    kernel = spmd.kernel("n/x, n/x -> n/x")(lambda a, b: a + b)
+    a, b = (spmd.shard(np.ones(8), "n/x", mesh=spmd.make_mesh(x=n)) for n in (2, 4))
+    with pytest.raises(MeshError, match="live on two meshes"):
+        kernel(a, b)
+    with_mesh = spmd.kernel("n/x, n/x -> n/x", mesh=spmd.make_mesh(x=4))(lambda a, b: a + b)
+    assert with_mesh(a, b).tolist() == [2] * 8
+
+
+@pytest.mark.parametrize("kinds", [A, E], ids=str)
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+def test_an_ambient_mesh_of_other_axes(mode, kinds):
+    """A kernel has its own mesh, whatever surrounds it."""
+    linear = linear_on(mesh_of((A, A)))
+    with jax.set_mesh(mesh_of((kinds,), (8,), ("other",))), spmd.mode(mode):
+        np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(linear)(X, W), X @ W, rtol=1e-5)
+
+
+def test_an_abstract_mesh_is_for_tracing():
+    linear = linear_on(spmd.make_mesh(dp=2, tp=4, abstract=True))
+    shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
+    assert linear.trace(*shapes).jaxpr.out_avals[0].shape == (4, 12)
+    np.testing.assert_allclose(linear.reference(X, W), X @ W, rtol=1e-5)
+    with pytest.raises(MeshError, match="no devices"):
+        linear(X, W)
+
+
+def test_an_axis_that_the_mesh_does_not_have():
+    with pytest.raises(MeshError, match="no axis 'dp'"):
+        linear_on(spmd.make_mesh(data=2, tp=4))(X, W)
+
+
+def test_a_kernel_with_renamed_axes():
+    """`axes=` renames for the signature and the body."""
+    for mesh, axes in (
+        (spmd.make_mesh(data=2, model=4), {"dp": "data", "tp": "model"}),
+        (spmd.make_mesh(a=2, b=2, c=2), {"dp": ("a", "b"), "tp": "c"}),
+        (spmd.make_mesh(data=2), {"dp": "data", "tp": None}),
+    ):
+        linear = linear_on(mesh, axes=axes)
+        np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
+        np.testing.assert_allclose(linear.auto(X, W), X @ W, rtol=1e-5)

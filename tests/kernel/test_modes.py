@@ -1,0 +1,183 @@
+"""Modes and mappings: what retraces, and what one body means under several."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.errors import CommunicationError, LayoutError, MeshError, ModeError
+from spmd.inspect import collectives
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+W = np.linspace(-2, 1, 128, dtype=np.float32).reshape(8, 16)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh(dp=2, tp=4)
+
+
+def test_a_jitted_step_is_traced_again_in_each_mode(mesh):
+    seen = []
+
+    @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)
+    def body(x):
+        seen.append(x.shape)
+        return 2 * x
+
+    step = jax.jit(lambda x: body(x) + 1)
+    for _ in range(2):
+        for mode in ("explicit", "auto", "reference"):
+            with spmd.mode(mode):
+                np.testing.assert_allclose(step(X), 2 * X + 1)
+    assert seen == [(2, 8), (4, 8), (4, 8)]
+    with spmd.mode("auto", constrain="signature"):
+        np.testing.assert_allclose(step(X), 2 * X + 1)
+    assert len(seen) == 4
+
+
+def test_a_training_step_in_every_mode(mesh):
+    """One jitted step, the same losses."""
+
+    @spmd.kernel("b/dp s/tp d, d f -> scalar", mesh=mesh)
+    def loss(x, w):
+        h = jnp.tanh(spmd.einsum(x, w, "b/dp s/tp d, d f -> b/dp s/tp f"))
+        return spmd.reduce(h**2, "b/dp s/tp f -> scalar", "mean")
+
+    @jax.jit
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss, 1)(x, w)
+        return w - 0.1 * gradient, value
+
+    x = np.random.default_rng(0).standard_normal((4, 8, 8), np.float32)
+    runs = {}
+    for mode in ("explicit", "auto", "reference"):
+        with spmd.mode(mode):
+            w, losses = jnp.asarray(W), []
+            for _ in range(4):
+                w, value = step(w, x)
+                losses.append(float(value))
+        runs[mode] = losses
+    assert runs["explicit"] == pytest.approx(runs["reference"], rel=1e-5)
+    assert runs["auto"] == pytest.approx(runs["reference"], rel=1e-5)
+    assert runs["explicit"][-1] < runs["explicit"][0]
+
+
+def test_one_call_in_another_mode(mesh):
+    @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)
+    def body(x):
+        seen.append(x.shape)
+        return x
+
+    seen = []
+    body(X), body.auto(X), body.reference(X), body.explicit(X)
+    assert seen == [(2, 8), (4, 8), (4, 8)]
+    with spmd.mode("reference"):
+        body.explicit(X)
+        assert seen[3:] == [(2, 8)]
+
+
+def test_what_auto_constrains(mesh):
+    """With `constrain="signature"` the compiler is free inside."""
+
+    @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)
+    def body(x):
+        return spmd.relayout(spmd.relayout(x, "b/dp d -> b d/tp") * 2, "b d/tp -> b/dp d")
+
+    struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=spmd.Layout("b/dp d").sharding(mesh))
+    with spmd.mode("auto"):
+        assert len(collectives(body, struct)) > 0
+    with spmd.mode("auto", constrain="signature"):
+        assert len(collectives(body, struct)) == 0
+
+
+def test_unknown_modes():
+    with pytest.raises(ModeError, match="did you mean 'auto'"):
+        spmd.mode("autp").__enter__()
+    with pytest.raises(ModeError, match="constrain is one of 'all', 'signature'"):
+        spmd.mode("auto", constrain="none").__enter__()
+
+
+# -------------------- mappings
+
+PLANS = {
+    "data": {"batch": ("dp", "tp"), "embed": None, "mlp": None},
+    "tensor": {"batch": "dp", "embed": None, "mlp": "tp"},
+    "nothing": {"batch": None, "embed": None, "mlp": None},
+    "other way": {"batch": "tp", "embed": None, "mlp": "dp"},
+}
+
+
+def ffn_under(mesh, mapping, **options):
+    @spmd.kernel("batch embed, embed mlp, mlp embed -> batch embed", mesh=mesh, mapping=mapping, **options)
+    def ffn(x, w_in, w_out):
+        w_in, w_out = (
+            spmd.all_gather(w_in, "embed mlp -> embed/1 mlp"),
+            spmd.all_gather(w_out, "mlp embed -> mlp embed/1"),
+        )
+        h = jnp.tanh(spmd.einsum(x, w_in, "batch embed/1, embed/1 mlp -> batch mlp"))
+        return spmd.einsum(h, w_out, "batch mlp, mlp embed/1 -> batch embed/1")
+
+    return ffn
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_kernel_under_several_mappings(mesh, plan):
+    ffn = ffn_under(mesh, spmd.AxisMapping(PLANS[plan]))
+    x = np.ones((8, 8), np.float32) * X[:1]
+    wanted = np.tanh(x @ W) @ W.T
+    for mode in ("explicit", "auto", "reference"):
+        with spmd.mode(mode):
+            np.testing.assert_allclose(ffn(x, W, W.T), wanted, rtol=1e-4, atol=1e-5)
+    lies = spmd.Layout("batch embed").resolve(spmd.AxisMapping(PLANS[plan])).sharding(mesh)
+    assert ffn(x, W, W.T).sharding.is_equivalent_to(lies, 2)
+
+
+def test_arguments_with_a_mapping_of_their_own(mesh):
+    """FSDP: weights at rest divided over the data axis too, gathered inside."""
+    at_rest = spmd.AxisMapping({"batch": None, "embed": "dp", "mlp": "tp"})
+    ffn = ffn_under(mesh, spmd.AxisMapping(PLANS["tensor"]), arg_mapping={"w_in": at_rest, "w_out": at_rest})
+    x = np.ones((8, 8), np.float32) * X[:1]
+    with pytest.raises(CommunicationError, match=r'the array holds "embed/dp mlp/tp", and is read as "embed mlp/tp"'):
+        ffn(x, W, W.T)  # the body must name what differs from the kernel's mapping
+
+    @spmd.kernel("batch embed, embed mlp -> batch mlp", mesh=mesh, mapping=PLANS["tensor"], arg_mapping={"w": at_rest})
+    def up(x, w):
+        return spmd.einsum(x, spmd.all_gather(w, "embed/dp mlp -> embed mlp"), "batch embed, embed mlp -> batch mlp")
+
+    np.testing.assert_allclose(up(x, W), x @ W, rtol=1e-5)
+    assert collectives(up, x, W).counts["all_gather"] >= 1
+
+
+def test_mappings_that_do_not_fit(mesh):
+    with pytest.raises(LayoutError, match="the mapping says nothing of mlp"):
+        ffn_under(mesh, {"batch": "dp", "embed": None})(X, W, W.T)
+    with pytest.raises(LayoutError, match="a rule for vocab"):
+        ffn_under(mesh, PLANS["tensor"] | {"vocab": None})(X, W, W.T)
+    with pytest.raises(MeshError, match="model"):
+        ffn_under(mesh, PLANS["tensor"] | {"mlp": "model"})(X, W, W.T)
+    with pytest.raises(LayoutError, match="batch.*mlp|mlp.*batch"):
+        spmd.kernel("batch mlp -> batch mlp", mesh=mesh, mapping={"batch": "dp", "mlp": "dp"})(lambda x: x)(X)
+
+
+def test_an_ambient_mapping_is_for_placement_only(mesh):
+    """Kernels have their own, so a jitted step may be called under any."""
+    body = spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x)
+
+    @jax.jit
+    def step(x):
+        return body(spmd.shard(x, "rows cols", mesh=mesh))
+
+    for rows in ("dp", "tp", None):
+        with spmd.axis_mapping({"rows": rows, "cols": None, "b": "tp", "d": "tp"}):
+            np.testing.assert_array_equal(step(X), X)
+
+
+def test_a_step_under_another_ambient_mapping_places_anew(mesh):
+    placed = jax.jit(lambda x: spmd.shard(2 * x, "rows cols", mesh=mesh))
+    for rows, spec in (("dp", jax.P("dp")), (None, jax.P()), ("tp", jax.P("tp"))):
+        with spmd.axis_mapping({"rows": rows, "cols": None}):
+            assert placed(X).sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2)

@@ -1,0 +1,306 @@
+"""What a kernel declares and takes: patterns, trees of layouts, keywords, statics, results."""
+
+# ruff: noqa: F722, F821, UP037 - annotations that are layouts
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.errors import LayoutError, SizeError
+
+equinox = pytest.importorskip("equinox")
+nnx = pytest.importorskip("flax.nnx")
+
+X = np.arange(24, dtype=np.float32).reshape(4, 6)
+W = np.arange(48, dtype=np.float32).reshape(6, 8) / 7
+MODES = ("explicit", "auto", "reference")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh(dp=2, tp=4)
+
+
+def linear(x, p):
+    return spmd.einsum(x, p["w"], "b/dp d, d f/tp -> b/dp f/tp") + p["bias"][None]
+
+
+def in_modes(kernel, *args, **kwargs):
+    """The result, after a look that all modes agree."""
+    results = []
+    for mode in MODES:
+        with spmd.mode(mode):
+            results.append(kernel(*args, **kwargs))
+    jax.tree.map(lambda *v: [np.testing.assert_allclose(v[0], other, rtol=1e-5) for other in v[1:]], *results)
+    return results[0]
+
+
+# -------------------- trees
+
+
+def test_a_dict(mesh):
+    layouts = {"w": "d f/tp", "bias": "f/tp"}
+    kernel = spmd.kernel(in_layouts=("b/dp d", layouts), out_layouts="b/dp f/tp", mesh=mesh)(linear)
+    p = {"w": W, "bias": W[0]}
+    np.testing.assert_allclose(in_modes(kernel, X, p), X @ W + W[0], rtol=1e-5)
+
+
+def test_a_dict_by_argument_name(mesh):
+    kernel = spmd.kernel(
+        in_layouts={"p": {"w": "d f/tp", "bias": "f/tp"}, "x": "b/dp d"}, out_layouts="b/dp f/tp", mesh=mesh
+    )(linear)
+    np.testing.assert_allclose(kernel(X, {"w": W, "bias": W[0]}), X @ W + W[0], rtol=1e-5)
+
+
+def test_a_prefix(mesh):
+    """One string for all leaves below."""
+
+    @spmd.kernel(in_layouts=({"a": "n/dp", "rest": "n/tp"},), out_layouts="n/dp", mesh=mesh)
+    def first(tree):
+        assert [leaf.shape for leaf in tree["rest"]["deep"]] == [(2,), (2,)]
+        return tree["a"]
+
+    eight = np.arange(8)
+    assert first({"a": eight, "rest": {"deep": [eight, eight]}}).tolist() == eight.tolist()
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Weights:
+    w: "d f/tp"
+    bias: "f/tp"
+    scale: "scalar" = 1.0
+
+
+@pytest.mark.parametrize("layouts", [Weights, Weights("d f/tp", "f/tp", "scalar")], ids=["class", "instance"])
+def test_a_dataclass_whose_annotations_are_layouts(mesh, layouts):
+    @spmd.kernel(in_layouts=("b/dp d", layouts), out_layouts="b/dp f/tp", mesh=mesh)
+    def body(x, p):
+        assert p.w.shape == (6, 2) or spmd.typeof(x) is not None
+        return p.scale * linear(x, {"w": p.w, "bias": p.bias})
+
+    np.testing.assert_allclose(in_modes(body, X, Weights(W, W[0], 2.0)), 2 * (X @ W + W[0]), rtol=1e-5)
+
+
+def test_gradients_come_back_as_the_dataclass(mesh):
+    @spmd.kernel(in_layouts=("b/dp d", Weights), out_layouts=Weights, mesh=mesh)
+    def gradient(x, p):
+        def loss(p):
+            y = p.scale * linear(x, {"w": p.w, "bias": p.bias})
+            return spmd.reduce(y**2, "b/dp f/tp -> scalar", "mean")
+
+        return spmd.grad(loss)(p)
+
+    p = Weights(W, W[0], jnp.float32(2.0))
+    found = in_modes(gradient, X, p)
+    wanted = jax.grad(lambda p: ((p.scale * (X @ p.w + p.bias[None])) ** 2).mean())(p)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, wanted)
+    assert isinstance(found, Weights) and found.w.sharding.spec == jax.P(None, "tp")
+
+
+def test_an_equinox_module(mesh):
+    class Linear(equinox.Module):
+        w: "d f/tp"
+        bias: "f/tp"
+        activation: Any = equinox.field(static=True, default=jnp.tanh)
+
+        def __call__(self, x):
+            return self.activation(linear(x, {"w": self.w, "bias": self.bias}))
+
+    body = spmd.kernel(in_layouts=(Linear, "b/dp d"), out_layouts="b/dp f/tp", mesh=mesh)(lambda m, x: m(x))
+    np.testing.assert_allclose(in_modes(body, Linear(W, W[0]), X), np.tanh(X @ W + W[0]), rtol=1e-5)
+    other = body(Linear(W, W[0], jnp.sin), X)  # a static field is part of what was compiled
+    np.testing.assert_allclose(other, np.sin(X @ W + W[0]), atol=1e-4)
+
+
+def test_an_equinox_module_of_its_own_kind(mesh):
+    """A module that knows nothing of layouts, with functions among its leaves."""
+    module = equinox.nn.MLP(6, 8, 16, 1, key=jax.random.key(0))
+    layouts = spmd.layouts(equinox.filter(module, equinox.is_array), {"**/weight": "_ _", "**/bias": "_"})
+    body = spmd.kernel(in_layouts=(layouts, "b/dp d"), out_layouts="b/dp f", mesh=mesh)(lambda m, x: jax.vmap(m)(x))
+    np.testing.assert_allclose(body(module, X), jax.vmap(module)(X), rtol=1e-5)
+
+
+def test_a_flax_state(mesh):
+    module = nnx.Linear(6, 8, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(module)
+    layouts = spmd.layouts(state, {"**/kernel": "d f/tp", "**/bias": "f/tp"})
+    body = spmd.kernel(in_layouts=(layouts, "b/dp d"), out_layouts="b/dp f/tp", mesh=mesh)(
+        lambda state, x: nnx.merge(graph, state)(x)
+    )
+    np.testing.assert_allclose(body(state, X), module(X), rtol=1e-5)
+
+
+def test_none_and_static_leaves(mesh):
+    """None is no leaf; what is no array goes through as it is, and is part of the cache key."""
+    seen = []
+
+    @spmd.kernel(in_layouts=({"w": "n/dp", "bias": None, "how": None},), out_layouts="n/dp", mesh=mesh)
+    def body(p):
+        seen.append(p["how"])
+        assert p["bias"] is None
+        return 2 * p["w"] if p["how"] == "twice" else p["w"]
+
+    eight = np.arange(8)
+    assert body({"w": eight, "bias": None, "how": "twice"}).tolist() == (2 * eight).tolist()
+    assert body({"w": eight, "bias": None, "how": "once"}).tolist() == eight.tolist()
+    assert body({"w": eight, "bias": None, "how": "twice"}).tolist() == (2 * eight).tolist()
+    assert seen == ["twice", "once"]
+
+
+def test_a_function_from_the_argument_to_its_layouts(mesh):
+    by_rank = lambda tree: {name: "n/dp" if leaf.ndim == 1 else "n/dp m" for name, leaf in tree.items()}
+    body = spmd.kernel(in_layouts=(by_rank,), out_layouts=by_rank, mesh=mesh)(lambda tree: tree)
+    found = in_modes(body, {"a": np.arange(4.0, dtype=np.float32), "b": X})
+    assert found["b"].sharding.spec == jax.P("dp")
+
+
+# -------------------- arguments
+
+
+def test_keywords_and_defaults(mesh):
+    @spmd.kernel("n/dp, n/dp -> n/dp", mesh=mesh)
+    def body(x, y, power=1, *, negate=False):
+        out = x + y**power
+        return -out if negate else out
+
+    four = np.arange(4)
+    assert body(four, y=four).tolist() == [0, 2, 4, 6]
+    assert body(y=four, x=four).tolist() == [0, 2, 4, 6]
+    assert body(four, four, 2).tolist() == [0, 2, 6, 12]
+    assert body(four, four, negate=True, power=2).tolist() == [0, -2, -6, -12]
+    with pytest.raises(LayoutError, match="missing a required argument: 'y'"):
+        body(four)
+    with pytest.raises(LayoutError, match="unexpected keyword argument 'z'"):
+        body(four, four, z=1)
+
+
+def test_a_keyword_only_array(mesh):
+    body = spmd.kernel("n/dp, n/dp -> n/dp", mesh=mesh)(_subtract)
+    four = np.arange(4)
+    assert body(four, y=2 * four).tolist() == [0, -1, -2, -3]
+
+
+def _subtract(x, *, y):
+    return x - y
+
+
+def test_any_number_of_arguments(mesh):
+    body = spmd.kernel("n/dp, n/dp, n/dp -> n/dp", mesh=mesh)(lambda *xs: sum(xs))
+    assert body(*[np.arange(4)] * 3).tolist() == [0, 3, 6, 9]
+
+
+def test_static_arguments_trace_once_per_value(mesh):
+    traced = []
+
+    @spmd.kernel("n/dp -> n/dp", mesh=mesh, static="kind")
+    def body(x, kind):
+        traced.append(kind)
+        return {"a": x, "b": 2 * x}.get(kind, 3 * x)
+
+    four = np.arange(4)
+    for kind, factor in (("a", 1), ("b", 2), ("a", 1), ("b", 2)):
+        assert body(four, kind).tolist() == (factor * four).tolist()
+    assert traced == ["a", "b"]
+    with pytest.raises(LayoutError, match="hashable"):
+        body(four, ["a"])
+
+
+def test_static_values_of_other_types_are_other_values(mesh):
+    """1, 1.0 and True are equal in Python, and no array of one is an array of another."""
+    seen = spmd.kernel("n/dp -> n/dp", mesh=mesh, static="by")(lambda x, by: x * 0 + len(type(by).__name__))
+    four = np.arange(4)
+    assert [int(seen(four, by)[0]) for by in (1, 1.0, True)] == [3, 5, 4]
+
+
+def test_no_inputs(mesh):
+    body = spmd.kernel("-> n/tp", mesh=mesh, n=8)(lambda: spmd.iota("n/tp"))
+    assert in_modes(body).tolist() == list(range(8))
+    assert jax.jit(body)().tolist() == list(range(8))
+
+
+def test_several_outputs(mesh):
+    @spmd.kernel("b/dp d -> b/dp d, scalar, b/dp", mesh=mesh)
+    def body(x):
+        return x, spmd.reduce(x, "b/dp d -> scalar"), x.sum(1)
+
+    same, total, rows = in_modes(body, X)
+    np.testing.assert_allclose(same, X)
+    assert total == X.sum() and rows.tolist() == X.sum(1).tolist()
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_outputs_in_a_tree(mesh):
+    @spmd.kernel(in_layouts=("b/dp d",), out_layouts=({"x": "b/dp d"}, Pair("b/dp", "scalar")), mesh=mesh)
+    def body(x):
+        return {"x": x}, Pair(x.sum(1), spmd.reduce(x, "b/dp d -> scalar"))
+
+    tree, pair = in_modes(body, X)
+    assert set(tree) == {"x"} and isinstance(pair, Pair) and pair.right == X.sum()
+
+
+def test_python_numbers_as_results(mesh):
+    body = spmd.kernel("n/dp -> n/dp, scalar", mesh=mesh)(lambda x: (x, 3))
+    assert in_modes(body, np.arange(4))[1] == 3
+
+
+def test_dots(mesh):
+    body = spmd.kernel("b/dp ... -> ... ", mesh=mesh)(lambda x: spmd.reduce(x, "b/dp ... -> ..."))
+    for shape in ((4,), (4, 3), (4, 3, 2)):
+        x = np.ones(shape, np.float32)
+        assert body(x).tolist() == x.sum(0).tolist()
+    behind = spmd.kernel("... n/tp -> ... n/tp", mesh=mesh)(lambda x: 2 * x)
+    np.testing.assert_array_equal(in_modes(behind, W), 2 * W)
+
+
+def test_sizes_by_keyword(mesh):
+    @spmd.kernel("b/dp (h k)/tp -> b/dp (h k)/tp", mesh=mesh, h=4)
+    def body(x):
+        assert spmd.size("h") == 4 and spmd.size("k") == 2
+        return spmd.rearrange(spmd.rearrange(x, "b/dp (h k)/tp -> b/dp h/tp k"), "b/dp h/tp k -> b/dp (h k)/tp")
+
+    np.testing.assert_array_equal(in_modes(body, W[:4]), W[:4])
+    with pytest.raises(SizeError, match="is not h=4"):
+        body(np.ones((4, 6), np.float32))
+
+
+def test_a_method_and_a_callable_object(mesh):
+    class Layer:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, x):
+            return self.factor * x
+
+        def twice(self, x):
+            return 2 * self.factor * x
+
+    layer = Layer(3)
+    four = np.arange(4)
+    assert spmd.kernel("n/dp -> n/dp", mesh=mesh)(layer)(four).tolist() == [0, 3, 6, 9]
+    assert spmd.kernel("n/dp -> n/dp", mesh=mesh)(layer.twice)(four).tolist() == [0, 6, 12, 18]
+
+
+def test_a_builtin_without_a_signature(mesh):
+    assert spmd.kernel("n/dp, n/dp -> n/dp", mesh=mesh)(jnp.add)(np.arange(4), np.arange(4)).tolist() == [0, 2, 4, 6]
+
+
+def test_a_kernel_keeps_the_name_and_doc_of_its_body(mesh):
+    @spmd.kernel("n/dp -> n/dp", mesh=mesh)
+    def documented(x):
+        """What it does."""
+        return x
+
+    assert documented.__name__ == "documented" and documented.__doc__ == "What it does."
+    assert repr(documented) == '<documented: kernel("n/dp -> n/dp")>'
+    assert "jit_documented" in documented.lower(np.arange(4)).as_text()

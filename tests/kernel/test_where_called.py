@@ -1,0 +1,286 @@
+"""Kernels under JAX's transformations, in other kernels, in the user's own shard_map, and over closures."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError
+
+MODES = ("explicit", "auto", "reference")
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+W = np.linspace(-2, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh(dp=2, tp=4)
+
+
+@pytest.fixture(scope="module")
+def layer(mesh):
+    @spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=mesh)
+    def layer(x, w):
+        h = jnp.tanh(spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp"))
+        return spmd.all_gather(h, "b/dp f/tp -> b/dp f", to="invarying")
+
+    return layer
+
+
+def plain(x, w):
+    return jnp.tanh(x @ w)
+
+
+def close(a, b, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+# -------------------- transformations
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_transformations(layer, mode):
+    loss = lambda f: lambda x, w: (f(x, w) ** 2).sum()
+    stack = np.stack([W, 2 * W, -W])
+
+    def scanned(f, x, stack):
+        return jax.lax.scan(lambda x, w: (f(x, w), None), x, stack)[0]
+
+    def cases(f):
+        return {
+            "grad": jax.grad(loss(f), (0, 1))(X, W),
+            "jit of value_and_grad": jax.jit(jax.value_and_grad(loss(f), (0, 1)))(X, W),
+            "jit of vmap": jax.jit(jax.vmap(f, (None, 0), 1))(X, stack),
+            "grad of vmap": jax.grad(lambda s: jax.vmap(f, (None, 0))(X, s).sum())(stack),
+            "grad of scan of remat": jax.jit(jax.grad(lambda s: scanned(jax.checkpoint(f), X, s).sum()))(stack),
+            "jvp": jax.jvp(f, (X, W), (X, W)),
+            "eval_shape": jax.tree.map(lambda s: np.zeros(s.shape), jax.eval_shape(f, X, W)),
+        }
+
+    wanted = cases(plain)
+    with spmd.mode(mode):
+        found = cases(layer)
+    for name in wanted:
+        close(found[name], wanted[name], 1e-4)
+
+
+def test_a_hessian_vector_product(layer):
+    """Forward over reverse."""
+    product = lambda f: jax.jvp(jax.grad(lambda w: (f(X, w) ** 2).sum()), (W,), (W,))[1]
+    close(product(layer), product(plain), 1e-4)
+
+
+def test_a_kernel_is_traced_once(mesh):
+    traced = []
+
+    @spmd.kernel("n/tp -> n/tp", mesh=mesh)
+    def body(x):
+        traced.append(x.shape)
+        return 2 * x
+
+    for _ in range(3):
+        body(np.ones(8))
+    assert len(traced) == 1
+    step = jax.jit(lambda x: body(body(body(x))))
+    step(np.ones(8)), step(np.ones(8))
+    assert len(traced) <= 3  # once more for a tracer, and for one that knows the mesh
+    body(np.ones(16))
+    assert len(traced) <= 4
+
+
+# -------------------- inside other kernels
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nested_kernels_are_inlined(mesh, layer, mode):
+    @spmd.kernel("b/dp d, l d f/tp -> b/dp d", mesh=mesh)
+    def network(x, ws):
+        for i in range(2):
+            x = layer(x, ws[i])
+        return x
+
+    stack = np.stack([W, -W])
+    with spmd.mode(mode):
+        close(network(X, stack), plain(plain(X, W), -W))
+        found = jax.grad(lambda s: network(X, s).sum())(stack)
+    close(found, jax.grad(lambda s: plain(plain(X, s[0]), s[1]).sum())(stack))
+
+
+def test_nothing_is_moved_inside(mesh, layer):
+    @spmd.kernel("b/dp/tp d, d f/tp -> b/dp f", mesh=mesh)
+    def outer(x, w):
+        return layer(x, w)
+
+    with pytest.raises(LayoutError, match=r'x holds "b/dp/tp d".*wanted "b/dp d"'):
+        outer(np.ones((8, 8), np.float32), W)
+
+
+def test_another_mesh_inside(layer):
+    other = spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=spmd.make_mesh(dp=4, tp=2))(lambda x, w: layer(x, w))
+    with pytest.raises(MeshError, match="on another mesh"):
+        other(X, W)
+
+
+def test_another_mode_inside(mesh, layer):
+    outer = spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=mesh)(lambda x, w: layer.auto(x, w))
+    with pytest.raises(ModeError, match="explicit mode, so the kernel cannot run in auto mode"):
+        outer(X, W)
+    close(outer.auto(X, W), plain(X, W))
+
+
+def test_a_jitted_helper_is_traced_for_each_kernel(mesh):
+    """The frame is part of what jit remembers: one helper, two meshes, three modes."""
+    helper = jax.jit(lambda x: spmd.reduce(x, "n/tp -> scalar"))
+    kernels = [spmd.kernel("n/tp -> scalar", mesh=m)(lambda x: helper(x)) for m in (mesh, spmd.make_mesh(tp=2))]
+    for kernel in kernels * 2:
+        for mode in MODES:
+            with spmd.mode(mode):
+                assert kernel(np.arange(8.0)) == 28
+
+
+# -------------------- in the user's own shard_map
+
+
+def test_in_a_shard_map_over_all_axes(mesh, layer):
+    mapped = jax.jit(
+        jax.shard_map(lambda x, w: 2 * layer(x, w), mesh=mesh, in_specs=(P("dp"), P(None, "tp")), out_specs=P("dp"))
+    )
+    close(mapped(X, W), 2 * plain(X, W))
+    close(jax.grad(lambda w: mapped(X, w).sum())(W), jax.grad(lambda w: 2 * plain(X, w).sum())(W))
+
+
+def test_a_wrong_body_in_a_shard_map(mesh):
+    wrong = spmd.kernel("b/dp d -> b/dp", mesh=mesh)(lambda x: spmd.einsum(x * 1, "b/dp d -> b/dp"))
+    mapped = jax.jit(jax.shard_map(wrong, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp")))
+    with pytest.raises((ReplicationError, ValueError)):
+        mapped(X)
+
+
+def test_in_a_shard_map_over_some_axes(mesh, layer):
+    """The kernel maps the rest."""
+    partial = jax.jit(
+        jax.shard_map(
+            lambda x, w: 2 * layer(x, w), mesh=mesh, axis_names={"dp"}, in_specs=(P("dp"), P()), out_specs=P("dp")
+        )
+    )
+    close(partial(X, W), 2 * plain(X, W))
+
+
+def test_operations_in_a_shard_map_without_a_kernel(mesh):
+    mapped = jax.jit(
+        jax.shard_map(
+            lambda x: spmd.psum(x.sum(), "{U:tp} -> scalar")[None], mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp")
+        )
+    )
+    close(mapped(X), X.reshape(2, -1).sum(1))
+
+
+def test_operations_outside():
+    with pytest.raises(ModeError, match="inside a kernel"):
+        spmd.psum(np.ones(3), "n {U:tp} -> n")
+
+
+# -------------------- closures
+
+
+def test_closures_over_tracers(mesh):
+    def loss(w, x):
+        @spmd.kernel("b/dp d -> b/dp f", mesh=mesh)
+        def body(x):
+            return jnp.tanh(spmd.einsum(x, w, "b/dp d, d f -> b/dp f"))
+
+        return (body(x) ** 2).sum()
+
+    wanted = jax.grad(lambda w: (plain(X, w) ** 2).sum())(W)
+    for mode in MODES:
+        with spmd.mode(mode):
+            close(jax.grad(loss)(W, X), wanted, 1e-4)
+            close(jax.jit(jax.grad(loss))(W, X), wanted, 1e-4)
+            close(jax.jit(jax.vmap(jax.grad(loss), (0, None)))(W[None], X)[0], wanted, 1e-4)
+
+
+def test_a_closure_that_changes(mesh):
+    """One kernel whose cell is another tracer in each call."""
+    weight = None
+
+    @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)
+    def body(x):
+        return x * weight
+
+    def loss(w):
+        nonlocal weight
+        weight = w
+        return body(X).sum()
+
+    for w in (2.0, 3.0):
+        close(jax.grad(loss)(w), X.sum())
+        close(jax.jit(jax.value_and_grad(loss))(w), (w * X.sum(), X.sum()))
+
+
+def test_closures_over_arrays(mesh):
+    table = jnp.arange(8.0)
+    body = spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x + table[None])
+    for mode in MODES:
+        with spmd.mode(mode):
+            close(body(X), X + np.arange(8))
+
+
+def test_a_kernel_that_is_dropped_is_collected(mesh):
+    def make():
+        big = jnp.ones(8)
+        kernel = spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x + big[None])
+        kernel(X)
+        return weakref.ref(kernel)
+
+    dropped = make()
+    jax.clear_caches()
+    gc.collect()
+    assert dropped() is None
+
+
+# -------------------- donation
+
+
+@pytest.mark.parametrize("kinds", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_donated_buffers_are_gone(kinds):
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kinds,) * 2)
+    body = spmd.kernel("b/dp d, b/dp d -> b/dp d", mesh=mesh, donate="x")(lambda x, y: x + y)
+    place = lambda: spmd.shard(X, "b/dp d", mesh=mesh)
+    for _ in range(2):
+        x, y = place(), place()
+        close(body(x, y), 2 * X)
+        assert x.is_deleted() and not y.is_deleted()
+
+
+def test_donation_under_jit_and_grad_keeps_the_buffers(mesh):
+    body = spmd.kernel("b/dp d, b/dp d -> b/dp d", mesh=mesh, donate=("x", "y"))(lambda x, y: x * y)
+    x, y = (spmd.shard(X, "b/dp d", mesh=mesh) for _ in range(2))
+    close(jax.jit(body)(x, y), X * X)
+    close(jax.grad(lambda x, y: body(x, y).sum())(x, y), X)
+    close(jax.vmap(body)(x[None], y[None])[0], X * X)
+    close(body.reference(x, y), X * X)
+    assert not x.is_deleted() and not y.is_deleted()
+    with spmd.mode("auto"):
+        close(body(x, y), X * X)
+
+
+def test_donation_of_a_tree_in_a_train_step(mesh):
+    layouts = {"w": "d/dp f/tp", "bias": "f/tp"}
+
+    @spmd.kernel(in_layouts=(layouts, "scalar"), out_layouts=layouts, mesh=mesh, donate="params")
+    def step(params, rate):
+        return jax.tree.map(lambda p: p - rate * p, params)
+
+    params = spmd.shard({"w": W, "bias": W[0]}, layouts, mesh=mesh)
+    for _ in range(3):
+        old, params = params, step(params, 0.5)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    close(params["w"], W / 8)
