@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError
@@ -138,14 +139,32 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
 
 
 def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) -> Any:
-    """The permutation on a whole array. A roll is written as one, which compilers turn into a permute."""
+    """The permutation on a whole array. A roll is a primitive of its own, for compilers turn a roll into one permute,
+    and the transpose that JAX would derive for it into two."""
     x = operand.x
     shape = x.shape
     cut = x.reshape(*shape[:i], blocks, shape[i] // blocks, *shape[i + 1 :])
     by = (perm[0][1] - perm[0][0]) % blocks
-    if len(perm) == blocks and all((b - a) % blocks == by for a, b in perm):
-        return jnp.roll(cut, by, axis=i).reshape(shape)
     source = {j: k for k, j in perm}
-    taken = jnp.take(cut, jnp.array([source.get(j, 0) for j in range(blocks)]), axis=i)
-    keep = jnp.array([j in source for j in range(blocks)]).reshape((blocks,) + (1,) * (len(shape) - i))
-    return jnp.where(keep, taken, jnp.zeros((), x.dtype)).reshape(shape)
+    if all((j - k) % blocks == by for k, j in perm):
+        moved = _roll_p.bind(cut, by=by, axis=i)
+    else:
+        moved = jnp.take(cut, jnp.array([source.get(j, 0) for j in range(blocks)]), axis=i)
+    if len(perm) < blocks:
+        filled = jnp.array([j in source for j in range(blocks)]).reshape((blocks,) + (1,) * (len(shape) - i))
+        moved = jnp.where(filled, moved, jnp.zeros((), x.dtype))
+    return moved.reshape(shape)
+
+
+def _roll_batch(args: Any, dims: Any, *, by: int, axis: int) -> Any:
+    [x], [batch] = args, dims
+    return _roll_p.bind(x, by=by, axis=axis + 1 if batch <= axis else axis), batch
+
+
+_roll_p = _compat.linear_primitive(
+    "spmd_roll",
+    abstract=lambda x, **_: x,
+    run=lambda x, *, by, axis: jnp.roll(x, by, axis=axis),
+    transpose=lambda cotangent, *, by, axis: _roll_p.bind(cotangent, by=-by, axis=axis),
+    batch=_roll_batch,
+)
