@@ -156,10 +156,29 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {n for n, kind in kinds.items() if kind is AxisType.Explicit}
     if explicit:
+        _check_order(sharding.spec, kinds, explicit)
         x = jax.sharding.reshard(x, NamedSharding(mesh, _part(sharding.spec, explicit)))
-    if len(explicit) == len(kinds):
+    if len(explicit) == len(kinds) and not isinstance(mesh, Mesh):
         return x
+    # without an Auto axis it constrains nothing, and tells the compiler the devices, which a type does not name
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _part(sharding.spec, set(kinds) - explicit)))
+
+
+def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> None:
+    """Inside jit an array's type says its Explicit axes, and Auto axes can only divide what those leave."""
+    for entry in spec:
+        axes = entry if isinstance(entry, tuple) else ()
+        sorted_axes = sorted(axes, key=lambda a: a not in explicit)
+        if list(axes) != sorted_axes:
+            raise PlacementError(
+                compose(
+                    f"inside jit, JAX cannot divide a dimension over {'/'.join(axes)}: on a mesh of mixed types the "
+                    "Explicit axes of a dimension stand before the Auto ones.",
+                    call="shard(tree, layouts)",
+                    got=["mesh " + ", ".join(f"{name} ({kind})" for name, kind in kinds.items())],
+                    fix=f"/{'/'.join(sorted_axes)}, or shard outside jit",
+                )
+            )
 
 
 def _part(spec: P, axes: set[str]) -> P:
@@ -190,12 +209,26 @@ class Init:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shapes = jax.eval_shape(self._fn, *args, **kwargs)
-        structure = jax.tree.structure(shapes)
-        mesh, shardings = self._shardings(shapes)
+        structure, mesh, shardings = self._where(args, kwargs)
         if ambient_mode()[0] == "reference":
             out = jax.jit(self._fn)(*args, **kwargs)
             return jax.tree.map(lambda x: _on_one(x, mesh), out)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            born = jax.tree.leaves(self._fn(*args, **kwargs))
+            return jax.tree.unflatten(structure, [_place(x, s) for x, s in zip(born, shardings, strict=True)])
+        # a key that lives on one device of another mesh must not decide where parameters are born
+        args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
+        return self._compiled(structure, mesh, shardings)(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).lower` of what a call runs."""
+        return self._compiled(*self._where(args, kwargs)).lower(*args, **kwargs)
+
+    def _where(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[NamedSharding]]:
+        shapes = jax.eval_shape(self._fn, *args, **kwargs)
+        return jax.tree.structure(shapes), *self._shardings(shapes)
+
+    def _compiled(self, structure: Any, mesh: Any, shardings: list[NamedSharding]) -> Any:
         if not isinstance(mesh, Mesh):
             raise MeshError(
                 compose(
@@ -204,18 +237,10 @@ class Init:
                     fix=".abstract(...)",
                 )
             )
-        tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
-        if tracing:
-            return jax.tree.unflatten(
-                structure,
-                [_place(x, s) for x, s in zip(jax.tree.leaves(self._fn(*args, **kwargs)), shardings, strict=True)],
-            )
         key = (mesh, structure, tuple(shardings))
         if key not in self._jitted:
             self._jitted[key] = jax.jit(self._fn, out_shardings=jax.tree.unflatten(structure, shardings))
-        # a key that lives on one device of another mesh must not decide where parameters are born
-        args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
-        return self._jitted[key](*args, **kwargs)
+        return self._jitted[key]
 
     def abstract(self, *args: Any, **kwargs: Any) -> Any:
         """The parameters as `jax.ShapeDtypeStruct`s with their shardings: nothing is computed or allocated."""
