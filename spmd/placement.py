@@ -158,9 +158,11 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     if explicit:
         _check_order(sharding.spec, kinds, explicit)
         x = jax.sharding.reshard(x, NamedSharding(mesh, _part(sharding.spec, explicit)))
-    if len(explicit) == len(kinds) and not isinstance(mesh, Mesh):
+    ambient = jax.sharding.get_abstract_mesh()
+    if len(explicit) == len(kinds) and not (isinstance(mesh, Mesh) and ambient.empty):
         return x
     # without an Auto axis it constrains nothing, and tells the compiler the devices, which a type does not name
+    # (jax.set_mesh does; under it JAX takes the constraint for an assertion)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _part(sharding.spec, set(kinds) - explicit)))
 
 

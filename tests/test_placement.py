@@ -92,7 +92,7 @@ def test_trees() -> None:
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass
     class Layer:
-        w: "d/dp f/tp"  # noqa: F722, UP037
+        w: "d/dp f/tp"  # noqa: F722
         scale: "d"  # noqa: F821, UP037
 
     mesh = mesh_of()
