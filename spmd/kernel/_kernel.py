@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
 from spmd._trees import match_prefix
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose
-from spmd.kernel._outputs import Outputs
+from spmd.kernel._outputs import Outputs, reasons
 from spmd.kernel._plan import Leaf, Plan, concrete
 from spmd.kernel._signature import Signature, read
 from spmd.language import Layout, Pattern
@@ -53,6 +54,10 @@ class Kernel:
             if plan is not None and concrete(leaves):
                 return plan.call(leaves, warm=True)
         return self._run(ambient_mode(), args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the instance is the first argument, static or with a layout of its own."""
+        return self if instance is None else functools.partial(self, instance)
 
     def explicit(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call in explicit mode: `jax.shard_map`, the collectives that the strings say."""
@@ -157,7 +162,7 @@ class Kernel:
         leaves: list[Leaf] = []
         donate: list[int] = []
         for name, value in zip(arrays, values, strict=True):
-            for path, leaf, layout in match_prefix(signature.layouts[name], value, name):
+            for path, leaf, layout in self._matched(name, value):
                 if not isinstance(leaf, _ARRAYS) and not hasattr(leaf, "dtype"):
                     continue
                 if layout is None:
@@ -181,6 +186,12 @@ class Kernel:
         outputs = Outputs(_resolve_tree(signature.outputs, self._resolve_output), self._resolve_output)
         self._check_mapping()
         return Plan(signature, mode[0], mode[1], mesh, leaves, rebuild, tuple(donate), outputs)
+
+    def _matched(self, name: str, value: Any) -> list[tuple[str, Any, Layout | None]]:
+        try:
+            return match_prefix(self.signature.layouts[name], value, name)
+        except LayoutError as error:
+            return self.signature.fail(f"{name} does not have the structure of its layouts.", got=reasons(error))
 
     def _resolve_output(self, layout: Layout) -> Layout:
         return self._resolve(layout, None)
@@ -319,6 +330,9 @@ def kernel(
     """
     if boundary not in ("move", "error"):
         raise PlacementError(compose(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)"))
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
+        raise MeshError(compose(rule, call="kernel(...)", fix="mesh=spmd.make_mesh(dp=2, tp=4)"))
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(
             compose(

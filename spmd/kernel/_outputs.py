@@ -19,7 +19,7 @@ from spmd.kernel._sizes import bind_sizes
 from spmd.language import Layout
 from spmd.mode import Frame
 
-__all__ = ["Outputs", "Unequal", "diagnose"]
+__all__ = ["Outputs", "Unequal", "diagnose", "reasons"]
 
 
 class Unequal(Exception):
@@ -80,13 +80,13 @@ class Outputs:
 
     def collect(self, out: Any, signature: Signature, frame: Frame, *, local: bool) -> list[Any]:
         """The results flat; ranks, sizes and tags checked; marked with their layouts."""
+        if out is None and self._prefix_leaves:
+            signature.fail("the body returned None, and the right side declares results.", fix="return them")
         try:
-            found = match_prefix(self.tree, out, "result")
+            found = match_prefix(signature.outputs, out, "result")
         except LayoutError as error:
-            got = [
-                line[2:] if line.startswith("- ") else line.removeprefix("got: ") for line in str(error).split("\n")[1:]
-            ]
-            return signature.fail("the body's results do not have the structure that the right side declares.", got=got)
+            rule = "the body's results do not have the structure that the right side declares."
+            return signature.fail(rule, got=reasons(error))
         flat, self.structure = jax.tree.flatten(out)
         arrays: list[Any] = []
         self.layouts, self.paths = [], []
@@ -166,6 +166,11 @@ class Outputs:
     def build(self, groups: Any) -> Any:
         """The results as the body returned them."""
         return jax.tree.unflatten(self.structure, jax.tree.leaves(groups))
+
+
+def reasons(error: LayoutError) -> list[str]:
+    """The places that `match_prefix` complains about."""
+    return [line.removeprefix("- ").removeprefix("got: ") for line in str(error).split("\n")[1:] if line != "got:"]
 
 
 def _rank_matters(layout: Layout) -> bool:

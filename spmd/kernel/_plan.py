@@ -307,8 +307,21 @@ class Plan:
                 return self.outputs.build(whole(*leaves))
             leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
             layouts = self._traced_layouts(frame, leaves)
-            out = [NamedSharding(self.mesh, layout.without(*self.free_axes).spec) for layout in layouts]
-            return self.outputs.build(jax.sharding.auto_axes(whole, axes=self.typed_axes, out_sharding=out)(*leaves))
+            specs = [layout.without(*self.free_axes).spec for layout in layouts]
+            lies = [NamedSharding(self.mesh, spec) for spec in specs]
+            run = jax.sharding.auto_axes(lambda *x: whole(*self._anchored(x)), axes=self.typed_axes, out_sharding=lies)
+            return self.outputs.build(run(*leaves))
+
+    def _anchored(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The same arrays through a `shard_map` that does nothing: it alone tells a `jit` around us, whose arguments
+        lie nowhere yet, on which devices an Explicit mesh is."""
+        marked = any(s.layout.unreduced or s.layout.reduced for s in self.leaves)
+        if not leaves or marked or not isinstance(self.mesh, Mesh):
+            return leaves
+        names = self.mesh.axis_names
+        mesh = Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
+        return jax.shard_map(lambda *shards: shards, mesh=mesh, in_specs=specs, out_specs=specs)(*leaves)
 
     def _traced_layouts(self, frame: Frame, leaves: Sequence[Any]) -> list[Layout]:
         """The results' layouts; `auto_axes` wants them before it traces, so the body is traced for them once."""

@@ -149,8 +149,11 @@ def read(
         written=parsed is not None,
     )
     signature.params = _parameters(signature, inputs)
-    signature.layouts = _assign(signature, inputs)
     _check_names(signature)
+    signature.layouts = _assign(signature, inputs)
+    both = [n for n in signature.donate if n in signature.static]
+    if both:
+        signature.fail(f"{both[0]} is static, so it has no buffer to donate.")
     return signature
 
 
@@ -276,6 +279,3 @@ def _check_names(signature: Signature) -> None:
                     f"{signature.name}{did_you_mean(name, signature.params) or '.'}"
                 )
                 signature.fail(rule, got=[f"arguments: {', '.join(signature.params)}"])
-    both = [n for n in signature.donate if n in signature.static]
-    if both:
-        signature.fail(f"{both[0]} is static, so it has no buffer to donate.")
