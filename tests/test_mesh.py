@@ -1,0 +1,138 @@
+"""Making meshes, and virtual CPU devices in programs of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import spmd
+from spmd import MeshError, make_mesh, use_cpu_devices
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_axes_in_the_order_written() -> None:
+    mesh = make_mesh(tp=4, dp=2)
+    assert isinstance(mesh, Mesh) and mesh.axis_names == ("tp", "dp") and mesh.devices.shape == (4, 2)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert mesh == make_mesh(tp=4, dp=2) != make_mesh(dp=2, tp=4)
+
+
+def test_fewer_devices_than_there_are() -> None:
+    assert list(make_mesh(x=3).devices.flat) == jax.devices()[:3]
+    assert make_mesh(x=1, y=1).size == 1
+
+
+def test_devices_of_my_own() -> None:
+    chosen = jax.devices()[2:6][::-1]
+    mesh = make_mesh(a=2, b=2, devices=chosen)
+    assert list(mesh.devices.flat) == chosen
+    assert make_mesh(a=-1, devices=np.array(chosen)).shape == {"a": 4}
+
+
+def test_the_rest() -> None:
+    assert make_mesh(dp=-1, tp=2).shape == {"dp": 4, "tp": 2}
+    assert make_mesh(dp=8, tp=-1).shape == {"dp": 8, "tp": 1}
+
+
+def test_abstract() -> None:
+    mesh = make_mesh(dp=64, tp=128, abstract=True)
+    assert isinstance(mesh, AbstractMesh) and mesh.size == 64 * 128
+    kernel = spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(lambda x: spmd.reduce(x, "b/dp d/tp -> b/dp", "sum"))
+    shape = jax.ShapeDtypeStruct((128, 256), np.float32)
+    assert kernel.trace(shape).out_info.shape == (128,)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({}, "at least one axis"),
+        ({"dp": 0}, "positive integer"),
+        ({"dp": -2}, "positive integer"),
+        ({"dp": 2.0}, "positive integer"),
+        ({"dp": True}, "positive integer"),
+        ({"dp": "2"}, "positive integer"),
+        ({"dp": -1, "tp": -1}, "only one axis"),
+        ({"dp": -1, "tp": 3}, "do not divide"),
+        ({"dp": 4, "tp": 4}, "needs 16 devices"),
+        ({"dp": -1, "abstract": True}, "no devices to count"),
+    ],
+)
+def test_meshes_that_cannot_be(axes, words) -> None:
+    with pytest.raises(MeshError, match=words):
+        make_mesh(**axes)
+
+
+def test_too_many_devices_given() -> None:
+    with pytest.raises(MeshError, match="multiply to 2, but 4 devices were given"):
+        make_mesh(x=2, devices=jax.devices()[:4])
+    with pytest.raises(MeshError, match="needs 4 devices"):
+        make_mesh(x=4, devices=jax.devices()[:2])
+
+
+# -------------------- virtual CPU devices
+
+
+def program(text: str, **environment: str) -> str:
+    """What a fresh Python prints; the JAX settings of this one do not reach it."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax, spmd\n" + text],
+        env={**clean, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_fresh_program_gets_them() -> None:
+    text = "print(len(spmd.use_cpu_devices(8)), len(jax.devices()), spmd.make_mesh(dp=2, tp=4).size)"
+    assert program(text) == "8 8 8"
+
+
+def test_importing_starts_no_backend() -> None:
+    """So that a program may import first and ask for devices then."""
+    assert program("import spmd.random, spmd.inspect\nprint(len(spmd.use_cpu_devices(5)))") == "5"
+
+
+def test_asking_twice() -> None:
+    assert program("spmd.use_cpu_devices(8); print(len(spmd.use_cpu_devices(4)), len(jax.devices()))") == "4 8"
+
+
+def test_a_backend_that_runs_with_fewer() -> None:
+    text = """
+jax.numpy.ones(3)
+try:
+    spmd.use_cpu_devices(8)
+except spmd.MeshError as error:
+    print(error)
+"""
+    message = program(text)
+    assert "JAX runs already, with 1 CPU device; it cannot grow to 8." in message
+    assert "fix: call spmd.use_cpu_devices(8)" in message
+
+
+def test_a_backend_that_runs_with_enough() -> None:
+    text = "jax.numpy.ones(3)\nprint(len(spmd.use_cpu_devices(8)), len(spmd.use_cpu_devices(2)))"
+    assert program(text, JAX_NUM_CPU_DEVICES="8") == "8 2"
+    assert program(text, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "8 2"
+
+
+def test_here_eight_are_enough() -> None:
+    assert use_cpu_devices(8) == jax.devices() and use_cpu_devices(1) == jax.devices()[:1]
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, "8", True, None])
+def test_numbers_of_devices_that_cannot_be(count) -> None:
+    with pytest.raises(MeshError, match="positive integer"):
+        use_cpu_devices(count)

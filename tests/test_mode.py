@@ -1,0 +1,146 @@
+"""What surrounds a call: modes and mappings, nested, in threads, and as part of JAX's cache keys."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import AxisMapping, axis_mapping, mode
+from spmd.mode import ambient_mapping, ambient_mode
+
+MESH = spmd.make_mesh(dp=2, tp=4)
+
+
+@spmd.kernel("a/dp b -> a/dp b", mesh=MESH)
+def local_rows(x):
+    """The number of rows that the body sees tells the mode."""
+    return x * 0 + x.shape[0]
+
+
+def rows() -> int:
+    return int(np.asarray(local_rows(jnp.ones((8, 4))))[0, 0])
+
+
+def test_modes_nest_and_end() -> None:
+    assert rows() == 4
+    with mode("auto"):
+        assert rows() == 8
+        with mode("explicit"):
+            assert rows() == 4
+        assert rows() == 8
+    assert rows() == 4
+    with pytest.raises(ZeroDivisionError), mode("reference"):
+        1 / 0
+    assert ambient_mode() == ("explicit", "all")
+
+
+def test_a_jitted_step_is_traced_again() -> None:
+    seen = []
+
+    @jax.jit
+    def step(x):
+        seen.append(ambient_mode()[0])
+        return local_rows(x)
+
+    x = jnp.ones((8, 4))
+    for name in ("explicit", "auto", "reference", "auto", "explicit"):
+        with mode(name):
+            step(x)
+    assert seen == ["explicit", "auto", "reference"]
+
+
+def test_another_mapping_traces_again() -> None:
+    seen = []
+
+    @jax.jit
+    def place(x):
+        seen.append(ambient_mapping())
+        return spmd.shard(x, "batch embed", mesh=MESH)
+
+    x = jnp.ones((8, 4))
+    for rules in ({"batch": "dp", "embed": None}, {"batch": "tp", "embed": None}, {"batch": "dp", "embed": None}):
+        with axis_mapping(rules):
+            assert place(x).sharding.spec[0] == rules["batch"]
+    assert len(seen) == 2
+
+
+def test_modes_are_a_threads_own() -> None:
+    """Also in a thread that was started inside a `with`, as JAX's own context values are."""
+    inside, outside = threading.Event(), threading.Event()
+    found = {}
+
+    def other():
+        inside.wait(10)
+        found["mode"], found["mapping"] = ambient_mode()[0], ambient_mapping()
+        outside.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other)
+        with mode("auto"), axis_mapping({"a": "dp"}):
+            inside.set()
+            assert outside.wait(10)
+        waiting.result()
+    assert found == {"mode": "explicit", "mapping": None}
+
+
+def test_two_threads_with_two_modes() -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    def run(name):
+        with mode(name):
+            barrier.wait()
+            return rows()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, ["explicit", "auto"])) == [4, 8]
+
+
+def test_mappings_nest() -> None:
+    with axis_mapping({"a": "dp", "b": None}) as outer:
+        assert isinstance(outer, AxisMapping) and ambient_mapping() == outer
+        with axis_mapping({"b": "tp"}):
+            assert "a" not in ambient_mapping()
+        with axis_mapping({"b": "tp"}, merge=True) as both:
+            assert dict(both) == {"a": ("dp",), "b": ("tp",)}
+        with axis_mapping(None):
+            assert ambient_mapping() is None
+        assert ambient_mapping() == outer
+    assert ambient_mapping() is None
+
+
+def test_merging_with_nothing_around() -> None:
+    with axis_mapping({"a": "dp"}, merge=True) as mapping:
+        assert mapping.get("a") == ("dp",)
+
+
+@pytest.mark.parametrize("rules", [{"a": 3}, {"a": ["dp", 4]}, {"a b": "dp"}, {3: "dp"}, "dp", 7, {"a": "d p"}])
+def test_rules_that_are_none(rules) -> None:
+    before = ambient_mapping()
+    with pytest.raises(spmd.SpmdError), axis_mapping(rules):
+        pass
+    assert ambient_mapping() is before
+
+
+@pytest.mark.parametrize("name", ["explict", "", None, 3, "Auto"])
+def test_modes_that_are_none(name) -> None:
+    with pytest.raises(spmd.ModeError, match="'explicit', 'auto', 'reference'"), mode(name):
+        pass
+
+
+def test_a_scope_of_its_own() -> None:
+    """A library function's names are not its caller's."""
+
+    def double(x):
+        return spmd.einsum(x, x, "b, b -> b")
+
+    x = np.arange(8, dtype=np.float32)
+    with pytest.raises(spmd.SizeError, match="b has two sizes|b is"):
+        spmd.kernel("b, d -> d", mesh=MESH)(lambda x, y: double(y))(x[:4], x)
+    out = spmd.kernel("b, d -> d", mesh=MESH)(lambda x, y: spmd.scope(double)(y))(x[:4], x)
+    assert (np.asarray(out) == x * x).all()
