@@ -31,7 +31,7 @@ from spmd.errors import (
 from spmd.language import AxisMapping, Dim, Layout, Pattern
 from spmd.mode import Frame, current_frame
 
-__all__ = ["Call", "Factor", "Operand", "open_call"]
+__all__ = ["Call", "Factor", "Operand", "open_call", "verb_between"]
 
 Span = tuple[int, int] | None
 
@@ -259,10 +259,12 @@ class Call:
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
         x = self._as_array(x, label)
         known = tag_of(x)
-        factors: list[Factor] = []
-        for position, (dim, size) in enumerate(zip(self._dims(layout, x.shape, label), x.shape, strict=True)):
-            factors += self._open(dim, size, f"{label}, dimension {position}", position)
+        dims = self._dims(layout, x.shape, label)
+        # What is known of the placement first: a wrong axis explains a wrong size, not the reverse.
         self._check_type(x, layout, label, known)
+        factors: list[Factor] = []
+        for position, (dim, size) in enumerate(zip(dims, x.shape, strict=True)):
+            factors += self._open(dim, size, f"{label}, dimension {position}", position)
         # What a tag already says needs no note; where an error is explained, a gather's is the line to paste.
         explaining = self.frame.diagnosing and self.name == "all_gather"
         if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
@@ -384,7 +386,7 @@ class Call:
             return
         here, there = _axes_by_dim(layout), _axes_by_dim(have)
         position = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
-        verb = _verb_between(there, here)
+        verb = verb_between(have, layout)
         wanted = _with_axes(have, layout)
         self.fail(
             f'{label} holds "{have.short}", and is read as "{layout.short}".',
@@ -411,6 +413,13 @@ class Call:
     def ellipsis_shape(self) -> tuple[int, ...]:
         """The sizes of the dimensions that `...` stands for."""
         return tuple(self.sizes[f"...{i}"][0] for i in range(sum(n.startswith("...") for n in self.sizes)))
+
+    def check_divides(self, operand: Operand, changes: Sequence[tuple[int, tuple[str, ...], tuple[str, ...]]]) -> None:
+        """Every dimension that gains axes divides by them: `(position, axes lost, axes gained)`."""
+        for i, lost, gained in changes:
+            factor = operand.factors[i]
+            kept = factor.axes[: len(factor.axes) - len(lost)]
+            self.local(factor.size, (*kept, *gained), factor.name, factor.span)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         """The shape here of an array of this layout, from the sizes bound so far."""
@@ -457,8 +466,9 @@ def _with_axes(have: Layout, wanted: Layout) -> Layout:
     return Layout.from_dims(tuple(dims), unreduced=have.unreduced, reduced=have.reduced)
 
 
-def _verb_between(there: Sequence[tuple[str, ...]], here: Sequence[tuple[str, ...]]) -> str:
-    pairs = list(zip(there, here, strict=True))
+def verb_between(have: Layout, wanted: Layout) -> str:
+    """The verb that an error proposes, for layouts of one rank."""
+    pairs = list(zip(_axes_by_dim(have), _axes_by_dim(wanted), strict=True))
     if all(b == a[: len(b)] for a, b in pairs):
         return "all_gather"
     if all(a == b[: len(a)] for a, b in pairs):

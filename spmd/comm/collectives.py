@@ -125,6 +125,7 @@ def _verb(name: str, x: T, pattern: str, binds: dict[str, Any], move: Callable[[
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value)
+        own.check_divides(operand, _changes(operand, dst, _extra(own)))
         out = move(own, operand, dst) if moves and call.frame.explicit else operand.x
         return own.result(out)
 

@@ -158,6 +158,8 @@ def _before_and_after(call: Call, operand: Operand, dst: Layout) -> tuple[list[A
     after: list[Axes] = []
     for name, axes in _atoms(dst):
         after += [()] * _extra(call) if name == "..." else [axes]
+    for factor, axes in zip(operand.factors, after, strict=True):
+        call.local(factor.size, axes, factor.name, factor.span)  # divides, or an error
     return [f.axes for f in operand.factors], after
 
 

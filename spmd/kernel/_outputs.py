@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd._trees import match_prefix
 from spmd.check import check_jaxpr, explain_output
+from spmd.comm._call import verb_between
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import LayoutError, ReplicationError, SpmdError, compose
 from spmd.kernel._signature import Signature
@@ -97,11 +98,11 @@ class Outputs:
             self.paths.append(path)
             arrays.append(_as_array(own, path, signature, leaf))
         self.ranks = [x.ndim for x in arrays]
+        self._check_tags(arrays, signature)  # first: a wrong axis explains a wrong size, not the reverse
         bound = {name: (size, origin) for name, size, origin in frame.bound}
         shapes = [(p, x.shape, lay) for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)]
         source = signature.source if signature.written else None
         bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=bound)
-        self._check_tags(arrays, signature)
         return [
             mark(x, lay, f"{p} of {signature.text}", role="output", frame=frame)
             for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)
@@ -120,7 +121,9 @@ class Outputs:
                 fix = fix or f'psum(x, "{have.short} -> {layout.short}")'
             elif same_axes(have, layout, marks=False) is False:
                 wrong.append(f'{path} holds "{have.short}" ({known[1]}); declared "{layout.short}"')
-                fix = fix or f'relayout(x, "{have.short} -> {layout.short}")'
+                verb = verb_between(have, layout)
+                whole = ', to="invarying"' if verb != "split" else ""
+                fix = fix or f'{verb}(x, "{have.short} -> {layout.short}"{whole})'
         if wrong:
             signature.fail(
                 "a result has another layout than the right side declares.",

@@ -1,0 +1,226 @@
+"""Wrong kernels: what leaves them, their patterns, arguments and mappings."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import all_gather, psum, reduce, split
+from tests.errors.registry import V, X, bad, body, fixed
+
+# --- the first programs --------------------------------------------------------------------------------------
+
+
+@bad
+def gathered_copy_leaves(mesh):
+    spmd.kernel("x/dp -> x", mesh=mesh)(lambda x: all_gather(x, "x/dp -> x"))(V)
+
+
+@fixed
+def gathered_copy_leaves_fixed(mesh):
+    out = spmd.kernel("x/dp -> x", mesh=mesh)(lambda x: all_gather(x, "x/dp -> x", to="invarying"))(V)
+    np.testing.assert_array_equal(out, V)
+
+
+@bad
+def block_leaves_as_whole(mesh):
+    body("x/dp -> x", lambda x: x, mesh, V)
+
+
+@bad
+def partial_sum_leaves(mesh):
+    body("b/dp d -> d", lambda x: x.sum(0), mesh)
+
+
+@fixed
+def partial_sum_leaves_fixed(mesh):
+    out = body("b/dp d -> d", lambda x: psum(x.sum(0), "d {U:dp} -> d"), mesh)
+    np.testing.assert_allclose(out, X.sum(0))
+
+
+@bad
+def marked_partial_sum_leaves(mesh):
+    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}"), mesh)
+
+
+@fixed
+def marked_partial_sum_leaves_fixed(mesh):
+    out = body("b/dp d -> d", lambda x: psum(reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), mesh)
+    np.testing.assert_allclose(out, X.sum(0))
+
+
+@bad
+def arange_of_local_length(mesh):
+    body("b/dp d -> b/dp", lambda x: jnp.arange(x.shape[0]), mesh)
+
+
+@fixed
+def arange_of_local_length_fixed(mesh):
+    np.testing.assert_array_equal(body("b/dp d -> b/dp", lambda x: spmd.iota("b/dp"), mesh), np.arange(8))
+
+
+@bad
+def copy_claimed_divided(mesh):
+    body("d -> d/dp", lambda x: x[:4], mesh, V)
+
+
+@fixed
+def copy_claimed_divided_fixed(mesh):
+    np.testing.assert_array_equal(body("d -> d/dp", lambda x: split(x, "d -> d/dp"), mesh, V), V)
+
+
+# --- patterns and kernels ------------------------------------------------------------------------------------
+
+
+@bad
+def function_before_pattern(mesh):
+    spmd.kernel(lambda x: x)
+
+
+@bad
+def kernel_without_layouts(mesh):
+    spmd.kernel(mesh=mesh)(lambda x: x)
+
+
+@bad
+def pattern_and_layouts(mesh):
+    spmd.kernel("b -> b", in_layouts="b", out_layouts="b", mesh=mesh)(lambda x: x)
+
+
+@bad
+def pattern_without_arrow(mesh):
+    spmd.kernel("b/dp d", mesh=mesh)(lambda x: x)
+
+
+@bad
+def axis_used_twice(mesh):
+    spmd.kernel("b/dp d/dp -> b/dp", mesh=mesh)(lambda x: x)
+
+
+@bad
+def f_string_braces(mesh):
+    spmd.kernel("b/{axis} d -> d", mesh=mesh)(lambda x: x)
+
+
+@bad
+def too_few_layouts(mesh):
+    spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x, y: x)
+
+
+@bad
+def argument_missing(mesh):
+    spmd.kernel("b/dp d, d -> b/dp d", mesh=mesh)(lambda x, w: x)(X)
+
+
+@bad
+def unknown_mesh_axis(mesh):
+    body("b/pd d -> b/pd d", lambda x: x, mesh)
+
+
+@fixed
+def unknown_mesh_axis_fixed(mesh):
+    np.testing.assert_array_equal(body("b/dp d -> b/dp d", lambda x: x, mesh), X)
+
+
+@bad
+def no_mesh(mesh):
+    spmd.kernel("b/dp d -> b/dp d")(lambda x: x)(X)
+
+
+@bad
+def rank_of_an_argument(mesh):
+    body("b/dp s d -> b/dp s d", lambda x: x, mesh)
+
+
+@bad
+def indivisible_argument(mesh):
+    body("b/tp d -> b/tp d", lambda x: x, mesh, X[:6])
+
+
+@fixed
+def indivisible_argument_fixed(mesh):
+    padded = np.pad(X[:6], ((0, 2), (0, 0)))
+    np.testing.assert_array_equal(body("b/tp d -> b/tp d", lambda x: x, mesh, padded), padded)
+
+
+@bad
+def two_indivisible_arguments(mesh):
+    body("b/tp d, e/tp -> b/tp d", lambda x, y: x, mesh, X[:6], V[:7])
+
+
+@bad
+def sizes_that_contradict(mesh):
+    body("b d, d -> b d", lambda x, w: x * w[None], mesh, X, V)
+
+
+@bad
+def divided_factor_of_a_composite(mesh):
+    body("b (h k)/tp -> b (h k)/tp", lambda x: x, mesh, np.ones((2, 24), np.float32), h=6)
+
+
+@bad
+def several_factors_at_the_boundary(mesh):
+    body("(b/dp s/tp) -> (b/dp s/tp)", lambda x: x, mesh, V)
+
+
+@bad
+def partial_sum_in_a_signature(mesh):
+    body("b/dp d -> d {U:dp}", lambda x: reduce(x, "b/dp d -> d {U:dp}"), mesh)
+
+
+@bad
+def results_of_another_structure(mesh):
+    body("b/dp d -> b/dp d, scalar", lambda x: x, mesh)
+
+
+@bad
+def result_of_another_layout(mesh):
+    body("b/dp d -> b d/dp", lambda x: x, mesh)
+
+
+@bad
+def static_that_is_no_argument(mesh):
+    spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="casual")(lambda x, causal: x)
+
+
+@bad
+def unhashable_static(mesh):
+    spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="sizes")(lambda x, sizes: x)(X, [1])
+
+
+@bad
+def bare_name_without_a_rule(mesh):
+    body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp"})
+
+
+@fixed
+def bare_name_without_a_rule_fixed(mesh):
+    np.testing.assert_array_equal(body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": None}), X)
+
+
+@bad
+def unused_rule(mesh):
+    body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": None, "mlpp": "tp"})
+
+
+@bad
+def two_names_on_one_axis(mesh):
+    body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": "dp"})
+
+
+@bad
+def argument_lies_elsewhere(mesh):
+    x = spmd.shard(X, "b d/tp", mesh=mesh)
+    body("b/dp d -> b/dp d", lambda x: x, mesh, x, boundary="error")
+
+
+@fixed
+def argument_lies_elsewhere_fixed(mesh):
+    x = spmd.shard(X, "b/dp d", mesh=mesh)
+    np.testing.assert_array_equal(body("b/dp d -> b/dp d", lambda x: x, mesh, x, boundary="error"), X)
+
+
+@bad
+def abstract_mesh_called(mesh):
+    body("b/dp d -> b/dp d", lambda x: x, spmd.make_mesh(dp=2, abstract=True))

@@ -1,0 +1,236 @@
+"""Wrong calls in a body: verbs and operations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import all_gather, all_to_all, einsum, psum, psum_scatter, reduce, split
+from tests.errors.registry import V, X, bad, body, fixed
+
+# --- verbs ---------------------------------------------------------------------------------------------------
+
+
+@bad
+def outside_a_kernel(mesh):
+    all_gather(X, "b/dp d -> b d")
+
+
+@bad
+def string_first(mesh):
+    body("b/dp d -> b/dp d", lambda x: all_gather("b/dp d -> b d", x), mesh)
+
+
+@bad
+def gathers_the_major_axis(mesh):
+    body("b/dp/tp d -> b/tp d", lambda x: all_gather(x, "b/dp/tp d -> b/tp d"), mesh)
+
+
+@fixed
+def gathers_the_major_axis_fixed(mesh):
+    fn = lambda x: spmd.relayout(x, "b/dp/tp d -> b/tp d", to="invarying")
+    np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", fn, mesh), X)
+
+
+@bad
+def gather_that_is_a_slice(mesh):
+    body("b d -> b/dp d", lambda x: all_gather(x, "b d -> b/dp d"), mesh)
+
+
+@fixed
+def gather_that_is_a_slice_fixed(mesh):
+    np.testing.assert_array_equal(body("b d -> b/dp d", lambda x: split(x, "b d -> b/dp d"), mesh), X)
+
+
+@bad
+def gather_that_is_an_all_to_all(mesh):
+    body("b/tp d -> b d/tp", lambda x: all_gather(x, "b/tp d -> b d/tp"), mesh)
+
+
+@fixed
+def gather_that_is_an_all_to_all_fixed(mesh):
+    np.testing.assert_array_equal(body("b/tp d -> b d/tp", lambda x: all_to_all(x, "b/tp d -> b d/tp"), mesh), X)
+
+
+@bad
+def gather_of_a_partial_sum(mesh):
+    body("b/dp d -> d", lambda x: all_gather(reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), mesh)
+
+
+@bad
+def verb_that_moves_nothing(mesh):
+    body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> b/dp d"), mesh)
+
+
+@bad
+def other_dimensions_on_the_right(mesh):
+    body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> d b"), mesh)
+
+
+@bad
+def psum_of_equal_values(mesh):
+    body("b d -> b d", lambda x: psum(x, "b d {U:dp} -> b d"), mesh)
+
+
+@bad
+def psum_of_a_copy(mesh):
+    def fn(x):
+        whole = all_gather(x, "b/dp d -> b d")
+        return psum(whole, "b d {U:dp} -> b d")
+
+    body("b/dp d -> b d", fn, mesh)
+
+
+@bad
+def read_with_another_layout(mesh):
+    body("b/dp d -> b d/dp", lambda x: all_to_all(x, "b d/dp -> b/dp d"), mesh)
+
+
+@bad
+def scatter_onto_an_indivisible_dimension(mesh):
+    body("b/dp/tp d -> d/tp", lambda x: psum_scatter(x.sum(0)[:3], "e {U:tp} -> e/tp"), mesh)
+
+
+@bad
+def unknown_axis_in_a_verb(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dpp d -> b d"), mesh)
+
+
+@bad
+def keyword_that_is_not_in_the_pattern(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", tq="tp"), mesh)
+
+
+@bad
+def keyword_of_a_wrong_type(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", dp=1.5), mesh)
+
+
+@bad
+def rank_in_a_verb(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp s d -> b s d"), mesh)
+
+
+@bad
+def size_in_a_verb(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x[:, :3], "b/dp d -> b d"), mesh)
+
+
+@bad
+def shift_without_a_bracket(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.shift(x, "b/dp d"), mesh)
+
+
+@bad
+def permutation_out_of_range(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.ppermute(x, "[b/dp] d", [(0, 2)]), mesh)
+
+
+# --- operations ----------------------------------------------------------------------------------------------
+
+
+@bad
+def einsum_of_two_placements(mesh):
+    fn = lambda x, w: einsum(x, w, "b/dp d, d/tp f -> b/dp f")
+    body("b/dp d, d/tp f -> b/dp f", fn, mesh, X, np.ones((4, 6), np.float32))
+
+
+@bad
+def einsum_that_would_gather(mesh):
+    fn = lambda x, w: einsum(x, w, "b/dp d, d f -> b f")
+    body("b/dp d, d f -> b f", fn, mesh, X, np.ones((4, 6), np.float32))
+
+
+@bad
+def einsum_with_nothing_to_scatter(mesh):
+    fn = lambda x, w: einsum(x, w, "b/dp d, d f -> b/dp f/tp")
+    body("b/dp d, d f -> b/dp f/tp", fn, mesh, X, np.ones((4, 8), np.float32))
+
+
+@bad
+def einsum_with_one_axis_on_two_names(mesh):
+    fn = lambda x, w: einsum(x, w, "b/dp d, e/dp d -> b/dp e")
+    body("b/dp d, e/dp d -> b/dp e", fn, mesh, X, X)
+
+
+@bad
+def einsum_with_an_unknown_name(mesh):
+    body("b/dp d -> b/dp", lambda x: einsum(x, "b/dp d -> b/dp e"), mesh)
+
+
+@bad
+def reduce_with_an_unknown_operation(mesh):
+    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d", "avg"), mesh)
+
+
+@bad
+def maximum_left_partial(mesh):
+    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}", "max"), mesh)
+
+
+@bad
+def reduce_of_a_different_value(mesh):
+    body("b/dp d -> scalar", lambda x: reduce(x[0] * 2, "d -> scalar"), mesh)
+
+
+@bad
+def rearrange_that_would_gather(mesh):
+    body("b/dp d -> (b d)", lambda x: spmd.rearrange(x, "b/dp d -> (b d)"), mesh)
+
+
+@bad
+def rearrange_behind_a_divided_factor(mesh):
+    body("b d/tp -> b d/tp", lambda x: spmd.rearrange(x, "b d/tp -> (b d/tp)"), mesh)
+
+
+@bad
+def repeat_without_a_size(mesh):
+    body("b/dp d -> b/dp d e", lambda x: spmd.repeat(x, "b/dp d -> b/dp d e"), mesh)
+
+
+@bad
+def softmax_without_a_bracket(mesh):
+    body("b d/tp -> b d/tp", lambda x: spmd.softmax(x, "b d/tp"), mesh)
+
+
+@bad
+def take_with_float_ids(mesh):
+    body("v/tp d, b -> b d", lambda e, i: spmd.take(e, i, "[v/tp] d, b -> b d"), mesh, X, V)
+
+
+@bad
+def zeros_without_a_size(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + spmd.zeros("b/dp e"), mesh)
+
+
+@bad
+def nonlinear_use_of_a_partial_sum(mesh):
+    body("b/dp d -> d", lambda x: psum(jnp.exp(reduce(x, "b/dp d -> d {U:dp}")), "d {U:dp} -> d"), mesh)
+
+
+@bad
+def size_of_an_unknown_name(mesh):
+    body("b/dp d -> b/dp d", lambda x: x * spmd.size("e"), mesh)
+
+
+@bad
+def axis_index_in_auto_mode(mesh):
+    spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x * spmd.axis_index("dp")).auto(X)
+
+
+@bad
+def shard_in_a_kernel(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.shard(x, "b/dp d"), mesh)
+
+
+@bad
+def annotation_that_is_wrong(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + spmd.annotate(jnp.sum(x), "scalar"), mesh)
+
+
+@bad
+def random_with_an_rbg_key(mesh):
+    key = jax.random.key(0, impl="rbg")
+    body("b/dp d -> b/dp d", lambda x: x + spmd.random.normal(key, "b/dp d"), mesh)
