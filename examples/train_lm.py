@@ -240,7 +240,7 @@ def gather(parameters, dtype):
     """The weights as the model uses them, before the loop over micro-batches.
 
     FSDP's gathers come once per step, and with them the reductions of the gradients. (For ZeRO-3, whose memory is
-    that of one layer, the middle line moves into `layer`, and each micro-batch pays for its own gathers.)
+    that of one layer, the middle line moves into `layer`, its counterpart below goes, and each micro-batch pays.)
     """
     vocab, layers = jax.tree.map(lambda w: w.astype(dtype), (parameters["vocab"], parameters["layers"]))
     return {
