@@ -289,12 +289,7 @@ class Plan:
 
     def _reshard(self, x: Any, layout: Layout) -> Any:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
-        if not self.typed_axes:
-            return x
-        spec = layout.with_rank(x.ndim).without(*self.free_axes).spec
-        if getattr(jax.typeof(x).sharding, "spec", None) == spec:
-            return x
-        return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+        return _typed(x, layout.without(*self.free_axes), self.mesh) if self.typed_axes else x
 
     def _auto(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
@@ -357,21 +352,26 @@ class Plan:
             mesh=outer.mesh, sizes=outer.sizes, constrain=outer.constrain, island=outer.island
         )
 
-        def body(*shards: Any) -> Any:
-            return self.run(frame, shards, local=explicit, role="operand")
-
         if explicit and not inside_kernel():
-            with no_frame():
-                inner = jax.jit(_named(body, self.signature.name))
-                check_body(
-                    inner.trace(*leaves).jaxpr,
-                    in_states_of(leaves),
-                    mesh_axes=frame.axis_names,
-                    kernel=self.signature.text,
-                    axis_sizes=dict(frame.sizes),
-                )
-                return self.outputs.build(inner(*leaves))
-        return self.outputs.build(body(*leaves))
+            return self.outputs.build(self._inlined(frame, leaves))
+        return self.outputs.build(self.run(frame, leaves, local=explicit, role="operand"))
+
+    def _inlined(self, frame: Frame, shards: Sequence[Any]) -> Any:
+        """The flat results of the body on the shards of somebody else's `shard_map`, after the pass."""
+
+        def body(*shards: Any) -> Any:
+            return self.run(frame, shards, local=True, role="operand")
+
+        with no_frame():
+            inner = jax.jit(_named(body, self.signature.name), inline=True)
+            check_body(
+                inner.trace(*shards).jaxpr,
+                in_states_of(shards),
+                mesh_axes=frame.axis_names,
+                kernel=self.signature.text,
+                axis_sizes=dict(frame.sizes),
+            )
+            return inner(*shards)
 
     def _check_tags(self, leaves: Sequence[Any]) -> None:
         wrong = []
@@ -390,7 +390,7 @@ class Plan:
     def nested(self, manual: Sequence[str], leaves: Sequence[Any]) -> Any:
         """The body where only some of its axes are manual: a `shard_map` over the rest."""
         here = jax.sharding.get_abstract_mesh()
-        rest = {a for a in self.sizes if a not in manual}
+        rest = tuple(a for a in self.sizes if a not in manual)
         missing = [a for a, n in self.sizes.items() if here.shape.get(a) != n]
         if missing:
             self.signature.fail(
@@ -415,8 +415,14 @@ class Plan:
                 fix="a tuple of layouts",
             )
 
+        kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
+        typed = {a for a in rest if kinds[a] is AxisType.Explicit}
+        if typed:
+            free = [a for a in self.sizes if a not in typed]
+            leaves = [_typed(x, s.layout.without(*free), here) for x, s in zip(leaves, self.leaves, strict=True)]
+
         def body(*shards: Any) -> Any:
-            flat = self.run(frame, shards, local=True)
+            flat = self._inlined(frame, shards)
             self.outputs.check_types(flat, frame)
             return self.outputs.grouped(flat, frame)
 
@@ -431,6 +437,12 @@ class Plan:
             return self.outputs.build(mapped(*leaves))
         except self.outputs.Unequal as unequal:
             raise self.outputs.explained(unequal, self.signature, frame) from None
+
+
+def _typed(x: Any, layout: Layout, mesh: Any) -> Any:
+    spec = layout.with_rank(x.ndim).spec
+    known = getattr(jax.typeof(x).sharding, "spec", None)
+    return x if known == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def _gathered(x: Any) -> Any:

@@ -44,6 +44,7 @@ def test_types_of_axes(kinds, mode):
     with spmd.mode(mode):
         np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
         gradients = [jax.jit(jax.grad(loss, (0, 1)))(X, W)]
+        np.testing.assert_allclose(jax.jit(linear).lower(X, W).compile()(X, W), X @ W, rtol=1e-5)
         with jax.set_mesh(mesh):
             gradients.append(jax.grad(loss, (0, 1))(X, W))
             np.testing.assert_allclose(jax.jit(linear)(X, W), X @ W, rtol=1e-5)

@@ -291,6 +291,30 @@ def test_a_method_and_a_callable_object(mesh):
     assert spmd.kernel("n/dp -> n/dp", mesh=mesh)(layer.twice)(four).tolist() == [0, 6, 12, 18]
 
 
+def test_methods(mesh):
+    """The instance is the first argument: static, or with layouts of its own."""
+
+    class Layer(equinox.Module):
+        w: "d f/tp"
+        scale: float = equinox.field(static=True, default=1.0)
+
+        @spmd.kernel(in_layouts=(lambda self: Layer, "b/dp d"), out_layouts="b/dp f/tp", mesh=mesh)
+        def apply(self, x):
+            return self.scale * spmd.einsum(x, self.w, "b/dp d, d f/tp -> b/dp f/tp")
+
+    np.testing.assert_allclose(Layer(W, 2.0).apply(X), 2 * X @ W, rtol=1e-5)
+
+    class Plain:
+        factor = 3
+
+        @spmd.kernel("n/dp -> n/dp", mesh=mesh, static="self")
+        def times(self, x):
+            return self.factor * x
+
+    assert Plain().times(np.arange(4)).tolist() == [0, 3, 6, 9]
+    assert Plain.times(Plain(), np.arange(4)).tolist() == [0, 3, 6, 9]
+
+
 def test_a_builtin_without_a_signature(mesh):
     assert spmd.kernel("n/dp, n/dp -> n/dp", mesh=mesh)(jnp.add)(np.arange(4), np.arange(4)).tolist() == [0, 2, 4, 6]
 

@@ -164,14 +164,55 @@ def test_a_wrong_body_in_a_shard_map(mesh):
         mapped(X)
 
 
-def test_in_a_shard_map_over_some_axes(mesh, layer):
-    """The kernel maps the rest."""
-    partial = jax.jit(
-        jax.shard_map(
-            lambda x, w: 2 * layer(x, w), mesh=mesh, axis_names={"dp"}, in_specs=(P("dp"), P()), out_specs=P("dp")
+def gathering(mesh, wrong=False):
+    @spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=mesh)
+    def body(x, w):
+        h = jnp.tanh(spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp"))
+        if wrong:
+            return spmd.psum(spmd.all_gather(h, "b/dp f/tp -> b/dp f"), "b/dp f {U:tp} -> b/dp f")
+        return spmd.all_gather(h, "b/dp f/tp -> b/dp f", to="invarying")
+
+    return body
+
+
+def mapped_over(axes, mesh, body):
+    """`body` in a shard_map over some axes, and arguments typed as Explicit axes want them."""
+    x_spec, w_spec = P("dp" if "dp" in axes else None), P(None, "tp" if "tp" in axes else None)
+    fn = jax.shard_map(body, mesh=mesh, axis_names=axes, in_specs=(x_spec, w_spec), out_specs=x_spec)
+    typed = [a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
+    only = lambda spec: P(*[a if a in typed else None for a in spec])
+    place = lambda v, spec: jax.device_put(v, jax.NamedSharding(mesh, only(spec)))
+    return jax.jit(fn), place(X, x_spec), place(W, w_spec)
+
+
+A, E = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.mark.parametrize("kinds", [(A, A), (E, E), (A, E), (E, A)], ids=str)
+@pytest.mark.parametrize("axes", [{"dp"}, {"tp"}], ids=str)
+def test_in_a_shard_map_over_some_axes(axes, kinds):
+    """The kernel maps the rest, and its body is checked there too."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds)
+    fn, x, w = mapped_over(axes, mesh, gathering(mesh))
+    close(fn(x, w), plain(X, W))
+    fn, x, w = mapped_over(axes, mesh, gathering(mesh, wrong=True))
+    with pytest.raises(ReplicationError, match="leave out"):
+        fn(x, w)
+
+
+def test_gradients_over_some_axes_are_beyond_jax(mesh):
+    """JAX cannot lower the gradient of a shard_map in a shard_map. When it can, this fails, and so much the better."""
+
+    def raw(x, w):
+        inner = jax.shard_map(
+            lambda x, w: jnp.tanh(x @ w), in_specs=(P(), P(None, "tp")), out_specs=P(None, "tp"), axis_names={"tp"}
         )
-    )
-    close(partial(X, W), 2 * plain(X, W))
+        return inner(x, w)
+
+    for body in (raw, gathering(mesh)):
+        fn, x, w = mapped_over({"dp"}, mesh, body)
+        with pytest.raises(ValueError, match="already bound by a parent"):
+            jax.jit(jax.grad(lambda w, fn=fn, x=x: fn(x, w).sum()))(w)
 
 
 def test_operations_in_a_shard_map_without_a_kernel(mesh):
