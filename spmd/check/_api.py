@@ -166,7 +166,7 @@ def _gather_calls(jaxpr: Any) -> dict[str, str]:
     while pending:
         for eqn in pending.pop().eqns:
             text = eqn.params.get("call", "") if eqn.primitive.name == "spmd_layout" else ""
-            if text.startswith("all_gather("):
+            if text.startswith(("all_gather(", "relayout(")):
                 found[line_of(eqn)] = re.sub(r"\)$", ', to="invarying")', text)
             pending.extend(opened(sub)[0] for sub in jaxprs_in_params(eqn.params))
     return found

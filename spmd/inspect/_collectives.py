@@ -185,8 +185,12 @@ class CollectiveReport(Sequence[Collective]):
             return "no collectives"
         width = width or shutil.get_terminal_size((100, 24)).columns
         rows: list[tuple[str, ...]] = [("collective", "axes", "times", "operand", "bytes", "where")]
-        for item in self:
-            rows.append(_row(item))
+        alike: dict[tuple[Any, ...], list[Collective]] = {}
+        for item in self:  # a verb on a pytree is one line of the program and many collectives
+            alike.setdefault((item.kind, item.axes, item.dtype, item.shape, len(item.operands), item.where), []).append(
+                item
+            )
+        rows += [_row(items) for items in alike.values()]
         total = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         right = (2, 4)
@@ -210,12 +214,13 @@ class CollectiveReport(Sequence[Collective]):
         return f"CollectiveReport({counts or 'no collectives'}, total_bytes={self.total_bytes})"
 
 
-def _row(item: Collective) -> tuple[str, ...]:
-    times = str(item.count) if item.exact else f"{item.count}*"
+def _row(items: Sequence[Collective]) -> tuple[str, ...]:
+    item = items[0]
+    times = f"{sum(i.count for i in items)}{'' if all(i.exact for i in items) else '*'}"
     more = f" +{len(item.operands) - 1}" if len(item.operands) > 1 else ""
     operand = f"{item.dtype}[{','.join(map(str, item.shape))}]{more}"
     axes = axes_text(item.axes) + ("" if item.whole else f" (groups of {item.group_size})")
-    return (item.kind, axes, times, operand, bytes_text(item.total_bytes), item.where)
+    return (item.kind, axes, times, operand, bytes_text(sum(i.total_bytes for i in items)), item.where)
 
 
 def bytes_text(count: int) -> str:
@@ -363,8 +368,7 @@ def _compile(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         return fn, None
     if not callable(fn):
         raise SpmdError(
-            f"collectives takes a kernel, a function, or a lowered or compiled program, "
-            f"got {type(fn).__name__}."
+            f"collectives takes a kernel, a function, or a lowered or compiled program, got {type(fn).__name__}."
         )
     mesh = getattr(fn, "mesh", None)
     mesh = mesh if isinstance(getattr(mesh, "shape", None), Mapping) else None

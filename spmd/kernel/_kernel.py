@@ -73,13 +73,36 @@ class Kernel:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(...).trace` of the current mode; arguments may be `jax.ShapeDtypeStruct`s."""
-        plan, leaves = self._prepare(ambient_mode(), args, kwargs)
-        return plan.jitted.trace(*leaves)
+        jitted, args, kwargs = self._staged(args, kwargs)
+        return jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).lower` of the current mode; arguments may be `jax.ShapeDtypeStruct`s."""
+        """`jax.jit(...).lower` of the current mode; arguments may be `jax.ShapeDtypeStruct`s.
+
+        What `.compile()` gives is called like the kernel, without its static arguments.
+        """
+        jitted, args, kwargs = self._staged(args, kwargs)
+        return jitted.lower(*args, **kwargs)
+
+    def _staged(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """A `jax.jit` with the kernel's own arguments, and those; with flat ones where leaves are no arrays."""
         plan, leaves = self._prepare(ambient_mode(), args, kwargs)
-        return plan.jitted.lower(*leaves)
+        signature = self.signature
+        given = {k: v for k, v in kwargs.items() if k not in signature.static}
+        if signature.python is None or len(jax.tree.leaves((args, given))) - len(self._static_given(args)) != len(
+            leaves
+        ):
+            return plan.jitted, leaves, {}
+
+        @functools.wraps(signature.fn)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        donate = signature.donate if plan.mode != "reference" else ()
+        return jax.jit(whole, static_argnames=signature.static, donate_argnames=donate), args, kwargs
+
+    def _static_given(self, args: Any) -> list[Any]:
+        return jax.tree.leaves([args[i] for i in self._static if i < len(args)])
 
     # --- one call -----------------------------------------------------------------------------------------
 

@@ -240,10 +240,13 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
                 fixes.append(_close(layout, axis))
             else:
                 lines = ", ".join(x for x in fact.copies.get(axis, ()) if x)
-                got.append(f"{path} is a gathered copy on {axis}" + (f" (gathered at {lines})" if lines else ""))
-                fixes += fact.calls.get(axis, ()) or [
-                    f'all_gather(x, "...", to="invarying") where it is gathered over {axis}'
-                ]
+                how = (
+                    f"is a gathered copy on {axis} (gathered at {lines})"
+                    if lines
+                    else f"is equal on {axis}, and typed varying"
+                )
+                got.append(f"{path} {how}")
+                fixes += fact.calls.get(axis, ()) or [_retype(layout, axis)]
     rule = (
         'a gathered copy leaves the kernel whole: gather it to="invarying", so that JAX too knows that it is equal.'
         if copy_only
@@ -255,9 +258,24 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
         call=plan.signature.text,
         source=plan.signature.source,
         got=[*got, frame.describe()],
-        fix=" or ".join(dict.fromkeys(fixes)),
+        fix="; ".join(dict.fromkeys(fixes)),
     )
     return ReplicationError(text)
+
+
+def _retype(layout: Layout, axis: str) -> str:
+    """How a copy that came from no gather (a carry born varying) becomes equal by JAX's type."""
+    if layout.is_scalar:
+        return 'reduce(x, "scalar -> scalar", "mean")'
+    atom = next((a for a in layout.atoms if a.named), None)
+    if atom is None:
+        return f'a gather over {axis} with to="invarying"'
+    block = (
+        layout.short.replace(atom.name, f"{atom.name}/{axis}", 1)
+        if not atom.axes
+        else f"... {atom.name}/.../{axis} ..."
+    )
+    return f'all_gather(split(x, "{layout.short} -> {block}"), "{block} -> {layout.short}", to="invarying")'
 
 
 def _close(layout: Layout, axis: str) -> str:

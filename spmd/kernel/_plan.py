@@ -147,6 +147,9 @@ class Plan:
     # --- before any trace ---------------------------------------------------------------------------------
 
     def _check_layouts(self) -> None:
+        for mapping in (self.signature.mapping, *self.signature.arg_mapping.values()):
+            if mapping is not None:
+                mapping.check(self.mesh.axis_names)
         marked = False
         for layout in (*(leaf.layout for leaf in self.leaves), *self.outputs.declared()):
             check_axes(layout.axis_names, self.mesh, call=self.signature.text, source=self.signature.source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -121,7 +121,9 @@ def read(
 ) -> Signature:
     """Read the declaration of a kernel and check it against the parameters of `fn`."""
     python = _python_signature(fn)
-    static, donate = _names(static), _names(donate)
+    static, donate = _names("static", static), _names("donate", donate)
+    _check_dict("arg_mapping", arg_mapping, '{"params": {"embed": "dp"}}')
+    _check_dict("axes", axes, '{"tp": "model"}')
     parsed = _pattern(pattern, fn, in_layouts, out_layouts)
     if parsed is not None:
         inputs: Any = () if parsed.empty_left else parsed.inputs
@@ -164,8 +166,19 @@ def _python_signature(fn: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _names(value: str | Sequence[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _names(what: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Collection) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    rule = f"{what} is the name of an argument, or several, not {value!r}."
+    raise LayoutError(compose(rule, call="kernel(...)", fix=f'{what}="x"'))
+
+
+def _check_dict(what: str, value: Any, example: str) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        rule = f"{what} is a dict, not {type(value).__name__}."
+        raise LayoutError(compose(rule, call="kernel(...)", fix=f"{what}={example}"))
 
 
 def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any) -> Pattern | None:

@@ -71,10 +71,11 @@ def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> st
         "a loop's carry starts with another type than one step gives it: it is equal on an axis "
         "where the loop makes it vary (or the reverse)."
     )
+    marks = [set(re.findall(r"\w+", found)) for _, _, after in facts for found in re.findall(r"V:\(?([\w,]+)", after)]
+    axes = ",".join(frame.in_mesh_order(set().union(*marks))) or "..."
     fix = (
-        'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; '
-        "where the loop adds gathered copies, "
-        'spmd.zeros("<its layout>", to="varying")'
+        'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; where it becomes a '
+        f'gathered copy, also on those of the mark in spmd.zeros("<its layout> {{R:{axes}}}")'
     )
     return compose(rule, **shown, got=[*lines, *got, frame.describe()], fix=fix)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 from spmd.errors import LayoutError, MeshError, compose, did_you_mean
-from spmd.language._dims import Atom, Dim, divided, writable
+from spmd.language._dims import Atom, Dim, Span, divided, writable
 from spmd.language._layout import Axes, Layout
 
 __all__ = ["AxisMapping"]
@@ -104,9 +104,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         ]
         if missing:
             got = [*missing, f"mesh axes {', '.join(known) or '(none)'}"]
-            raise MeshError(
-                compose("The rules of a mapping name axes of the mesh.", call=repr(self), got=got)
-            )
+            raise MeshError(compose("The rules of a mapping name axes of the mesh.", call=repr(self), got=got))
 
     def resolve(self, layout: Layout) -> Layout:
         """Return the layout with no bare name: placed by the rules, whole where there is none.
@@ -117,7 +115,9 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         >>> AxisMapping({"embed": "dp", "mlp": "tp"}).resolve(Layout("embed/1 mlp"))
         Layout('embed/1 mlp/tp')
         """
-        return _resolved(self, layout) if layout.bare else layout
+        if not layout.bare:
+            return layout
+        return _resolved(self, layout, layout.source, tuple(dim.span for dim in layout.dims))
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         return self._rules[name]
@@ -183,7 +183,8 @@ def _checked(name: object, value: object) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _resolved(mapping: AxisMapping, layout: Layout) -> Layout:
+def _resolved(mapping: AxisMapping, layout: Layout, source: str | None, spans: tuple[Span, ...]) -> Layout:
+    # Equal layouts of two strings stand at other places in them: source and spans are part of the key.
     dims: list[Dim] = []
     ruled: set[str] = set()
     for dim in layout.dims:
@@ -232,9 +233,7 @@ def _need_leading(mapping: AxisMapping, layout: Layout, dim: Dim, ruled: set[str
                 "A composite dimension is divided on its leading factors, but the mapping divides "
                 f"'{atom.name}' behind the whole factor '{whole.name}'."
             )
-            ruling = (
-                f"by the rule {_rule_text(whole.name, ())}" if whole.name in mapping else "without a rule"
-            )
+            ruling = f"by the rule {_rule_text(whole.name, ())}" if whole.name in mapping else "without a rule"
             got = [
                 f"'{atom.name}' by the rule {_rule_text(atom.name, mapping[atom.name])}",
                 f"'{whole.name}' whole {ruling}",
