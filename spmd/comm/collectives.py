@@ -53,18 +53,47 @@ def verb_for(src: Layout, dst: Layout) -> str:
     return "split" if gained else "nothing"
 
 
-def _check_pair(call: Call, verb: str) -> bool:
-    """Whether the call moves anything; an error where another verb is meant."""
+def check_sides(call: Call) -> None:
+    """What holds for every verb: the same dimensions on both sides, a difference, and no partial sum from nothing."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    if [n for n, _ in _atoms(src)] != [n for n, _ in _atoms(dst)] or _groups(src) != _groups(dst):
+    before, after = [n for n, _ in _atoms(src)], [n for n, _ in _atoms(dst)]
+    if before != after or _groups(src) != _groups(dst):
+        fix = "rearrange, repeat or reduce first"
+        if sorted(before) == sorted(after) and not any(d.composite or d.ellipsis for d in (*src.dims, *dst.dims)):
+            by_name = dict(zip(before, src.dims, strict=True))
+            turned = Layout.from_dims([by_name[n] for n in after], src.unreduced, src.reduced).short
+            fix = f'rearrange(x, "{src.short} -> {turned}")'
+            fix += f", then {call.paste(f'{turned} -> {dst.short}')}" if turned != dst.short else ""
         call.fail(
-            f"{verb} keeps the dimensions and their order: both sides name the same ones.",
+            f"{call.name} keeps the dimensions and their order: both sides name the same ones.",
             got=[f"left: {src.short}", f"right: {dst.short}"],
-            fix="rearrange first",
+            fix=fix,
             error=LayoutError,
         )
     if call.raw.inputs == call.raw.outputs:
-        call.fail(f"both sides are the same, so {verb} moves nothing under any mapping.", fix="leave the line out")
+        call.fail(f"both sides are the same, so {call.name} moves nothing under any mapping.", fix="leave the line out")
+    new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
+    if new:
+        mark = f"{{U:{','.join(new)}}}"
+        at = call.raw.source.rfind("{U:")
+        call.fail(
+            f"no verb makes a complete value a partial sum, as {mark} on the right says.",
+            at=None if at < 0 else (at, call.raw.source.find("}", at) + 1),
+            got=[call.frame.describe()],
+            fix=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
+        )
+
+
+def check_to(call: Call, to: Any) -> None:
+    """The keyword of what gathers."""
+    if to not in ("varying", "invarying"):
+        call.fail(f'to is "varying" or "invarying", not {to!r}.', error=LayoutError)
+
+
+def _check_pair(call: Call, verb: str) -> bool:
+    """Whether the call moves anything; an error where another verb is meant."""
+    check_sides(call)
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
     needed = verb_for(src, dst)
     if needed == "nothing":
         return False
@@ -116,9 +145,18 @@ def _changes(operand: Operand, dst: Layout, extra: int) -> list[tuple[int, tuple
     return out
 
 
-def _verb(name: str, x: T, pattern: str, binds: dict[str, Any], move: Callable[[Call, Operand, Layout], Any]) -> T:
+def _verb(
+    name: str,
+    x: T,
+    pattern: str,
+    binds: dict[str, Any],
+    move: Callable[[Call, Operand, Layout], Any],
+    *,
+    to: str = "varying",
+) -> T:
     """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided)."""
     call = open_call(name, pattern, binds, arrays=(x,))
+    check_to(call, to)
     moves = _check_pair(call, name)
     dst = call.pattern.outputs[0]
 
@@ -183,9 +221,7 @@ def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
             out = _lax.all_gather(out, lost, i, to)
         return out
 
-    if to not in ("varying", "invarying"):
-        raise LayoutError(f'all_gather(x, "{pattern}", to={to!r}): to is "varying" or "invarying".')
-    return _verb("all_gather", x, pattern, names, move)
+    return _verb("all_gather", x, pattern, names, move, to=to)
 
 
 def psum(x: T, pattern: str, **names: Any) -> T:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +14,7 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError
+from spmd.language import Layout
 
 __all__ = ["ppermute", "shift"]
 
@@ -48,7 +51,15 @@ def ppermute(x: T, layout: str, perm: Sequence[tuple[int, int]], **names: Any) -
       [6 7 2 3 4 5 0 1]
     """
     call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, outputs=None)
-    return _permute(call, x, lambda blocks: _checked(call, list(perm), blocks))
+    try:
+        pairs = [(operator.index(i), operator.index(j)) for i, j in perm]
+    except (TypeError, ValueError):
+        call.fail(
+            "perm is a sequence of pairs of Python ints, (from block, to block).",
+            fix=call.text.removesuffix(")") + ", [(0, 1), (1, 0)])",
+            error=LayoutError,
+        )
+    return _permute(call, x, lambda blocks: _checked(call, pairs, blocks))
 
 
 def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) -> T:
@@ -82,7 +93,8 @@ def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) ->
     """
     call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None)
     if not isinstance(by, int):
-        call.fail(f"by is a number of blocks, an int, not {type(by).__name__}.", error=LayoutError)
+        what = "a traced value" if isinstance(by, jax.core.Tracer) else type(by).__name__
+        call.fail(f"by is a number of blocks, a Python int, not {what}.", error=LayoutError)
 
     def pairs(blocks: int) -> list[tuple[int, int]]:
         if wrap:
@@ -90,6 +102,16 @@ def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) ->
         return [(i, i + by) for i in range(blocks) if 0 <= i + by < blocks]
 
     return _permute(call, x, pairs)
+
+
+def _bracketed(call: Call, layout: Layout) -> str:
+    """The line to paste: the first divided dimension in brackets, or an example where none is divided."""
+    dims = [replace(d, bracket=False) for d in layout.dims]
+    i = next((i for i, d in enumerate(dims) if d.axes and len(d.atoms) == 1), None)
+    if i is None:
+        return call.paste("b [s/cp] d")
+    dims[i] = replace(dims[i], bracket=True)
+    return call.paste(Layout.from_dims(dims).short)
 
 
 def _checked(call: Call, perm: list[tuple[int, int]], blocks: int) -> list[tuple[int, int]]:
@@ -110,10 +132,17 @@ def _checked(call: Call, perm: list[tuple[int, int]], blocks: int) -> list[tuple
 def _permute(call: Call, x: T, pairs: Any) -> T:
     [layout] = call.pattern.inputs
     marked = [d for d in layout.dims if d.bracket]
-    if len(marked) != 1 or len(marked[0].atoms) != 1:
+    if len(marked) != 1:
         call.fail(
             f"{call.name} moves the blocks of one dimension: put it in brackets.",
-            fix=call.paste("b [s/cp] d"),
+            fix=_bracketed(call, layout),
+            error=LayoutError,
+        )
+    if len(marked[0].atoms) != 1:
+        call.fail(
+            f"{call.name} moves the blocks of a dimension with one name, and this one has {len(marked[0].atoms)}.",
+            at=marked[0].span,
+            fix="rearrange it into dimensions of their own first",
             error=LayoutError,
         )
     axes = marked[0].axes

@@ -11,8 +11,7 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
-from spmd.comm.collectives import _atoms, _extra, _groups
-from spmd.errors import LayoutError
+from spmd.comm.collectives import _atoms, _extra, check_sides, check_to
 from spmd.language import Atom, Dim, Layout
 
 __all__ = ["Step", "relayout", "steps_between"]
@@ -126,23 +125,8 @@ def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
     """
     call = open_call("relayout", pattern, names, arrays=(x,))
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    if [n for n, _ in _atoms(src)] != [n for n, _ in _atoms(dst)] or _groups(src) != _groups(dst):
-        call.fail(
-            "relayout keeps the dimensions and their order: both sides name the same ones.",
-            got=[f"left: {src.short}", f"right: {dst.short}"],
-            fix="rearrange first",
-            error=LayoutError,
-        )
-    if call.raw.inputs == call.raw.outputs:
-        call.fail("both sides are the same, so relayout moves nothing under any mapping.", fix="leave the line out")
-    new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
-    if new:
-        call.fail(
-            f"a complete value does not become a partial sum on {', '.join(new)}.",
-            fix="leave out the {U:} mark",
-        )
-    if to not in ("varying", "invarying"):
-        call.fail(f'to is "varying" or "invarying", not {to!r}.', error=LayoutError)
+    check_sides(call)
+    check_to(call, to)
     explicit = call.frame.explicit
 
     def leaf(value: Any) -> Any:
