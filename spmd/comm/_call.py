@@ -266,7 +266,7 @@ class Call:
         for position, (dim, size) in enumerate(zip(dims, x.shape, strict=True)):
             factors += self._open(dim, size, f"{label}, dimension {position}", position)
         # What a tag already says needs no note; where an error is explained, a gather's is the line to paste.
-        explaining = self.frame.diagnosing and self.name == "all_gather"
+        explaining = self.frame.diagnosing and self.name in ("all_gather", "relayout")
         if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand")
         shape = tuple(f.local for f in factors)

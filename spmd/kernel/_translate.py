@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from spmd.errors import MeshError, ModeError, ReplicationError, compose
+import jax
+
+from spmd.errors import MeshError, ModeError, ReplicationError, compose, did_you_mean
 from spmd.kernel._signature import Signature
 from spmd.mode import Frame
 
@@ -32,12 +36,21 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
     where = _user_line(error)
     got = [f"at {where}"] if where else []
     shown: dict[str, Any] = {"call": signature.text, "source": signature.source}
-    if "carry" in text and "manual axis types do not match" in text:
-        return ReplicationError(_carry(text, got, shown, frame))
+    if "manual axis types do not match" in text:
+        if "carry" in text:
+            return ReplicationError(_carry(text, got, shown, frame))
+        if text.startswith(("cond branches", "switch branches")):
+            rule = "the branches give values of different types: equal on an axis in one, varying on it in another."
+            fix = "spmd.cond(predicate, true_fn, false_fn, *operands), which types them alike"
+            return ReplicationError(compose(rule, **shown, got=[*got, frame.describe()], fix=fix))
+    if "should be of type `Manual`" in text:
+        rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays; inside a kernel arrays are shards."
+        fix = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
+        return ModeError(compose(rule, **shown, got=got, fix=fix))
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
     empty = isinstance(error, AssertionError) and not text and _in_jax(error)
     if unbound or empty:
-        axis = unbound.group(1) if unbound else None
+        axis = (unbound.group(1) if unbound else None) or _named_axis(error, frame)
         if not frame.explicit and (axis in frame.axis_names or axis is None):
             rule = (
                 f"a raw jax.lax collective needs the per-shard view, and in {frame.mode} mode "
@@ -52,16 +65,16 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
                 )
             )
         name = f" {axis!r}" if axis else ""
-        rule = f"a jax.lax collective names a mesh axis{name} that this kernel's mesh does not have."
+        hint = did_you_mean(axis, frame.axis_names) if axis else ""
+        rule = f"a jax.lax collective names a mesh axis{name} that this kernel's mesh does not have{hint or '.'}"
         return MeshError(compose(rule, **shown, got=[*got, frame.describe()]))
     return None
 
 
 def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> str:
     facts = re.findall(
-        r"(?:The input carry (?:component )?)(\S+) has type (\S+)[^.]*?component has type (\S+?),? so",
+        r"[Tt]he input carry (?:component )?(\S+) has type (\S+)\s+but[^;]*?component has type (\S+?),? so the manual",
         text,
-        re.S,
     )
     lines = [
         f"{name}: {before.rstrip(',')} before the loop, {after.rstrip(',')} after one step"
@@ -80,15 +93,31 @@ def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> st
     return compose(rule, **shown, got=[*lines, *got, frame.describe()], fix=fix)
 
 
+def _named_axis(error: BaseException, frame: Frame) -> str | None:
+    """The axis that a collective was given, where JAX asserts without a word: read off its own frames."""
+    for here, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if "/jax/" not in here.f_code.co_filename.replace("\\", "/"):
+            return None
+        for name in ("axis_name", "axes", "axis_names", "axis"):
+            value = here.f_locals.get(name)
+            for axis in value if isinstance(value, (tuple, list, set, frozenset)) else (value,):
+                if isinstance(axis, str) and axis not in frame.axis_names:
+                    return axis
+    return None
+
+
+_HERE = str(Path(__file__).parents[1]) + os.sep
+_JAX = str(Path(jax.__file__).parent) + os.sep
+
+
 def _in_jax(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "/jax/" in frames[-1].filename.replace("\\", "/")
+    return bool(frames) and frames[-1].filename.startswith(_JAX)
 
 
 def _user_line(error: BaseException) -> str | None:
     """The innermost line that is neither JAX's nor ours."""
     for entry in reversed(traceback.extract_tb(error.__traceback__)):
-        name = entry.filename.replace("\\", "/")
-        if "/jax/" not in name and "/spmd/" not in name and "/jaxlib/" not in name and not name.startswith("<"):
+        if not entry.filename.startswith((_HERE, _JAX, "<")):
             return f"{entry.filename}:{entry.lineno}"
     return None
