@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
@@ -72,6 +73,13 @@ class Outputs:
             # `...` counts for nothing here: no divided dimension stands behind it
             return tuple(P(*_entries(x.without(*without)), **_marks(x)) for x in self.top)
         return tuple(x.without(*without).spec for x in self.ranked())
+
+    def shardings(self, mesh: Any) -> Any:
+        """The same as shardings, in the structure of the declaration; None where that must be traced for."""
+        if self.top is None:
+            return None
+        lie = lambda x: None if x is None else NamedSharding(mesh, P(*_entries(x)))
+        return jax.tree.map(lie, self.tree, is_leaf=_is_layout)
 
     def ranked(self) -> list[Layout]:
         """The layout of each result, `...` written out; known after a trace."""

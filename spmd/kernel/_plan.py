@@ -86,12 +86,12 @@ class Plan:
         self.typed_axes = tuple(n for n, kind in kinds.items() if kind is AxisType.Explicit)
         self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)
         self._deviceless = mode != "reference" and not isinstance(mesh, Mesh)
-        self._needs_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
+        self._needs_mesh = (mode == "auto" and bool(self.typed_axes)) or mode == "reference"
         self.simple = not (self._deviceless or self._needs_mesh)
         self._check_layouts()
         donated = donate if mode != "reference" else ()
         entry = {"explicit": self._checked, "auto": self._auto, "reference": self._reference}[mode]
-        self.jitted = jax.jit(_named(entry, signature.name), donate_argnums=donated)
+        self.jitted = jax.jit(_named(entry, signature.name), donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = jax.jit(_named(self._explicit if mode == "explicit" else entry, signature.name))
         self._seen: set[Any] = set()
@@ -126,10 +126,24 @@ class Plan:
         if self.mode == "explicit" and traced:
             return self._within(leaves)
         run = self._traced if traced else self.jitted
-        if not self._needs_mesh or not outside_trace():
+        with self._around():
             return run(*leaves)
-        with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
-            return run(*leaves)
+
+    def _around(self) -> contextlib.AbstractContextManager[Any]:
+        """The context mesh of a call outside any trace, where it must be another than the caller's."""
+        if not self._needs_mesh or not isinstance(self.mesh, Mesh) or not outside_trace():
+            return contextlib.nullcontext()
+        if self.mode == "auto":  # auto_axes has no other way to learn the devices
+            return jax.set_mesh(self.mesh)
+        if jax.sharding.get_mesh().empty:
+            return contextlib.nullcontext()
+        return jax.set_mesh(Mesh(self.mesh.devices.reshape(-1)[:1], ("_",), axis_types=(AxisType.Auto,)))
+
+    def _lie(self) -> Any:
+        """Where results lie, for `jit`: said where JAX would lose it, of a dimension that is divided over axes both
+        Explicit and not."""
+        mixed = self.typed_axes and self.free_axes and isinstance(self.mesh, Mesh) and self.mode != "reference"
+        return self.outputs.shardings(self.mesh) if mixed else None
 
     def _within(self, leaves: Sequence[Any]) -> Any:
         """A call that is being traced. Python sees each of these, so the pass needs no second `jit` around the
@@ -333,7 +347,8 @@ class Plan:
 
     def _reference(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
-        return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
+        with _context_of(leaves):
+            return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
 
     # --- inside other axes --------------------------------------------------------------------------------
 
@@ -446,6 +461,13 @@ def _typed(x: Any, layout: Layout, mesh: Any) -> Any:
     spec = layout.with_rank(x.ndim).spec
     known = getattr(jax.typeof(x).sharding, "spec", None)
     return x if known == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mesh that arrays of Explicit types are typed with, whatever mesh surrounds the call."""
+    meshes = (jax.typeof(x).sharding.mesh for x in leaves)
+    mesh = next((m for m in meshes if not m.empty), None)
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 def _gathered(x: Any) -> Any:
