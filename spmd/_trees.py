@@ -120,6 +120,14 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
     >>> layouts(params, {"**/w_in": "d/dp f/tp", "norm/*": "d"})
     {'mlp': {'w_in': Layout('d/dp f/tp')}, 'norm': {'scale': Layout('d')}}
     """
+    if not isinstance(rules, Mapping) or not all(isinstance(rule, str) for rule in rules):
+        raise LayoutError(
+            compose(
+                "The rules are a dict from path patterns to layouts.",
+                call="layouts(tree, rules)",
+                fix='layouts(tree, {"**": "b d"}) for one layout everywhere',
+            )
+        )
     read = {rule: Layout(text, call=f"{rule!r}: {text!r}") for rule, text in rules.items()}
     leaves = list(_leaves(tree))
     used: set[str] = set()
@@ -272,7 +280,12 @@ class _Matcher:
     def everything(self, layout: Layout, node: Any, path: Path) -> None:
         """One layout for every array below; numbers count as arrays only where the layout is theirs alone."""
         alone = children(node) is None
-        for leaf in _leaves(node, path):
+        leaves = list(_leaves(node, path))
+        if leaves and not alone and not any(is_array(leaf.value) for leaf in leaves):
+            numbers = all(isinstance(leaf.value, (int, float, complex)) for leaf in leaves)
+            hint = "; numpy.asarray makes an array of numbers" if numbers else ""
+            self.fail(path, f"the layout '{layout}' is for arrays, but here is {_describe(node)} without one{hint}")
+        for leaf in leaves:
             fits = is_array(leaf.value) or (alone and isinstance(leaf.value, (int, float, complex)))
             self.found.append((self.place(leaf.path), leaf.value, layout if fits else None))
             if alone and not fits:

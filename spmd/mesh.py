@@ -59,7 +59,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
                     call=call,
                 )
             )
-    pool = list(devices) if devices is not None else None
+    pool = None if devices is None else _pool(devices, call)
     sizes = _fill(axes, pool, abstract, call)
     kinds = (AxisType.Auto,) * len(sizes)
     shape, names = tuple(sizes.values()), tuple(sizes)
@@ -80,6 +80,15 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
             )
         return Mesh(np.array(pool, dtype=object).reshape(shape), names, axis_types=kinds)
     return jax.make_mesh(shape, names, axis_types=kinds, devices=pool[:wanted])
+
+
+def _pool(devices: Any, call: str) -> list[Any]:
+    found = list(np.ravel(np.asarray(devices, dtype=object)))
+    wrong = [x for x in found if not hasattr(x, "platform")]
+    if wrong:
+        rule = f"devices are jax.Device objects, and one is of type {type(wrong[0]).__name__}."
+        raise MeshError(compose(rule, call=call, fix="devices=jax.devices()[:8]"))
+    return found
 
 
 def _fill(axes: dict[str, int], pool: list[Any] | None, abstract: bool, call: str) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd._trees import match_prefix
@@ -56,17 +56,7 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
       P('dp', 'tp')
     """
     call = "shard(tree, layouts)"
-    if try_frame() is not None:
-        raise ModeError(
-            compose(
-                "shard places whole arrays, and inside a kernel arrays are shards.",
-                call=call,
-                fix=(
-                    'annotate(x, "b/dp d") to state a layout, split(x, "b -> b/dp") to keep a '
-                    'block, relayout(x, "b/dp d -> b d/dp") to change it'
-                ),
-            )
-        )
+    _check_outside("shard", call)
     leaves, structure = jax.tree.flatten(tree)
     mesh = _mesh(mesh, leaves, call)
     placed = _placements(tree, layouts, mesh, mapping, call)
@@ -79,7 +69,22 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     )
 
 
+def _check_outside(name: str, call: str) -> None:
+    if try_frame() is not None:
+        fix = "call it before the kernel, and pass the result"
+        if name == "shard":
+            fix = (
+                'annotate(x, "b/dp d") to state a layout, split(x, "b -> b/dp") to keep a block, '
+                'relayout(x, "b/dp d -> b d/dp") to change it'
+            )
+        rule = f"{name} places whole arrays, and inside a kernel arrays are shards."
+        raise ModeError(compose(rule, call=call, fix=fix))
+
+
 def _mesh(mesh: Any, leaves: list[Any], call: str) -> Any:
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
+        raise MeshError(compose(rule, call=call, fix="mesh=spmd.make_mesh(dp=2, tp=4)"))
     found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
     if found is None:
         raise MeshError(
@@ -99,24 +104,50 @@ def _placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> 
         rules.check(mesh.axis_names)
     out: list[NamedSharding | None] = []
     faults: list[str] = []
-    for path, leaf, declared in match_prefix(layouts, tree, "tree"):
-        if declared is None or not hasattr(leaf, "shape"):
+    for path, leaf, declared in _matched(layouts, tree, call):
+        if declared is None:
             out.append(None)
             continue
         layout = resolved(declared, rules, call, path)
-        check_axes(layout.axis_names, mesh, call=f"{path}: {layout.short}")
-        rank = len(leaf.shape)
+        check_axes(layout.axis_names, mesh, call=f'{path}: "{layout.short}"')
+        _check_marks(layout, mesh, call, path)
+        shape = np.shape(leaf)
+        rank = len(shape)
         if layout.has_ellipsis and rank >= len(layout.dims) - 1:
             layout = layout.with_rank(rank)
         try:
-            layout.local_shape(leaf.shape, mesh)
+            layout.local_shape(shape, mesh)
         except SizeError as error:
-            faults += [f'{path} of shape {tuple(leaf.shape)} as "{layout.short}": {line}' for line in _reasons(error)]
+            faults += [f'{path} of shape {shape} as "{layout.short}": {line}' for line in _reasons(error)]
             continue
         out.append(NamedSharding(mesh, layout.spec))
     if faults:
         raise SizeError(compose("an array does not fit its layout.", call=call, got=faults))
     return out
+
+
+def _matched(layouts: Any, tree: Any, call: str) -> list[tuple[str, Any, Layout | None]]:
+    """Each leaf with its layout, and complaints that name the call."""
+    if isinstance(tree, str) and not isinstance(layouts, (str, Layout)):
+        fix = call.replace("tree, layouts", f'x, "{tree}"')
+        raise LayoutError(compose("arrays come first, then their layouts.", call=call, fix=fix))
+    try:
+        return match_prefix(layouts, tree, "tree")
+    except LayoutError as error:
+        text = str(error.args[0])
+        raise LayoutError(text if "^" in text else f"{call}\n{text}") from None
+
+
+def _check_marks(layout: Layout, mesh: Any, call: str, path: str) -> None:
+    if (layout.unreduced or layout.reduced) and any(kind is not AxisType.Explicit for kind in mesh.axis_types):
+        raise LayoutError(
+            compose(
+                "an array outside a kernel is no partial sum: the marks {U:} and {R:} are for values inside.",
+                call=call,
+                got=[f'{path}: "{layout.short}"'],
+                fix=f'"{Layout.from_dims(layout.dims).short}"',
+            )
+        )
 
 
 def _reasons(error: SizeError) -> list[str]:
@@ -144,6 +175,8 @@ def resolved(layout: Layout, mapping: AxisMapping | None, call: str, path: str) 
 
 def _place(x: Any, sharding: NamedSharding) -> Any:
     mesh = sharding.mesh
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if not isinstance(x, jax.core.Tracer):
         if not isinstance(mesh, Mesh):
             raise MeshError(
@@ -194,7 +227,7 @@ def _part(spec: P, axes: set[str]) -> P:
 
 
 def _on_one(x: Any, mesh: Any) -> Any:
-    if isinstance(x, jax.core.Tracer) or not isinstance(mesh, Mesh):
+    if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not isinstance(mesh, Mesh):
         return x
     return jax.device_put(x, mesh.devices.flat[0])
 
@@ -211,6 +244,7 @@ class Init:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _check_outside("init", self._text)
         structure, mesh, shardings = self._where(args, kwargs)
         if ambient_mode()[0] == "reference":
             out = jax.jit(self._fn)(*args, **kwargs)
@@ -218,9 +252,10 @@ class Init:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
             born = jax.tree.leaves(self._fn(*args, **kwargs))
             return jax.tree.unflatten(structure, [_place(x, s) for x, s in zip(born, shardings, strict=True)])
+        run = self._compiled(structure, mesh, shardings)
         # a key that lives on one device of another mesh must not decide where parameters are born
         args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
-        return self._compiled(structure, mesh, shardings)(*args, **kwargs)
+        return run(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(...).lower` of what a call runs."""
@@ -310,6 +345,10 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
       >>> make.abstract(jax.random.key(0))["w"].sharding.spec
       P('dp', 'tp')
     """
+    if not callable(fn):
+        rule = f"init takes a function that makes the parameters, not {type(fn).__name__}."
+        fix = "init(lambda key: ..., layouts)(key); shard(params, layouts) for arrays that exist"
+        raise LayoutError(compose(rule, call="init(fn, layouts)", fix=fix))
     return Init(fn, layouts, mesh, mapping)
 
 
@@ -342,6 +381,7 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
       https://docs.jax.dev/en/latest/multi_process.html
     """
     call = "from_process_local(tree, layouts)"
+    _check_outside("from_process_local", call)
     leaves, structure = jax.tree.flatten(tree)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise PlacementError(
@@ -367,11 +407,12 @@ def _local_placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: st
         return _placements(tree, layouts, mesh, mapping, call)
     rules = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
     out: list[NamedSharding | None] = []
-    for path, leaf, declared in match_prefix(layouts, tree, "tree"):
+    for path, leaf, declared in _matched(layouts, tree, call):
         if declared is None:
             out.append(None)
             continue
         layout = resolved(declared, rules, call, path)
-        check_axes(layout.axis_names, mesh, call=f"{path}: {layout.short}")
+        check_axes(layout.axis_names, mesh, call=f'{path}: "{layout.short}"')
+        _check_marks(layout, mesh, call, path)
         out.append(NamedSharding(mesh, layout.with_rank(np.ndim(leaf)).spec))
     return out

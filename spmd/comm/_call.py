@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
-from spmd.comm._keywords import call_text, split_keywords
+from spmd.comm._keywords import call_text, kind_of, split_keywords
 from spmd.comm._marks import layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
@@ -117,11 +117,12 @@ def open_call(
     first = next((a for a in arrays if isinstance(a, str)), None)
     if first is not None or not isinstance(pattern, (str, Pattern, Layout)):
         rule = (
-            f"the pattern is a string, not {type(pattern).__name__}."
+            f"the {'pattern' if arrow else 'layout'} is a string, not {kind_of(pattern)}."
             if first is None
-            else "arrays come first, then the pattern."
+            else f"{'the key comes' if name.startswith('random.') else 'arrays come'} first, then the "
+            f"{'pattern' if arrow else 'layout'}."
         )
-        fix = call_text(name, "b/dp d -> b d" if first is None else first, len(arrays) or 1)
+        fix = call_text(name, first or ("b/dp d -> b d" if arrow else "b/dp d"), len(arrays))
         raise LayoutError(compose(rule, call=f"{name}(...)", fix=fix))
     text = call_text(name, pattern, len(arrays))
     parsed = _parse(pattern, text, arrow)
@@ -278,7 +279,7 @@ class Call:
         try:
             return jnp.asarray(x)
         except (TypeError, ValueError):
-            return self.fail(f"{label} is a {type(x).__name__}, not an array.", error=LayoutError)
+            return self.fail(f"{label} is {kind_of(x)}, not an array.", error=LayoutError)
 
     def _dims(self, layout: Layout, shape: tuple[int, ...], label: str) -> list[Dim | str]:
         """The layout's dims, `...` replaced by as many marks as the array has dimensions for it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from spmd.errors import LayoutError, SizeError, compose, did_you_mean
 from spmd.language import Pattern
 
-__all__ = ["call_text", "split_keywords"]
+__all__ = ["call_text", "kind_of", "split_keywords"]
 
 
 def _axis_keyword(value: Any) -> bool:
@@ -33,7 +34,7 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
         else:
             rule = (
                 f"the keyword {key} binds a size (an int) or a mesh axis (a str, a tuple of str, or None), "
-                f"not {type(value).__name__}."
+                f"not {kind_of(value)}."
             )
             raise LayoutError(compose(rule, call=text, source=pattern.source))
         if key not in known:
@@ -48,7 +49,21 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
     return sizes, axes
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, in a message: never the value, nor a class that users do not know."""
+    if isinstance(value, jax.core.Tracer):
+        return "a traced array"
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return "an array"
+    if callable(value) and not isinstance(value, type):
+        return "a function"
+    name = type(value).__name__
+    return "None" if value is None else f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"
+
+
 def call_text(name: str, pattern: Any, arrays: int = 1) -> str:
     """How a call is shown in messages and in `explain`."""
     shown = {0: "", 1: "x, ", 2: "x, y, "}.get(arrays, "x, ..., ")
+    if name.startswith("random."):
+        shown = "key, "
     return f'{name}({shown}"{pattern}")'

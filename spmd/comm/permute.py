@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError
 from spmd.language import Layout
 
@@ -93,8 +94,7 @@ def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) ->
     """
     call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None)
     if not isinstance(by, int):
-        what = "a traced value" if isinstance(by, jax.core.Tracer) else type(by).__name__
-        call.fail(f"by is a number of blocks, a Python int, not {what}.", error=LayoutError)
+        call.fail(f"by is a number of blocks, a Python int, not {kind_of(by)}.", error=LayoutError)
 
     def pairs(blocks: int) -> list[tuple[int, int]]:
         if wrap:

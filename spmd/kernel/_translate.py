@@ -44,7 +44,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
             fix = "spmd.cond(predicate, true_fn, false_fn, *operands), which types them alike"
             return ReplicationError(compose(rule, **shown, got=[*got, frame.describe()], fix=fix))
     if "should be of type `Manual`" in text:
-        rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays; inside a kernel arrays are shards."
+        rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays, and these are shards."
         fix = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
         return ModeError(compose(rule, **shown, got=got, fix=fix))
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)

@@ -37,7 +37,12 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
     _rules: dict[str, tuple[str, ...]]
 
     def __init__(self, rules: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = ()):
-        found = {name: _checked(name, value) for name, value in dict(rules).items()}
+        try:
+            pairs = dict(rules)
+        except (TypeError, ValueError):
+            rule = f"The rules of a mapping are a dict, but this is of type {type(rules).__name__}."
+            raise LayoutError(compose(rule, fix='AxisMapping({"batch": "dp"})')) from None
+        found = {name: _checked(name, value) for name, value in pairs.items()}
         object.__setattr__(self, "_rules", found)
         object.__setattr__(self, "_hash", hash(frozenset(found.items())))
 

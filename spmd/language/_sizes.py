@@ -47,7 +47,8 @@ def _need_fit(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int]) -
     layout._need_rank()
     layout._need_axes(mesh)
     if len(shape) != len(layout.dims):
-        rule = f"The layout has {len(layout.dims)} dimensions, the array has {len(shape)}."
+        count = len(layout.dims)
+        rule = f"The layout has {count} dimension{'s' * (count != 1)}, the array has {len(shape)}."
         raise SizeError(compose(rule, call=repr(layout), got=[f"shape {shape}"]))
 
 

@@ -46,6 +46,10 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
       [0 0 0 0 4 5 6 7]
     """
     frame = current_frame("spmd.cond")
+    for branch in (true_fn, false_fn):
+        if not callable(branch):
+            rule = f"the branches of cond are functions, and this one is a {type(branch).__name__}."
+            raise LayoutError(compose(rule, call="cond(predicate, true_fn, false_fn, *operands)"))
     shape = jnp.shape(predicate)
     if shape != ():
         raise LayoutError(
@@ -70,4 +74,24 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
 
         return jax.lax.cond(predicate, typed(true_fn, kinds[1]), typed(false_fn, kinds[0]), *operands)
     yes, no = true_fn(*operands), false_fn(*operands)
+    _check_alike(yes, no)
     return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes, no)
+
+
+def _check_alike(yes: Any, no: Any) -> None:
+    """The same structure, shapes and dtypes, as `lax.cond` demands: a selection would broadcast in silence."""
+    if jax.tree.structure(yes) != jax.tree.structure(no):
+        got = [f"true_fn: {jax.tree.structure(yes)}", f"false_fn: {jax.tree.structure(no)}"]
+        raise LayoutError(
+            compose("the branches of cond return the same structure.", call="cond(predicate, ...)", got=got)
+        )
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(yes)]
+    wrong = []
+    for path, a, b in zip(paths, jax.tree.leaves(yes), jax.tree.leaves(no), strict=True):
+        weak = any(isinstance(x, (bool, int, float, complex)) or getattr(x, "weak_type", False) for x in (a, b))
+        kinds = [f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]" for x in (a, b)]
+        if jnp.shape(a) != jnp.shape(b) or (kinds[0] != kinds[1] and not weak):
+            wrong.append(f"result{path}: {kinds[0]} from true_fn, {kinds[1]} from false_fn")
+    if wrong:
+        rule = "the branches of cond return the same shapes and dtypes."
+        raise LayoutError(compose(rule, call="cond(predicate, ...)", got=wrong))

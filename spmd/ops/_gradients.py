@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from spmd import _compat
 from spmd.comm import _lax
@@ -64,8 +65,15 @@ def value_and_grad(
       >>> print(value, gradient)
       1.0 [1. 1.]
     """
-    name = "value_and_grad"
+    return _differentiated("value_and_grad", fn, argnums, loss, has_aux)
+
+
+def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bool) -> Callable[..., Any]:
+    if not callable(fn):
+        rule = f"{name} takes a function to a scalar loss, not {type(fn).__name__}."
+        raise LayoutError(compose(rule, call=f"{name}(...)", fix=f"{name}(loss_fn)(w)"))
     marked = _loss_axes(loss, name)
+    text = _text(name, fn, loss)
 
     @functools.wraps(fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -73,13 +81,12 @@ def value_and_grad(
         unknown = [a for a in marked if a not in frame.axis_names]
         if unknown:
             rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], frame.axis_names) or '.'}"
-            raise MeshError(compose(rule, call=_text(fn, loss), got=[frame.describe()]))
+            raise MeshError(compose(rule, call=text, got=[frame.describe()]))
 
         @functools.wraps(fn)
         def checked(*inner: Any, **named: Any) -> Any:
             out = fn(*inner, **named)
-            value = out[0] if has_aux else out
-            _check_loss(value, frame, marked, fn, loss)
+            _check_loss(_loss_of(out, has_aux, text), frame, marked, text)
             return out
 
         return jax.value_and_grad(checked, argnums, has_aux=has_aux)(*args, **kwargs)
@@ -113,7 +120,7 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_au
       >>> print(gradient(jnp.arange(4.0)))
       [0. 2. 4. 6.]
     """
-    both = value_and_grad(fn, argnums, loss=loss, has_aux=has_aux)
+    both = _differentiated("grad", fn, argnums, loss, has_aux)
 
     @functools.wraps(fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -123,9 +130,21 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_au
     return differentiated
 
 
-def _text(fn: Any, loss: str) -> str:
+def _loss_of(out: Any, has_aux: bool, text: str) -> Any:
+    """The scalar among what the function returns; an error of ours where it returns something else."""
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise LayoutError(compose("with has_aux=True the function returns (loss, aux).", call=text))
+        out = out[0]
+    elif isinstance(out, (tuple, list, dict)):
+        rule = f"the loss is one scalar, and the function returns a {type(out).__name__}."
+        raise LayoutError(compose(rule, call=text, fix="has_aux=True for (loss, aux)"))
+    return out
+
+
+def _text(name: str, fn: Any, loss: str) -> str:
     tail = f', loss="{loss}"' if loss else ""
-    return f"value_and_grad({getattr(fn, '__name__', 'fn')}{tail})"
+    return f"{name}({getattr(fn, '__name__', 'fn')}{tail})"
 
 
 def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
@@ -139,10 +158,12 @@ def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
     return Layout(loss.strip()).unreduced if loss.strip() else ()
 
 
-def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], fn: Any, loss: str) -> None:
+def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) -> None:
     shape = getattr(value, "shape", ())
     if shape != ():
-        raise ReplicationError(compose(f"the loss is a scalar, and this one has shape {shape}.", call=_text(fn, loss)))
+        raise ReplicationError(compose(f"the loss is a scalar, and this one has shape {shape}.", call=text))
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise LayoutError(compose(f"the loss is a real number, and this one is {jnp.result_type(value)}.", call=text))
     if not frame.explicit or frame.island:
         return
     varying = _compat.varying_axes(value) | _compat.unreduced_axes(value)
@@ -156,7 +177,7 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], fn: Any, loss
                 f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would "
                 f"differentiate the sum of the "
                 f"{n} devices' scalars.",
-                call=_text(fn, loss),
+                call=text,
                 got=[f"the loss: {jax.typeof(value)}", frame.describe()],
                 fix=(
                     f'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
@@ -170,7 +191,7 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], fn: Any, loss
                 f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: "
                 f"the sum would count it "
                 f"{frame.axis_size(equal)} times.",
-                call=_text(fn, loss),
+                call=text,
                 got=[f"the loss: {jax.typeof(value)}", frame.describe()],
                 fix='loss=""',
             )

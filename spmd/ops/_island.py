@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._keywords import kind_of
 from spmd.comm._marks import mark
-from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError
+from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError, compose
 from spmd.language import Dim, Layout
 from spmd.mode import Frame, current_frame
 
@@ -114,7 +115,7 @@ def opaque(
       >>> print(rows(jnp.array([[3, 1], [2, 0], [5, 4], [7, 6]])).tolist())
       [[1, 3], [0, 2], [4, 5], [6, 7]]
     """
-    job = _Job("opaque", fn, pattern, names, typed=False)
+    job = _Job("opaque", fn, pattern, names, typed=False, reference=reference)
 
     def run(*args: Any) -> Any:
         frame = current_frame("spmd.opaque")
@@ -143,6 +144,13 @@ class _Job:
     pattern: Any
     names: dict[str, Any] = field(default_factory=dict)
     typed: bool = True  # whether `fn` sees JAX's manual axis types
+    reference: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for what, fn in (("fn", self.fn), ("reference", self.reference)):
+            if not callable(fn) and not (fn is None and what == "reference"):
+                rule = f"{what} is a function, not {kind_of(fn)}."
+                raise LayoutError(compose(rule, call=f"{self.name}(fn, ...)", fix=f'{self.name}(fn, "in -> out")(x)'))
 
     def open(self, args: Sequence[Any], frame: Frame) -> Call:
         call = open_call(

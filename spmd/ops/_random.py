@@ -75,9 +75,7 @@ def _positions(first: Words, sizes: tuple[int, ...], strides: tuple[int, ...], w
 
 
 @functools.lru_cache(maxsize=1024)
-def _block_prng(
-    block: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...], wide: bool
-) -> Hashable:
+def _block_prng(block: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...], wide: bool) -> Hashable:
     """A PRNG for one block; its keys are `[threefry key, high and low word of the first position]`.
 
     Args:
@@ -239,7 +237,6 @@ def _draw(
     sample: Callable[..., Any],
 ) -> Any:
     call = open_call(name, layout, names, arrays=(key,), arrow=False)
-    call.text = call.text.replace("(x, ", "(key, ", 1)
     [placed] = call.pattern.inputs
     _check_layout(call, placed)
     _check_number(call, **numbers)

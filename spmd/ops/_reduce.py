@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, open_call
+from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, did_you_mean
 from spmd.ops._landing import Landing, factors_by_name, finish, land, placed, plain_dims, right_names
 
@@ -66,7 +67,8 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
     call = open_call("reduce", pattern, names, arrays=(x,))
     if not isinstance(op, str) or op not in RUN:
         hint = did_you_mean(op, RUN) if isinstance(op, str) else ""
-        call.fail(f"op is one of {', '.join(RUN)}, not {op!r}{hint or '.'}", error=LayoutError)
+        shown = repr(op) if isinstance(op, str) else kind_of(op)
+        call.fail(f"op is one of {', '.join(RUN)}, not {shown}{hint or '.'}", error=LayoutError)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     plain_dims(call, src, unnamed=True, literals=True)
     plain_dims(call, dst, literals=True)

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 import spmd
-from tests.errors import bad_boundaries, bad_calls, bad_programs  # noqa: F401  (they fill the registry, in this order)
+from tests.errors import (  # noqa: F401  (they fill the registry, in this order)
+    bad_boundaries,
+    bad_calls,
+    bad_oddities,
+    bad_programs,
+)
 from tests.errors.registry import BAD, FIXED
 
 GOLDEN = Path(__file__).with_name("golden.txt")
@@ -62,6 +67,25 @@ def test_there_are_many_and_each_says_something_else():
 def test_the_program_as_the_message_says(name, mesh):
     assert name in BAD
     FIXED[name](mesh)
+
+
+def test_many_fixes_are_run():
+    assert len(FIXED) >= 15
+    texts = golden()
+    assert all(
+        "fix: " in texts[name]
+        or "pad it" in texts[name]
+        or "numpy.asarray" in texts[name]
+        or "did you mean" in texts[name]
+        for name in FIXED
+    )
+    assert 'fix: all_gather(x, "x/i -> x", to="invarying")' in texts["the_first_program"]
+
+
+def test_meshes_are_shown_in_their_own_order():
+    for name, text in golden().items():
+        for axes in re.findall(r"mesh ((?:\w+=\d+(?:, )?)+)", text):
+            assert axes in ("dp=2, tp=4", "dp=2", "i=8"), name
 
 
 def test_no_message_shows_values_or_internals():
