@@ -229,7 +229,8 @@ def _part(spec: P, axes: set[str]) -> P:
 def _on_one(x: Any, mesh: Any) -> Any:
     if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not isinstance(mesh, Mesh):
         return x
-    return jax.device_put(x, mesh.devices.flat[0])
+    # SingleDeviceSharding, since device_put(x, device) would keep a type of Explicit axes
+    return jax.device_put(x, SingleDeviceSharding(mesh.devices.flat[0]))
 
 
 class Init:

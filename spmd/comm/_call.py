@@ -145,6 +145,12 @@ def _parse(pattern: Any, text: str, arrow: bool) -> Pattern:
     return pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
 
 
+@functools.lru_cache(maxsize=4096)
+def _axes_of(pattern: Pattern) -> tuple[str, ...]:
+    """Every mesh axis of a resolved pattern; asked at each call."""
+    return tuple(axis for layout in (*pattern.inputs, *pattern.outputs) for axis in layout.axis_names)
+
+
 class Call:
     """One call of a string operation."""
 
@@ -200,16 +206,15 @@ class Call:
 
     def check_mesh(self) -> None:
         known = self.frame.axis_names
-        for layout in (*self.pattern.inputs, *self.pattern.outputs):
-            for axis in (*layout.axes, *layout.unreduced, *layout.reduced):
-                if axis not in known:
-                    at = self.raw.source.find(axis)
-                    self.fail(
-                        f"the mesh has no axis {axis!r}{did_you_mean(axis, known) or '.'}",
-                        at=(at, at + len(axis)) if at >= 0 else None,
-                        got=[self.frame.describe()],
-                        error=MeshError,
-                    )
+        for axis in _axes_of(self.pattern):
+            if axis not in known:
+                at = self.raw.source.find(axis)
+                self.fail(
+                    f"the mesh has no axis {axis!r}{did_you_mean(axis, known) or '.'}",
+                    at=(at, at + len(axis)) if at >= 0 else None,
+                    got=[self.frame.describe()],
+                    error=MeshError,
+                )
 
     # --- sizes --------------------------------------------------------------------------------------------
 

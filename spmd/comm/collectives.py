@@ -132,13 +132,20 @@ def _groups(layout: Layout) -> list[int]:
     return [0 if d.ellipsis else len(d.atoms) for d in layout.dims]
 
 
-def _changes(operand: Operand, dst: Layout, extra: int) -> list[tuple[int, tuple[str, ...], tuple[str, ...]]]:
-    """`(position, axes lost, axes gained)` of each factor that changes."""
+def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
+    """The axes that each of the operand's factors has in `dst`; none for what `...` stands for."""
+    atoms = _atoms(dst)
+    extra = len(operand.factors) - len(atoms) + 1
     after: list[tuple[str, ...]] = []
-    for name, axes in _atoms(dst):
+    for name, axes in atoms:
         after += [()] * extra if name == "..." else [axes]
+    return after
+
+
+def _changes(operand: Operand, dst: Layout) -> list[tuple[int, tuple[str, ...], tuple[str, ...]]]:
+    """`(position, axes lost, axes gained)` of each factor that changes."""
     out = []
-    for i, (factor, axes) in enumerate(zip(operand.factors, after, strict=True)):
+    for i, (factor, axes) in enumerate(zip(operand.factors, axes_after(operand, dst), strict=True)):
         if factor.axes != axes:
             keep = len(axes) if factor.axes[: len(axes)] == axes else len(factor.axes)
             out.append((i, factor.axes[keep:], axes[keep:]))
@@ -163,17 +170,13 @@ def _verb(
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value)
-        own.check_divides(operand, _changes(operand, dst, _extra(own)))
+        own.check_divides(operand, _changes(operand, dst))
         out = move(own, operand, dst) if moves and call.frame.explicit else operand.x
         return own.result(out)
 
     if isinstance(x, str):
         return leaf(x)
     return jax.tree.map(leaf, x)
-
-
-def _extra(call: Call) -> int:
-    return len(call.ellipsis_shape())
 
 
 # --- the verbs ----------------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
 
     def move(call: Call, operand: Operand, dst: Layout) -> Any:
         out = operand.x
-        for i, lost, _ in _changes(operand, dst, _extra(call)):
+        for i, lost, _ in _changes(operand, dst):
             out = _lax.all_gather(out, lost, i, to)
         return out
 
@@ -287,7 +290,7 @@ def psum_scatter(x: T, pattern: str, **names: Any) -> T:
 
     def move(call: Call, operand: Operand, dst: Layout) -> Any:
         out = operand.x
-        for i, _, gained in _changes(operand, dst, _extra(call)):
+        for i, _, gained in _changes(operand, dst):
             out = _lax.psum_scatter(out, gained, i)
         return out
 
@@ -322,7 +325,7 @@ def all_to_all(x: T, pattern: str, **names: Any) -> T:
 
     def move(call: Call, operand: Operand, dst: Layout) -> Any:
         out = operand.x
-        changes = _changes(operand, dst, _extra(call))
+        changes = _changes(operand, dst)
         for i, lost, _ in changes:
             if lost:
                 j = next(j for j, _, gained in changes if gained == lost)
@@ -360,7 +363,7 @@ def split(x: T, pattern: str, **names: Any) -> T:
 
     def move(call: Call, operand: Operand, dst: Layout) -> Any:
         out = operand.x
-        for i, _, gained in _changes(operand, dst, _extra(call)):
+        for i, _, gained in _changes(operand, dst):
             for axis in gained:
                 out = _lax.slice_block(out, axis, i, call.frame.axis_size(axis))
         return out

@@ -11,7 +11,7 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
-from spmd.comm.collectives import _atoms, _extra, check_sides, check_to
+from spmd.comm.collectives import axes_after, check_sides, check_to
 from spmd.language import Atom, Dim, Layout
 
 __all__ = ["Step", "relayout", "steps_between"]
@@ -139,9 +139,7 @@ def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
 
 
 def _before_and_after(call: Call, operand: Operand, dst: Layout) -> tuple[list[Axes], list[Axes]]:
-    after: list[Axes] = []
-    for name, axes in _atoms(dst):
-        after += [()] * _extra(call) if name == "..." else [axes]
+    after = axes_after(operand, dst)
     for factor, axes in zip(operand.factors, after, strict=True):
         call.local(factor.size, axes, factor.name, factor.span)  # divides, or an error
     return [f.axes for f in operand.factors], after

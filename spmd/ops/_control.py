@@ -20,7 +20,8 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
 
     A raw `lax.cond` whose predicate differs lets devices take different branches: a collective in one of them
     then waits for ever, and its gradient is wrong (jax#40823). Here a predicate that is equal by JAX's own type
-    gives a `lax.cond`; any other runs both branches everywhere and selects.
+    gives a `lax.cond`; any other runs both branches everywhere and selects, so that, as with `jnp.where`, the branch
+    not taken must have finite derivatives too.
 
     Communication: that of the branches; of both, where the predicate is typed varying. Backward likewise.
 
