@@ -354,7 +354,7 @@ def test_error_a_key_that_differs():
 @pytest.mark.parametrize(
     ("body", "kind", "rule"),
     [
-        (lambda k: random.normal("b/dp", k), LayoutError, "arrays come first, then the pattern."),
+        (lambda k: random.normal("b/dp", k), LayoutError, "the key comes first, then the layout."),
         (lambda k: random.normal(0, "b/dp", b=4), LayoutError, "is a random key.\ngot: int\n"),
         (lambda k: random.normal(jnp.ones(2), "b/dp", b=4), LayoutError, "is a random key.\ngot: float32[2]"),
         (lambda k: random.normal(jax.random.split(k), "b/dp", b=4), LayoutError, "got: keys of shape (2,)"),
