@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from spmd.errors import MeshError, compose, did_you_mean
 
 __all__ = [
     "ambient_mesh",
+    "axis_span",
     "check_axes",
     "make_mesh",
     "mesh_of",
@@ -246,6 +248,12 @@ def _show(mesh: Mesh | AbstractMesh) -> str:
     return "mesh " + ", ".join(f"{name}={size}" for name, size in mesh_sizes(mesh))
 
 
+def axis_span(source: str, axis: str) -> tuple[int, int] | None:
+    """Where a mesh axis stands in a string: behind a slash, or in a mark."""
+    found = re.search(rf"(?:/|[:,]\s*)({re.escape(axis)})\b", source)
+    return None if found is None else found.span(1)
+
+
 def check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, *, call: str, source: str | None = None) -> None:
     """Complain about a mesh axis that the mesh does not have.
 
@@ -254,9 +262,7 @@ def check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, *, call: str, sou
     """
     for axis in axes:
         if axis not in mesh.shape:
-            span = None
-            if source is not None and (at := source.find("/" + axis)) >= 0:
-                span = (at + 1, at + 1 + len(axis))
+            span = None if source is None else axis_span(source, axis)
             raise MeshError(
                 compose(
                     f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.shape) or '.'}",

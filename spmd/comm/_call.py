@@ -29,6 +29,7 @@ from spmd.errors import (
     did_you_mean,
 )
 from spmd.language import AxisMapping, Dim, Layout, Pattern
+from spmd.mesh import axis_span
 from spmd.mode import Frame, current_frame
 
 __all__ = ["Call", "Factor", "Operand", "open_call", "verb_between"]
@@ -208,10 +209,10 @@ class Call:
         known = self.frame.axis_names
         for axis in _axes_of(self.pattern):
             if axis not in known:
-                at = self.raw.source.find(axis)
+                hint = did_you_mean(axis, (*known, *(name for name, _ in self.frame.renames)))
                 self.fail(
-                    f"the mesh has no axis {axis!r}{did_you_mean(axis, known) or '.'}",
-                    at=(at, at + len(axis)) if at >= 0 else None,
+                    f"the mesh has no axis {axis!r}{hint or '.'}",
+                    at=axis_span(self.raw.source, axis),
                     got=[self.frame.describe()],
                     error=MeshError,
                 )
@@ -393,12 +394,12 @@ class Call:
         here, there = _axes_by_dim(layout), _axes_by_dim(have)
         position = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         verb = verb_between(have, layout)
-        wanted = _with_axes(have, layout)
+        wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
         self.fail(
             f'{label} holds "{have.short}", and is read as "{layout.short}".',
             at=layout.dims[position].span,
             got=[f'"{have.short}": {origin}', self.frame.describe()],
-            fix=f'{verb}(x, "{have.short} -> {wanted.short}")',
+            fix=f'{verb}(x, "{have.short} -> {wanted.short}") first, or "{meant.short}" in this string',
         )
 
     # --- results ------------------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ class Plan:
         except SpmdError:
             raise
         except Exception:  # of many kinds, since arrays on another mesh may have types of that mesh
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+                fix = ".trace(...) or .lower(...) with the same arguments"
+                self.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", fix=fix)
             moved = self._moved(leaves)
             if all(a is b for a, b in zip(moved, leaves, strict=True)):
                 raise

@@ -51,7 +51,7 @@ def bind_sizes(
             if len(dim.atoms) != 1:
                 composites.append((where, whole, dim))
             else:
-                _bind(bound, dim.atoms[0], whole, where, dim, faults)
+                _bind(bound, dim.atoms[0], whole, where, dim, faults, mesh_sizes if local else {})
     for where, whole, dim in composites:
         _bind_composite(bound, dim, whole, where, mesh_sizes, faults)
     if faults:
@@ -85,7 +85,9 @@ def _divisible(where: str, dim: Dim, whole: int, mesh_sizes: dict[str, int], fau
         faults.append((SizeError, dim, rule))
 
 
-def _bind(bound: Bound, atom: Any, whole: int, where: str, dim: Dim, faults: list[Any]) -> None:
+def _bind(
+    bound: Bound, atom: Any, whole: int, where: str, dim: Dim, faults: list[Any], mesh_sizes: dict[str, int]
+) -> None:
     if atom.size is not None:
         if atom.size != whole:
             faults.append((SizeError, dim, f"{where}: the layout says {atom.size}, and the size is {whole}"))
@@ -94,7 +96,9 @@ def _bind(bound: Bound, atom: Any, whole: int, where: str, dim: Dim, faults: lis
         return
     first = bound.setdefault(atom.name, (whole, where))
     if first[0] != whole:
-        faults.append((SizeError, dim, f"{atom.name} is {whole} in {where}, but {first[0]} in {first[1]}"))
+        block = next((a for a, n in mesh_sizes.items() if whole * n == first[0] and a not in dim.axes), None)
+        hint = f"; as a block, {'/'.join([atom.name, *dim.axes, block])}, it would be {first[0]}" if block else ""
+        faults.append((SizeError, dim, f"{atom.name} is {whole} in {where}, but {first[0]} in {first[1]}{hint}"))
 
 
 def _bind_composite(

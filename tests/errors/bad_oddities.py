@@ -59,6 +59,22 @@ def other_dimensions_on_the_right_fixed(mesh):
 
 
 @bad
+def block_leaves_without_its_axis(mesh):
+    body("b/dp d -> b d", lambda x: 2 * x, mesh)
+
+
+@bad
+def structs_instead_of_arrays(mesh):
+    body(SAME, lambda x: x, mesh, jax.ShapeDtypeStruct((8, 4), jnp.float32))
+
+
+@bad
+def unknown_name_of_a_renamed_axis(mesh):
+    fn = lambda x: all_gather(x, "b/dat d -> b d", to="invarying")
+    body("b/data d -> b d", fn, mesh, axes={"data": "dp"})
+
+
+@bad
 def gather_to_an_unknown_type(mesh):
     body(SAME, lambda x: all_gather(x, "b/dp d -> b d", to="replicated"), mesh)
 
