@@ -107,8 +107,7 @@ class Plan:
             raise
         except Exception:  # of many kinds, since arrays on another mesh may have types of that mesh
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-                fix = ".trace(...) or .lower(...) with the same arguments"
-                self.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", fix=fix)
+                self.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", fix=".trace(...) or .lower(...)")
             moved = self._moved(leaves)
             if all(a is b for a, b in zip(moved, leaves, strict=True)):
                 raise
