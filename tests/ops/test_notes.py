@@ -89,7 +89,7 @@ def test_error_annotate_against_what_is_known(mesh):
         "got:\n"
         '- "b/dp d/tp": argument x\n'
         "- mesh dp=2, tp=3\n"
-        'fix: all_gather(x, "b/dp d/tp -> b/dp d")'
+        'fix: all_gather(x, "b/dp d/tp -> b/dp d") first, or "b/dp n/tp" in this string'
     )
 
 
