@@ -74,7 +74,7 @@ class Config:
     mode: str = option("explicit", "explicit, auto or reference")
     devices: str = option("8", "a number of virtual CPU devices, or 'all' accelerators of this machine")
     dp: int = option(0, "size of the mesh axis dp; 0: what tp leaves")
-    tp: int = option(0, "size of the mesh axis tp; 0: up to 4")
+    tp: int = option(0, "size of the mesh axis tp; 0: up to 2")
     data: str = option("", "a file or folder of text; absent, Python's standard library")
     heldout: int = option(2**19, "bytes of the held-out files to score")
     sample: int = option(160, "bytes to generate at the end")
@@ -387,7 +387,7 @@ def save_curve(path: Path, results: dict[str, Any]) -> None:
 
 def choose_mesh(c: Config) -> Any:
     devices = spmd.use_cpu_devices(int(c.devices)) if c.devices != "all" else jax.devices()
-    tp = c.tp or math.gcd(4, len(devices) // (c.dp or 1))
+    tp = c.tp or math.gcd(2, len(devices) // (c.dp or 1))
     return spmd.make_mesh(dp=c.dp or len(devices) // tp, tp=tp)
 
 
