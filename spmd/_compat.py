@@ -6,7 +6,9 @@ JAX release is absorbed here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 __all__ = [
     "Primitive",
     "identity_primitive",
+    "in_jax",
     "linear_primitive",
     "manual_axes",
     "pvary",
@@ -26,6 +29,14 @@ __all__ = [
     "with_varying",
     "without_varying",
 ]
+
+
+_JAX = str(Path(jax.__file__).parent) + os.sep
+
+
+def in_jax(filename: str) -> bool:
+    """Whether a line of a traceback is JAX's own."""
+    return filename.startswith(_JAX)
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -97,8 +97,11 @@ def _mesh(mesh: Any, leaves: list[Any], call: str) -> Any:
     return found
 
 
-def _placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> list[NamedSharding | None]:
-    """A sharding for each leaf, None where it is no array."""
+def _placements(
+    tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str, *, parts: bool = False
+) -> list[NamedSharding | None]:
+    """A sharding for each leaf, None where it is no array. `parts`: the leaves are one process's parts, whose
+    shapes do not tell the sizes of the whole."""
     rules = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
     if rules is not None:
         rules.check(mesh.axis_names)
@@ -116,7 +119,7 @@ def _placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> 
         if layout.has_ellipsis and rank >= len(layout.dims) - 1:
             layout = layout.with_rank(rank)
         try:
-            layout.local_shape(shape, mesh)
+            _ = layout.with_rank(rank) if parts else layout.local_shape(shape, mesh)
         except SizeError as error:
             faults += [f'{path} of shape {shape} as "{layout.short}": {line}' for line in _reasons(error)]
             continue
@@ -395,25 +398,9 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
     mesh = _mesh(mesh, [], call)
     if ambient_mode()[0] == "reference":
         return jax.tree.map(lambda x: _on_one(x, mesh), tree)
-    found = _local_placements(tree, layouts, mesh, mapping, call)
+    found = _placements(tree, layouts, mesh, mapping, call, parts=jax.process_count() > 1)
     out = [
         x if s is None else jax.make_array_from_process_local_data(s, np.asarray(x))
         for x, s in zip(leaves, found, strict=True)
     ]
     return jax.tree.unflatten(structure, out)
-
-
-def _local_placements(tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str) -> list[NamedSharding | None]:
-    if jax.process_count() == 1:
-        return _placements(tree, layouts, mesh, mapping, call)
-    rules = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
-    out: list[NamedSharding | None] = []
-    for path, leaf, declared in _matched(layouts, tree, call):
-        if declared is None:
-            out.append(None)
-            continue
-        layout = resolved(declared, rules, call, path)
-        check_axes(layout.axis_names, mesh, call=f'{path}: "{layout.short}"')
-        _check_marks(layout, mesh, call, path)
-        out.append(NamedSharding(mesh, layout.with_rank(np.ndim(leaf)).spec))
-    return out

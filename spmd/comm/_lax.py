@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from spmd import _compat
@@ -119,8 +118,3 @@ def _split_batch(args: Any, dims: Any, *, dim: int, parts: int, axis: str) -> An
 _split_p = _compat.linear_primitive(
     "spmd_split", abstract=_split_shape, run=_split_run, transpose=_split_transpose, batch=_split_batch
 )
-
-
-def stop_gradient(x: Any) -> Any:
-    """`jax.lax.stop_gradient`, here so that rooms above need one import."""
-    return jax.lax.stop_gradient(x)

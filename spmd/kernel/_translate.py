@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from spmd import _compat
 from spmd.errors import MeshError, ModeError, ReplicationError, compose, did_you_mean
 from spmd.kernel._signature import Signature
 from spmd.mode import Frame
@@ -96,7 +95,7 @@ def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> st
 def _named_axis(error: BaseException, frame: Frame) -> str | None:
     """The axis that a collective was given, where JAX asserts without a word: read off its own frames."""
     for here, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if "/jax/" not in here.f_code.co_filename.replace("\\", "/"):
+        if not _compat.in_jax(here.f_code.co_filename):
             return None
         for name in ("axis_name", "axes", "axis_names", "axis"):
             value = here.f_locals.get(name)
@@ -107,17 +106,16 @@ def _named_axis(error: BaseException, frame: Frame) -> str | None:
 
 
 _HERE = str(Path(__file__).parents[1]) + os.sep
-_JAX = str(Path(jax.__file__).parent) + os.sep
 
 
 def _in_jax(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_JAX)
+    return bool(frames) and _compat.in_jax(frames[-1].filename)
 
 
 def _user_line(error: BaseException) -> str | None:
     """The innermost line that is neither JAX's nor ours."""
     for entry in reversed(traceback.extract_tb(error.__traceback__)):
-        if not entry.filename.startswith((_HERE, _JAX, "<")):
+        if not entry.filename.startswith((_HERE, "<")) and not _compat.in_jax(entry.filename):
             return f"{entry.filename}:{entry.lineno}"
     return None

@@ -409,7 +409,7 @@ def _check_undifferentiated(call: Call, fn: Callable[..., Any], shards: Sequence
 def _jax_cannot(error: Exception) -> bool:
     """Whether JAX raised this for want of a batching rule, and not the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    raised = bool(frames) and "/jax/" in frames[-1].filename.replace("\\", "/")
+    raised = bool(frames) and _compat.in_jax(frames[-1].filename)
     texts = ("pvary", "pcast", "under `jax.shard_map`", "under jax.shard_map")
     return raised and (not isinstance(error, ValueError) or any(t in str(error) for t in texts))
 
