@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -34,6 +34,7 @@ R = TypeVar("R")
 
 MODES = ("explicit", "auto", "reference")
 CONSTRAIN = ("all", "signature")
+_CALLERS = object()  # the mapping of whoever calls
 
 _mode = jax.make_user_context(("explicit", "all"))
 _mapping = jax.make_user_context(None)
@@ -228,15 +229,22 @@ def ambient_mapping() -> AxisMapping | None:
     return _mapping.value
 
 
-def scope(fn: Callable[P, R]) -> Callable[P, R]:
+@overload
+def scope(fn: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def scope(*, mapping: None) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
     """Give a library function a scope of its own: the names in its strings are not its caller's.
 
     Inside a kernel, names of the signature are bound to their global sizes. A function that is called from
-    many kernels uses its own names, so `@scope` hides the caller's for the time of the call. The mesh, the
-    mode and the mapping stay. No communication of its own.
+    many kernels uses its own names, so `@scope` hides the caller's for the time of the call. The mesh and the
+    mode stay, and so does the kernel's mapping, whose names are the vocabulary of a whole model. A function that
+    takes mesh axes by keyword instead hides that too, with `@scope(mapping=None)`: whatever the caller's mapping
+    says of a name that both happen to use, in its strings a bare name is whole. No communication of its own.
 
     Args:
       fn: A function written with `spmd` operations.
+      mapping: None to hide the kernel's mapping; left out, it stays.
 
     Returns:
       The function, to be called inside kernels as before.
@@ -249,13 +257,29 @@ def scope(fn: Callable[P, R]) -> Callable[P, R]:
       >>> double(3)
       6
     """
+    if mapping is not None and mapping is not _CALLERS:
+        raise ModeError(
+            compose(
+                "a scope keeps the kernel's mapping or hides it; it has none of its own.",
+                call="scope(mapping=...)",
+                fix="@scope(mapping=None), or @scope",
+            )
+        )
+    if fn is None:
+        return functools.partial(_scoped, hide_mapping=mapping is None)
+    return _scoped(fn, hide_mapping=mapping is None)
 
+
+def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
     @functools.wraps(fn)
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
         frame = _frame.value
-        if frame is None or not frame.bound:
+        if frame is None:
             return fn(*args, **kwargs)
-        with frame.replace(bound=()).enter():
+        inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
+        if inner == frame:
+            return fn(*args, **kwargs)
+        with inner.enter():
             return fn(*args, **kwargs)
 
     return scoped

@@ -144,3 +144,19 @@ def test_a_scope_of_its_own() -> None:
         spmd.kernel("b, d -> d", mesh=MESH)(lambda x, y: double(y))(x[:4], x)
     out = spmd.kernel("b, d -> d", mesh=MESH)(lambda x, y: spmd.scope(double)(y))(x[:4], x)
     assert (np.asarray(out) == x * x).all()
+
+
+def test_a_scope_without_the_mapping_of_its_caller() -> None:
+    """Under the caller's rule `d` lies on dp; the library's `d` has nothing to do with it."""
+
+    def total(x):
+        return spmd.reduce(x, "d -> scalar")
+
+    x = np.arange(8, dtype=np.float32)
+    kernel = lambda fn: spmd.kernel("d -> scalar", mesh=MESH, mapping={"d": None})(fn)
+    assert kernel(spmd.scope(mapping=None)(total))(x) == 28
+
+    divided = spmd.kernel("d, e -> e", mesh=MESH, mapping={"d": "dp", "e": None})
+    assert (divided(lambda x, y: y * spmd.scope(mapping=None)(total)(y))(x, x) == 28 * x).all()
+    with pytest.raises(spmd.SpmdError):  # kept, the rule divides what is whole
+        divided(lambda x, y: y * spmd.scope(total)(y))(x, x)

@@ -277,3 +277,16 @@ def string_for_axes(mesh):
 @bad
 def number_for_static(mesh):
     spmd.kernel(SAME, mesh=mesh, static=1)(lambda x, causal: x)
+
+
+# --- scopes --------------------------------------------------------------------------------------------------
+
+
+@bad
+def a_scope_with_a_mapping(mesh):
+    spmd.scope(mapping={"d": "dp"})(lambda x: x)
+
+
+@fixed
+def a_scope_with_a_mapping_fixed(mesh):
+    assert spmd.scope(mapping=None)(lambda x: x)(3) == 3
