@@ -17,6 +17,7 @@ from spmd.errors import (
     SizeError,
     SpmdError,
 )
+from spmd.hardware import Hardware, Link, hardware
 from spmd.kernel import Kernel, kernel
 from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import make_mesh, use_cpu_devices
@@ -57,9 +58,11 @@ __version__ = "0.1.0"
 __all__ = [
     "AxisMapping",
     "CommunicationError",
+    "Hardware",
     "Kernel",
     "Layout",
     "LayoutError",
+    "Link",
     "MeshError",
     "ModeError",
     "Pattern",
@@ -84,6 +87,7 @@ __all__ = [
     "from_process_local",
     "full",
     "grad",
+    "hardware",
     "init",
     "inspect",
     "iota",
