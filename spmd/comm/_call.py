@@ -7,6 +7,7 @@ is checked here, for all operations alike: rank, sizes, names, mesh axes, JAX's 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -162,6 +163,11 @@ class Call:
         self.pattern = pattern
         self.frame = frame
         self.sizes: dict[str, tuple[int, str]] = {n: (size, origin) for n, size, origin in frame.bound}
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """The call's own text as a scope of names: what is traced inside carries it, and so do its transposes, through
+        loops and remat, into the jaxpr, the compiled program and the profiler."""
+        return jax.named_scope(" ".join(self.text.split()))
 
     def fork(self) -> Call:
         """The same call for another leaf of a pytree: sizes bound by one leaf do not bind the next."""

@@ -171,7 +171,10 @@ def _verb(
         own = call.fork()
         operand = own.operand(value)
         own.check_divides(operand, _changes(operand, dst))
-        out = move(own, operand, dst) if moves and call.frame.explicit else operand.x
+        if not moves or not call.frame.explicit:
+            return own.result(operand.x)
+        with call.scope():
+            out = move(own, operand, dst)
         return own.result(out)
 
     if isinstance(x, str):

@@ -159,9 +159,11 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
         elif not perm:
             out = jnp.zeros_like(operand.x)
         elif call.frame.explicit:
-            out = _lax.ppermute(operand.x, axes, dict(call.frame.sizes), perm) if axes else operand.x
+            with call.scope():
+                out = _lax.ppermute(operand.x, axes, dict(call.frame.sizes), perm) if axes else operand.x
         else:
-            out = _global(operand, i, blocks, perm)
+            with call.scope():
+                out = _global(operand, i, blocks, perm)
         return own.result(out, plain)
 
     return jax.tree.map(leaf, x)

@@ -132,7 +132,8 @@ def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value)
-        out = _run(own, operand, src, dst, to) if explicit else _constrained(own, operand, src, dst)
+        with call.scope():
+            out = _run(own, operand, src, dst, to) if explicit else _constrained(own, operand, src, dst)
         return own.result(out)
 
     return jax.tree.map(leaf, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -322,7 +323,7 @@ def _record(module: HloModule, visit: Visit, opcode: str, mesh: dict[str, int] |
         if mesh is not None:
             axes, whole = axes_of_groups(groups, mesh)
     metadata = instruction.attribute("metadata") or ""
-    name = metadata.partition('op_name="')[2].partition('"')[0]
+    name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
     return Collective(
         kind=KINDS[opcode],
         axes=axes,
@@ -332,7 +333,7 @@ def _record(module: HloModule, visit: Visit, opcode: str, mesh: dict[str, int] |
         count=visit.times,
         exact=visit.exact,
         operands=operands,
-        op_name=name,
+        op_name=re.sub(r"\\(.)", r"\1", name.group(1)) if name else "",
         frames=module.stack(instruction),
     )
 

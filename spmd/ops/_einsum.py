@@ -74,13 +74,15 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
         axis: f"{placed(n, f.axes)} is summed over" for n, f in have.items() if n not in right for axis in f.axes
     }
     landing = land(call, have, partial, right)
-    out = jnp.einsum(
-        _subscripts(call, opened, right),
-        *(o.x for o in opened),
-        preferred_element_type=preferred_element_type,
-        precision=precision,
-    )
-    return call.result(finish(out, landing, call.frame))
+    with call.scope():
+        out = jnp.einsum(
+            _subscripts(call, opened, right),
+            *(o.x for o in opened),
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+        )
+        out = finish(out, landing, call.frame)
+    return call.result(out)
 
 
 def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:

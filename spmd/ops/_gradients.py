@@ -252,6 +252,7 @@ class custom_vjp:
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Set the rules: `fwd(*args) -> (out, kept)`, `bwd(*nondiff, kept, cotangent) -> cotangents`."""
         nondiff = self.nondiff
+        text = _text("custom_vjp", self, "")
 
         def forward(frame: Frame | None, *args: Any) -> Any:
             with contextlib.nullcontext() if frame is None else frame.enter():
@@ -264,7 +265,10 @@ class custom_vjp:
             *fixed, (kept, types), cotangent = args
             with contextlib.nullcontext() if frame is None else frame.enter():
                 out = bwd(*fixed, kept, cotangent)
-                return out if frame is None or not frame.explicit else _summed(out, types.axes, frame)
+                if frame is None or not frame.explicit:
+                    return out
+                with jax.named_scope(text):
+                    return _summed(out, types.axes, frame)
 
         self._inner.defvjp(forward, backward)
 

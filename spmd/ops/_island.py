@@ -295,7 +295,8 @@ def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
         with inside.enter():
             entered = [_enter(x, layout, frame) for x, layout in zip(shards, layouts, strict=True)]
             outs = _results(call, _explicit(job, inside, entered))
-            return tuple(_leave(y, o, frame) for y, o in zip(outs, call.pattern.outputs, strict=True))
+            with call.scope():
+                return tuple(_leave(y, o, frame) for y, o in zip(outs, call.pattern.outputs, strict=True))
 
     mapped = jax.shard_map(
         body,

@@ -206,7 +206,7 @@ def _with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
 
 
 def finish(x: Any, landing: Landing, frame: Frame) -> Any:
-    """Scatter first, then sum: the sum then travels in blocks. Whole arrays need neither."""
+    """Scatter first, then sum: the sum then travels in blocks. Whole arrays need neither. In the call's `scope`."""
     if not frame.explicit:
         return x
     for position, axes in landing.scatters:

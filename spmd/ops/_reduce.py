@@ -90,7 +90,9 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
         landing=landing,
         copies=_copies(call, operand.x, landing),
     )
-    return call.result(RUN[op](operand.x, job))
+    with call.scope():
+        out = RUN[op](operand.x, job)
+    return call.result(out)
 
 
 def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict[str, str]:

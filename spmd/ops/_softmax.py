@@ -51,10 +51,11 @@ def softmax(x: Any, layout: str, *, where: Any = None, **names: Any) -> Any:
     mask = None if where is None else _mask(call, where, x, operand)
     axes = tuple(a for i in dims for a in operand.factors[i].axes) if call.frame.explicit else ()
     value = operand.x if jnp.issubdtype(operand.x.dtype, jnp.inexact) else operand.x.astype(jnp.result_type(float))
-    if axes:
-        out = _divided_softmax(value, mask, dims, call.frame.in_mesh_order(axes))
-    else:
-        out = jax.nn.softmax(value, axis=dims, where=mask)
+    with call.scope():
+        if axes:
+            out = _divided_softmax(value, mask, dims, call.frame.in_mesh_order(axes))
+        else:
+            out = jax.nn.softmax(value, axis=dims, where=mask)
     return call.result(out, operand.layout.without_brackets())
 
 
@@ -128,9 +129,10 @@ def argmax(x: Any, pattern: str, **names: Any) -> Any:
         key = _order_key(jnp.squeeze(jnp.take_along_axis(value, jnp.expand_dims(local, dim), axis=dim), dim))
         start = jnp.asarray(_lax.axis_index(factor.axes, dict(call.frame.sizes)) * factor.local, jnp.int32)
         axes = call.frame.in_mesh_order(factor.axes)
-        best = _lax.pmax(key, axes)
         last = jnp.full_like(local, np.iinfo(np.int32).max)
-        local = _lax.pmin(jnp.where(key == best, local + start, last), axes)
+        with call.scope():
+            best = _lax.pmax(key, axes)
+            local = _lax.pmin(jnp.where(key == best, local + start, last), axes)
     return call.result(local.transpose(order), out_layout)
 
 
@@ -201,7 +203,8 @@ def cumsum(x: Any, layout: str, *, reverse: bool = False, **names: Any) -> Any:
     out = lax.cumsum(value, axis=dim, reverse=reverse)
     factor = operand.factors[dim]
     if call.frame.explicit and factor.axes:
-        out = out + _before(call, out, dim, factor.axes, reverse)
+        with call.scope():
+            out = out + _before(call, out, dim, factor.axes, reverse)
     return call.result(out, operand.layout.without_brackets())
 
 

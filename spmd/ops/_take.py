@@ -65,10 +65,12 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
     partial = {axis: f"the table is {{U:{axis}}}" for axis in rows.layout.unreduced}
     partial |= {axis: f"the rows {placed(key.name, key.axes)} are looked up where they lie" for axis in key.axes}
     landing = land(call, have, partial, right)
-    out = _rows(call, rows.x, numbers.x, dim, key)
     made = [*rows.names[:dim], *numbers.names, *rows.names[dim + 1 :]]
-    out = out.transpose(tuple(made.index(name) for name in right))
-    return call.result(finish(out, landing, call.frame))
+    with call.scope():
+        out = _rows(call, rows.x, numbers.x, dim, key)
+        out = out.transpose(tuple(made.index(name) for name in right))
+        out = finish(out, landing, call.frame)
+    return call.result(out)
 
 
 def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
