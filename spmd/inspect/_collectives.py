@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from spmd.inspect._groups import (
     parse_groups,
     parse_pairs,
 )
-from spmd.inspect._hlo import Frame, HloModule, Visit, parse_module, parse_shapes, shape_bytes
+from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, parse_module, parse_shapes, shape_bytes
 
 __all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text"]
 
@@ -58,6 +57,8 @@ class Collective:
       operands: dtype and local shape of each operand; several when XLA combined collectives into one.
       op_name: The name that JAX gave it, such as `jit(f)/shard_map/psum_invariant`.
       frames: The Python lines that made it, innermost first.
+      reducer: The name that JAX gave the sum it applies. It still says who asked for it where XLA has moved
+        the collective, out of a loop for one.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Collective:
     operands: tuple[tuple[str, tuple[int, ...]], ...]
     op_name: str = ""
     frames: tuple[Frame, ...] = ()
+    reducer: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -296,34 +298,43 @@ def collectives_of_text(text: str, *, mesh: Any = None) -> CollectiveReport:
 def _collective_visits(module: HloModule) -> Iterator[tuple[Visit, str]]:
     for visit in module.visits():
         opcode = visit.instruction.opcode.removesuffix("-start")
-        if opcode in KINDS:  # an asynchronous one is counted where it starts
-            yield visit, opcode
+        if opcode == "send" and "_xla_send_recv_source_target_pairs" in visit.instruction.attributes:
+            yield visit, "collective-permute"  # on GPUs, a permute in a loop may be pipelined as sends
+        elif opcode in KINDS and not _goes_on(module, visit):  # an asynchronous one is counted where it starts
+            yield visit, _scattered(module, visit, opcode)
+
+
+def _goes_on(module: HloModule, visit: Visit) -> bool:
+    """Whether this is a later part of a collective that runs beside other work.
+
+    XLA for TPUs writes such a one again into each fusion that runs meanwhile and into the one that ends it.
+    """
+    if "async_collective_fusion_config" not in visit.instruction.attributes:
+        return False
+    inside = module.computations[visit.computation]
+    return not any('"AsyncCollectiveStart"' in one.attributes for one in inside)
+
+
+def _scattered(module: HloModule, visit: Visit, opcode: str) -> str:
+    """On TPUs a fusion of an all-reduce and the slice of its result is a reduce-scatter."""
+    root = module.root(visit.computation) if visit.caller and visit.caller.opcode == "fusion" else None
+    alone = root and root.opcode == "dynamic-slice" and root.operands[0] == visit.instruction.name
+    return "reduce-scatter" if opcode == "all-reduce" and alone else opcode
 
 
 def _record(module: HloModule, visit: Visit, opcode: str, mesh: dict[str, int] | None) -> Collective | None:
     instruction = visit.instruction
+    found = _group(module, instruction, opcode, mesh)
+    if found is None:
+        return None
+    axes, whole, size = found
     types = [module.type_of(visit.computation, name) for name in instruction.operands]
     operands = tuple(shape for text in types for shape in parse_shapes(text))
-    axes: tuple[str, ...] = ()
-    whole = True
-    if opcode == "collective-permute":
-        pairs = parse_pairs(instruction.attribute_from("source_target_pairs") or "")
-        if all(source == target for source, target in pairs):
-            return None
-        if mesh is not None:
-            axes = axes_of_pairs(pairs, mesh)
-        members = {device for pair in pairs for device in pair}
-        size = math.prod(mesh[axis] for axis in axes) if mesh is not None else len(members)
-        operands = operands[:1]
-    else:
-        groups = parse_groups(instruction.attribute_from("replica_groups") or "{}", module.partitions)
-        size = max(len(group) for group in groups)
-        if size <= 1:
-            return None
-        if mesh is not None:
-            axes, whole = axes_of_groups(groups, mesh)
-    metadata = instruction.attribute("metadata") or ""
-    name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
+    if instruction.opcode == "send" or (len(types) == 4 and opcode == "collective-permute" and "s32[" in types[3]):
+        operands = operands[:1]  # the others are a token, or a buffer and offsets in it
+    named = instruction if instruction.op_name or not visit.caller else visit.caller
+    reducer = next(iter(instruction.called("to_apply")), "")
+    applied = (one.op_name for one in module.computations.get(reducer, ()) if one.op_name)
     return Collective(
         kind=KINDS[opcode],
         axes=axes,
@@ -333,9 +344,32 @@ def _record(module: HloModule, visit: Visit, opcode: str, mesh: dict[str, int] |
         count=visit.times,
         exact=visit.exact,
         operands=operands,
-        op_name=re.sub(r"\\(.)", r"\1", name.group(1)) if name else "",
-        frames=module.stack(instruction),
+        op_name=named.op_name,
+        frames=module.stack(named),
+        reducer=next(applied, ""),
     )
+
+
+def _group(
+    module: HloModule, instruction: Instruction, opcode: str, mesh: dict[str, int] | None
+) -> tuple[tuple[str, ...], bool, int] | None:
+    """The axes of a collective, whether its groups span them, and the devices in one; None if nothing moves."""
+    if opcode == "collective-permute":
+        key = "_xla_send_recv_source_target_pairs" if instruction.opcode == "send" else "source_target_pairs"
+        where = instruction.attributes.partition(key + "=")[2].lstrip('"')
+        pairs = parse_pairs(where)
+        if all(source == target for source, target in pairs):
+            return None
+        if mesh is None:
+            return (), True, len({device for pair in pairs for device in pair})
+        axes = axes_of_pairs(pairs, mesh)
+        return axes, True, math.prod(mesh[axis] for axis in axes)
+    groups = parse_groups(instruction.attribute_from("replica_groups") or "{}", module.partitions)
+    size = max(len(group) for group in groups)
+    if size <= 1:
+        return None
+    axes, whole = ((), True) if mesh is None else axes_of_groups(groups, mesh)
+    return axes, whole, size
 
 
 def sent_bytes(kind: str, operand: int, devices: int) -> int:

@@ -18,6 +18,7 @@ __all__ = ["Frame", "HloModule", "Instruction", "Visit", "parse_module", "parse_
 _BITS = {"pred": 8, "bf16": 16, "tf32": 32, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([^\s(]+)\s*(\(.*)?\{\s*$")
 _ASSIGN = re.compile(r"^\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+(.*)$")
@@ -35,13 +36,17 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One HLO instruction. `attributes` is the text behind the operands, as printed."""
+    """One HLO instruction. `attributes` is the text behind the operands, as printed.
+
+    The operand of a constant is its value.
+    """
 
     name: str
     type: str
     opcode: str
     operands: tuple[str, ...]
     attributes: str
+    root: bool = False
 
     def attribute(self, key: str) -> str | None:
         """The text of attribute `key` up to the comma that ends it, or None.
@@ -68,19 +73,30 @@ class Instruction:
             return ()
         return tuple(part.strip().lstrip("%") for part in text.strip("{}").split(",") if part.strip())
 
+    @property
+    def op_name(self) -> str:
+        """The name that JAX gave it, as JAX wrote it: printed text escapes quotes.
+
+        >>> Instruction("a", "f32[]", "add", (), r', metadata={op_name="f/psum(x, \\"a/x -> a\\")"}').op_name
+        'f/psum(x, "a/x -> a")'
+        """
+        found = _OP_NAME.search(self.attribute("metadata") or "")
+        return re.sub(r"\\(.)", r"\1", found.group(1)) if found else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Visit:
     """An instruction and how often one call of the module runs it.
 
     `exact` is False where HLO does not say: in a loop of unknown length (counted once), or in one of
-    several branches (each counted as if taken).
+    several branches (each counted as if taken). `caller` is the instruction that runs the computation.
     """
 
     instruction: Instruction
     computation: str
     times: int
     exact: bool
+    caller: Instruction | None = None
 
 
 @dataclass(frozen=True)
@@ -92,22 +108,92 @@ class HloModule:
     partitions: int
     frames: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
 
-    def type_of(self, computation: str, name: str) -> str:
-        """The printed type of the instruction `name` of `computation`."""
+    def named(self, computation: str, name: str) -> Instruction:
+        """The instruction `name` of `computation`."""
         for instruction in self.computations[computation]:
             if instruction.name == name:
-                return instruction.type
+                return instruction
         raise SpmdError(f"The compiled text uses {name!r} in {computation!r} and does not define it.")
+
+    def type_of(self, computation: str, name: str) -> str:
+        """The printed type of the instruction `name` of `computation`."""
+        return self.named(computation, name).type
+
+    def root(self, computation: str) -> Instruction | None:
+        """The instruction whose value `computation` returns."""
+        return next((one for one in self.computations.get(computation, ()) if one.root), None)
 
     def visits(self) -> Iterator[Visit]:
         """Every instruction that a call of the module runs, loops multiplied out, in order."""
-        return self._walk(self.entry, 1, True)
+        return self._walk(self.entry, 1, True, None)
 
-    def _walk(self, name: str, times: int, exact: bool) -> Iterator[Visit]:
+    def _walk(self, name: str, times: int, exact: bool, caller: Instruction | None) -> Iterator[Visit]:
         for instruction in self.computations.get(name, ()):
-            yield Visit(instruction, name, times, exact)
-            for callee, factor, known in _runs(instruction):
-                yield from self._walk(callee, times * factor, exact and known)
+            yield Visit(instruction, name, times, exact, caller)
+            for callee, factor, known in self._runs(name, instruction):
+                yield from self._walk(callee, times * factor, exact and known, instruction)
+
+    def _runs(self, computation: str, instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
+        """The computations that `instruction` runs: name, how often, and whether that number is known."""
+        match instruction.opcode:
+            case "while":
+                trips = self._trips(computation, instruction)
+                for name in instruction.called("body"):
+                    yield name, 1 if trips is None else trips, trips is not None
+                for name in instruction.called("condition"):
+                    yield name, 1 if trips is None else trips + 1, trips is not None
+            case "conditional":
+                for key in ("branch_computations", "true_computation", "false_computation"):
+                    for name in instruction.called(key):
+                        yield name, 1, False
+            case "call":
+                for name in instruction.called("to_apply"):
+                    yield name, 1, True
+            case "async-start" | "fusion":
+                for name in instruction.called("calls"):
+                    yield name, 1, True
+
+    def _trips(self, computation: str, loop: Instruction) -> int | None:
+        """How often `loop` runs its body: as printed, or read off a counter that is compared with a constant.
+
+        XLA for TPUs prints no trip counts.
+        """
+        if printed := _TRIP_COUNT.search(loop.attributes):
+            return int(printed.group(1))
+        (condition,), (body,) = loop.called("condition"), loop.called("body")
+        compare, after = self.root(condition), self.root(body)
+        if compare is None or after is None or compare.opcode != "compare" or after.opcode != "tuple":
+            return None
+        limit = self._constant(condition, compare.operands[-1])
+        counter = self._element(condition, compare.operands[0])
+        start = self.named(computation, loop.operands[0])
+        if limit is None or counter is None or start.opcode != "tuple" or "direction=LT" not in compare.attributes:
+            return None
+        first = self._constant(computation, start.operands[counter])
+        step = self._behind(body, after.operands[counter])
+        if first is None or step.opcode != "add" or self._element(body, step.operands[0]) != counter:
+            return None
+        by = self._constant(body, step.operands[1])
+        return max(0, -(-(limit - first) // by)) if by else None
+
+    def _behind(self, computation: str, name: str) -> Instruction:
+        """The instruction `name`, or what it is a copy of."""
+        found = self.named(computation, name)
+        while found.opcode in ("copy", "bitcast"):
+            found = self.named(computation, found.operands[0])
+        return found
+
+    def _constant(self, computation: str, name: str) -> int | None:
+        found = self._behind(computation, name)
+        number = found.operands[0] if found.opcode == "constant" and found.operands else ""
+        return int(number) if re.fullmatch(r"-?\d+", number) else None
+
+    def _element(self, computation: str, name: str) -> int | None:
+        """Which element of its computation's argument `name` is, if it is one."""
+        found = self._behind(computation, name)
+        index = found.attribute("index") if found.opcode == "get-tuple-element" else None
+        of_argument = index and self.named(computation, found.operands[0]).opcode == "parameter"
+        return int(index) if index and of_argument else None
 
     def stack(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The Python lines that made `instruction`, innermost first; empty when the text has no table."""
@@ -117,28 +203,6 @@ class HloModule:
         file = re.search(r'source_file="([^"]*)"', metadata)
         line = re.search(r"source_line=(\d+)", metadata)
         return (Frame(file.group(1), int(line.group(1)), ""),) if file and line else ()
-
-
-def _runs(instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
-    """The computations that `instruction` runs: name, how often, and whether that number is known."""
-    match instruction.opcode:
-        case "while":
-            trips = _TRIP_COUNT.search(instruction.attributes)
-            count = int(trips.group(1)) if trips else 1
-            for name in instruction.called("body"):
-                yield name, count, trips is not None
-            for name in instruction.called("condition"):
-                yield name, count + 1 if trips else 1, trips is not None
-        case "conditional":
-            for key in ("branch_computations", "true_computation", "false_computation"):
-                for name in instruction.called(key):
-                    yield name, 1, False
-        case "call":
-            for name in instruction.called("to_apply"):
-                yield name, 1, True
-        case "async-start" | "fusion":
-            for name in instruction.called("calls"):
-                yield name, 1, True
 
 
 # -------------------- the text
@@ -179,7 +243,7 @@ def _parse_instruction(line: str) -> Instruction | None:
         return None
     closing = _closing(rest, opening)
     operands = tuple(_split_operands(rest[opening + 1 : closing]))
-    return Instruction(name, kind, rest[:opening].strip(), operands, rest[closing + 1 :])
+    return Instruction(name, kind, rest[:opening].strip(), operands, rest[closing + 1 :], bool(found.group(1)))
 
 
 def _split_operands(text: str) -> Iterator[str]:
