@@ -13,14 +13,16 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 __all__ = [
     "Primitive",
     "identity_primitive",
     "in_jax",
     "linear_primitive",
+    "live_jaxpr",
     "manual_axes",
+    "name_stack",
     "pvary",
     "reduced_axes",
     "to_unreduced",
@@ -154,3 +156,13 @@ def linear_primitive(
     ad.primitive_transposes[op] = transposed
     batching.primitive_batchers[op] = batch
     return op
+
+
+def live_jaxpr(jaxpr: Any) -> Any:
+    """An open jaxpr without the equations that no output needs, in its loops and calls too."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def name_stack(eqn: Any) -> tuple[tuple[str, str], ...]:
+    """The names around an equation, outermost first: `("Scope", text)` of `jax.named_scope`, `("Transform", "jvp")`."""
+    return tuple((type(entry).__name__, entry.name) for entry in eqn.source_info.name_stack.stack)
