@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, overload
 
-import jax
-
-from spmd.errors import SpmdError
 from spmd.inspect._groups import (
     axes_of_groups,
     axes_of_pairs,
@@ -23,6 +20,7 @@ from spmd.inspect._groups import (
     parse_pairs,
 )
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, parse_module, parse_shapes, shape_bytes
+from spmd.inspect._program import stage
 
 __all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text"]
 
@@ -273,13 +271,9 @@ def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collect
     >>> report.counts, report.total_bytes
     ({'psum': 1}, 384)
     """
-    compiled, found = _compile(fn, args, kwargs)
-    text = compiled.as_text()
-    if not text:
-        raise SpmdError("This backend does not give the text of its compiled programs.")
-    if mesh is None:
-        mesh = found or _mesh_of_shardings(compiled)
-    return collectives_of_text(text, mesh=mesh)
+    program = stage("collectives", fn, args, kwargs)
+    text = program.text()
+    return collectives_of_text(text, mesh=program.mesh if mesh is None else mesh)
 
 
 def collectives_of_text(text: str, *, mesh: Any = None) -> CollectiveReport:
@@ -388,58 +382,3 @@ def sent_bytes(kind: str, operand: int, devices: int) -> int:
         "pbroadcast": Fraction(operand),
     }.get(kind, operand * share)
     return round(exact)
-
-
-# -------------------- what to compile, and for whom
-
-
-def _compile(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The compiled program, and the mesh that `fn` or the traced program names, if any."""
-    if hasattr(fn, "as_text") and (args or kwargs):
-        raise SpmdError("A lowered or compiled program already has its arguments: pass it alone.")
-    if hasattr(fn, "compile") and hasattr(fn, "as_text"):
-        return fn.compile(), None
-    if hasattr(fn, "as_text"):
-        return fn, None
-    if not callable(fn):
-        raise SpmdError(
-            f"collectives takes a kernel, a function, or a lowered or compiled program, got {type(fn).__name__}."
-        )
-    mesh = getattr(fn, "mesh", None)
-    mesh = mesh if isinstance(getattr(mesh, "shape", None), Mapping) else None
-    if not hasattr(fn, "lower"):
-        fn = jax.jit(fn)
-    if mesh is not None or not hasattr(fn, "trace"):
-        return fn.lower(*args, **kwargs).compile(), mesh
-    traced = fn.trace(*args, **kwargs)
-    found = next(_meshes_of_jaxpr(traced.jaxpr), None) or _mesh_of_arguments((args, kwargs))
-    return traced.lower().compile(), found
-
-
-def _meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
-    """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    for equation in getattr(inner, "eqns", ()):
-        for value in equation.params.values():
-            mesh = getattr(value, "mesh", value)
-            if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) and mesh.axis_names:
-                yield mesh
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    yield from _meshes_of_jaxpr(part)
-
-
-def _mesh_of_arguments(tree: Any) -> Any:
-    leaves = jax.tree.leaves(tree)
-    return _first_mesh(getattr(leaf, "sharding", None) for leaf in leaves)
-
-
-def _mesh_of_shardings(compiled: Any) -> Any:
-    shardings = [getattr(compiled, name, None) for name in ("output_shardings", "input_shardings")]
-    return _first_mesh(jax.tree.leaves(shardings))
-
-
-def _first_mesh(shardings: Iterable[Any]) -> Any:
-    meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
-    return next((mesh for mesh in meshes if mesh is not None and mesh.axis_names), None)

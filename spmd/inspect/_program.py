@@ -1,0 +1,170 @@
+"""What is looked at: anything callable with its arguments, traced once, and compiled once if at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from spmd.errors import SpmdError, compose
+from spmd.mesh import ambient_mesh, outside_trace
+
+__all__ = ["Program", "stage"]
+
+
+@dataclass
+class Program:
+    """A program with its arguments.
+
+    Attributes:
+      name: The function's name.
+      jaxpr: The closed jaxpr, traced once; None of a program that came lowered or compiled.
+      mesh: The mesh that the program names first, a Mesh rather than an AbstractMesh if it has both; None
+        if it has none, or none is known before it is compiled.
+      arguments: The leaves of its arguments, as given.
+    """
+
+    name: str
+    jaxpr: Any
+    mesh: Any
+    arguments: tuple[Any, ...]
+    _compile: Callable[[], Any] = field(repr=False)
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The compiled program; compiled when first asked for."""
+        compiled = self._compile()
+        if self.mesh is None:
+            shardings = [getattr(compiled, name, None) for name in ("output_shardings", "input_shardings")]
+            self.mesh = _first(getattr(sharding, "mesh", None) for sharding in jax.tree.leaves(shardings))
+        return compiled
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether it can be compiled: an abstract mesh has names and sizes only."""
+        return not isinstance(self.mesh, AbstractMesh)
+
+    def text(self) -> str:
+        """The compiled program's text."""
+        text = self.compiled.as_text()
+        if not text:
+            raise SpmdError("This backend does not give the text of its compiled programs.")
+        return text
+
+
+def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any = None) -> Program:
+    """Trace `fn`, or take over what is traced, lowered or compiled already.
+
+    Args:
+      verb: The function that asks, for messages.
+      fn: A kernel, a function, or what `.trace`, `.lower` or `.compile` returned.
+      args: Its arguments; leaves of plain functions that are no arrays are constants.
+      kwargs: Its keyword arguments.
+      mesh: A mesh for kernels that have none and take it from their surroundings.
+
+    Raises:
+      SpmdError: `fn` is none of these, or has its arguments already.
+    """
+    staged = hasattr(fn, "as_text") or (hasattr(fn, "jaxpr") and hasattr(fn, "lower"))
+    if staged and (args or kwargs):
+        rule = "a traced, lowered or compiled program has its arguments already: pass it alone."
+        raise SpmdError(compose(rule, call=f"{verb}({type(fn).__name__}, ...)", fix=f"{verb}(program)"))
+    if staged:
+        return _staged(fn)
+    if not callable(fn):
+        rule = f"{verb} takes a kernel, a function, or a traced, lowered or compiled program."
+        fix = f"{verb}(fn, x) with the function itself, not what it returns"
+        raise SpmdError(compose(rule, call=f"{verb}(...)", got=[type(fn).__name__], fix=fix))
+    with _under(mesh):
+        traced = _traceable(fn, args, kwargs)
+        jaxpr = getattr(traced, "jaxpr", None)
+    leaves = tuple(jax.tree.leaves((args, kwargs)))
+    named = (_shaped(mesh), _shaped(getattr(fn, "mesh", None)), *_meshes_of_jaxpr(jaxpr), *_meshes_of(leaves))
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+
+    def lowered() -> Any:
+        with _under(mesh):
+            return traced.lower().compile() if hasattr(traced, "lower") else traced.compile()
+
+    return Program(name, jaxpr, _first(named), leaves, lowered)
+
+
+def _staged(fn: Any) -> Program:
+    jaxpr = getattr(fn, "jaxpr", None)
+    if jaxpr is not None:
+        return Program(fn.fun_name, jaxpr, _first(_meshes_of_jaxpr(jaxpr)), (), lambda: fn.lower().compile())
+    return Program("", None, None, (), fn.compile if hasattr(fn, "compile") else lambda: fn)
+
+
+def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fn` traced; of what has `.lower` alone (other libraries' jit), lowered."""
+    if hasattr(fn, "trace"):
+        return fn.trace(*args, **kwargs)
+    if hasattr(fn, "lower"):
+        return fn.lower(*args, **kwargs)
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    if len(arrays) == len(leaves):
+        return jax.jit(fn).trace(*args, **kwargs)
+
+    @functools.wraps(fn)
+    def with_constants(*given: Any) -> Any:
+        filled = dict(zip(arrays, given, strict=True))
+        args, kwargs = jax.tree.unflatten(structure, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return fn(*args, **kwargs)
+
+    return jax.jit(with_constants).trace(*(leaves[i] for i in arrays))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex | np.generic) or (
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    )
+
+
+@contextlib.contextmanager
+def _under(mesh: Any) -> Iterator[None]:
+    """`mesh` as the ambient one, unless there is one already."""
+    if not isinstance(mesh, Mesh | AbstractMesh) or ambient_mesh() is not None or not outside_trace():
+        yield
+        return
+    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+# -------------------- meshes
+
+
+def _shaped(mesh: Any) -> Any:
+    """What has sizes by axis name: a Mesh, an AbstractMesh, or a mapping of sizes."""
+    return mesh if isinstance(mesh, Mapping) or isinstance(getattr(mesh, "shape", None), Mapping) else None
+
+
+def _first(meshes: Iterable[Any]) -> Any:
+    found = [mesh for mesh in meshes if mesh is not None and getattr(mesh, "axis_names", mesh)]
+    return next((mesh for mesh in found if isinstance(mesh, Mesh)), found[0] if found else None)
+
+
+def _meshes_of(leaves: Iterable[Any]) -> Iterator[Any]:
+    for leaf in leaves:
+        yield _shaped(getattr(getattr(leaf, "sharding", None), "mesh", None))
+
+
+def _meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
+    """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in getattr(inner, "eqns", ()):
+        for value in equation.params.values():
+            mesh = getattr(value, "mesh", value)
+            if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
+                yield mesh
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from _meshes_of_jaxpr(part)
