@@ -17,7 +17,7 @@ from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError
 from spmd.language import Layout
 
-__all__ = ["ppermute", "shift"]
+__all__ = ["ppermute", "roll_p", "shift"]
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) 
     by = (perm[0][1] - perm[0][0]) % blocks
     source = {j: k for k, j in perm}
     if all((j - k) % blocks == by for k, j in perm):
-        moved = _roll_p.bind(cut, by=by, axis=i)
+        moved = roll_p.bind(cut, by=by, axis=i)
     else:
         moved = jnp.take(cut, jnp.array([source.get(j, 0) for j in range(blocks)]), axis=i)
     if len(perm) < blocks:
@@ -189,13 +189,13 @@ def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) 
 
 def _roll_batch(args: Any, dims: Any, *, by: int, axis: int) -> Any:
     [x], [batch] = args, dims
-    return _roll_p.bind(x, by=by, axis=axis + 1 if batch <= axis else axis), batch
+    return roll_p.bind(x, by=by, axis=axis + 1 if batch <= axis else axis), batch
 
 
-_roll_p = _compat.linear_primitive(
+roll_p = _compat.linear_primitive(
     "spmd_roll",
     abstract=lambda x, **_: x,
     run=lambda x, *, by, axis: jnp.roll(x, by, axis=axis),
-    transpose=lambda cotangent, *, by, axis: _roll_p.bind(cotangent, by=-by, axis=axis),
+    transpose=lambda cotangent, *, by, axis: roll_p.bind(cotangent, by=-by, axis=axis),
     batch=_roll_batch,
 )

@@ -8,8 +8,10 @@ from spmd.ops._island import local, opaque
 from spmd.ops._notes import annotate, assert_equal, debug_print, typeof
 from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
+from spmd.ops._roll import roll
 from spmd.ops._softmax import argmax, cumsum, softmax
 from spmd.ops._take import take
+from spmd.ops._top_k import top_k
 from spmd.ops._where import axis_index, axis_size, local_size, offset, size
 
 __all__ = [
@@ -34,9 +36,11 @@ __all__ = [
     "rearrange",
     "reduce",
     "repeat",
+    "roll",
     "size",
     "softmax",
     "take",
+    "top_k",
     "typeof",
     "value_and_grad",
     "zeros",

@@ -17,7 +17,7 @@ from spmd.errors import LayoutError
 from spmd.language import Layout, Pattern
 from spmd.ops._landing import factors_by_name, placed, plain_dims
 
-__all__ = ["argmax", "cumsum", "softmax"]
+__all__ = ["argmax", "bracketed", "cumsum", "open_bracketed", "softmax"]
 
 Axes = tuple[str, ...]
 
@@ -46,8 +46,8 @@ def softmax(x: Any, layout: str, *, where: Any = None, **names: Any) -> Any:
       >>> print(spmd.kernel("k/tp -> k/tp", mesh=mesh)(lambda x: spmd.softmax(x, "[k/tp]"))(jnp.zeros(8)))
       [0.125 0.125 0.125 0.125 0.125 0.125 0.125 0.125]
     """
-    call, operand = _open("softmax", x, layout, names)
-    dims = _bracketed(call, operand)
+    call, operand = open_bracketed("softmax", x, layout, names)
+    dims = bracketed(call, operand)
     mask = None if where is None else _mask(call, where, x, operand)
     axes = tuple(a for i in dims for a in operand.factors[i].axes) if call.frame.explicit else ()
     value = operand.x if jnp.issubdtype(operand.x.dtype, jnp.inexact) else operand.x.astype(jnp.result_type(float))
@@ -116,8 +116,8 @@ def argmax(x: Any, pattern: str, **names: Any) -> Any:
       >>> print(best(jnp.eye(8)[2:5]))
       [2 3 4]
     """
-    call, operand = _open("argmax", x, pattern, names, arrow="->" in str(pattern))
-    dims = _bracketed(call, operand, most=1, name="argmax")
+    call, operand = open_bracketed("argmax", x, pattern, names, arrow="->" in str(pattern))
+    dims = bracketed(call, operand, most=1, name="argmax")
     [dim] = dims
     out_layout, order = _kept(call, operand, dim)
     value = lax.stop_gradient(operand.x)
@@ -197,8 +197,8 @@ def cumsum(x: Any, layout: str, *, reverse: bool = False, **names: Any) -> Any:
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.cumsum(x, "[s/cp]"))(jnp.arange(8)))
       [ 0  1  3  6 10 15 21 28]
     """
-    call, operand = _open("cumsum", x, layout, names, linear=True)
-    [dim] = _bracketed(call, operand, most=1, name="cumsum")
+    call, operand = open_bracketed("cumsum", x, layout, names, linear=True)
+    [dim] = bracketed(call, operand, most=1, name="cumsum")
     value = operand.x.astype(jnp.int32) if operand.x.dtype == jnp.bool_ else operand.x
     out = lax.cumsum(value, axis=dim, reverse=reverse)
     factor = operand.factors[dim]
@@ -224,9 +224,10 @@ def _before(call: Call, sums: Any, dim: int, axes: Axes, reverse: bool) -> Any:
 # --- brackets -----------------------------------------------------------------------------------------------
 
 
-def _open(
+def open_bracketed(
     who: str, x: Any, pattern: Any, names: Mapping[str, Any], *, arrow: bool = False, linear: bool = False
 ) -> tuple[Call, Operand]:
+    """The call and its operand; only what is linear may be of a partial sum."""
     if isinstance(pattern, Pattern):
         arrow = pattern.arrow
     call = open_call(who, pattern, names, arrays=(x,), arrow=arrow)
@@ -238,7 +239,7 @@ def _open(
     return call, call.operand(x)
 
 
-def _bracketed(call: Call, operand: Operand, *, most: int | None = None, name: str = "softmax") -> tuple[int, ...]:
+def bracketed(call: Call, operand: Operand, *, most: int | None = None, name: str = "softmax") -> tuple[int, ...]:
     """The positions of the factors in brackets."""
     dims = tuple(i for i, factor in enumerate(operand.factors) if factor.bracket)
     if not dims or (most is not None and len(dims) > most):

@@ -15,6 +15,7 @@ import spmd
 from tests.errors import (  # noqa: F401  (they fill the registry, in this order)
     bad_boundaries,
     bad_calls,
+    bad_experts,
     bad_oddities,
     bad_programs,
 )

@@ -1,0 +1,90 @@
+"""`roll`: by elements, along dimensions in brackets, divided or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from spmd.comm import _lax
+from spmd.comm._call import Call, Factor
+from spmd.comm._keywords import kind_of
+from spmd.comm.permute import roll_p
+from spmd.errors import LayoutError
+from spmd.ops._softmax import bracketed, open_bracketed
+
+__all__ = ["roll"]
+
+
+def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) -> Any:
+    """`jnp.roll` of the whole array along the dimensions in brackets: `roll(x, "b [s/cp] d", 1)`.
+
+    Element i goes to place i + shift, and what leaves at one end comes in at the other. `spmd.shift` rolls by
+    whole blocks.
+
+    Communication: nothing where a dimension is whole, or is rolled by a multiple of its size. Divided, with
+    shift = q blocks and a remainder of r elements: one collective-permute by q blocks of what stays together and
+    one by q + 1 of the r elements that cross a border; either is left out where it is empty or goes nowhere. Together
+    at most a shard's bytes; r / local of them for a shift smaller than a block. Backward the reverse roll, the same.
+
+    Args:
+      x: The array.
+      layout: Its layout, one or more dimensions in brackets.
+      shift: How many elements, a Python int of any size and sign; several dimensions: one for all, or a tuple
+        of one for each.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The array, in the same layout.
+
+    Raises:
+      LayoutError: On a malformed layout, one without brackets, or a shift that is no int.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=4)
+      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.roll(x, "[s/cp]", 3))(jnp.arange(8)))
+      [5 6 7 0 1 2 3 4]
+    """
+    call, operand = open_bracketed("roll", x, layout, names, linear=True)
+    dims = bracketed(call, operand, name="roll")
+    if fault := next((d for d in operand.layout.dims if d.bracket and len(d.atoms) > 1), None):
+        rule = f"roll works along a dimension with one name, and this one has {len(fault.atoms)}."
+        call.fail(rule, at=fault.span, fix="rearrange it into dimensions of their own first", error=LayoutError)
+    out = operand.x
+    with call.scope():
+        for dim, by in zip(dims, _shifts(call, shift, len(dims)), strict=True):
+            factor = operand.factors[dim]
+            by %= factor.size
+            if by and call.frame.explicit and factor.axes:
+                out = _divided(call, out, dim, factor, by)
+            elif by:
+                out = roll_p.bind(out, by=by, axis=dim)
+    return call.result(out, operand.layout.without_brackets())
+
+
+def _divided(call: Call, x: Any, dim: int, factor: Factor, by: int) -> Any:
+    """Two pieces of each block travel: what lands in one block, and the rest in the next."""
+    n = factor.size // factor.local
+    blocks, rest = divmod(by, factor.local)
+    stays = lax.slice_in_dim(x, 0, factor.local - rest, axis=dim)
+    stays = _sent(call, stays, factor.axes, blocks % n, n)
+    if not rest:
+        return stays
+    crosses = lax.slice_in_dim(x, factor.local - rest, factor.local, axis=dim)
+    crosses = _sent(call, crosses, factor.axes, (blocks + 1) % n, n)
+    return lax.concatenate([crosses, stays], dim)
+
+
+def _sent(call: Call, x: Any, axes: tuple[str, ...], by: int, n: int) -> Any:
+    return _lax.ppermute(x, axes, dict(call.frame.sizes), [(i, (i + by) % n) for i in range(n)]) if by else x
+
+
+def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
+    shifts = shift if isinstance(shift, tuple) else (shift,) * count
+    if fault := [s for s in shifts if isinstance(s, bool) or not isinstance(s, int)]:
+        call.fail(f"shift is a number of elements, a Python int, not {kind_of(fault[0])}.", error=LayoutError)
+    if len(shifts) != count:
+        rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
+        call.fail(rule, fix="one int, for all of them", error=LayoutError)
+    return shifts

@@ -1,0 +1,89 @@
+"""`top_k`: the largest elements along a dimension in brackets, divided or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.comm import _lax
+from spmd.comm._call import Call, Factor
+from spmd.comm._keywords import kind_of
+from spmd.errors import LayoutError, SizeError
+from spmd.language import Atom, Dim, Layout
+from spmd.ops._softmax import bracketed, open_bracketed
+
+__all__ = ["top_k"]
+
+
+def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[Any, Any]:
+    """The k largest elements along the dimension in brackets, and where they are: `top_k(x, "b s [e]", 2)`.
+
+    Largest first; the first of equals wins, on whatever device it lies, as in `jax.lax.top_k`. The values have
+    the gradient of the elements that they are, positions have none.
+
+    Communication: nothing where the dimension is whole. Divided over n devices, forward one all-gather of values
+    and one of positions: each device contributes its own m = min(k, local size) candidates, so the gathers
+    receive m (n - 1) elements and as many int32 for each row. Backward nothing.
+
+    Args:
+      x: The array.
+      layout: Its layout, one dimension in brackets.
+      k: How many, a Python int from 1 to the global size of that dimension.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      `(values, positions)`: that dimension has size k in both and is whole, equal on its former axes; positions are
+      int32 and count in the whole dimension. The other dimensions stay.
+
+    Raises:
+      LayoutError: On a malformed layout, one without brackets, or a k that is no int.
+      SizeError: If k is larger than the dimension.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=4)
+      >>> best = spmd.kernel("v/tp -> k, k", mesh=mesh)(lambda x: spmd.top_k(x, "[v/tp]", 3))
+      >>> values, positions = best(jnp.array([1.0, 5, 0, 2, 5, 3, 4, 1]))
+      >>> print(values, positions)
+      [5. 5. 4.] [1 4 6]
+    """
+    call, operand = open_bracketed("top_k", x, layout, names)
+    [dim] = bracketed(call, operand, most=1, name="top_k")
+    factor = operand.factors[dim]
+    _check(call, operand.x, k, factor)
+    with call.scope():
+        values, positions = _last(operand.x, min(k, factor.local), dim)
+        if call.frame.explicit and factor.axes:
+            start = _lax.axis_index(factor.axes, dict(call.frame.sizes)) * factor.local
+            positions = positions + jnp.asarray(start, jnp.int32)
+            # Blocks arrive in the order of their positions: among equals the earlier candidate is the earlier element.
+            values, positions = (_lax.all_gather(y, factor.axes, dim, "invarying") for y in (values, positions))
+            values, chosen = _last(values, k, dim)
+            positions = jnp.take_along_axis(positions, chosen, axis=dim)
+    out = _result_layout(operand.layout)
+    return call.result(values, out), call.result(positions, out)
+
+
+def _last(x: Any, k: int, dim: int) -> tuple[Any, Any]:
+    """`lax.top_k` along any dimension."""
+    values, positions = lax.top_k(jnp.moveaxis(x, dim, -1), k)
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(positions, -1, dim)
+
+
+def _result_layout(layout: Layout) -> Layout:
+    """The layout with an unnamed whole dimension in the place of the one in brackets."""
+    chosen = Dim((Atom("_"),))
+    return Layout.from_dims([chosen if d.bracket else replace(d, bracket=False) for d in layout.dims])
+
+
+def _check(call: Call, x: Any, k: Any, factor: Factor) -> None:
+    if isinstance(k, bool) or not isinstance(k, int):
+        call.fail(f"k is a number of elements, a Python int, not {kind_of(k)}.", error=LayoutError)
+    if not 1 <= k <= factor.size:
+        rule = f"k is from 1 to the size of {factor.name}, {factor.size}, not {k}."
+        call.fail(rule, at=factor.span, got=[call.frame.describe()], error=SizeError)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        call.fail(f"top_k needs numbers that are ordered, and the array is {x.dtype}.", error=LayoutError)

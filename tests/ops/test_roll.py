@@ -1,0 +1,115 @@
+"""`roll` by elements, along whole and divided dimensions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd.errors import SpmdError
+from spmd.inspect import collectives
+from spmd.ops import roll
+from tests import simulator
+from tests.ops.harness import MODES, backward_counts, close, frame, make_mesh, pulled, run
+from tests.sampler import Sampler, seeds
+
+MESH = {"dp": 2, "tp": 4}
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_random_calls_equal_numpy(seed: int) -> None:
+    sampler = Sampler(seed)
+    mesh = sampler.mesh()
+    layout = sampler.layout("b s d", mesh, used=0.9)
+    along = sampler.choice(["b", "s", "d"])
+    sizes = sampler.sizes("b s d", mesh, [layout])
+    x = sampler.array([sizes[n] for n in simulator.read(layout).names], sampler.dtype())
+    by = int(sampler.rng.integers(-2 * sizes[along], 2 * sizes[along] + 1))
+    marked = " ".join(f"[{w}]" if w.split("/")[0] == along else w for w in layout.split())
+    for mode in ("explicit", "reference"):
+        found = run(lambda x: roll(x, marked, by), mesh, [layout], layout, mode)(jnp.asarray(x))
+        close(found, simulator.roll(x, marked, by))
+
+
+@pytest.mark.parametrize("by", [1, -5, 4, 16, 11])
+@pytest.mark.parametrize("layout", ["b/dp [s/tp]", "b [s/tp/dp]", "[s/tp] b/dp"])
+def test_values_and_gradients_in_every_mode(layout: str, by: int) -> None:
+    plain = layout.replace("[", "").replace("]", "")
+    (axis,) = simulator.bracketed(layout)
+    x = jnp.asarray(Sampler(1).array((4, 16) if axis else (16, 4), whole=False))
+    weights = jnp.asarray(Sampler(2).array(x.shape, whole=False))
+    expected = pulled(lambda x: jnp.roll(x, by, axis=axis), x, by=weights)
+    for mode in MODES if by == 11 else ("explicit", "reference"):
+        fn = run(lambda x: roll(x, layout, by), MESH, [plain], plain, mode)
+        jax.tree.map(close, pulled(fn, x, by=weights), expected)
+
+
+# 4 blocks of 4 elements: what each device sends, in elements, and in how many permutes.
+COSTS = [
+    (1, 1, 1),
+    (-1, 1, 1),
+    (3, 1, 3),
+    (4, 1, 4),
+    (5, 2, 4),
+    (13, 1, 3),
+    (-3, 1, 3),
+    (16, 0, 0),
+    (0, 0, 0),
+    (6, 2, 4),
+]
+
+
+@pytest.mark.parametrize(("by", "permutes", "elements"), COSTS)
+def test_only_what_crosses_a_border_is_sent(by: int, permutes: int, elements: int) -> None:
+    x = jnp.ones((6, 16))
+    body = lambda x: roll(x, "b/dp [s/tp]", by)
+    report = collectives(run(body, MESH, ["b/dp s/tp"], "b/dp s/tp").lower(x).compile(), mesh=make_mesh(MESH))
+    assert sum(one.count for one in report) == permutes
+    assert sum(one.total_bytes for one in report) == 3 * elements * 4
+    expected = {"ppermute tp": 2 * permutes} if permutes else {}
+    assert backward_counts(body, MESH, ["b/dp s/tp"], "b/dp s/tp", x) == expected
+
+
+def test_several_dimensions_at_once() -> None:
+    x = jnp.asarray(Sampler(3).array((4, 16, 5)))
+    for mode in MODES:
+        fn = run(lambda x: roll(x, "[b/dp] [s/tp] d", (1, -6)), MESH, ["b/dp s/tp d"], "b/dp s/tp d", mode)
+        close(fn(x), np.roll(x, (1, -6), (0, 1)))
+        fn = run(lambda x: roll(x, "[b/dp] s/tp [d]", 3), MESH, ["b/dp s/tp d"], "b/dp s/tp d", mode)
+        close(fn(x), np.roll(x, 3, (0, 2)))
+
+
+def test_under_vmap_scan_and_remat_and_of_partial_sums() -> None:
+    one = lambda row: roll(row, "[s/tp] {U:dp}", 3)
+
+    def body(x):
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + scanned
+
+    x = jnp.asarray(Sampler(4).array((3, 8)))
+    fn = run(body, MESH, ["t s/tp {U:dp}"], "t s/tp {U:dp}")
+    close(fn(x), 2 * np.roll(x, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "by", "part"),
+    [
+        ("b s/tp", 1, "roll works along the dimensions in brackets"),
+        ("b [s/tp]", 1.5, "a Python int, not a float"),
+        ("[b] [s/tp]", (1,), "one int for each of the 2 dimensions in brackets, not 1"),
+        ("b [(h k)/tp]", 1, "a dimension with one name, and this one has 2"),
+    ],
+)
+def test_errors(layout: str, by: object, part: str) -> None:
+    with frame(MESH).enter(), pytest.raises(SpmdError) as caught:
+        roll(jnp.ones((8, 8)), layout, by, **({"k": 2} if "(" in layout else {}))
+    assert part in str(caught.value)
+
+
+def test_the_comparison_can_fail() -> None:
+    """A roll of each block by itself is noticed."""
+    x = jnp.arange(16.0).reshape(2, 8)
+    wrong = run(lambda x: jnp.roll(x, 1, axis=1), MESH, ["b s/tp"], "b s/tp")
+    with pytest.raises(AssertionError):
+        close(wrong(x), jnp.roll(x, 1, axis=1))

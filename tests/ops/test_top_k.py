@@ -1,0 +1,142 @@
+"""`top_k` along whole and divided dimensions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd.errors import SpmdError
+from spmd.inspect import collectives
+from spmd.ops import top_k
+from tests import simulator
+from tests.ops.harness import MODES, backward_counts, close, frame, make_mesh, pulled, run, spec
+from tests.ops.harness import tally as compiled_counts
+from tests.sampler import Sampler, seeds
+
+MESH = {"dp": 2, "tp": 4}
+
+
+def without(layout: str, name: str) -> str:
+    """The layout of the results: the dimension is whole."""
+    return " ".join("k" if w.split("/")[0] == name else w for w in layout.split())
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_random_calls_equal_numpy(seed: int) -> None:
+    """Small whole numbers, so that nearly every row has ties."""
+    sampler = Sampler(seed)
+    mesh = sampler.mesh()
+    layout = sampler.layout("b s e", mesh, used=0.9)
+    along = sampler.choice(["b", "s", "e"])
+    sizes = sampler.sizes("b s e", mesh, [layout])
+    x = sampler.array([sizes[n] for n in simulator.read(layout).names], sampler.dtype(kinds="fi"))
+    k = int(sampler.rng.integers(1, sizes[along] + 1))
+    marked = " ".join(f"[{w}]" if w.split("/")[0] == along else w for w in layout.split())
+    values, positions = simulator.top_k(x, marked, k)
+    outs = [without(layout, along)] * 2
+    for mode in ("explicit", "reference"):
+        found = run(lambda x: top_k(x, marked, k), mesh, [layout], outs, mode)(jnp.asarray(x))
+        close(found[0], values)
+        close(found[1], positions.astype(np.int32))
+
+
+@pytest.mark.parametrize("layout", ["b/dp [e/tp]", "b [e/tp/dp]", "[e/tp] b/dp", "b/dp [e]"])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_values_positions_and_gradients_in_every_mode(layout: str, k: int) -> None:
+    plain = layout.replace("[", "").replace("]", "")
+    (axis,) = simulator.bracketed(layout)
+    x = jnp.asarray(Sampler(k).array((4, 16) if axis else (16, 4), whole=False))
+    out = without(plain, "e")
+    expected = jnp.moveaxis(jax.lax.top_k(jnp.moveaxis(x, axis, -1), k)[0], -1, axis)
+    weights = jnp.asarray(Sampler(9).array(expected.shape, whole=False))
+
+    def plainly(x):
+        values, places = jax.lax.top_k(jnp.moveaxis(x, axis, -1), k)
+        return jnp.moveaxis(values * (1 + places).astype(x.dtype), -1, axis)
+
+    for mode in MODES if k == 3 else ("explicit", "reference"):
+
+        def body(x):
+            values, places = top_k(x, layout, k)
+            return values * (1 + places).astype(values.dtype)
+
+        fn = run(body, MESH, [plain], out, mode)
+        jax.tree.map(close, pulled(fn, x, by=weights), pulled(plainly, x, by=weights))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "bool"])
+def test_ties_infinities_and_dtypes_are_those_of_lax(dtype: str) -> None:
+    rows = [[1, 3, 2, 3, 3, 0, 1, 2], [0] * 8, [5, 1, 1, 1, 1, 1, 1, 5], [0, 0, 0, 0, 0, 1, 1, 1]]
+    if dtype.startswith(("float", "bfloat")):
+        nan, inf = float("nan"), float("inf")
+        rows += [[1, 2, inf, 3, nan, inf, nan, 1], [-1, -0.0, -2, 0.0, 0.0, -1, 0, -1], [-inf] * 8]
+    x = jnp.asarray(rows).astype(dtype)
+    expected = jax.lax.top_k(x, 5)
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: top_k(x, "b [v/tp]", 5), MESH, ["b v/tp"], ["b k", "b k"], mode)
+        jax.tree.map(close, tuple(fn(x)), tuple(expected))
+
+
+@pytest.mark.parametrize(("k", "candidates"), [(1, 1), (3, 3), (7, 4)])
+def test_it_costs_the_candidates_of_the_others(k: int, candidates: int) -> None:
+    """Each device sends its min(k, local) best: their values and their positions. Backward costs nothing."""
+    x = jnp.ones((6, 16))
+    body = lambda x: tuple(top_k(x, "b/dp [v/tp]", k))
+    fn = run(body, MESH, ["b/dp v/tp"], ["b/dp k"] * 2)
+    found = collectives(fn.lower(x).compile(), mesh=make_mesh(MESH))
+    assert compiled_counts(fn.lower(x).compile(), MESH) == {"all_gather tp": 2}
+    assert sum(one.total_bytes for one in found) == 3 * candidates * (4 - 1) * (4 + 4)
+    values_only = lambda x: top_k(x, "b/dp [v/tp]", k)[0]  # positions that nobody asks for are not gathered
+    assert backward_counts(values_only, MESH, ["b/dp v/tp"], "b/dp k", x) == {"all_gather tp": 1}
+    whole = run(lambda x: top_k(x, "b/dp [v]", k)[0], MESH, ["b/dp v"], "b/dp k")
+    assert compiled_counts(whole.lower(x).compile(), MESH) == {}
+
+
+def test_under_vmap_scan_and_remat() -> None:
+    def one(row):
+        values, places = top_k(row, "[s/tp]", 2)
+        return values * places.astype(values.dtype)
+
+    def body(x):
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + scanned
+
+    def plain(x):
+        values, places = jax.lax.top_k(x, 2)
+        return 2 * values * places.astype(x.dtype)
+
+    x = jnp.asarray(Sampler(10).array((3, 8), whole=False))
+    fn = run(body, MESH, ["t s/tp"], "t k")
+    jax.tree.map(close, pulled(fn, x), pulled(plain, x))
+
+
+@pytest.mark.parametrize(
+    ("layout", "k", "part"),
+    [
+        ("b e/tp", 2, "top_k works along the one dimension in brackets"),
+        ("[b] [e/tp]", 2, "2 in brackets"),
+        ("b [e/tp]", 9, "k is from 1 to the size of e, 8, not 9"),
+        ("b [e/tp]", 0, "not 0"),
+        ("b [e/tp]", 2.0, "a Python int, not a float"),
+        ("b [e/tp] {U:dp}", 2, "top_k of a partial sum is not top_k of its parts"),
+    ],
+)
+def test_errors(layout: str, k: int, part: str) -> None:
+    with frame(MESH).enter(), pytest.raises(SpmdError) as caught:
+        top_k(jnp.ones((8, 8)), layout, k)
+    assert part in str(caught.value)
+
+
+def test_the_comparison_can_fail() -> None:
+    """The k best of each device's own block, taken for those of all, are noticed."""
+
+    def wrong(x):
+        values, _ = jax.lax.top_k(x, 2)
+        return values
+
+    mapped = jax.shard_map(wrong, mesh=make_mesh(MESH), in_specs=spec("b v/tp"), out_specs=spec("b k/tp"))
+    x = jnp.arange(16.0).reshape(2, 8)
+    with pytest.raises(AssertionError):
+        close(mapped(x)[:, :2], jax.lax.top_k(x, 2)[0])
