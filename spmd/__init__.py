@@ -55,6 +55,10 @@ from spmd.ops import (
 )
 from spmd.placement import from_process_local, init, shard
 
+# isort: split
+# Layers are written with the names above.
+from spmd import nn
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -99,6 +103,7 @@ __all__ = [
     "local_size",
     "make_mesh",
     "mode",
+    "nn",
     "offset",
     "ones",
     "opaque",

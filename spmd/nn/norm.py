@@ -1,0 +1,114 @@
+"""Normalisation over the features, whole or divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import reduce, scope
+
+__all__ = ["layer_norm", "rms_norm"]
+
+Axes = str | tuple[str, ...] | None
+
+
+@scope(mapping=None)
+def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> Any:
+    """RMSNorm: features divided by the root of their mean square, times a learned scale.
+
+    Statistics are float32 whatever the dtype of x. All dimensions but the last may be divided in any way.
+
+    Layouts: x `"... d/tp"`, scale `"d/tp"`, result `"... d/tp"`. With `tp=None` features are whole, as in the
+    sequence-parallel residual stream `"b/dp s/tp d"`: then each device normalises its own tokens.
+
+    Communication: nothing forward for whole features; for divided ones a psum over tp of one float32 per token,
+    forward and again backward: 8T(n-1)/n bytes each for the T tokens that a device holds. Backward, a scale that is
+    equal by JAX's own type has its gradient summed over the devices that hold other tokens, those of the sequence
+    among them: one psum of its local part per set of axes.
+
+    Memory: x is kept for the backward pass.
+
+    Args:
+      x: The activations.
+      scale: One number per feature, or None.
+      eps: Added to the mean square.
+      tp: The mesh axes that divide the features.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      SpmdError: Where the layouts of x and scale do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> norm = spmd.kernel("b d/tp, d/tp -> b d/tp", mesh=mesh)(lambda x, w: spmd.nn.rms_norm(x, w, tp="tp"))
+      >>> print(norm(jnp.array([[3.0, -3.0, 3.0, 3.0]]), jnp.ones(4)).round(3))
+      [[ 1. -1.  1.  1.]]
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(_mean(wide**2, tp) + eps)
+    return _scaled(wide, scale).astype(x.dtype)
+
+
+@scope(mapping=None)
+def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> Any:
+    """LayerNorm: features less their mean, divided by their standard deviation, times a scale, plus a bias.
+
+    As `rms_norm`, with a mean besides: the variance is that of the centred features, so that a large mean costs no
+    digits.
+
+    Layouts: x `"... d/tp"`, scale and bias `"d/tp"`, result `"... d/tp"`.
+
+    Communication: nothing forward for whole features; for divided ones two psums over tp of one float32 per token,
+    forward and again backward. Backward, scale and bias as in `rms_norm`.
+
+    Memory: x is kept for the backward pass.
+
+    Args:
+      x: The activations.
+      scale: One number per feature, or None.
+      bias: One number per feature, or None.
+      eps: Added to the variance.
+      tp: The mesh axes that divide the features.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      SpmdError: Where the layouts of x, scale and bias do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> norm = spmd.kernel("b d/tp -> b d/tp", mesh=mesh)(lambda x: spmd.nn.layer_norm(x, tp="tp"))
+      >>> print(norm(jnp.array([[101.0, 103.0, 101.0, 103.0]])).round(3))
+      [[-1.  1. -1.  1.]]
+
+    References:
+      Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide - _mean(wide, tp)
+    wide = wide * jax.lax.rsqrt(_mean(wide**2, tp) + eps)
+    wide = _scaled(wide, scale)
+    return (wide if bias is None else wide + _like(bias, wide)).astype(x.dtype)
+
+
+def _mean(x: Any, tp: Axes) -> Any:
+    return reduce(x, "... d/tp -> ... 1", "mean", tp=tp)
+
+
+def _scaled(x: Any, scale: Any) -> Any:
+    return x if scale is None else x * _like(scale, x)
+
+
+def _like(features: Any, x: Any) -> Any:
+    """One number per feature, in float32 and with the rank of x."""
+    return jnp.expand_dims(features.astype(jnp.float32), tuple(range(x.ndim - 1)))

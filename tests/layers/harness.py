@@ -1,0 +1,406 @@
+"""One check for all ready-made layers: values and gradients against plain JAX, collectives against formulas.
+
+A room registers its layers in `tests/layers/cases_<room>.py`, each as an iterator over cases from which a few are drawn:
+
+    @cases("rms_norm")
+    def _():
+        for mesh, axes in placements("dp", "tp"):
+            ...
+            yield LayerCase(...)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import Layout
+from spmd.inspect import collectives
+from tests.conftest import DEFAULT_CASES, case_count
+
+MODES = ("explicit", "auto", "reference")
+TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
+
+Axes = str | tuple[str, ...] | None
+Traffic = dict[str, tuple[int, int]]  # {"all_gather tp": (arrays that travel, bytes that one device sends)}
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One layer on one mesh.
+
+    Attributes:
+      name: The layer's name in the registry; `label` says which case it is.
+      fn: From the axes to the body: `lambda axes: lambda x, w: nn.column_linear(x, w, tp=axes["tp"])`.
+      ins: The layouts of the arguments, with placeholder axes: `"b/dp s/sp d"`.
+      outs: The layout of the result, or several.
+      shapes: Global sizes of the names in the layouts.
+      mesh: The sizes of the mesh axes.
+      axes: What each placeholder stands for: a mesh axis, several, or None.
+      reference: The same on whole arrays in plain jnp or NumPy, float32, written independently.
+      forward: The formula, the collectives of the layer alone.
+      backward: What a `jax.vjp` with a cotangent in the layout of the result adds to them.
+      make: `make(rng, shapes) -> arguments`; absent, normal numbers. float32 is cast to the case's dtype.
+      dtype: Of the arguments; `dtypes` are those that the sampler chooses from.
+      out_dtype: Of the result; absent, `dtype`.
+      tolerance: Relative to the largest number of each array; absent, by dtype.
+    """
+
+    name: str
+    fn: Callable[[Mapping[str, Axes]], Callable[..., Any]]
+    ins: tuple[str, ...]
+    outs: str | tuple[str, ...]
+    shapes: Mapping[str, int]
+    mesh: Mapping[str, int]
+    axes: Mapping[str, Axes]
+    reference: Callable[..., Any]
+    forward: Callable[[LayerCase], Traffic]
+    backward: Callable[[LayerCase], Traffic]
+    make: Callable[[np.random.Generator, Sequence[tuple[int, ...]]], Sequence[Any]] | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    dtype: str = "float32"
+    out_dtype: str | None = None
+    tolerance: float | None = None
+    label: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        mesh = "x".join(f"{axis}{n}" for axis, n in self.mesh.items())
+        axes = ",".join(f"{k}={'/'.join(v) if isinstance(v, tuple) else v}" for k, v in self.axes.items() if v != k)
+        return "-".join(part for part in (self.label, mesh, axes, self.dtype) if part)
+
+    # --- what formulas are made of
+
+    def n(self, placeholder: str) -> int:
+        """The number of devices along a placeholder's axes."""
+        return math.prod(self.mesh[axis] for axis in self._axes(placeholder))
+
+    def block(self, layout: str, dtype: str | None = None) -> int:
+        """Bytes of one device's block of an array of this layout.
+
+        The CPU compiler makes collectives of bfloat16 in float32, so there an element counts 4 bytes.
+        """
+        bound = self.bound(layout)
+        width = max(4, np.dtype(dtype or self.dtype).itemsize)
+        elements = math.prod(self.shape(layout)) // math.prod(self.mesh[axis] for axis in bound.axes)
+        return width * elements
+
+    def shape(self, layout: str) -> tuple[int, ...]:
+        """The global shape of an array of this layout."""
+        return tuple(
+            math.prod(atom.size or self.shapes[atom.name] for atom in dim.atoms) for dim in Layout(layout).dims
+        )
+
+    def bound(self, layout: str) -> Layout:
+        """The layout with the mesh axes of this case."""
+        found = Layout(layout)
+        return found.bind(**{name: axes for name, axes in self.axes.items() if name in found.axis_names})
+
+    def _axes(self, *placeholders: str) -> tuple[str, ...]:
+        named = {}
+        for one in placeholders:
+            axes = self.axes.get(one, one)
+            named |= dict.fromkeys((axes,) if isinstance(axes, str) else axes or ())
+        return tuple(axis for axis in self.mesh if axis in named)
+
+    def traffic(
+        self, kind: str, over: str | Sequence[str], layout: str, times: int = 1, dtype: str | None = None
+    ) -> Traffic:
+        """The formula's entry for `times` collectives of one array each.
+
+        `layout` is that of the larger side: the result of an all_gather, the operand of a psum_scatter, psum,
+        all_to_all or ppermute.
+        """
+        axes = self._axes(*((over,) if isinstance(over, str) else over))
+        n = math.prod(self.mesh[axis] for axis in axes)
+        if n == 1 or times == 0:
+            return {}
+        axes = tuple(axis for axis in axes if self.mesh[axis] > 1)
+        size = self.block(layout, dtype)
+        sent = size if kind == "ppermute" else (2 if kind == "psum" else 1) * size * (n - 1) // n
+        return {f"{kind} {','.join(axes)}": (times, times * sent)}
+
+
+def total(*parts: Traffic) -> Traffic:
+    """The sum of formulas."""
+    out: Traffic = {}
+    for part in parts:
+        for key, (count, size) in part.items():
+            before = out.get(key, (0, 0))
+            out[key] = (before[0] + count, before[1] + size)
+    return dict(sorted(out.items()))
+
+
+def measured(program: Any, mesh: Any, *args: Any) -> Traffic:
+    """What a compiled program sends, whatever the compiler combined; axes of one device are left out."""
+    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    report = collectives(program, *args, mesh=mesh)
+    assert report.exact and all(one.whole for one in report), report
+    return total(
+        *(
+            {
+                f"{one.kind} {','.join(a for a in one.axes if sizes[a] > 1)}": (
+                    one.count * len(one.operands),
+                    one.total_bytes,
+                )
+            }
+            for one in report
+        )
+    )
+
+
+# -------------------- the registry
+
+
+CASES: dict[str, tuple[Callable[[], Iterable[LayerCase]], int]] = {}
+
+
+def cases(name: str, draw: int = DEFAULT_CASES) -> Callable[..., Any]:
+    """Register a layer: a function without arguments to all of its cases, of which a run draws `draw`.
+
+    SPMD_TEST_CASES scales the number, as for all sampled tests. The same cases are drawn each time.
+    """
+
+    def register(make: Callable[[], Iterable[LayerCase]]) -> Callable[[], Iterable[LayerCase]]:
+        assert name not in CASES, f"{name} is registered twice"
+        CASES[name] = make, draw
+        return make
+
+    return register
+
+
+def drawn(names: Iterable[str] | None = None) -> list[LayerCase]:
+    """The cases of one run, of all layers or of these: each with one of its dtypes, float32 the first."""
+    found = []
+    for name in CASES if names is None else names:
+        make, draw = CASES[name]
+        every = list(make())
+        assert every and all(case.name == name for case in every), name
+        number = max(1, round(draw * case_count() / DEFAULT_CASES))
+        order = np.random.default_rng(zlib.crc32(name.encode())).permutation(len(every))[:number]
+        found += [replace(every[i], dtype=every[i].dtypes[k % len(every[i].dtypes)]) for k, i in enumerate(order)]
+    return found
+
+
+def placements(
+    *roles: str, shared: Sequence[tuple[str, str]] = (), limit: int = 8
+) -> Iterator[tuple[dict[str, int], dict[str, Axes]]]:
+    """Every mesh of axes of sizes 1 to 4, at most 8 devices, with what each role is bound to.
+
+    A role is bound to the mesh axis of its name, to two mesh axes at once (only the last role, on meshes that have
+    room) or to None; `shared=[("sp", "tp")]` says that a role, where it is not None, lies on the axes of another.
+    """
+    own = [role for role in roles if role not in dict(shared)]
+    for present in itertools.product((True, False), repeat=len(own)):
+        used = [role for role, there in zip(own, present, strict=True) if there]
+        for sizes in itertools.product((1, 2, 3, 4), repeat=len(used)):
+            mesh = dict(zip(used, sizes, strict=True)) or {"x": 2}
+            if not 1 < math.prod(mesh.values()) <= limit:
+                continue
+            axes: dict[str, Axes] = {role: role if role in used else None for role in own}
+            variants = [(mesh, axes)]
+            if used and mesh[used[-1]] == 4:
+                last = used[-1]
+                split = {k: v for k, v in mesh.items() if k != last} | {"x": 2, "y": 2}
+                variants.append((split, axes | {last: ("x", "y")}))
+            for one, bound in variants:
+                for on in itertools.product((True, False), repeat=len(shared)):
+                    extra = {a: bound[b] if yes else None for (a, b), yes in zip(shared, on, strict=True)}
+                    if all(extra[a] is not None or not yes for (a, _), yes in zip(shared, on, strict=True)):
+                        yield one, {**bound, **extra}
+
+
+def fit(mesh: Mapping[str, int], axes: Mapping[str, Axes], **dims: tuple[int, ...]) -> dict[str, int]:
+    """Sizes from `b=(3, "dp", "fsdp")`: 3 in each block, times the devices along these roles.
+
+    Blocks of odd and distinct sizes hide no mistake.
+    """
+
+    def devices(role: str) -> int:
+        bound = axes[role]
+        return math.prod(mesh[axis] for axis in ((bound,) if isinstance(bound, str) else bound or ()))
+
+    return {name: block * math.prod(map(devices, roles)) for name, (block, *roles) in dims.items()}
+
+
+# -------------------- the checks
+
+
+def check(case: LayerCase) -> None:
+    """Everything that is asked of a layer."""
+    args = arguments(case)
+    cotangents = cotangents_of(case)
+    truth = truth_of(case, args, cotangents)
+    mesh = spmd.make_mesh(**case.mesh)
+    kernel = kernel_of(case, mesh)
+    compiled = jax.jit(pulled(kernel.explicit), **_shardings(case, mesh, args)).lower(args, cotangents).compile()
+    placed = spmd.shard(list(args), [*map(case.bound, case.ins)], mesh=mesh)
+    _close(case, "explicit", compiled(tuple(placed), _placed(case, mesh, cotangents)), truth)
+    for mode in MODES[1:]:
+        _close(case, mode, jax.jit(pulled(getattr(kernel, mode)))(args, cotangents), truth)
+    check_inside(case, mesh, args, cotangents, truth)
+    forward = total(case.forward(case))
+    found = measured(kernel, mesh, *placed)
+    assert found == forward, f"forward: compiled {found}, formula {forward}"
+    added = total(forward, case.backward(case))
+    found = measured(compiled, mesh)
+    assert found == added, f"forward and backward: compiled {found}, formula {added}"
+
+
+def check_inside(case: LayerCase, mesh: Any, args: Any, cotangents: Any, truth: Any) -> None:
+    """`spmd.value_and_grad` in the kernel, of the sum of all results times their cotangents."""
+    moving = _moving(args)
+    outs = _outs(case)
+    body = case.fn(case.axes)
+
+    def inside(*given: Any) -> Any:
+        own, weights = given[: len(args)], given[len(args) :]
+
+        def loss(*floats: Any) -> Any:
+            results = body(*_merged(own, moving, floats))
+            results = [results] if isinstance(case.outs, str) else results
+            weighted = [y.astype(jnp.float32) * w for y, w in zip(results, weights, strict=True)]
+            # scalars are complete already
+            return sum(
+                y if layout.is_scalar else spmd.reduce(y, f"{layout} -> scalar")
+                for y, layout in zip(weighted, outs, strict=True)
+            )
+
+        return spmd.value_and_grad(loss, tuple(range(len(moving))))(*(own[i] for i in moving))
+
+    ins = [*map(case.bound, case.ins)]
+    kernel = spmd.kernel(in_layouts=(*ins, *outs), out_layouts=("scalar", tuple(ins[i] for i in moving)), mesh=mesh)
+    values, gradients = truth
+    value = sum(
+        float(np.sum(np.asarray(y) * np.asarray(w, np.float32))) for y, w in zip(values, cotangents, strict=True)
+    )
+    scale = sum(
+        float(np.sum(np.abs(np.asarray(y) * np.asarray(w, np.float32))))
+        for y, w in zip(values, cotangents, strict=True)
+    )
+    wide = [w.astype(jnp.float32) for w in cotangents]
+    mode = MODES[zlib.crc32(str(case).encode()) % 4 % 3]  # a kernel's own modes are compared elsewhere
+    found, grads = getattr(kernel(inside), mode)(*args, *wide)
+    assert abs(float(found) - value) <= tolerance_of(case) * (scale + 1e-3), f"{mode}, inside: {found} for {value}"
+    for i, a, b in zip(moving, grads, gradients, strict=True):
+        _near(case, a, b, f"{mode}, inside: gradient {i}")
+
+
+def arguments(case: LayerCase) -> tuple[Any, ...]:
+    """The arguments, the same for the same case."""
+    rng = np.random.default_rng(7)
+    shapes = [case.shape(layout) for layout in case.ins]
+    made = (
+        [rng.normal(size=shape).astype(np.float32) for shape in shapes] if case.make is None else case.make(rng, shapes)
+    )
+    cast = lambda x: jnp.asarray(x, case.dtype) if getattr(x, "dtype", None) == np.float32 else jnp.asarray(x)
+    return tuple(map(cast, made))
+
+
+def cotangents_of(case: LayerCase) -> tuple[Any, ...]:
+    rng = np.random.default_rng(8)
+    layouts = (case.outs,) if isinstance(case.outs, str) else case.outs
+    return tuple(jnp.asarray(rng.normal(size=case.shape(layout)), case.out_dtype or case.dtype) for layout in layouts)
+
+
+def truth_of(case: LayerCase, args: Any, cotangents: Any) -> tuple[Any, Any]:
+    """Values and gradients of the reference, in float32 whatever the dtype."""
+    wide = tuple(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args)
+    moving = _moving(args)
+
+    def of(*floats: Any) -> Any:
+        results = case.reference(*_merged(wide, moving, floats))
+        return (results,) if isinstance(case.outs, str) else tuple(results)
+
+    @jax.jit
+    def both(floats: Any, cotangents: Any) -> Any:
+        values, pull = jax.vjp(of, *floats)
+        return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
+
+    return both([wide[i] for i in moving], cotangents)
+
+
+def kernel_of(case: LayerCase, mesh: Any) -> Any:
+    outs = _outs(case)
+    one = isinstance(case.outs, str)
+    return spmd.kernel(
+        in_layouts=tuple(map(case.bound, case.ins)), out_layouts=outs[0] if one else tuple(outs), mesh=mesh
+    )(case.fn(case.axes))
+
+
+def pulled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Values and gradients as one function of arguments and cotangents."""
+
+    def both(args: Any, cotangents: Any) -> Any:
+        moving = _moving(args)
+
+        def of(*floats: Any) -> Any:
+            found = kernel(*_merged(args, moving, floats))
+            return found if isinstance(found, tuple) else (found,)
+
+        values, pull = jax.vjp(of, *(args[i] for i in moving))
+        return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
+
+    return both
+
+
+def tolerance_of(case: LayerCase) -> float:
+    return TOLERANCE[case.dtype] if case.tolerance is None else case.tolerance
+
+
+def _moving(args: Sequence[Any]) -> list[int]:
+    return [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _merged(args: Sequence[Any], moving: Sequence[int], floats: Sequence[Any]) -> list[Any]:
+    given = dict(zip(moving, floats, strict=True))
+    return [given.get(i, x) for i, x in enumerate(args)]
+
+
+def _outs(case: LayerCase) -> list[Layout]:
+    return [*map(case.bound, (case.outs,) if isinstance(case.outs, str) else case.outs)]
+
+
+def _shardings(case: LayerCase, mesh: Any, args: Any) -> dict[str, Any]:
+    ins = [case.bound(layout).sharding(mesh) for layout in case.ins]
+    outs = tuple(layout.sharding(mesh) for layout in _outs(case))
+    return {"in_shardings": (tuple(ins), outs), "out_shardings": (outs, tuple(ins[i] for i in _moving(args)))}
+
+
+def _placed(case: LayerCase, mesh: Any, cotangents: Any) -> Any:
+    return tuple(jax.device_put(c, layout.sharding(mesh)) for c, layout in zip(cotangents, _outs(case), strict=True))
+
+
+def _close(case: LayerCase, where: str, found: Any, truth: Any) -> None:
+    values, gradients = found
+    for i, (a, b) in enumerate(zip(values, truth[0], strict=True)):
+        assert a.dtype == np.dtype(case.out_dtype or case.dtype), f"{where}: result {i} is {a.dtype}"
+        _near(case, a, b, f"{where}: result {i}")
+    for i, (a, b) in enumerate(zip(gradients, truth[1], strict=True)):
+        _near(case, a, b, f"{where}: gradient {i}")
+
+
+def _near(case: LayerCase, found: Any, truth: Any, what: str) -> None:
+    a, b = (np.asarray(x, np.float32) for x in (found, truth))
+    assert a.shape == b.shape, f"{what}: {a.shape} for {b.shape}"
+    error, scale = np.max(np.abs(a - b), initial=0), np.max(np.abs(b), initial=0) + 1e-3
+    assert error <= tolerance_of(case) * scale, f"{what}: off by {error / scale:.1e} of its largest number"
+
+
+@functools.cache
+def register_all() -> None:
+    """Import every `cases_*.py` beside this file."""
+    import importlib
+    from pathlib import Path
+
+    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
+        importlib.import_module(f"tests.layers.{path.stem}")
