@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd.errors import SpmdError, compose
 from spmd.mesh import ambient_mesh, outside_trace
 
-__all__ = ["Program", "stage"]
+__all__ = ["Program", "meshes_of_jaxpr", "stage"]
 
 
 @dataclass
@@ -85,7 +85,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
         traced = _traceable(fn, args, kwargs)
         jaxpr = getattr(traced, "jaxpr", None)
     leaves = tuple(jax.tree.leaves((args, kwargs)))
-    named = (_shaped(mesh), _shaped(getattr(fn, "mesh", None)), *_meshes_of_jaxpr(jaxpr), *_meshes_of(leaves))
+    named = (_shaped(mesh), _shaped(getattr(fn, "mesh", None)), *meshes_of_jaxpr(jaxpr), *_meshes_of(leaves))
     name = getattr(fn, "__name__", None) or type(fn).__name__
 
     def lowered() -> Any:
@@ -98,7 +98,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
 def _staged(fn: Any) -> Program:
     jaxpr = getattr(fn, "jaxpr", None)
     if jaxpr is not None:
-        return Program(fn.fun_name, jaxpr, _first(_meshes_of_jaxpr(jaxpr)), (), lambda: fn.lower().compile())
+        return Program(fn.fun_name, jaxpr, _first(meshes_of_jaxpr(jaxpr)), (), lambda: fn.lower().compile())
     return Program("", None, None, (), fn.compile if hasattr(fn, "compile") else lambda: fn)
 
 
@@ -156,7 +156,7 @@ def _meshes_of(leaves: Iterable[Any]) -> Iterator[Any]:
         yield _shaped(getattr(getattr(leaf, "sharding", None), "mesh", None))
 
 
-def _meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
+def meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
     """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in getattr(inner, "eqns", ()):
@@ -167,4 +167,4 @@ def _meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    yield from _meshes_of_jaxpr(part)
+                    yield from meshes_of_jaxpr(part)

@@ -2,164 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective"]
+import jax
+import numpy as np
+
+from spmd import _compat
+from spmd.errors import SpmdError, compose
+from spmd.inspect._placement import ANYWHERE, ONE_DEVICE, local_count, of_sharding
+from spmd.inspect._program import meshes_of_jaxpr, stage
+from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
+from spmd.inspect._walk import Value, Walk
+from spmd.inspect._work import size_bytes
+from spmd.kernel import Kernel
+
+__all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective", "written"]
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenCollective:
-    """One collective of a jaxpr.
+def written(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Any = None, *, jaxpr: Any = None
+) -> Written:
+    """The written view of `fn` for these arguments; see `Written`.
 
-    Attributes:
-      kind: `all_gather`, `psum` (any all-reduce), `psum_scatter`, `all_to_all`, `ppermute`, as for compiled ones.
-      axes: The mesh axes it runs over, in mesh order.
-      group_size: Devices per group; for a ppermute, of the axes it moves along.
-      bytes: Bytes that one device sends, one execution; the convention of `spmd.inspect.Collective`.
-      count: How often one call runs it, scans multiplied out.
-      exact: Whether `count` is certain. In a `while` it is counted once, in a branch as taken.
-      text: The user's call, `all_gather(x, "b/dp s/tp d -> b/dp s d")`; of a raw `jax.lax` call its name.
-      where: `file.py:12`, the user's line.
-      phase: "forward" or "backward".
-      recomputed: Whether a `jax.checkpoint` runs it a second time, in the backward pass.
-      implicit: Whether no verb says it: a reduction whose string merely drops a name, or one that JAX adds to the
-        gradient of a value that is equal on the axes.
-      branch: Of a collective in a branch, which: "branch 1 of 2".
-      dtype: The dtype of the operand.
-      shape: The local shape of the operand.
-      primitive: JAX's primitive: a psum may be a `pmax`.
+    `fn` is traced as `jax.jit` would and nothing else: no device is asked, nothing is compiled. What no result needs is
+    left out first, as the compiler leaves it out. The compiled program may still differ: XLA merges equal collectives
+    of equal operands, combines several into one, moves some out of loops and knows the length of some `while` loops.
+
+    Args:
+      fn: A kernel, or any function that calls kernels, jitted, differentiated or vmapped or not; or what `.trace`
+        returned, without arguments.
+      args: Arrays or `jax.ShapeDtypeStruct`s, with or without shardings.
+      kwargs: Keyword arguments.
+      mesh: The mesh, where neither `fn` nor the arguments tell it: a Mesh or an AbstractMesh.
+      jaxpr: Its jaxpr, where it was traced for these arguments already.
     """
-
-    kind: str
-    axes: tuple[str, ...]
-    group_size: int
-    bytes: int
-    count: int
-    exact: bool
-    text: str
-    where: str
-    phase: str
-    recomputed: bool
-    implicit: bool
-    branch: str
-    dtype: str
-    shape: tuple[int, ...]
-    primitive: str
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that one device sends in one call of the program."""
-        return self.bytes * self.count
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """What a compiled collective has too: the call's text, which its `op_name` holds, and the user's line."""
-        return self.text, self.where
+    if jaxpr is None and hasattr(fn, "trace") and not isinstance(fn, Kernel):
+        fn = _uncovered(fn)
+    program = None if jaxpr is not None else stage("explain", fn, args, dict(kwargs), mesh)
+    jaxpr = program.jaxpr if program is not None else jaxpr
+    if jaxpr is None:
+        rule = "the written view is read off the trace, which a lowered or compiled program does not have any more."
+        raise SpmdError(compose(rule, call="explain(fn, ...)", fix="the function itself, or fn.trace(...)"))
+    jaxpr = _compat.live_jaxpr(getattr(jaxpr, "jaxpr", jaxpr))
+    leaves = _leaves(fn, args, kwargs, len(jaxpr.invars))
+    sizes = _sizes(fn, jaxpr, [leaf for _, leaf in leaves], mesh)
+    walk = Walk(sizes)
+    values = [Value(_lies(leaf, sizes), label) for label, leaf in leaves]
+    outs = walk.read(jaxpr, values)
+    held = [walk.wanted.get(v.label) if v.place in (None, ONE_DEVICE) else v.place for v in values]
+    return walk.written(
+        arguments=sum(_bytes(v.aval, place, sizes) for v, place in zip(jaxpr.invars, held, strict=True)),
+        outputs=sum(_bytes(v.aval, out.place, sizes) for v, out in zip(jaxpr.outvars, outs, strict=True)),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """An array that enters a kernel and lies elsewhere than the signature says, or nobody knows where.
+def _uncovered(fn: Any) -> Callable[..., Any]:
+    """A jitted function inside another trace: only there does its jaxpr say where `in_shardings` wants arguments."""
 
-    Attributes:
-      text: The kernel and the argument, `mlp: x`.
-      source: Where it lies, `_/dp _`; None where the shardings do not tell.
-      target: Where the signature wants it.
-      bytes: The least that some device receives; None where the source is not known.
-      dtype: The dtype of the array.
-      shape: The global shape.
-      where: `file.py:12`, the line that calls the kernel.
-    """
+    @functools.wraps(fn)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
 
-    text: str
-    source: str | None
-    target: str
-    bytes: int | None
-    dtype: str
-    shape: tuple[int, ...]
-    where: str
+    return inner
 
 
-@dataclass(frozen=True, slots=True)
-class Island:
-    """Code that this view cannot look into (a custom call, a callback), or that is per-shard where the rest is not.
-
-    Attributes:
-      text: The user's call, or the primitive.
-      where: `file.py:12`.
-      opaque: Whether nothing is known of its inside.
-    """
-
-    text: str
-    where: str
-    opaque: bool
+def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
+    """The axes of the mesh: the caller's, the kernel's, the program's or the arguments'."""
+    meshes = [mesh, getattr(fn, "mesh", None), *meshes_of_jaxpr(jaxpr)]
+    meshes += [getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves]
+    shapes = (mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None) for mesh in meshes)
+    return next((dict(shape) for shape in shapes if isinstance(shape, Mapping) and shape), {})
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A layout that auto mode asks the compiler for; what is sent for it, the compiler decides.
-
-    Attributes:
-      text: The user's call.
-      layout: The placement, `_/dp _`.
-      shape: The global shape.
-      count: How often one call runs it.
-      where: `file.py:12`.
-    """
-
-    text: str
-    layout: str
-    shape: tuple[int, ...]
-    count: int
-    where: str
+def _leaves(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[tuple[str, Any]]:
+    """What each input of the jaxpr is called, with the argument; static ones are no inputs."""
+    labelled = list(zip(_paths(fn, args, kwargs), jax.tree.leaves((args, dict(kwargs))), strict=True))
+    arrays = [(label, leaf) for label, leaf in labelled if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    for found in (labelled, arrays):
+        if len(found) == count:
+            return found
+    return [("", None)] * count
 
 
-@dataclass(frozen=True)
-class Written:
-    """The written view of one program.
+def _paths(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """What to call each leaf of the arguments: `params['w']`."""
+    try:
+        bound = list(inspect.signature(fn).bind_partial(*args).arguments)
+    except (TypeError, ValueError):
+        bound = []
+    names = [*bound, *(f"args[{i}]" for i in range(len(bound), len(args)))][: len(args)]
+    named = [(name, value) for name, value in zip(names, args, strict=True)] + sorted(kwargs.items())
+    return [
+        f"{name}{jax.tree_util.keystr(path)}" for name, tree in named for path, _ in jax.tree.leaves_with_path(tree)
+    ]
 
-    Attributes:
-      collectives: In program order; one per operand.
-      mesh: Axis sizes.
-      flops: Floating-point operations of one device by dtype, dots and convolutions with their multiplications and
-        additions both counted.
-      matmul_flops: The part of `flops` that is dots and convolutions.
-      hbm_bytes: Bytes that one device reads and writes, if elementwise chains are fused into what uses them.
-      exact: False where a loop of unknown length was counted once, or branches as if all were taken.
-      boundary: What is moved to enter a kernel.
-      islands: What is not looked into.
-      constraints: Those of auto mode.
-      arguments_bytes: Bytes of the arguments on one device.
-      outputs_bytes: Bytes of the results on one device.
-    """
 
-    collectives: tuple[WrittenCollective, ...]
-    mesh: Mapping[str, int]
-    flops: Mapping[str, float] = field(default_factory=dict)
-    matmul_flops: Mapping[str, float] = field(default_factory=dict)
-    hbm_bytes: int = 0
-    exact: bool = True
-    boundary: tuple[Boundary, ...] = ()
-    islands: tuple[Island, ...] = ()
-    constraints: tuple[Constraint, ...] = ()
-    arguments_bytes: int = 0
-    outputs_bytes: int = 0
+def _lies(array: Any, sizes: Mapping[str, int]) -> Any:
+    """Where an argument lies; of a NumPy array or a number nothing moves between devices."""
+    if isinstance(array, np.ndarray | np.generic | bool | int | float | complex):
+        return ANYWHERE
+    return of_sharding(getattr(array, "sharding", None), len(getattr(array, "shape", ())), sizes)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that one device sends in one call, without what the boundary moves."""
-        return sum(one.total_bytes for one in self.collectives)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many collectives of each kind one call runs, kinds in the order of their names."""
-        found: dict[str, int] = {}
-        for one in sorted(self.collectives, key=lambda one: one.kind):
-            found[one.kind] = found.get(one.kind, 0) + one.count
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+def _bytes(aval: Any, place: Any, sizes: Mapping[str, int]) -> int:
+    shape = tuple(getattr(aval, "shape", ()))
+    whole = size_bytes(aval)
+    return whole * local_count(shape, place, sizes) // max(math.prod(shape), 1)

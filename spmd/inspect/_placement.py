@@ -1,0 +1,89 @@
+"""Where arrays outside kernels lie, as far as a jaxpr tells, and the least that a change of place must move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+__all__ = ["ANYWHERE", "ONE_DEVICE", "Placement", "local_count", "of_sharding", "of_spec", "received_bytes", "text_of"]
+
+# The axes of each dimension, major first. None: nobody knows.
+Placement = tuple[tuple[str, ...], ...] | str | None
+ONE_DEVICE = "one device"
+ANYWHERE = "anywhere"  # made of constants, so made where it is wanted
+
+
+def of_spec(spec: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
+    """The placement that a PartitionSpec says; axes of size 1 divide nothing."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    dims: list[tuple[str, ...]] = []
+    for entry in entries:
+        if entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
+            return None
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        dims.append(tuple(a for a in axes if sizes.get(a, 1) > 1))
+    return tuple(dims)
+
+
+def of_sharding(sharding: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
+    """The placement that the sharding of an argument says, on the program's mesh."""
+    if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+        known = {a for a, n in sharding.mesh.shape.items() if n == 1 or sizes.get(a) == n}
+        used = of_spec(sharding.spec, rank, sharding.mesh.shape)
+        fits = used is not None and all(a in known for axes in used for a in axes)
+        return used if fits else None
+    if isinstance(sharding, SingleDeviceSharding) and math.prod(sizes.values()) > 1:
+        return ONE_DEVICE
+    return None
+
+
+def text_of(placement: Placement) -> str | None:
+    """As a layout of unnamed dimensions: `_/dp _`."""
+    if placement is None or isinstance(placement, str):
+        return placement
+    return " ".join("/".join(("_", *axes)) for axes in placement) or "scalar"
+
+
+def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, int]) -> int:
+    """How many elements one device holds; all where the placement is not known."""
+    if placement is None or isinstance(placement, str):
+        return math.prod(shape)
+    return math.prod(-(-n // _parts(axes, sizes)) for n, axes in zip(shape, placement, strict=True))
+
+
+def received_bytes(
+    shape: Sequence[int], itemsize: int, source: Placement, target: Placement, sizes: Mapping[str, int]
+) -> int | None:
+    """The least that the device which lacks most must receive: of its new shard, what its old one does not have."""
+    if source is None or target is None or isinstance(target, str):
+        return None
+    if isinstance(source, str):  # on one device: the others have nothing
+        return local_count(shape, target, sizes) * itemsize
+    used = [a for a in sizes if any(a in axes for axes in (*source, *target))]
+    grid = np.indices([sizes[a] for a in used]) if used else np.zeros((0,), np.int64)
+    place = dict(zip(used, grid, strict=True))
+    common: Any = 1
+    wanted = 1
+    for n, old, new in zip(shape, source, target, strict=True):
+        (start, end), (low, high) = _block(n, old, place, sizes), _block(n, new, place, sizes)
+        common = common * np.maximum(np.minimum(end, high) - np.maximum(start, low), 0)
+        wanted *= n // _parts(new, sizes)
+    return int(wanted - np.min(common)) * itemsize
+
+
+def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[a] for a in axes)
+
+
+def _block(n: int, axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Any, Any]:
+    """Where each device's block of a dimension starts and ends."""
+    index: Any = 0
+    for axis in axes:
+        index = index * sizes[axis] + place[axis]
+    size = n // _parts(axes, sizes)
+    return index * size, (index + 1) * size

@@ -1,0 +1,167 @@
+"""The written view of a program as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective"]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCollective:
+    """One collective of a jaxpr.
+
+    Attributes:
+      kind: `all_gather`, `psum` (any all-reduce), `psum_scatter`, `all_to_all`, `ppermute`, as for compiled ones.
+      axes: The mesh axes it runs over, in mesh order.
+      group_size: Devices per group; for a ppermute, of the axes it moves along.
+      bytes: Bytes that one device sends, one execution; the convention of `spmd.inspect.Collective`.
+      count: How often one call runs it, scans multiplied out.
+      exact: Whether `count` is certain. In a `while` it is counted once, in a branch as taken.
+      text: The user's call, `all_gather(x, "b/dp s/tp d -> b/dp s d")`; of a raw `jax.lax` call its name.
+      where: `file.py:12`, the user's line.
+      phase: "forward" or "backward".
+      recomputed: Whether a `jax.checkpoint` runs it a second time, in the backward pass.
+      implicit: Whether no verb says it: a reduction whose string merely drops a name, or one that JAX adds to the
+        gradient of a value that is equal on the axes.
+      branch: Of a collective in a branch, which: "branch 1 of 2".
+      dtype: The dtype of the operand.
+      shape: The local shape of the operand.
+      primitive: JAX's primitive: a psum may be a `pmax`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    bytes: int
+    count: int
+    exact: bool
+    text: str
+    where: str
+    phase: str
+    recomputed: bool
+    implicit: bool
+    branch: str
+    dtype: str
+    shape: tuple[int, ...]
+    primitive: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call of the program."""
+        return self.bytes * self.count
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a compiled collective has too: the call's text, which its `op_name` holds, and the user's line."""
+        return self.text, self.where
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """An array that enters a kernel and lies elsewhere than the signature says, or nobody knows where.
+
+    Attributes:
+      text: The kernel and the argument, `mlp: x`.
+      source: Where it lies, `_/dp _`; None where the shardings do not tell.
+      target: Where the signature wants it.
+      bytes: The least that some device receives; None where the source is not known.
+      dtype: The dtype of the array.
+      shape: The global shape.
+      where: `file.py:12`, the line that calls the kernel.
+      count: How often one call moves it, scans multiplied out.
+    """
+
+    text: str
+    source: str | None
+    target: str
+    bytes: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    where: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """Code that this view cannot look into (a custom call, a callback), or that is per-shard where the rest is not.
+
+    Attributes:
+      text: The user's call, or the primitive.
+      where: `file.py:12`.
+      opaque: Whether nothing is known of its inside.
+    """
+
+    text: str
+    where: str
+    opaque: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A layout that auto mode asks the compiler for; what is sent for it, the compiler decides.
+
+    Attributes:
+      text: The user's call.
+      layout: The placement, `_/dp _`.
+      shape: The global shape.
+      count: How often one call runs it.
+      where: `file.py:12`.
+    """
+
+    text: str
+    layout: str
+    shape: tuple[int, ...]
+    count: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """The written view of one program.
+
+    Attributes:
+      collectives: In program order; one per operand.
+      mesh: Axis sizes.
+      flops: Floating-point operations of one device by dtype, dots and convolutions with their multiplications and
+        additions both counted.
+      matmul_flops: The part of `flops` that is dots and convolutions.
+      hbm_bytes: Bytes that one device reads and writes, if elementwise chains are fused into what uses them.
+      exact: False where a loop of unknown length was counted once, or branches as if all were taken.
+      boundary: What is moved to enter a kernel.
+      islands: What is not looked into.
+      constraints: Those of auto mode.
+      arguments_bytes: Bytes of the arguments on one device.
+      outputs_bytes: Bytes of the results on one device.
+    """
+
+    collectives: tuple[WrittenCollective, ...]
+    mesh: Mapping[str, int]
+    flops: Mapping[str, float] = field(default_factory=dict)
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    hbm_bytes: int = 0
+    exact: bool = True
+    boundary: tuple[Boundary, ...] = ()
+    islands: tuple[Island, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
+    arguments_bytes: int = 0
+    outputs_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call, without what the boundary moves."""
+        return sum(one.total_bytes for one in self.collectives)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many collectives of each kind one call runs, kinds in the order of their names."""
+        found: dict[str, int] = {}
+        for one in sorted(self.collectives, key=lambda one: one.kind):
+            found[one.kind] = found.get(one.kind, 0) + one.count
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
