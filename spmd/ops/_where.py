@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 
@@ -19,33 +19,56 @@ __all__ = ["axis_index", "axis_size", "local_size", "offset", "size"]
 Axes = str | tuple[str, ...]
 
 
-def size(layout: str, **names: Any) -> int:
-    """The global size of a dimension, whatever its `.shape` is here: `size("b")`.
+@overload
+def size(layout: str, /, **names: Any) -> int: ...
+@overload
+def size(x: Any, layout: str, /, **names: Any) -> int: ...
+def size(*args: Any, **names: Any) -> int:
+    """The global size of a dimension, whatever its `.shape` is here: `size("b")`, `size(x, "... [v/tp]")`.
+
+    With an array in front it is read off the array, the dimension in brackets: for library functions, which know
+    the layouts of their arguments and not the signature of the kernel.
 
     Communication: none.
 
     Args:
-      layout: One dimension whose names the kernel's signature binds, `"b"`; of a composite, `"(h k)"`, the
-        product.
-      **names: Sizes of names that the signature does not bind.
+      *args: One dimension whose names the kernel's signature binds, `"b"`; of a composite, `"(h k)"`, the product.
+        Or an array and its layout, one dimension of it in brackets.
+      **names: Sizes of names that the signature does not bind, and mesh axes (`tp="model"`).
 
     Returns:
       A Python int, the same in every mode and on every mesh.
 
     Raises:
       SizeError: If the size of a name is not known.
-      LayoutError: If the string is not one dimension.
+      LayoutError: If the string is not one dimension, or with an array not a layout with one in brackets.
 
     Example:
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(dp=4)
       >>> @spmd.kernel("b/dp d -> scalar", mesh=mesh)
       ... def mean(x):
+      ...     assert spmd.size(x, "[b/dp] d") == spmd.size("b")
       ...     return spmd.einsum(x, "b/dp d -> scalar") / (spmd.size("b") * spmd.size("d"))
       >>> print(mean(jnp.ones((8, 3))))
       1.0
     """
-    call, dim = _open("size", layout, names)
+    if len(args) not in (1, 2):
+        raise LayoutError(
+            compose(f"size takes a dimension, or an array and its layout, not {len(args)} arguments.", fix='size("b")')
+        )
+    if len(args) == 2:
+        x, layout = args
+        call = open_call("size", layout, names, arrays=(x,), arrow=False)
+        factors = [factor for factor in call.operand(x).factors if factor.bracket]
+        if sum(dim.bracket for dim in call.pattern.inputs[0].dims) != 1:
+            call.fail(
+                "size asks for one dimension of the array: put it in brackets.",
+                fix='size(x, "... [d]")',
+                error=LayoutError,
+            )
+        return math.prod(factor.size for factor in factors)
+    call, dim = _open("size", args[0], names)
     return math.prod(call.factor(atom).size for atom in dim.atoms)
 
 

@@ -16,6 +16,7 @@ from tests.errors import (  # noqa: F401  (they fill the registry, in this order
     bad_boundaries,
     bad_calls,
     bad_experts,
+    bad_nn,
     bad_oddities,
     bad_programs,
 )

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import LayoutError, MeshError, ModeError, SizeError
 from spmd.kernel import kernel
 from spmd.mesh import make_mesh
-from spmd.mode import Frame
+from spmd.mode import Frame, scope
 from spmd.ops._where import axis_index, axis_size, local_size, offset, size
 
 MODES = ("explicit", "auto", "reference")
@@ -52,6 +52,24 @@ def test_size_is_global_in_every_mode(mesh, mode):
         8, 8, 6, 48, 5,
     )  # fmt: skip
     assert ask(mesh, lambda: size("s/tp", s=9), mode) == 9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_size_of_a_dimension_of_an_array(mesh, mode):
+    """A library function does not know the signature of the kernel; the array says how large its dimensions are."""
+    seen = []
+
+    @kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)
+    def body(x):
+        seen.append(scope(library)(x, "tp"))
+        return x
+
+    def library(x, axis):
+        sizes = size(x, "... [v/axis]", axis=axis), size(x, "[n/dp] ...")
+        return *sizes, size(x, "n/dp [(h k)/tp]", k=3)
+
+    getattr(body, mode)(np.zeros((8, 18), np.float32))
+    assert seen == [(18, 8, 18)]
 
 
 def test_local_size_is_what_shape_says(mesh):
