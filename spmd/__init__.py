@@ -18,6 +18,7 @@ from spmd.errors import (
     SpmdError,
 )
 from spmd.hardware import Hardware, Link, hardware
+from spmd.inspect._picture import Picture, visualize
 from spmd.kernel import Kernel, kernel
 from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import make_mesh, use_cpu_devices
@@ -72,6 +73,7 @@ __all__ = [
     "MeshError",
     "ModeError",
     "Pattern",
+    "Picture",
     "PlacementError",
     "ReplicationError",
     "SizeError",
@@ -127,5 +129,6 @@ __all__ = [
     "typeof",
     "use_cpu_devices",
     "value_and_grad",
+    "visualize",
     "zeros",
 ]

@@ -1,0 +1,390 @@
+"""`visualize`: which device holds what, as text and as SVG."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from spmd import _compat
+from spmd.comm._marks import tag_of
+from spmd.errors import LayoutError, MeshError, PlacementError, SpmdError, compose
+from spmd.inspect._holdings import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
+from spmd.inspect._picture_svg import holdings_svg
+from spmd.inspect._picture_text import Line, holdings_lines, plain
+from spmd.inspect._svg import FILLS, INK, below, card, paragraph
+from spmd.language import AxisMapping, Layout
+from spmd.mesh import ambient_mesh, mesh_sizes
+from spmd.mode import Frame, ambient_mapping, try_frame
+
+__all__ = ["Picture", "visualize"]
+
+_CALL = "visualize(...)"
+
+
+class Drawing(Protocol):
+    """What a picture is drawn from."""
+
+    @property
+    def title(self) -> str: ...
+    def lines(self, width: int) -> list[Line]: ...
+    def svg(self) -> str: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class Picture:
+    """Which device holds what: text where it is printed, SVG where a notebook shows it.
+
+    `print(picture)` gives plain text, complete without colour; `rich.print(picture)` colours the blocks.
+
+    Example:
+      >>> import spmd
+      >>> picture = spmd.visualize("b/dp d", (8, 4), {"dp": 2})
+      >>> picture.to_dict()["devices"][1]["coordinates"]
+      {'dp': 1}
+      >>> picture.svg[:4]
+      '<svg'
+    """
+
+    def __init__(self, drawing: Drawing) -> None:
+        self._drawing = drawing
+
+    def text(self, width: int | None = None) -> str:
+        """The picture as text, no wider than the terminal if possible.
+
+        Args:
+          width: Columns; absent, those of the terminal.
+        """
+        return plain(self._drawing.lines(width or _columns()))
+
+    @property
+    def svg(self) -> str:
+        """The picture as an SVG document, readable on dark and on light pages."""
+        return self._drawing.svg()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to a file: `.svg`, `.html` or `.txt`.
+
+        Raises:
+          SpmdError: If the ending is another one.
+        """
+        name = os.fspath(path)
+        page = '<!doctype html><meta charset="utf-8"><title>spmd</title>'
+        written = {".svg": lambda: self.svg, ".html": lambda: page + self._repr_html_(), ".txt": self.text}
+        make = written.get(os.path.splitext(name)[1].lower())
+        if make is None:
+            rule = "A picture is saved as .svg, .html or .txt."
+            raise SpmdError(compose(rule, call=f'.save("{os.path.basename(name)}")', fix='.save("picture.svg")'))
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(make() + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: each device with its coordinates on the mesh and what it holds."""
+        return self._drawing.to_dict()
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def _repr_html_(self) -> str:
+        return f'<div style="overflow-x: auto">{self.svg}</div>'
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        for line in self._drawing.lines(options.max_width):
+            parts = [(text, "" if tint is None else f"{INK} on {FILLS[tint]}") for text, tint in line]
+            yield Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
+def visualize(
+    layout_or_array_or_plan: Any,
+    shape: Any = None,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+) -> Picture:
+    """Draw which device holds which block of an array: `visualize("b/dp s d/tp", (8, 16, 32), mesh)`.
+
+    Any rank and any layout: dimensions over several axes, composites, partial sums (`sum(0-3)`: the value is the
+    sum of what these devices hold), margins, replicas (one cell lists all its devices). Above 64 devices the
+    picture is a summary. Inside a kernel, at trace time, it draws a traced value by the layout that `spmd` knows of
+    it, or a layout string on the kernel's mesh with the sizes that its signature binds.
+
+    Communication: none, and no values are read.
+
+    Args:
+      layout_or_array_or_plan: A layout; an array on devices, also a `jax.ShapeDtypeStruct` with a sharding; a value
+        traced in a kernel; a `Plan`.
+      shape: For a layout: the global shape, or sizes by name, `{"b": 8}`. Absent, blocks are numbered.
+      mesh: For a layout: a mesh, an abstract one, or `{"dp": 2}`. Absent, that of the kernel being traced, or of
+        `jax.set_mesh`.
+
+    Returns:
+      A `Picture`: text when printed, SVG in a notebook, `.save("file.svg")`.
+
+    Raises:
+      LayoutError: If the layout is none, or what is to be drawn has none.
+      SizeError: If sizes do not fit the layout.
+      MeshError: If there is no mesh, or it lacks an axis.
+      PlacementError: If the array lies on no device, or the compiler decides later where.
+
+    Example:
+      >>> import spmd
+      >>> print(spmd.visualize("b/dp d", (8, 4), {"dp": 2, "tp": 2}))
+      b/dp d   b=8, d=4   mesh dp=2, tp=2
+      <BLANKLINE>
+              d
+      b/dp     0:4
+           ┌──────┐
+       0:4 │ 0, 1 │
+           ├──────┤
+       4:8 │ 2, 3 │
+           └──────┘
+      <BLANKLINE>
+      each device holds a shard of 4 x 4
+      devices in one cell hold equal copies (along tp)
+      <BLANKLINE>
+      devices  tp=0  tp=1
+      dp=0        0     1
+      dp=1        2     3
+    """
+    what = layout_or_array_or_plan
+    if isinstance(what, (str, Layout)):
+        return Picture(_Drawn(_of_text(what, shape, mesh)))
+    if shape is not None or mesh is not None:
+        rule = "An array brings its shape and its mesh along; only a layout is given them."
+        raise LayoutError(compose(rule, call=_CALL, fix="visualize(x)"))
+    if isinstance(what, jax.core.Tracer):
+        return Picture(_of_tracer(what))
+    return Picture(_Drawn(_of_array(what)))
+
+
+class _Drawn:
+    """A picture of one array."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self.title = holdings.title
+
+    def lines(self, width: int) -> list[Line]:
+        return holdings_lines(self.holdings, width)
+
+    def svg(self) -> str:
+        return holdings_svg(self.holdings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.holdings.to_dict()
+
+
+class _Said:
+    """Where there is nothing to draw."""
+
+    def __init__(self, title: str, sentence: str) -> None:
+        self.title, self._sentence = title, sentence
+
+    def lines(self, width: int) -> list[Line]:
+        return [[(self.title, None)], [(self._sentence, None)]]
+
+    def svg(self) -> str:
+        return card(below([paragraph(self.title, weight="bold"), paragraph(self._sentence)], 2), self.title)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"layout": None, "notes": [self._sentence]}
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+# --- a layout ------------------------------------------------------------------------------------------------
+
+
+def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
+    call = f'visualize("{text}")'
+    no_arrow(text, call)
+    frame = try_frame()
+    layout = Layout(text, call=call).without_brackets()
+    if shape is not None and not isinstance(shape, Mapping):
+        shape = _sequence(shape, call)
+        layout = layout.with_rank(len(shape)) if layout.has_ellipsis else layout
+    sizes, dims = known_sizes(layout, shape, call)
+    if mesh is not None:
+        return of_layout(_placed(layout, ambient_mapping()), sizes, _given_mesh(mesh, call), dims=dims, call=call)
+    if frame is None:
+        found = ambient_mesh()
+        if found is None:
+            rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
+            fix = f'visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
+            raise MeshError(compose(rule, call=call, fix=fix))
+        return of_layout(_placed(layout, ambient_mapping()), sizes, found, dims=dims, call=call)
+    layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
+    bound = {name: size for name, size, _ in frame.bound if name in layout.names}
+    return of_layout(layout, {**bound, **sizes}, _frame_mesh(frame), dims=dims, call=call)
+
+
+def _placed(layout: Layout, mapping: AxisMapping | None) -> Layout:
+    return layout if mapping is None else layout.resolve(mapping)
+
+
+def _sequence(shape: Any, call: str) -> tuple[Any, ...]:
+    try:
+        return tuple(shape)
+    except TypeError:
+        rule = f"The shape is a tuple of global sizes or a mapping from names to them, not {type(shape).__name__}."
+        raise LayoutError(compose(rule, call=call, fix="(8, 16)")) from None
+
+
+def _given_mesh(mesh: Any, call: str) -> Mesh | AbstractMesh:
+    if isinstance(mesh, Mapping):
+        wrong = [f"{axis}={size!r}" for axis, size in mesh.items() if not isinstance(size, int) or size < 1]
+        if wrong or not mesh:
+            rule = "A mesh has at least one axis, each of a positive integer size."
+            raise MeshError(compose(rule, call=call, got=wrong, fix='mesh={"dp": 2, "tp": 4}'))
+        return _abstract(mesh)
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        rule = f"The mesh is a jax Mesh, an AbstractMesh or sizes by axis, not {type(mesh).__name__}."
+        raise MeshError(compose(rule, call=call, fix='mesh={"dp": 2, "tp": 4}'))
+    return mesh
+
+
+def _frame_mesh(frame: Frame) -> Mesh | AbstractMesh:
+    """The mesh of a body, with its devices where they are known."""
+    if isinstance(frame.mesh, Mesh) and tuple(mesh_sizes(frame.mesh)) == tuple(frame.sizes):
+        return frame.mesh
+    return _abstract(dict(frame.sizes))
+
+
+def _abstract(sizes: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+# --- a traced value ------------------------------------------------------------------------------------------
+
+
+def _of_tracer(x: Any) -> Drawing:
+    call = "visualize(x)"
+    frame, known = try_frame(), tag_of(x)
+    if frame is None:
+        return _Drawn(_of_typed(x, call))
+    if known is not None:
+        return _Drawn(_of_tagged(x, known[0], frame, call))
+    if frame.explicit:
+        return _Drawn(_of_type(x, frame))
+    where = "where it lies is the compiler's choice" if frame.mode == "auto" else "it lies on one device"
+    sentence = f"no layout is known of it; in {frame.mode} mode it is whole, and {where}"
+    return _Said(f"a traced value   {_kind(x)}", sentence)
+
+
+def _of_tagged(x: Any, layout: Layout, frame: Frame, call: str) -> Holdings:
+    layout = layout.without_brackets()
+    layout = _placed(layout.with_rank(x.ndim) if layout.has_ellipsis else layout, frame.mapping)
+    mesh = _frame_mesh(frame)
+    shape = layout.global_shape(x.shape, mesh) if frame.explicit else tuple(x.shape)
+    sizes = {name: size for name, size, _ in frame.bound if name in layout.names}
+    notes = [f"the value is {_kind(x)} here, in {frame.mode} mode"]
+    if frame.mode == "reference":
+        notes[0] += ": whole, on one device; the layout is drawn"
+    return of_layout(
+        layout,
+        sizes,
+        mesh,
+        dims=list(shape),
+        call=call,
+        kind=f"{x.dtype}[{','.join(map(str, shape))}]",
+        itemsize=_itemsize(x.dtype),
+        notes=notes,
+    )
+
+
+def _of_type(x: Any, frame: Frame) -> Holdings:
+    """A value without a layout: JAX's type says along which axes shards may differ, not which dimension is divided."""
+    axes = frame.in_mesh_order(_compat.varying_axes(x))
+    unreduced = frame.in_mesh_order(_compat.unreduced_axes(x))
+    mesh = _frame_mesh(frame)
+    sizes = dict(mesh_sizes(mesh))
+    places = list(itertools.product(*(range(sizes[axis]) for axis in axes)))
+    texts = [" ".join(f"{axis}={n}" for axis, n in zip(axes, place, strict=True)) for place in places]
+    pieces = tuple((Piece("", n, len(texts), None, None),) for n in range(len(texts)))
+    at = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
+    held = np.zeros((mesh.size, 1 if axes else 0), dtype=int)
+    for axis in axes:
+        held[:, 0] = held[:, 0] * sizes[axis] + at[axis]
+    ids = tuple(d.id for d in mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(range(mesh.size))
+    note = 'no layout is known of this value, only that shards differ; annotate(x, "...") states one'
+    return Holdings(
+        title="a traced value",
+        kind=_kind(x),
+        mesh=tuple(mesh_sizes(mesh)),
+        devices=ids,
+        sides=(Side(f"differs along {', '.join(axes)}", None, pieces, labels=tuple(texts)),) if axes else (),
+        held=held,
+        unreduced=unreduced,
+        reduced=frame.in_mesh_order(_compat.reduced_axes(x)),
+        local_shape=tuple(x.shape),
+        itemsize=_itemsize(x.dtype),
+        notes=(note,),
+    )
+
+
+def _of_typed(x: Any, call: str) -> Holdings:
+    """A value traced by jit alone: on axes of type Explicit its type says where it lies."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        rule = "While jit traces, the compiler has not decided yet where a value lies."
+        fix = 'visualize("b/dp d", x.shape, mesh=mesh), or visualize the result outside jit'
+        raise PlacementError(compose(rule, call=call, fix=fix))
+    auto = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is not AxisType.Explicit]
+    notes = [f"along {', '.join(auto)} the compiler decides"] if auto else []
+    return _of_named(x, cast(NamedSharding, sharding), call, notes)
+
+
+# --- an array ------------------------------------------------------------------------------------------------
+
+
+def _of_array(x: Any) -> Holdings:
+    call = "visualize(x)"
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        raise _nowhere(x, call)
+    notes = []
+    if getattr(x, "committed", True) is False:
+        notes.append("uncommitted: JAX may move it to where other arguments live")
+    if isinstance(sharding, NamedSharding):
+        return _of_named(x, sharding, call, notes)
+    table = {device.id: index for device, index in sharding.devices_indices_map(tuple(x.shape)).items()}
+    if len(table) > 1:
+        notes.append(f"a {type(sharding).__name__}, which no layout can say")
+    return of_indices(tuple(x.shape), table, kind=_kind(x), itemsize=_itemsize(x.dtype), notes=tuple(notes))
+
+
+def _of_named(x: Any, sharding: NamedSharding, call: str, notes: list[str]) -> Holdings:
+    names = Layout(" ".join(f"dim{place}" for place in range(len(x.shape))))
+    layout = Layout.of(x, names)
+    mesh, size = sharding.mesh, _itemsize(x.dtype)
+    return of_layout(layout, {}, mesh, dims=list(x.shape), call=call, kind=_kind(x), itemsize=size, notes=notes)
+
+
+def _nowhere(x: Any, call: str) -> SpmdError:
+    if hasattr(x, "shape"):
+        rule = f"A picture is of an array on devices, and a {type(x).__name__} without a sharding lies on none."
+        return PlacementError(compose(rule, call=call, fix='visualize("b/dp d", x.shape, mesh=mesh)'))
+    rule = f"What can be drawn is a layout, an array on devices or a plan, not {type(x).__name__}."
+    return LayoutError(compose(rule, call=call, fix='visualize("b/dp d", (8, 16), mesh=mesh)'))
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def _itemsize(dtype: Any) -> int | None:
+    return getattr(dtype, "itemsize", None)
