@@ -6,7 +6,20 @@ program, and the documentation for the language, the three modes and each operat
 
 from spmd import inspect, random
 from spmd._trees import layouts
-from spmd.comm import all_gather, all_to_all, defer, ppermute, psum, psum_scatter, relayout, shift, split
+from spmd.comm import (
+    Plan,
+    Step,
+    all_gather,
+    all_to_all,
+    defer,
+    plan,
+    ppermute,
+    psum,
+    psum_scatter,
+    relayout,
+    shift,
+    split,
+)
 from spmd.errors import (
     CommunicationError,
     LayoutError,
@@ -75,9 +88,11 @@ __all__ = [
     "Pattern",
     "Picture",
     "PlacementError",
+    "Plan",
     "ReplicationError",
     "SizeError",
     "SpmdError",
+    "Step",
     "all_gather",
     "all_to_all",
     "annotate",
@@ -109,6 +124,7 @@ __all__ = [
     "offset",
     "ones",
     "opaque",
+    "plan",
     "ppermute",
     "psum",
     "psum_scatter",

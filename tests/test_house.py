@@ -25,6 +25,7 @@ FLOORS = {
     "language/": 1,
     "_compat.py": 2,
     "_trees.py": 2,
+    "_units.py": 0,
     "hardware.py": 2,
     "mesh.py": 2,
     "mode.py": 2,

@@ -1,13 +1,17 @@
-"""Communication: the verbs, each exactly one kind of collective; `relayout` for any other change."""
+"""Communication: the verbs, each exactly one kind of collective; `relayout` for any other change, and its `plan`."""
 
 from spmd.comm.collectives import all_gather, all_to_all, defer, psum, psum_scatter, split
 from spmd.comm.permute import ppermute, shift
+from spmd.comm.planner import Plan, Step, plan
 from spmd.comm.relayout import relayout
 
 __all__ = [
+    "Plan",
+    "Step",
     "all_gather",
     "all_to_all",
     "defer",
+    "plan",
     "ppermute",
     "psum",
     "psum_scatter",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, overload
 
+from spmd._units import bytes_text
 from spmd.inspect._groups import (
     axes_of_groups,
     axes_of_pairs,
@@ -222,22 +223,6 @@ def _row(items: Sequence[Collective]) -> tuple[str, ...]:
     operand = f"{item.dtype}[{','.join(map(str, item.shape))}]{more}"
     axes = axes_text(item.axes) + ("" if item.whole else f" (groups of {item.group_size})")
     return (item.kind, axes, times, operand, bytes_text(sum(i.total_bytes for i in items)), item.where)
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes for people.
-
-    >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
-    ('512 B', '1.5 KiB', '3 MiB')
-    """
-    if count < 1024:
-        return f"{count} B"
-    amount = float(count)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        amount /= 1024
-        if amount < 1024 or unit == "TiB":
-            return f"{amount:.4g} {unit}"
-    raise AssertionError("unreachable: the last unit returns")
 
 
 # -------------------- the counting

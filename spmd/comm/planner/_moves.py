@@ -1,0 +1,125 @@
+"""The steps that a relayout is made of, with what each sends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from spmd.comm.planner._digits import rounds_between
+from spmd.comm.planner._problem import Placement, Problem, State, cuts, ordered
+
+__all__ = ["Move", "moves"]
+
+
+class Move(NamedTuple):
+    """One step.
+
+    Attributes:
+      kind: What it is.
+      axes: The axes whose devices talk to each other; none for a split.
+      after: How the array lies then.
+      elements: How many a device sends (a psum's are rounded up).
+      collectives: How many of them it takes: none for a split, the rounds of sends.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    after: State
+    elements: int
+    collectives: int = 1
+
+
+def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterator[Move]:
+    """Every step from `state`.
+
+    Args:
+      problem: The problem.
+      state: Where the array lies.
+      sends: Whether point-to-point rounds may be used.
+      limit: Elements per device that no step may exceed.
+    """
+    yield from _landings(problem, state)
+    if not state.summed:
+        yield from _permutes(problem, state)
+        if sends and state.placement != problem.target:
+            rounds = rounds_between(problem, state.placement)
+            if rounds:
+                yield Move("sends", (), State(problem.target), problem.bound(state), rounds)
+    yield from _sums(problem, state)
+    yield from _gathers(problem, state, limit)
+
+
+def _landings(problem: Problem, state: State) -> Iterator[Move]:
+    """split and all_to_all: some dimensions lose the axes at their end, which land at the end of others, in any order
+    and with axes between them on which the array is equal (each device keeps its own block of those)."""
+    placement, local = state.placement, problem.local(state.placement)
+    free = problem.free(state)
+    for keep in itertools.product(*(range(len(axes) + 1) for axes in placement)):
+        lost = tuple(axis for axes, k in zip(placement, keep, strict=True) for axis in axes[k:])
+        gains = [i for i, k in enumerate(keep) if k == len(placement[i])]
+        if not gains:
+            continue
+        kept = tuple(axes[:k] for axes, k in zip(placement, keep, strict=True))
+        group = problem.count(lost)
+        for after, run in _landed(problem, kept, gains, lost, free):
+            if not lost:
+                yield Move("split", (), State(after, state.summed), 0, 0)
+            else:
+                shard = local * group // problem.count(run)
+                yield Move("all_to_all", lost, State(after, state.summed), shard - shard // group)
+
+
+def _landed(
+    problem: Problem, kept: Placement, gains: list[int], must: tuple[int, ...], may: tuple[int, ...]
+) -> Iterator[tuple[Placement, tuple[int, ...]]]:
+    """Placements in which the axes `must`, and any of `may`, have landed behind `kept` in the dimensions `gains`."""
+    for extra in _choices(may):
+        axes = must + extra
+        if not axes:
+            continue
+        for run in ordered(axes, len(axes)):
+            for runs in cuts(run, len(gains)):
+                after = list(kept)
+                for i, more in zip(gains, runs, strict=True):
+                    after[i] += more
+                if problem.fits(tuple(after)):
+                    yield tuple(after), run
+
+
+def _choices(axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for count in range(len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _permutes(problem: Problem, state: State) -> Iterator[Move]:
+    """ppermute: whole shards change places, to where the target is or is one gather away."""
+    blocks, local = problem.blocks(state.placement), problem.local(state.placement)
+    for after, there in problem.finer:
+        if there == blocks and after != state.placement:
+            axes = {a for x, y in zip(state.placement, after, strict=True) if x != y for a in x + y}
+            yield Move("ppermute", tuple(sorted(axes)), State(after), local)
+
+
+def _gathers(problem: Problem, state: State, limit: int) -> Iterator[Move]:
+    """all_gather: dimensions lose the axes at their end."""
+    placement, local = state.placement, problem.local(state.placement)
+    for keep in itertools.product(*(range(len(axes) + 1) for axes in placement)):
+        lost = tuple(axis for axes, k in zip(placement, keep, strict=True) for axis in axes[k:])
+        larger = local * problem.count(lost)
+        if lost and larger <= limit:
+            after = tuple(axes[:k] for axes, k in zip(placement, keep, strict=True))
+            yield Move("all_gather", lost, State(after, state.summed), larger - local)
+
+
+def _sums(problem: Problem, state: State) -> Iterator[Move]:
+    """psum and psum_scatter: the sum is completed on some axes; scattered, they land as in an all_to_all."""
+    local, every = problem.local(state.placement), list(range(len(state.placement)))
+    for done in _choices(state.summed):
+        if not done:
+            continue
+        rest, parts = tuple(a for a in state.summed if a not in done), problem.count(done)
+        yield Move("psum", done, State(state.placement, rest), -(-2 * local * (parts - 1) // parts))
+        for after, run in _landed(problem, state.placement, every, done, problem.free(state)):
+            shard = local * parts // problem.count(run)
+            yield Move("psum_scatter", done, State(after, rest), shard - shard // parts)

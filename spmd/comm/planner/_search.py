@@ -1,0 +1,106 @@
+"""The cheapest sequence of steps: A* with the lower bound as the estimate of what is still to come."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from spmd.comm.planner._moves import Move, moves
+from spmd.comm.planner._problem import Problem, State
+
+__all__ = ["Route", "search"]
+
+Seconds = Callable[[Move], float]
+PATIENCE = 20_000
+"""Steps looked at before the search only goes where the bound is smallest (never reached with up to four axes)."""
+
+
+class Route(NamedTuple):
+    """A sequence of steps.
+
+    Attributes:
+      moves: The steps.
+      elements: How many a device sends in all.
+      exceeds: Whether some array on the way is larger per device than both ends.
+    """
+
+    moves: tuple[Move, ...]
+    elements: int
+    exceeds: bool = False
+
+
+class _Cost(NamedTuple):
+    """What is compared, in this order. Sums, and one maximum: a better start stays better with any continuation."""
+
+    seconds: float = 0.0
+    elements: int = 0
+    collectives: int = 0
+    peak: int = 0
+    sizes: int = 0
+    steps: int = 0
+
+
+def search(problem: Problem, *, sends: bool = False, seconds: Seconds | None = None, fastest: float = 0.0) -> Route:
+    """The cheapest route.
+
+    Args:
+      problem: The problem.
+      sends: Whether point-to-point rounds may be used.
+      seconds: What a step takes, where time counts before bytes.
+      fastest: Seconds per element that no step undercuts.
+    """
+    for limit in (problem.limit, problem.whole):
+        found = _search(problem, sends, seconds, fastest, limit)
+        if found is not None:
+            return Route(found, sum(move.elements for move in found), limit > problem.limit)
+    raise AssertionError("gathering everything is always possible")
+
+
+def _search(
+    problem: Problem, sends: bool, seconds: Seconds | None, fastest: float, limit: int
+) -> tuple[Move, ...] | None:
+    start, goal = State(problem.source, problem.summed), State(problem.target)
+    best: dict[State, _Cost] = {start: _Cost()}
+    came: dict[State, tuple[Move, ...]] = {start: ()}
+    left = {start: problem.bound(start)}
+    count = itertools.count()
+    queue = [(_estimate(_Cost(), left[start], fastest), next(count), start, _Cost())]
+    while queue:
+        _, seen, state, cost = heapq.heappop(queue)
+        if cost != best[state]:
+            continue  # a cheaper way here was found meanwhile
+        if state == goal:
+            return came[state]
+        for move in moves(problem, state, sends=sends, limit=limit):
+            local = problem.local(move.after.placement)
+            new = _Cost(
+                cost.seconds + (seconds(move) if seconds else 0.0),
+                cost.elements + move.elements,
+                cost.collectives + move.collectives,
+                max(cost.peak, local if move.after != goal else 0),
+                cost.sizes + local,
+                cost.steps + 1,
+            )
+            if move.after not in best or new < best[move.after]:
+                best[move.after], came[move.after] = new, (*came[state], move)
+                if move.after not in left:
+                    left[move.after] = problem.bound(move.after)
+                guess = _estimate(new, left[move.after], fastest)
+                if seen > PATIENCE:
+                    guess = _Cost(elements=left[move.after], collectives=new.elements)
+                heapq.heappush(queue, (guess, next(count), move.after, new))
+    return None
+
+
+def _estimate(cost: _Cost, left: int, fastest: float) -> _Cost:
+    """The least that a route through here costs."""
+    return _Cost(
+        cost.seconds + left * fastest,
+        cost.elements + left,
+        cost.collectives + (left > 0),
+        cost.peak,
+        cost.sizes,
+        cost.steps,
+    )
