@@ -31,6 +31,7 @@ from spmd.errors import (
     SpmdError,
 )
 from spmd.hardware import Hardware, Link, hardware
+from spmd.inspect import explain
 from spmd.inspect._picture import Picture, visualize
 from spmd.kernel import Kernel, kernel
 from spmd.language import AxisMapping, Layout, Pattern
@@ -107,6 +108,7 @@ __all__ = [
     "debug_print",
     "defer",
     "einsum",
+    "explain",
     "from_process_local",
     "full",
     "grad",

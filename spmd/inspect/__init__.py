@@ -1,5 +1,23 @@
-"""Seeing what a program does: the collectives of its compiled text, with axes, bytes and lines."""
+"""Seeing what a program does: its collectives as written and as compiled, with axes, bytes, lines and cost."""
 
 from spmd.inspect._collectives import Collective, CollectiveReport, collectives
+from spmd.inspect._explain import Explanation, explain
+from spmd.inspect._match import Communication
+from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
+from spmd.inspect._roofline import Memory, Time
 
-__all__ = ["Collective", "CollectiveReport", "collectives"]
+__all__ = [
+    "Boundary",
+    "Collective",
+    "CollectiveReport",
+    "Communication",
+    "Constraint",
+    "Explanation",
+    "Island",
+    "Memory",
+    "Time",
+    "Written",
+    "WrittenCollective",
+    "collectives",
+    "explain",
+]

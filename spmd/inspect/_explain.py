@@ -1,0 +1,244 @@
+"""`explain`: what a program sends, from which line, what the compiler made of it, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from spmd.errors import MeshError, SpmdError, compose
+from spmd.hardware import Hardware, hardware
+from spmd.inspect._collectives import CollectiveReport, collectives_of_text
+from spmd.inspect._groups import axes_text, mesh_sizes
+from spmd.inspect._match import Communication, communications
+from spmd.inspect._program import Program, stage
+from spmd.inspect._records import Written
+from spmd.inspect._render import as_html, as_rich, as_text
+from spmd.inspect._roofline import Memory, Time, estimate, memory_of
+from spmd.inspect._written import written as read
+from spmd.kernel import Kernel
+
+__all__ = ["Explanation", "explain"]
+
+
+class Explanation:
+    """What one program sends and costs; made by `explain`. Printing it shows `table()`.
+
+    Attributes:
+      name: The function's name.
+      mesh: Axis sizes.
+      collectives: The written collectives in program order, then those that nobody wrote.
+      written: The program as its jaxpr says it; None of a program that came lowered or compiled.
+      compiled: The compiled collectives; None where nothing was compiled.
+      memory: Bytes on one device.
+      time: Estimated seconds; None without `hardware`, or without the written view.
+      hardware: The machine that times are for, or None.
+      platform: What it was compiled for: "cpu", "gpu", "tpu"; empty where nothing was compiled.
+      missing: What could not be found out, and why.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mesh: Mapping[str, int],
+        written: Written | None,
+        compiled: CollectiveReport | None,
+        *,
+        memory: Memory | None = None,
+        machine: Hardware | None = None,
+        platform: str = "",
+        missing: Iterable[str] = (),
+    ) -> None:
+        self.name = name
+        self.mesh = dict(mesh)
+        self.written = written
+        self.compiled = compiled
+        self.collectives: tuple[Communication, ...] = communications(written, compiled)
+        self.memory = memory
+        self.hardware = machine
+        self.time: Time | None = None
+        if machine is not None and written is not None:
+            self.time = estimate(written, self.collectives, machine, self.mesh)
+        self.platform = platform
+        self.missing = tuple(missing)
+
+    @property
+    def unwritten(self) -> tuple[Communication, ...]:
+        """Compiled collectives that nobody wrote: the compiler's own."""
+        return tuple(one for one in self.collectives if not one.written)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call, those that nobody wrote with them."""
+        return sum(one.total_bytes for one in self.collectives)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many collectives of each kind one call runs, kinds in the order of their names."""
+        found: dict[str, int] = {}
+        for one in sorted(self.collectives, key=lambda one: one.kind):
+            found[one.kind] = found.get(one.kind, 0) + (one.count if one.runs is None else one.runs)
+        return {kind: count for kind, count in found.items() if count}
+
+    @property
+    def exact(self) -> bool:
+        """False where a loop of unknown length was counted once, or branches as if all were taken."""
+        return all(one.exact for one in self.collectives)
+
+    def by_axis(self) -> dict[str, tuple[Communication, ...]]:
+        """The collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
+        return self._grouped(lambda one: axes_text(one.axes))
+
+    def by_phase(self) -> dict[str, tuple[Communication, ...]]:
+        """The written collectives by phase: `"forward"`, `"backward"`."""
+        return self._grouped(lambda one: one.phase, lambda one: one.written)
+
+    def _grouped(
+        self, key: Callable[[Communication], str], keep: Callable[[Communication], bool] = lambda one: True
+    ) -> dict[str, tuple[Communication, ...]]:
+        found: dict[str, list[Communication]] = {}
+        for one in filter(keep, self.collectives):
+            found.setdefault(key(one), []).append(one)
+        return {name: tuple(ones) for name, ones in found.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "name": self.name,
+            "mesh": self.mesh,
+            "platform": self.platform,
+            "counts": self.counts,
+            "total_bytes": self.total_bytes,
+            "exact": self.exact,
+            "collectives": [one.to_dict() for one in self.collectives],
+            "written": None if self.written is None else self.written.to_dict(),
+            "compiled": None if self.compiled is None else self.compiled.to_dict(),
+            "memory": None if self.memory is None else self.memory.to_dict(),
+            "time": None if self.time is None else self.time.to_dict(),
+            "missing": list(self.missing),
+        }
+
+    def table(self, width: int | None = None) -> str:
+        """The explanation as text, no wider than `width` columns; by default the terminal's."""
+        return as_text(self, width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
+        return f"Explanation({self.name}: {counts}, unwritten={len(self.unwritten)}, total_bytes={self.total_bytes})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+    def __rich__(self) -> Any:
+        return as_rich(self)
+
+
+def explain(
+    fn: Any,
+    *args: Any,
+    mesh: Any = None,
+    hardware: str | Hardware | None = None,
+    compiled: Any = None,
+    **kwargs: Any,
+) -> Explanation:
+    """What a program sends, from which line, over which mesh axes, what the compiler made of it, and its cost.
+
+    Two views are put side by side. *Written*: each collective of the traced program with the user's string,
+    bytes, loops multiplied out, forward or backward, and what is moved to enter a kernel. *Compiled*: what the
+    optimised program runs, matched to what was written; collectives that nobody wrote are marked. Nothing is
+    run. `fn` is traced once and compiled once.
+
+    On a mesh without devices (`spmd.make_mesh(..., abstract=True)`) there is no compiled program; the written
+    view, bytes and times are the same.
+
+    Args:
+      fn: A kernel, a `jax.jit`ed, differentiated or plain function with kernels in it, or what `.trace`,
+        `.lower` or `.compile` returned (then without arguments; lowered and compiled programs have no written
+        view).
+      *args: Arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s. Their shardings, if they have any, say what the
+        boundary of a kernel moves.
+      mesh: The mesh, where neither `fn` nor its arguments carry one.
+      hardware: A preset ("h100", "tpu-v5p") or a `spmd.Hardware`, for times.
+      compiled: False for the written view alone; a compiled program of `fn` to look at instead of compiling. By default
+        `fn` is compiled if its mesh has devices; with True it is an error if it has none.
+      **kwargs: Keyword arguments of `fn`.
+
+    Returns:
+      An `Explanation`.
+
+    Raises:
+      SpmdError: `fn` is none of the above, or `hardware` is not known.
+      MeshError: `compiled=True` on a mesh without devices.
+
+    Example:
+      >>> import jax, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4, abstract=True)
+      >>> @spmd.kernel("b/dp d/tp -> b/dp d", mesh=mesh)
+      ... def gather(x):
+      ...     return spmd.all_gather(x, "b/dp d/tp -> b/dp d", to="invarying")
+      >>> report = spmd.explain(gather, jax.ShapeDtypeStruct((8, 64), "float32"))
+      >>> [(one.kind, one.axes, one.bytes, one.count, one.phase) for one in report.collectives]
+      [('all_gather', ('tp',), 768, 1, 'forward')]
+    """
+    machine = None if hardware is None else _hardware(hardware)
+    _check_compiled(compiled)
+    program = stage("explain", fn, args, kwargs, mesh)
+    found = program.mesh if program.mesh is not None else mesh
+    missing: list[str] = []
+    if compiled is True and not program.has_devices:
+        rule = "a program is compiled for devices, and this mesh has none."
+        raise MeshError(compose(rule, call="explain(..., compiled=True)", fix="compiled=None, or a mesh with devices"))
+    stats = _compiled(program, compiled, missing)
+    found = program.mesh if found is None else found
+    sizes = {} if found is None else mesh_sizes(found)
+    # A jitted function is read inside another trace, which shares its body: see `written`.
+    own = hasattr(fn, "lower") and not isinstance(fn, Kernel) and not hasattr(fn, "jaxpr")
+    jaxpr = None if own else program.jaxpr
+    written = None if program.jaxpr is None else read(fn, args, kwargs, mesh, jaxpr=jaxpr)
+    if written is None:
+        missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
+    report = None if stats is None else collectives_of_text(_text(stats), mesh=sizes or None)
+    return Explanation(
+        program.name,
+        sizes or (report.mesh if report is not None and report.mesh else {}),
+        written,
+        report,
+        memory=memory_of(written, stats),
+        machine=machine,
+        platform=_platform(found) if stats is not None else "",
+        missing=missing,
+    )
+
+
+_hardware = hardware
+
+
+def _check_compiled(compiled: Any) -> None:
+    if compiled is None or isinstance(compiled, bool) or hasattr(compiled, "memory_analysis"):
+        return
+    rule = f"compiled is None, True, False or a compiled program, got {type(compiled).__name__}."
+    raise SpmdError(compose(rule, call="explain(..., compiled=...)", fix="compiled=jax.jit(fn).lower(x).compile()"))
+
+
+def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
+    """The compiled program to look at, or None, and why."""
+    if hasattr(compiled, "memory_analysis"):
+        return compiled
+    if not program.has_devices:
+        missing.append("compiled view, temporary memory: need devices, and the mesh is abstract")
+        return None
+    return None if compiled is False else program.compiled
+
+
+def _text(compiled: Any) -> str:
+    text = compiled.as_text()
+    if not text:
+        raise SpmdError("This backend does not give the text of its compiled programs.")
+    return text
+
+
+def _platform(mesh: Any) -> str:
+    devices = getattr(mesh, "devices", None)
+    return "" if devices is None else devices.flat[0].platform

@@ -1,0 +1,305 @@
+"""Which compiled collective belongs to which written one, and what nobody wrote."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmd.inspect._collectives import Collective, sent_bytes
+from spmd.inspect._hlo import shape_bytes
+from spmd.inspect._records import Boundary, Written, WrittenCollective
+
+__all__ = ["Communication", "communications"]
+
+# The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.
+_PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
+_OPS = {
+    "all_gather": "all_gather all_gather_invariant all_gather_reduced",
+    "psum": "psum psum_invariant psum2 unreduced_psum pmax pmin all_reduce reduce_and",
+    "psum_scatter": "reduce_scatter psum_scatter unreduced_reduce_scatter",
+    "all_to_all": "all_to_all ragged_all_to_all",
+    "ppermute": "ppermute",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One collective of a program, as somebody wrote it and as the compiler made it.
+
+    Attributes:
+      kind: `all_gather`, `psum` (any all-reduce), `psum_scatter`, `all_to_all`, `ppermute`.
+      axes: The mesh axes it runs over, in mesh order.
+      bytes: Bytes that one device sends, one execution; as `spmd.inspect.Collective` counts them.
+      count: How often one call runs it: as written, loops multiplied out; of what nobody wrote, as compiled.
+      runs: How often the compiled program runs it; None where nothing was compiled.
+      exact: Whether `count` is certain; see `spmd.inspect.Collective`.
+      text: The user's call, or for what nobody wrote the likely cause.
+      where: `file.py:12`, the user's line; empty where the compiler does not say.
+      phase: "forward" or "backward".
+      written: Whether the program says it. False is the compiler's own.
+      implicit: Whether no verb says it: a reduction over a name that a string drops, or one that JAX adds to a
+        gradient.
+      recomputed: Whether a `jax.checkpoint` runs it again in the backward pass.
+      branch: Of a collective in a branch, which.
+      dtype: The operand's dtype.
+      shape: The operand's local shape.
+      group_size: Devices per group.
+      compiled: The compiled collectives that do it.
+      note: What the compiler changed.
+      sent: Bytes that one device sends in one call.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int
+    runs: int | None
+    exact: bool
+    text: str
+    where: str
+    phase: str
+    written: bool
+    implicit: bool
+    recomputed: bool
+    branch: str
+    dtype: str
+    shape: tuple[int, ...]
+    group_size: int
+    compiled: tuple[Collective, ...] = field(default=(), repr=False)
+    note: str = ""
+    sent: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call of the program: none where the compiler removed it."""
+        return self.sent
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        names = [name for name in self.__slots__ if name not in ("compiled", "sent")]
+        plain = {name: getattr(self, name) for name in names}
+        return {**plain, "axes": list(self.axes), "shape": list(self.shape), "total_bytes": self.sent}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One operand of a compiled collective: XLA combines several collectives into one."""
+
+    of: Collective
+    index: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.of.operands[self.index][1])
+
+    @property
+    def bytes(self) -> int:
+        return sent_bytes(self.of.kind, shape_bytes(*self.of.operands[self.index]), self.of.group_size)
+
+
+def communications(written: Written | None, compiled: Sequence[Collective] | None) -> tuple[Communication, ...]:
+    """What a program sends: the written collectives in program order, then those that nobody wrote.
+
+    A compiled collective belongs to a written one by the call's text, which JAX carries in the operation's name
+    (or in that of the sum it applies), by line and primitive for raw `jax.lax` calls, and where the compiler has
+    lost the name by kind, axes and size.
+    """
+    rows = () if written is None else written.collectives
+    if compiled is None:
+        return tuple(_joined(row, None) for row in rows)
+    pieces = [_Piece(one, i) for one in compiled for i in range(len(one.operands))]
+    taken: dict[int, list[_Piece]] = {}
+    rest: list[_Piece] = []
+    for piece in pieces:
+        _claim(piece, _named(piece, rows), taken, rest)
+    pieces, rest = rest, []
+    for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
+        _claim(piece, _alike(piece, rows, taken), taken, rest)
+    joined = [_joined(row, taken.get(i, []), _twin(i, rows, taken)) for i, row in enumerate(rows)]
+    strangers = {id(piece.of): piece.of for piece in rest}
+    partly = {id(piece.of) for found in taken.values() for piece in found}
+    return (*joined, *(_unwritten(one, written) for key, one in strangers.items() if key not in partly))
+
+
+def _claim(
+    piece: _Piece, candidates: Mapping[int, WrittenCollective], taken: dict[int, list[_Piece]], rest: list[_Piece]
+) -> None:
+    """Give `piece` to the best of the candidates, one that has nothing yet if possible."""
+    if not candidates:
+        rest.append(piece)
+        return
+    backward = "transpose(" in piece.of.op_name
+
+    def fits(i: int) -> tuple[bool, ...]:
+        row = candidates[i]
+        return (
+            row.where == piece.of.where,
+            (row.phase == "backward") == backward,
+            row.kind == piece.of.kind,
+            math.prod(row.shape) == piece.elements,
+            sum(one.of.count for one in taken.get(i, ())) < row.count,
+        )
+
+    best = max(candidates, key=lambda i: (sum(fits(i)), -i))
+    taken.setdefault(best, []).append(piece)
+
+
+def _named(piece: _Piece, rows: Sequence[WrittenCollective]) -> dict[int, WrittenCollective]:
+    """The written collectives that the name of a compiled one says."""
+    names = (piece.of.op_name, piece.of.reducer)
+    last = {name.rpartition("/")[2].partition("[")[0] for name in names}
+    found: dict[int, WrittenCollective] = {}
+    for i, row in enumerate(rows):
+        if not _related(row, piece.of):
+            continue
+        if "(" in row.text:
+            said = any(row.text in name for name in names)
+        else:  # a raw call of jax.lax: its name is too common to go by alone
+            said = row.where == piece.of.where and (row.primitive in last or bool(last & set(_ops(row.kind))))
+        if said:
+            found[i] = row
+    return found
+
+
+def _alike(
+    piece: _Piece, rows: Sequence[WrittenCollective], taken: Mapping[int, Sequence[_Piece]]
+) -> dict[int, WrittenCollective]:
+    combined = any(one.of is piece.of for found in taken.values() for one in found)
+    if _ends(piece.of.op_name) in _PLACED and not combined:
+        return {}
+    return {
+        i: row
+        for i, row in enumerate(rows)
+        if i not in taken
+        and (row.kind, row.axes, math.prod(row.shape)) == (piece.of.kind, piece.of.axes, piece.elements)
+    }
+
+
+def _related(row: WrittenCollective, one: Collective) -> bool:
+    """Whether a compiled collective may be (a part of) a written one: over its axes and no others."""
+    return not row.axes or not one.axes or set(one.axes) <= set(row.axes)
+
+
+def _twin(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) -> bool:
+    """Whether the compiled program has another collective of the same call and size, which may serve for this too."""
+    row = rows[at]
+    same = (row.text, row.kind, row.axes, row.shape, row.dtype)
+    return any(
+        i != at and i in taken and (one.text, one.kind, one.axes, one.shape, one.dtype) == same
+        for i, one in enumerate(rows)
+    )
+
+
+def _ops(kind: str) -> list[str]:
+    return _OPS.get(kind, kind).split()
+
+
+def _ends(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+# -------------------- one row
+
+
+def _joined(row: WrittenCollective, pieces: Sequence[_Piece] | None, twin: bool = False) -> Communication:
+    runs = None if pieces is None else sum(piece.of.count for piece in pieces)
+    kinds = {piece.of.kind for piece in pieces or ()}
+    note = "" if pieces is None or runs is None else _note(row, pieces, runs, twin)
+    if runs is None:
+        sent = row.total_bytes
+    elif kinds <= {row.kind} and all(piece.of.axes in ((), row.axes) for piece in pieces or ()):
+        sent = row.bytes * runs  # in the dtype that was written: a CPU sums bfloat16 in float32
+    else:
+        sent = sum(piece.bytes * piece.of.count for piece in pieces or ())
+    return Communication(
+        kind=row.kind,
+        axes=row.axes,
+        bytes=row.bytes,
+        count=row.count,
+        runs=runs,
+        exact=row.exact,
+        text=row.text,
+        where=row.where,
+        phase=row.phase,
+        written=True,
+        implicit=row.implicit,
+        recomputed=row.recomputed,
+        branch=row.branch,
+        dtype=row.dtype,
+        shape=row.shape,
+        group_size=row.group_size,
+        compiled=tuple({id(piece.of): piece.of for piece in pieces or ()}.values()),
+        note=note,
+        sent=sent,
+    )
+
+
+def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int, twin: bool) -> str:
+    if not pieces:
+        return "the compiler merged it with an equal one" if twin else "the compiler removed it"
+    kinds = sorted({piece.of.kind for piece in pieces} - {row.kind})
+    if kinds:
+        return f"compiled as {' and '.join(kinds)}"
+    if row.exact and all(piece.of.exact for piece in pieces) and runs != row.count:
+        return f"the compiled program runs it {runs} time{'s' * (runs > 1)}, not {row.count}"
+    return ""
+
+
+def _unwritten(one: Collective, written: Written | None) -> Communication:
+    dtype, shape = max(one.operands, key=lambda operand: shape_bytes(*operand))
+    return Communication(
+        kind=one.kind,
+        axes=one.axes,
+        bytes=one.bytes,
+        count=one.count,
+        runs=one.count,
+        exact=one.exact,
+        text=_cause(one, written),
+        where=one.where,
+        phase="backward" if "transpose(" in one.op_name else "forward",
+        written=False,
+        implicit=False,
+        recomputed=False,
+        branch="",
+        dtype=dtype,
+        shape=shape,
+        group_size=one.group_size,
+        compiled=(one,),
+        note="" if one.whole else f"within groups of {one.group_size}",
+        sent=one.total_bytes,
+    )
+
+
+def _cause(one: Collective, written: Written | None) -> str:
+    """Why the compiler added a collective, as far as its name and line tell."""
+    constraints, boundary = (written.constraints, written.boundary) if written else ((), ())
+    for constraint in constraints:
+        if constraint.text in one.op_name or (constraint.where == one.where and _ends(one.op_name) in _PLACED):
+            return f"auto mode, for {constraint.text}"
+    last = _ends(one.op_name)
+    moved = [entry for entry in boundary if entry.source is not None and entry.where in ("", one.where)]
+    if last in _PLACED and moved:
+        return "moved to enter a kernel: " + "; ".join(dict.fromkeys(map(_moved, _fitting(one, moved))))
+    if last in _PLACED:
+        return "moved to enter or leave a kernel" if last == "shard_map" else f"moved for a {last.replace('_', ' ')}"
+    operation = re.sub(r"[^\w].*", "", last)
+    cause = f"the compiler's own, for {operation}" if operation else "the compiler's own; it does not say for what"
+    likely = [entry for entry in boundary if entry.source is not None and _holds(one, entry)]
+    return f"{cause}; perhaps {_moved(likely[0])}" if len(likely) == 1 else cause
+
+
+def _fitting(one: Collective, moved: Sequence[Boundary]) -> Sequence[Boundary]:
+    """Those arguments of which a part can be what is moved; all where none can."""
+    return [entry for entry in moved if _holds(one, entry)] or moved
+
+
+def _holds(one: Collective, boundary: Boundary) -> bool:
+    whole = math.prod(boundary.shape)
+    return all(math.prod(shape) and whole % math.prod(shape) == 0 for _, shape in one.operands)
+
+
+def _moved(boundary: Boundary) -> str:
+    return f"{boundary.text} from {boundary.source} to {boundary.target}"

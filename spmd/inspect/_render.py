@@ -1,0 +1,365 @@
+"""An explanation as text for a terminal, as HTML for a notebook, and for `rich`: the same sections in each."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spmd._units import bytes_text
+from spmd.hardware import Hardware
+from spmd.inspect._groups import axes_text
+from spmd.inspect._match import Communication
+from spmd.inspect._records import Written
+from spmd.inspect._roofline import Time, seconds_of
+
+if TYPE_CHECKING:
+    from spmd.inspect._explain import Explanation
+
+__all__ = ["as_html", "as_rich", "as_text", "seconds_text"]
+
+HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
+_RIGHT = (2, 3, 4)
+_FLEXIBLE = 28  # columns that the call needs to stand on the line of its collective
+
+
+@dataclass
+class Row:
+    """One line of a section: cells as in `HEAD`, and remarks under it."""
+
+    cells: tuple[str, ...]
+    remarks: list[str] = field(default_factory=list)
+    total: bool = False
+
+
+@dataclass
+class Section:
+    """A title, and under it rows of the table, facts (name, number, what it is made of) or lines of prose."""
+
+    title: str
+    rows: list[Row] = field(default_factory=list)
+    facts: list[tuple[str, str, str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    loud: bool = False
+
+
+def sections(it: Explanation) -> Iterator[Section]:
+    """What there is to say, in order."""
+    phases = it.by_phase()
+    for phase in ("forward", "backward"):
+        if phase in phases:
+            ones = phases[phase]
+            yield Section(phase, [*_rows(it, ones), _total(it, ones, "total")])
+    if it.unwritten:
+        yield Section("nobody wrote", [*_rows(it, it.unwritten), _total(it, it.unwritten, "total")], loud=True)
+    elif it.compiled is not None and it.written is not None:
+        yield Section("nobody wrote", lines=["nothing: every compiled collective belongs to a written one"])
+    if len(by_axis := it.by_axis()) > 1 or it.unwritten:
+        rows = [_total(it, ones, axes, total=False) for axes, ones in by_axis.items()]
+        yield Section("by axis", [*rows, _total(it, it.collectives, "total")])
+    yield from _written_sections(it)
+    yield from _cost_sections(it)
+    notes = [*it.missing]
+    if not it.exact:
+        notes.append("* in a loop of unknown length (counted once) or in a branch (counted as taken)")
+    if notes:
+        yield Section("not known", lines=notes)
+
+
+def _rows(it: Explanation, ones: Iterable[Communication]) -> list[Row]:
+    """A verb on a pytree, or the same line in each layer, is one row."""
+    alike: dict[Any, list[Communication]] = {}
+    for one in ones:
+        key = (one.kind, one.axes, one.text, one.where, one.written, one.implicit, one.recomputed, one.branch)
+        alike.setdefault((*key, one.note), []).append(one)
+    return [_row(it, ones) for ones in alike.values()]
+
+
+def _row(it: Explanation, ones: Sequence[Communication]) -> Row:
+    one = ones[0]
+    remarks = []
+    if one.implicit:
+        remarks.append("implicit: no verb asks for it")
+    if one.recomputed:
+        remarks.append("again in the backward pass, for jax.checkpoint")
+    if one.branch:
+        remarks.append(f"in {one.branch}")
+    if one.note:
+        remarks.append(one.note)
+    own = re.fullmatch(rf"{one.kind}\([^\"]*(\".*\")\)", one.text)
+    call = own.group(1) if own and one.written else one.text
+    times = f"{sum(o.count for o in ones)}{'' if all(o.exact for o in ones) else '*'}"
+    return Row((one.kind, axes_text(one.axes), times, *_costs(it, ones), one.where, call), remarks)
+
+
+def _total(it: Explanation, ones: Sequence[Communication], name: str, total: bool = True) -> Row:
+    times = str(sum(one.count if one.runs is None else one.runs for one in ones))
+    return Row((name, "", times, *_costs(it, ones), "", ""), total=total)
+
+
+def _costs(it: Explanation, ones: Sequence[Communication]) -> tuple[str, str]:
+    time = "" if it.hardware is None else seconds_text(sum(seconds_of(one, it.hardware, it.mesh) for one in ones))
+    return bytes_text(sum(one.total_bytes for one in ones)), time
+
+
+def _written_sections(it: Explanation) -> Iterator[Section]:
+    if it.written is None:
+        return
+    known = [one for one in it.written.boundary if one.source is not None]
+    moved = [
+        f"{one.where}  {one.text} from {one.source} to {one.target}"
+        + ("" if one.bytes is None else f", {bytes_text(one.bytes * one.count)}")
+        for one in known
+    ]
+    if blank := len(it.written.boundary) - len(known):
+        plural = "s that say" if blank > 1 else " that says"
+        moved.append(f"{blank} argument{plural} no sharding: taken to lie as the kernel wants")
+    if known or (moved and it.compiled is None):
+        yield Section("moved to enter a kernel", lines=list(dict.fromkeys(moved)))
+    if it.written.islands:
+        inside = {True: "", False: " (looked into)"}
+        lines = [f"{one.where}  {one.text}{inside[one.opaque]}" for one in it.written.islands]
+        yield Section("islands", lines=list(dict.fromkeys(lines)))
+    if it.written.constraints and it.compiled is None:
+        lines = [f"{one.where}  {one.text}" for one in it.written.constraints]
+        yield Section("layouts asked of the compiler", lines=list(dict.fromkeys(lines)))
+
+
+def _cost_sections(it: Explanation) -> Iterator[Section]:
+    if it.memory is not None:
+        memory = it.memory
+        parts = [("arguments", memory.arguments), ("outputs", memory.outputs), ("temporaries", memory.temporaries)]
+        facts = [(name, bytes_text(size), "") for name, size in parts if size is not None]
+        if memory.aliased:
+            facts.append(("donated", bytes_text(memory.aliased), "of the outputs lie in arguments"))
+        share = ""
+        if it.hardware is not None:
+            share = f"{_share(memory.total, it.hardware.hbm_bytes)} of {_si(it.hardware.hbm_bytes, 'B')}"
+        facts.append(("at least" if memory.temporaries is None else "together", bytes_text(memory.total), share))
+        yield Section("memory per device", facts=facts)
+    if it.time is not None and it.hardware is not None and it.written is not None:
+        yield Section(f"time on {it.time.hardware}", facts=_times(it.time, it.hardware, it.written))
+
+
+def _times(time: Time, machine: Hardware, written: Written) -> list[tuple[str, str, str]]:
+    products = ", ".join(
+        f"{_si(n, 'FLOP')} {dtype} at {_si(machine.peak(dtype), 'FLOP/s')}" for dtype, n in written.matmul_flops.items()
+    )
+    axes = ", ".join(f"{axes} {seconds_text(seconds)}" for axes, seconds in time.by_axis.items() if seconds)
+    traffic = f"{bytes_text(written.hbm_bytes)} at {_si(machine.hbm_bandwidth, 'B/s')}"
+    rows = [
+        ("compute", time.compute, products or "no matrix products"),
+        ("memory", time.memory, traffic),
+        ("communication", time.communication, axes or "none"),
+    ]
+    if time.serial:
+        of_peak = [f"{_share(time.compute, one)} of peak FLOP/s" for one in (time.overlapped, time.serial)]
+        rows += [
+            ("all overlaps", time.overlapped, f"{time.bound} binds, {of_peak[0]}"),
+            ("nothing overlaps", time.serial, of_peak[1]),
+        ]
+    return [(name, seconds_text(seconds), text) for name, seconds, text in rows]
+
+
+def _share(part: float, whole: float) -> str:
+    return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}"
+
+
+def _heading(it: Explanation) -> str:
+    sizes = " ".join(f"{axis}={size}" for axis, size in it.mesh.items())
+    count = math.prod(it.mesh.values())
+    on = f" on {sizes}" if sizes else ""
+    devices = f"{count:,} device{'s' * (count != 1)}"
+    made = f", compiled for {it.platform}" if it.platform else "" if it.compiled is not None else ", not compiled"
+    return f"{it.name or 'program'}{on}: {devices}{made}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for people.
+
+    >>> [seconds_text(s) for s in (0, 3.2e-7, 0.00123, 0.5, 75.0)]
+    ['0 s', '320 ns', '1.23 ms', '500 ms', '75 s']
+    """
+    if seconds == 0:
+        return "0 s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")):
+        if seconds >= 0.9995 * scale or unit == "ns":
+            amount = seconds / scale
+            return f"{amount:,.0f} {unit}" if amount >= 1000 else f"{amount:.3g} {unit}"
+    raise AssertionError("unreachable: the last unit returns")
+
+
+def _si(amount: float, unit: str) -> str:
+    for scale, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if amount >= scale:
+            return f"{amount / scale:.3g} {letter}{unit}"
+    return f"{amount:.3g} {unit}"
+
+
+# -------------------- text
+
+
+def as_text(it: Explanation, width: int | None = None) -> str:
+    """For a terminal of `width` columns. Where it is narrow, calls stand under their collectives."""
+    width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
+    found = list(sections(it))
+    rows = [row for section in found for row in section.rows]
+    shown = [i for i in range(6) if any(row.cells[i] for row in rows)]
+    widths = [max([len(HEAD[i]), *(len(row.cells[i]) for row in rows)]) for i in range(6)]
+    left = 2 + sum(widths[i] + 2 for i in shown)
+    longest = max([0, *(len(row.cells[6]) for row in rows)])
+    wide = width - left >= min(longest, _FLEXIBLE)
+    if not wide and 5 in shown:
+        shown.remove(5)
+    lines = textwrap.wrap(_heading(it), width)
+    if rows:
+        named = wide and any(row.cells[6] for row in rows)
+        lines += ["", f"  {_cells(HEAD, shown, widths)}{'  ' + HEAD[6] if named else ''}"[:width]]
+    else:
+        lines += ["", "no collectives"]
+    for section in found:
+        lines += ["", section.title.upper() if section.loud else section.title]
+        for row in section.rows:
+            lines += _text_row(row, shown, widths, width, left if wide else None, section.loud)
+        lines += _text_facts(section.facts, width)
+        for line in section.lines:
+            lines += textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _text_facts(facts: Sequence[tuple[str, str, str]], width: int) -> list[str]:
+    names, numbers = (max((len(fact[i]) for fact in facts), default=0) for i in (0, 1))
+    lines = []
+    for name, number, text in facts:
+        first = f"  {name.ljust(names)}  {number.rjust(numbers)}  "
+        indent = " " * len(first)
+        lines += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=indent) or [first]
+    return lines
+
+
+def _cells(cells: Sequence[str], shown: Sequence[int], widths: Sequence[int]) -> str:
+    return "  ".join(cells[i].rjust(widths[i]) if i in _RIGHT else cells[i].ljust(widths[i]) for i in shown)
+
+
+def _text_row(
+    row: Row, shown: Sequence[int], widths: Sequence[int], width: int, column: int | None, loud: bool
+) -> list[str]:
+    first = ("! " if loud and not row.total else "  ") + _cells(row.cells, shown, widths)
+    if len(first.rstrip()) > width:
+        first = first[: width - 1] + "…"
+    call, where = row.cells[6], row.cells[5]
+    if column is not None:
+        parts = textwrap.wrap(call, max(width - column, _FLEXIBLE), break_long_words=False) or [""]
+        lines = [f"{first.ljust(column)}{parts[0]}", *(" " * column + part for part in parts[1:])]
+    else:
+        under = "  ".join(text for text in (where, call) if text)
+        wrapped = textwrap.wrap(under, width, initial_indent="      ", subsequent_indent="      ")
+        lines = [first, *wrapped]
+    indent = " " * (column or 6)
+    for remark in row.remarks:
+        lines += textwrap.wrap(remark, width, initial_indent=indent + "^ ", subsequent_indent=indent + "  ")
+    return lines
+
+
+# -------------------- HTML
+
+
+_STYLE = """
+.spmd-explain table {border-collapse: collapse; margin: 0.3em 0; font-size: 90%}
+.spmd-explain th, .spmd-explain td {padding: 0.15em 0.7em; border: 0; text-align: left; vertical-align: top}
+.spmd-explain .number {text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums}
+.spmd-explain .title th {padding-top: 0.8em; border-bottom: 1px solid #8888}
+.spmd-explain .total td {border-top: 1px solid #8884; font-weight: bold}
+.spmd-explain .loud th, .spmd-explain .loud td {color: #c62828; font-weight: bold}
+.spmd-explain .remark {opacity: 0.75; font-style: italic}
+.spmd-explain code {white-space: pre-wrap; background: none; color: inherit}
+"""
+
+
+def as_html(it: Explanation) -> str:
+    """For a notebook: one table with a part per section."""
+    parts = [f'<div class="spmd-explain"><style>{_STYLE}</style><strong>{html.escape(_heading(it))}</strong>']
+    found = list(sections(it))
+    if any(section.rows for section in found):
+        titles = "".join(f"<th{_number(i)}>{name}</th>" for i, name in enumerate(HEAD))
+        parts.append(f"<table><thead><tr>{titles}</tr></thead>")
+        parts += [_html_rows(section) for section in found if section.rows]
+        parts.append("</table>")
+    else:
+        parts.append("<p>no collectives</p>")
+    for section in found:
+        if not section.rows:
+            parts.append(_html_facts(section))
+    return "\n".join([*parts, "</div>"])
+
+
+def _html_rows(section: Section) -> str:
+    loud = ' class="loud"' if section.loud else ""
+    lines = [f"<tbody{loud}>", f'<tr class="title"><th colspan="{len(HEAD)}">{html.escape(section.title)}</th></tr>']
+    for row in section.rows:
+        cells = [f"<td{_number(i)}>{html.escape(text)}</td>" for i, text in enumerate(row.cells[:-1])]
+        call = f"<code>{html.escape(row.cells[-1])}</code>" if row.cells[-1] else ""
+        remarks = "".join(f'<br><span class="remark">{html.escape(text)}</span>' for text in row.remarks)
+        total = ' class="total"' if row.total else ""
+        lines.append(f"<tr{total}>{''.join(cells)}<td>{call}{remarks}</td></tr>")
+    return "\n".join([*lines, "</tbody>"])
+
+
+def _html_facts(section: Section) -> str:
+    lines = [f'<table><tbody><tr class="title"><th colspan="3">{html.escape(section.title)}</th></tr>']
+    for name, number, text in section.facts:
+        lines.append(
+            f'<tr><td>{html.escape(name)}</td><td class="number">{html.escape(number)}</td>'
+            f"<td>{html.escape(text)}</td></tr>"
+        )
+    lines += [f'<tr><td colspan="3">{html.escape(line)}</td></tr>' for line in section.lines]
+    return "\n".join([*lines, "</tbody></table>"])
+
+
+def _number(column: int) -> str:
+    return ' class="number"' if column in _RIGHT else ""
+
+
+# -------------------- rich
+
+
+def as_rich(it: Explanation) -> Any:
+    """For `rich.print`; rich is imported here and nowhere else."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    found = list(sections(it))
+    parts: list[Any] = [Text(_heading(it), style="bold")]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(HEAD):
+        last = i == len(HEAD) - 1
+        table.add_column(name, justify="right" if i in _RIGHT else "left", no_wrap=not last, overflow="fold")
+    for section in found:
+        if section.rows:
+            table.add_section()
+            table.add_row(Text(section.title, style="bold red" if section.loud else "bold cyan"))
+        for row in section.rows:
+            style = "bold" if row.total else "red" if section.loud else ""
+            call = Text(row.cells[-1], style="" if section.loud else "green")
+            for remark in row.remarks:
+                call.append(("\n" if call else "") + remark, style="italic yellow")
+            table.add_row(*(Text(cell) for cell in row.cells[:-1]), call, style=style)
+    parts.append(table if table.row_count else Text("no collectives"))
+    for section in found:
+        if section.rows:
+            continue
+        parts.append(Text("\n" + section.title, style="bold cyan"))
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column()
+        facts.add_column(justify="right", no_wrap=True)
+        for fact in section.facts:
+            facts.add_row(*(Text(text) for text in fact))
+        parts += [facts, *(Text(line) for line in section.lines)]
+    return Group(*parts)

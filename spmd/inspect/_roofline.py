@@ -1,0 +1,132 @@
+"""How long a program takes at least and at most on a machine of which a few numbers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmd.hardware import Hardware
+from spmd.inspect._groups import axes_text
+from spmd.inspect._match import Communication
+from spmd.inspect._records import Written
+
+__all__ = ["Memory", "Time", "estimate", "memory_of", "seconds_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      arguments: The arguments.
+      outputs: The results.
+      temporaries: What the compiled program needs besides; None without the devices.
+      aliased: The part of `outputs` that lies in donated arguments.
+      code: The compiled program itself.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int | None = None
+    aliased: int = 0
+    code: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes that one call needs: arguments, outputs and temporaries, what is donated once.
+
+        The temporaries are one allocation, made at the start, so this is the peak; without them the least.
+        """
+        return self.arguments + self.outputs - self.aliased + (self.temporaries or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**{name: getattr(self, name) for name in self.__slots__}, "total": self.total}
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Estimated seconds of one call on one device of `hardware`.
+
+    The model: floating-point work at the dtype's peak, memory traffic at full bandwidth, collectives one after
+    another, each as `Hardware.collective_seconds` says. A program takes between `overlapped`, the largest of the three,
+    and `serial`, their sum. Both are from peaks; kernels that reach less, stragglers and waiting are not in them.
+
+    Attributes:
+      compute: Seconds of matrix products and convolutions.
+      memory: Seconds of reading and writing the device's memory.
+      communication: Seconds of collectives.
+      by_axis: `communication` by mesh axes, as a layout writes them: `{"tp": ..., "dp/tp": ...}`.
+      flops: Floating-point operations of one device, all dtypes together.
+      hardware: The name of the machine.
+    """
+
+    compute: float
+    memory: float
+    communication: float
+    by_axis: Mapping[str, float]
+    flops: float
+    hardware: str
+
+    @property
+    def serial(self) -> float:
+        """Seconds if nothing overlaps: the sum of the three."""
+        return self.compute + self.memory + self.communication
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds if everything overlaps: the largest of the three."""
+        return max(self.compute, self.memory, self.communication)
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "compute", "memory" or "communication"."""
+        return max(("compute", "memory", "communication"), key=lambda name: getattr(self, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        totals = {"serial": self.serial, "overlapped": self.overlapped, "bound": self.bound}
+        return {**plain, "by_axis": dict(self.by_axis), **totals}
+
+
+def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) -> float:
+    """Seconds that a collective takes in one call of the program."""
+    if not one.compiled or all(c.kind == one.kind and c.axes == one.axes for c in one.compiled):
+        runs = one.count if one.runs is None else one.runs
+        return runs * hardware.collective_seconds(one.kind, one.bytes, one.axes, mesh)
+    each = (hardware.collective_seconds(c.kind, c.bytes, c.axes, mesh) * c.count for c in one.compiled)
+    return sum(each)
+
+
+def estimate(
+    written: Written, collectives: Sequence[Communication], hardware: Hardware, mesh: Mapping[str, int]
+) -> Time:
+    """The time of a program of which the written view is known."""
+    by_axis: dict[str, float] = {}
+    for one in collectives:
+        name = axes_text(one.axes)
+        by_axis[name] = by_axis.get(name, 0.0) + seconds_of(one, hardware, mesh)
+    return Time(
+        compute=sum(flops / hardware.peak(dtype) for dtype, flops in written.matmul_flops.items()),
+        memory=written.hbm_bytes / hardware.hbm_bandwidth,
+        communication=sum(by_axis.values()),
+        by_axis=by_axis,
+        flops=sum(written.flops.values()),
+        hardware=hardware.name,
+    )
+
+
+def memory_of(written: Written | None, compiled: Any) -> Memory | None:
+    """The memory of a compiled program, or what is known without one."""
+    stats = None if compiled is None else compiled.memory_analysis()
+    if stats is None:
+        return None if written is None else Memory(written.arguments_bytes, written.outputs_bytes)
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
