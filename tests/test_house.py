@@ -40,6 +40,7 @@ FLOORS = {
     "parallel/": 7,
     "stencil.py": 7,
     "__main__.py": 8,
+    "_cli.py": 8,
     "haliax.py": 8,
     "inspect/": 8,
     "testing.py": 8,

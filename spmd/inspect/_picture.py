@@ -14,8 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
 from spmd.comm._marks import tag_of
+from spmd.comm.planner import Plan
 from spmd.errors import LayoutError, MeshError, PlacementError, SpmdError, compose
 from spmd.inspect._holdings import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
+from spmd.inspect._picture_plan import PlanDrawing
 from spmd.inspect._picture_svg import holdings_svg
 from spmd.inspect._picture_text import Line, holdings_lines, plain
 from spmd.inspect._svg import FILLS, INK, below, card, paragraph
@@ -163,6 +165,8 @@ def visualize(
     if shape is not None or mesh is not None:
         rule = "An array brings its shape and its mesh along; only a layout is given them."
         raise LayoutError(compose(rule, call=_CALL, fix="visualize(x)"))
+    if isinstance(what, Plan):
+        return Picture(PlanDrawing(what))
     if isinstance(what, jax.core.Tracer):
         return Picture(_of_tracer(what))
     return Picture(_Drawn(_of_array(what)))

@@ -34,8 +34,8 @@ def holdings_lines(holdings: Holdings, width: int) -> list[Line]:
     """The whole picture: what it is, the grids, the facts, and which device is where on the mesh."""
     lines = [_heading(holdings), []]
     lines += grid_lines(holdings, width, tints(holdings))
-    lines.append([])
-    lines += [[(fact, None)] for fact in facts(holdings, arrange(holdings))]
+    found = facts(holdings, arrange(holdings))
+    lines += [[], *([(fact, None)] for fact in found)] if found else []
     if holdings.mesh and not is_summary(holdings):
         lines += [[], *_mesh_lines(holdings, width)]
     return lines

@@ -1,0 +1,93 @@
+"""`python -m spmd`: plan a relayout, draw a layout, look at the machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from spmd._cli import run_info, run_plan, run_show
+from spmd.comm.planner.plan import PREFER
+from spmd.errors import SpmdError
+
+_EXAMPLES = """examples:
+  python -m spmd plan "a/x b -> a b/x" --mesh x=4 --size a=4096,b=4096 --dtype bf16
+  python -m spmd plan "a/x/y b -> a/y b/x" --mesh x=2 --mesh y=4 --size a=64 --size b=64 --picture
+  python -m spmd show "b/dp (h k)/tp" --mesh dp=2,tp=4 --size b=8,h=4,k=16 --svg layout.svg
+  python -m spmd info
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    described = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m spmd",
+        description="Plan the cheapest change of layout, draw which device holds what, or show versions and devices.\n"
+        "plan and show need no devices.",
+        epilog=_EXAMPLES,
+        formatter_class=described,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    plan = commands.add_parser(
+        "plan",
+        help="the cheapest steps from one layout to another",
+        description="The cheapest steps from one layout to another: bytes per device, lower bound, ratio.",
+        epilog="\n".join(_EXAMPLES.splitlines()[:3]),
+        formatter_class=described,
+    )
+    plan.add_argument("pattern", help='"layout -> layout", such as "a/x b -> a b/x"')
+    _add_mesh_and_sizes(plan)
+    plan.add_argument("--dtype", default="float32", help="of the elements: float32 (default), bf16, i8, ...")
+    plan.add_argument("--prefer", default=PREFER[0], metavar="WHAT", help=f"{', '.join(PREFER)} (default {PREFER[0]})")
+    plan.add_argument("--hardware", metavar="NAME", help="a profile, such as h100 or tpu-v5p: adds times")
+    plan.add_argument("--picture", action="store_true", help="draw each step below the table")
+    _add_output(plan)
+
+    show = commands.add_parser(
+        "show",
+        help="which device holds what",
+        description="Which device holds which block of an array. Sizes that are not given leave blocks numbered.",
+        epilog="\n".join(_EXAMPLES.splitlines()[::3]),
+        formatter_class=described,
+    )
+    show.add_argument("layout", help='a layout, such as "b/dp (h k)/tp"')
+    _add_mesh_and_sizes(show)
+    _add_output(show)
+
+    info = commands.add_parser(
+        "info",
+        help="versions, devices, meshes that fit",
+        description="Versions, devices, meshes that fit them. Exits with 1 if something needed is missing or too old.",
+    )
+    info.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_mesh_and_sizes(parser: argparse.ArgumentParser) -> None:
+    many = {"action": "append", "default": [], "metavar": "NAME=N,..."}
+    parser.add_argument("--mesh", **many, required=True, help="mesh axes in order: dp=2,tp=4; may be repeated")
+    parser.add_argument("--size", **many, help="global sizes of names: b=8,d=16; may be repeated")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--svg", metavar="FILE", help="save the picture: .svg, .html or .txt")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0, or 2 where what was asked for is wrong."""
+    options = _parser().parse_args(arguments)
+    try:
+        return {"plan": run_plan, "show": run_show, "info": run_info}[options.command](options)
+    except SpmdError as error:
+        print(str(error).strip("\n"), file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""The commands behind `python -m spmd`: what each prints, and how `x=4,y=2` is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+from spmd.comm.planner import plan
+from spmd.errors import SizeError, SpmdError, compose
+from spmd.inspect._picture import Picture, visualize
+
+__all__ = ["named_numbers", "run_info", "run_plan", "run_show", "suggestions"]
+
+_SHORT = re.compile(r"(bf|f|i|s|u)(\d+)")
+_KINDS = {"bf": "bfloat", "f": "float", "i": "int", "s": "int", "u": "uint"}
+_NODE = 8  # devices that usually share the fastest links
+
+
+def named_numbers(flag: str, texts: Iterable[str]) -> dict[str, int]:
+    """`["x=4,y=2", "z=3"]` as `{"x": 4, "y": 2, "z": 3}`, in the order written.
+
+    Raises:
+      SizeError: A part is not of the form name=number, or a name occurs twice.
+
+    >>> named_numbers("--mesh", ["x=4,y=2", "z=3"])
+    {'x': 4, 'y': 2, 'z': 3}
+    """
+    found: dict[str, int] = {}
+    for part in ",".join(texts).split(","):
+        name, equals, number = (one.strip() for one in part.partition("="))
+        call = f"{flag} {','.join(texts)}"
+        if not part.strip():
+            continue
+        if not equals or not name.isidentifier() or not re.fullmatch(r"[0-9]+", number):
+            rule = f"{flag} takes names with positive numbers, '{part.strip()}' is none."
+            raise SizeError(compose(rule, call=call, fix=f"{flag} x=4,y=2, or {flag} x=4 {flag} y=2"))
+        if name in found:
+            raise SizeError(compose(f"{flag} says each name once, but '{name}' occurs twice.", call=call))
+        found[name] = int(number)
+    return found
+
+
+def dtype_name(text: str) -> str:
+    """`bf16` as `bfloat16`; other names as they are.
+
+    >>> dtype_name("bf16"), dtype_name("f32"), dtype_name("float8_e4m3fn")
+    ('bfloat16', 'float32', 'float8_e4m3fn')
+    """
+    short = _SHORT.fullmatch(text)
+    return f"{_KINDS[short[1]]}{short[2]}" if short else text
+
+
+def run_plan(options: Any) -> int:
+    """`plan`: the table of a plan, its picture, or JSON."""
+    found = plan(
+        options.pattern,
+        sizes=named_numbers("--size", options.size),
+        mesh=named_numbers("--mesh", options.mesh),
+        dtype=dtype_name(options.dtype),
+        prefer=options.prefer,
+        hardware=options.hardware,
+    )
+    picture = visualize(found)
+    _save(picture, options.svg)
+    if options.json:
+        _print(json.dumps(picture.to_dict(), indent=2))
+    else:
+        _print(str(found))
+        if options.picture:
+            _print("")
+            _show(picture)
+    return 0
+
+
+def run_show(options: Any) -> int:
+    """`show`: the picture of a layout, or JSON."""
+    picture = visualize(options.layout, named_numbers("--size", options.size), named_numbers("--mesh", options.mesh))
+    _save(picture, options.svg)
+    if options.json:
+        _print(json.dumps(picture.to_dict(), indent=2))
+    else:
+        _show(picture)
+    return 0
+
+
+def run_info(options: Any) -> int:
+    """`info`: versions, devices, meshes that fit them; 1 if something that is needed is missing or too old."""
+    found = {"python": platform.python_version(), **_packages(), **_devices()}
+    _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found)))
+    return 0 if all(entry["ok"] for entry in found["needed"]) else 1
+
+
+# --- printing ------------------------------------------------------------------------------------------------
+
+
+def _save(picture: Picture, path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        picture.save(path)
+    except OSError as error:
+        raise SpmdError(compose(f"The file cannot be written: {error.strerror}.", call=f"--svg {path}")) from None
+
+
+def _show(picture: Picture) -> None:
+    """Coloured where the terminal can and rich is there."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console().print(picture)
+            return
+    _print(str(picture))
+
+
+def _print(text: str) -> None:
+    """Print; where the terminal has no box characters, with plain ones."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate({ord(char): plain for char, plain in zip("─│┌┬┐├┼┤└┴┘", "-|+++++++++", strict=True)})
+        text = text.encode(encoding, "replace").decode(encoding)
+    print(text)
+
+
+# --- info ----------------------------------------------------------------------------------------------------
+
+
+def _packages() -> dict[str, Any]:
+    """What the package says it needs, and what is installed of that."""
+    try:
+        about = metadata.metadata("spmd")
+    except metadata.PackageNotFoundError:
+        return {"spmd": None, "needed": [], "optional": []}
+    needed = [_entry("python", about["Requires-Python"] or "", platform.python_version())]
+    optional: dict[str, dict[str, Any]] = {}
+    for line in about.get_all("Requires-Dist") or []:
+        text, _, marker = line.partition(";")
+        name, wanted = _requirement(text)
+        entry = _entry(name, wanted, _installed(name))
+        if marker:
+            extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
+            optional.setdefault(name, {**entry, "extras": []})["extras"].append(extra[1] if extra else marker.strip())
+        else:
+            needed.append(entry)
+    return {"spmd": about["Version"], "needed": needed, "optional": list(optional.values())}
+
+
+def _requirement(text: str) -> tuple[str, str]:
+    """`jax>=0.10` as its name and what is wanted of its version."""
+    found = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*\(?([^)]*)", text)
+    return (found[1], found[2].strip()) if found else (text.strip(), "")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _entry(name: str, wanted: str, have: str | None) -> dict[str, Any]:
+    least = re.search(r">=\s*([0-9.]+)", wanted)
+    ok = have is not None and (least is None or _numbers(have) >= _numbers(least[1]))
+    return {"name": name, "version": have, "wanted": wanted, "ok": ok}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"[0-9.]+", version)
+    return tuple(int(part) for part in found[0].split(".") if part) if found else ()
+
+
+def _devices() -> dict[str, Any]:
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # a platform that is asked for and does not start
+        return {"devices": None, "why": str(error).splitlines()[0], "processes": 1, "meshes": []}
+    kinds = sorted({f"{one.platform} ({one.device_kind})" for one in devices})
+    meshes = suggestions(len(devices), min(_NODE, jax.local_device_count()))
+    return {
+        "devices": {"count": len(devices), "local": jax.local_device_count(), "kinds": kinds},
+        "processes": jax.process_count(),
+        "meshes": [{"axes": axes, "use": use} for axes, use in meshes],
+    }
+
+
+def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
+    """Meshes of `count` devices, those inside a node last, where most is sent.
+
+    >>> suggestions(16, 8)[1]
+    ({'dp': 2, 'tp': 8}, 'tensor parallel among neighbours, data parallel or FSDP across')
+    """
+    found: list[tuple[dict[str, int], str]] = [({"dp": count}, "data parallel or FSDP")]
+    inner = max(n for n in range(1, max(node, 1) + 1) if count % n == 0 and (n < count or n < 4))
+    if inner > 1:
+        axes = {"dp": count // inner, "tp": inner} if inner < count else {"tp": count}
+        across = ", data parallel or FSDP across" if inner < count else ""
+        found.append((axes, f"tensor parallel among neighbours{across}"))
+    small = math.gcd(inner, 2)
+    if count % (4 * small) == 0 and small > 1:
+        axes = {"dp": count // (2 * small), "cp": 2, "tp": small}
+        found.append((axes, "long sequences: context parallel beside tensor parallel"))
+    return found
+
+
+def _info_lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"spmd {found['spmd']}" if found["spmd"] else "spmd, not installed: what it needs is not known"]
+    rows = [(one["name"], one["version"] or "missing", _verdict(one)) for one in found["needed"]]
+    for one in found["optional"]:
+        rows.append((one["name"], one["version"] or "missing", f"optional: {', '.join(one['extras'])}"))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    lines += [f"  {name.ljust(widths[0])}  {version.ljust(widths[1])}  {note}".rstrip() for name, version, note in rows]
+    devices = found["devices"]
+    if devices is None:
+        return [*lines, f"no devices: {found['why']}"]
+    processes = f" in {found['processes']} processes" if found["processes"] > 1 else ""
+    lines.append(f"devices: {devices['count']} x {', '.join(devices['kinds'])}{processes}")
+    if devices["count"] == 1:
+        lines.append("  for more, virtual ones: spmd.use_cpu_devices(8) at the top of a program")
+    lines.append("meshes that fit:")
+    calls = [f"spmd.make_mesh({', '.join(f'{a}={n}' for a, n in one['axes'].items())})" for one in found["meshes"]]
+    width = max(map(len, calls))
+    return [*lines, *(f"  {call.ljust(width)}  {one['use']}" for call, one in zip(calls, found["meshes"], strict=True))]
+
+
+def _verdict(entry: dict[str, Any]) -> str:
+    wanted = entry["wanted"] or "any version"
+    return f"needs {wanted}" if entry["ok"] else f"NEEDS {wanted}"
