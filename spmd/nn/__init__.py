@@ -1,5 +1,17 @@
 """Layers as functions on arrays: weights in, mesh axes by keyword, the communication in the docstring."""
 
+from spmd.nn.embedding import embedding, unembedding
+from spmd.nn.linear import column_linear, gated_mlp, mlp, qkv_linear, row_linear
 from spmd.nn.norm import layer_norm, rms_norm
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = [
+    "column_linear",
+    "embedding",
+    "gated_mlp",
+    "layer_norm",
+    "mlp",
+    "qkv_linear",
+    "rms_norm",
+    "row_linear",
+    "unembedding",
+]

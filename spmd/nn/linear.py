@@ -1,0 +1,322 @@
+"""Linear layers and MLPs, divided by columns and by rows (tensor parallelism), the sequence divided in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import all_gather, defer, einsum, scope
+from spmd.errors import LayoutError, compose
+
+__all__ = ["column_linear", "gated_mlp", "mlp", "qkv_linear", "row_linear"]
+
+Axes = str | tuple[str, ...] | None
+
+
+@scope(mapping=None)
+def column_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None) -> Any:
+    """Multiply by a matrix whose columns are divided: each device makes its part of the outputs, all tokens of it.
+
+    The first half of a tensor-parallel pair; `row_linear` is the second. With `sp`, which names the same axes
+    as `tp`, tokens arrive divided as well and are gathered first (sequence parallelism).
+
+    Layouts: x `"... s/cp/sp d"` (with `sp=None` any `"... d"`), w `"d f/tp"` or with several output dimensions, the
+    first divided: `"d h/tp k"`; b like w without d. Result `"... s/cp f/tp"`. Computed in the dtype of x.
+
+    Communication, for x of S bytes per device once its sequence is gathered, on n devices of tp: with `sp` an
+    all_gather forward, S(n-1)/n bytes, and a psum_scatter backward, as many. Without, nothing forward, and backward a
+    psum of x's gradient over tp, 2S(n-1)/n bytes, unless x is a gathered copy already. The gradients of w and b, where
+    these are equal by JAX's own type on axes that divide tokens, are summed over them: 2W(m-1)/m bytes for blocks of W
+    bytes on m devices.
+
+    Memory: the gathered x is kept for the backward pass; under `jax.checkpoint` it is gathered again instead.
+
+    Args:
+      x: The activations.
+      w: The weight, or a tree of weights that share one gather: `{"q": ..., "k": ..., "v": ...}`.
+      b: The bias, or a tree of them like w.
+      tp: The mesh axes that divide the columns.
+      sp: The mesh axes that divide the sequence until here.
+      cp: Mesh axes that divide the sequence here and after (context parallelism).
+
+    Returns:
+      The outputs; a tree of them for a tree of weights.
+
+    Raises:
+      LayoutError: If a weight has fewer than two dimensions.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=4)
+      >>> @spmd.kernel("b s/tp d, d f/tp -> b s f/tp", mesh=mesh)
+      ... def up(x, w):
+      ...     return spmd.nn.column_linear(x, w, tp="tp", sp="tp")
+      >>> print(up(jnp.ones((1, 4, 3)), jnp.ones((3, 8)))[0, 0])
+      [3. 3. 3. 3. 3. 3. 3. 3.]
+
+    References:
+      Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053; for the sequence Korthikanti et al., "Reducing
+      Activation Recomputation in Large Transformer Models", https://arxiv.org/abs/2205.05198
+    """
+    weights, structure = jax.tree.flatten(w)
+    for one in weights:
+        _check_rank("column_linear", one, 2, '"d f/tp"')
+    # Output dimensions whose first is divided are one divided dimension: (h k)/tp.
+    outs = _columns(x, [one.reshape(one.shape[0], -1) for one in weights], tp=tp, sp=sp, cp=cp)
+    outs = [y.reshape(*y.shape[:-1], *one.shape[1:]) for y, one in zip(outs, weights, strict=True)]
+    biases = [None] * len(outs) if b is None else structure.flatten_up_to(b)
+    return structure.unflatten([_plus(y, bias) for y, bias in zip(outs, biases, strict=True)])
+
+
+@scope(mapping=None)
+def row_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None) -> Any:
+    """Multiply by a matrix whose rows are divided, and sum over the devices that hold them.
+
+    The second half of a tensor-parallel pair. With `sp`, which names the same axes as `tp`, the sum is scattered
+    onto the sequence: each device is left with its tokens.
+
+    Layouts: x `"... s/cp f/tp"` (with `sp=None` any `"... f/tp"`), w `"f/tp d"` or with several input dimensions,
+    the first divided: `"h/tp k d"`; b `"d"`. Result `"... s/cp/sp d"`. Computed in the dtype of x.
+
+    Communication, for a product of S bytes per device, on n devices of tp: with `sp` a psum_scatter forward,
+    S(n-1)/n bytes, and an all_gather backward, as many; without, a psum forward, 2S(n-1)/n bytes, and nothing backward.
+    The gradients of w and b as in `column_linear`; with `sp`, that of b is summed over tp too, in the same psum.
+
+    Memory: x is kept for the backward pass.
+
+    Args:
+      x: The activations.
+      w: The weight.
+      b: The bias, added once, after the sum.
+      tp: The mesh axes that divide the rows.
+      sp: The mesh axes that divide the sequence from here on.
+      cp: Mesh axes that divide the sequence here already.
+
+    Returns:
+      The outputs.
+
+    Raises:
+      LayoutError: If the weight has fewer than two dimensions, or x fewer than the weight has rows.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=4)
+      >>> @spmd.kernel("b s f/tp, f/tp d -> b s/tp d", mesh=mesh)
+      ... def down(x, w):
+      ...     return spmd.nn.row_linear(x, w, tp="tp", sp="tp")
+      >>> print(down(jnp.ones((1, 4, 8)), jnp.ones((8, 3)))[0, 0])
+      [8. 8. 8.]
+
+    References:
+      As of `column_linear`.
+    """
+    _check_rank("row_linear", w, 2, '"f/tp d"')
+    rows = w.ndim - 1
+    _check_rank("row_linear", x, rows, '"... f/tp"', "x")
+    x = x.reshape(*x.shape[: x.ndim - rows], -1)
+    w = w.reshape(-1, w.shape[-1]).astype(x.dtype)
+    if sp is None:
+        y = einsum(x, w, "... f/tp, f/tp d -> ... d", tp=tp)
+    else:
+        y = einsum(x, w, "... s/cp f/tp, f/tp d -> ... s/cp/sp d", tp=tp, sp=sp, cp=cp)
+    return _plus(y, b)
+
+
+@scope(mapping=None)
+def qkv_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None) -> Any:
+    """Queries, keys and values from one fused weight.
+
+    The weight keeps together what attends together: for each group, its query heads, then its key head, then its value
+    head. Thus tp divides groups, and no device holds queries without their keys. (A weight with all queries first,
+    divided in the middle, would give one device queries only.)
+
+    Layouts: x `"... s/cp/sp d"`, w `"d g/tp j k"` with j = r + 2 for r query heads per group, b `"g/tp j k"`. Results:
+    queries `"... s/cp (g r)/tp k"`, keys and values `"... s/cp g/tp k"`.
+
+    Communication and memory: those of `column_linear`.
+
+    Args:
+      x: The activations.
+      w: The fused weight.
+      b: The fused bias.
+      tp: The mesh axes that divide the groups.
+      sp: The mesh axes that divide the sequence until here.
+      cp: Mesh axes that divide the sequence here and after.
+
+    Returns:
+      Queries, keys, values.
+
+    Raises:
+      LayoutError: If the weight has not four dimensions, or no room for a query beside key and value.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("b s d, d g/tp j k -> b s h/tp k, b s g/tp k, b s g/tp k", mesh=mesh)
+      ... def project(x, w):
+      ...     return spmd.nn.qkv_linear(x, w, tp="tp")
+      >>> print(*(y.shape for y in project(jnp.ones((1, 3, 5)), jnp.ones((5, 2, 4 + 2, 7)))))
+      (1, 3, 8, 7) (1, 3, 2, 7) (1, 3, 2, 7)
+
+    References:
+      Ainslie et al., "GQA", https://arxiv.org/abs/2305.13245, for grouped queries.
+    """
+    if w.ndim != 4 or w.shape[2] < 3:
+        rule = 'a fused weight has for each group its queries, its key and its value: "d g/tp j k" with j = r + 2.'
+        raise LayoutError(compose(rule, call="qkv_linear(x, w)", got=[f"w: shape {w.shape}"]))
+    y = column_linear(x, w, b, tp=tp, sp=sp, cp=cp)
+    queries = y[..., :-2, :]
+    return queries.reshape(*y.shape[:-3], -1, y.shape[-1]), y[..., -2, :], y[..., -1, :]
+
+
+@scope(mapping=None)
+def mlp(
+    x: Any,
+    w_in: Any,
+    w_out: Any,
+    b_in: Any = None,
+    b_out: Any = None,
+    *,
+    activation: Callable[[Any], Any] = jax.nn.gelu,
+    tp: Axes = None,
+    sp: Axes = None,
+    cp: Axes = None,
+) -> Any:
+    """Two linear layers with an activation in between: `column_linear`, then `row_linear`.
+
+    Layouts: x and result `"... s/cp/sp d"` (with `sp=None` any `"... d"`), w_in `"d f/tp"`, b_in `"f/tp"`, w_out
+    `"f/tp d"`, b_out `"d"`.
+
+    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp` an all_gather and a
+    psum_scatter, S(n-1)/n bytes each, forward and again backward; without, a psum of 2S(n-1)/n bytes, forward and
+    again backward. Gradients of the weights as in `column_linear`.
+
+    Memory: the gathered x and the hidden units before and after the activation, kept for the backward pass.
+
+    Args:
+      x: The activations.
+      w_in: The first weight.
+      w_out: The second weight.
+      b_in: The first bias.
+      b_out: The second bias.
+      activation: An elementwise function.
+      tp: The mesh axes that divide the hidden units.
+      sp: The mesh axes that divide the sequence outside; the same as tp, or None.
+      cp: Mesh axes that divide the sequence throughout.
+
+    Returns:
+      The outputs, an array like x.
+
+    Raises:
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("b s/tp d, d f/tp, f/tp d -> b s/tp d", mesh=mesh)
+      ... def block(x, w_in, w_out):
+      ...     return x + spmd.nn.mlp(x, w_in, w_out, activation=jax.nn.relu, tp="tp", sp="tp")
+      >>> print(block(jnp.ones((1, 2, 3)), jnp.ones((3, 4)), jnp.ones((4, 3)))[0, 0])
+      [13. 13. 13.]
+
+    References:
+      Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
+    """
+    hidden = activation(column_linear(x, w_in, b_in, tp=tp, sp=sp, cp=cp))
+    return row_linear(hidden, w_out, b_out, tp=tp, sp=sp, cp=cp)
+
+
+@scope(mapping=None)
+def gated_mlp(
+    x: Any,
+    w_in: Any,
+    w_out: Any,
+    b_in: Any = None,
+    b_out: Any = None,
+    *,
+    activation: Callable[[Any], Any] = jax.nn.silu,
+    tp: Axes = None,
+    sp: Axes = None,
+    cp: Axes = None,
+) -> Any:
+    """An MLP whose hidden units are multiplied by gates: SwiGLU, or GEGLU and others by the activation.
+
+    Layouts: x and result `"... s/cp/sp d"` (with `sp=None` any `"... d"`); w_in the pair (gate, up) of `"d f/tp"`
+    each, or fused `"d 2 f/tp"`, b_in likewise without d; w_out `"f/tp d"`, b_out `"d"`. (Fused as `"d (2 f)/tp"`, tp
+    would divide gates from what they open.)
+
+    Communication: that of `mlp`; gate and up share one gather, and one psum_scatter or psum of their gradients.
+
+    Memory: the gathered x, gates and up-projections, kept for the backward pass.
+
+    Args:
+      x: The activations.
+      w_in: The weights of gate and up-projection, a pair or fused.
+      w_out: The weight back.
+      b_in: Their biases, a pair or fused.
+      b_out: The last bias.
+      activation: The elementwise function of the gate.
+      tp: The mesh axes that divide the hidden units.
+      sp: The mesh axes that divide the sequence outside; the same as tp, or None.
+      cp: Mesh axes that divide the sequence throughout.
+
+    Returns:
+      The outputs, an array like x.
+
+    Raises:
+      LayoutError: If w_in is neither a pair nor fused.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("b s/tp d, d 2 f/tp, f/tp d -> b s/tp d", mesh=mesh)
+      ... def block(x, w_in, w_out):
+      ...     return spmd.nn.gated_mlp(x, w_in, w_out, tp="tp", sp="tp")
+      >>> print(block(jnp.ones((1, 2, 3)), jnp.ones((3, 2, 4)), jnp.ones((4, 3)))[0, 0].round(2))
+      [34.29 34.29 34.29]
+
+    References:
+      Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
+    """
+    if isinstance(w_in, (tuple, list)) and len(w_in) == 2:
+        gate, up = column_linear(x, tuple(w_in), None if b_in is None else tuple(b_in), tp=tp, sp=sp, cp=cp)
+    elif hasattr(w_in, "shape") and len(w_in.shape) == 3 and w_in.shape[1] == 2:
+        [both] = _columns(x, [w_in], tp=tp, sp=sp, cp=cp)
+        both = _plus(both, b_in)
+        gate, up = both[..., 0, :], both[..., 1, :]
+    else:
+        rule = 'w_in is the pair (gate, up) of "d f/tp" each, or fused "d 2 f/tp".'
+        got = [f"w_in: {f'shape {w_in.shape}' if hasattr(w_in, 'shape') else type(w_in).__name__}"]
+        raise LayoutError(compose(rule, call="gated_mlp(x, w_in, w_out)", got=got, fix="jnp.stack((gate, up), 1)"))
+    return row_linear(activation(gate) * up, w_out, b_out, tp=tp, sp=sp, cp=cp)
+
+
+# --- where products meet communication ----------------------------------------------------------------------
+
+
+def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes) -> list[Any]:
+    """The products of x with weights "d f/tp" or "d n f/tp", the sequence gathered once for all of them."""
+    if sp is None:
+        # Typed varying once, so that the gradients of several products are added before they are summed over tp.
+        x = defer(x, "... d -> ... d {R:tp}", tp=tp)
+    else:
+        x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
+    patterns = {2: "... d, d f/tp -> ... f/tp", 3: "... d, d n f/tp -> ... n f/tp"}
+    return [einsum(x, w.astype(x.dtype), patterns[w.ndim], tp=tp) for w in weights]
+
+
+def _plus(y: Any, b: Any) -> Any:
+    return y if b is None else y + jnp.expand_dims(b.astype(y.dtype), tuple(range(y.ndim - b.ndim)))
+
+
+def _check_rank(name: str, x: Any, rank: int, layout: str, which: str = "w") -> None:
+    if jnp.ndim(x) < rank:
+        rule = f"{which} lies as {layout}: it has at least {rank} dimension{'s' * (rank != 1)}."
+        raise LayoutError(compose(rule, call=f"{name}(x, w)", got=[f"{which}: shape {jnp.shape(x)}"]))
