@@ -6,6 +6,7 @@ In explicit mode a body is per-shard code already. Where it sees whole arrays, s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import traceback
@@ -207,7 +208,9 @@ def _explicit(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
         _closed(call, x, layout, index=i) for i, (x, layout) in enumerate(zip(args, _inputs(call, args), strict=True))
     ]
     run = job.fn if job.typed else functools.partial(_untyped, call, job.fn)
-    return _finish(call, _results(call, run(*shards)), "annotate")
+    with contextlib.nullcontext() if job.typed else call.scope():
+        out = run(*shards)
+    return _finish(call, _results(call, out), "annotate")
 
 
 def _untyped(call: Call, fn: Callable[..., Any], *shards: Any) -> Any:
