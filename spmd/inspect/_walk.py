@@ -182,12 +182,13 @@ class Walk:
         elif name in ("sharding_constraint", "reshard"):
             return self._placed(eqn, ins, site, notes)
         elif name in _OPAQUE:
-            self._island(name, eqn, site, opaque=True)
+            if not _call_text(site.names_of(eqn)).startswith("opaque("):  # whose note says it
+                self._island(name, eqn, site, opaque=True)
         elif not name.startswith(_SCALAR_BODIES) and (inner := list(jaxprs_in_params(eqn.params))):
             return self._call(eqn, inner, ins, site)
         else:
-            if name == "spmd_layout" and str(eqn.params["call"]).startswith(("local(", "opaque(")):
-                self._island(eqn.params["call"], eqn, site, opaque=False)
+            if name == "spmd_layout" and (text := str(eqn.params["call"])).startswith(("local(", "opaque(")):
+                self._island(text, eqn, site, opaque=text.startswith("opaque("))
             self._work(eqn, site)
             return _through(eqn, ins)
         self._moves(eqn, site)
@@ -195,6 +196,9 @@ class Walk:
 
     def _call(self, eqn: Any, inner: list[Any], ins: list[Value], site: _Site) -> list[Value]:
         """A call: `jit`, `remat`, a custom rule."""
+        if said := eqn.params.get("in_shardings"):
+            lies = [of_sharding(s, len(_shape(v)), self.sizes) for s, v in zip(said, eqn.invars, strict=True)]
+            ins = [replace(v, place=p) if p is not None else v for v, p in zip(ins, lies, strict=True)]
         outs: list[Value] = []
         for jaxpr in inner:
             count = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
@@ -293,8 +297,7 @@ class Walk:
         return [Value(target)]
 
     def _island(self, text: str, eqn: Any, site: _Site, *, opaque: bool) -> None:
-        text = _call_text(site.names_of(eqn)) or " ".join(str(text).split()) if opaque else " ".join(str(text).split())
-        where = site.line(eqn)
+        text, where = " ".join(text.split()), site.line(eqn)
         self._islands.setdefault((text, where), Island(text, where, opaque))
 
     # --- collectives and work -----------------------------------------------------------------------------

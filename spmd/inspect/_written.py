@@ -91,11 +91,13 @@ def _leaves(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: in
 def _paths(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """What to call each leaf of the arguments: `params['w']`."""
     try:
-        bound = list(inspect.signature(fn).bind_partial(*args).arguments)
+        known = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        bound = []
-    names = [*bound, *(f"args[{i}]" for i in range(len(bound), len(args)))][: len(args)]
-    named = [(name, value) for name, value in zip(names, args, strict=True)] + sorted(kwargs.items())
+        known = ()
+    plain = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in known if p.kind is p.VAR_POSITIONAL), "args")
+    names = [*plain, *(f"{rest}[{i}]" for i in range(len(args)))][: len(args)]
+    named = [*zip(names, args, strict=True), *sorted(kwargs.items())]
     return [
         f"{name}{jax.tree_util.keystr(path)}" for name, tree in named for path, _ in jax.tree.leaves_with_path(tree)
     ]

@@ -1,0 +1,478 @@
+"""The written view against the compiled program: the same kinds, axes, bytes and counts, forward and backward."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.inspect import collectives
+from spmd.inspect._written import written
+from tests.comm import cases
+from tests.sampler import seeds
+
+HERE = os.path.basename(__file__)
+MESH = {"dp": 2, "tp": 4}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh(**MESH)
+
+
+def tally(items) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+    """Times and bytes by kind and axes; a collective that XLA combined counts once per operand. (An all-to-all of one
+    array may have an operand per device.)"""
+    found: dict = {}
+    for one in items:
+        times, sent = found.get((one.kind, one.axes), (0, 0))
+        each = 1 if one.kind == "all_to_all" else len(getattr(one, "operands", (None,)))
+        found[one.kind, one.axes] = (times + one.count * each, sent + one.total_bytes)
+    return found
+
+
+def agree(fn, *args, mesh) -> None:
+    """`fn` sends what it says, no more and no less."""
+    view = written(fn, args, {}, mesh)
+    assert view.exact
+    assert tally(view.collectives) == tally(collectives(fn, *args, mesh=mesh))
+
+
+def pulled(kernel, ins, out, shapes, mesh, dtype=jnp.float32):
+    """The value and all gradients, everything in its own layout; with the structs to call it with."""
+    lie = lambda layout: spmd.Layout(layout).sharding(mesh)
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    made = jax.eval_shape(kernel, *args)
+
+    def both(cotangent, *args):
+        value, pull = jax.vjp(kernel, *args)
+        return value, pull(cotangent)
+
+    places = tuple(map(lie, ins))
+    jitted = jax.jit(both, in_shardings=(lie(out), *places), out_shardings=(lie(out), places))
+    return jitted, (jax.ShapeDtypeStruct(made.shape, made.dtype), *args)
+
+
+WRAPS = {
+    "jit": lambda run: run,
+    "remat": lambda run: lambda x: jax.checkpoint(lambda x: run(jnp.sin(x)))(x),
+    "scan": lambda run: lambda x: jax.lax.scan(lambda c, one: (c, jnp.sin(run(one))), jnp.int32(0), x)[1],
+    "vmap": lambda run: lambda x: jax.vmap(run)(x),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("verb", cases.MOVES)
+@pytest.mark.parametrize("seed", seeds(1))
+def test_verbs(verb, wrap, seed):
+    case = cases.sample(verb, 1000 + 10 * seed + list(WRAPS).index(wrap))
+    lead = "r " if wrap in ("scan", "vmap") else ""
+    kernel = cases.kernel_of(case, WRAPS[wrap], lead=lead)
+    before, after = cases.ends(case)
+    shape = ((3,) if lead else ()) + cases.argument(case).shape
+    fn, args = pulled(kernel, [lead + before], lead + after, [shape], cases.device_mesh(case.mesh))
+    agree(fn, *args, mesh=cases.device_mesh(case.mesh))
+
+
+def weighted(x, w):
+    return x * w[None]
+
+
+doubled = spmd.custom_vjp(weighted)
+doubled.defvjp(lambda x, w: (weighted(x, w), (x, w)), lambda kept, g: (g * kept[1][None], (g * kept[0]).sum(0)))
+
+# name: signature, body, shapes
+OPS = {
+    "einsum psum": (
+        "b/dp f/tp, f/tp d -> b/dp d",
+        lambda x, w: spmd.einsum(x, w, "b/dp f/tp, f/tp d -> b/dp d"),
+        [(4, 8), (8, 3)],
+    ),
+    "einsum scatter": (
+        "b/dp f/tp, f/tp d -> b/dp d/tp",
+        lambda x, w: spmd.einsum(x, w, "b/dp f/tp, f/tp d -> b/dp d/tp"),
+        [(4, 8), (8, 12)],
+    ),
+    "einsum with a whole weight": (
+        "b/dp s/tp d, d f -> b/dp s/tp f",
+        lambda x, w: spmd.einsum(x, w, "b/dp s/tp d, d f -> b/dp s/tp f"),
+        [(4, 8, 5), (5, 3)],
+    ),
+    **{
+        f"reduce {op}": (
+            "a/dp b/tp -> a/dp",
+            lambda x, op=op: spmd.reduce(x, "a/dp b/tp -> a/dp", op),
+            [(4, 8)],
+        )
+        for op in ("sum", "mean", "max", "min", "prod", "logsumexp")
+    },
+    "softmax": ("a/dp b/tp -> a/dp b/tp", lambda x: spmd.softmax(x, "a/dp [b/tp]"), [(4, 8)]),
+    "cumsum": ("a/dp b/tp -> a/dp b/tp", lambda x: spmd.cumsum(x, "a/dp [b/tp]"), [(4, 8)]),
+    "roll": ("a/dp b/tp -> a/dp b/tp", lambda x: spmd.roll(x, "a/dp [b/tp]", 3), [(4, 16)]),
+    "top_k": ("a/dp b/tp -> a/dp k", lambda x: spmd.top_k(x, "a/dp [b/tp]", 2)[0], [(4, 16)]),
+    "shift": ("a/dp b/tp -> a/dp b/tp", lambda x: spmd.shift(x, "a/dp [b/tp]", 1, wrap=False), [(4, 8)]),
+    "ppermute": (
+        "a/dp b/tp -> a/dp b/tp",
+        lambda x: spmd.ppermute(x, "a/dp [b/tp]", [(0, 3), (3, 1), (1, 0)]),
+        [(4, 8)],
+    ),
+    "take": (
+        "v/tp d, b/dp -> b/dp d",
+        lambda e, x: spmd.take(e, (x > 0).astype(jnp.int32) * 5, "[v/tp] d, b/dp -> b/dp d"),
+        [(8, 3), (4,)],
+    ),
+    "split": ("a b -> a/tp b/dp", lambda x: spmd.split(x, "a b -> a/tp b/dp"), [(8, 6)]),
+    "a split of a gather": (
+        "a/tp b -> a b/tp",
+        lambda x: spmd.split(jnp.sin(spmd.all_gather(x, "a/tp b -> a b")), "a b -> a b/tp"),
+        [(8, 12)],
+    ),
+    "defer": (
+        "d, b/dp d/tp -> b/dp d/tp",
+        lambda w, x: x * spmd.split(spmd.defer(w, "d -> d {R:dp}"), "d {R:dp} -> d/tp {R:dp}")[None],
+        [(8,), (4, 8)],
+    ),
+    "a predicate": (
+        "a/dp b/tp -> a/dp b/tp",
+        lambda x: jnp.where(spmd.reduce(x, "a/dp b/tp -> scalar") > 0, jnp.sin(x), jnp.cos(x)),
+        [(4, 8)],
+    ),
+    "cond on a predicate that differs": (
+        "a/dp b/tp -> a/dp b/tp",
+        lambda x: spmd.cond(
+            x.sum() > 0,
+            lambda x: x + spmd.reduce(jnp.sin(x), "a/dp b/tp -> a/dp")[:, None],
+            lambda x: x * spmd.reduce(jnp.cos(x), "a/dp b/tp -> a/dp")[:, None],
+            x,
+        ),
+        [(4, 8)],
+    ),
+    "value_and_grad": (
+        "d, b/dp d/tp -> d",
+        lambda w, x: spmd.grad(
+            lambda w: spmd.reduce(jnp.sin(x * spmd.split(w, "d -> d/tp")[None]), "b/dp d/tp -> scalar", "mean")
+        )(w),
+        [(8,), (4, 8)],
+    ),
+    "custom_vjp": ("b/dp d/tp, d -> b/dp d/tp", lambda x, w: doubled(x, spmd.split(w, "d -> d/tp")), [(4, 8), (8,)]),
+    "raw lax": (
+        "a/tp b -> a/tp b",
+        lambda x: x * jax.lax.psum(jnp.sin(x).sum(), "tp") + jax.lax.all_gather(x, "tp", tiled=True).sum(),
+        [(8, 3)],
+    ),
+    "a fori_loop": (
+        "a/tp b -> a/tp b",
+        lambda x: jax.lax.fori_loop(0, 3, lambda _, x: spmd.shift(jnp.sin(x), "[a/tp] b"), x),
+        [(8, 3)],
+    ),
+    "local": (
+        "a/tp b -> a/tp b",
+        lambda x: spmd.local(lambda v: jax.lax.ppermute(v, "tp", [(0, 1), (1, 0)]), "a/tp b -> a/tp b")(x),
+        [(8, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_operations(name, mesh):
+    pattern, body, shapes = OPS[name]
+    ins, out = (side.split(",") for side in pattern.split("->"))
+    fn, args = pulled(spmd.kernel(pattern, mesh=mesh)(body), ins, out[0], shapes, mesh)
+    agree(fn, *args, mesh=mesh)
+
+
+# -------------------- text, line, phase
+
+
+def one_of(view, **wanted):
+    [found] = [c for c in view.collectives if all(getattr(c, key) == value for key, value in wanted.items())]
+    return found
+
+
+def line_of(text: str) -> str:
+    """`file.py:12` of the only line of this file that ends with a comment."""
+    with open(__file__) as file:
+        [number] = [i for i, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
+    return f"{HERE}:{number}"
+
+
+def make_block(mesh):
+    @spmd.kernel("b/dp s/tp d, d/dp f/tp, f/tp d/dp -> b/dp s/tp d", mesh=mesh)
+    def block(x, w_in, w_out):
+        def body(x):
+            x = spmd.all_gather(x, "b/dp s/tp d -> b/dp s d")  # the gather
+            wide = spmd.all_gather(w_in, "d/dp f/tp -> d f/tp")
+            h = spmd.einsum(x, wide, "b/dp s d, d f/tp -> b/dp s f/tp")
+            w = spmd.all_gather(w_out, "f/tp d/dp -> f/tp d")
+            total = spmd.einsum(h, "b/dp s f/tp -> b/dp s")  # dropped
+            out = spmd.einsum(jnp.sin(h), w, "b/dp s f/tp, f/tp d -> b/dp s/tp d")  # the scatter
+            return out * spmd.split(total, "b/dp s -> b/dp s/tp")[:, :, None]
+
+        return jax.lax.scan(lambda x, _: (jax.checkpoint(body)(x), None), x, None, length=5)[0]
+
+    return block
+
+
+STRUCTS = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8, 6), (6, 12), (12, 6))]
+
+
+def test_each_has_its_text_its_line_and_its_phase(mesh):
+    block = make_block(mesh)
+    view = written(jax.grad(lambda *args: block(*args).sum(), (0, 1, 2)), STRUCTS, {})
+    gather = {"text": 'all_gather(x, "b/dp s/tp d -> b/dp s d")', "where": line_of("the gather")}
+    scatter = {"text": 'einsum(x, y, "b/dp s f/tp, f/tp d -> b/dp s/tp d")', "where": line_of("the scatter")}
+    forward = one_of(view, phase="forward", kind="all_gather", **gather)
+    assert (forward.axes, forward.count, forward.shape, forward.dtype) == (("tp",), 5, (2, 2, 6), "float32")
+    assert forward.bytes == 2 * 2 * 6 * 4 * 3 and forward.total_bytes == 5 * forward.bytes
+    again = one_of(view, phase="backward", kind="all_gather", recomputed=True, **gather)
+    assert again.count == 5 and not forward.recomputed
+    assert one_of(view, phase="backward", kind="psum_scatter", **gather).bytes == forward.bytes
+    assert one_of(view, phase="backward", kind="all_gather", **scatter).count == 5
+    assert not any(c.implicit for c in view.collectives if c.kind != "psum")
+
+
+def test_a_dropped_name_is_an_implicit_reduction_of_its_line(mesh):
+    view = written(make_block(mesh), STRUCTS, {})
+    dropped = one_of(view, kind="psum", where=line_of("dropped"))
+    assert dropped.implicit and dropped.text == 'einsum(x, "b/dp s f/tp -> b/dp s")' and dropped.axes == ("tp",)
+    said = spmd.kernel("k/tp n -> n", mesh=mesh)(lambda a: spmd.psum(a.sum(0), "n {U:tp} -> n"))
+    [psum] = written(said, [jax.ShapeDtypeStruct((4, 3), jnp.float32)], {}).collectives
+    assert not psum.implicit and psum.text == 'psum(x, "n {U:tp} -> n")'
+
+
+def test_raw_lax_and_gradients_of_equal_values(mesh):
+    """What stands in no string is named by its lax call, or as what JAX adds."""
+
+    @spmd.kernel("d, b/dp d -> b/dp d", mesh=mesh)
+    def body(w, x):
+        return x * w[None] * jax.lax.pmax(jax.lax.stop_gradient(x), "dp").sum()
+
+    w, x = jax.ShapeDtypeStruct((6,), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.float32)
+    view = written(jax.grad(lambda w, x: body(w, x).sum()), (w, x), {})
+    [raw, added] = view.collectives
+    assert (raw.text, raw.kind, raw.primitive, raw.implicit, raw.phase) == (
+        "lax.pmax",
+        "psum",
+        "pmax",
+        False,
+        "forward",
+    )
+    assert added.text == "gradient of a value equal on dp" and added.implicit and added.phase == "backward"
+
+
+def test_the_compiled_program_carries_the_text(mesh):
+    """Into `op_name`, as it stands, quotes and all: how the compiled are matched with the written."""
+    compiled = collectives(make_block(mesh), *STRUCTS, mesh=mesh)
+    texts = {c.text for c in written(make_block(mesh), STRUCTS, {}).collectives}
+    assert len(texts) == 5
+    assert all(any(text in c.op_name for text in texts) for c in compiled)
+
+
+# -------------------- loops, branches, dead code
+
+
+def test_loops_and_branches_say_what_they_do_not_know(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    turn = lambda x: spmd.shift(x, "[a/tp] b")
+
+    @spmd.kernel("a/tp b -> a/tp b", mesh=mesh)
+    def loop(x):
+        return jax.lax.while_loop(lambda c: jax.lax.psum(c.sum(), "tp") < 9, turn, x)
+
+    view = written(loop, [x], {})
+    assert [(c.kind, c.count, c.exact) for c in view.collectives] == [("psum", 1, False), ("ppermute", 1, False)]
+    assert not view.exact
+
+    @spmd.kernel("a/tp b -> a/tp b", mesh=mesh)
+    def branches(x):
+        big = spmd.reduce(x, "a/tp b -> scalar") > 0
+        return spmd.cond(big, turn, lambda x: spmd.relayout(turn(x), "a/tp b -> a b/tp").reshape(x.shape), x)
+
+    found = [(c.kind, c.branch, c.exact) for c in written(branches, [x], {}).collectives]
+    assert found[0] == ("psum", "", True) and ("ppermute", "branch 2 of 2", False) in found
+    assert {branch for _, branch, _ in found[1:]} == {"branch 1 of 2", "branch 2 of 2"}
+
+
+def test_what_no_result_needs_is_left_out(mesh):
+    """As the compiler leaves it out: also in loops, and where only a gradient would have needed it."""
+
+    @spmd.kernel("a/tp b, a/tp b -> a/tp b", mesh=mesh)
+    def body(x, y):
+        spmd.all_gather(x, "a/tp b -> a b")
+        step = lambda c, t: (c + 1.0, spmd.all_gather(y * t, "a/tp b -> a b").sum())
+        return jax.lax.scan(step, x, jnp.arange(3.0))[0]
+
+    x = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    assert written(body, [x, x], {}).collectives == () == tuple(collectives(body, x, x))
+
+
+# -------------------- where arguments lie
+
+
+def test_the_boundary_says_from_where_to_where(mesh):
+    kernel = spmd.kernel("b/dp d/tp, n -> b/dp d/tp", mesh=mesh)(lambda x, n: x * n[0])
+    at = lambda layout, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spmd.Layout(layout).sharding(mesh))
+    there = at("b/dp d/tp", 4, 8), at("n", 3)
+    assert written(kernel, there, {}).boundary == ()
+    [moved] = written(jax.jit(lambda *args: kernel(*args)), (at("b/tp d/dp", 4, 8), at("n", 3)), {}).boundary
+    assert (moved.text, moved.source, moved.target) == ("kernel: args[0]", "_/tp _/dp", "_/dp _/tp")
+    assert moved.bytes == max_missing((4, 8), ("tp", "dp"), ("dp", "tp")) and moved.shape == (4, 8)
+    [one, two] = written(kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in there], {}).boundary
+    assert one.source is None is one.bytes and (one.text, two.text) == ("kernel: x", "kernel: n")
+    numbers = jnp.ones((4, 8)), np.ones(3, np.float32)
+    [placed] = written(kernel, numbers, {}).boundary
+    assert placed.source == "one device" and placed.bytes == 4 * 8 * 4 // 8
+
+
+def max_missing(shape, old, new) -> int:
+    """By enumeration: the bytes of the new block that the old one lacks, on the device that lacks most."""
+    worst = 0
+    for place in np.ndindex(*MESH.values()):
+        at = dict(zip(MESH, place, strict=True))
+        hold = []
+        for axes in (old, new):
+            block = np.zeros(shape, bool)
+            steps = [n // MESH[a] for n, a in zip(shape, axes, strict=True)]
+            block[tuple(slice(at[a] * s, (at[a] + 1) * s) for a, s in zip(axes, steps, strict=True))] = True
+            hold.append(block)
+        worst = max(worst, int((hold[1] & ~hold[0]).sum()))
+    return 4 * worst
+
+
+def test_between_kernels(mesh):
+    """What leaves one kernel in another layout than the next one takes moves; a loop moves it each time."""
+    first = spmd.kernel("a/tp b -> a/tp b", mesh=mesh)(lambda x: x)
+    second = spmd.kernel("a b/tp -> a b/tp", mesh=mesh)(lambda x: x)
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=spmd.Layout("a/tp b").sharding(mesh))
+    [moved] = written(lambda x: second(jnp.sin(first(x))), [x], {}).boundary
+    assert (moved.source, moved.target, moved.bytes, moved.count) == ("_/tp _", "_ _/tp", 8 * 4 * 4 // 4 * 3 // 4, 1)
+    rows = jax.ShapeDtypeStruct((5, 8, 4), jnp.float32, sharding=spmd.Layout("l a/tp b").sharding(mesh))
+    scan = lambda rows: jax.lax.scan(lambda c, x: (c, second(x)), 0, rows)[1]
+    [moved] = written(scan, [rows], {}).boundary
+    assert moved.count == 5 and moved.source == "_/tp _"
+
+
+def test_the_shardings_of_a_jit_are_known(mesh):
+    kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)(lambda x: x * 2)
+    lies = spmd.Layout("b/tp d").sharding(mesh)
+    [moved] = written(jax.jit(kernel, in_shardings=lies), [jax.ShapeDtypeStruct((4, 8), jnp.float32)], {}).boundary
+    assert (moved.source, moved.target) == ("_/tp _", "_/dp _/tp")
+
+
+def test_explicit_axes_say_where_arrays_lie():
+    typed = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=typed)(lambda x: x * 2)
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=jax.NamedSharding(typed, P("tp")))
+    [moved] = written(kernel, [x], {}).boundary
+    assert (moved.source, moved.target) == ("_/tp _", "_/dp _/tp")
+
+
+# -------------------- modes, islands, meshes without devices
+
+
+def test_the_other_modes_have_constraints_or_nothing(mesh):
+    block = make_block(mesh)
+    auto = written(block.auto, STRUCTS, {})
+    assert auto.collectives == ()
+    assert any(
+        (c.text, c.layout, c.count) == ('all_gather(x, "b/dp s/tp d -> b/dp s d")', "b/dp s d", 5)
+        and c.where == line_of("the gather")
+        for c in auto.constraints
+    )
+    reference = written(block.reference, STRUCTS, {})
+    assert reference.collectives == reference.constraints == ()
+
+
+def test_islands(mesh):
+    def host(x):  # what JAX cannot look into
+        return jax.pure_callback(lambda v: np.asarray(v), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    @spmd.kernel("a/tp -> a/tp", mesh=mesh)
+    def body(x):
+        x = spmd.local(lambda v: jax.lax.ppermute(v, "tp", [(0, 1)]), "a/tp -> a/tp")(x)
+        return spmd.opaque(host, "a/tp -> a/tp")(x)
+
+    view = written(body, [jax.ShapeDtypeStruct((8,), jnp.float32)], {})
+    assert [(i.text, i.opaque) for i in view.islands] == [
+        ('local(fn, "a/tp -> a/tp")', False),
+        ('opaque(host, "a/tp -> a/tp")', True),
+    ]
+
+
+def test_no_devices_are_asked(monkeypatch):
+    """On an abstract mesh of any size, with arguments that lie on it."""
+    mesh = spmd.make_mesh(dp=256, tp=64, abstract=True)
+    at = lambda layout, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spmd.Layout(layout).sharding(mesh))
+    args = at("b/dp s/tp d", 512, 128, 6), at("d/dp f/tp", 768, 128), at("f/tp d/dp", 128, 768)
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("devices were asked for"))
+    block = make_block(mesh)
+    args = (at("b/dp s/tp d", 512, 128, 768), *args[1:])
+    view = written(jax.jit(jax.grad(lambda *args: block(*args).sum(), (0, 1, 2))), args, {})
+    assert view.mesh == {"dp": 256, "tp": 64} and view.boundary == ()
+    gathers = [c for c in view.collectives if c.axes == ("dp",) and c.kind == "all_gather" and c.phase == "forward"]
+    assert {c.bytes for c in gathers} == {4 * 768 * 128 // 64 * 255 // 256}
+    assert view.arguments_bytes == 4 * (2 * 2 * 768 + 3 * 2 + 2 * 3) == view.outputs_bytes
+
+
+# -------------------- work
+
+
+def test_flops_and_memory_of_a_block(mesh):
+    """Against the formulas, per device: two per product, backward twice that, a loop five times."""
+    block = make_block(mesh)
+    products = 2 * (2 * 8 * 6 * 3 + 2 * 8 * 3 * 6)  # b/dp s d f/tp, twice
+    forward = written(block, STRUCTS, {})
+    assert forward.matmul_flops == {"float32": 5 * products}
+    both = written(jax.grad(lambda *args: block(*args).sum(), (0, 1, 2)), STRUCTS, {})
+    again = 2 * 2 * 8 * 6 * 3  # remat computes the first product again, the second is needed by nobody
+    assert both.matmul_flops["float32"] >= 5 * (3 * products + again)
+    assert both.flops["float32"] > both.matmul_flops["float32"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "wanted"),
+    [
+        (lambda a, b: a @ b, [(4, 6), (6, 3)], 2 * 4 * 6 * 3),
+        (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), [(2, 4, 6), (2, 6, 3)], 2 * 2 * 4 * 6 * 3),
+        (lambda a: jnp.sin(a) + 1, [(4, 6)], 2 * 24),
+        (lambda a: a.sum(0), [(4, 6)], 24),
+        (lambda a: a.T.reshape(-1)[3:], [(4, 6)], 0),
+        (lambda a, b: jax.lax.conv(a, b, (1, 1), "VALID"), [(2, 3, 8, 8), (5, 3, 3, 3)], 2 * 2 * 5 * 36 * 27),
+        (lambda a: jax.lax.scan(lambda c, x: (c * x, None), a[0], a)[0], [(4, 6)], 24),
+    ],
+)
+def test_flops(fn, shapes, wanted):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert sum(written(fn, args, {}).flops.values()) == wanted
+
+
+def test_flops_by_dtype_and_outside_kernels(mesh):
+    """A product counts at the dtype of its operands; outside a kernel the devices share the work."""
+    args = [jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)] * 2
+    wide = lambda a, b: jnp.einsum("ij,jk->ik", a, b, preferred_element_type=jnp.float32)
+    assert written(wide, args, {}).matmul_flops == {"bfloat16": 2 * 16**3}
+    assert written(wide, args, {}, mesh).matmul_flops == {"bfloat16": 2 * 16**3 / 8}
+    complex_args = [jax.ShapeDtypeStruct((4, 4), jnp.complex64)] * 2
+    assert written(lambda a, b: a @ b, complex_args, {}).flops == {"complex64": 4 * 2 * 4**3}
+
+
+def test_memory_traffic():
+    """Operands and results of a product; nothing of what is fused into it; of a gather what it reads."""
+    a, b = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 6), (6, 3)))
+    size = 4 * (4 * 6 + 6 * 3 + 4 * 3)
+    assert written(lambda a, b: a @ b, [a, b], {}).hbm_bytes == size
+    assert written(lambda a, b: jnp.sin(jnp.cos(a) @ b), [a, b], {}).hbm_bytes == size
+    ids = jax.ShapeDtypeStruct((5,), jnp.int32)
+    assert written(lambda a, i: a.at[i].get(mode="clip"), [a, ids], {}).hbm_bytes == 2 * 4 * 5 * 6
+
+
+def test_a_product_can_be_counted_wrong():
+    """Meta-test: the formula is not one that any count would meet."""
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 6), (6, 3))]
+    assert math.prod((4, 6, 3)) != sum(written(lambda a, b: a @ b, args, {}).flops.values())
