@@ -4,7 +4,7 @@
 program, and the documentation for the language, the three modes and each operation.
 """
 
-from spmd import inspect, random
+from spmd import fft, inspect, random
 from spmd._trees import layouts
 from spmd.comm import (
     Plan,
@@ -31,7 +31,7 @@ from spmd.errors import (
     SpmdError,
 )
 from spmd.hardware import Hardware, Link, hardware
-from spmd.inspect import explain
+from spmd.inspect._explain import explain
 from spmd.inspect._picture import Picture, visualize
 from spmd.kernel import Kernel, kernel
 from spmd.language import AxisMapping, Layout, Pattern
@@ -109,6 +109,7 @@ __all__ = [
     "defer",
     "einsum",
     "explain",
+    "fft",
     "from_process_local",
     "full",
     "grad",

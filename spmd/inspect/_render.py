@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spmd._units import bytes_text
+from spmd._units import bytes_text, seconds_text, si_text
 from spmd.hardware import Hardware
 from spmd.inspect._groups import axes_text
 from spmd.inspect._match import Communication
@@ -21,7 +21,7 @@ from spmd.inspect._roofline import Time, seconds_of
 if TYPE_CHECKING:
     from spmd.inspect._explain import Explanation
 
-__all__ = ["as_html", "as_rich", "as_text", "seconds_text"]
+__all__ = ["as_html", "as_rich", "as_text"]
 
 HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
 _RIGHT = (2, 3, 4)
@@ -50,17 +50,22 @@ class Section:
 
 def sections(it: Explanation) -> Iterator[Section]:
     """What there is to say, in order."""
-    phases = it.by_phase()
-    for phase in ("forward", "backward"):
-        if phase in phases:
-            ones = phases[phase]
-            yield Section(phase, [*_rows(it, ones), _total(it, ones, "total")])
+    written = [one for one in it.collectives if one.written]
+    parts = {
+        "forward": [one for one in written if one.phase == "forward"],
+        "forward again, for jax.checkpoint": [one for one in written if one.phase != "forward" and one.recomputed],
+        "backward": [one for one in written if one.phase != "forward" and not one.recomputed],
+    }
+    for title, ones in parts.items():
+        if ones:
+            yield Section(title, [*_rows(it, ones), _total(it, ones, "total")])
     if it.unwritten:
         yield Section("nobody wrote", [*_rows(it, it.unwritten), _total(it, it.unwritten, "total")], loud=True)
     elif it.compiled is not None and it.written is not None:
         yield Section("nobody wrote", lines=["nothing: every compiled collective belongs to a written one"])
     if len(by_axis := it.by_axis()) > 1 or it.unwritten:
-        rows = [_total(it, ones, axes, total=False) for axes, ones in by_axis.items()]
+        most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))
+        rows = [_total(it, ones, axes, total=False) for axes, ones in most]
         yield Section("by axis", [*rows, _total(it, it.collectives, "total")])
     yield from _written_sections(it)
     yield from _cost_sections(it)
@@ -83,10 +88,8 @@ def _rows(it: Explanation, ones: Iterable[Communication]) -> list[Row]:
 def _row(it: Explanation, ones: Sequence[Communication]) -> Row:
     one = ones[0]
     remarks = []
-    if one.implicit:
-        remarks.append("implicit: no verb asks for it")
-    if one.recomputed:
-        remarks.append("again in the backward pass, for jax.checkpoint")
+    if one.implicit and one.phase == "forward":
+        remarks.append("implicit in this call")
     if one.branch:
         remarks.append(f"in {one.branch}")
     if one.note:
@@ -139,7 +142,7 @@ def _cost_sections(it: Explanation) -> Iterator[Section]:
             facts.append(("donated", bytes_text(memory.aliased), "of the outputs lie in arguments"))
         share = ""
         if it.hardware is not None:
-            share = f"{_share(memory.total, it.hardware.hbm_bytes)} of {_si(it.hardware.hbm_bytes, 'B')}"
+            share = f"{_share(memory.total, it.hardware.hbm_bytes)} of {si_text(it.hardware.hbm_bytes, 'B')}"
         facts.append(("at least" if memory.temporaries is None else "together", bytes_text(memory.total), share))
         yield Section("memory per device", facts=facts)
     if it.time is not None and it.hardware is not None and it.written is not None:
@@ -148,10 +151,11 @@ def _cost_sections(it: Explanation) -> Iterator[Section]:
 
 def _times(time: Time, machine: Hardware, written: Written) -> list[tuple[str, str, str]]:
     products = ", ".join(
-        f"{_si(n, 'FLOP')} {dtype} at {_si(machine.peak(dtype), 'FLOP/s')}" for dtype, n in written.matmul_flops.items()
+        f"{si_text(n, 'FLOP')} {dtype} at {si_text(machine.peak(dtype), 'FLOP/s')}"
+        for dtype, n in written.matmul_flops.items()
     )
     axes = ", ".join(f"{axes} {seconds_text(seconds)}" for axes, seconds in time.by_axis.items() if seconds)
-    traffic = f"{bytes_text(written.hbm_bytes)} at {_si(machine.hbm_bandwidth, 'B/s')}"
+    traffic = f"{bytes_text(written.hbm_bytes)} at {si_text(machine.hbm_bandwidth, 'B/s')}"
     rows = [
         ("compute", time.compute, products or "no matrix products"),
         ("memory", time.memory, traffic),
@@ -179,57 +183,41 @@ def _heading(it: Explanation) -> str:
     return f"{it.name or 'program'}{on}: {devices}{made}"
 
 
-def seconds_text(seconds: float) -> str:
-    """A duration for people.
-
-    >>> [seconds_text(s) for s in (0, 3.2e-7, 0.00123, 0.5, 75.0)]
-    ['0 s', '320 ns', '1.23 ms', '500 ms', '75 s']
-    """
-    if seconds == 0:
-        return "0 s"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")):
-        if seconds >= 0.9995 * scale or unit == "ns":
-            amount = seconds / scale
-            return f"{amount:,.0f} {unit}" if amount >= 1000 else f"{amount:.3g} {unit}"
-    raise AssertionError("unreachable: the last unit returns")
-
-
-def _si(amount: float, unit: str) -> str:
-    for scale, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if amount >= scale:
-            return f"{amount / scale:.3g} {letter}{unit}"
-    return f"{amount:.3g} {unit}"
-
-
 # -------------------- text
 
 
 def as_text(it: Explanation, width: int | None = None) -> str:
-    """For a terminal of `width` columns. Where it is narrow, calls stand under their collectives."""
+    """For a terminal of `width` columns. Calls stand beside their collectives, or under them if that is shorter."""
     width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
     found = list(sections(it))
     rows = [row for section in found for row in section.rows]
     shown = [i for i in range(6) if any(row.cells[i] for row in rows)]
     widths = [max([len(HEAD[i]), *(len(row.cells[i]) for row in rows)]) for i in range(6)]
-    left = 2 + sum(widths[i] + 2 for i in shown)
-    longest = max([0, *(len(row.cells[6]) for row in rows)])
-    wide = width - left >= min(longest, _FLEXIBLE)
-    if not wide and 5 in shown:
-        shown.remove(5)
+    column = 2 + sum(widths[i] + 2 for i in shown)
+    under = _text_body(found, [i for i in shown if i != 5], widths, width, None)
+    beside = _text_body(found, shown, widths, width, column) if width - column >= _FLEXIBLE else under
     lines = textwrap.wrap(_heading(it), width)
-    if rows:
-        named = wide and any(row.cells[6] for row in rows)
-        lines += ["", f"  {_cells(HEAD, shown, widths)}{'  ' + HEAD[6] if named else ''}"[:width]]
-    else:
+    if not rows:
         lines += ["", "no collectives"]
+    lines += min(beside, under, key=len)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _text_body(
+    found: Sequence[Section], shown: Sequence[int], widths: Sequence[int], width: int, column: int | None
+) -> list[str]:
+    """The sections with the calls at `column`, or under their collectives."""
+    lines = []
+    if any(section.rows for section in found):
+        lines += ["", f"  {_cells(HEAD, shown, widths)}{'' if column is None else '  ' + HEAD[6]}"[:width]]
     for section in found:
         lines += ["", section.title.upper() if section.loud else section.title]
         for row in section.rows:
-            lines += _text_row(row, shown, widths, width, left if wide else None, section.loud)
+            lines += _text_row(row, shown, widths, width, column, section.loud)
         lines += _text_facts(section.facts, width)
         for line in section.lines:
             lines += textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
-    return "\n".join(line.rstrip() for line in lines)
+    return lines
 
 
 def _text_facts(facts: Sequence[tuple[str, str, str]], width: int) -> list[str]:
