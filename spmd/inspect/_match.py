@@ -153,8 +153,8 @@ def _named(piece: _Piece, rows: Sequence[WrittenCollective]) -> dict[int, Writte
     last = {name.rpartition("/")[2].partition("[")[0] for name in names}
     found: dict[int, WrittenCollective] = {}
     for i, row in enumerate(rows):
-        if not _related(row, piece.of):
-            continue
+        if not _related(row, piece.of) or (len(piece.of.operands) > 1 and math.prod(row.shape) != piece.elements):
+            continue  # of what XLA combined, the name is that of one
         if "(" in row.text:
             said = any(row.text in name for name in names)
         else:  # a raw call of jax.lax: its name is too common to go by alone

@@ -115,7 +115,7 @@ def _written_sections(it: Explanation) -> Iterator[Section]:
         return
     known = [one for one in it.written.boundary if one.source is not None]
     moved = [
-        f"{one.where}  {one.text} from {one.source} to {one.target}"
+        "  ".join(filter(None, (one.where, f"{one.text} from {one.source} to {one.target}")))
         + ("" if one.bytes is None else f", {bytes_text(one.bytes * one.count)}")
         for one in known
     ]
