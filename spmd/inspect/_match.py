@@ -92,8 +92,12 @@ class _Piece:
     index: int
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.operands[self.index][1]
+
+    @property
     def elements(self) -> int:
-        return math.prod(self.of.operands[self.index][1])
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -113,8 +117,14 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     pieces = [_Piece(one, i) for one in compiled for i in range(len(one.operands))]
     taken: dict[int, list[_Piece]] = {}
     rest: list[_Piece] = []
+    combined: set[int] = set()
     for piece in pieces:
-        _claim(piece, _named(piece, rows), taken, rest)
+        candidates = _named(piece, rows)
+        if len(piece.of.operands) > 1:  # the name of what XLA combined is that of one of them
+            candidates = {i: row for i, row in candidates.items() if row.shape == piece.shape and i not in taken}
+            candidates = {} if id(piece.of) in combined else candidates
+            combined |= {id(piece.of)} if candidates else set()
+        _claim(piece, candidates, taken, rest)
     pieces, rest = rest, []
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
         _claim(piece, _alike(piece, rows, taken), taken, rest)
@@ -140,6 +150,7 @@ def _claim(
             (row.phase == "backward") == backward,
             row.kind == piece.of.kind,
             math.prod(row.shape) == piece.elements,
+            row.shape == piece.shape,
             sum(one.of.count for one in taken.get(i, ())) < row.count,
         )
 
@@ -153,8 +164,8 @@ def _named(piece: _Piece, rows: Sequence[WrittenCollective]) -> dict[int, Writte
     last = {name.rpartition("/")[2].partition("[")[0] for name in names}
     found: dict[int, WrittenCollective] = {}
     for i, row in enumerate(rows):
-        if not _related(row, piece.of) or (len(piece.of.operands) > 1 and math.prod(row.shape) != piece.elements):
-            continue  # of what XLA combined, the name is that of one
+        if not _related(row, piece.of):
+            continue
         if "(" in row.text:
             said = any(row.text in name for name in names)
         else:  # a raw call of jax.lax: its name is too common to go by alone
