@@ -37,17 +37,15 @@ class PlanDrawing:
     def lines(self, width: int) -> list[Line]:
         sizes = ", ".join(f"{name}={size}" for name, size in self.plan.sizes.items())
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.plan.mesh.items())
-        lines: list[Line] = [[(f"{self.title}   {sizes}, {self.plan.dtype.name}   mesh {mesh}", None)]]
-        lines.append([])
+        lines: list[Line] = [_said(f"{self.title}   {sizes}, {self.plan.dtype.name}   mesh {mesh}"), []]
         lines += self._state_lines(self.states[0], width)
         for number, step in enumerate(self.plan.steps):
-            lines += [[], [(f"{number + 1}. {_what(step)}", None)]]
+            lines += [[], _said(f"{number + 1}. {_what(step)}")]
             for sentence in self.sentences(step):
                 wrapped = textwrap.wrap(sentence, max(20, width - 3), break_on_hyphens=False)
-                lines += [[(f"   {line}", None)] for line in wrapped]
+                lines += [_said(f"   {line}") for line in wrapped]
             lines += [[], *self._state_lines(self.states[number + 1], width)]
-        lines += [[], *([(sentence, None)] for sentence in self.totals)]
-        return lines
+        return [*lines, [], *map(_said, self.totals)]
 
     def svg(self) -> str:
         plan = self.plan
@@ -127,7 +125,7 @@ class PlanDrawing:
         return tints(*self.states)
 
     def _state_lines(self, state: Holdings, width: int) -> list[Line]:
-        return [[(state.title, None)], *grid_lines(state, width, self._colours)]
+        return [_said(state.title), *grid_lines(state, width, self._colours)]
 
     def _state_box(self, state: Holdings) -> Box:
         return _svg.below([_svg.paragraph(state.title), grid_box(state, self._colours)], 4)
@@ -161,6 +159,10 @@ class PlanDrawing:
         at = 0 if step is self.plan.steps[0] else self.plan.steps.index(step)
         state = self.states[at]
         return self._colours[state.cells[state.block_of[device]][0][0]]
+
+
+def _said(words: str) -> Line:
+    return [(words, None)]
 
 
 def _what(step: Step) -> str:

@@ -29,7 +29,7 @@ __all__ = [
 
 # Tints and shades of Okabe and Ito's colours, which colour-blind readers can tell apart
 # (https://jfly.uni-koeln.de/color/); dark text reads on every tint.
-FILLS = ("#f5cf80", "#abdaf4", "#80cfb9", "#f8f2a1", "#80b9d9", "#eaaf80", "#e6bcd3", "#cccccc")
+FILLS = ("#f5cf80", "#abdaf4", "#80cfb9", "#f8f2a1", "#80b9d9", "#eaaf80", "#e6bcd3", "#b0b0b0")
 EDGES = ("#8a5f00", "#1f6d9c", "#00694d", "#8a8000", "#004c77", "#8e3f00", "#8f4a6d", "#595959")
 INK, FAINT, CARD, RIM = "#1f2328", "#57606a", "#ffffff", "#c8ccd1"
 
