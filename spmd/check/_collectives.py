@@ -164,6 +164,27 @@ def splits(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
     return [_made_different(walk, eqn, operands[0], operands[0].uniform, operands[0].partial)]
 
 
+def retypes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Our own cast between varying and invarying of what a relayout knows to be equal."""
+    names = eqn.params["axes"]
+    axes = walk.axes.mask(names) if eqn.params["to"] == "invarying" else 0
+    return [o._replace(different=o.different & ~axes, origin=walk.origins.without(o.origin, names)) for o in operands]
+
+
+def changes_places(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Our own point-to-point rounds: different along the axes that divide the result, equal along the others."""
+    [o] = operands
+    kind = eqn.params["kind"]
+    there = [axis for axes in kind.after for axis in axes]
+    left = [axis for axis in kind.axes if axis not in there]
+    origin = walk.origins.without(o.origin, left)
+    for axis in there:
+        origin |= walk.origin_of(eqn, axis)
+    different = (o.different & ~walk.axes.mask(left)) | walk.axes.mask(there)
+    uniform = EVERYWHERE if o.uniform == EVERYWHERE else 0
+    return [State(different, o.partial, uniform, o.flags, origin)]
+
+
 def declares_partial(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
     """A cast to JAX's own unreduced type: the user says that it is a partial sum."""
     axes = walk.axes.mask(axes_of(eqn) or eqn.params.get("to_unreduced", ()))
@@ -179,6 +200,8 @@ COLLECTIVES: dict[str, Callable[[Walk, Any, Sequence[State]], list[State]]] = {
     "ppermute": permutes,
     "axis_index": indexes,
     "spmd_split": splits,
+    "spmd_retype": retypes,
+    "spmd_exchange": changes_places,
     **dict.fromkeys(("optimization_barrier", "device_put", "copy_p"), _each),
     **dict.fromkeys(("vary_unreduced_cast", "vary_unreduced_cast_p"), declares_partial),
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from spmd import _compat
@@ -18,6 +21,7 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "retype",
     "slice_block",
 ]
 
@@ -117,4 +121,34 @@ def _split_batch(args: Any, dims: Any, *, dim: int, parts: int, axis: str) -> An
 
 _split_p = _compat.linear_primitive(
     "spmd_split", abstract=_split_shape, run=_split_run, transpose=_split_transpose, batch=_split_batch
+)
+
+
+def retype(x: Any, axes: Axes, to: str, *, once: bool = False) -> Any:
+    """`x`, equal along `axes`, typed varying or invarying there: no communication, forward or backward.
+
+    To varying, the cotangents that come back must be equal along `axes` too. To invarying, every device gets the
+    cotangent; with `once` only the first along `axes`, so that the devices' cotangents add up to it.
+    """
+    return _retype_p.bind(x, axes=axes, to=to, once=once) if axes else x
+
+
+def _retype_type(x: Any, *, axes: Axes, to: str, once: bool) -> Any:
+    return _compat.with_varying(x, axes, x.shape) if to == "varying" else _compat.without_varying(x, axes)
+
+
+def _retype_transpose(cotangent: Any, *, axes: Axes, to: str, once: bool) -> Any:
+    if to == "varying":
+        return retype(cotangent, axes, "invarying")
+    cotangent = retype(cotangent, axes, "varying")
+    first = functools.reduce(operator.and_, (lax.axis_index(a) == 0 for a in axes))
+    return jnp.where(first, cotangent, jnp.zeros((), cotangent.dtype)) if once else cotangent
+
+
+_retype_p = _compat.linear_primitive(
+    "spmd_retype",
+    abstract=_retype_type,
+    run=lambda x, **_: x,
+    transpose=_retype_transpose,
+    batch=lambda args, dims, **how: (retype(*args, **how), dims[0]),
 )

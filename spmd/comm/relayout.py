@@ -12,6 +12,10 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides, check_to
+from spmd.comm.planner._route import Request, route
+from spmd.comm.planner._run import run
+from spmd.comm.planner.plan import check_prefer
+from spmd.hardware import Hardware
 from spmd.language import Atom, Dim, Layout
 
 __all__ = ["Step", "relayout", "steps_between"]
@@ -94,17 +98,35 @@ def steps_between(src: list[Axes], dst: list[Axes], summed: Axes) -> list[Step]:
     return steps
 
 
-def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
-    """Bring an array from one layout to any other: `relayout(x, "a/x b -> a b/x")`.
+def relayout(
+    x: T,
+    pattern: str,
+    *,
+    to: str = "varying",
+    prefer: str = "collectives",
+    hardware: str | Hardware | None = None,
+    **names: Any,
+) -> T:
+    """Bring an array from one layout to any other by the cheapest steps: `relayout(x, "a/x b -> a b/x")`.
 
-    Communication: whatever the change needs, as a sequence of reduce-scatters, all-reduces, all-to-alls,
-    all-gathers and local slices; nothing where the layouts are equal under the mapping. Backward the reverse
-    of each.
+    The steps are local slices, all_gathers, all_to_alls (of several axes from and to several dimensions at once),
+    ppermutes of whole shards, and for partial sums psum_scatters and psums. Of all sequences the one is taken with the
+    fewest bytes per device, then the fewest collectives, then the smallest intermediate array, then the smallest arrays
+    early (gathers last). No array on the way is larger than the larger end, unless the sizes divide in no other way. A
+    mesh axis that neither side names may carry slices of the copies along it, where that saves bytes.
+    `spmd.plan` shows the steps with their bytes and the least that any method must send.
+
+    Communication: forward what the plan says; nothing where the layouts are equal under the mapping. Backward the steps
+    in reverse: all_gather and local slice (with `to="varying"` psum_scatter) change roles, the others are their own
+    reverse, of the same bytes.
 
     Args:
       x: An array or a pytree of arrays of this layout.
       pattern: `"layout -> layout"`, the same dimensions in the same order, any placement on either side.
-      to: As in `all_gather`, the type of what is gathered: "varying" or "invarying".
+      to: As in `all_gather`, the type of what is whole afterwards: "varying" or "invarying".
+      prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, where collectives
+        cannot reach the lower bound; "latency" to take the least time on a hardware profile.
+      hardware: The profile, or the name of a preset: see `spmd.hardware`. "latency" needs one.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -113,6 +135,7 @@ def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
     Raises:
       LayoutError: If the dimensions differ.
       SizeError: If a dimension does not divide.
+      CommunicationError: If `prefer` is none of these, or lacks its profile.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -122,18 +145,24 @@ def relayout(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
       ...     return spmd.relayout(v, "a/x/y b -> a/y b/x")
       >>> move(jnp.arange(16).reshape(4, 4)).sharding.spec
       P('y', 'x')
+
+    References:
+      Memory-efficient array redistribution through portable collective communication, arXiv 2112.01075: all changes of
+      layout as slices, all_to_alls, one permutation and gathers, none larger than both ends. Here all_to_all is more
+      general, partial sums take part, and the search is exact (A* with the lower bound as its estimate).
     """
     call = open_call("relayout", pattern, names, arrays=(x,))
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     check_sides(call)
     check_to(call, to)
+    profile = check_prefer(call.text, prefer, hardware)
     explicit = call.frame.explicit
 
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value)
         with call.scope():
-            out = _run(own, operand, src, dst, to) if explicit else _constrained(own, operand, src, dst)
+            out = _planned(own, operand, dst, to, prefer, profile) if explicit else _constrained(own, operand, src, dst)
         return own.result(out)
 
     return jax.tree.map(leaf, x)
@@ -171,23 +200,31 @@ def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
     return x
 
 
-def _run(call: Call, operand: Operand, src: Layout, dst: Layout, to: str) -> Any:
+def _planned(call: Call, operand: Operand, dst: Layout, to: str, prefer: str, profile: Hardware | None) -> Any:
+    """One device's shard, by the steps of the plan."""
+    frame, src, x = call.frame, operand.layout, operand.x
     before, after = _before_and_after(call, operand, dst)
-    summed = call.frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced))
-    x = operand.x
-    used = {a for axes in after for a in axes}
-    for step in steps_between(before, after, summed):
-        if step.kind == "psum":
-            x = _lax.psum(x, step.axes)
-        elif step.kind == "psum_scatter":
-            x = _lax.psum_scatter(x, step.axes, step.dim)
-        elif step.kind == "all_to_all":
-            x = _lax.all_to_all(x, step.axes, split=step.to, concat=step.dim)
-        elif step.kind == "all_gather":
-            # what is sliced again must be typed varying; only an axis that leaves for good may be invarying
-            x = _lax.all_gather(x, step.axes, step.dim, "varying" if set(step.axes) & used else to)
-        else:
-            for axis in step.axes:
-                x = _lax.slice_block(x, axis, step.dim, call.frame.axis_size(axis))
-    new = call.frame.in_mesh_order(set(dst.reduced) - set(src.reduced))
+    manual = _compat.manual_axes()
+    here, there = ({a for axes in side for a in axes} for side in (before, after))
+    request = Request(
+        sizes=tuple(f.size for f in operand.factors),
+        mesh=frame.sizes,
+        source=tuple(before),
+        target=tuple(after),
+        summed=frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced)),
+        # not for any step: partial sums that stay, what others are told is equal, and axes that are the compiler's
+        kept=tuple(a for a in frame.axis_names if a in (*dst.unreduced, *src.reduced, *dst.reduced) or a not in manual),
+        itemsize=x.dtype.itemsize,
+        prefer=prefer,
+        hardware=profile if prefer == "latency" else None,
+    )
+    stays = _compat.varying_axes(x) - here - there - set(request.summed)
+    copies = stays | (here - there if to == "varying" else set())
+    equal = tuple(a for a in frame.axis_names if a in here - there and a not in copies)
+    x = run(x, route(request).legs, dict(frame.sizes), frozenset(copies), equal)
+    for dim, axes in enumerate(after):  # a plan does not see axes of size 1, the checks of layouts do
+        for axis in axes:
+            if frame.axis_size(axis) == 1 and axis not in here:
+                x = _lax.slice_block(x, axis, dim, 1)
+    new = frame.in_mesh_order(set(dst.reduced) - set(src.reduced))
     return _compat.pvary(x, new) if new else x

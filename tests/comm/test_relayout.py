@@ -133,10 +133,10 @@ def test_gradients(seed) -> None:
         ("a/x b/y -> a/x b/y/z", {}),
         ("a/x b {U:y} -> a/x b/y", {"psum_scatter": 1}),
         ("a/x b {U:y} -> a/x b", {"psum": 1}),
-        ("a/x b {U:y,z} -> a/x/y b/z", {"psum_scatter": 2}),
-        ("a/x b {U:y} -> a b/x", {"psum": 1, "all_to_all": 1}),
-        ("a/x b {U:y} -> a b/x/y", {"psum": 1, "all_to_all": 1}),
-        ("a/x/y b -> a/y/x b", {"all_gather": 2}),
+        ("a/x b {U:y,z} -> a/x/y b/z", {"psum_scatter": 1}),
+        ("a/x b {U:y} -> a b/x", {"psum_scatter": 1, "all_to_all": 1, "all_gather": 1}),
+        ("a/x b {U:y} -> a b/x/y", {"psum_scatter": 1, "all_to_all": 1}),
+        ("a/x/y b -> a/y/x b", {"ppermute": 1}),
     ],
 )
 def test_its_collectives(pattern, kinds) -> None:

@@ -45,7 +45,8 @@ def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterato
         if sends and state.placement != problem.target:
             rounds = rounds_between(problem, state.placement)
             if rounds:
-                yield Move("sends", (), State(problem.target), problem.bound(state), rounds)
+                everyone = tuple(range(len(problem.axes)))
+                yield Move("sends", everyone, State(problem.target), problem.bound(state), rounds)
     yield from _sums(problem, state)
     yield from _gathers(problem, state, limit)
 
@@ -97,8 +98,14 @@ def _permutes(problem: Problem, state: State) -> Iterator[Move]:
     blocks, local = problem.blocks(state.placement), problem.local(state.placement)
     for after, there in problem.finer:
         if there == blocks and after != state.placement:
-            axes = {a for x, y in zip(state.placement, after, strict=True) if x != y for a in x + y}
+            axes = {a for x, y in zip(state.placement, after, strict=True) for a in _differing(x, y)}
             yield Move("ppermute", tuple(sorted(axes)), State(after), local)
+
+
+def _differing(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes behind those that both have in front."""
+    shared = next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
+    return x[shared:] + y[shared:]
 
 
 def _gathers(problem: Problem, state: State, limit: int) -> Iterator[Move]:
