@@ -4,7 +4,7 @@
 program, and the documentation for the language, the three modes and each operation.
 """
 
-from spmd import fft, inspect, random
+from spmd import fft, inspect, random, testing
 from spmd._trees import layouts
 from spmd.comm import (
     Plan,
@@ -144,6 +144,7 @@ __all__ = [
     "softmax",
     "split",
     "take",
+    "testing",
     "top_k",
     "typeof",
     "use_cpu_devices",

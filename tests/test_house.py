@@ -32,6 +32,7 @@ FLOORS = {
     "comm/": 3,
     "ops/": 4,
     "random.py": 4,
+    "fft.py": 4,
     "check/": 5,
     "kernel/": 6,
     "placement.py": 6,
@@ -43,7 +44,7 @@ FLOORS = {
     "_cli.py": 8,
     "haliax.py": 8,
     "inspect/": 8,
-    "testing.py": 8,
+    "testing/": 8,
     "__init__.py": 9,
 }
 PUBLIC_NAMES_FLOOR = 7  # from here up, modules are written with the public names: `from spmd import einsum`

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from pathlib import Path
@@ -12,15 +13,10 @@ from pathlib import Path
 import pytest
 
 import spmd
-from tests.errors import (  # noqa: F401  (they fill the registry, in this order)
-    bad_boundaries,
-    bad_calls,
-    bad_experts,
-    bad_nn,
-    bad_oddities,
-    bad_programs,
-)
 from tests.errors.registry import BAD, FIXED
+
+for _file in sorted(Path(__file__).parent.glob("bad_*.py")):  # they fill the registry, in this order
+    importlib.import_module(f"tests.errors.{_file.stem}")
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 HEADER = "=== "

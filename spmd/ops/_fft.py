@@ -1,0 +1,449 @@
+"""Fourier transforms of distributed arrays: a renamed dimension is a transformed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.comm._call import Call, Operand, open_call
+from spmd.comm.collectives import check_to
+from spmd.comm.relayout import relayout
+from spmd.errors import LayoutError, SizeError
+from spmd.language import Atom, Dim, Layout
+from spmd.mode import scope
+from spmd.ops._create import iota
+from spmd.ops._fft_line import factors, in_two_factors
+from spmd.ops._fft_route import Job, Stage, route
+from spmd.ops._island import local
+from spmd.ops._landing import plain_dims
+
+__all__ = ["fft", "fftfreq", "ifft", "irfft", "rfft", "rfftfreq"]
+
+NORMS = ("backward", "ortho", "forward")
+
+# The strings of a walk have names of their own.
+_relayout, _local = scope(relayout), scope(local)
+
+
+def fft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+    """The discrete Fourier transform along each renamed dimension: `fft(x, "x/a y z -> kx ky/a kz")`.
+
+    Dimensions match by position, whatever they are called; one that has another name on the right is transformed.
+    The right side says where the result lies: `"x/a y z -> kx ky/a kz"` leaves the spectrum transposed, as
+    slab-decomposed codes do, `"... -> kx/a ky kz"` brings it back, which costs a second exchange. Any placements
+    on either side, any number of transformed dimensions, in any modes. What lies between is chosen to send the
+    fewest bytes; a dimension that a layout in between does not divide is padded on the way.
+
+    Communication: with N numbers in a device's shard, one all-to-all of N (n - 1)/n for each group of n devices
+    that a transformed dimension has to be freed from, and what the right side asks for beyond that: a slab
+    (`"x/a y z -> kx ky/a kz"`) takes one, a pencil (`"x/a y/b z -> kx ky/a kz/b"`) two. Never a gather unless
+    the right side is gathered. A single dimension, `"x/a -> kx/a"`, takes three, if its size is a multiple of n
+    squared. Backward the same, in reverse. Memory: shards, and padding.
+
+    Args:
+      x: The array, real or complex.
+      pattern: `"layout -> layout"`, dimensions in the same order.
+      norm: "backward" (no factor forward, 1/n in the inverse), "ortho" or "forward", as in `jnp.fft`.
+      to: As in `all_gather`, the type of a result that the right side gathers.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The transform, complex, in the layout of the right side.
+
+    Raises:
+      LayoutError: If no dimension is renamed, ranks differ, a transformed dimension is a composite, or no other
+        dimension can take over the axes of one that is divided.
+      SizeError: If a dimension does not divide where a layout of the pattern divides it.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> x = jnp.arange(8 * 4 * 3.0).reshape(8, 4, 3)
+      >>> @spmd.kernel("x/a y z -> kx ky/a kz", mesh=mesh)
+      ... def spectrum(x):
+      ...     return spmd.fft.fft(x, "x/a y z -> kx ky/a kz")
+      >>> np.allclose(spectrum(x), np.fft.fftn(x), atol=1e-4)
+      True
+
+    References:
+      N. Li, S. Laizet, 2DECOMP&FFT, Cray User Group 2010 (slabs and pencils).
+    """
+    return _transform("fft.fft", x, pattern, norm, to, names)
+
+
+def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+    """The inverse of `fft` along each renamed dimension: `ifft(f, "kx ky/a kz -> x/a y z")`.
+
+    Layouts, communication and memory as in `fft`.
+
+    Args:
+      x: The spectrum.
+      pattern: `"layout -> layout"`, dimensions in the same order, the renamed ones transformed.
+      norm: As given to `fft`.
+      to: As in `all_gather`, the type of a result that the right side gathers.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The array, complex, in the layout of the right side.
+
+    Raises:
+      LayoutError: As `fft`.
+      SizeError: As `fft`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> @spmd.kernel("x/a y -> x/a y", mesh=mesh)
+      ... def there_and_back(x):
+      ...     return spmd.fft.ifft(spmd.fft.fft(x, "x/a y -> kx ky/a"), "kx ky/a -> x/a y").real
+      >>> print(there_and_back(jnp.eye(4)).round(3).tolist()[1])
+      [0.0, 1.0, 0.0, 0.0]
+    """
+    return _transform("fft.ifft", x, pattern, norm, to, names)
+
+
+def rfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+    """The Fourier transform of a real array: the last renamed dimension keeps its n // 2 + 1 frequencies from 0 up.
+
+    `rfft(x, "x/a y z -> kx ky/a kz")` transforms z first, as real numbers, then x and y; what is sent before
+    that has half the bytes. Otherwise as `fft`.
+
+    Args:
+      x: A real array.
+      pattern: `"layout -> layout"`; the last renamed dimension has n // 2 + 1 entries on the right, which rarely
+        divides: let another one take over its axes.
+      norm: As in `fft`.
+      to: As in `all_gather`, the type of a result that the right side gathers.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The half spectrum, complex, in the layout of the right side.
+
+    Raises:
+      LayoutError: As `fft`, and if x is complex.
+      SizeError: As `fft`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> @spmd.kernel("x/a y -> kx/a ky", mesh=mesh)
+      ... def half(x):
+      ...     return spmd.fft.rfft(x, "x/a y -> kx/a ky")
+      >>> half(jnp.ones((8, 6))).shape
+      (8, 4)
+    """
+    return _transform("fft.rfft", x, pattern, norm, to, names)
+
+
+def irfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+    """The inverse of `rfft`, to a real array: `irfft(f, "kx ky/a kz -> x/a y z", z=64)`.
+
+    The size of the last renamed dimension is that of its name on the right, given by keyword or by the kernel's
+    signature; left out it is 2 (m - 1) for m frequencies, as in `jnp.fft.irfft`. Otherwise as `ifft`.
+
+    Args:
+      x: The half spectrum.
+      pattern: `"layout -> layout"`.
+      norm: As given to `rfft`.
+      to: As in `all_gather`, the type of a result that the right side gathers.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The array, real, in the layout of the right side.
+
+    Raises:
+      LayoutError: As `fft`.
+      SizeError: As `fft`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> @spmd.kernel("x/a y -> x/a y", mesh=mesh)
+      ... def there_and_back(x):
+      ...     return spmd.fft.irfft(spmd.fft.rfft(x, "x/a y -> kx ky/a"), "kx ky/a -> x/a y", y=7)
+      >>> there_and_back(jnp.ones((4, 7))).shape
+      (4, 7)
+    """
+    return _transform("fft.irfft", x, pattern, norm, to, names)
+
+
+def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
+    """The sample frequencies of a transformed dimension, each device its own: `fftfreq("ky/a")`.
+
+    Communication: none.
+
+    Args:
+      layout: One dimension, `"ky/a"`, of the size that its signature or a keyword binds.
+      d: The distance of the samples.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The block of `jnp.fft.fftfreq(n, d)` that is held here, in cycles per unit of d.
+
+    Raises:
+      LayoutError: If the string is not one dimension.
+      SizeError: If its size is not known, or does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> print(spmd.kernel("-> k/a", mesh=mesh)(lambda: spmd.fft.fftfreq("k/a", k=8))() * 8)
+      [ 0.  1.  2.  3. -4. -3. -2. -1.]
+    """
+    call = _one_dimension("fft.fftfreq", layout, names)
+    n = call.factor(call.pattern.inputs[0].dims[0].atoms[0]).size
+    i = iota(layout, **names)
+    i = jnp.where(i < (n + 1) // 2, i, i - n)
+    return i.astype(float) / (jnp.asarray(d, float) * n)
+
+
+def rfftfreq(layout: str, n: int, d: Any = 1.0, **names: Any) -> jax.Array:
+    """The frequencies that `rfft` keeps of a dimension of n samples: `rfftfreq("kz", 64)`.
+
+    Communication: none.
+
+    Args:
+      layout: One dimension, `"kz"`.
+      n: How many samples were transformed.
+      d: Their distance.
+      **names: Mesh axes of names in the layout.
+
+    Returns:
+      The block of `jnp.fft.rfftfreq(n, d)` that is held here.
+
+    Raises:
+      LayoutError: If the string is not one dimension.
+      SizeError: If the dimension is known to have another size than n // 2 + 1, or does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> print(spmd.kernel("-> k", mesh=mesh)(lambda: spmd.fft.rfftfreq("k", 7))() * 7)
+      [0. 1. 2. 3.]
+    """
+    call = _one_dimension("fft.rfftfreq", layout, names)
+    [atom] = call.pattern.inputs[0].dims[0].atoms
+    if type(n) is not int or n < 1:
+        call.fail("n is the number of samples, a Python int of at least 1.", error=SizeError)
+    call.bind(atom.name, n // 2 + 1, f"the frequencies of n={n} samples", atom.span)
+    i = iota(layout, **{**names, atom.name: n // 2 + 1})
+    return i.astype(float) / (jnp.asarray(d, float) * n)
+
+
+def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
+    call = open_call(who, layout, names, arrow=False, outputs=None)
+    [asked] = call.pattern.inputs
+    plain_dims(call, asked)
+    if len(asked.dims) != 1 or asked.dims[0].ellipsis or asked.dims[0].composite:
+        call.fail(f"{who} is about one dimension with one name.", fix=f'{who}("kx")', error=LayoutError)
+    return call
+
+
+# --- one transform -----------------------------------------------------------------------------------------
+
+
+def _transform(who: str, x: Any, pattern: Any, norm: str, to: str, names: dict[str, Any]) -> Any:
+    call = open_call(who, pattern, names, arrays=(x,))
+    check_to(call, to)
+    if norm not in NORMS:
+        shown = ", ".join(f'"{one}"' for one in NORMS)
+        call.fail(f"norm is one of {shown}, not {norm!r}.", error=LayoutError)
+    operand = call.operand(x)
+    x = _inexact(call, operand.x)
+    job = _job(call, operand, x.dtype, _renamed(call))
+    with call.scope():
+        stages = route(job)
+        if stages is not None:
+            return call.result(_Walk(call, job, operand.names, norm, to).run(x, stages))
+        return call.result(_alone(call, x, job, norm))
+
+
+def _alone(call: Call, x: Any, job: Job, norm: str) -> Any:
+    """The one dimension there is, divided alike on both sides."""
+    axes, n = job.source[-1], job.before[-1]
+    sizes = factors(n, job.parts(axes)) if job.source == job.target and not job.real else None
+    if job.moved != {len(job.source) - 1} or any(job.source[:-1]) or sizes is None:
+        [src] = call.pattern.inputs
+        parts = job.parts(axes)
+        rule = (
+            "a dimension is transformed where it is whole, and here no other dimension can take over its axes. One "
+            "that is alone is transformed in place where it is complex, divided alike on both sides, and of a size "
+            f"that {parts} x {parts} divides."
+        )
+        got = [f'"{src.short}", of size {n}', call.frame.describe()]
+        call.fail(rule, got=got, fix="gather it first, or give the array another dimension", error=LayoutError)
+    return in_two_factors(x, sizes, axes, inverse=call.name == "fft.ifft", norm=norm)
+
+
+def _inexact(call: Call, x: Any) -> Any:
+    """Numbers that XLA transforms: float32 for all that is less."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        if call.name == "fft.rfft":
+            call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix="fft", error=LayoutError)
+        return x
+    return x if x.dtype in (jnp.float32, jnp.float64) else x.astype(jnp.float32)
+
+
+def _renamed(call: Call) -> tuple[int, ...]:
+    """The positions, counted from the end where they stand behind `...`, of the dimensions with a new name."""
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    for layout in (src, dst):
+        plain_dims(call, layout)
+        if layout.unreduced or layout.reduced:
+            rule = "a Fourier transform is of complete values, without marks."
+            call.fail(rule, fix=f"psum them first, then {call.name}", error=LayoutError)
+    same = len(src.dims) == len(dst.dims)
+    if not same or [d.ellipsis for d in src.dims] != [d.ellipsis for d in dst.dims]:
+        rule = "the dimensions of both sides match by position, so there are as many, and '...' stands in one place."
+        call.fail(rule, got=[f'"{src.short}": {len(src.dims)}', f'"{dst.short}": {len(dst.dims)}'], error=LayoutError)
+    pairs = list(zip(src.dims, dst.dims, strict=True))
+    moved = [i for i, (a, b) in enumerate(pairs) if [x.name for x in a.atoms] != [x.name for x in b.atoms]]
+    for i in moved:
+        dim = next((d for d in pairs[i] if len(d.atoms) != 1), None)
+        if dim is not None:
+            call.fail("a transformed dimension has one name on each side.", at=dim.span, error=LayoutError)
+        if dst.dims[i].atoms[0].name in src.names:
+            rule = f"{dst.dims[i].atoms[0].name} is another dimension on the left: transforms keep the order."
+            call.fail(rule, at=dst.dims[i].span, error=LayoutError)
+    if not moved:
+        rule = "a renamed dimension is transformed, and none is renamed."
+        call.fail(rule, fix=call.paste(_renaming(src)), error=LayoutError)
+    return tuple(moved)
+
+
+def _renaming(src: Layout) -> str:
+    """The pattern that transforms the last dimension, to paste."""
+    i = max(i for i, dim in enumerate(src.dims) if not dim.ellipsis) if src.names else 0
+    dims = list(src.dims)
+    if dims and len(dims[i].atoms) == 1:
+        dims[i] = Dim((Atom(f"k{dims[i].atoms[0].name}", dims[i].atoms[0].axes),))
+    return f"{src.short} -> {Layout.from_dims(dims).short}"
+
+
+def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...]) -> Job:
+    """The work in terms of factors, one per array axis."""
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    extra = len(call.ellipsis_shape())
+    places: list[int] = []  # of each dim, its first factor
+    at = 0
+    for dim in src.dims:
+        places.append(at)
+        at += extra if dim.ellipsis else len(dim.atoms)
+    last = places[moved[-1]]
+    target: list[tuple[str, ...]] = []
+    after: list[int] = []
+    for dim_before, dim_after, place in zip(src.dims, dst.dims, places, strict=True):
+        if dim_before.ellipsis:
+            target += [()] * extra
+            after += [f.size for f in operand.factors[place : place + extra]]
+            continue
+        for k, atom in enumerate(dim_after.atoms):
+            size = operand.factors[place + k].size
+            if place == last and call.name in ("fft.rfft", "fft.irfft"):
+                size = _halved(call, atom, size)
+            call.bind(atom.name, size, f"{call.name} of {operand.factors[place + k].name}", atom.span)
+            call.local(size, atom.axes or (), atom.name, atom.span)
+            target.append(atom.axes or ())
+            after.append(size)
+    real = {"fft.rfft": "first", "fft.irfft": "last"}.get(call.name, "")
+    bare = [i for i, f in enumerate(operand.factors) if not f.name.startswith("...")]
+    single = {places[i] for i, dim in enumerate(src.dims) if len(dim.atoms) == 1 and len(dst.dims[i].atoms) == 1}
+    return Job(
+        source=tuple(f.axes for f in operand.factors),
+        target=tuple(target),
+        before=tuple(f.size for f in operand.factors),
+        after=tuple(after),
+        moved=frozenset(places[i] for i in moved),
+        half=last if real else -1,
+        real=real,
+        movable=frozenset(i for i in bare if i in single),
+        together=call.frame.mode != "auto",
+        mesh=call.frame.sizes,
+        given=dtype.itemsize,
+        itemsize=np.result_type(dtype, np.complex64).itemsize,
+    )
+
+
+def _halved(call: Call, atom: Atom, size: int) -> int:
+    if call.name == "fft.rfft":
+        return size // 2 + 1
+    known = call.sizes.get(atom.name)
+    n = known[0] if known else 2 * (size - 1)
+    if n // 2 + 1 != size:
+        rule = f"{size} frequencies belong to {2 * size - 2} or {2 * size - 1} samples, not to {n}."
+        got = [f"{atom.name} = {n}: {known[1]}"] if known else []
+        call.fail(rule, at=atom.span, got=got, fix=f"{atom.name}={2 * size - 2}", error=SizeError)
+    return n
+
+
+class _Walk:
+    """The stages of one transform, on arrays."""
+
+    def __init__(self, call: Call, job: Job, names: tuple[str, ...], norm: str, to: str) -> None:
+        self.call, self.job, self.norm, self.to = call, job, norm, to
+        self.names = names
+
+    def run(self, x: Any, stages: tuple[Stage, ...]) -> Any:
+        at = self.job.source
+        left = set(self.job.moved)
+        for stage in stages:
+            if stage.to is None:
+                left -= set(stage.moved)
+                x = self.apply(x, stage.moved, at)
+            else:
+                x = self.go(x, at, stage, left)
+                at = stage.to
+        return x
+
+    def go(self, x: Any, at: tuple[Any, ...], stage: Stage, left: set[int]) -> Any:
+        """A change of layout, between padding and cropping where a dimension does not divide."""
+        assert stage.to is not None
+        if self.call.frame.mode == "reference":
+            return x
+        true = [b if i in left else a for i, (b, a) in enumerate(zip(self.job.before, self.job.after, strict=True))]
+        pads = [(i, n - m) for i, (n, m) in enumerate(zip(stage.sizes, true, strict=True)) if n > m]
+        entering = [(i, more) for i, more in pads if not at[i]]
+        if entering:
+            widths = [(0, 0)] * x.ndim
+            for i, more in entering:
+                widths[i] = (0, more)
+            x = jnp.pad(x, widths)
+        x = _relayout(x, f"{self.text(at)} -> {self.text(stage.to)}", to=self.to)
+        for i, _ in pads:
+            if not stage.to[i]:
+                x = jax.lax.slice_in_dim(x, 0, true[i], axis=i)
+        return x
+
+    def apply(self, x: Any, dims: tuple[int, ...], at: tuple[Any, ...]) -> Any:
+        """The transform along dimensions that are whole. XLA of jax 0.10 gathers all others first: hence an island."""
+        fn = self.plain(dims)
+        if self.call.frame.mode != "auto":
+            return fn(x)
+        text = self.text(at)
+        return _local(fn, f"{text} -> {text.replace('d', 'e')}")(x)
+
+    def plain(self, dims: tuple[int, ...]) -> Callable[[Any], Any]:
+        half, real, norm = self.job.half, self.job.real, self.norm
+        if half in dims and real == "first":
+            return lambda x: jnp.fft.rfft(x, axis=half, norm=norm)
+        inverse = self.call.name in ("fft.ifft", "fft.irfft")
+        rest = tuple(i for i in dims if i != half or real != "last")
+        many = jnp.fft.ifftn if inverse else jnp.fft.fftn
+
+        def run(x: Any) -> Any:
+            if rest:
+                x = many(x, axes=rest, norm=norm)
+            if half in dims and real == "last":
+                x = jnp.fft.irfft(x, n=self.job.after[half], axis=half, norm=norm)
+            return x
+
+        return run
+
+    def text(self, at: tuple[Any, ...]) -> str:
+        """The layout of a placement, with names of our own."""
+        words = ["..." if name.startswith("...") else "/".join((f"d{i}", *at[i])) for i, name in enumerate(self.names)]
+        return " ".join(dict.fromkeys(words))

@@ -1,0 +1,201 @@
+"""The way of a distributed Fourier transform: which dimensions are transformed when, and the layouts between.
+
+Pure Python on placements: a dimension can be transformed where it is whole on each device, so the divided ones are
+freed one after another (or several at once) by moving their mesh axes to other dimensions. The way that sends the
+fewest bytes is found by Dijkstra's algorithm; ways are short and few, and each is searched once.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spmd.comm.planner._route import Request
+from spmd.comm.planner._route import route as cheapest
+
+__all__ = ["Job", "Stage", "route"]
+
+Axes = tuple[str, ...]
+Placement = tuple[Axes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be done: dimensions by position.
+
+    Attributes:
+      source: The mesh axes of each dimension before.
+      target: The same after.
+      before: The global size of each dimension before.
+      after: The same after; the real transforms change the size of one.
+      moved: The dimensions that are transformed.
+      half: The one of a real transform, which comes first forward and last backward; else -1.
+      real: "" for a complex transform, "first" where dimension `half` starts real, "last" where it ends real.
+      movable: The dimensions that may take over axes: those with one name.
+      together: Whether several dimensions may be freed at once. XLA's own partitioner, in auto mode, gathers there.
+      mesh: Size of each mesh axis.
+      given: Bytes of a number before the first transform.
+      itemsize: Bytes of a complex number.
+    """
+
+    source: Placement
+    target: Placement
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    moved: frozenset[int]
+    half: int
+    real: str
+    movable: frozenset[int]
+    together: bool
+    mesh: tuple[tuple[str, int], ...]
+    given: int
+    itemsize: int
+
+    def parts(self, axes: Axes) -> int:
+        sizes = dict(self.mesh)
+        return math.prod(sizes[axis] for axis in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: transform the dimensions `moved`, or go to the placement `to`.
+
+    Attributes:
+      moved: The dimensions to transform, all whole here; empty for a change of layout.
+      to: The placement after; None for a transform.
+      sizes: The size that each dimension has during the change, padded where it would not divide.
+    """
+
+    moved: tuple[int, ...] = ()
+    to: Placement | None = None
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where a search stands: the placement, what is left to transform, which dimensions carry padding."""
+
+    at: Placement
+    left: frozenset[int]
+    padded: frozenset[int] = frozenset()
+
+
+@functools.lru_cache(maxsize=1024)
+def route(job: Job) -> tuple[Stage, ...] | None:
+    """The stages of the cheapest way; None where no dimension can take over the axes of one that must be whole."""
+    start = _sliced(job)
+    first = () if start == job.source else (Stage(to=start, sizes=job.before),)
+    tie = itertools.count()
+    queue: list[tuple[int, int, int, _State, tuple[Stage, ...]]] = [(0, 0, next(tie), _State(start, job.moved), first)]
+    seen: set[_State] = set()
+    while queue:
+        spent, steps, _, state, stages = heapq.heappop(queue)
+        if state in seen:
+            continue
+        seen.add(state)
+        state, stages = _transformed(job, state, stages)
+        if not state.left and state.at == job.target and not state.padded:
+            return stages
+        for to, sizes, padded, price in _changes(job, state):
+            new = _State(to, state.left, padded)
+            stage = Stage(to=to, sizes=sizes)
+            heapq.heappush(queue, (spent + price, steps + 1, next(tie), new, (*stages, stage)))
+    return None
+
+
+def _sliced(job: Job) -> Placement:
+    """The source, cut further where the target divides a dimension that is not transformed by axes still free."""
+    used = {axis for axes in job.source for axis in axes}
+    out = []
+    for i, (have, want) in enumerate(zip(job.source, job.target, strict=True)):
+        more = want[len(have) :] if want[: len(have)] == have and i not in job.moved else ()
+        out.append((*have, *itertools.takewhile(lambda axis: axis not in used, more)))
+    return tuple(out)
+
+
+def _transformed(job: Job, state: _State, stages: tuple[Stage, ...]) -> tuple[_State, tuple[Stage, ...]]:
+    """Everything transformed that can be here."""
+    left = state.left
+    while True:
+        ready = tuple(i for i in sorted(left) if not state.at[i] and _in_turn(job, left, i))
+        if not ready:
+            return _State(state.at, left, state.padded), stages
+        if job.real == "first" and job.half in ready:
+            ready = (job.half,)  # alone: what comes next is complex
+        left = left - set(ready)
+        stages = (*stages, Stage(moved=ready))
+
+
+def _in_turn(job: Job, left: frozenset[int], i: int) -> bool:
+    if job.real == "first":
+        return i == job.half or job.half not in left
+    return not (job.real == "last" and i == job.half) or left == {i}
+
+
+def _size(job: Job, left: frozenset[int], i: int) -> int:
+    return job.before[i] if i in left else job.after[i]
+
+
+def _itemsize(job: Job, left: frozenset[int]) -> int:
+    if left == job.moved:
+        return job.given
+    return job.itemsize // 2 if job.real == "last" and not left else job.itemsize
+
+
+def _changes(job: Job, state: _State) -> Iterator[tuple[Placement, tuple[int, ...], frozenset[int], int]]:
+    """The layouts that may come next: the target where it frees something, and every move of whole groups of axes."""
+    item = _itemsize(job, state.left)
+    for to in dict.fromkeys((job.target, *_freed(job, state))):
+        if to == state.at or not (to != job.target or _frees(state, to)):
+            continue
+        fitted = _fitted(job, state, to)
+        if fitted is not None:
+            sizes, padded = fitted
+            request = Request(sizes, job.mesh, state.at, to, (), (), item, "collectives", None)
+            yield to, sizes, padded, sum(leg.nbytes for leg in cheapest(request).legs)
+
+
+def _frees(state: _State, to: Placement) -> bool:
+    """Whether the target brings the work on: nothing is left to transform, or something becomes whole."""
+    return not state.left or any(state.at[i] and not to[i] for i in state.left)
+
+
+def _freed(job: Job, state: _State) -> Iterator[Placement]:
+    """All ways to take all axes away from one or several of the dimensions that wait, or from a padded one."""
+    waiting = [i for i in sorted(state.left | state.padded) if state.at[i]]
+    for count in range(1, (len(waiting) if job.together else min(len(waiting), 1)) + 1):
+        for group in itertools.combinations(waiting, count):
+            takers = [i for i in sorted(job.movable) if i not in group]
+            for order in itertools.permutations(group):
+                for chosen in itertools.product(takers, repeat=count):
+                    to = [() if i in group else axes for i, axes in enumerate(state.at)]
+                    for giver, taker in zip(order, chosen, strict=True):
+                        to[taker] = (*to[taker], *state.at[giver])
+                    yield tuple(to)
+
+
+def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], frozenset[int]] | None:
+    """The sizes that make the change possible, and what is padded after it; None where padding cannot help.
+
+    A dimension is padded while it is whole and cropped when it is whole again: the padding of a divided one would lie
+    between its blocks.
+    """
+    sizes, padded = [], set()
+    for i, (have, want) in enumerate(zip(state.at, to, strict=True)):
+        n = _size(job, state.left, i)
+        if i in state.padded:
+            if have != want and want:  # its padding was made for `have`
+                return None
+            n += -n % job.parts(have)
+            padded |= {i} if want else set()
+        elif n % job.parts(want):
+            if have:
+                return None
+            n += -n % job.parts(want)
+            padded.add(i)
+        sizes.append(n)
+    return tuple(sizes), frozenset(padded)

@@ -1,0 +1,86 @@
+"""Fourier transforms that cannot be."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import fft
+from tests.errors.registry import X, bad, body, fixed
+
+
+@bad
+def nothing_renamed(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> b/dp d"), mesh)
+
+
+@fixed
+def nothing_renamed_fixed(mesh):
+    out = spmd.kernel("b/dp d -> b/dp kd", mesh=mesh)(lambda x: fft.fft(x, "b/dp d -> b/dp kd"))(X)
+    np.testing.assert_allclose(out, np.fft.fft(X), atol=1e-4)
+
+
+@bad
+def nowhere_to_go(mesh):
+    spmd.kernel("x/dp -> k/dp", mesh=mesh)(lambda x: fft.fft(x, "x/dp -> k/dp"))(jnp.ones(6))
+
+
+@fixed
+def nowhere_to_go_fixed(mesh):
+    def whole(x):
+        return fft.fft(spmd.all_gather(x, "x/dp -> x"), "x -> k/dp")
+
+    out = spmd.kernel("x/dp -> k/dp", mesh=mesh)(whole)(jnp.ones(6))
+    np.testing.assert_allclose(out, np.fft.fft(np.ones(6)), atol=1e-5)
+
+
+@bad
+def half_a_spectrum_divided(mesh):
+    spmd.kernel("x/dp y -> x ky/dp", mesh=mesh)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp"))(X)
+
+
+@bad
+def a_spectrum_of_complex_numbers_halved(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.rfft(jax.lax.complex(x, x), "b/dp d -> b/dp kd"), mesh)
+
+
+@bad
+def samples_that_fit_no_spectrum(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.irfft(x, "b/dp kd -> b/dp d", d=99), mesh)
+
+
+@bad
+def a_transform_that_transposes(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> d b/dp"), mesh)
+
+
+@bad
+def a_transform_that_drops_a_dimension(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> k"), mesh)
+
+
+@bad
+def a_transform_of_a_composite(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp (e f) -> b/dp k", e=2), mesh)
+
+
+@bad
+def a_transform_of_a_partial_sum(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d {U:tp} -> b/dp k"), mesh)
+
+
+@bad
+def an_unknown_norm(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> b/dp k", norm="unitary"), mesh)
+
+
+@bad
+def frequencies_of_two_dimensions(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + fft.fftfreq("b/dp d"), mesh)
+
+
+@bad
+def frequencies_of_no_samples(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + fft.rfftfreq("k", 0), mesh)

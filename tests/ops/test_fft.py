@@ -1,0 +1,267 @@
+"""Fourier transforms: against NumPy and, for gradients, jnp.fft on whole arrays; the collectives by formula."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import fft
+from tests.conftest import case_count
+from tests.ops.harness import MODES, make_mesh, pulled
+
+NUMPY = {"fft": np.fft.fftn, "ifft": np.fft.ifftn, "rfft": np.fft.rfftn, "irfft": np.fft.irfftn}
+JNP = {"fft": jnp.fft.fftn, "ifft": jnp.fft.ifftn, "rfft": jnp.fft.rfftn, "irfft": jnp.fft.irfftn}
+
+
+def kernel(kind: str, pattern: str, mesh, **options):
+    sizes = {name: options.pop(name) for name in list(options) if name in spmd.Pattern(pattern).names}
+    body = lambda x: getattr(fft, kind)(x, pattern, to="invarying", **options)
+    return spmd.kernel(pattern, mesh=mesh, **sizes)(body)
+
+
+def numbers(rng: np.random.Generator, shape, real: bool, double: bool = False):
+    x = rng.normal(size=shape)
+    x = x if real else x + 1j * rng.normal(size=shape)
+    return x.astype({(True, False): "f4", (False, False): "c8", (True, True): "f8", (False, True): "c16"}[real, double])
+
+
+def close(got, want, tolerance: float = 2e-6) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(initial=0), 1) * 10)
+
+
+# --- sampled -------------------------------------------------------------------------------------------------
+
+
+def sample(seed: int) -> tuple:
+    """A mesh, a pattern, the shape of its left side and what is transformed. Sizes divide where the pattern says."""
+    draw = random.Random(seed)
+    mesh = draw.choice(
+        [{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 3, "b": 2}, {"a": 8, "b": 1}, {"a": 5}, {"a": 2, "b": 2, "c": 2}]
+    )
+    rank = draw.randint(2, 4)
+    kind = draw.choice(["fft", "ifft", "rfft", "irfft"])
+    moved = sorted(draw.sample(range(rank), draw.randint(1, rank - 1 if rank > 2 else 2)))
+
+    def placed() -> list[list[str]]:
+        dims: list[list[str]] = [[] for _ in range(rank)]
+        for axis in draw.sample(list(mesh), len(mesh)):
+            if draw.random() < 0.8:
+                dims[draw.randrange(rank)].append(axis)
+        return dims
+
+    before, after = placed(), placed()
+    half = moved[-1] if kind in ("rfft", "irfft") else -1
+    (before if kind == "irfft" else after)[half][:] = [] if half >= 0 else (before if kind == "irfft" else after)[half]
+    shape = []
+    for i in range(rank):
+        parts = math.lcm(*(math.prod(mesh[x] for x in axes[i]) for axes in (before, after)))
+        shape.append(parts * draw.choice([1, 2, 3] if parts > 1 else [3, 5, 6, 7]))
+    left = " ".join("/".join((f"x{i}", *before[i])) for i in range(rank))
+    right = " ".join("/".join((f"{'k' if i in moved else 'x'}{i}", *after[i])) for i in range(rank))
+    return mesh, kind, f"{left} -> {right}", tuple(shape), tuple(moved), half
+
+
+@pytest.mark.parametrize("seed", range(3 * case_count()))
+def test_sampled(seed: int) -> None:
+    mesh, kind, pattern, shape, moved, half = sample(seed)
+    rng = np.random.default_rng(seed)
+    norm = rng.choice(["backward", "ortho", "forward"])
+    given = tuple(n // 2 + 1 if kind == "irfft" and i == half else n for i, n in enumerate(shape))
+    x = numbers(rng, given, kind == "rfft")
+    sizes = {f"k{half}": shape[half]} if kind == "irfft" else {}
+    whole = {"s": [shape[i] for i in moved]} if kind == "irfft" else {}
+    run = kernel(kind, pattern, make_mesh(mesh), norm=norm, **sizes)
+    want = NUMPY[kind](x, axes=moved, norm=norm, **whole)
+    by = numbers(rng, want.shape, not np.iscomplexobj(want))
+    _, want_gradient = pulled(lambda x: JNP[kind](x, axes=moved, norm=norm, **whole), x, by=by)
+    for mode in MODES:
+        out, (gradient,) = pulled(getattr(run, mode), x, by=by)
+        assert out.dtype == (np.float32 if kind == "irfft" else np.complex64)
+        close(out, want)
+        close(gradient, want_gradient[0])
+
+
+# --- communication -------------------------------------------------------------------------------------------
+
+SLAB, PENCIL = {"a": 8}, {"a": 2, "b": 4}
+FORMULAS = [
+    # the number of all-to-alls, and the bytes in shards: (n - 1)/n each
+    ("slab", SLAB, "x/a y z -> kx ky/a kz", 1, 7 / 8),
+    ("slab, back where it was", SLAB, "x/a y z -> kx/a ky kz", 2, 14 / 8),
+    ("pencil", PENCIL, "x/a y/b z -> kx ky/a kz/b", 2, 1 / 2 + 3 / 4),
+    ("pencil, the other way round", {"a": 4, "b": 2}, "x/a y/b z -> kx ky/a kz/b", 2, 3 / 4 + 1 / 2),
+    ("batch", PENCIL, "n/a x/b y z -> n/a kx ky/b kz", 1, 3 / 4),
+    ("only whole dimensions", PENCIL, "x/a y/b z -> x/a y/b kz", 0, 0),
+    ("two dimensions", SLAB, "x/a y -> kx ky/a", 1, 7 / 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pattern", "count", "shards"), [f[1:] for f in FORMULAS], ids=[f[0] for f in FORMULAS]
+)
+def test_bytes_are_the_formula(mesh, pattern: str, count: int, shards: float) -> None:
+    mesh = make_mesh(mesh)
+    rank = len(spmd.Pattern(pattern).inputs[0].dims)
+    x = spmd.shard(jnp.ones((16, 32, 24, 8)[:rank], jnp.complex64), pattern.split(" ->")[0], mesh=mesh)
+    run = kernel("fft", pattern, mesh)
+    report = spmd.inspect.collectives(run, x, mesh=mesh)
+    expected = {"all_to_all": count} if count else {}
+    assert report.counts == expected
+    assert report.total_bytes == shards * x.nbytes / 8
+    cotangent = spmd.shard(jnp.ones(x.shape, x.dtype), pattern.split("-> ")[1], mesh=mesh)
+    both = spmd.inspect.collectives(lambda x, ct: jax.vjp(run, x)[1](ct), x, cotangent, mesh=mesh)
+    assert both.counts == expected, "the transform is linear: only the way back is left"
+    assert both.total_bytes == report.total_bytes
+
+
+def test_a_natural_pencil_never_gathers_and_stays_within_two_exchanges_each_way() -> None:
+    mesh = make_mesh(PENCIL)
+    x = spmd.shard(jnp.ones((16, 32, 24), jnp.complex64), "x/a y/b z", mesh=mesh)
+    report = spmd.inspect.collectives(kernel("fft", "x/a y/b z -> kx/a ky/b kz", mesh), x, mesh=mesh)
+    assert set(report.counts) == {"all_to_all"} and report.total_bytes <= 2 * (1 / 2 + 3 / 4) * x.nbytes / 8
+
+
+def test_real_numbers_are_sent_as_half_of_complex_ones() -> None:
+    mesh = make_mesh(SLAB)
+    x = spmd.shard(jnp.ones((16, 30), jnp.float32), "x/a y", mesh=mesh)
+    report = spmd.inspect.collectives(kernel("rfft", "x/a y -> kx/a ky", mesh), x, mesh=mesh)
+    # 30 real numbers become 16 complex ones, so they are sent after the transform; and back
+    assert report.counts == {"all_to_all": 2}
+    assert report.total_bytes == 2 * 7 / 8 * (2 * 16 * 8)
+    first = spmd.shard(jnp.ones((16, 32), jnp.float32), "x y/a", mesh=mesh)
+    report = spmd.inspect.collectives(kernel("rfft", "x y/a -> x/a ky", mesh), first, mesh=mesh)
+    assert report.total_bytes == 7 / 8 * first.nbytes / 8
+
+
+def test_memory_is_of_the_size_of_shards() -> None:
+    mesh = make_mesh(PENCIL)
+    x = spmd.shard(jnp.ones((32, 32, 32), jnp.complex64), "x/a y/b z", mesh=mesh)
+    run = kernel("fft", "x/a y/b z -> kx ky/a kz/b", mesh)
+    memory = jax.jit(run).lower(x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 4 * x.nbytes / 8  # the whole is 8 shards
+
+
+@pytest.mark.parametrize(("n", "mesh"), [(64, {"a": 8}), (48, {"a": 2, "b": 2}), (90, {"a": 3})])
+@pytest.mark.parametrize("kind", ["fft", "ifft"])
+def test_a_dimension_alone(n: int, mesh, kind: str) -> None:
+    pattern = f"x/{'/'.join(mesh)} -> kx/{'/'.join(mesh)}"
+    x, by = (numbers(np.random.default_rng(seed), (n,), False) for seed in (0, 1))
+    run = kernel(kind, pattern, make_mesh(mesh))
+    _, want_gradient = pulled(JNP[kind], x, by=by)
+    for mode in MODES:
+        out, (gradient,) = pulled(getattr(run, mode), x, by=by)
+        close(out, NUMPY[kind](x))
+        close(gradient, want_gradient[0])
+    parts = math.prod(mesh.values())
+    report = spmd.inspect.collectives(run, x, mesh=make_mesh(mesh))
+    assert report.counts == {"all_to_all": 3}
+    assert report.total_bytes == 3 * x.nbytes * (parts - 1) // parts**2
+
+
+# --- what does not divide -------------------------------------------------------------------------------------
+
+
+def test_layouts_in_between_need_not_divide() -> None:
+    """kz is left with 5 // 2 + 1 = 3 frequencies and takes over 8 devices on the way."""
+    x = numbers(np.random.default_rng(0), (8, 5), True)
+    run = kernel("rfft", "x/a z -> kx/a kz", make_mesh(SLAB))
+    close(run(x), np.fft.rfftn(x))
+
+
+# --- vmap, scan, remat, double precision ----------------------------------------------------------------------
+
+
+def test_under_vmap_scan_and_remat() -> None:
+    mesh = make_mesh(PENCIL)
+    x = numbers(np.random.default_rng(0), (3, 4, 8, 16), False)
+
+    @jax.checkpoint
+    def there(x):
+        return fft.fft(x, "x/a y/b z -> kx ky/a kz/b")
+
+    def back(k):
+        return fft.ifft(k, "kx ky/a kz/b -> x/a y/b z")
+
+    def body(x):
+        mapped = jax.vmap(lambda x: back(there(x) * 2))(x)
+        _, looped = jax.lax.scan(lambda carry, x: (carry, back(there(x))), None, x)
+        return mapped + looped
+
+    run = spmd.kernel("n x/a y/b z -> n x/a y/b z", mesh=mesh)(body)
+    for mode in MODES:
+        out, (gradient,) = pulled(getattr(run, mode), x, by=x)
+        close(out, 3 * x)
+        close(gradient, 3 * x)
+
+
+def test_ellipsis_composites_and_other_names() -> None:
+    mesh = make_mesh(PENCIL)
+    x = numbers(np.random.default_rng(0), (3, 4, 8, 16), False)
+    dots = spmd.kernel("n x/a y/b z -> n kx y/b z/a", mesh=mesh)(lambda x: fft.fft(x, "n x/a y/b z -> n kx y/b z/a"))
+    close(dots(x), np.fft.fft(x, axis=1))
+    leading = spmd.kernel("n x/a y/b z -> n x/a ky z/b", mesh=mesh)(lambda x: fft.fft(x, "... y/b z -> ... ky z/b"))
+    close(leading(x), np.fft.fft(x, axis=2))
+    axes = spmd.kernel("x/a y -> kx y/a", mesh=mesh)(lambda x: fft.fft(x, "x/r y -> kx y/r", r="a"))
+    close(axes(x[0, :, :, 0]), np.fft.fft(x[0, :, :, 0], axis=0))
+    groups = spmd.kernel("(g x)/a y -> (g x)/a ky", mesh=mesh, g=2)(
+        lambda x: fft.fft(x, "(g x)/a y -> (g x)/a ky", g=2)
+    )
+    close(groups(x[0, :, :, 0]), np.fft.fft(x[0, :, :, 0], axis=1))
+
+
+def test_double_precision() -> None:
+    with jax.enable_x64(True):
+        x = numbers(np.random.default_rng(0), (8, 12), False, double=True)
+        run = kernel("fft", "x/a y -> kx ky/a", make_mesh({"a": 4}))
+        out = run(jnp.asarray(x))
+        assert out.dtype == jnp.complex128
+        close(out, np.fft.fftn(x), 1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "bfloat16", "float16"])
+def test_other_numbers_become_float32(dtype: str) -> None:
+    x = jnp.arange(32).reshape(8, 4) % 2 == 0
+    x = x.astype(dtype)
+    for kind in ("fft", "rfft"):
+        run = kernel(kind, "x/a y -> kx/a ky", make_mesh({"a": 4}))
+        close(run(x), NUMPY[kind](np.asarray(x.astype("float32"))))
+
+
+# --- frequencies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [8, 12])
+def test_frequencies(n: int) -> None:
+    mesh = make_mesh({"a": 4})
+    whole = spmd.kernel("-> k/a, j", mesh=mesh)(lambda: (fft.fftfreq("k/a", 0.5, k=n), fft.rfftfreq("j", n + 1, 0.25)))
+    for mode in MODES:
+        full, half = getattr(whole, mode)()
+        np.testing.assert_allclose(full, np.fft.fftfreq(n, 0.5), rtol=1e-6)
+        np.testing.assert_allclose(half, np.fft.rfftfreq(n + 1, 0.25), rtol=1e-6)
+
+
+def test_a_derivative_by_frequencies() -> None:
+    """What they are for: i k times the spectrum is the derivative."""
+    mesh = make_mesh(PENCIL)
+    n = 16
+    x = np.arange(n) * 2 * np.pi / n
+    u = np.sin(x)[:, None] * np.cos(2 * x)[None, :] + 0 * x[:, None]
+
+    @spmd.kernel("x/a y/b -> x/a y/b", mesh=mesh)
+    def along_x(u):
+        k = fft.fftfreq("kx/a", x[1] / (2 * np.pi), kx=n)
+        return fft.ifft(
+            jax.lax.complex(0 * k, k)[:, None] * fft.fft(u, "x/a y/b -> kx/a y/b"), "kx/a y/b -> x/a y/b"
+        ).real
+
+    for mode in MODES:
+        got = getattr(along_x, mode)(u.astype(np.float32))
+        np.testing.assert_allclose(got, np.cos(x)[:, None] * np.cos(2 * x)[None, :], atol=1e-5)
