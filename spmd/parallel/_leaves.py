@@ -1,0 +1,172 @@
+"""Parameters at rest and in use, leaf by leaf: which axes leave, which come, where the gradient is a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from spmd import Layout
+from spmd.errors import LayoutError, MeshError, compose
+
+__all__ = ["Axes", "Move", "axes_by_dim", "axes_tuple", "is_array", "layout_leaves", "moves", "paths", "text_of"]
+
+Axes = tuple[str, ...]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, or says its shape and dtype."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+
+
+def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
+    """One mesh axis, several, or None, as a tuple."""
+    if axes is not None and not isinstance(axes, (str, tuple, list)):
+        rule = f"{what} is a mesh axis, a tuple of them, or None, not {type(axes).__name__}."
+        raise MeshError(compose(rule, call=call, fix=f'{what}="dp"'))
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def paths(tree: Any) -> list[str]:
+    """Where each leaf stands, keys joined with "/"."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)" for path, _ in found]
+
+
+def layout_leaves(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
+    """The layout of each leaf of a tree; None where the leaf is no array.
+
+    Args:
+      tree: The arrays.
+      layouts: A layout for all of them, a tree of layouts like `tree` or a prefix of it, or a function from the
+        tree to one of these.
+      call: The call, for messages.
+    """
+    if callable(layouts) and not isinstance(layouts, type):
+        layouts = layouts(tree)
+    specs, structure = jax.tree.flatten(layouts, is_leaf=lambda one: one is None or isinstance(one, (str, Layout)))
+    try:
+        nodes = structure.flatten_up_to(tree)
+    except ValueError:
+        got = [f"the tree: {', '.join(paths(tree))}", f"the layouts: {', '.join(paths(layouts)) or 'none'}"]
+        rule = "the layouts follow the structure of the tree, or a prefix of it."
+        raise LayoutError(compose(rule, call=call, got=got)) from None
+    out: list[Layout | None] = []
+    for spec, node in zip(specs, nodes, strict=True):
+        if spec is not None and not isinstance(spec, (str, Layout)):
+            rule = f"layouts are strings or Layouts in containers like the tree's, not {_kind(spec)}."
+            raise LayoutError(compose(rule, call=call, fix="spmd.layouts(tree, rules)"))
+        out += [Layout(spec) if spec is not None and is_array(leaf) else None for leaf in jax.tree.leaves(node)]
+    missing = [
+        path
+        for path, leaf, layout in zip(paths(tree), jax.tree.leaves(tree), out, strict=True)
+        if layout is None and is_array(leaf)
+    ]
+    if missing:
+        rule = "each array has a layout, and these have none."
+        raise LayoutError(compose(rule, call=call, got=missing, fix="spmd.layouts(tree, rules)"))
+    return out
+
+
+def _kind(spec: Any) -> str:
+    return f"the class {spec.__name__}" if isinstance(spec, type) else f"a {type(spec).__name__}"
+
+
+def axes_by_dim(layout: Layout) -> tuple[Axes, ...]:
+    """The mesh axes of each dimension."""
+    return tuple(dim.axes for dim in layout.dims)
+
+
+def text_of(names: tuple[str, ...], axes: tuple[Axes, ...], unreduced: Axes = (), reduced: Axes = ()) -> str:
+    """A layout of these parts, as a string."""
+    parts = ["/".join((name, *own)) for name, own in zip(names, axes, strict=True)]
+    parts += [f"{{{kind}:{','.join(own)}}}" for kind, own in (("U", unreduced), ("R", reduced)) if own]
+    return " ".join(parts) or "scalar"
+
+
+@dataclass(frozen=True)
+class Move:
+    """How one parameter goes from rest to use.
+
+    Attributes:
+      names: Its dimensions.
+      rest: The mesh axes of each dimension at rest.
+      use: The mesh axes of each dimension in use.
+      copies: Axes on which it is equal at rest, and over which its gradient is summed.
+    """
+
+    names: tuple[str, ...]
+    rest: tuple[Axes, ...]
+    use: tuple[Axes, ...]
+    copies: Axes
+
+    @property
+    def gathered(self) -> Axes:
+        """Axes that divide it at rest and not in use."""
+        used = {axis for axes in self.use for axis in axes}
+        return tuple(axis for axes in self.rest for axis in axes if axis not in used)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether all-gathers alone take it from rest to use."""
+        return all(rest[: len(use)] == use for rest, use in zip(self.rest, self.use, strict=True))
+
+    def inner(self) -> Move:
+        """The same for one layer of a stack: the first dimension taken away."""
+        return Move(self.names[1:], self.rest[1:], self.use[1:], self.copies)
+
+
+def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str) -> list[Move | None]:
+    """The move of each leaf, None where it is no array.
+
+    Args:
+      tree: The parameters at rest.
+      at_rest: Their layouts at rest.
+      compute: Their layouts in use.
+      data: The mesh axes that divide the data; None for those that the gathers remove.
+      call: The call, for messages.
+    """
+    leaves = jax.tree.leaves(tree)
+    pairs = zip(layout_leaves(tree, at_rest, call), layout_leaves(tree, compute, call), strict=True)
+    found: list[Move | None] = []
+    faults: list[str] = []
+    for path, leaf, (rest, use) in zip(paths(tree), leaves, pairs, strict=True):
+        if rest is None or use is None:
+            found.append(None)
+            continue
+        fault = _fault(leaf, rest, use)
+        faults += [f"{path}: {fault}"] if fault else []
+        if not fault:
+            rest, use = rest.with_rank(len(leaf.shape)), use.with_rank(len(leaf.shape))
+            names = tuple(dim.atoms[0].name if len(dim.atoms) == 1 else "_" for dim in rest.dims)
+            found.append(Move(names, axes_by_dim(rest), axes_by_dim(use), ()))
+    if faults:
+        rule = "each parameter has the same dimensions at rest and in use, and no marks."
+        raise LayoutError(compose(rule, call=call, got=faults))
+    gathered = dict.fromkeys(axis for move in found if move for axis in move.gathered)
+    wanted = tuple(gathered) if data is None else axes_tuple(data, "data", call)
+    missing = [axis for axis in gathered if axis not in wanted]
+    if missing:
+        rule = f"parameters are gathered over {', '.join(missing)}, which then divides the data too."
+        raise MeshError(compose(rule, call=call, got=[f"data={data!r}"], fix=f"data={(*wanted, *missing)!r}"))
+    return [move and _with_copies(move, wanted) for move in found]
+
+
+def _fault(leaf: Any, rest: Layout, use: Layout) -> str:
+    both = f'"{rest.short}" at rest, "{use.short}" in use'
+    if rest.unreduced or rest.reduced or use.unreduced or use.reduced:
+        return both
+    rank = len(leaf.shape)
+    for layout in (rest, use):
+        named = len(layout.dims) - layout.has_ellipsis
+        if rank < named or (rank > named and not layout.has_ellipsis):
+            return f"{both}, rank {rank}"
+    same = rest.has_ellipsis or use.has_ellipsis or rest.names == use.names
+    return "" if same else both
+
+
+def _with_copies(move: Move, data: Axes) -> Move:
+    own = {axis for axes in (*move.rest, *move.use) for axis in axes}
+    return Move(move.names, move.rest, move.use, tuple(axis for axis in data if axis not in own))

@@ -1,0 +1,328 @@
+"""Where parameters, gradients and optimizer state rest: layouts chosen leaf by leaf from shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from spmd import AxisMapping, Layout
+from spmd.errors import LayoutError, MeshError, compose, did_you_mean
+from spmd.parallel._leaves import Axes, axes_by_dim, axes_tuple, is_array, layout_leaves, paths, text_of
+
+__all__ = ["FSDPLayouts", "ZeroLayouts", "fsdp_layouts", "mapped_layouts", "state_layouts"]
+
+
+class ZeroLayouts(NamedTuple):
+    """The layouts of one ZeRO stage, each a tree like the parameters."""
+
+    parameters: Any
+    gradients: Any
+    state: Any
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One leaf of the report."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    size: int
+    parts: int
+    why: str
+
+
+@dataclass(frozen=True, repr=False)
+class FSDPLayouts:
+    """What `fsdp_layouts` returns; printing it shows each leaf, and why one stays whole.
+
+    Attributes:
+      at_rest: The layouts of parameters at rest, a tree like the parameters.
+      compute: Their layouts in use: those given as `base`.
+      axes: The mesh axes over which parameters are divided at rest.
+      rows: What is printed: path, dtype, shape, layout, bytes whole, number of parts, why it stays whole.
+    """
+
+    at_rest: Any
+    compute: Any
+    axes: Axes
+    rows: tuple[_Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parameters that one device holds at rest."""
+        return sum(row.size // row.parts for row in self.rows)
+
+    @property
+    def whole(self) -> float:
+        """The share of the bytes at rest on a device that could not be divided over `axes`."""
+        return sum(row.size // row.parts for row in self.rows if row.why) / max(self.bytes, 1)
+
+    def zero(self, stage: int) -> ZeroLayouts:
+        """The layouts of a ZeRO stage: 1 divides the optimizer state, 2 gradients too, 3 parameters too.
+
+        Args:
+          stage: 1, 2 or 3.
+
+        Returns:
+          The layouts of parameters, gradients and, by way of `state_layouts`, optimizer state.
+
+        Raises:
+          LayoutError: If there is no such stage.
+
+        References:
+          Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054
+        """
+        if stage not in (1, 2, 3):
+            rule = f"the stages of ZeRO are 1, 2 and 3, not {stage!r}."
+            raise LayoutError(compose(rule, call="FSDPLayouts.zero(stage)", fix=".zero(3)"))
+        return ZeroLayouts(
+            self.at_rest if stage > 2 else self.compute, self.at_rest if stage > 1 else self.compute, self.at_rest
+        )
+
+    def __str__(self) -> str:
+        head = ("parameter", "array", "at rest", "bytes/device", "")
+        table = [head] + [
+            (
+                row.path,
+                f"{row.dtype}[{','.join(map(str, row.shape))}]",
+                row.layout,
+                str(row.size // row.parts),
+                row.why,
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        lines = [
+            "  ".join(
+                text.rjust(width) if i == 3 else text.ljust(width)
+                for i, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in table
+        ]
+        total = sum(row.size for row in self.rows)
+        lines.append(
+            f"{self.bytes} bytes per device of {total}; {self.whole:.1%} of them not divided over {'/'.join(self.axes)}"
+        )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def fsdp_layouts(
+    tree: Any,
+    base: Any = None,
+    *,
+    fsdp: str | Axes,
+    mesh: Any,
+    min_size: int = 2**14,
+    keep: str | Sequence[str] = (),
+) -> FSDPLayouts:
+    """Choose, from its shape, how each parameter is divided over the fsdp axes at rest.
+
+    Each leaf keeps the layout that it has in use, and one of its dimensions is divided over `fsdp` too: the
+    largest that is whole and divides; if there is none, the largest of those that another axis divides already
+    (`"f/tp"` becomes `"f/tp/dp"`). Leaves that are small, or none of whose dimensions divides, stay as they are,
+    and printing the result says which and why. An axis that divides a leaf already, as one of experts may, is not
+    used a second time. Nothing communicates.
+
+    For hybrid sharding (HSDP) `fsdp` is the axis within a group, and the axis over groups is left out: on it
+    parameters are equal. `gather` is then told of both, `data=("replicas", "shards")`.
+
+    Args:
+      tree: The parameters, arrays or `jax.ShapeDtypeStruct`s, in any container.
+      base: Their layouts in use, without the fsdp axes: a tree like `tree`, a prefix, one for all, or a function
+        from the tree. Absent, whole and unnamed.
+      fsdp: The mesh axes that divide parameters at rest, major first.
+      mesh: A Mesh, an AbstractMesh or a dict of sizes.
+      min_size: Leaves with fewer elements stay whole, the dimensions in `keep` not counted.
+      keep: Names of dimensions that are never divided, such as that of stacked layers.
+
+    Returns:
+      The layouts at rest and in use, and the report.
+
+    Raises:
+      LayoutError: If layouts and tree do not fit, or nothing at all is divided.
+      MeshError: If the mesh lacks an axis.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from spmd import parallel
+      >>> params = {"w": jnp.ones((6, 8)), "scale": jnp.ones(6), "odd": jnp.ones((5, 7))}
+      >>> base = {"w": "d f/tp", "scale": "d", "odd": "a b"}
+      >>> found = parallel.fsdp_layouts(params, base, fsdp="dp", mesh={"dp": 2, "tp": 2}, min_size=8)
+      >>> print(found)
+      parameter  array         at rest    bytes/device
+      odd        float32[5,7]  a b                 140  whole: no dimension divides by dp=2
+      scale      float32[6]    d                    24  whole: fewer than 8 elements
+      w          float32[6,8]  d/dp f/tp            48
+      212 bytes per device of 356; 77.4% of them not divided over dp
+
+    References:
+      Zhao et al., PyTorch FSDP, https://arxiv.org/abs/2304.11277; Zhang et al., MiCS (HSDP),
+      https://arxiv.org/abs/2205.00119
+    """
+    call = "fsdp_layouts(tree, base, fsdp=...)"
+    axes = axes_tuple(fsdp, "fsdp", call)
+    sizes = dict(getattr(mesh, "shape", mesh))
+    named = (keep,) if isinstance(keep, str) else tuple(keep)
+    leaves, structure = jax.tree.flatten(tree)
+    declared = layout_leaves(tree, "..." if base is None else base, call)
+    _check_axes(axes, declared, sizes, call)
+    at_rest: list[Layout | None] = []
+    compute: list[Layout | None] = []
+    rows: list[_Row] = []
+    for path, leaf, layout in zip(paths(tree), leaves, declared, strict=True):
+        if layout is None:
+            at_rest.append(None)
+            compute.append(None)
+            continue
+        layout = _of_rank(layout, leaf, path, call)
+        rest, why = _divided(layout, leaf.shape, axes, sizes, min_size, named)
+        at_rest.append(rest)
+        compute.append(layout)
+        parts = math.prod(sizes[axis] for axis in rest.axes)
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        rows.append(_Row(path, str(leaf.dtype), tuple(leaf.shape), rest.short, size, parts, why))
+    if rows and all(row.why for row in rows):
+        rule = f"of these parameters none is divided over {'/'.join(axes)}."
+        got = [f"{row.path}: {row.why}" for row in rows]
+        raise LayoutError(compose(rule, call=call, got=got, fix="a smaller min_size, or no FSDP"))
+    build = lambda found: jax.tree.unflatten(structure, found)
+    return FSDPLayouts(build(at_rest), build(compute), axes, tuple(rows))
+
+
+def _check_axes(axes: Axes, layouts: Sequence[Layout | None], sizes: Mapping[str, int], call: str) -> None:
+    used = dict.fromkeys([*axes, *(axis for layout in layouts if layout for axis in layout.axes)])
+    missing = [axis for axis in used if axis not in sizes]
+    if missing or not axes:
+        rule = (
+            f"the mesh has no axis {missing[0]!r}{did_you_mean(missing[0], sizes) or '.'}"
+            if missing
+            else ("fsdp names the mesh axes that divide the parameters, and here is none.")
+        )
+        got = ["mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())]
+        raise MeshError(compose(rule, call=call, got=got))
+
+
+def _of_rank(layout: Layout, leaf: Any, path: str, call: str) -> Layout:
+    named = len(layout.dims) - layout.has_ellipsis
+    rank = len(leaf.shape)
+    if rank < named or (rank > named and not layout.has_ellipsis) or layout.unreduced or layout.reduced:
+        rule = "a layout has as many dimensions as the array, and no marks."
+        got = [f'{path}: shape {tuple(leaf.shape)}, "{layout.short}"']
+        raise LayoutError(compose(rule, call=call, got=got))
+    return layout.with_rank(rank)
+
+
+def _divided(
+    layout: Layout, shape: Sequence[int], axes: Axes, sizes: Mapping[str, int], min_size: int, keep: Axes
+) -> tuple[Layout, str]:
+    """The layout with the axes added to one dimension, or the reason why not."""
+    new = tuple(axis for axis in axes if axis not in layout.axes)
+    names = tuple(_name(dim) for dim in layout.dims)
+    free = [i for i, name in enumerate(names) if name not in keep]
+    if not new:
+        return layout, ""
+    if math.prod(shape[i] for i in free) < min_size:
+        return layout, f"whole: fewer than {min_size} elements"
+    parts = math.prod(sizes[axis] for axis in new)
+    before = axes_by_dim(layout)
+    fitting = [i for i in free if shape[i] % (parts * math.prod(sizes[axis] for axis in before[i])) == 0]
+    if not fitting:
+        text = ", ".join(f"{axis}={sizes[axis]}" for axis in new)
+        return layout, f"whole: no dimension divides by {text}"
+    best = max(fitting, key=lambda i: (not before[i], shape[i], -i))
+    after = tuple((*own, *new) if i == best else own for i, own in enumerate(before))
+    return Layout(text_of(names, after)), ""
+
+
+def _name(dim: Any) -> str:
+    """A dimension as it is written, without its axes; of several factors all."""
+    names = [atom.name for atom in dim.atoms]
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+
+def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, Any]) -> Any:
+    """Layouts of named dimensions, placed by a mapping: one set of names, one mapping at rest, another in use.
+
+    `gather(params, mapped_layouts(params, names, rest), mapped_layouts(params, names, use))` goes from one mapping
+    to another. Nothing communicates.
+
+    Args:
+      tree: The parameters, arrays or `jax.ShapeDtypeStruct`s.
+      layouts: Their layouts with bare names, a tree like `tree`, a prefix, or a function from the tree.
+      mapping: The rules, an `AxisMapping` or a dict. Each bare name must have one, None for whole.
+
+    Returns:
+      A tree like `tree` with a Layout for each array.
+
+    Raises:
+      LayoutError: If a name has no rule, or two names of an array come to lie on one axis.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from spmd import parallel
+      >>> parallel.mapped_layouts({"w": jnp.ones((4, 8))}, {"w": "embed mlp"}, {"embed": "dp", "mlp": "tp"})
+      {'w': Layout('embed/dp mlp/tp')}
+    """
+    call = "mapped_layouts(tree, layouts, mapping)"
+    rules = AxisMapping.of(mapping)
+    found = layout_leaves(tree, layouts, call)
+    missing = dict.fromkeys(
+        name for layout in found if layout for name in layout.bare if name in layout.names and name not in rules
+    )
+    if missing:
+        rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(next(iter(missing)), rules) or '.'}"
+        got = [f"mapping: {', '.join(rules)}"]
+        raise LayoutError(compose(rule, call=call, got=got, fix=f'"{next(iter(missing))}": None for a whole dimension'))
+    return jax.tree.unflatten(jax.tree.structure(tree), [layout and layout.resolve(rules) for layout in found])
+
+
+def state_layouts(state: Any, params: Any, layouts: Any) -> Any:
+    """The layouts of an optimizer's state: what is kept for a parameter lies as that parameter does.
+
+    A leaf of the state belongs to the parameter whose path its own path ends with and whose shape it has, as
+    Adam's moments do; everything else, such as a count of steps, is whole. Nothing communicates.
+
+    Args:
+      state: The state, or its shapes: `jax.eval_shape(optimizer.init, params)`.
+      params: The parameters, or their shapes.
+      layouts: The layouts of the parameters, those at rest for any ZeRO stage.
+
+    Returns:
+      A tree like `state` with a Layout for each array.
+
+    Raises:
+      LayoutError: If layouts and parameters do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from spmd import parallel
+      >>> params = {"w": jnp.ones((4, 8))}
+      >>> state = {"count": jnp.zeros((), int), "momentum": params}
+      >>> parallel.state_layouts(state, params, {"w": "d/dp f"})
+      {'count': Layout('scalar'), 'momentum': {'w': Layout('d/dp f')}}
+    """
+    flat = jax.tree_util.tree_flatten_with_path
+    found = layout_leaves(params, layouts, "state_layouts(state, params, layouts)")
+    known = [(path, leaf, layout) for (path, leaf), layout in zip(flat(params)[0], found, strict=True) if layout]
+    known.sort(key=lambda entry: -len(entry[0]))
+
+    def of(path: Any, leaf: Any) -> Layout | None:
+        if not is_array(leaf):
+            return None
+        own = (
+            layout
+            for place, param, layout in known
+            if path[len(path) - len(place) :] == place and param.shape == leaf.shape
+        )
+        return next(own, Layout(text_of(("_",) * len(leaf.shape), ((),) * len(leaf.shape))))
+
+    leaves, structure = flat(state)
+    return jax.tree.unflatten(structure, [of(path, leaf) for path, leaf in leaves])
