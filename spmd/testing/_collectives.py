@@ -1,0 +1,213 @@
+"""What a program sends, held to what a test says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from spmd._units import bytes_text
+from spmd.errors import MeshError, SpmdError, compose, did_you_mean
+from spmd.inspect._explain import Explanation, explain
+from spmd.inspect._match import Communication
+from spmd.testing._mismatch import Mismatch, Rows, columns
+
+__all__ = ["assert_collectives", "assert_no_unwritten_collectives"]
+
+KINDS = ("all_gather", "all_to_all", "pbroadcast", "ppermute", "psum", "psum_scatter", "ragged_all_to_all")
+Key = tuple[str, str]  # a kind, and axes as a layout writes them
+
+
+def assert_collectives(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    expected: Mapping[str, Mapping[str, int] | int],
+    *,
+    bytes: int | None = None,  # noqa: A002 - what it is
+    kwargs: Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    view: str = "compiled",
+    at_most: bool = False,
+) -> None:
+    """Assert which collectives a program runs, over which mesh axes, how often, and with how many bytes.
+
+    Nothing is run. What `expected` does not name must not occur. Communication: none.
+
+    Args:
+      fn: What `spmd.explain` takes: a kernel, or a function with kernels in it, jitted or differentiated or not.
+      args: Its positional arguments as a tuple, arrays or `jax.ShapeDtypeStruct`s.
+      expected: Times by kind and axes, `{"all_gather": {"tp": 2}, "psum": {"dp/tp": 1}}`, loops multiplied out; a
+        number instead of the axes counts all axes together, `{"ppermute": 3}`. `psum` is any all-reduce.
+      bytes: The bytes that one device sends in one call, all collectives together; None for any number.
+      kwargs: Keyword arguments of `fn`.
+      mesh: The mesh, where neither `fn` nor the arguments carry one.
+      view: "compiled", what the optimised program runs, with what nobody wrote; "written", what the strings say, which
+        needs no devices and is the same on every backend.
+      at_most: Whether the numbers are upper limits.
+
+    Raises:
+      Mismatch: With both tables, and where each collective that differs was written.
+      SpmdError: On an unknown kind or view.
+      MeshError: On an axis that the mesh does not have.
+
+    Example:
+      >>> import jax, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> @spmd.kernel("b/dp d/tp -> b/dp d", mesh=mesh)
+      ... def gather(x):
+      ...     return spmd.all_gather(x, "b/dp d/tp -> b/dp d", to="invarying")
+      >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+      >>> spmd.testing.assert_collectives(gather, (x,), {"all_gather": {"tp": 1}}, bytes=768)
+    """
+    found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
+    wanted = _wanted(expected, found)
+    got = _counted(found, view)
+    together = {kind for kind, axes in wanted if axes == "*"}
+    for (kind, axes), (times, sent) in list(got.items()):
+        if kind in together:
+            del got[kind, axes]
+            before = got.get((kind, "*"), (0, 0))
+            got[kind, "*"] = (before[0] + times, before[1] + sent)
+    total = sum(sent for _, sent in got.values())
+    wrong = {key for key in {*wanted, *got} if _differs(got.get(key, (0, 0))[0], wanted.get(key, 0), at_most)}
+    heavy = bytes is not None and _differs(total, bytes, at_most)
+    if not wrong and not heavy:
+        return
+    limit = "at most" if at_most else "expected"
+    rows: Rows = [("", "collective", "axes", limit, view)]
+    for key in sorted({*wanted, *got}):
+        kind, axes = key
+        shown = "any" if axes == "*" else axes
+        rows.append(("!" if key in wrong else "", kind, shown, str(wanted.get(key, 0)), str(got.get(key, (0, 0))[0])))
+    said = "any" if bytes is None else f"{bytes:,}"
+    rows.append(("!" if heavy else "", "bytes per device", "", said, f"{total:,}"))
+    lines = [f"{found.name} does not send what the test says.", *columns(rows, right=(3, 4))]
+    kinds = {(kind, axes) for kind, axes in wrong} or set(got)
+    lines += _origins(found, view, kinds)
+    raise Mismatch("\n".join(lines))
+
+
+def _differs(got: int, wanted: int, at_most: bool) -> bool:
+    return got > wanted if at_most else got != wanted
+
+
+def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str) -> Explanation:
+    if view not in ("compiled", "written"):
+        hint = did_you_mean(view, ("compiled", "written")) if isinstance(view, str) else ""
+        rule = f'view is "compiled" or "written", not {view!r}{hint or "."}'
+        raise SpmdError(compose(rule, call=f"{call}(...)"))
+    if not isinstance(args, tuple | list):
+        rule = f"the arguments of the function come as one tuple, not as {type(args).__name__}."
+        raise SpmdError(compose(rule, call=f"{call}(fn, args, ...)", fix=f"{call}(fn, (x, w), ...)"))
+    return explain(fn, *args, mesh=mesh, compiled=view == "compiled", **dict(kwargs or {}))
+
+
+def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation) -> dict[Key, int]:
+    """Times by kind and axes, the axes in mesh order; `*` for all of them together."""
+    wanted: dict[Key, int] = {}
+    for kind, by_axes in expected.items():
+        if kind not in KINDS:
+            rule = f"there is no collective {kind!r}{did_you_mean(str(kind), KINDS) or '.'}"
+            raise SpmdError(compose(rule, call="assert_collectives(...)", got=[f"kinds: {', '.join(KINDS)}"]))
+        if not isinstance(by_axes, Mapping):
+            wanted[kind, "*"] = int(by_axes)
+            continue
+        for axes, times in by_axes.items():
+            names = axes.split("/") if axes else []
+            for name in names:
+                if name not in found.mesh:
+                    rule = f"the mesh has no axis {name!r}{did_you_mean(name, found.mesh) or '.'}"
+                    got = ["mesh " + ", ".join(f"{a}={n}" for a, n in found.mesh.items())]
+                    raise MeshError(compose(rule, call="assert_collectives(...)", got=got))
+            wanted[kind, "/".join(a for a in found.mesh if a in names)] = int(times)
+    return {key: times for key, times in wanted.items() if times}
+
+
+def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
+    """Times and bytes by kind and axes."""
+    items: Iterable[Any] = (found.compiled if view == "compiled" else found.written and found.written.collectives) or ()
+    counts: dict[Key, tuple[int, int]] = {}
+    for one in items:
+        key = one.kind, "/".join(one.axes)
+        times, sent = counts.get(key, (0, 0))
+        counts[key] = (times + one.count, sent + one.total_bytes)
+    return counts
+
+
+def _origins(found: Explanation, view: str, keys: Iterable[Key]) -> list[str]:
+    """Where the collectives of these kinds and axes were written, one line each."""
+    wanted = set(keys)
+    rows: Rows = []
+    for one in found.collectives:
+        if not ({(one.kind, "/".join(one.axes)), (one.kind, "*")} & wanted):
+            continue
+        if view == "written" and not one.written:
+            continue
+        rows.append(_origin(one, view))
+    if not rows:
+        return []
+    merged = list(dict.fromkeys(rows))
+    return ["where they come from:", *("  " + line for line in columns(merged, right=(2,)))]
+
+
+def _origin(one: Communication, view: str) -> tuple[str, ...]:
+    times = one.runs if view == "compiled" and one.runs is not None else one.count
+    who = one.phase if one.written else "nobody wrote it"
+    marks = ", ".join(m for m, on in (("recomputed", one.recomputed), ("implicit", one.implicit)) if on)
+    return (one.kind, "/".join(one.axes), str(times), one.where or "-", one.text, f"{who}{marks and ', ' + marks}")
+
+
+def assert_no_unwritten_collectives(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    above: int = 0,
+) -> None:
+    """Assert that the compiled program runs no collective that nobody wrote: no resharding of the compiler's own.
+
+    Nothing is run. Communication: none.
+
+    Args:
+      fn: What `spmd.explain` takes.
+      args: Its positional arguments as a tuple; their shardings count, for what lies elsewhere than a kernel wants it
+        is moved.
+      kwargs: Keyword arguments of `fn`.
+      mesh: The mesh, where neither `fn` nor the arguments carry one.
+      above: Bytes per device and call up to which such a collective is let pass.
+
+    Raises:
+      Mismatch: With what was written and what was compiled by kind and axes, and those that nobody wrote.
+      MeshError: On a mesh without devices.
+
+    Example:
+      >>> import jax, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> @spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)
+      ... def double(x):
+      ...     return 2 * x
+      >>> x = jax.ShapeDtypeStruct((8, 64), "float32", sharding=spmd.Layout("b/dp d/tp").sharding(mesh))
+      >>> spmd.testing.assert_no_unwritten_collectives(double, (x,))
+    """
+    found = _explained("assert_no_unwritten_collectives", fn, args, kwargs, mesh, "compiled")
+    loose = [one for one in found.unwritten if one.total_bytes > above]
+    if not loose:
+        return
+    said, runs = _counted(found, "written"), _counted(found, "compiled")
+    marked = {(one.kind, "/".join(one.axes)) for one in loose}
+    rows: Rows = [("", "collective", "axes", "written", "compiled")]
+    for key in sorted({*said, *runs}):
+        counts = (str(counted.get(key, (0, 0))[0]) for counted in (said, runs))
+        rows.append(("!" if key in marked else "", *key, *counts))
+    sent = sum(one.total_bytes for one in loose)
+    several = "s" * (len(loose) != 1)
+    lines = [
+        f"{found.name} runs {len(loose)} collective{several} that nobody wrote, {bytes_text(sent)} per device.",
+        *columns(rows, right=(3, 4)),
+        "that nobody wrote:",
+    ]
+    unwritten = [
+        (one.kind, "/".join(one.axes), bytes_text(one.total_bytes), one.where or "-", one.text) for one in loose
+    ]
+    lines += ["  " + line for line in columns(unwritten, right=(2,))]
+    raise Mismatch("\n".join(lines))

@@ -1,0 +1,180 @@
+"""How much of a tree every device holds that it need not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from spmd._trees import match_prefix
+from spmd._units import bytes_text
+from spmd.errors import LayoutError, MeshError, SpmdError, compose, did_you_mean
+from spmd.language import AxisMapping, Layout
+from spmd.testing._mismatch import Mismatch, Rows, columns
+
+__all__ = ["assert_sharded"]
+
+_CALL = "assert_sharded(tree, ...)"
+_SHOWN = 20
+
+
+def assert_sharded(
+    tree: Any,
+    layouts: Any = None,
+    *,
+    tolerance: float = 0.02,
+    mapping: Any = None,
+    axes: Sequence[str] | None = None,
+) -> None:
+    """Assert that no parameter is left more replicated than intended.
+
+    With `layouts`: every mesh axis that a leaf's layout names divides the leaf, in whatever dimension. Without: one
+    device holds at most `1 + tolerance` times its share, the bytes of the whole tree over the number of devices.
+    Reads shardings only. Communication: none.
+
+    Args:
+      tree: Arrays, or `jax.ShapeDtypeStruct`s with shardings, such as `spmd.init(...).abstract`.
+      layouts: The intended layouts, a prefix tree as kernels take it: a string for all leaves below.
+      tolerance: The part of its share that a device may hold too much: small vectors are rarely divided. With
+        `layouts` it is the part of the intended bytes.
+      mapping: The `AxisMapping` that places bare names of `layouts`.
+      axes: The mesh axes that are meant to divide parameters, all by default: `("fsdp", "tp")` where `dp` replicates
+        them on purpose.
+
+    Raises:
+      Mismatch: With, for each leaf that is too large, where it lies and where it should.
+      SpmdError: A leaf says nothing of where it lies.
+      MeshError: On an axis that the mesh does not have, or leaves on different meshes.
+
+    Example:
+      >>> import jax, spmd
+      >>> mesh = spmd.make_mesh(fsdp=4, tp=2)
+      >>> def at(layout, *shape):
+      ...     return jax.ShapeDtypeStruct(shape, "float32", sharding=spmd.Layout(layout).sharding(mesh))
+      >>> params = {"w": at("d/fsdp f/tp", 512, 256), "norm": at("d", 512)}
+      >>> spmd.testing.assert_sharded(params, {"w": "d/fsdp f/tp", "norm": "d"})
+      >>> spmd.testing.assert_sharded(params, tolerance=0.05)
+
+    References:
+      `assert_params_sufficiently_sharded` of https://github.com/AI-Hypercomputer/maxtext, for the tolerance.
+    """
+    leaves = _leaves(tree)
+    mesh = _mesh(leaves)
+    if layouts is None:
+        _check_share(leaves, mesh, tolerance, axes)
+    else:
+        _check_intended(leaves, mesh, match_prefix(layouts, tree, "tree"), tolerance, mapping, axes)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One array: its path, its sharding, its bytes in all and on one device."""
+
+    path: str
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    whole: int
+    held: int
+
+    @property
+    def used(self) -> frozenset[str]:
+        entries = ((e,) if isinstance(e, str) else e or () for e in self.sharding.spec)
+        return frozenset(axis for entry in entries for axis in entry)
+
+    @property
+    def lies(self) -> str:
+        entries = [*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec))]
+        parts = [(e,) if isinstance(e, str) else e or () for e in entries]
+        return " ".join("/".join(("_", *axes)) for axes in parts) or "scalar"
+
+
+def _leaves(tree: Any) -> list[_Leaf]:
+    found = []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        shown = f"tree{jax.tree_util.keystr(path)}"
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            got = f"{shown}: {type(sharding).__name__ if sharding is not None else type(leaf).__name__}"
+            rule = "every leaf is an array, or a jax.ShapeDtypeStruct, that lies on a mesh."
+            raise SpmdError(compose(rule, call=_CALL, got=[got], fix='spmd.shard(tree, "d/fsdp f/tp", mesh=mesh)'))
+        size = leaf.dtype.itemsize
+        local = math.prod(sharding.shard_shape(leaf.shape)) * size
+        found.append(_Leaf(shown, sharding, tuple(leaf.shape), math.prod(leaf.shape) * size, local))
+    return found
+
+
+def _mesh(leaves: Sequence[_Leaf]) -> Mapping[str, int]:
+    shapes = {tuple(leaf.sharding.mesh.shape.items()) for leaf in leaves}
+    if len(shapes) > 1:
+        got = ["mesh " + ", ".join(f"{a}={n}" for a, n in shape) for shape in sorted(shapes)]
+        raise MeshError(compose("all leaves lie on one mesh.", call=_CALL, got=got))
+    return dict(shapes.pop()) if shapes else {}
+
+
+def _divided(mesh: Mapping[str, int], axes: Sequence[str] | None) -> list[str]:
+    """The axes that are meant to divide parameters."""
+    for axis in axes or ():
+        if axis not in mesh:
+            rule = f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh) or '.'}"
+            raise MeshError(compose(rule, call=_CALL, got=["mesh " + ", ".join(f"{a}={n}" for a, n in mesh.items())]))
+    return [a for a in mesh if axes is None or a in axes]
+
+
+def _check_share(leaves: Sequence[_Leaf], mesh: Mapping[str, int], tolerance: float, axes: Any) -> None:
+    wanted = _divided(mesh, axes)
+    parts = math.prod(mesh[a] for a in wanted)
+    held, share = sum(leaf.held for leaf in leaves), sum(leaf.whole for leaf in leaves) / parts
+    if held <= (1 + tolerance) * share:
+        return
+    over = sorted((leaf for leaf in leaves if leaf.held * parts > leaf.whole), key=lambda leaf: -leaf.held)
+    rows: Rows = [("leaf", "shape", "lies as", "not over", "its share", "held")]
+    for leaf in over:
+        missing = ", ".join(a for a in wanted if a not in leaf.used and mesh[a] > 1) or "-"
+        shape = "x".join(map(str, leaf.shape))
+        rows.append(
+            (leaf.path, shape, leaf.lies, missing, bytes_text(round(leaf.whole / parts)), bytes_text(leaf.held))
+        )
+    rule = (
+        f"One device holds {bytes_text(held)} of parameters, {held / share - 1:.1%} more than its share of "
+        f"{bytes_text(round(share))} over {', '.join(wanted)}; {tolerance:.1%} are allowed."
+    )
+    raise Mismatch("\n".join([rule, *_table(rows)]))
+
+
+def _check_intended(
+    leaves: Sequence[_Leaf], mesh: Mapping[str, int], pairs: Any, tolerance: float, mapping: Any, axes: Any
+) -> None:
+    wanted = _divided(mesh, axes)
+    rules = None if mapping is None else AxisMapping.of(mapping)
+    rows: Rows = [("leaf", "shape", "expected", "lies as", "not over", "expected", "held")]
+    meant = too_much = 0
+    for leaf, (_, _, layout) in zip(leaves, pairs, strict=True):
+        if layout is None:
+            raise LayoutError(compose(f"no layout for {leaf.path}.", call=_CALL, fix=f"a layout for {leaf.path}"))
+        resolved: Layout = layout.resolve(rules).with_rank(len(leaf.shape))
+        if unknown := [a for a in resolved.axes if a not in mesh]:
+            rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], mesh) or '.'}"
+            raise MeshError(compose(rule, call=_CALL, got=[f'{leaf.path}: "{resolved.short}"']))
+        intended = [a for a in resolved.axes if a in wanted]
+        missing = [a for a in intended if a not in leaf.used and mesh[a] > 1]
+        aim = leaf.whole // math.prod(mesh[a] for a in intended)
+        meant += aim
+        if missing:
+            too_much += leaf.held - min(aim, leaf.held)
+            sizes = (bytes_text(aim), bytes_text(leaf.held))
+            rows.append(
+                (leaf.path, "x".join(map(str, leaf.shape)), resolved.short, leaf.lies, ", ".join(missing), *sizes)
+            )
+    if too_much > tolerance * meant:
+        rule = f"{len(rows) - 1} of {len(leaves)} leaves are not divided over an axis of their layout, "
+        rule += f"{bytes_text(too_much)} too much on one device where {bytes_text(meant)} are meant."
+        raise Mismatch("\n".join([rule, *_table(rows)]))
+
+
+def _table(rows: Rows) -> list[str]:
+    lines = columns(rows[: _SHOWN + 1], right=(len(rows[0]) - 2, len(rows[0]) - 1))
+    return [*lines, f"and {len(rows) - 1 - _SHOWN} more"] if len(rows) - 1 > _SHOWN else lines
