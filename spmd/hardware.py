@@ -168,11 +168,12 @@ class Hardware:
                 raise MeshError(compose(f"the mesh has no axis {axis!r}{did_you_mean(axis, sizes) or '.'}", got=got))
         room, found = self.node_size if self.node is not None else 1, []
         for axis, size in reversed(tuple(sizes.items())):
-            link = self.links.get(axis)
-            inside = 1 if link else max(n for n in range(1, min(room, size) + 1) if size % n == 0)
+            inside = max(n for n in range(1, min(room, size) + 1) if size % n == 0)
             room = room // inside if inside == size else 1
-            if axis in axes:
-                found += [(self.node, inside), (link or self.default, size // inside)]
+            if axis in axes and axis in self.links:
+                found.append((self.links[axis], size))
+            elif axis in axes:
+                found += [(self.node, inside), (self.default, size // inside)]
         return sorted(((link, n) for link, n in found if link and n > 1), key=lambda phase: phase[0].bandwidth)
 
 

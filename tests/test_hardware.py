@@ -1,0 +1,147 @@
+"""Hardware profiles: the model of a collective's time against formulas written out here, and by simulating a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from spmd import Hardware, Link, hardware
+from spmd.errors import MeshError, SpmdError
+
+MESH = {"dp": 6, "tp": 4}
+SWITCH = Hardware("switch", {"float32": 1e12}, 1e11, 1e9, Link(1e9, 1e-6))
+RING = dataclasses.replace(SWITCH, default=Link(1e9, 1e-6, ring=True))
+
+
+def ring_seconds(shard: float, n: int, link: Link) -> float:
+    """A gather around a ring, simulated: in each step each device passes a block on, or one each way."""
+    have = [{i} for i in range(n)]
+    seconds, ways = 0.0, (1, -1) if link.ring else (1,)
+    moving = {(i, way): i for i in range(n) for way in ways}
+    while any(len(blocks) < n for blocks in have):
+        arrived = {}
+        for (device, way), block in moving.items():
+            to = (device + way) % n
+            have[to].add(block)
+            arrived[to, way] = block
+        moving = arrived
+        seconds += link.latency + shard / (link.bandwidth / len(ways))
+    return seconds
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_a_gather_takes_as_long_as_the_ring_that_is_simulated(n):
+    shard = 5e6
+    for machine in (SWITCH, RING):
+        expected = ring_seconds(shard, n, machine.default)
+        got = machine.collective_seconds("all_gather", shard * (n - 1), ["x"], {"x": n})
+        if machine is RING and n % 2 == 0:  # the last step of an even ring sends each way half a block
+            expected -= shard / machine.default.bandwidth
+        assert got == pytest.approx(expected)
+
+
+def test_a_psum_is_a_scatter_and_a_gather():
+    for machine in (SWITCH, RING, hardware("h100")):
+        for axes in (["tp"], ["dp"], ["dp", "tp"]):
+            once = machine.collective_seconds("psum_scatter", 3e6, axes, MESH)
+            assert machine.collective_seconds("psum", 6e6, axes, MESH) == pytest.approx(2 * once)
+
+
+def test_an_all_to_all_is_direct_through_a_switch_and_passed_on_around_a_ring():
+    shard, n = 4e6, 8
+    sent = shard * (n - 1) / n
+    hops = sum(min(d, n - d) for d in range(n)) / n  # per byte of the shard, on average
+    switch = SWITCH.collective_seconds("all_to_all", sent, ["x"], {"x": n})
+    ring = RING.collective_seconds("all_to_all", sent, ["x"], {"x": n})
+    assert switch == pytest.approx(sent / 1e9 + 7e-6)
+    assert ring == pytest.approx(shard * hops / 1e9 + 4e-6)
+
+
+def test_a_permute_is_one_step_of_one_direction():
+    assert SWITCH.collective_seconds("ppermute", 1e6, ["tp"], MESH) == pytest.approx(1e-3 + 1e-6)
+    assert RING.collective_seconds("ppermute", 1e6, ["tp"], MESH) == pytest.approx(2e-3 + 1e-6)
+
+
+@pytest.mark.parametrize("axes", [["dp", "tp"], ["tp", "dp"]])
+def test_over_two_axes_the_slow_link_carries_the_small_pieces(axes):
+    machine = dataclasses.replace(SWITCH, links={"dp": Link(1e8, 5e-6), "tp": Link(1e9, 1e-6)})
+    whole = 24e6
+    got = machine.collective_seconds("all_gather", whole * 23 / 24, axes, MESH)
+    slow, fast = whole / 24 * 5 / 1e8, whole * 3 / 4 / 1e9  # dp gathers shards, tp blocks of six
+    assert got == pytest.approx(max(slow, fast) + 5 * 5e-6 + 3 * 1e-6)
+    moved = slow * 1e8 + fast * 1e9
+    assert moved == pytest.approx(whole * 23 / 24)  # the bytes are those of one collective over both
+
+
+def test_nothing_moves_over_axes_of_one_device():
+    for kind in ("psum", "all_gather", "ppermute", "all_to_all"):
+        assert SWITCH.collective_seconds(kind, 0, ["x"], {"x": 1}) == 0.0
+        assert hardware("h100").collective_seconds(kind, 0, [], {"x": 4}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fast"),
+    [
+        ({"dp": 4, "tp": 8}, {"tp"}),
+        ({"dp": 4, "tp": 4}, {"tp"}),  # half of dp's neighbours share a node, the others do not
+        ({"dp": 2, "cp": 2, "tp": 2}, {"dp", "cp", "tp"}),
+        ({"dp": 3, "tp": 2}, {"dp", "tp"}),
+        ({"tp": 8, "dp": 4}, {"dp"}),  # innermost first: dp fills half a node, and tp leaves it
+        ({"x": 16}, set()),
+    ],
+)
+def test_axes_inside_a_node_of_h100s_go_over_nvlink(sizes, fast):
+    h100 = hardware("h100")
+    assert {axis for axis in sizes if h100.link(axis, sizes).bandwidth == 450e9} == fast
+
+
+def test_an_axis_larger_than_a_node_uses_both_links():
+    h100 = hardware("h100")
+    whole = 16e9
+    got = h100.collective_seconds("all_gather", whole * 15 / 16, ["x"], {"x": 16})
+    network, nvlink = whole / 16 / 50e9, whole * 7 / 8 / 450e9
+    assert got == pytest.approx(max(network, nvlink) + 4e-6 + 7 * 1.9e-6)
+
+
+def test_without_sizes_no_axis_lies_in_a_node_and_named_links_win():
+    h100 = hardware("h100")
+    assert h100.link("tp") == h100.default
+    mine = Link(25e9, 1e-5)
+    named = dataclasses.replace(h100, links={"tp": mine})
+    assert named.link("tp", {"dp": 4, "tp": 8}) == named.link("tp") == mine
+    assert named.link("dp", {"dp": 8, "tp": 8}) == h100.default  # a name does not move the devices
+    assert named.link("dp", {"dp": 2, "tp": 4}) == h100.node
+
+
+def test_peaks():
+    h100, tpu = hardware("h100"), hardware("tpu-v5p")
+    assert h100.peak("bfloat16") == h100.peak(jnp.bfloat16) == 989.4e12
+    assert tpu.peak("bfloat16") == 459e12
+    assert h100.peak("complex64") == min(h100.flops.values())
+    assert hardware(h100) is h100
+    assert len({h100, tpu, dataclasses.replace(h100)}) == 2
+
+
+@pytest.mark.parametrize("name", ["h100", "tpu-v5p"])
+def test_presets_are_sane(name):
+    """The ratios that textbooks quote: FLOPs per byte of memory and of network in the hundreds and thousands."""
+    one = hardware(name)
+    assert 100 < one.peak("bfloat16") / one.hbm_bandwidth < 400
+    assert 1000 < one.peak("bfloat16") / one.default.bandwidth < 30000
+    assert math.isclose(one.hbm_bytes, 90e9, rel_tol=0.15)
+
+
+def test_wrong_profiles_are_errors():
+    with pytest.raises(SpmdError, match="bandwidth is a positive number"):
+        Link(0.0)
+    with pytest.raises(SpmdError, match="latency is a number that is not negative"):
+        Link(1e9, -1.0)
+    with pytest.raises(SpmdError, match="did you mean 'h100'"):
+        hardware("h10")
+    with pytest.raises(MeshError, match="no axis 'pp'"):
+        SWITCH.collective_seconds("psum", 1, ["pp"], MESH)
+    with pytest.raises(SpmdError, match="did you mean 'all_gather'"):
+        SWITCH.collective_seconds("allgather", 1, ["tp"], MESH)
