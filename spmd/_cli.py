@@ -40,7 +40,8 @@ def named_numbers(flag: str, texts: Iterable[str]) -> dict[str, int]:
             continue
         if not equals or not name.isidentifier() or not re.fullmatch(r"[0-9]+", number):
             rule = f"{flag} takes names with positive numbers, '{part.strip()}' is none."
-            raise SizeError(compose(rule, call=call, fix=f"{flag} x=4,y=2, or {flag} x=4 {flag} y=2"))
+            fix = f"{flag} {'dp=2,tp=4' if flag == '--mesh' else 'b=8,d=16'}"
+            raise SizeError(compose(rule, call=call, fix=fix))
         if name in found:
             raise SizeError(compose(f"{flag} says each name once, but '{name}' occurs twice.", call=call))
         found[name] = int(number)

@@ -181,7 +181,8 @@ def of_layout(
       itemsize: Bytes per element.
       notes: More sentences for the picture.
     """
-    check_axes(layout.axis_names, mesh, call=call)
+    source = layout.source if layout.source and f'"{layout.source}"' in call else None
+    check_axes(layout.axis_names, mesh, call=call, source=source)
     whole = [_size(dim, sizes) for dim in layout.dims] if dims is None else list(dims)
     local = _checked(layout, whole, sizes, mesh)
     shape = dict(mesh_sizes(mesh))

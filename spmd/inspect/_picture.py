@@ -220,6 +220,9 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
     if shape is not None and not isinstance(shape, Mapping):
         shape = _sequence(shape, call)
         layout = layout.with_rank(len(shape)) if layout.has_ellipsis else layout
+    if layout.has_ellipsis:
+        rule = "A picture needs every dimension, and only a shape tells how many '...' stands for."
+        raise LayoutError(compose(rule, call=call, fix="shape=(8, 16), or write the dimensions out"))
     sizes, dims = known_sizes(layout, shape, call)
     if mesh is not None:
         return of_layout(_placed(layout, ambient_mapping()), sizes, _given_mesh(mesh, call), dims=dims, call=call)
@@ -380,10 +383,13 @@ def _of_named(x: Any, sharding: NamedSharding, call: str, notes: list[str]) -> H
 
 def _nowhere(x: Any, call: str) -> SpmdError:
     if hasattr(x, "shape"):
-        rule = f"A picture is of an array on devices, and a {type(x).__name__} without a sharding lies on none."
+        rule = f"A picture is of an array on devices; one of type {type(x).__name__} without a sharding lies on none."
         return PlacementError(compose(rule, call=call, fix='visualize("b/dp d", x.shape, mesh=mesh)'))
     rule = f"What can be drawn is a layout, an array on devices or a plan, not {type(x).__name__}."
-    return LayoutError(compose(rule, call=call, fix='visualize("b/dp d", (8, 16), mesh=mesh)'))
+    fix = 'visualize("b/dp d", (8, 16), mesh=mesh)'
+    if isinstance(x, (dict, list, tuple)):
+        fix = "for x in jax.tree.leaves(tree): print(visualize(x))"
+    return LayoutError(compose(rule, call=call, fix=fix))
 
 
 def _kind(x: Any) -> str:

@@ -1,0 +1,239 @@
+"""`python -m spmd`: what the commands print, their JSON, and how wrong words are answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from importlib import metadata
+
+import pytest
+
+import spmd
+from spmd import _cli
+from spmd.__main__ import main
+from tests.inspect.drawings import SVG, devices_of_text
+
+PLAN = ["plan", "a/x b -> a b/x", "--mesh", "x=4", "--size", "a=4096", "--size", "b=4096"]
+SHOW = ["show", "b/dp (h k)/tp", "--mesh", "dp=2,tp=4", "--size", "b=8,h=4,k=16"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command line; its status, what it printed, what it complained of."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return run
+
+
+def test_plan(run):
+    status, out, err = run(*PLAN, "--dtype", "bf16")
+    plan = spmd.plan("a/x b -> a b/x", sizes={"a": 4096, "b": 4096}, mesh={"x": 4}, dtype="bfloat16")
+    assert (status, out, err) == (0, f"{plan}\n", "")
+    assert "bfloat16" in out and "all_to_all" in out
+
+
+def test_plan_as_json(run):
+    status, out, _ = run(*PLAN, "--json", "--dtype", "f32")
+    found = json.loads(out)
+    plan = spmd.plan("a/x b -> a b/x", sizes={"a": 4096, "b": 4096}, mesh={"x": 4})
+    moved = [step.pop("transfers") for step in found["steps"]]
+    assert status == 0
+    assert found == json.loads(json.dumps(plan.to_dict()))
+    assert [len(one) for one in moved] == [4 * 3]
+
+
+def test_plan_with_hardware_and_preference(run):
+    status, out, _ = run(*PLAN, "--hardware", "h100", "--prefer", "latency")
+    assert status == 0 and "us" in out
+    assert json.loads(run(*PLAN, "--hardware", "h100", "--json")[1])["seconds"] > 0
+
+
+def test_plan_with_its_picture(run):
+    plain = run(*PLAN)[1]
+    out = run(*PLAN, "--picture")[1]
+    assert out.startswith(plain)
+    assert devices_of_text(out) == [0, 1, 2, 3] * 2
+
+
+def test_show(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    status, out, err = run(*SHOW)
+    picture = spmd.visualize("b/dp (h k)/tp", {"b": 8, "h": 4, "k": 16}, {"dp": 2, "tp": 4})
+    assert (status, out, err) == (0, f"{picture}\n", "")
+    assert sorted(devices_of_text(out)) == list(range(8))
+
+
+def test_show_as_json_and_svg(run, tmp_path):
+    file = tmp_path / "layout.svg"
+    status, out, _ = run(*SHOW, "--json", "--svg", str(file))
+    found = json.loads(out)
+    assert status == 0
+    assert found["mesh"] == {"dp": 2, "tp": 4} and found["local_shape"] == [4, 16]
+    assert [one["coordinates"] for one in found["devices"]][5] == {"dp": 1, "tp": 1}
+    groups = [one for one in ET.parse(file).getroot().iter(f"{SVG}g") if one.get("data-devices")]
+    assert len(groups) == 8
+
+
+def test_flags_may_be_repeated_and_keep_their_order(run):
+    one = run("show", "a/x/y", "--mesh", "y=2,x=3", "--size", "a=12")[1]
+    two = run("show", "a/x/y", "--mesh", "y=2", "--mesh", "x=3", "--size", "a=12")[1]
+    assert one == two and "mesh y=2, x=3" in one
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "b/dp/dp", "--mesh", "dp=2"], "A mesh axis occurs once in a layout"),
+        (["show", "b/tp", "--mesh", "dp=2"], "the mesh has no axis 'tp'"),
+        (["show", "b/dp", "--mesh", "dp=2", "--size", "b=3"], "not divisible by dp=2"),
+        (["show", "b/dp", "--mesh", "dp=two"], "--mesh takes names with positive numbers, 'dp=two' is none."),
+        (["show", "b/dp", "--mesh", "dp=0"], "got: dp=0"),
+        (["show", "b/dp", "--mesh", ","], "A mesh has at least one axis"),
+        (["show", "b/dp", "--mesh", "dp=2,dp=2"], "'dp' occurs twice"),
+        (["show", "b/dp -> b", "--mesh", "dp=2"], "A picture shows one layout"),
+        (["show", "b/dp", "--mesh", "dp=2", "--svg", "no/such/folder/p.svg"], "The file cannot be written"),
+        (["show", "b/dp", "--mesh", "dp=2", "--svg", "p.gif"], "saved as .svg, .html or .txt"),
+        (["plan", "a/x b -> a b/x", "--mesh", "x=4"], "size"),
+        (["plan", "a/x b", "--mesh", "x=4", "--size", "a=4"], "->"),
+        ([*PLAN, "--prefer", "bites"], "did you mean 'bytes'?"),
+        ([*PLAN, "--hardware", "h1000"], "did you mean 'h100'?"),
+        ([*PLAN, "--hardware", "h100", "--dtype", "floaty"], "dtype is the type of the elements"),
+        ([*PLAN, "--prefer", "latency"], "needs a hardware profile"),
+    ],
+)
+def test_wrong_words(run, words, message):
+    status, out, err = run(*words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err and err.strip("\n") == err[:-1]
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["plan"], ["show", "b"], [*PLAN, "--quick"]])
+def test_words_that_argparse_refuses(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert "usage: python -m spmd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["show", "--help"], ["info", "--help"]])
+def test_help(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert "python -m spmd" in out
+    assert "examples:" in out or words == ["info", "--help"]
+
+
+def test_examples_of_the_help_run(run, tmp_path, monkeypatch):
+    import shlex
+
+    from spmd import __main__
+
+    monkeypatch.chdir(tmp_path)
+    lines = [line.strip() for line in __main__._EXAMPLES.splitlines() if "python -m spmd" in line]
+    assert len(lines) >= 4
+    for line in lines:
+        assert run(*shlex.split(line)[3:])[0] == 0, line
+
+
+def test_info(run):
+    status, out, err = run("info")
+    assert (status, err) == (0, "")
+    for name in ("python", "jax", "jaxlib", "numpy", "einops"):
+        assert name in out
+    assert metadata.version("jax") in out
+    assert "devices: 8 x cpu" in out
+    assert "spmd.make_mesh(dp=2, tp=4)" in out
+
+
+def test_info_as_json(run):
+    found = json.loads(run("info", "--json")[1])
+    assert found["spmd"] == metadata.version("spmd")
+    assert {one["name"] for one in found["needed"]} == {"python", "jax", "jaxlib", "numpy", "einops"}
+    assert all(one["ok"] for one in found["needed"])
+    assert found["devices"]["count"] == 8
+    for one in found["meshes"]:
+        assert spmd.make_mesh(**one["axes"]).size == 8
+
+
+def test_info_says_what_is_missing_or_too_old(run, monkeypatch):
+    real = _cli._installed
+    monkeypatch.setattr(_cli, "_installed", lambda name: {"jax": "0.4.30", "einops": None}.get(name, real(name)))
+    status, out, _ = run("info")
+    assert status == 1
+    assert [line.split() for line in out.splitlines() if "NEEDS" in line] == [
+        ["einops", "missing", "NEEDS", "any", "version"],
+        ["jax", "0.4.30", "NEEDS", ">=0.10"],
+    ]
+
+
+def test_info_without_devices_or_package(run, monkeypatch):
+    import jax
+
+    def refuse():
+        raise RuntimeError("Unable to initialize backend 'tpu'\nmore")
+
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(jax, "devices", refuse)
+    assert "no devices: Unable to initialize backend 'tpu'" in run("info")[1]
+    monkeypatch.setattr(_cli.metadata, "metadata", absent)
+    assert "spmd, not installed" in run("info")[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 8, 12, 16, 64, 256, 1024])
+def test_suggestions_fit(count):
+    found = _cli.suggestions(count, min(count, 8))
+    for axes, use in found:
+        product = 1
+        for size in axes.values():
+            product *= size
+        assert product == count and use
+        assert axes.get("tp", 1) <= 8
+    assert len({tuple(axes.items()) for axes, _ in found}) == len(found)
+
+
+def test_versions_are_compared_as_numbers():
+    assert _cli._entry("jax", ">=0.10", "0.9.2")["ok"] is False
+    assert _cli._entry("jax", ">=0.10", "0.12.0.dev1")["ok"] is True
+    assert _cli._entry("numpy", "", "1.0")["ok"] is True
+    assert _cli._requirement("mkdocstrings[python]>=0.26") == ("mkdocstrings", ">=0.26")
+
+
+# --- as a program ------------------------------------------------------------------------------------------------
+
+
+def program(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spmd", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=120, check=False)
+
+
+def test_no_device_is_asked_for():
+    """With a platform that does not exist any question for devices would fail; also in a terminal without boxes."""
+    done = program(*SHOW, JAX_PLATFORMS="nonsense", PYTHONIOENCODING="ascii", COLUMNS="100")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "|   0   |" in done.stdout and "─" not in done.stdout
+
+
+def test_errors_of_a_program():
+    done = program("plan", "a/x b -> a b/x", "--mesh", "y=4", "--size", "a=4,b=4", JAX_PLATFORMS="nonsense")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean" in done.stderr or "no axis" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_no_error():
+    shell = f'"{sys.executable}" -m spmd show "a/x" --mesh x=2048 --json | head -1'
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False)
+    assert done.stdout == "{\n"
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
