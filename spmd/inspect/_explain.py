@@ -10,7 +10,7 @@ from spmd.hardware import Hardware, hardware
 from spmd.inspect._collectives import CollectiveReport, collectives_of_text
 from spmd.inspect._groups import axes_text, mesh_sizes
 from spmd.inspect._match import Communication, communications
-from spmd.inspect._program import Program, stage
+from spmd.inspect._program import Program, meshes_of_jaxpr, stage
 from spmd.inspect._records import Written
 from spmd.inspect._render import as_html, as_rich, as_text
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of
@@ -170,7 +170,7 @@ def explain(
 
     Raises:
       SpmdError: `fn` is none of the above, or `hardware` is not known.
-      MeshError: `compiled=True` on a mesh without devices.
+      MeshError: `compiled=True` on a mesh without devices, or `mesh` is not the program's own.
 
     Example:
       >>> import jax, spmd
@@ -184,7 +184,9 @@ def explain(
     """
     machine = None if hardware is None else _hardware(hardware)
     _check_compiled(compiled)
+    given = None if mesh is None else mesh_sizes(mesh)
     program = stage("explain", fn, args, kwargs, mesh)
+    _check_mesh(program, given)
     found = program.mesh if program.mesh is not None else mesh
     missing: list[str] = []
     if compiled is True and not program.has_devices:
@@ -220,6 +222,18 @@ def _check_compiled(compiled: Any) -> None:
         return
     rule = f"compiled is None, True, False or a compiled program, got {type(compiled).__name__}."
     raise SpmdError(compose(rule, call="explain(..., compiled=...)", fix="compiled=jax.jit(fn).lower(x).compile()"))
+
+
+def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
+    """A program with a mesh of its own is looked at on that one."""
+    for mesh in meshes_of_jaxpr(program.jaxpr):
+        if given is not None and mesh_sizes(mesh) != given:
+            named = [", ".join(f"{k}={v}" for k, v in sizes.items()) for sizes in (mesh_sizes(mesh), given)]
+            rule = "the program has a mesh of its own, and it is not the one that mesh= says."
+            got = [f"the program's: {named[0]}", f"mesh=: {named[1]}"]
+            fix = "without mesh=, or a program made for that mesh"
+            raise MeshError(compose(rule, call="explain(..., mesh=...)", got=got, fix=fix))
+        return
 
 
 def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
