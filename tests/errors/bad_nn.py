@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import spmd
 from tests.errors.registry import X, bad, body, fixed
 
-I = np.arange(8)
+I, KEY = np.arange(8), jax.random.key(0)
 SAME = "b/dp d -> b/dp d"
 
 
@@ -71,3 +72,68 @@ def embedding_over_rows(mesh):
 def embedding_of_divided_ids(mesh):
     """Ids divided over the axis of the vocabulary."""
     body("s/tp, v/tp d -> s/tp d", lambda i, e: spmd.nn.embedding(i, e, tp="tp", sp="tp"), mesh, I, X)
+
+
+# --- losses and dropout ---------------------------------------------------------------------------------------
+
+
+def loss(mesh, **options):
+    dtype = options.pop("dtype", int)
+    fn = lambda z, y: spmd.nn.cross_entropy(z, y, **options)
+    body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, np.zeros(8, dtype))
+
+
+@bad
+def cross_entropy_with_an_unknown_reduction(mesh):
+    loss(mesh, tp="tp", dp="dp", reduction="avg")
+
+
+@bad
+def cross_entropy_of_labels_that_are_floats(mesh):
+    loss(mesh, tp="tp", dp="dp", dtype=np.float32)
+
+
+@bad
+def cross_entropy_with_much_smoothing(mesh):
+    loss(mesh, tp="tp", dp="dp", label_smoothing=10)
+
+
+@bad
+def cross_entropy_that_forgets_dp(mesh):
+    loss(mesh, tp="tp")
+
+
+@fixed
+def cross_entropy_that_forgets_dp_fixed(mesh):
+    loss(mesh, tp="tp", dp="dp")
+
+
+@bad
+def cross_entropy_of_gathered_scores(mesh):
+    def fn(z, y):
+        z = spmd.all_gather(z, "b/dp v/tp -> b/dp v")
+        return spmd.nn.cross_entropy(z, y, tp="tp", dp="dp")
+
+    body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, np.zeros(8, int))
+
+
+@bad
+def linear_cross_entropy_in_no_chunks(mesh):
+    fn = lambda x, table, y: spmd.nn.linear_cross_entropy(x, table, y, chunks=0)
+    body("s d, v d, s -> scalar", fn, mesh, X, X, np.zeros(8, int))
+
+
+@bad
+def linear_cross_entropy_in_unequal_chunks(mesh):
+    fn = lambda x, table, y: spmd.nn.linear_cross_entropy(x, table, y, chunks=3)
+    body("s d, v d, s -> scalar", fn, mesh, X, X, np.zeros(8, int))
+
+
+@bad
+def dropout_of_everything(mesh):
+    body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "b/dp d", rate=1), mesh, X, KEY)
+
+
+@bad
+def dropout_of_any_dimensions(mesh):
+    body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "... d", rate=0.1), mesh, X, KEY)

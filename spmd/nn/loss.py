@@ -1,0 +1,273 @@
+"""Cross-entropy over a divided vocabulary: no device ever has all scores of a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from spmd import all_gather, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size
+from spmd.errors import LayoutError, compose, did_you_mean
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
+Axes = str | tuple[str, ...] | None
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@scope(mapping=None)
+def cross_entropy(
+    logits: Any,
+    labels: Any,
+    mask: Any = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore: int | None = None,
+    reduction: str = "mean",
+    tp: Axes = None,
+    cp: Axes = None,
+    dp: Axes = None,
+) -> Any:
+    """Cross-entropy of labels under scores whose vocabulary is divided, in float32.
+
+    With probabilities p = softmax(logits) and smoothing e, the loss of a token is the cross-entropy of p under
+    (1 - e) of the label's unit vector and e of the uniform distribution, plus `z_loss` times the squared logsumexp. The
+    mean is over all tokens of all devices that count: a global sum divided by a global count, right also where
+    devices hold unequal numbers of them (a mean of the devices' means is not).
+
+    Layouts: logits `"... s/cp v/tp"`, labels and mask `"... s/cp"`, whole over tp; `...` divided over dp. The result is
+    a scalar, complete on every axis; with `reduction="none"` `"... s/cp"`. Scores that were gathered are not what tp
+    divides: they are an error here, and cross-entropy with `tp=None` is their loss.
+
+    Communication, for T tokens per device on n devices of tp: forward three psums over tp of one float32 per token
+    (the maximum, the sum of exponentials, the label's score), 24T(n-1)/n bytes, and for sum or mean a psum of one
+    number over dp and cp, with a mask a second. Backward nothing.
+
+    Memory: the logits and one number per token are kept for the backward pass, which makes one array of their size.
+    Reverse mode only.
+
+    Args:
+      logits: Scores, before softmax.
+      labels: Integers; one outside the vocabulary that counts makes the loss NaN.
+      mask: Which tokens count: booleans, or weights.
+      label_smoothing: e, from 0 to 1.
+      z_loss: The weight of the squared logsumexp, which keeps scores from drifting.
+      ignore: A label that does not count, such as -100.
+      reduction: "mean" (0 where no token counts), "sum", or "none": each token's loss, 0 where it does not count.
+      tp: The mesh axes that divide the vocabulary.
+      cp: The mesh axes that divide the sequence.
+      dp: The mesh axes that divide the dimensions of `...`, together.
+
+    Returns:
+      The loss, float32.
+
+    Raises:
+      LayoutError: If `reduction` is something else, labels are no integers, or smoothing is not from 0 to 1.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=2)
+      >>> @spmd.kernel("b/dp s v/tp, b/dp s -> scalar", mesh=mesh)
+      ... def loss(logits, labels):
+      ...     return spmd.nn.cross_entropy(logits, labels, tp="tp", dp="dp")
+      >>> print(loss(jnp.zeros((2, 3, 8)), jnp.zeros((2, 3), int)))  # log 8
+      2.0794415
+
+    References:
+      Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053; Szegedy et al., https://arxiv.org/abs/1512.00567
+      (smoothing); Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311 (z-loss).
+    """
+    _check("cross_entropy", labels, label_smoothing, reduction)
+    losses = _token_losses(logits, labels, tp, label_smoothing, z_loss)
+    return _reduced(losses, _weights(labels, mask, ignore), reduction, dp, cp)
+
+
+@scope(mapping=None)
+def linear_cross_entropy(
+    x: Any,
+    table: Any,
+    labels: Any,
+    mask: Any = None,
+    *,
+    chunks: int = 8,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore: int | None = None,
+    reduction: str = "mean",
+    tp: Axes = None,
+    sp: Axes = None,
+    cp: Axes = None,
+    dp: Axes = None,
+) -> Any:
+    """The last linear layer and `cross_entropy` in one, in chunks of the sequence: the scores never exist whole.
+
+    Each chunk of the sequence makes its scores, its losses, and forgets the scores; the backward pass makes them once
+    more, chunk by chunk. (A vocabulary of 128k in float32 is 0.5 MB per token; often it is the largest array of a
+    model.) The table's gradient is summed over devices once, after the last chunk.
+
+    Layouts: x `"... s/cp/sp d"`, table `"v/tp d"` as that of `embedding`, labels and mask `"... s/cp"`, whole over tp;
+    `...` divided over dp. Result as of `cross_entropy`.
+
+    Communication: that of `unembedding`, forward and backward, and that of `cross_entropy`, which the backward pass
+    does not repeat. Where the table is equal by JAX's own type on axes that divide tokens, one psum of its gradient.
+
+    Memory: the gathered x, a copy of it cut into chunks, one number per token; while it runs, the scores of one chunk
+    and, backward, their gradients: 8TV/cn bytes for T tokens per device, a vocabulary of V and c chunks. Reverse mode
+    only.
+
+    Args:
+      x: The residual stream after the last norm.
+      table: One row per token of the vocabulary.
+      labels: Integers; one outside the vocabulary that counts makes the loss NaN.
+      mask: Which tokens count: booleans, or weights.
+      chunks: Into how many parts a device's sequence is cut; divides `s` within cp. 1 makes all scores at once.
+      label_smoothing: As in `cross_entropy`.
+      z_loss: As in `cross_entropy`.
+      ignore: As in `cross_entropy`.
+      reduction: As in `cross_entropy`.
+      tp: The mesh axes that divide the vocabulary.
+      sp: The mesh axes that divide the sequence of x until here; the same as tp, or None.
+      cp: Mesh axes that divide the sequence of x, labels and mask.
+      dp: The mesh axes that divide the dimensions of `...`, together.
+
+    Returns:
+      The loss, float32.
+
+    Raises:
+      LayoutError: As `cross_entropy`, or if chunks is no positive number.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=2)
+      >>> @spmd.kernel("b/dp s/tp d, v/tp d, b/dp s -> scalar", mesh=mesh)
+      ... def loss(x, table, labels):
+      ...     return spmd.nn.linear_cross_entropy(x, table, labels, chunks=2, tp="tp", sp="tp", dp="dp")
+      >>> print(loss(jnp.ones((2, 6, 5)), jnp.zeros((8, 5)), jnp.zeros((2, 6), int)))  # log 8
+      2.0794415
+
+    References:
+      As of `cross_entropy`; for what the scores cost Wijmans et al., "Cut Your Losses",
+      https://arxiv.org/abs/2411.09009.
+    """
+    _check("linear_cross_entropy", labels, label_smoothing, reduction)
+    if not isinstance(chunks, int) or chunks < 1:
+        rule = f"chunks is a positive number of parts, not {chunks!r}."
+        raise LayoutError(compose(rule, call="linear_cross_entropy(x, table, labels)"))
+    if sp is None:
+        x = defer(x, "... d -> ... d {R:tp}", tp=tp)
+    else:
+        x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
+    # Typed varying before the loop: its gradient is added up over chunks first, and over devices once.
+    table = defer(table, "v/tp d -> v/tp d {R:dp,cp}", tp=tp, dp=dp, cp=cp)
+
+    def chunk(_: None, part: Any) -> Any:
+        x, labels = part
+        logits = einsum(
+            x, table.astype(x.dtype), "... d, v/tp d -> ... v/tp", tp=tp, preferred_element_type=jnp.float32
+        )
+        return None, _token_losses(logits, labels, tp, label_smoothing, z_loss)
+
+    if chunks == 1:
+        losses = chunk(None, (x, labels))[1]
+    else:
+        # Every c-th token is in the same chunk, so that each chunk is divided over cp as the whole is.
+        parts = (
+            rearrange(x, "... (s c)/cp d -> c ... s/cp d", c=chunks, cp=cp),
+            rearrange(labels, "... (s c)/cp -> c ... s/cp", c=chunks, cp=cp),
+        )
+        kept = jax.checkpoint_policies.save_only_these_names("logsumexp")
+        _, losses = jax.lax.scan(jax.checkpoint(chunk, policy=kept), None, parts)
+        losses = rearrange(losses, "c ... s/cp -> ... (s c)/cp", cp=cp)
+    return _reduced(losses, _weights(labels, mask, ignore), reduction, dp, cp)
+
+
+# --- each token ---------------------------------------------------------------------------------------------
+
+
+def _token_losses(logits: Any, labels: Any, tp: Axes, smoothing: float, z_loss: float) -> Any:
+    """The loss of each token; backward it keeps its logsumexp and communicates nothing."""
+    return _losses(logits, labels, (tp, smoothing, z_loss))
+
+
+def _plain(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
+    return _forward(logits, labels, options)[0]
+
+
+def _forward(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
+    tp, _, z_loss = options
+    wide = logits.astype(jnp.float32)
+    lse = checkpoint_name(reduce(wide, "... v/tp -> ...", "logsumexp", tp=tp), "logsumexp")
+    losses = lse - reduce(wide * _target(logits, labels, options), "... v/tp -> ...", tp=tp) + z_loss * lse**2
+    known = (labels >= 0) & (labels < size(logits, "... [v/tp]", tp=tp))
+    return jnp.where(known, losses, jnp.nan), (logits, labels, lse)
+
+
+def _backward(options: tuple[Axes, float, float], kept: Any, cotangent: Any) -> Any:
+    logits, labels, lse = kept
+    p = jnp.exp(logits.astype(jnp.float32) - lse[..., None])
+    slope = p * (1 + 2 * options[2] * lse)[..., None] - _target(logits, labels, options)
+    return (slope * cotangent[..., None]).astype(logits.dtype), None
+
+
+_losses = custom_vjp(_plain, nondiff_argnums=(2,))
+_losses.defvjp(_forward, _backward)
+
+
+def _target(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
+    """The distribution that the labels stand for: this device's part of the vocabulary."""
+    tp, smoothing, _ = options
+    vocabulary = size(logits, "... [v/tp]", tp=tp)
+    numbers = iota("v/tp", labels.dtype, v=vocabulary, tp=tp)
+    here = labels[..., None] == jnp.expand_dims(numbers, tuple(range(labels.ndim)))
+    rest = smoothing / vocabulary
+    return jnp.where(here, 1 - smoothing + rest, rest)
+
+
+# --- all tokens ---------------------------------------------------------------------------------------------
+
+
+def _weights(labels: Any, mask: Any, ignore: int | None) -> Any:
+    """How much each token counts; None where all count alike."""
+    weights = None if mask is None else mask.astype(jnp.float32)
+    if ignore is None:
+        return weights
+    counts = (labels != ignore).astype(jnp.float32)
+    return counts if weights is None else weights * counts
+
+
+def _reduced(losses: Any, weights: Any, reduction: str, dp: Axes, cp: Axes) -> Any:
+    if weights is not None:
+        losses = jnp.where(weights == 0, 0.0, losses) * weights
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return _over_all(losses, "sum", dp, cp)
+    if weights is None:
+        return _over_all(losses, "mean", dp, cp)
+    count = _over_all(weights, "sum", dp, cp)
+    return jnp.where(count == 0, 0.0, _over_all(losses, "sum", dp, cp) / jnp.where(count == 0, 1.0, count))
+
+
+def _over_all(x: Any, op: str, dp: Axes, cp: Axes) -> Any:
+    """The sum or mean over the tokens of all devices."""
+    last = x.shape[-1] if x.ndim > (cp is None) else 1  # one dimension is the sequence only if cp divides it
+    return reduce(x.reshape(-1, last), "b/dp s/cp -> scalar", op, dp=dp, cp=cp)
+
+
+def _check(name: str, labels: Any, smoothing: float, reduction: str) -> None:
+    call = f"{name}(...)"
+    if reduction not in REDUCTIONS:
+        hint = did_you_mean(reduction, REDUCTIONS) if isinstance(reduction, str) else ""
+        rule = f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}{hint or '.'}"
+        raise LayoutError(compose(rule, call=call))
+    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
+        got = [f"labels: {jnp.result_type(labels)}{list(jnp.shape(labels))}"]
+        raise LayoutError(compose("labels are integers, the numbers of tokens in the vocabulary.", call=call, got=got))
+    if not 0 <= smoothing <= 1:
+        raise LayoutError(compose(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=call))
