@@ -2,6 +2,7 @@
 
     python -m docs.outputs README.md docs/pages/*.md
 
+Runs the commands under `<!-- run -->` too, and draws the images under `<!-- picture: name -->`.
 Line numbers of the page itself become `...`, which the tests take for anything. An output that matches
 already stays as it is written.
 """
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.pages import blocks, same_output
+from tests.pages import blocks, pictures, run_commands, same_output
 
 
 def with_outputs(path: str, page: str) -> str:
@@ -29,12 +30,18 @@ def with_outputs(path: str, page: str) -> str:
             code = compile("\n" * (block.line - 1) + block.text, path, "exec")
             with contextlib.redirect_stdout(printed):
                 exec(code, namespace)
+        elif block.comment == "run":
+            printed.write(run_commands(block.text))
         elif block.comment == "output":
             if not same_output(block.text, printed.getvalue()):
                 text = re.sub(rf"({re.escape(Path(path).name)}):\d+", r"\1:...", printed.getvalue())
                 text = "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))
                 edits.append((block.line - 1, block.line - 1 + len(block.text.splitlines()), text))
             printed = io.StringIO()
+    for name, file in pictures(page):
+        stored = Path(path).parent / file
+        stored.parent.mkdir(exist_ok=True)
+        stored.write_text(namespace[name].svg + "\n")
     for start, end, text in reversed(edits):
         lines[start:end] = text.splitlines()
     return "\n".join(lines) + "\n"

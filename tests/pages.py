@@ -3,7 +3,9 @@
     python -m tests.pages README.md
 
 What an `<!-- output -->` comment announces must be what was printed since the last such block; `...` in it
-stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it.
+stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it. The commands
+of a block under `<!-- run -->`, `$ python -m ...`, are run. An image under `<!-- picture: name -->` must be what that
+variable of the page draws in the end.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import contextlib
 import doctest
 import io
 import re
+import runpy
+import shlex
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +73,43 @@ def run_page(path: str, page: str) -> list[str]:
                 )
             if fault:
                 return [*faults, f"{here}: {fault}"]  # what follows would only fail for want of its names
+        elif block.comment == "run":
+            printed.write(run_commands(block.text))
         elif block.comment == "output":
             if not same_output(block.text, printed.getvalue()):
                 faults.append(f"{here}: the page says\n{block.text}\nand was printed\n{printed.getvalue()}")
             printed = io.StringIO()
+    for name, file in pictures(page):
+        stored = Path(path).parent / file
+        if not stored.exists() or stored.read_text() != namespace[name].svg + "\n":
+            faults.append(f"{path}: {file} is not what {name} draws")
     return faults
+
+
+def pictures(page: str) -> list[tuple[str, str]]:
+    """The variables that draw the page's images, each with its file."""
+    return re.findall(r"^<!-- picture: (\w+) -->\s*\n!\[[^\]]*\]\(([^)]+)\)", page, re.MULTILINE)
+
+
+def run_commands(text: str) -> str:
+    """What the lines `$ python -m module ...` print, errors too; in a folder that is thrown away."""
+    out = io.StringIO()
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line)
+        if words[:3] != ["$", "python", "-m"]:
+            raise ValueError(f"only `$ python -m module` is run: {line}")
+        given = sys.argv
+        sys.argv = words[3:]
+        try:
+            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                    runpy.run_module(words[3], run_name="__main__")
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                out.write(f"exit status {left.code}\n")
+        finally:
+            sys.argv = given
+    return out.getvalue()
 
 
 def same_output(expected: str, printed: str) -> bool:

@@ -61,7 +61,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages(page):
-    if not any(block.language == "python" for block in blocks(page.read_text())):
+    if not any(block.language == "python" or block.comment == "run" for block in blocks(page.read_text())):
         return
     done = run_python("-m", "tests.pages", name_of(page))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -130,6 +130,19 @@ def test_a_wrong_page_is_noticed(right, wrong, fault):
     """Meta-test: wrong output, an exception with the page's own line, a wrong doctest."""
     assert PAGE.count(right) == 1
     assert fault in "\n".join(run_page("page.md", PAGE.replace(right, wrong)))
+
+
+def test_commands_of_a_page_are_run():
+    page = "<!-- run -->\n```console\n$ python -m spmd show a/x --mesh x=0\n```\n\n<!-- output -->\n```text\n{}\n```\n"
+    assert run_page("page.md", page.format("visualize...\nexit status 2")) == []
+    assert "got: x=0" in run_page("page.md", page.format("fine"))[0]
+
+
+def test_pictures_of_a_page_are_drawn(tmp_path):
+    page = "```python\nclass P:\n    svg = '<svg/>'\n```\n\n<!-- picture: P -->\n![A picture](p.svg)\n"
+    assert "p.svg is not what P draws" in run_page(f"{tmp_path}/page.md", page)[0]
+    (tmp_path / "p.svg").write_text("<svg/>\n")
+    assert run_page(f"{tmp_path}/page.md", page) == []
 
 
 def test_blocks_know_their_line_and_comment():
