@@ -136,24 +136,22 @@ def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
 def _origins(found: Explanation, view: str, keys: Iterable[Key]) -> list[str]:
     """Where the collectives of these kinds and axes were written, one line each."""
     wanted = set(keys)
-    rows: Rows = []
+    alike: dict[tuple[str, ...], int] = {}  # a verb on a pytree is one line and many collectives
     for one in found.collectives:
-        if not ({(one.kind, "/".join(one.axes)), (one.kind, "*")} & wanted):
-            continue
-        if view == "written" and not one.written:
-            continue
-        rows.append(_origin(one, view))
-    if not rows:
-        return []
-    merged = list(dict.fromkeys(rows))
-    return ["where they come from:", *("  " + line for line in columns(merged, right=(2,)))]
+        asked = bool({(one.kind, "/".join(one.axes)), (one.kind, "*")} & wanted)
+        times = one.runs if view == "compiled" and one.runs is not None else one.count
+        if asked and times and (one.written or view == "compiled"):
+            origin = _origin(one)
+            alike[origin] = alike.get(origin, 0) + times
+    rows = [(kind, axes, str(times), *rest) for (kind, axes, *rest), times in alike.items()]
+    return ["where they come from:", *("  " + line for line in columns(rows, right=(2,)))] if rows else []
 
 
-def _origin(one: Communication, view: str) -> tuple[str, ...]:
-    times = one.runs if view == "compiled" and one.runs is not None else one.count
-    who = one.phase if one.written else "nobody wrote it"
-    marks = ", ".join(m for m, on in (("recomputed", one.recomputed), ("implicit", one.implicit)) if on)
-    return (one.kind, "/".join(one.axes), str(times), one.where or "-", one.text, f"{who}{marks and ', ' + marks}")
+def _origin(one: Communication) -> tuple[str, ...]:
+    """Kind, axes, line, call, and what else is known."""
+    marks = (("recomputed", one.recomputed), ("implicit", one.implicit), (one.branch, bool(one.branch)))
+    who = [one.phase if one.written else "nobody wrote it", *(mark for mark, on in marks if on)]
+    return one.kind, "/".join(one.axes), one.where or "-", one.text, ", ".join(who)
 
 
 def assert_no_unwritten_collectives(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from spmd._trees import match_prefix
 from spmd._units import bytes_text
-from spmd.errors import LayoutError, MeshError, SpmdError, compose, did_you_mean
+from spmd.errors import MeshError, SpmdError, compose, did_you_mean
 from spmd.language import AxisMapping, Layout
 from spmd.testing._mismatch import Mismatch, Rows, columns
 
@@ -153,8 +153,6 @@ def _check_intended(
     rows: Rows = [("leaf", "shape", "expected", "lies as", "not over", "expected", "held")]
     meant = too_much = 0
     for leaf, (_, _, layout) in zip(leaves, pairs, strict=True):
-        if layout is None:
-            raise LayoutError(compose(f"no layout for {leaf.path}.", call=_CALL, fix=f"a layout for {leaf.path}"))
         resolved: Layout = layout.resolve(rules).with_rank(len(leaf.shape))
         if unknown := [a for a in resolved.axes if a not in mesh]:
             rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], mesh) or '.'}"
