@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmd import Layout
-from spmd.errors import LayoutError, MeshError, compose
+from spmd.errors import LayoutError, MeshError, compose, did_you_mean
 
 __all__ = ["Axes", "Move", "axes_by_dim", "axes_tuple", "is_array", "layout_leaves", "moves", "paths", "text_of"]
 
@@ -31,8 +31,13 @@ def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
 
 def paths(tree: Any) -> list[str]:
     """Where each leaf stands, keys joined with "/"."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)" for path, _ in found]
+    return ["/".join(parts) or "(the tree itself)" for parts, _ in _by_path(tree)]
+
+
+def _by_path(tree: Any, is_leaf: Any = None) -> list[tuple[Axes, Any]]:
+    """Each leaf with the keys that lead to it, as texts: a list, a tuple, a dict and a class may name alike."""
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    return [(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf) for path, leaf in found]
 
 
 def layout_leaves(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
@@ -40,33 +45,33 @@ def layout_leaves(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
 
     Args:
       tree: The arrays.
-      layouts: A layout for all of them, a tree of layouts like `tree` or a prefix of it, or a function from the
-        tree to one of these.
+      layouts: A layout for all of them, layouts in containers with the keys of `tree` or of its upper part, or a
+        function from the tree to one of these.
       call: The call, for messages.
     """
     if callable(layouts) and not isinstance(layouts, type):
         layouts = layouts(tree)
-    specs, structure = jax.tree.flatten(layouts, is_leaf=lambda one: one is None or isinstance(one, (str, Layout)))
-    try:
-        nodes = structure.flatten_up_to(tree)
-    except ValueError:
-        got = [f"the tree: {', '.join(paths(tree))}", f"the layouts: {', '.join(paths(layouts)) or 'none'}"]
-        rule = "the layouts follow the structure of the tree, or a prefix of it."
-        raise LayoutError(compose(rule, call=call, got=got)) from None
-    out: list[Layout | None] = []
-    for spec, node in zip(specs, nodes, strict=True):
+    specs = dict(_by_path(layouts, lambda one: one is None or isinstance(one, (str, Layout))))
+    for spec in specs.values():
         if spec is not None and not isinstance(spec, (str, Layout)):
-            rule = f"layouts are strings or Layouts in containers like the tree's, not {_kind(spec)}."
+            rule = f"layouts are strings or Layouts in containers with the keys of the tree, not {_kind(spec)}."
             raise LayoutError(compose(rule, call=call, fix="spmd.layouts(tree, rules)"))
-        out += [Layout(spec) if spec is not None and is_array(leaf) else None for leaf in jax.tree.leaves(node)]
-    missing = [
-        path
-        for path, leaf, layout in zip(paths(tree), jax.tree.leaves(tree), out, strict=True)
-        if layout is None and is_array(leaf)
-    ]
-    if missing:
-        rule = "each array has a layout, and these have none."
-        raise LayoutError(compose(rule, call=call, got=missing, fix="spmd.layouts(tree, rules)"))
+    used: set[Axes] = set()
+    out: list[Layout | None] = []
+    faults: list[str] = []
+    for parts, leaf in _by_path(tree):
+        above = [parts[:n] for n in range(len(parts), -1, -1) if parts[:n] in specs]
+        used.update(above)
+        spec = specs[above[0]] if above else None
+        out.append(Layout(spec) if spec is not None and is_array(leaf) else None)
+        if spec is None and is_array(leaf):
+            faults.append(f"no layout for {'/'.join(parts) or 'the array'}")
+    for parts, spec in specs.items():
+        if spec is not None and parts not in used:
+            hint = did_you_mean("/".join(parts), paths(tree))
+            faults.append(f"a layout for {'/'.join(parts)}, which the tree does not have{hint}")
+    if faults:
+        raise LayoutError(compose("layouts have the keys of their tree, each array one.", call=call, got=faults))
     return out
 
 
