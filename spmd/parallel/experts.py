@@ -1,0 +1,472 @@
+"""Mixture of experts: tokens choose experts, and travel to the devices that hold them.
+
+Tokens are cut into *routing groups*, and each group gives each expert the same number of places, its capacity. Groups
+are a dimension like any other, `"n/dp m/sp"`, so that what a token's fate depends on is in the strings, not in the
+mesh. The letters, here and in all strings of this file:
+
+    b batch   s sequence   d features   e experts   f hidden units of an expert   k choices of a token
+    n, m groups along batch and sequence   t tokens of a group   c places for a group in an expert
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spmd import (
+    all_gather,
+    all_to_all,
+    annotate,
+    axis_size,
+    custom_vjp,
+    defer,
+    einsum,
+    psum,
+    rearrange,
+    reduce,
+    scope,
+    softmax,
+    top_k,
+)
+from spmd.errors import LayoutError, MeshError, SizeError, compose
+
+__all__ = ["MoEReport", "Routing", "balance_bias", "moe", "router"]
+
+Axes = str | tuple[str, ...] | None
+
+
+class Routing(NamedTuple):
+    """Where tokens go, as `router` says and `moe` reads it; all dimensions but the last are those of the tokens.
+
+    Attributes:
+      weights: `"... k"`, float32: what each chosen expert's result counts.
+      experts: `"... k"`, int32: the chosen experts, the best first.
+      shares: `"... e"`, float32: the scores of all experts, normalised to sum 1.
+      logits: `"... e"`, float32.
+    """
+
+    weights: Any
+    experts: Any
+    shares: Any
+    logits: Any
+
+
+class MoEReport(NamedTuple):
+    """What `moe` says besides its result: means over all tokens of all devices, equal everywhere.
+
+    Attributes:
+      balance_loss: Scalar: e times the sum over experts of (share of the choices) x (mean of `shares`); 1 where
+        choices and scores are uniform. Its gradient flows through `shares`.
+      z_loss: Scalar: the mean of the squared logsumexp of the logits.
+      load: `"e"`: the share of all choices that fell on each expert, dropped ones included; sums to 1.
+      drop_rate: Scalar: the share of all choices that found no place.
+    """
+
+    balance_loss: Any
+    z_loss: Any
+    load: Any
+    drop_rate: Any
+
+
+@scope(mapping=None)
+def router(
+    x: Any,
+    w: Any,
+    *,
+    k: int,
+    scores: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    bias: Any = None,
+    noise: Any = None,
+) -> Routing:
+    """Choose k experts for each token, in float32 whatever the dtype of x.
+
+    Layouts: x `"... d"`, w `"d e"`, bias `"e"`, noise `"... e"`; results `"... k"` and `"... e"`, with `...` as in x.
+
+    Communication: nothing forward. Backward, w is whole where tokens are divided. Where it is equal by JAX's own type,
+    its gradient is one psum over the axes that divide x, 2S(n-1)/n bytes for S = 4de; where it is deferred (`{R:}`) or
+    a gathered copy, its gradient stays a partial sum, which the caller reduces once. A partial gradient taken for the
+    complete one would let the devices' routers drift apart: the check of the traced body refuses it.
+
+    Memory: x in float32 and the scores, for the backward pass.
+
+    Args:
+      x: The tokens.
+      w: The router's weights.
+      k: How many experts a token chooses. Of equal scores the lower expert wins.
+      scores: "softmax" over the experts, or "sigmoid" of each.
+      normalize: Divide the chosen experts' scores by their sum.
+      scale: Multiplies the weights.
+      bias: Added to the scores for the choice only, without gradient (see `balance_bias`).
+      noise: Added to the logits: draw it with `spmd.random.normal(key, "b/dp s/sp e")`.
+
+    Returns:
+      A `Routing`.
+
+    Raises:
+      LayoutError: If scores is something else.
+      SizeError: If there are fewer than k experts.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> from spmd import parallel
+      >>> mesh = spmd.make_mesh(dp=2)
+      >>> @spmd.kernel("t/dp d, d e -> t/dp k, t/dp k", mesh=mesh)
+      ... def choose(x, w):
+      ...     routing = parallel.router(x, w, k=2)
+      ...     return routing.experts, routing.weights
+      >>> experts, weights = choose(jnp.eye(2), jnp.array([[1.0, 3.0, 2.0], [5.0, 5.0, 0.0]]))
+      >>> print(experts.tolist())
+      [[1, 2], [0, 1]]
+      >>> print(weights.round(2))
+      [[0.73 0.27]
+       [0.5  0.5 ]]
+
+    References:
+      Shazeer et al., "Outrageously Large Neural Networks", https://arxiv.org/abs/1701.06538;
+      DeepSeek-AI, "DeepSeek-V3", https://arxiv.org/abs/2412.19437 (sigmoid scores, bias)
+    """
+    if scores not in ("softmax", "sigmoid"):
+        rule = f'scores is "softmax" or "sigmoid", not {scores!r}.'
+        raise LayoutError(compose(rule, call=f"router(x, w, k={k!r}, scores={scores!r})"))
+    wide = (x.astype(jnp.float32), w.astype(jnp.float32))
+    logits = einsum(*wide, "... d, d e -> ... e", precision=jax.lax.Precision.HIGHEST)
+    if noise is not None:
+        logits = logits + noise.astype(jnp.float32)
+    if scores == "softmax":
+        scored = shares = softmax(logits, "... [e]")
+    else:
+        scored = jax.nn.sigmoid(logits)
+        shares = scored / jnp.sum(scored, axis=-1, keepdims=True)
+    if bias is None:
+        weights, experts = top_k(scored, "... [e]", k)
+    else:
+        shifted = scored + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(scored.ndim - 1)))
+        _, experts = top_k(jax.lax.stop_gradient(shifted), "... [e]", k)
+        weights = jnp.take_along_axis(scored, experts, axis=-1)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(weights * scale, experts, shares, logits)
+
+
+def balance_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> Any:
+    """One step of balancing without a loss: the bias of overloaded experts falls by rate, of the others it rises.
+
+    Layouts: bias and load `"e"`, whole. Communication: none; `MoEReport.load` is global already.
+
+    Args:
+      bias: What `router` adds to the scores for the choice.
+      load: The share of the choices of each expert, from `MoEReport`.
+      rate: The step.
+
+    Returns:
+      The new bias.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from spmd import parallel
+      >>> print(parallel.balance_bias(jnp.zeros(3), jnp.array([0.5, 0.25, 0.25]), rate=0.5))
+      [-0.5  0.5  0.5]
+
+    References:
+      Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", https://arxiv.org/abs/2408.15664
+    """
+    load = jax.lax.stop_gradient(load)
+    return bias + (rate * jnp.sign(jnp.mean(load) - load)).astype(bias.dtype)
+
+
+@scope(mapping=None)
+def moe(
+    x: Any,
+    routing: Routing,
+    gate: Any,
+    up: Any,
+    down: Any,
+    *,
+    dp: Axes = None,
+    sp: Axes = None,
+    ep: Axes = None,
+    tp: Axes = None,
+    groups: tuple[int, int] | None = None,
+    capacity_factor: float | None = 1.25,
+    shared: tuple[Any, Any, Any] | None = None,
+    activation: Callable[[Any], Any] = jax.nn.silu,
+) -> tuple[Any, MoEReport]:
+    """Mixture of experts: each token is worked on by the experts it chose, gated MLPs that devices share out.
+
+    Layouts: x and the result `"b/dp s/sp d"`, routing `"b/dp s/sp k"` and `"b/dp s/sp e"`; gate and up `"e/ep d f/tp"`,
+    down `"e/ep f/tp d"`; shared gate and up `"d f/tp"`, down `"f/tp d"`. The axes of ep are the last of dp, or the
+    last of sp: `dp=("dp", "ep"), ep="ep"`. tp either divides no tokens, or is the last of sp (before ep), as in
+    Megatron's sequence parallelism. For FSDP, gather the weights before.
+
+    Capacity: batch and sequence are cut into `groups = (n, m)` pieces, which makes n x m routing groups of t tokens. In
+    each, an expert takes at most c = ceil(capacity_factor * k * t / e) tokens, never more than t: first all first
+    choices in the order of the tokens, then the second ones. Those without a place count zero. What is dropped
+    depends on groups, not on the mesh; the default, one group for each block of tokens, is (size of dp, size of sp), so
+    fix groups where results are to be compared between meshes.
+
+    Communication, per device. A = n m e c d elements, all places, divided by the devices along dp and sp (all axes of
+    both); B = b s d elements, all tokens, divided likewise; in bytes of x's dtype.
+    Forward: two all_to_alls over ep, dispatch and combine, A (ep-1)/ep each; for the report one psum of 2e + 2 float32.
+    With tp in sp also an all_gather and a psum_scatter over tp, A (tp-1) each; else with tp one psum of the result,
+    2B (tp-1)/tp. Backward: the same all_to_alls, all_gather and psum_scatter; with tp not in sp one psum of x's
+    gradient, 2B (tp-1)/tp, and one of the weights', of k float32 per token. The gradients of gate, up and down are
+    complete on ep and tp; on the other axes of dp and sp each is one psum, or stays partial where deferred or
+    gathered. A shared expert costs, with tp in sp, an all_gather and a psum_scatter more each way, B (tp-1) each; else
+    nothing.
+
+    Memory: the places, A elements before and after the experts (times tp with tp in sp), and A f / d hidden units
+    twice; no array of tokens x experts x places. Rows are moved by gathers, backward too.
+
+    Args:
+      x: The tokens.
+      routing: From `router`.
+      gate: The experts' weights that go through the activation.
+      up: The experts' weights that are multiplied with them.
+      down: The experts' weights that lead back.
+      dp: The mesh axes that divide the batch, those of ep among them.
+      sp: The mesh axes that divide the sequence.
+      ep: The mesh axes that divide the experts.
+      tp: The mesh axes that divide the hidden units.
+      groups: Into how many pieces batch and sequence are cut; multiples of the sizes of dp and sp.
+      capacity_factor: Places per expert, in units of a balanced load; None for no drops (c = t).
+      shared: gate, up and down of an expert that takes every token with weight 1.
+      activation: Of the gate.
+
+    Returns:
+      The sum over the chosen experts, and a `MoEReport`.
+
+    Raises:
+      MeshError: If ep or tp lie on axes as they may not.
+      SizeError: If groups do not divide.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> from spmd import parallel
+      >>> mesh = spmd.make_mesh(dp=2, ep=4)
+      >>> @spmd.kernel("b/dp/ep s d, d e, e/ep d f, e/ep d f, e/ep f d -> b/dp/ep s d, scalar", mesh=mesh)
+      ... def layer(x, w_router, gate, up, down):
+      ...     routing = parallel.router(x, w_router, k=2)
+      ...     y, report = parallel.moe(x, routing, gate, up, down, dp=("dp", "ep"), ep="ep")
+      ...     return y, report.drop_rate
+      >>> x, w = jnp.ones((8, 4, 6)), jnp.zeros((4, 6, 3))
+      >>> y, drop_rate = layer(x, jnp.zeros((6, 4)), w, w, jnp.zeros((4, 3, 6)))
+      >>> print(y.shape, drop_rate)  # without scores all tokens choose experts 0 and 1, which have 3 places for 4
+      (8, 4, 6) 0.25
+
+    References:
+      Lepikhin et al., "GShard", https://arxiv.org/abs/2006.16668; Fedus et al., "Switch Transformers",
+      https://arxiv.org/abs/2101.03961; Zoph et al., "ST-MoE", https://arxiv.org/abs/2202.08906 (z-loss)
+    """
+    at = _places(dp, sp, ep, tp, shared is not None)
+    n, m = _groups(groups, dp, sp)
+    # Blocks first: what is inside a group is whole, so its size is the same in every mode.
+    blocks = rearrange(x, "(n b)/dp (m s)/sp d -> n/dp b m/sp s d", dp=dp, sp=sp, n=n, m=m)
+    b, t = blocks.shape[1], blocks.shape[1] * blocks.shape[3]
+    group = rearrange(blocks, "n/dp b m/sp s d -> n/dp m/sp (b s) d", dp=dp, sp=sp)
+    grouped = "(n b)/dp (m s)/sp k -> n/dp m/sp (b s) k"
+    routing = Routing(*(rearrange(part, grouped, dp=dp, sp=sp, n=n, m=m) for part in routing))
+    k, e = routing.experts.shape[-1], routing.shares.shape[-1]
+    c = t if capacity_factor is None else min(t, math.ceil(capacity_factor * k * t / e))
+    moves, load = _plan(routing.experts, e, c)
+    # With tp not in sp, x is equal along tp: its gradient is summed here, once for all experts.
+    group = defer(group, "n/dp m/sp t d -> n/dp m/sp t d {R:whole}", dp=dp, sp=sp, whole=at["whole"])
+    # annotate tells the compiler in auto mode what a gather of rows does not: no row leaves its group.
+    places = jnp.reshape(_dispatched(group, moves), (*group.shape[:2], e, c, -1))
+    places = annotate(places, "n/dp m/sp e c d", dp=dp, sp=sp)
+    results = _experts(places, gate, up, down, activation, at)
+    chosen = _collected(jnp.reshape(results, (*group.shape[:2], e * c, -1)), moves)
+    chosen = annotate(chosen, "n/dp m/sp kt d {U:whole}", dp=dp, sp=sp, whole=at["whole"])
+    chosen = jnp.reshape(chosen, (*group.shape[:2], k, t, -1)).astype(jnp.float32)
+    out = jnp.sum(chosen * jnp.swapaxes(routing.weights, 2, 3)[..., None], axis=2).astype(x.dtype)
+    if shared is not None:
+        out = out + _shared(group, *shared, activation, at)
+    back = "n/dp m/sp (b s) d {U:whole} -> (n b)/dp (m s)/sp d {U:whole}"
+    out = rearrange(out, back, dp=dp, sp=sp, whole=at["whole"], b=b)
+    out = psum(out, "b/dp s/sp d {U:whole} -> b/dp s/sp d", dp=dp, sp=sp, whole=at["whole"])
+    return out, _report(routing, load, moves, dp, sp)
+
+
+# --- who goes where: local to each group ----------------------------------------------------------------------
+
+
+class _Moves(NamedTuple):
+    """A one-to-one map between choices and places: `"n m (k t)"` and `"n m (e c)"`.
+
+    Attributes:
+      place: The place of each choice.
+      kept: Whether it has one.
+      choice: The choice in each place.
+      filled: Whether there is one.
+    """
+
+    place: Any
+    kept: Any
+    choice: Any
+    filled: Any
+
+
+def _plan(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
+    """The places of the choices `"n m t k"`, and the share of the choices that fell on each expert, `"n m e"`."""
+    return jax.vmap(jax.vmap(lambda one: _plan_of_group(one, e, c)))(experts)
+
+
+def _plan_of_group(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
+    """Sorted by expert, stably, choices of one expert stand together, the first choices of all tokens first."""
+    choices = experts.T.reshape(-1)
+    order = jnp.argsort(choices, stable=True)
+    counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts) - counts
+    rank = jnp.argsort(order) - starts[choices]
+    kept = rank < c
+    ranks = jnp.arange(c, dtype=jnp.int32)[None]
+    filled = ranks < counts[:, None]
+    choice = order[jnp.where(filled, starts[:, None] + ranks, 0)]
+    moves = _Moves(jnp.where(kept, choices * c + rank, 0), kept, choice.reshape(-1), filled.reshape(-1))
+    return moves, counts / choices.size
+
+
+def _rows(x: Any, index: Any, valid: Any) -> Any:
+    """In each group the rows of `"n m r d"` by number, zeros where there is none."""
+    pick = lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    found = jax.vmap(jax.vmap(pick))(x, index)
+    return jnp.where(valid[..., None], found, jnp.zeros((), x.dtype))
+
+
+# The map is one-to-one, so the transpose of a gather is a gather too: no scatter, whose order of additions would be
+# the hardware's.
+
+
+@custom_vjp
+def _dispatched(group: Any, moves: _Moves) -> Any:
+    """The tokens `"n m t d"` in their places, `"n m (e c) d"`."""
+    return _rows(group, moves.choice % group.shape[2], moves.filled)
+
+
+def _dispatched_fwd(group: Any, moves: _Moves) -> Any:
+    return _dispatched(group, moves), (moves, jnp.arange(group.shape[2]))
+
+
+def _dispatched_bwd(kept: Any, cotangent: Any) -> Any:
+    moves, tokens = kept
+    chosen = _rows(cotangent, moves.place, moves.kept)
+    by_choice = (*chosen.shape[:2], -1, tokens.size, chosen.shape[-1])
+    return jnp.sum(jnp.reshape(chosen, by_choice), axis=2), _no_gradient(moves)
+
+
+_dispatched.defvjp(_dispatched_fwd, _dispatched_bwd)
+
+
+@custom_vjp
+def _collected(results: Any, moves: _Moves) -> Any:
+    """What stands in the places `"n m (e c) d"`, for each choice: `"n m (k t) d"`."""
+    return _rows(results, moves.place, moves.kept)
+
+
+def _collected_bwd(moves: _Moves, cotangent: Any) -> Any:
+    return _rows(cotangent, moves.choice, moves.filled), _no_gradient(moves)
+
+
+_collected.defvjp(lambda results, moves: (_collected(results, moves), moves), _collected_bwd)
+
+
+def _no_gradient(moves: _Moves) -> _Moves:
+    return _Moves(*(None for _ in moves))
+
+
+# --- the experts --------------------------------------------------------------------------------------------
+
+
+def _experts(places: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict[str, Any]) -> Any:
+    """Out to the devices of the experts, through them, and back; a partial sum where tp divides no tokens."""
+    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
+    there = {name: axes for name, axes in near.items() if name != "tp_s"}
+    x = all_to_all(places, "n/dp/by_b m/sp/tp_s/by_s e c d -> n/dp m/sp/tp_s e/by_b/by_s c d", **near)
+    x = all_gather(x, "n/dp m/sp/tp_s e/by_b/by_s c d -> n/dp m/sp e/by_b/by_s c d", **near)
+    into = "n/dp m/sp e/by_b/by_s c d, e/by_b/by_s d f/tp -> n/dp m/sp e/by_b/by_s c f/tp"
+    h = activation(einsum(x, gate, into, tp=at["tp"], **there)) * einsum(x, up, into, tp=at["tp"], **there)
+    out_of = "n/dp m/sp e/by_b/by_s c f/tp, e/by_b/by_s f/tp d -> n/dp m/sp/tp_s e/by_b/by_s c d {U:whole}"
+    y = einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **near)
+    home = "n/dp m/sp/tp_s e/by_b/by_s c d {U:whole} -> n/dp/by_b m/sp/tp_s/by_s e c d {U:whole}"
+    return all_to_all(y, home, whole=at["whole"], **near)
+
+
+def _shared(group: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict[str, Any]) -> Any:
+    """The expert that takes every token."""
+    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
+    there = {name: axes for name, axes in near.items() if name != "tp_s"}
+    x = all_gather(group, "n/dp/by_b m/sp/by_s/tp_s t d -> n/dp/by_b m/sp/by_s t d", **near)
+    into = "n/dp/by_b m/sp/by_s t d, d f/tp -> n/dp/by_b m/sp/by_s t f/tp"
+    h = activation(einsum(x, gate, into, tp=at["tp"], **there)) * einsum(x, up, into, tp=at["tp"], **there)
+    out_of = "n/dp/by_b m/sp/by_s t f/tp, f/tp d -> n/dp/by_b m/sp/by_s/tp_s t d {U:whole}"
+    return einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **near)
+
+
+def _report(routing: Routing, load: Any, moves: _Moves, dp: Axes, sp: Axes) -> MoEReport:
+    """All means in one psum. A mean of products of local means would be another number."""
+    squares = jax.nn.logsumexp(routing.logits, axis=-1) ** 2
+    dropped = jnp.mean(~moves.kept, axis=2, dtype=jnp.float32)
+    parts = (load, jnp.mean(routing.shares, axis=2), jnp.mean(squares, axis=2)[..., None], dropped[..., None])
+    e = load.shape[-1]
+    means = reduce(jnp.concatenate(parts, axis=-1), "n/dp m/sp w -> w", "mean", dp=dp, sp=sp)
+    load, shares = means[:e], means[e : 2 * e]
+    return MoEReport(e * jnp.sum(load * shares), means[2 * e], load, means[2 * e + 1])
+
+
+# --- where things lie ---------------------------------------------------------------------------------------
+
+
+def _tuple(axes: Axes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, Any]:
+    """What the placeholders of the strings stand for: dp and sp without ep and tp; ep where it divides the batch
+    (by_b) or the sequence (by_s); tp where it divides the sequence (tp_s), or no tokens (whole)."""
+    batch, sequence, experts, hidden = map(_tuple, (dp, sp, ep, tp))
+    call = f"moe(..., dp={dp!r}, sp={sp!r}, ep={ep!r}, tp={tp!r})"
+
+    def ends(axes: tuple[str, ...], tail: tuple[str, ...]) -> bool:
+        return bool(tail) and axes[len(axes) - len(tail) :] == tail
+
+    by_b, by_s = ends(batch, experts), ends(sequence, experts)
+    if experts and not by_b and not by_s:
+        rule = "the axes of ep divide the experts, and tokens too: they are the last of dp, or the last of sp."
+        raise MeshError(compose(rule, call=call, fix=f"dp={(*batch, *experts)!r}, with x divided so"))
+    rest = sequence[: len(sequence) - len(experts)] if by_s else sequence
+    tp_s = ends(rest, hidden)
+    if set(hidden) & {*batch, *experts} or (set(hidden) & set(sequence) and not tp_s):
+        rule = "the axes of tp divide hidden units: no tokens, or the sequence as the last of sp (before ep)."
+        raise MeshError(compose(rule, call=call))
+    if shared and tp_s and by_s:
+        rule = "the shared expert would gather the sequence over tp across the axes of ep."
+        raise MeshError(compose(rule, call=call, fix="add a gated MLP of x beside moe, and leave out shared="))
+    return {
+        "dp": batch[: len(batch) - len(experts)] if by_b else batch,
+        "sp": rest[: len(rest) - len(hidden)] if tp_s else rest,
+        "by_b": experts if by_b else None,
+        "by_s": experts if by_s else None,
+        "tp": tp,
+        "tp_s": hidden if tp_s else None,
+        "whole": None if tp_s else tp,
+    }
+
+
+def _groups(groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
+    parts = (axis_size(_tuple(dp)), axis_size(_tuple(sp)))
+    if groups is None:
+        return parts
+    if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, int) for g in groups)):
+        rule = "groups is a pair of ints: into how many pieces the batch is cut, and the sequence."
+        raise SizeError(compose(rule, call=f"moe(..., groups={groups!r})", fix=f"groups={parts}"))
+    if fault := [i for i in (0, 1) if groups[i] < 1 or groups[i] % parts[i]]:
+        name, axes = (("batch", dp), ("sequence", sp))[fault[0]]
+        rule = f"the {name} lies in {parts[fault[0]]} blocks, and {groups[fault[0]]} groups are no multiple of that."
+        got = [f"the axes of the {name}: {'/'.join(_tuple(axes)) or 'none'}"]
+        raise SizeError(compose(rule, call=f"moe(..., groups={groups!r})", got=got, fix=f"groups={parts}"))
+    return groups
