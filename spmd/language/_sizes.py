@@ -66,7 +66,8 @@ def _indivisible(dim: Dim, size: int, mesh: Mapping[str, int], sizes: Mapping[st
         for atom in dim.atoms:
             if atom.axes and atom.name in sizes:
                 found.extend(_one(divided(atom), atom.name, sizes[atom.name], atom.axes, mesh))
-    return found or _one(dim.short, dim.short.split("/")[0], size, dim.axes, mesh)
+    name = dim.short.split("/")[0] if dim.composite else dim.atoms[0].name
+    return found or _one(dim.short, name, size, dim.axes, mesh)
 
 
 def _one(text: str, name: str, size: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> list[str]:

@@ -38,6 +38,11 @@ def picture_of_sizes_that_do_not_divide(mesh):
 
 
 @bad
+def picture_of_margins_that_do_not_divide(mesh):
+    spmd.visualize("1+x/dp+1 y", (7, 6), mesh)
+
+
+@bad
 def picture_of_a_known_size_that_does_not_divide(mesh):
     spmd.visualize("b/dp (h k)/tp", {"h": 6, "k": 2}, mesh)
 
