@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from spmd.inspect._collectives import bytes_text
 from spmd.inspect._holdings import Block, Holdings
@@ -15,6 +16,7 @@ __all__ = [
     "Panel",
     "arrange",
     "cell_parts",
+    "even",
     "facts",
     "is_summary",
     "mesh_rows",
@@ -28,7 +30,8 @@ MOST_DEVICES = 64
 _SHOWN = 2  # of a dimension with more blocks than fit, how many are drawn at the front; and one at the end
 
 TINTS = 8  # colours, used again after that and shifted, so that rows of eight do not repeat
-Numbers = tuple[int | None, ...]
+T = TypeVar("T")
+Numbers = Sequence[int | None]
 """Numbers of blocks; None stands for those left out."""
 
 
@@ -81,7 +84,7 @@ def panel_rows(holdings: Holdings, arrangement: Arrangement, most_columns: int) 
     """The panels: a list stands side by side, the last outer dimension along it; too many columns are continued."""
     rows = _numbers(holdings, arrangement.row)
     columns = _numbers(holdings, arrangement.column)
-    chunks = [columns[at : at + most_columns] for at in range(0, len(columns), most_columns)]
+    chunks = even(columns, most_columns)
     runs = [[n for n in _numbers(holdings, place) if n is not None] for place in arrangement.outer]
     for front in itertools.product(*runs[:-1]):
         panels = []
@@ -90,6 +93,13 @@ def panel_rows(holdings: Holdings, arrangement: Arrangement, most_columns: int) 
             fixed = tuple(zip(arrangement.outer, numbers, strict=True))
             panels += [Panel(fixed, rows, chunk) for chunk in chunks]
         yield panels
+
+
+def even(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """The items in as few parts as `most` allows, none much shorter than the others."""
+    parts = max(1, -(-len(items) // most))
+    size = max(1, -(-len(items) // parts))
+    return [items[at : at + size] for at in range(0, len(items), size)]
 
 
 def _numbers(holdings: Holdings, place: int | None) -> Numbers:

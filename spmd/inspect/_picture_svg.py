@@ -12,6 +12,7 @@ from spmd.inspect._arrange import (
     Panel,
     arrange,
     cell_parts,
+    even,
     facts,
     is_summary,
     mesh_rows,
@@ -182,8 +183,8 @@ def _mesh_box(holdings: Holdings, colours: Mapping[int, int]) -> Box:
     height, left = 24.0, max(_svg.text_width(label) for label, _ in rows) + 8
     most = max(1, int((_svg.WIDTH - left) / width))
     boxes = []
-    for at in range(0, size, most):
-        columns = range(at, min(size, at + most))
+    for columns in even(range(size), most):
+        at = columns[0]
         parts = [
             text(left + width * (n - at + 0.5), _LINE / 2, f"{axis}={n}", anchor="middle", fill=_svg.FAINT)
             for n in columns
@@ -191,7 +192,7 @@ def _mesh_box(holdings: Holdings, colours: Mapping[int, int]) -> Box:
         for row, (label, devices) in enumerate(rows):
             y = _LINE + 3 + height * row
             parts.append(text(left - 8, y + height / 2, label, anchor="end", fill=_svg.FAINT))
-            for n, device in enumerate(devices[at : at + most]):
+            for n, device in enumerate(devices[at : at + len(columns)]):
                 place = _Place(left + width * n, y, width, height)
                 colour = colours[holdings.cells[holdings.block_of[device]][0][0]]
                 rect = _rect(place, fill=_svg.FILLS[colour], stroke=_svg.CARD, data_device=device)

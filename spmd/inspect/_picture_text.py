@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from spmd.inspect._arrange import (
     Arrangement,
-    Numbers,
     Panel,
     arrange,
     cell_parts,
+    even,
     facts,
     is_summary,
     mesh_rows,
@@ -95,8 +95,8 @@ class _Table:
             lines.append(f"{start}  {'   '.join(heads)}")
         rules = ["─" * (self._cell + 2)] * len(panel.columns)
         lines.append(f"{indent}┌{'┬'.join(rules)}┐")
-        for number in panel.rows:
-            if number is not panel.rows[0]:
+        for at, number in enumerate(panel.rows):
+            if at:
                 lines.append(f"{indent}├{'┼'.join(rules)}┤")
             label = self._header(arrangement.row, number) if arrangement.row is not None else ""
             lines += self._row_lines(panel, number, label.rjust(len(indent) - 1) + " " if indent else "")
@@ -160,13 +160,12 @@ def _mesh_lines(holdings: Holdings, width: int) -> list[Line]:
     start = max(len("devices"), *(len(label) for label, _ in rows)) + 2
     most = max(1, (width - start) // (cell + 2))
     lines: list[Line] = []
-    for at in range(0, size, most):
-        chunk: Numbers = tuple(range(at, min(size, at + most)))
+    for chunk in even(range(size), most):
         heads = "  ".join(f"{axis}={n}".rjust(cell) for n in chunk)
         lines.append([("devices".ljust(start) + heads, None)])
         for label, devices in rows:
             line: Line = [(label.ljust(start - 1), None)]
-            for device in devices[at : at + most]:
+            for device in devices[chunk[0] : chunk[-1] + 1]:
                 line.append((f" {str(device).rjust(cell)} ", colour[device]))
             lines.append(line)
     return lines
