@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 __all__ = [
     "Primitive",
+    "concrete",
     "identity_primitive",
     "in_jax",
     "linear_primitive",
@@ -100,6 +101,13 @@ def to_unreduced(x: Any, axes: Sequence[str]) -> Any:
     """`x`, varying along `axes`, retyped as JAX's unreduced: no communication."""
     missing = tuple(a for a in axes if a not in unreduced_axes(x))
     return jax.lax.pcast(pvary(x, missing), missing, to="unreduced") if missing else x
+
+
+def concrete(x: Any) -> Any:
+    """The array that the tracer of a gradient stands for, where it is taken outside jit; else `x`."""
+    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
+        x = x.primal
+    return x
 
 
 def identity_primitive(name: str) -> Primitive:

@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 from spmd._trees import match_prefix
+from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose, did_you_mean
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import ambient_mesh, check_axes, mesh_of
+from spmd.mesh import ambient_mesh, check_axes, mesh_of, outside_trace
 from spmd.mode import ambient_mapping, ambient_mode, try_frame
 
 __all__ = ["Init", "from_process_local", "init", "shard"]
@@ -25,11 +26,13 @@ T = TypeVar("T")
 def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     """Bring arrays into layouts, inside `jit` and outside alike.
 
-    Outside `jit` it is a `device_put`; inside, a `with_sharding_constraint` on Auto axes and a `reshard` on
-    Explicit ones. In reference mode it keeps everything on one device. Inside a kernel it is an error: there
-    `annotate` states a layout, and `split` and `relayout` change it.
+    Outside `jit` an array that lies on the mesh already is moved by the steps of `spmd.plan`, backward by the same
+    steps in reverse; any other by a `device_put`. Inside, it is a `with_sharding_constraint` on Auto axes and a
+    `reshard` on Explicit ones. In reference mode it keeps everything on one device. Inside a kernel it is an error:
+    there `annotate` states a layout, and `split` and `relayout` change it.
 
-    Communication: whatever moving the arrays takes; none where they lie so already.
+    Communication: outside `jit` what `spmd.plan` says; inside whatever the compiler makes of it; none where the
+    arrays lie so already.
 
     Args:
       tree: An array or a pytree; leaves that are no arrays stay as they are.
@@ -188,7 +191,10 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
                     call="shard(tree, layouts)",
                 )
             )
-        return jax.device_put(x, sharding)
+        moved = move(x, sharding)
+        return jax.device_put(x, sharding) if moved is None else moved
+    if outside_trace() and isinstance(mesh, Mesh) and (moved := move(x, sharding)) is not None:
+        return moved
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {n for n, kind in kinds.items() if kind is AxisType.Explicit}
     if explicit:

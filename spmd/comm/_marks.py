@@ -46,7 +46,8 @@ def mark(x: Any, layout: Layout, text: str, *, role: str, frame: Frame) -> Any:
     result needs a tag of its own; on whole arrays that is everywhere, also under `vmap`, where no tag is seen).
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
-        x = constrain(x, layout, frame)
+        with jax.named_scope(" ".join(text.split())):  # what the compiler sends for it has no other name
+            x = constrain(x, layout, frame)
     due = not frame.explicit or role != "result" or bool(layout.unreduced)
     if due or tag_of(x) is not None:
         x = layout_p.bind(x, layout=layout, call=text, role=role)

@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd.comm.planner._problem import Placement, Problem
 
-__all__ = ["Round", "Rounds", "rounds_between", "schedule"]
+__all__ = ["Round", "Rounds", "permutation", "rounds_between", "schedule"]
 
 MOST_ROUNDS = 64
 Digit = tuple[int, int]
@@ -86,6 +86,38 @@ def schedule(sizes: tuple[int, ...], axes: tuple[int, ...], source: Placement, t
         reads[sender] = _places(q, match.only_target, match.radix)
         rounds.append(Round(sender, reads, _places(p, match.only_source, match.radix)))
     return Rounds(piece, tuple(rounds))
+
+
+def permutation(sizes: tuple[int, ...], axes: tuple[int, ...], source: Placement, target: Placement) -> Rounds:
+    """The one round in which each device receives its whole target shard, where every source block is so many target
+    blocks in each dimension: those that hold the same block send different parts of it."""
+    have, want = ([math.prod(axes[a] for a in run) for run in side] for side in (source, target))
+    finer = [b // a for a, b in zip(have, want, strict=True)]
+    alike = math.prod(axes) // math.prod(want)
+    devices = np.unravel_index(np.arange(math.prod(axes)), axes)
+    part, turn = np.divmod(_mixed(devices, axes, _others(axes, source)), alike)
+    parts = np.stack(np.unravel_index(part, finer), axis=1).astype(np.int32)
+    sent, got = np.zeros_like(part), np.zeros_like(part)
+    for dim, (a, b) in enumerate(zip(source, target, strict=True)):
+        sent = sent * want[dim] + _mixed(devices, axes, a) * finer[dim] + parts[:, dim]
+        got = got * want[dim] + _mixed(devices, axes, b)
+    holder = np.empty_like(part)
+    holder[sent * alike + turn] = np.arange(len(part))
+    sender = holder[got * alike + _mixed(devices, axes, _others(axes, target))]
+    piece = tuple(size // n for size, n in zip(sizes, want, strict=True))
+    return Rounds(piece, (Round(sender, parts, np.zeros_like(parts)),))
+
+
+def _others(axes: Sequence[int], placement: Placement) -> list[int]:
+    return [a for a in range(len(axes)) if not any(a in run for run in placement)]
+
+
+def _mixed(devices: Sequence[np.ndarray], axes: Sequence[int], run: Sequence[int]) -> np.ndarray:
+    """Each device's number along the axes of `run`, the first being the major one."""
+    number = np.zeros_like(devices[0])
+    for axis in run:
+        number = number * axes[axis] + devices[axis]
+    return number
 
 
 def _match(axes: Sequence[int], source: Placement, target: Placement) -> _Match | None:

@@ -21,6 +21,7 @@ class Move(NamedTuple):
       after: How the array lies then.
       elements: How many a device sends (a psum's are rounded up).
       collectives: How many of them it takes: none for a split, the rounds of sends.
+      steps: How many it counts for where all else is equal; a ppermute of cut shards more than a split and a ppermute.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Move(NamedTuple):
     after: State
     elements: int
     collectives: int = 1
+    steps: int = 1
 
 
 def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterator[Move]:
@@ -94,12 +96,18 @@ def _choices(axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _permutes(problem: Problem, state: State) -> Iterator[Move]:
-    """ppermute: whole shards change places, to where the target is or is one gather away."""
-    blocks, local = problem.blocks(state.placement), problem.local(state.placement)
+    """ppermute: whole shards change places, to where the target is or is one gather away. Of equal shards each may be
+    cut, so that every device sends another part of it."""
+    blocks = problem.blocks(state.placement)
     for after, there in problem.finer:
-        if there == blocks and after != state.placement:
-            axes = {a for x, y in zip(state.placement, after, strict=True) for a in _differing(x, y)}
-            yield Move("ppermute", tuple(sorted(axes)), State(after), local)
+        if after == state.placement or any(n % m for n, m in zip(there, blocks, strict=True)):
+            continue
+        axes = {a for x, y in zip(state.placement, after, strict=True) for a in _differing(x, y)}
+        if there == blocks:
+            yield Move("ppermute", tuple(sorted(axes)), State(after), problem.local(after))
+        elif any(a != b[: len(a)] for a, b in zip(state.placement, after, strict=True)):
+            axes = tuple(sorted(axes.union(problem.free(state))))
+            yield Move("ppermute", axes, State(after), problem.local(after), steps=3)
 
 
 def _differing(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:

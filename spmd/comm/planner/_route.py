@@ -31,7 +31,7 @@ class Request:
       kept: Axes on which values differ on both sides, which no step may use: partial sums that stay.
       itemsize: Bytes of an element.
       prefer: "collectives", "bytes" or "latency".
-      hardware: The profile that "latency" weighs steps with.
+      hardware: The profile that "latency" weighs steps with, None for the others.
     """
 
     sizes: tuple[int, ...]
@@ -133,20 +133,20 @@ class _Named:
 
     def search(self) -> Route:
         """The route in numbers."""
-        seconds, fastest = None, 0.0
-        hardware = self.request.hardware
-        if self.request.prefer == "latency" and hardware is not None:
-            links = {hardware.link(a, self.sizes) for a in self.names} | {hardware.default, *hardware.links.values()}
-            links |= {hardware.node} if hardware.node else set()
-            fastest = self.request.itemsize / sum(link.bandwidth for link in links)
+        hardware, sends = self.request.hardware, self.request.prefer == "bytes"
+        if hardware is None:
+            return search(self.problem, sends=sends)
+        links = {hardware.link(a, self.sizes) for a in self.names} | {hardware.default, *hardware.links.values()}
+        links |= {hardware.node} if hardware.node else set()
 
-            def seconds(move: Move) -> float:
-                if not move.collectives:
-                    return 0.0
-                axes = tuple(self.names[i] for i in move.axes)
-                return hardware.collective_seconds(move.kind, move.elements * self.request.itemsize, axes, self.sizes)
+        def seconds(move: Move) -> float:
+            if not move.collectives:
+                return 0.0
+            axes, nbytes = [self.names[i] for i in move.axes], move.elements * self.request.itemsize
+            return hardware.collective_seconds(move.kind, nbytes, axes, self.sizes)
 
-        return search(self.problem, sends=self.request.prefer == "bytes", seconds=seconds, fastest=fastest)
+        fastest = self.request.itemsize / sum(link.bandwidth for link in links)  # all links at once
+        return search(self.problem, seconds=seconds, fastest=fastest)
 
     def legs(self, moves: tuple[Move, ...]) -> tuple[Leg, ...]:
         """The steps in names."""

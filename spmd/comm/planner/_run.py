@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._lax import retype
 from spmd.comm._marks import assert_equal_p
-from spmd.comm.planner._digits import Rounds, schedule
-from spmd.comm.planner._route import Axes, Leg
+from spmd.comm.planner._digits import Round, Rounds, permutation, schedule
+from spmd.comm.planner._route import Axes, Leg, Request, route
 
 __all__ = ["run"]
 
@@ -127,8 +127,24 @@ def _joined(x: Any, lost: list[Axes], group: Axes, mesh: Mapping[str, int]) -> A
 
 
 def _ppermute(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
-    pairs = _pairs(leg.axes, tuple(mesh[a] for a in leg.axes), leg.before, leg.after)
-    return _between(x, leg, copies, lambda x: lax.ppermute(x, leg.axes, pairs))
+    kind = Exchange.of(leg, mesh, once=True)
+    if kind.shape(x.shape) != x.shape:
+        return _exchanged(x, leg, kind, copies)
+    [one] = _rounds(kind, x.shape).rounds
+    return _between(x, leg, copies, lambda x: lax.ppermute(x, leg.axes, _pairs(one)))
+
+
+def _sends(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
+    return _exchanged(x, leg, Exchange.of(leg, mesh, once=False), copies)
+
+
+def _exchanged(x: Any, leg: Leg, kind: Exchange, copies: Copies) -> Any:
+    """What only some of the devices that hold a block send: as a primitive, whose gradient is the way back."""
+    if _compat.varying_axes(x).intersection(leg.axes) <= {a for run in kind.before for a in run}:
+        out = exchange_p.bind(x, kind=kind)
+        leaving = (a for a in leg.axes if a in copies and a not in _compat.varying_axes(out))
+        return _compat.pvary(out, tuple(leaving))
+    return _between(x, leg, copies, lambda x: _in_rounds(_compat.pvary(x, leg.axes), kind))
 
 
 def _between(x: Any, leg: Leg, copies: Copies, move: Callable[[Any], Any]) -> Any:
@@ -151,55 +167,31 @@ def _between(x: Any, leg: Leg, copies: Copies, move: Callable[[Any], Any]) -> An
     return _compat.pvary(retype(out, leaving, "invarying"), tuple(a for a in leaving if a in copies))
 
 
-@functools.lru_cache(maxsize=1024)
-def _pairs(
-    axes: Axes, sizes: tuple[int, ...], before: tuple[Axes, ...], after: tuple[Axes, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Who sends its shard to whom: block for block; of equal shards each goes to one."""
-    index = np.arange(math.prod(sizes))
-    place = dict(zip(axes, np.unravel_index(index, sizes), strict=True))
-    size = dict(zip(axes, sizes, strict=True))
-
-    def shards(placement: tuple[Axes, ...]) -> np.ndarray:
-        divided = [a for run in placement for a in run if a in size]
-        number = np.zeros_like(index)
-        for axis in (*divided, *(a for a in axes if a not in divided)):
-            number = number * size[axis] + place[axis]
-        return number
-
-    holder = np.empty_like(index)
-    holder[shards(before)] = index
-    return tuple(zip(holder[shards(after)].tolist(), index.tolist(), strict=True))
-
-
-def _sends(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
-    kind = Exchange(
-        leg.axes,
-        tuple(mesh[a] for a in leg.axes),
-        *(tuple(tuple(a for a in run if a in leg.axes) for run in side) for side in (leg.before, leg.after)),
-    )
-    if _compat.varying_axes(x).intersection(leg.axes) <= {a for run in kind.before for a in run}:
-        out = exchange_p.bind(x, kind=kind)
-        leaving = (a for a in leg.axes if a in copies and a not in _compat.varying_axes(out))
-        return _compat.pvary(out, tuple(leaving))
-    return _between(x, leg, copies, lambda x: _in_rounds(_compat.pvary(x, leg.axes), kind))
-
-
 @dataclass(frozen=True)
 class Exchange:
-    """Point-to-point rounds between two placements over some axes, as a parameter of a primitive."""
+    """A change of places over some axes, as a parameter of a primitive: one permutation, or rounds of pieces."""
 
     axes: Axes
     sizes: tuple[int, ...]
     before: tuple[Axes, ...]
     after: tuple[Axes, ...]
+    once: bool
 
-    def reversed(self) -> Exchange:
-        return Exchange(self.axes, self.sizes, self.after, self.before)
+    @staticmethod
+    def of(leg: Leg, mesh: Mapping[str, int], *, once: bool) -> Exchange:
+        """That of a step; axes that stay in front are left out."""
+        before, after = (
+            tuple(tuple(a for a in axes if a in leg.axes) for axes in side) for side in (leg.before, leg.after)
+        )
+        return Exchange(leg.axes, tuple(mesh[a] for a in leg.axes), before, after, once)
 
     def in_front(self) -> Exchange:
         """With another dimension before the others."""
-        return Exchange(self.axes, self.sizes, ((), *self.before), ((), *self.after))
+        return replace(self, before=((), *self.before), after=((), *self.after))
+
+    def whole(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes that shards of this shape make together."""
+        return tuple(n * self._count(run) for n, run in zip(local, self.before, strict=True))
 
     def shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a shard afterwards."""
@@ -214,21 +206,29 @@ class Exchange:
 @functools.lru_cache(maxsize=256)
 def _rounds(kind: Exchange, local: tuple[int, ...]) -> Rounds:
     before, after = (
-        tuple(tuple(kind.axes.index(a) for a in run) for run in side) for side in (kind.before, kind.after)
+        tuple(tuple(kind.axes.index(a) for a in axes) for axes in side) for side in (kind.before, kind.after)
     )
-    sizes = tuple(n * kind._count(run) for n, run in zip(local, kind.before, strict=True))
-    return schedule(sizes, kind.sizes, before, after)
+    return (permutation if kind.once else schedule)(kind.whole(local), kind.sizes, before, after)
+
+
+def _pairs(one: Round) -> list[tuple[int, int]]:
+    """Who sends to whom."""
+    return list(zip(one.sender.tolist(), range(len(one.sender)), strict=True))
 
 
 def _in_rounds(x: Any, kind: Exchange) -> Any:
     """Each device's target, put together from the pieces that come in."""
     found = _rounds(kind, x.shape)
     me = _lax.axis_index(kind.axes, dict(zip(kind.axes, kind.sizes, strict=True)))
+    if kind.once:
+        [one] = found.rounds
+        part = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
+        return lax.ppermute(part, kind.axes, _pairs(one))
     out = _compat.pvary(jnp.zeros(kind.shape(x.shape), x.dtype), tuple(_compat.varying_axes(x)))
     for one in found.rounds:
         piece = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
         if (one.sender != np.arange(len(one.sender))).any():
-            piece = lax.ppermute(piece, kind.axes, list(zip(one.sender.tolist(), range(len(one.sender)), strict=True)))
+            piece = lax.ppermute(piece, kind.axes, _pairs(one))
         out = lax.dynamic_update_slice(out, piece, _corner(one.writes, found.piece, me))
     return out
 
@@ -249,6 +249,15 @@ def _exchange_run(x: Any, *, kind: Exchange) -> Any:
     return _in_rounds(_compat.pvary(x, kind.axes), kind)
 
 
+def _exchange_transpose(cotangent: Any, *, kind: Exchange) -> Any:
+    back = replace(kind, before=kind.after, after=kind.before)
+    if not kind.once:
+        return exchange_p.bind(cotangent, kind=back)
+    mesh = tuple(zip(kind.axes, kind.sizes, strict=True))
+    legs = route(Request(back.whole(cotangent.shape), mesh, back.before, back.after)).legs
+    return run(cotangent, legs, dict(mesh), frozenset(), ())
+
+
 def _exchange_batch(args: Any, dims: Any, *, kind: Exchange) -> Any:
     [x], [batch] = args, dims
     return exchange_p.bind(jnp.moveaxis(x, batch, 0), kind=kind.in_front()), 0
@@ -258,7 +267,7 @@ exchange_p = _compat.linear_primitive(
     "spmd_exchange",
     abstract=_exchange_shape,
     run=_exchange_run,
-    transpose=lambda cotangent, *, kind: exchange_p.bind(cotangent, kind=kind.reversed()),
+    transpose=_exchange_transpose,
     batch=_exchange_batch,
 )
 

@@ -80,8 +80,8 @@ def _search(
                 cost.elements + move.elements,
                 cost.collectives + move.collectives,
                 max(cost.peak, local if move.after != goal else 0),
-                cost.sizes + local,
-                cost.steps + 1,
+                cost.sizes + local * min(move.steps, 2),
+                cost.steps + move.steps,
             )
             if move.after not in best or new < best[move.after]:
                 best[move.after], came[move.after] = new, (*came[state], move)

@@ -1,0 +1,58 @@
+"""Arrays that lie on the mesh already, moved outside kernels by the planned steps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from spmd import _compat
+from spmd.comm.planner._route import Axes, Request, route
+from spmd.comm.planner._run import run
+
+__all__ = ["move"]
+
+
+def move(x: Any, target: NamedSharding) -> Any:
+    """`x` brought to another sharding by the planned steps; None where JAX's own way is as good, or the only one.
+
+    Args:
+      x: An array, or the tracer of a gradient that is taken outside jit.
+      target: Where it shall lie.
+    """
+    source = getattr(_compat.concrete(x), "sharding", None)
+    if not isinstance(source, NamedSharding) or not _comparable(source, target):
+        return None
+    program = _program(source, target, tuple(x.shape), x.dtype.itemsize)
+    return None if program is None else program(x)
+
+
+def _comparable(a: NamedSharding, b: NamedSharding) -> bool:
+    """Whether both are on one mesh and in one memory, with nothing but divisions to tell them apart."""
+    return (
+        a.mesh == b.mesh
+        and a.memory_kind == b.memory_kind
+        and not any(s.spec.unreduced or s.spec.reduced for s in (a, b))
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], itemsize: int) -> Any:
+    """The steps, to be compiled once; None where nothing travels."""
+    before, after = _placement(source, len(shape)), _placement(target, len(shape))
+    mesh = tuple(source.mesh.shape.items())
+    legs = route(Request(shape, mesh, before, after, itemsize=itemsize)).legs
+    if not any(leg.collectives for leg in legs):
+        return None
+    divided = {axis for axes in after for axis in axes}
+    equal = tuple(axis for axis in source.mesh.axis_names if axis not in divided)
+    body = functools.partial(run, legs=legs, mesh=dict(mesh), copies=frozenset(), equal=equal)
+    moved = jax.shard_map(body, mesh=source.mesh, in_specs=source.spec, out_specs=target.spec)
+    return jax.jit(moved, out_shardings=target)
+
+
+def _placement(sharding: NamedSharding, rank: int) -> tuple[Axes, ...]:
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec]
+    return (*entries, *[()] * (rank - len(entries)))
