@@ -12,7 +12,7 @@ from spmd.inspect._collectives import Collective, sent_bytes
 from spmd.inspect._hlo import shape_bytes
 from spmd.inspect._records import Boundary, Written, WrittenCollective
 
-__all__ = ["Communication", "communications"]
+__all__ = ["Communication", "communications", "moved_text"]
 
 # The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.
 _PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
@@ -293,13 +293,13 @@ def _cause(one: Collective, written: Written | None) -> str:
     last = _ends(one.op_name)
     moved = [entry for entry in boundary if entry.source is not None and entry.where in ("", one.where)]
     if last in _PLACED and moved:
-        return "moved to enter a kernel: " + "; ".join(dict.fromkeys(map(_moved, _fitting(one, moved))))
+        return "moved to enter a kernel: " + "; ".join(dict.fromkeys(map(moved_text, _fitting(one, moved))))
     if last in _PLACED:
         return "moved to enter or leave a kernel" if last == "shard_map" else f"moved for a {last.replace('_', ' ')}"
     operation = re.sub(r"[^\w].*", "", last)
     cause = f"the compiler's own, for {operation}" if operation else "the compiler's own; it does not say for what"
-    likely = [entry for entry in boundary if entry.source is not None and _holds(one, entry)]
-    return f"{cause}; perhaps {_moved(likely[0])}" if len(likely) == 1 else cause
+    likely = dict.fromkeys(moved_text(entry) for entry in boundary if entry.source is not None and _holds(one, entry))
+    return f"{cause}; perhaps to move {' or '.join(list(likely)[:2])}" if likely else cause
 
 
 def _fitting(one: Collective, moved: Sequence[Boundary]) -> Sequence[Boundary]:
@@ -312,5 +312,6 @@ def _holds(one: Collective, boundary: Boundary) -> bool:
     return all(math.prod(shape) and whole % math.prod(shape) == 0 for _, shape in one.operands)
 
 
-def _moved(boundary: Boundary) -> str:
-    return f"{boundary.text} from {boundary.source} to {boundary.target}"
+def moved_text(boundary: Boundary) -> str:
+    """What is moved from where to where."""
+    return f'{boundary.text} from "{boundary.source}" to "{boundary.target}"'

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spmd._units import bytes_text, seconds_text, si_text
 from spmd.hardware import Hardware
 from spmd.inspect._groups import axes_text
-from spmd.inspect._match import Communication
+from spmd.inspect._match import Communication, moved_text
 from spmd.inspect._records import Written
 from spmd.inspect._roofline import Time, seconds_of
 
@@ -115,7 +115,7 @@ def _written_sections(it: Explanation) -> Iterator[Section]:
         return
     known = [one for one in it.written.boundary if one.source is not None]
     moved = [
-        "  ".join(filter(None, (one.where, f"{one.text} from {one.source} to {one.target}")))
+        "  ".join(filter(None, (one.where, moved_text(one))))
         + ("" if one.bytes is None else f", {bytes_text(one.bytes * one.count)}")
         for one in known
     ]
@@ -242,16 +242,24 @@ def _text_row(
         first = first[: width - 1] + "…"
     call, where = row.cells[6], row.cells[5]
     if column is not None:
-        parts = textwrap.wrap(call, max(width - column, _FLEXIBLE), break_long_words=False) or [""]
+        parts = _wrapped(call, width - column) or [""]
         lines = [f"{first.ljust(column)}{parts[0]}", *(" " * column + part for part in parts[1:])]
     else:
         under = "  ".join(text for text in (where, call) if text)
-        wrapped = textwrap.wrap(under, width, initial_indent="      ", subsequent_indent="      ")
-        lines = [first, *wrapped]
+        lines = [first, *(f"      {part}" for part in _wrapped(under, width - 6))]
     indent = " " * (column or 6)
     for remark in row.remarks:
         lines += textwrap.wrap(remark, width, initial_indent=indent + "^ ", subsequent_indent=indent + "  ")
     return lines
+
+
+def _wrapped(call: str, width: int) -> list[str]:
+    """A call on lines of `width`, broken between layouts where they are short enough."""
+    tied = re.sub('"[^"]*"', lambda string: re.sub("(?<=[^,]) (?!->)", "\u00a0", string[0]), call)
+    whole = textwrap.wrap(tied, width, break_on_hyphens=False)
+    plain = textwrap.wrap(call, width, break_on_hyphens=False)
+    best = whole if len(whole) <= len(plain) and all(len(part) <= width for part in tied.split(" ")) else plain
+    return [part.replace("\u00a0", " ") for part in best]
 
 
 # -------------------- HTML
