@@ -1,22 +1,35 @@
 """Layers as functions on arrays: weights in, mesh axes by keyword, the communication in the docstring."""
 
+from spmd.nn.attention import dot_product_attention, multi_head_attention, spread_heads
+from spmd.nn.cache import cached_attention, kv_cache, kv_cache_append
 from spmd.nn.dropout import dropout
 from spmd.nn.embedding import embedding, unembedding
 from spmd.nn.linear import column_linear, gated_mlp, mlp, qkv_linear, row_linear
 from spmd.nn.loss import cross_entropy, linear_cross_entropy
+from spmd.nn.masks import attention_mask
 from spmd.nn.norm import layer_norm, rms_norm
+from spmd.nn.rope import rotary_embedding, rotary_frequencies
 
 __all__ = [
+    "attention_mask",
+    "cached_attention",
     "column_linear",
     "cross_entropy",
+    "dot_product_attention",
     "dropout",
     "embedding",
     "gated_mlp",
+    "kv_cache",
+    "kv_cache_append",
     "layer_norm",
     "linear_cross_entropy",
     "mlp",
+    "multi_head_attention",
     "qkv_linear",
     "rms_norm",
+    "rotary_embedding",
+    "rotary_frequencies",
     "row_linear",
+    "spread_heads",
     "unembedding",
 ]

@@ -1,11 +1,13 @@
 """Kinds of parallelism as functions on arrays and trees: what moves, when, and what it costs in the docstrings."""
 
 from spmd.parallel.accumulate import accumulate
+from spmd.parallel.context import ring_attention, ulysses_attention
 from spmd.parallel.experts import MoEReport, Routing, balance_bias, moe, router
 from spmd.parallel.fsdp import fsdp, scan_layers
 from spmd.parallel.gather import gather, reduce_gradients
 from spmd.parallel.layouts import FSDPLayouts, ZeroLayouts, fsdp_layouts, mapped_layouts, state_layouts
 from spmd.parallel.optimizer import ClipByGlobalNorm, clip_by_global_norm, global_norm
+from spmd.parallel.sequence import place_sequence, restore_sequence, sequence_order, sequence_positions
 
 __all__ = [
     "ClipByGlobalNorm",
@@ -22,8 +24,14 @@ __all__ = [
     "global_norm",
     "mapped_layouts",
     "moe",
+    "place_sequence",
     "reduce_gradients",
+    "restore_sequence",
+    "ring_attention",
     "router",
     "scan_layers",
+    "sequence_order",
+    "sequence_positions",
     "state_layouts",
+    "ulysses_attention",
 ]

@@ -1,0 +1,347 @@
+"""Attention over whole sequences, its heads divided (tensor parallelism), and the layer around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import LayoutError, SizeError, axis_size, einsum, iota, scope, size, softmax, take
+from spmd.errors import compose, did_you_mean
+from spmd.nn.linear import column_linear, row_linear
+from spmd.nn.masks import attention_mask
+from spmd.nn.rope import rotary_embedding
+
+__all__ = ["dot_product_attention", "multi_head_attention", "spread_heads"]
+
+Axes = str | tuple[str, ...] | None
+Pair = Any | tuple[Any, Any]
+
+
+@scope(mapping=None)
+def dot_product_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool = False,
+    window: int | None = None,
+    segments: Pair = None,
+    positions: Pair = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    tp: Axes = None,
+    kv_heads: str = "divided",
+    implementation: str | None = None,
+) -> Any:
+    """Softmax attention over a whole sequence: multi-head, grouped-query (g < h) or multi-query (g = 1).
+
+    Query head i looks at key and value head i * g // h. The softmax is float32 whatever the dtype; a query that sees
+    no key gets zeros. Each device works on its heads: in plain einsums, or by `jax.nn.dot_product_attention` where
+    `implementation` asks for its kernels, "cudnn" on GPUs above all; of causal masks and windows alone these skip
+    what is hidden.
+
+    Layouts: q `"... s h/tp k"`, k and v `"... t g/tp k"`, result `"... s h/tp k"`. Where there are fewer key heads
+    than devices in tp, keys and values come whole, `"... t g k"`, with `kv_heads="whole"`: each device picks the
+    heads that its queries look at (see `spread_heads`).
+
+    Communication: none, forward and backward. With `kv_heads="whole"`, backward a psum over tp of the gradients of
+    keys and values that are equal by JAX's type, 2S(n-1)/n bytes for S bytes of each.
+
+    Memory: the scores of a device's heads, `"... h/tp s t"`, unless a kernel avoids them; kept for the backward pass.
+    For sequences where that is too much: `jax.checkpoint`, a kernel, or `spmd.parallel.ring_attention`, which works
+    in chunks also on one device.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      mask: Booleans `"... h/tp s t"`, True where a query sees a key; dimensions may be 1.
+      bias: Added to the scores, likewise.
+      causal: A query sees keys at its own position and before.
+      window: A query sees keys less than this many positions away, itself counted.
+      segments: Integers `"... s"`; queries see keys of their own number. A pair where queries and keys differ.
+      positions: Integers `"s"` or `"... s"`, where they are not 0, 1, ...; a pair where queries and keys differ. Keys
+        at negative positions are seen by nobody.
+      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      softcap: Scores become softcap * tanh(scores / softcap), before the mask.
+      tp: The mesh axes that divide the heads.
+      kv_heads: "divided" like the query heads, or "whole".
+      implementation: None for plain einsums; "xla" or "cudnn" for `jax.nn.dot_product_attention` with it.
+
+    Returns:
+      The values, mixed: an array like q.
+
+    Raises:
+      SizeError: If the key heads do not divide the query heads, or queries and keys that are causal or in a window
+        are not equally many and have no positions.
+      LayoutError: On an unknown `kv_heads`, or an implementation with a soft cap.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("s h/tp k, s g/tp k -> s h/tp k", mesh=mesh)
+      ... def look(q, v):
+      ...     return spmd.nn.dot_product_attention(q, jnp.zeros_like(v), v, causal=True, tp="tp")
+      >>> v = jnp.arange(4.0)[:, None, None] * jnp.ones((4, 2, 1))
+      >>> print(look(jnp.ones((4, 4, 1)), v)[:, 0, 0])  # the mean of what came before
+      [0.  0.5 1.  1.5]
+
+    References:
+      Vaswani et al., https://arxiv.org/abs/1706.03762; Ainslie et al., "GQA", https://arxiv.org/abs/2305.13245; the
+      soft cap as in Gemma 2, https://arxiv.org/abs/2408.00118
+    """
+    k, v = spread_heads((k, v), tp=tp) if _is_whole(kv_heads, "dot_product_attention") else (k, v)
+    if q.shape[-2] % k.shape[-2]:
+        rule = f"each key head serves equally many query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
+        raise SizeError(compose(rule, call="dot_product_attention(q, k, v)", got=_shapes(q=q, k=k)))
+    if softcap is not None and implementation is not None:
+        rule = f"the implementation {implementation!r} knows no soft cap."
+        raise LayoutError(compose(rule, call="dot_product_attention(q, k, v, softcap=...)", fix="implementation=None"))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    given = positions
+    if (causal or window is not None) and positions is None:
+        _check_counted(q, k)
+        positions = jnp.arange(q.shape[-3], dtype=jnp.int32)
+    if implementation is not None and mask is None and segments is None and given is None:
+        return _by_jax(q, k, v, bias, None, causal, window, scale, implementation)
+    made = attention_mask(_pair(positions), causal=causal, window=window, segments=_pair(segments))
+    mask = _both(mask, made, q.ndim)
+    if implementation is None:
+        out = _plainly(q, k, v, bias, mask, scale, softcap, tp)
+    else:
+        out = _by_jax(q, k, v, bias, mask, False, None, scale, implementation)
+    if mask is None:
+        return out
+    seen = jnp.any(mask, axis=-1, keepdims=True)  # "... h s 1"
+    return jnp.where(jnp.swapaxes(seen, -3, -2), out, jnp.zeros_like(out))
+
+
+@scope(mapping=None)
+def spread_heads(heads: Any, *, tp: Axes) -> Any:
+    """Key and value heads for devices that are more than they: each device picks those that its queries look at.
+
+    With g heads and n devices the result has the least common multiple of both, each head several times in a row, and
+    is divided. So with g = 2 and n = 4 each device holds one head, and two devices the same: memory for keys
+    and values on a device is that of one head, not of g.
+
+    Layouts: heads `"... g k"`, whole on tp; result `"... n/tp k"`. Keys and values, or the weights that make them,
+    `"d g k"`: then each device also computes only what it holds, as in `multi_head_attention`.
+
+    Communication: none forward. Backward, where the heads are equal by JAX's own type, a psum of their gradient over
+    tp, 2S(n-1)/n bytes for S bytes.
+
+    Args:
+      heads: An array, or a tree of arrays.
+      tp: The mesh axes that divide the query heads.
+
+    Returns:
+      The heads, divided.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=4)
+      >>> spread = spmd.kernel("g k -> n/tp k", mesh=mesh)(lambda x: spmd.nn.spread_heads(x, tp="tp"))
+      >>> print(spread(jnp.array([[5.0], [7.0]]))[:, 0])
+      [5. 5. 7. 7.]
+    """
+    parts = axis_size(tp) if tp else 1
+
+    def spread(x: Any) -> Any:
+        groups = x.shape[-2]
+        copies = math.lcm(groups, parts)
+        which = iota("n/tp", n=copies, tp=tp) * groups // copies
+        return take(x, which, "... [g] k, n/tp -> ... n/tp k", tp=tp)
+
+    return jax.tree.map(spread, heads)
+
+
+@scope(mapping=None)
+def multi_head_attention(
+    x: Any,
+    wq: Any,
+    wk: Any,
+    wv: Any,
+    wo: Any,
+    *,
+    biases: tuple[Any, Any, Any] | None = None,
+    attend: Callable[[Any, Any, Any], Any] | None = None,
+    frequencies: Any = None,
+    positions: Any = None,
+    tp: Axes = None,
+    sp: Axes = None,
+    cp: Axes = None,
+    kv_heads: str = "divided",
+    **options: Any,
+) -> Any:
+    """The attention layer: projections to heads, rotary positions, attention, projection back.
+
+    Layouts: x and result `"... s/cp/sp d"` (with `sp=None` and `cp=None` any `"... s d"`), wq `"d h/tp k"`, wk and wv
+    `"d g/tp k"`, wo `"h/tp k d"`. With fewer key heads than devices in tp, wk and wv `"d g k"` and
+    `kv_heads="whole"`.
+
+    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp` an all_gather and a
+    psum_scatter of S(n-1)/n bytes each, forward and again backward; without, a psum of 2S(n-1)/n bytes forward, and
+    again backward. Besides, that of `attend`. Gradients of weights that are equal where tokens are divided are summed
+    there, 2W(m-1)/m bytes for W bytes on m devices; those of wk and wv with `kv_heads="whole"` over tp as well.
+
+    Memory: the gathered x, queries, keys, values and the mixed values, and what `attend` keeps.
+
+    Args:
+      x: The activations.
+      wq: Weights of the queries.
+      wk: Weights of the keys.
+      wv: Weights of the values.
+      wo: Weights back.
+      biases: Of queries, keys and values: `"h/tp k"`, `"g/tp k"` twice.
+      attend: From queries, keys and values, `"... s/cp h/tp k"`, to values mixed:
+        `lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp="cp", tp="tp", causal=True)`. Absent,
+        `dot_product_attention` with tp and the options.
+      frequencies: Of `rotary_frequencies`; absent, no rotary embedding.
+      positions: Integers `"s/cp"` or `"... s/cp"`; absent, 0, 1, ... over the whole of s.
+      tp: The mesh axes that divide the heads.
+      sp: The mesh axes that divide the sequence outside; the same as tp, or None.
+      cp: Mesh axes that divide the sequence throughout; then `attend` is needed.
+      kv_heads: "divided" like the query heads, or "whole".
+      **options: Of `dot_product_attention`: causal, window, segments, softcap, ...
+
+    Returns:
+      An array like x, not yet added to it.
+
+    Raises:
+      LayoutError: If the sequence is divided and there is no `attend`, or there are options besides it.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> layouts = ("b s/tp d", "d h/tp k", "d g/tp k", "d g/tp k", "h/tp k d")
+      >>> @spmd.kernel(in_layouts=layouts, out_layouts="b s/tp d", mesh=mesh)
+      ... def layer(x, wq, wk, wv, wo):
+      ...     turn = spmd.nn.rotary_frequencies(6)
+      ...     return x + spmd.nn.multi_head_attention(
+      ...         x, wq, wk, wv, wo, frequencies=turn, causal=True, tp="tp", sp="tp")
+      >>> sizes = (2, 8, 5), (5, 4, 6), (5, 2, 6), (5, 2, 6), (4, 6, 5)
+      >>> print(layer(*map(jnp.ones, sizes))[0, 0])
+      [121. 121. 121. 121. 121.]
+
+    References:
+      As of `dot_product_attention`, `rotary_embedding` and `column_linear`.
+    """
+    if attend is None and cp is not None:
+        rule = "dot_product_attention works on whole sequences, and cp divides this one."
+        fix = "attend=lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp=..., tp=..., causal=True)"
+        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., cp=...)", fix=fix))
+    if attend is not None and options:
+        rule = f"attend is given, so {', '.join(sorted(options))} would not be used: pass them in it."
+        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., attend=...)"))
+    if _is_whole(kv_heads, "multi_head_attention"):
+        wk, wv = spread_heads((wk, wv), tp=tp)  # the weights, so that no head is computed that is not used
+        biases = biases and (biases[0], *spread_heads(biases[1:], tp=tp))
+    q, k, v = column_linear(x, (wq, wk, wv), biases, tp=tp, sp=sp, cp=cp)
+    if frequencies is not None:
+        if positions is None:
+            positions = iota("s/cp", s=size(q, "... [s/cp] h/tp k", cp=cp, tp=tp), cp=cp)
+        q, k = (rotary_embedding(y, positions, frequencies) for y in (q, k))
+    mixed = dot_product_attention(q, k, v, tp=tp, **options) if attend is None else attend(q, k, v)
+    return row_linear(mixed, wo, tp=tp, sp=sp, cp=cp)
+
+
+# --- what is computed on each device -----------------------------------------------------------------------------
+
+
+def _by_jax(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    implementation: Any,
+) -> Any:
+    """`jax.nn.dot_product_attention`, mapped over the dimensions that it has no room for."""
+    reach = None if window is None else (window - 1, 0 if causal else window - 1)
+
+    def attend(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        named = dict(zip([n for n, x in (("bias", bias), ("mask", mask)) if x is not None], given, strict=True))
+        # Its own code promotes dtypes; what a strict caller must not do need not hold for it.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return jax.nn.dot_product_attention(
+                q, k, v, **named, scale=scale, is_causal=causal, local_window_size=reach, implementation=implementation
+            )
+
+    given = [x.reshape((1,) * (q.ndim - x.ndim) + x.shape) for x in (bias, mask) if x is not None]
+    lead = q.ndim - 4
+    if lead > 0:
+        given = [jnp.broadcast_to(x, (*q.shape[:lead], *x.shape[lead:])) for x in given]
+    for _ in range(lead):
+        attend = jax.vmap(attend)
+    return attend(q, k, v, *given)
+
+
+def _plainly(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float, softcap: float | None, tp: Axes) -> Any:
+    wide = _wide(q)
+    groups = size(k, "... t [g/tp] k", tp=tp)
+    pattern = "... s (g r)/tp k, ... t g/tp k -> ... (g r)/tp s t"
+    scores = einsum(q, k, pattern, preferred_element_type=wide, g=groups, tp=tp) * scale
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    if bias is not None:
+        bias = bias.astype(wide)
+        scores = scores + bias.reshape((1,) * (scores.ndim - bias.ndim) + bias.shape)
+    mask = None if mask is None else mask.reshape((1,) * (scores.ndim - mask.ndim) + mask.shape)
+    weights = softmax(scores, "... h/tp s [t]", where=mask, tp=tp).astype(v.dtype)
+    return einsum(weights, v, "... (g r)/tp s t, ... t g/tp k -> ... s (g r)/tp k", g=groups, tp=tp)
+
+
+def _wide(x: Any) -> Any:
+    """The dtype of scores and their softmax."""
+    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _pair(x: Pair) -> Any:
+    return x if x is None or isinstance(x, tuple) else (x, x)
+
+
+def _both(mask: Any, made: Any, rank: int) -> Any:
+    """The user's mask `"... h s t"` and the one of positions and segments, `"... s t"`."""
+    if made is None:
+        return mask
+    made = jnp.expand_dims(made, -3)
+    made = made.reshape((1,) * (rank - made.ndim) + made.shape)
+    return made if mask is None else made & mask.reshape((1,) * (rank - mask.ndim) + mask.shape)
+
+
+def _is_whole(kv_heads: str, call: str) -> bool:
+    if kv_heads not in ("divided", "whole"):
+        hint = did_you_mean(str(kv_heads), ("divided", "whole")) or "."
+        rule = f"kv_heads is 'divided' or 'whole', not {kv_heads!r}{hint}"
+        raise LayoutError(compose(rule, call=f"{call}(..., kv_heads={kv_heads!r})"))
+    return kv_heads == "whole"
+
+
+def _check_counted(q: Any, k: Any) -> None:
+    if q.shape[-3] != k.shape[-3]:
+        raise SizeError(
+            compose(
+                "causal masks and windows compare positions, and there are not as many queries as keys: which "
+                "query stands where?",
+                call="dot_product_attention(q, k, v, causal=True)",
+                got=_shapes(q=q, k=k),
+                fix="positions=(q_positions, k_positions)",
+            )
+        )
+
+
+def _shapes(**arrays: Any) -> list[str]:
+    return [f"{name}: shape {x.shape}" for name, x in arrays.items()]

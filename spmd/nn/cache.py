@@ -1,0 +1,234 @@
+"""Keys and values kept for decoding: written at positions of each row, over batch, heads and sequence divided."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import LayoutError, axis_size, einsum, full, iota, rearrange, scope, size, softmax, zeros
+from spmd.errors import compose
+from spmd.nn.masks import attention_mask
+
+__all__ = ["cached_attention", "kv_cache", "kv_cache_append"]
+
+Axes = str | tuple[str, ...] | None
+Cache = dict[str, Any]
+
+
+@scope(mapping=None)
+def kv_cache(
+    batch: int,
+    length: int,
+    kv_heads: int,
+    head: int,
+    dtype: Any = jnp.float32,
+    *,
+    dp: Axes = None,
+    cp: Axes = None,
+    tp: Axes = None,
+) -> Cache:
+    """An empty cache of keys and values: slots, and for each the position of the token that is in it.
+
+    A token at position p has its place at slot p modulo the length; a cache shorter than the sequence is a ring
+    buffer for a sliding window, whose oldest token makes room for the newest. Over cp the slots are dealt in turn:
+    device c has those of positions c, c + n, c + 2n, ... (as in `sequence_order(..., "striped")`), so that all
+    devices fill alike.
+
+    Layouts: `{"k": "b/dp t/cp g/tp k", "v": "b/dp t/cp g/tp k", "positions": "b/dp t/cp"}`, an empty slot at -1. The
+    same shapes from the first token to the last, for `jax.jit` and `jax.lax.scan`; give it away (`donate`) to be
+    written in place.
+
+    Communication: none.
+
+    Args:
+      batch: Rows, all of them.
+      length: Slots: the longest sequence, or the window (plus the tokens of one append, less one); a multiple of the
+        devices of cp.
+      kv_heads: Key and value heads, all of them; of `spread_heads`, as many as it makes.
+      head: The size of a head.
+      dtype: Of keys and values.
+      dp: The mesh axes that divide the batch.
+      cp: The mesh axes that divide the slots.
+      tp: The mesh axes that divide the heads.
+
+    Returns:
+      The cache, a dict.
+
+    Raises:
+      SizeError: If a size does not divide.
+
+    Example:
+      >>> import spmd
+      >>> mesh = spmd.make_mesh(dp=2)
+      >>> layouts = {"k": "b/dp t g k", "v": "b/dp t g k", "positions": "b/dp t"}
+      >>> new = lambda: spmd.nn.kv_cache(4, 8, 2, 3, dp="dp")
+      >>> cache = spmd.kernel(in_layouts=(), out_layouts=layouts, mesh=mesh)(new)()
+      >>> print(cache["k"].shape, cache["positions"][0])
+      (4, 8, 2, 3) [-1 -1 -1 -1 -1 -1 -1 -1]
+    """
+    sizes = {"b": batch, "t": length, "g": kv_heads, "k": head, "dp": dp, "cp": cp, "tp": tp}
+    slots = {name: sizes[name] for name in ("b", "t", "dp", "cp")}
+    return {
+        "k": zeros("b/dp t/cp g/tp k", dtype, **sizes),
+        "v": zeros("b/dp t/cp g/tp k", dtype, **sizes),
+        "positions": full("b/dp t/cp", -1, jnp.int32, **slots),
+    }
+
+
+@scope(mapping=None)
+def kv_cache_append(
+    cache: Cache, k: Any, v: Any, positions: Any, *, cp: Axes = None, tp: Axes = None, tokens: str = "whole"
+) -> Cache:
+    """Write tokens into the cache, at positions of each row: the whole prompt, or one or several more.
+
+    Layouts: the cache `"... t/cp g/tp k"` as `kv_cache` makes it, k and v `"... s g/tp k"`, positions `"... s"`, each
+    row its own; a token at a negative position (padding, a row that has ended) is not written. With
+    `tokens="striped"` the tokens are divided over cp too, k and v `"... s/cp g/tp k"`, positions `"... s/cp"`, in
+    striped order: what a prompt read by `spmd.parallel.ring_attention(..., placement="striped")` leaves on each
+    device is just what it keeps.
+
+    Communication: none; each device writes the tokens whose slots it has.
+
+    Memory: a new cache, or the old one rewritten if it is not used again.
+
+    Args:
+      cache: The cache.
+      k: The keys, after their rotary embedding.
+      v: The values.
+      positions: Where the tokens stand, integers; of one row none twice, and no two that share a slot.
+      cp: The mesh axes that divide the slots.
+      tp: The mesh axes that divide the heads.
+      tokens: "whole" on each device of cp, or divided, "striped".
+
+    Returns:
+      The cache with these tokens.
+
+    Raises:
+      LayoutError: On other `tokens`.
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=2)
+      >>> @spmd.kernel("b s g k, b s -> b t/cp", mesh=mesh, t=4)
+      ... def prefill(k, positions):
+      ...     cache = spmd.nn.kv_cache(2, 4, 1, 3, cp="cp")
+      ...     return spmd.nn.kv_cache_append(cache, k, k, positions, cp="cp")["positions"]
+      >>> print(prefill(jnp.ones((2, 3, 1, 3)), jnp.array([[0, 1, 2], [0, 1, -1]])))
+      [[ 0  2  1 -1]
+       [ 0 -1  1 -1]]
+    """
+    if tokens not in ("whole", "striped"):
+        rule = f"tokens are 'whole' on each device of cp or 'striped' over it, not {tokens!r}."
+        raise LayoutError(compose(rule, call="kv_cache_append(cache, k, v, positions)"))
+    blocks = axis_size(cp) if cp else 1
+    names = {"cp": cp, "tp": tp}
+    opened = {
+        "k": rearrange(cache["k"], "... (c l)/cp g/tp k -> c/cp ... l g/tp k", c=blocks, **names),
+        "v": rearrange(cache["v"], "... (c l)/cp g/tp k -> c/cp ... l g/tp k", c=blocks, **names),
+        "positions": rearrange(cache["positions"], "... (c l)/cp -> c/cp ... l", c=blocks, cp=cp),
+    }
+    new = {"k": k.astype(cache["k"].dtype), "v": v.astype(cache["v"].dtype), "positions": positions.astype(jnp.int32)}
+    if tokens == "striped":
+        for name in ("k", "v"):
+            new[name] = rearrange(new[name], "... (c l)/cp g/tp k -> c/cp ... l g/tp k", c=blocks, **names)
+        new["positions"] = rearrange(new["positions"], "... (c l)/cp -> c/cp ... l", c=blocks, cp=cp)
+    write = _write
+    for _ in range(positions.ndim - 1):
+        write = jax.vmap(write, in_axes=(0, 0, None, None))
+    write = jax.vmap(write, in_axes=(0, 0 if tokens == "striped" else None, 0, None))
+    opened = write(opened, new, iota("c/cp", c=blocks, cp=cp), blocks)
+    return {
+        "k": rearrange(opened["k"], "c/cp ... l g/tp k -> ... (c l)/cp g/tp k", **names),
+        "v": rearrange(opened["v"], "c/cp ... l g/tp k -> ... (c l)/cp g/tp k", **names),
+        "positions": rearrange(opened["positions"], "c/cp ... l -> ... (c l)/cp", cp=cp),
+    }
+
+
+def _write(cache: Cache, new: Cache, block: Any, blocks: int) -> Cache:
+    """The slots of one row in one block, "l ...", with those tokens of "s ..." that belong there."""
+    at = new["positions"]
+    slots = cache["positions"].shape[0]
+    mine = (at >= 0) & (at % blocks == block)
+    target = jnp.where(mine, at // blocks % slots, slots)  # one beyond the last: dropped
+    return {name: old.at[target].set(new[name], mode="drop") for name, old in cache.items()}
+
+
+@scope(mapping=None)
+def cached_attention(
+    q: Any,
+    cache: Cache,
+    positions: Any,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    cp: Axes = None,
+    tp: Axes = None,
+) -> Any:
+    """Attention of one or several new tokens over the cache, their own keys already in it.
+
+    Causal: a query sees the slots whose position is its own or before. Over cp each device looks at its slots, and
+    the parts of the softmax are put together (flash decoding).
+
+    Layouts: q `"... s h/tp k"`, the cache as `kv_cache` makes it, positions `"... s"`, result `"... s h/tp k"`. A
+    query at a negative position gets zeros.
+
+    Communication: none without cp. With n devices of cp, for the T = s h / tp queries and heads of a device in each
+    of its rows: a pmax and a psum of one float32 each, and a psum of the result in float32: 2(8 + 4k)T(n-1)/n bytes
+    per row. Not meant to be differentiated, though it can be.
+
+    Memory: scores, `"... h/tp s t/cp"`.
+
+    Args:
+      q: Queries, after their rotary embedding.
+      cache: The cache.
+      positions: Where the queries stand.
+      window: A query sees slots less than this many positions before, itself counted.
+      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      softcap: Scores become softcap * tanh(scores / softcap).
+      cp: The mesh axes that divide the slots.
+      tp: The mesh axes that divide the heads.
+
+    Returns:
+      The values, mixed: an array like q.
+
+    Raises:
+      SpmdError: Where sizes or placements do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, cp=2)
+      >>> @spmd.kernel("b/dp s g k -> s b/dp", mesh=mesh)
+      ... def means(v):  # of each row, of what came before
+      ...     cache = spmd.nn.kv_cache(2, 4, 1, 3, dp="dp", cp="cp")
+      ...     def step(cache, token):
+      ...         v, at = token
+      ...         at = jnp.full(v.shape[:2], at)
+      ...         cache = spmd.nn.kv_cache_append(cache, 0 * v, v, at, cp="cp")
+      ...         return cache, spmd.nn.cached_attention(v, cache, at, cp="cp")[:, 0, 0, 0]
+      ...     return jax.lax.scan(step, cache, (jnp.moveaxis(v, 1, 0)[:, :, None], jnp.arange(4)))[1]
+      >>> print(means(jnp.arange(8.0).reshape(2, 4, 1, 1) * jnp.ones(3)))
+      [[0.  4. ]
+       [0.5 4.5]
+       [1.  5. ]
+       [1.5 5.5]]
+
+    References:
+      Dao et al., "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html
+    """
+    wide = jnp.float32 if q.dtype.itemsize < 4 else q.dtype
+    names = {"g": size(cache["k"], "... t/cp [g/tp] k", cp=cp, tp=tp), "cp": cp, "tp": tp}
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    pattern = "... s (g r)/tp k, ... t/cp g/tp k -> ... (g r)/tp s t/cp"
+    scores = einsum(q, cache["k"].astype(q.dtype), pattern, preferred_element_type=wide, **names) * scale
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    mask = attention_mask((positions, cache["positions"]), causal=True, window=window)
+    weights = softmax(scores, "... h/tp s [t/cp]", where=jnp.expand_dims(mask, -3), cp=cp, tp=tp)
+    pattern = "... (g r)/tp s t/cp, ... t/cp g/tp k -> ... s (g r)/tp k"
+    out = einsum(weights, cache["v"].astype(wide), pattern, **names)
+    return out.astype(q.dtype)

@@ -1,0 +1,66 @@
+"""Who may look at whom: masks from positions and segments, which need not be those of a whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+__all__ = ["attention_mask"]
+
+
+def attention_mask(
+    positions: tuple[Any, Any] | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    segments: tuple[Any, Any] | None = None,
+) -> Any:
+    """Which keys each query sees, from the positions of both and the segments of both.
+
+    Nothing is counted here: positions are given, so that the mask is right for a divided or permuted sequence
+    (`spmd.iota`, `spmd.parallel.sequence_positions`) and for a cache. Plain JAX, in any mode and outside kernels too.
+
+    Layouts: positions and segments `"... s"` of the queries and `"... t"` of the keys, divided in any way; result
+    `"... s t"`. Positions may leave out the dimensions of `...`.
+
+    Communication: none.
+
+    Args:
+      positions: Integers of the queries and of the keys. A key at a negative position (an empty slot of a cache,
+        padding) is seen by nobody.
+      causal: A query sees keys at its own position and before.
+      window: A query sees keys less than this many positions away: itself and `window - 1` before it (and after it,
+        where not causal).
+      segments: Integers of the queries and of the keys; a query sees keys of its own number only. For several
+        documents in one sequence.
+
+    Returns:
+      Booleans, True where a query sees a key; None if nothing was asked for.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> at = jnp.arange(4)
+      >>> print(spmd.nn.attention_mask((at, at), causal=True, window=2).astype(int))
+      [[1 0 0 0]
+       [1 1 0 0]
+       [0 1 1 0]
+       [0 0 1 1]]
+    """
+    seen = []
+    if positions is not None:
+        q_at, k_at = positions
+        ahead = jnp.expand_dims(q_at, -1) - jnp.expand_dims(k_at, -2)
+        seen.append(jnp.broadcast_to(jnp.expand_dims(k_at, -2) >= 0, ahead.shape))
+        if causal:
+            seen.append(ahead >= 0)
+        if window is not None:
+            seen.append(jnp.abs(ahead) < window)
+    if segments is not None:
+        seen.append(jnp.expand_dims(segments[0], -1) == jnp.expand_dims(segments[1], -2))
+    rank = max((x.ndim for x in seen), default=0)
+    mask = None
+    for one in seen:
+        one = one.reshape((1,) * (rank - one.ndim) + one.shape)
+        mask = one if mask is None else mask & one
+    return mask

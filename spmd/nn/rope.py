@@ -1,0 +1,130 @@
+"""Rotary position embeddings, of positions that are given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmd import LayoutError, SizeError
+from spmd.errors import compose, did_you_mean
+
+__all__ = ["rotary_embedding", "rotary_frequencies"]
+
+SCALINGS = ("linear", "ntk", "llama3")
+
+
+def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: bool = False) -> Any:
+    """Rotate the features of each head by angles that grow with the position.
+
+    Positions are given, so that a divided sequence is right as it is: `spmd.iota("s/cp")`, or of a balanced placement
+    `spmd.parallel.sequence_positions`. Angles are float32, whatever the dtype of x. Plain JAX, in any mode.
+
+    Layouts: x `"... s h k"`, divided in any way but along k; positions `"s"` or `"... s"`; frequencies `"k/2"` (half
+    of k, whole). The result is like x.
+
+    Communication: none, forward and backward.
+
+    Args:
+      x: Queries or keys.
+      positions: Their positions, integers.
+      frequencies: Angles per position, from `rotary_frequencies`. If there are fewer than k/2, the features beyond
+        are left as they are (partial rotary embeddings).
+      interleaved: Whether features 2i and 2i+1 are a pair, as in the paper; else i and i + k/2, as in Llama's weights
+        on Hugging Face and GPT-NeoX.
+
+    Returns:
+      The array, rotated, in the dtype of x.
+
+    Raises:
+      SizeError: If there are more frequencies than pairs of features.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=4)
+      >>> turn = spmd.kernel("s/cp h k -> s/cp h k", mesh=mesh)(lambda x: spmd.nn.rotary_embedding(
+      ...     x, spmd.iota("s/cp"), spmd.nn.rotary_frequencies(2)))
+      >>> print(jnp.round(100 * turn(jnp.ones((4, 1, 2)))[1, 0]))  # by one radian
+      [-30. 138.]
+
+    References:
+      Su et al., "RoFormer", https://arxiv.org/abs/2104.09864
+    """
+    turned = 2 * frequencies.shape[-1]
+    if turned > x.shape[-1]:
+        rule = f"{turned // 2} frequencies turn {turned} features, and x has {x.shape[-1]}."
+        raise SizeError(compose(rule, call="rotary_embedding(x, positions, frequencies)"))
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies.reshape((1,) * (positions.ndim + 1) + (-1,))
+    angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    wide, rest = x[..., :turned].astype(jnp.float32), x[..., turned:]
+    if interleaved:
+        one, two = wide[..., 0::2], wide[..., 1::2]
+        pairs = jnp.stack([one * cos - two * sin, one * sin + two * cos], axis=-1)
+        out = pairs.reshape(wide.shape)
+    else:
+        one, two = jnp.split(wide, 2, axis=-1)
+        out = jnp.concatenate([one * cos - two * sin, one * sin + two * cos], axis=-1)
+    return jnp.concatenate([out.astype(x.dtype), rest], axis=-1)
+
+
+def rotary_frequencies(
+    k: int,
+    *,
+    theta: float = 10_000.0,
+    scaling: str | None = None,
+    factor: float = 1.0,
+    original_length: int = 8192,
+    low: float = 1.0,
+    high: float = 4.0,
+) -> Any:
+    """The angles per position of `rotary_embedding`: theta ** (-2i/k), stretched for sequences longer than trained on.
+
+    Communication: none; the same numbers everywhere.
+
+    Args:
+      k: How many features are turned, an even number: the size of a head, or less for partial rotary embeddings.
+      theta: The base; a larger one turns slower.
+      scaling: None; "linear" divides all by the factor (position interpolation); "ntk" raises the base to theta *
+        factor ** (k / (k - 2)), which leaves the fastest as they are and divides the slowest by the factor; "llama3"
+        divides by the factor those that turn less than `low` times in the original length, leaves those that turn
+        more than `high` times, and blends between.
+      factor: How many times longer sequences are to be.
+      original_length: For "llama3", the length trained on.
+      low: For "llama3", turns below which the factor applies whole.
+      high: For "llama3", turns above which it does not apply.
+
+    Returns:
+      float32, k/2 of them, fastest first.
+
+    Raises:
+      LayoutError: On an unknown scaling.
+      SizeError: If k is odd.
+
+    Example:
+      >>> import spmd
+      >>> print(spmd.nn.rotary_frequencies(4), spmd.nn.rotary_frequencies(4, scaling="linear", factor=2.0))
+      [1.   0.01] [0.5   0.005]
+
+    References:
+      Linear: https://arxiv.org/abs/2306.15595. NTK-aware: https://arxiv.org/abs/2309.00071 (section 3.1). Llama 3:
+      https://github.com/meta-llama/llama-models (apply_scaling).
+    """
+    call = f"rotary_frequencies({k!r})"
+    if k % 2:
+        raise SizeError(compose(f"features are turned in pairs, and {k} is odd.", call=call))
+    if scaling not in (None, *SCALINGS):
+        shown = ", ".join(map(repr, SCALINGS))
+        hint = did_you_mean(str(scaling), SCALINGS) or "."
+        raise LayoutError(compose(f"scaling is None or one of {shown}, not {scaling!r}{hint}", call=call))
+    if scaling == "ntk" and k > 2:
+        theta = theta * factor ** (k / (k - 2))
+    frequencies = theta ** (-jnp.arange(0, k, 2, dtype=jnp.float32) / k)
+    if scaling == "linear":
+        frequencies = frequencies / factor
+    if scaling == "llama3":
+        turns = original_length * frequencies / (2 * math.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = frequencies * (kept + (1 - kept) / factor)
+    return frequencies

@@ -1,0 +1,284 @@
+"""The ring of `ring_attention`: partial softmaxes as keys and values go round, and the backward ring.
+
+Inside, an array has its blocks first, `"c/cp ..."`, one per device along the ring, and before them the parts of a
+block that are worked on separately: `"z c/cp ..."`. The letters, here and in all strings of this file:
+
+    c blocks   z parts of a block   g key and value heads   r query heads per key head   l queries   m keys
+    k size of a query and a key     j size of a value
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+from spmd import einsum, iota, shift
+from spmd.parallel.sequence import block_positions
+
+__all__ = ["Ring", "attend_in_ring"]
+
+Axes = str | tuple[str, ...] | None
+Tree = Any
+
+# What a masked score is set to, and the least that a maximum can be: far apart, so that the exponential of a masked
+# score is zero also in a row of nothing else.
+MASKED, FLOOR = -1e30, -1e20
+
+
+@dataclass(frozen=True)
+class Ring:
+    """All that is static about one call."""
+
+    cp: Axes
+    tp: Axes
+    blocks: int
+    hops: int
+    parts: int
+    placement: str
+    causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+    chunk: int | None
+
+
+@functools.partial(spmd.custom_vjp, nondiff_argnums=(0,))
+def attend_in_ring(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> Any:
+    """The attention of `"z c/cp ... g/tp r l k"` over keys and values `"z c/cp ... g/tp m k"`."""
+    return _forward(ring, q, k, v, *segments)[0]
+
+
+def _forward(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, Any]:
+    keys = (k, v, *segments)
+    queries = (tuple(q), _halves(segments))
+    state = _hop(ring, None, queries, keys, 0, first=True)
+    if ring.hops:
+        # The next block is on its way while this one is worked on: the hop needs nothing of the product.
+        def body(carry: Tree, hop: Any) -> tuple[Tree, None]:
+            state, keys = carry
+            ahead = _send(ring, keys)
+            return (_hop(ring, state, queries, keys, hop), ahead), None
+
+        (state, keys), _ = jax.lax.scan(body, (state, _send(ring, keys)), jnp.arange(1, ring.hops, dtype=jnp.int32))
+        state = _hop(ring, state, queries, keys, ring.hops)
+    peak, total, mixed = (jnp.stack(part) for part in zip(*state, strict=True))
+    seen = total > 0  # a query that sees nothing gets zeros
+    total = jnp.where(seen, total, 1.0)
+    out = (mixed / total[..., None]).astype(v.dtype)
+    return out, (q, k, v, segments, out, peak + jnp.log(total))
+
+
+def _backward(ring: Ring, kept: Tree, cotangent: Any) -> tuple[Any, ...]:
+    q, k, v, segments, out, logsumexp = kept
+    wide = _wide(q)
+    delta = jnp.sum(cotangent.astype(wide) * out.astype(wide), axis=-1)
+    queries = (tuple(q), _halves(segments), tuple(cotangent), tuple(logsumexp), tuple(delta))
+    keys = (k, v, *segments)
+    dq, found = _hop_back(ring, queries, keys, 0, first=True)
+    if ring.hops:
+        # The gradients of a block travel with it, a hop behind: what arrives is added to what is found here.
+        def body(carry: Tree, hop: Any) -> tuple[Tree, None]:
+            dq, found, keys = carry
+            ahead, arrived = _send(ring, keys), _send(ring, found)
+            more_q, more = _hop_back(ring, queries, keys, hop)
+            return (dq + more_q, jax.tree.map(jnp.add, arrived, more), ahead), None
+
+        hops = jnp.arange(1, ring.hops, dtype=jnp.int32)
+        (dq, found, keys), _ = jax.lax.scan(body, (dq, found, _send(ring, keys)), hops)
+        arrived = _send(ring, found)
+        more_q, more = _hop_back(ring, queries, keys, ring.hops)
+        dq, found = dq + more_q, jax.tree.map(jnp.add, arrived, more)
+    dk, dv = found[0].astype(k.dtype), found[1].astype(v.dtype)
+    if ring.hops:
+        dk, dv = _send(ring, (dk, dv), by=ring.blocks - ring.hops)  # home, in one step
+    return (dq.astype(q.dtype), dk, dv, *(None for _ in segments))
+
+
+attend_in_ring.defvjp(_forward, _backward)
+
+
+def _send(ring: Ring, arrays: Tree, by: int = 1) -> Tree:
+    return shift(arrays, "z [c/cp] ...", by, cp=ring.cp)
+
+
+def _halves(segments: tuple[Any, ...]) -> Any:
+    return tuple(segments[0]) if segments else None
+
+
+# --- one hop: which parts of the queries meet which parts of the keys ------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of each block: by its number, or part 0 where `first` holds and part 1 elsewhere."""
+
+    number: int = 0
+    first: Any = None
+
+    def take(self, parts: tuple[Tree, ...]) -> Tree:
+        return parts[self.number] if self.first is None else jax.tree.map(self._where, *parts)
+
+    def put(self, parts: tuple[Tree, ...], new: Tree) -> tuple[Tree, ...]:
+        if self.first is None:
+            return (*parts[: self.number], new, *parts[self.number + 1 :])
+        return jax.tree.map(self._where, new, parts[0]), jax.tree.map(self._where, parts[1], new)
+
+    def _where(self, yes: Any, no: Any) -> Any:
+        return jnp.where(self.first.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
+
+
+def _visits(ring: Ring, block: Any, source: Any, first: bool) -> list[tuple[_Part, _Part, bool]]:
+    """Parts of queries, parts of keys, and whether positions must be compared for causality.
+
+    What no query of a part may see is not visited. In zig-zag, block c has the chunks c and 2n-1-c of 2n: of another
+    block, the early chunk is seen by our late one whichever block it is; besides, our early chunk sees its early
+    chunk if that block is before ours, and our late chunk its late one if it is after ours.
+    """
+    if ring.parts == 1:
+        return [(_Part(), _Part(), ring.causal)]
+    if ring.placement == "zigzag" and not first:
+        either = _Part(first=source < block)
+        return [(_Part(1), _Part(0), False), (either, either, False)]
+    return [(_Part(0), _Part(0), True), (_Part(1), _Part(0), False), (_Part(1), _Part(1), True)]
+
+
+def _here(ring: Ring, keys: Tree, hop: Any) -> tuple[Any, Any, Any, Any]:
+    """The numbers of the blocks of the queries and of the keys, and their positions, part by part."""
+    block = iota("c/cp", c=ring.blocks, cp=ring.cp)
+    source = (block - hop) % ring.blocks
+    length = ring.parts * keys[0].shape[-2]
+
+    def at(number: Any) -> tuple[Any, ...]:
+        parts = range(ring.parts)
+        return tuple(block_positions(number, length, ring.blocks, ring.placement, z, ring.parts) for z in parts)
+
+    return block, source, at(block), at(source)
+
+
+def _hop(ring: Ring, state: Tree, queries: Tree, keys: Tree, hop: Any, first: bool = False) -> Tree:
+    """The state of the softmax after one more block of keys."""
+    q, segments = queries
+    block, source, q_at, k_at = _here(ring, keys, hop)
+    state = (None,) * ring.parts if state is None else state
+    for ours, theirs, causal in _visits(ring, block, source, first):
+        side = ours.take(q), ours.take(q_at), segments and ours.take(segments)
+        other = (*(theirs.take(tuple(x)) for x in keys[:2]), theirs.take(k_at))
+        other += (theirs.take(tuple(keys[2])) if segments else None,)
+        fold = functools.partial(_fold, ring, causal, side)
+        state = ours.put(state, _over_chunks(ring, fold, ours.take(state), other)[0])
+    return state
+
+
+def _hop_back(ring: Ring, queries: Tree, keys: Tree, hop: Any, first: bool = False) -> tuple[Any, Tree]:
+    """What one block of keys adds to the gradient of the queries, and its own gradients from these queries."""
+    q, segments, *rest = queries
+    block, source, q_at, k_at = _here(ring, keys, hop)
+    wide = _wide(q[0])
+    dq = tuple(jnp.zeros_like(x, wide) for x in q)
+    found = tuple(tuple(jnp.zeros_like(part, wide) for part in x) for x in keys[:2])
+    for ours, theirs, causal in _visits(ring, block, source, first):
+        side = ours.take(q), ours.take(q_at), segments and ours.take(segments)
+        other = (*(theirs.take(tuple(x)) for x in keys[:2]), theirs.take(k_at))
+        other += (theirs.take(tuple(keys[2])) if segments else None,)
+        kept = tuple(ours.take(x) for x in rest)
+        fold = functools.partial(_fold_back, ring, causal, side, kept)
+        more_q, more = _over_chunks(ring, fold, None, other)
+        dq = ours.put(dq, ours.take(dq) + more_q)
+        found = tuple(theirs.put(x, theirs.take(x) + y) for x, y in zip(found, more, strict=True))
+    return jnp.stack(dq), tuple(jnp.stack(x) for x in found)
+
+
+# --- one product of queries and keys ---------------------------------------------------------------------------
+
+
+def _over_chunks(ring: Ring, fn: Any, carry: Tree, keys: Tree) -> tuple[Tree, Tree]:
+    """`fn(carry, keys) -> carry, found` over at most `chunk` keys at once, and what was found, `"... m k"`."""
+    length = keys[0].shape[-2]
+    size = next(n for n in range(min(ring.chunk or length, length), 0, -1) if length % n == 0)
+    if size == length:
+        return fn(carry, keys)
+
+    def cut(start: Any) -> Tree:
+        k, v, *rest = keys
+        pick = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+        return (pick(k, axis=-2), pick(v, axis=-2), *(None if x is None else pick(x, axis=-1) for x in rest))
+
+    carry, first = fn(carry, cut(0))  # it types the carry of the loop
+    starts = jnp.arange(size, length, size, dtype=jnp.int32)
+    carry, others = jax.lax.scan(lambda carry, start: fn(carry, cut(start)), carry, starts)
+
+    def join(one: Any, more: Any) -> Any:
+        whole = jnp.moveaxis(jnp.concatenate([one[None], more]), 0, -3)
+        return whole.reshape(*one.shape[:-2], length, one.shape[-1])
+
+    return carry, jax.tree.map(join, first, others)
+
+
+def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]:
+    """The scores `"c/cp ... g/tp r l m"`, what is hidden set to `MASKED`, and the slope of the soft cap."""
+    (q, q_at, q_segments), (k, _, k_at, k_segments) = side, keys
+    pattern = "c/cp ... g/tp r l k, c/cp ... g/tp m k -> c/cp ... g/tp r l m"
+    scores = _product(ring, q, k, pattern) * ring.scale
+    slope = None
+    if ring.softcap is not None:
+        capped = jnp.tanh(scores / ring.softcap)
+        scores, slope = capped * ring.softcap, 1 - capped**2
+    ahead = q_at[:, :, None] - k_at[:, None, :]  # "c/cp l m"
+    seen = []
+    if causal:
+        seen.append(ahead >= 0)
+    if ring.window is not None:
+        seen.append(jnp.abs(ahead) < ring.window)
+    seen = [x.reshape(x.shape[0], *(1,) * (scores.ndim - 3), *x.shape[1:]) for x in seen]
+    if q_segments is not None:
+        same = q_segments[..., :, None] == k_segments[..., None, :]  # "c/cp ... l m"
+        seen.append(jnp.expand_dims(same, (-4, -3)))
+    for mask in seen:
+        scores = jnp.where(mask, scores, MASKED)
+    return scores, slope
+
+
+def _product(ring: Ring, x: Any, y: Any, pattern: str) -> Any:
+    wide = _wide(x)
+    return einsum(x, y, pattern, preferred_element_type=wide, cp=ring.cp, tp=ring.tp)
+
+
+def _fold(ring: Ring, causal: bool, side: Tree, state: Tree, keys: Tree) -> tuple[Tree, None]:
+    """The online softmax: maximum, sum of exponentials and weighted sum of values with these keys too."""
+    scores, _ = _scores(ring, side, keys, causal)
+    peak = jnp.maximum(scores.max(-1), FLOOR if state is None else state[0])
+    powers = jnp.exp(scores - peak[..., None])
+    total = powers.sum(-1)
+    pattern = "c/cp ... g/tp r l m, c/cp ... g/tp m j -> c/cp ... g/tp r l j"
+    mixed = _product(ring, powers.astype(keys[1].dtype), keys[1], pattern)
+    if state is not None:
+        shrink = jnp.exp(state[0] - peak)
+        total, mixed = total + shrink * state[1], mixed + shrink[..., None] * state[2]
+    return (peak, total, mixed), None
+
+
+def _fold_back(
+    ring: Ring, causal: bool, side: Tree, kept: tuple[Any, Any, Any], dq: Any, keys: Tree
+) -> tuple[Any, tuple[Any, Any]]:
+    """The gradients of queries (added to `dq`), keys and values, from these alone: the sums over all keys are known."""
+    (q, *_), (k, v, *_), (cotangent, logsumexp, delta) = side, keys, kept
+    scores, slope = _scores(ring, side, keys, causal)
+    weights = jnp.exp(scores - logsumexp[..., None])
+    by_key = "c/cp ... g/tp r l m, c/cp ... g/tp r l k -> c/cp ... g/tp m k"
+    dv = _product(ring, weights.astype(v.dtype), cotangent, by_key)
+    pulled = _product(ring, cotangent, v, "c/cp ... g/tp r l j, c/cp ... g/tp m j -> c/cp ... g/tp r l m")
+    slopes = weights * (pulled - delta[..., None]) * ring.scale
+    slopes = (slopes if slope is None else slopes * slope).astype(q.dtype)
+    dk = _product(ring, slopes, q, by_key)
+    more = _product(ring, slopes, k, "c/cp ... g/tp r l m, c/cp ... g/tp m k -> c/cp ... g/tp r l k")
+    return more if dq is None else dq + more, (dk, dv)
+
+
+def _wide(x: Any) -> Any:
+    """The dtype of scores, of their softmax and of all sums."""
+    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype

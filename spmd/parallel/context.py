@@ -1,0 +1,240 @@
+"""Context parallelism: attention over a sequence that no device has whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
+from spmd.errors import compose
+from spmd.nn import dot_product_attention
+from spmd.parallel._ring import Ring, attend_in_ring
+from spmd.parallel.sequence import check_placement
+
+__all__ = ["ring_attention", "ulysses_attention"]
+
+Axes = str | tuple[str, ...] | None
+
+
+@scope(mapping=None)
+def ring_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cp: Axes,
+    tp: Axes = None,
+    causal: bool = False,
+    window: int | None = None,
+    segments: Any = None,
+    placement: str = "contiguous",
+    scale: float | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Any:
+    """Attention over a divided sequence: keys and values go round a ring, a block at a time, and queries stay.
+
+    Exact, with an online softmax in float32. No device ever has all keys, all values, or scores of more than its own
+    queries with one block of keys (one chunk of it, with `chunk`). The next block travels while one is worked on.
+
+    Layouts: q `"... s/cp h/tp k"`, k and v `"... t/cp g/tp k"`, g dividing h (grouped queries: keys are not repeated
+    on the wire), segments `"... s/cp"`, result `"... s/cp h/tp k"`. The tokens of every block are those of `placement`,
+    as `sequence_order` or `place_sequence` arrange them. Under a causal mask a contiguous ring waits for its last
+    device, which has work in each hop; zig-zag and striped give all devices the same. Half blocks that the mask
+    hides everywhere are not computed: of the 4n products of half blocks on a device zig-zag makes 2n + 1, striped 3n.
+
+    Communication, for blocks of K and V bytes on n devices of cp: forward n-1 hops, each two collective-permutes, K +
+    V bytes: (n-1)(K+V). Backward keys and values go round again and their gradients with them, in float32, and then
+    home in their dtype: (n-1)(K+V) + (n-1)(K+V)f + (K+V), where f is 1 for float32 and 2 for bfloat16. Segments
+    travel with the keys, one more permute of 4 bytes a token. A causal window of w in contiguous blocks of l tokens
+    needs but ceil((w-1)/l) hops: that number stands for n-1, and whoever is beyond gets nothing.
+
+    Memory: q, k, v, the result and one float32 per query and head are kept for the backward pass, all divided; while
+    working, the scores of the queries on a device with one block of keys, or with `chunk` keys.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      cp: The mesh axes that divide the sequence; None for one device, where `chunk` still saves memory.
+      tp: The mesh axes that divide the heads.
+      causal: A query sees keys at its own position and before.
+      window: A query sees keys less than this many positions away, itself counted.
+      segments: Integers; queries see keys of their own number only.
+      placement: "contiguous", "zigzag" or "striped".
+      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      softcap: Scores become softcap * tanh(scores / softcap), before the mask.
+      chunk: How many keys are worked on at once, at most; absent, a block (half of one where halves are skipped).
+
+    Returns:
+      The values, mixed: an array like q, in the dtype of v.
+
+    Raises:
+      SizeError: If the key heads do not divide the query heads, the placement not the sequence, or where causal masks,
+        windows and segments need as many keys as queries.
+      LayoutError: On an unknown placement.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=4)
+      >>> @spmd.kernel("s/cp h k, s/cp h k -> s/cp h k", mesh=mesh)
+      ... def look(q, v):
+      ...     return spmd.parallel.ring_attention(q, 0 * v, v, cp="cp", causal=True)
+      >>> v = jnp.arange(8.0)[:, None, None]
+      >>> print(look(jnp.ones((8, 1, 1)), v)[:, 0, 0])  # the mean of what came before
+      [0.  0.5 1.  1.5 2.  2.5 3.  3.5]
+
+    References:
+      Liu, Zaharia and Abbeel, "Ring Attention", https://arxiv.org/abs/2310.01889; Brandon et al., "Striped
+      Attention", https://arxiv.org/abs/2311.09431; the backward pass of a block as in Dao, "FlashAttention-2",
+      https://arxiv.org/abs/2307.08691
+    """
+    blocks = axis_size(cp) if cp else 1
+    call = "ring_attention(q, k, v)"
+    _check_heads(q, k, call)
+    groups = size(k, "... t/cp [g/tp] k", cp=cp, tp=tp)
+    q = rearrange(q, "... (c l)/cp (g r)/tp k -> c/cp ... g/tp r l k", c=blocks, g=groups, cp=cp, tp=tp)
+    k = rearrange(k, "... (c m)/cp g/tp k -> c/cp ... g/tp m k", c=blocks, cp=cp, tp=tp)
+    v = rearrange(v, "... (c m)/cp g/tp k -> c/cp ... g/tp m k", c=blocks, cp=cp, tp=tp)
+    length = q.shape[-2]
+    check_placement(placement, f"ring_attention(q, k, v, placement={placement!r})", length * blocks, blocks)
+    if (causal or window is not None or segments is not None) and k.shape[-2] != length:
+        rule = "causal masks, windows and segments compare tokens with tokens: as many keys as queries."
+        raise SizeError(compose(rule, call=call, got=[f"queries: {length * blocks}", f"keys: {k.shape[-2] * blocks}"]))
+    parts = 2 if causal and placement != "contiguous" and length % 2 == 0 else 1
+    hops = blocks - 1
+    if causal and window is not None and placement == "contiguous":
+        hops = min(hops, -(-(window - 1) // length))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    ring = Ring(cp, tp, blocks, hops, parts, placement, causal, window, scale, softcap, chunk)
+    q = rearrange(q, "c/cp ... g/tp r (z l) k -> z c/cp ... g/tp r l k", z=parts, cp=cp, tp=tp)
+    k = rearrange(k, "c/cp ... g/tp (z m) k -> z c/cp ... g/tp m k", z=parts, cp=cp, tp=tp)
+    v = rearrange(v, "c/cp ... g/tp (z m) k -> z c/cp ... g/tp m k", z=parts, cp=cp, tp=tp)
+    documents = ()
+    if segments is not None:
+        documents = (rearrange(segments, "... (c z l)/cp -> z c/cp ... l", c=blocks, z=parts, cp=cp),)
+    out = attend_in_ring(ring, q, k, v, *documents)
+    return rearrange(out, "z c/cp ... g/tp r l k -> ... (c z l)/cp (g r)/tp k", cp=cp, tp=tp)
+
+
+@scope(mapping=None)
+def ulysses_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cp: Axes,
+    ring: Axes = None,
+    tp: Axes = None,
+    causal: bool = False,
+    window: int | None = None,
+    segments: Any = None,
+    placement: str = "contiguous",
+    scale: float | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Attention over a divided sequence: an all-to-all gives each device all tokens of some heads, another undoes it.
+
+    With `ring`, another axis that divides the sequence, the major one, each device has after the all-to-all its heads
+    of the tokens of one block, and the blocks go round the ring (USP: as many devices as key heads by Ulysses,
+    where links are fast, times any number by the ring).
+
+    Layouts: q `"... s/ring/cp h/tp k"`, k and v `"... s/ring/cp g/tp k"`, segments `"... s/ring/cp"`, result like q.
+    cp and tp together divide the query heads. Fewer key heads than devices are repeated before they are sent, to the
+    least common multiple of g/tp and n: of g = 2 heads on n = 4 devices each receives one. That costs n/g as many
+    bytes as dividing them would, and g times less than gathering all of them.
+
+    Communication, for Q, K, V bytes of a device's queries, keys and values (repeated ones counted) on n devices of
+    cp: four all-to-alls, (2Q + K + V)(n-1)/n bytes, forward and again backward; with segments an all-gather of them.
+    With `ring`, in between what `ring_attention` sends, of keys and values of K and V bytes.
+
+    Memory: that of `dot_product_attention` on whole sequences with h/(n tp) heads, or of `ring_attention`.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      cp: The mesh axes of the all-to-all; they divide the sequence.
+      ring: Mesh axes that divide the sequence before cp does; None for none.
+      tp: The mesh axes that divide the heads.
+      causal: A query sees keys at its own position and before.
+      window: A query sees keys less than this many positions away, itself counted.
+      segments: Integers; queries see keys of their own number only.
+      placement: The order of the tokens over `ring`, as in `ring_attention`. Without `ring` all devices do the same
+        work in any order, and it is "contiguous".
+      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      softcap: Scores become softcap * tanh(scores / softcap), before the mask.
+      chunk: With `ring`, how many keys are worked on at once.
+      implementation: Without `ring`, as of `dot_product_attention`.
+
+    Returns:
+      The values, mixed: an array like q.
+
+    Raises:
+      SizeError: If cp and tp together do not divide the query heads.
+      LayoutError: If an option needs the ring, or is not for it.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=4)
+      >>> @spmd.kernel("s/cp h k, s/cp g k -> s/cp h k", mesh=mesh)
+      ... def look(q, v):
+      ...     return spmd.parallel.ulysses_attention(q, 0 * v, v, cp="cp", causal=True)
+      >>> v = jnp.arange(8.0)[:, None, None] * jnp.ones((8, 2, 1))
+      >>> print(jnp.round(2 * look(jnp.ones((8, 4, 1)), v)[:, 0, 0]))
+      [0. 1. 2. 3. 4. 5. 6. 7.]
+
+    References:
+      Jacobs et al., "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509; Fang and Zhao, "USP",
+      https://arxiv.org/abs/2405.07719
+    """
+    call = "ulysses_attention(q, k, v)"
+    _check_heads(q, k, call)
+    blocks = axis_size(cp) if cp else 1
+    _check_options(call, ring, placement, chunk, implementation)
+    heads = size(q, "... s/ring/cp [h/tp] k", ring=ring, cp=cp, tp=tp)
+    here = heads // (axis_size(tp) if tp else 1)
+    if here % blocks:
+        rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, and these are {here}."
+        raise SizeError(compose(rule, call=call, fix="fewer devices for cp, the others in ring=..."))
+    groups = size(k, "... s/ring/cp [g/tp] k", ring=ring, cp=cp, tp=tp) // (axis_size(tp) if tp else 1)
+    copies = math.lcm(groups, blocks) // groups
+    names = {"ring": ring, "cp": cp, "tp": tp}
+    k, v = (repeat(x, "... s/ring/cp g/tp k -> ... s/ring/cp (g r)/tp k", r=copies, **names) for x in (k, v))
+    q, k, v = all_to_all((q, k, v), "... s/ring/cp h/tp k -> ... s/ring h/tp/cp k", **names)
+    if segments is not None:
+        segments = all_gather(segments, "... s/ring/cp -> ... s/ring", ring=ring, cp=cp)
+    divided = (*_axes(tp), *_axes(cp)) or None
+    options = {"causal": causal, "window": window, "segments": segments, "scale": scale, "softcap": softcap}
+    if ring is None:
+        out = dot_product_attention(q, k, v, tp=divided, implementation=implementation, **options)
+    else:
+        out = ring_attention(q, k, v, cp=ring, tp=divided, placement=placement, chunk=chunk, **options)
+    return all_to_all(out, "... s/ring h/tp/cp k -> ... s/ring/cp h/tp k", **names)
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _axes(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _check_heads(q: Any, k: Any, call: str) -> None:
+    if q.shape[-2] % k.shape[-2]:
+        rule = f"each key head serves equally many query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
+        raise SizeError(compose(rule, call=call, got=[f"q: shape {q.shape}", f"k: shape {k.shape}"]))
+
+
+def _check_options(call: str, ring: Axes, placement: str, chunk: int | None, implementation: str | None) -> None:
+    fault = None
+    if ring is None and placement != "contiguous":
+        fault = f"without ring= every device has all tokens, in their order: placement={placement!r} balances a ring."
+    elif ring is None and chunk is not None:
+        fault = "chunk= is for the ring; without one, implementation= chooses a kernel that keeps no scores."
+    elif ring is not None and implementation is not None:
+        fault = "a ring works in its own products; implementation= is for whole sequences, without ring=."
+    if fault:
+        raise LayoutError(compose(fault, call=call))

@@ -1,0 +1,247 @@
+"""Where the tokens of a sequence lie: one after another, or so that causal work is balanced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, rearrange, scope, size
+from spmd.errors import compose, did_you_mean
+
+__all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
+
+PLACEMENTS = ("contiguous", "zigzag", "striped")
+
+Axes = str | tuple[str, ...] | None
+
+
+def sequence_order(length: int, parts: int, placement: str) -> np.ndarray:
+    """Which token stands where: the order of a sequence that is then divided in equal blocks, for data on the host.
+
+    Under a causal mask a late token has more to do than an early one. Of blocks one after another ("contiguous") the
+    last works n times as much as the first. "zigzag" gives block c the chunks c and 2n-1-c of 2n; "striped" every
+    n-th token from c on. `x[:, sequence_order(...)]`, done where the batch is made, costs no communication; the
+    positions of the tokens are `sequence_positions`, and `numpy.argsort` of the order undoes it.
+
+    Args:
+      length: Tokens in the whole sequence; for zig-zag a multiple of twice the blocks.
+      parts: The number of blocks: devices along the context axis.
+      placement: "contiguous", "zigzag" or "striped".
+
+    Returns:
+      int32 positions: the i-th is the token that stands at place i.
+
+    Raises:
+      LayoutError: On an unknown placement.
+      SizeError: If the length does not divide.
+
+    Example:
+      >>> import spmd
+      >>> print(spmd.parallel.sequence_order(8, 2, "zigzag"), spmd.parallel.sequence_order(8, 2, "striped"))
+      [0 1 6 7 2 3 4 5] [0 2 4 6 1 3 5 7]
+
+    References:
+      Brandon et al., "Striped Attention", https://arxiv.org/abs/2311.09431; zig-zag as in
+      Llama 3, https://arxiv.org/abs/2407.21783 (section 3.3.2).
+    """
+    check_placement(placement, f"sequence_order({length}, {parts}, {placement!r})", length, parts)
+    blocks = np.arange(parts, dtype=np.int32)
+    return np.asarray(block_positions(blocks, length // parts, parts, placement)).reshape(-1)
+
+
+@scope(mapping=None)
+def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) -> Any:
+    """The positions of the tokens that lie here, for rotary embeddings and masks of a divided sequence.
+
+    Layouts: result `"s/cp"`.
+
+    Communication: none.
+
+    Args:
+      length: Tokens in the whole sequence.
+      placement: "contiguous", "zigzag" or "striped", as in `sequence_order`.
+      cp: The mesh axes that divide the sequence.
+
+    Returns:
+      int32 positions.
+
+    Raises:
+      LayoutError: On an unknown placement.
+      SizeError: If the length does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=2)
+      >>> at = spmd.kernel("-> s/cp", mesh=mesh, s=8)(lambda: spmd.parallel.sequence_positions(8, "zigzag", cp="cp"))
+      >>> print(at())
+      [0 1 6 7 2 3 4 5]
+    """
+    blocks = axis_size(cp) if cp else 1
+    check_placement(placement, f"sequence_positions({length}, {placement!r})", length, blocks)
+    at = block_positions(iota("c/cp", c=blocks, cp=cp), length // blocks, blocks, placement)
+    return rearrange(at, "c/cp l -> (c l)/cp", cp=cp)
+
+
+@scope(mapping=None)
+def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
+    """Bring a sequence divided in blocks one after another into the placement: activations, tokens, labels.
+
+    The tokens are the same, in the order of `sequence_order`. Data that comes from the host is better put in this
+    order there, at no cost.
+
+    Layouts: x and result `"... s/cp ..."`, `axis` saying which dimension is s; all others may be divided in any way.
+
+    Communication: for S bytes on a device and n devices along cp, zig-zag two collective-permutes of S/2 bytes each
+    (one where n is 2), striped one all-to-all of S(n-1)/n bytes. Backward the reverse.
+
+    Args:
+      x: The array.
+      placement: "contiguous" (nothing is done), "zigzag" or "striped".
+      cp: The mesh axes that divide the sequence.
+      axis: The array axis of the sequence.
+
+    Returns:
+      The array, of the same layout.
+
+    Raises:
+      LayoutError: On an unknown placement.
+      SizeError: If the sequence does not divide: in 2n chunks for zig-zag, each block in n for striped.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=2)
+      >>> place = lambda x: spmd.parallel.place_sequence(x, "striped", cp="cp", axis=-1)
+      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(place)(jnp.arange(8)))
+      [0 2 4 6 1 3 5 7]
+    """
+    blocks, x = _opened(x, "place_sequence", placement, cp, axis)
+    if placement == "zigzag":
+        even, odd = _rounds(blocks)
+        x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
+        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
+        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
+        x = rearrange(_by_parity(first, second, blocks, cp), "z c/cp l ... -> (c z l)/cp ...", cp=cp)
+    if placement == "striped":
+        x = rearrange(x, "(c l j)/cp ... -> c/cp l j ...", c=blocks, j=blocks, cp=cp)
+        x = all_to_all(x, "c/cp l j ... -> c l j/cp ...", cp=cp)
+        x = rearrange(x, "c l j/cp ... -> (j c l)/cp ...", cp=cp)
+    return jnp.moveaxis(x, 0, axis)
+
+
+@scope(mapping=None)
+def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
+    """Undo `place_sequence`: bring the tokens back into the order of the sequence.
+
+    Layouts, communication and arguments as those of `place_sequence`. A mean over tokens needs no restoring: it is
+    the same in any order.
+
+    Args:
+      x: The array.
+      placement: Where its tokens lie now.
+      cp: The mesh axes that divide the sequence.
+      axis: The array axis of the sequence.
+
+    Returns:
+      The array, of the same layout.
+
+    Raises:
+      LayoutError: On an unknown placement.
+      SizeError: If the sequence does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=2)
+      >>> restore = lambda x: spmd.parallel.restore_sequence(x, "zigzag", cp="cp", axis=-1)
+      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(restore)(jnp.array([0, 1, 6, 7, 2, 3, 4, 5])))
+      [0 1 2 3 4 5 6 7]
+    """
+    blocks, x = _opened(x, "restore_sequence", placement, cp, axis)
+    if placement == "zigzag":
+        even, odd = ([(j, i) for i, j in pairs] for pairs in _rounds(blocks))
+        x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
+        x = _by_parity(x[0], x[1], blocks, cp)
+        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
+        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
+        x = rearrange(jnp.stack([first, second]), "z c/cp l ... -> (c z l)/cp ...", cp=cp)
+    if placement == "striped":
+        x = rearrange(x, "(j c l)/cp ... -> c l j/cp ...", c=blocks, j=blocks, cp=cp)
+        x = all_to_all(x, "c l j/cp ... -> c/cp l j ...", cp=cp)
+        x = rearrange(x, "c/cp l j ... -> (c l j)/cp ...", cp=cp)
+    return jnp.moveaxis(x, 0, axis)
+
+
+# --- what they share ---------------------------------------------------------------------------------------------
+
+
+def block_positions(block: Any, length: int, blocks: int, placement: str, part: int = 0, parts: int = 1) -> Any:
+    """The positions of the tokens of each block, `"c l"`; of `parts` equal parts of the block, those of one.
+
+    Args:
+      block: The number of each block: `"c"`, of NumPy or of JAX.
+      length: Tokens of a whole block.
+      blocks: How many blocks there are.
+      placement: "contiguous", "zigzag" or "striped".
+      part: Which part.
+      parts: How many.
+    """
+    size = length // parts
+    inside = (part * size + np.arange(size, dtype=np.int32))[None]
+    block = block[:, None]
+    if placement == "striped":
+        return inside * blocks + block
+    if placement == "zigzag":
+        half = length // 2
+        late = inside // half  # the second chunk counts from the end
+        return (block + late * (2 * blocks - 1 - 2 * block)) * half + inside % half
+    return block * length + inside
+
+
+def check_placement(placement: str, call: str, length: int, blocks: int) -> None:
+    """Complain about an unknown placement, and about a length that it cannot divide."""
+    if placement not in PLACEMENTS:
+        shown = ", ".join(map(repr, PLACEMENTS))
+        hint = did_you_mean(str(placement), PLACEMENTS)
+        raise LayoutError(compose(f"a placement is one of {shown}, not {placement!r}{hint or '.'}", call=call))
+    chunks = 2 * blocks if placement == "zigzag" else blocks
+    if length % chunks:
+        pad = -length % chunks
+        raise SizeError(
+            compose(
+                f"{placement} divides a sequence over {blocks} blocks into {chunks} chunks, and {length} does not "
+                f"divide by {chunks}.",
+                call=call,
+                fix=f"pad the sequence by {pad} to {length + pad}",
+            )
+        )
+
+
+def _opened(x: Any, who: str, placement: str, cp: Axes, axis: int) -> tuple[int, Any]:
+    """The number of blocks, and the array with its sequence first; the sequence must divide."""
+    blocks = axis_size(cp) if cp else 1
+    x = jnp.moveaxis(x, axis, 0)
+    length = size(x, "[s/cp] ...", cp=cp)
+    call = f"{who}(x, {placement!r})"
+    check_placement(placement, call, length, blocks)
+    if placement == "striped" and length % blocks**2:
+        pad = -length % blocks**2
+        rule = (
+            f"every one of the {blocks} blocks sends each other an equal share of its tokens, and {length} does not "
+            f"divide by {blocks} x {blocks}."
+        )
+        raise SizeError(compose(rule, call=call, fix=f"pad the sequence by {pad} to {length + pad}"))
+    return blocks, x
+
+
+def _rounds(blocks: int) -> list[list[tuple[int, int]]]:
+    """Where the chunks go, first those of even numbers: each round is a permutation, since of the chunks i and
+    2n-1-i, which end up on one device, one is even and one is odd."""
+    to = [i if i < blocks else 2 * blocks - 1 - i for i in range(2 * blocks)]
+    return [[(c, to[2 * c + z]) for c in range(blocks)] for z in (0, 1)]
+
+
+def _by_parity(even: Any, odd: Any, blocks: int, cp: Axes) -> Any:
+    """Chunk c is the early one of block c, and its late one is 2n-1-c: swap them on odd blocks."""
+    swap = (iota("c/cp", c=blocks, cp=cp) % 2 == 1).reshape(-1, *(1,) * (even.ndim - 1))
+    return jnp.stack([jnp.where(swap, odd, even), jnp.where(swap, even, odd)])
