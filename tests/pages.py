@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ def run_commands(text: str) -> str:
         sys.argv = words[3:]
         try:
             with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)  # that a test has imported the module already
                     runpy.run_module(words[3], run_name="__main__")
         except SystemExit as left:
             if left.code not in (None, 0):
