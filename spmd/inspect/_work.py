@@ -48,6 +48,7 @@ _FREE = frozenset(
         "spmd_split",
         "spmd_roll",
         "spmd_retype",
+        "spmd_untype",
     )
 )
 # What writes its result to memory and reads its operands from there; elementwise chains between are fused into it.

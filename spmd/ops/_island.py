@@ -268,7 +268,7 @@ def _retype_abstract(aval: Any, *, gain: Axes, lose: Axes) -> Any:
 
 # A pcast would psum the cotangents; here each device's cotangent is that of its own shard.
 _retype_p = _compat.linear_primitive(
-    "spmd_retype",
+    "spmd_untype",
     abstract=_retype_abstract,
     run=lambda x, **_: x,
     transpose=lambda cotangent, *, gain, lose: _retype(cotangent, gain=lose, lose=gain),
