@@ -133,8 +133,9 @@ class Written:
       boundary: What is moved to enter a kernel.
       islands: What is not looked into.
       constraints: Those of auto mode.
-      arguments_bytes: Bytes of the arguments on one device.
-      outputs_bytes: Bytes of the results on one device.
+      arguments_bytes: Bytes of the arguments on one device; where their shardings do not tell, as the first kernel
+        wants them, else whole.
+      outputs_bytes: Bytes of the results on one device; whole where nobody knows how they lie.
     """
 
     collectives: tuple[WrittenCollective, ...]

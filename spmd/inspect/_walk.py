@@ -284,6 +284,8 @@ class Walk:
         sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
         target = of_sharding(sharding, len(_shape_of(aval)), self.sizes)
         if eqn.primitive.name == "reshard":
+            if not sharding.mesh.are_all_axes_explicit:  # then it changes a type, and no place
+                return [ins[0]]
             source = ins[0].place if ins[0].place is not None else _typed_place(eqn.invars[0].aval, self.sizes)
             if _shape_of(aval) and target is not None and source not in (ANYWHERE, target):
                 self._move(f"reshard: {ins[0].label or 'a computed array'}", source, target, aval, eqn, site)

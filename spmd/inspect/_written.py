@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd.errors import SpmdError, compose
-from spmd.inspect._placement import ANYWHERE, ONE_DEVICE, local_count, of_sharding
+from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
 from spmd.inspect._program import meshes_of_jaxpr, stage
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
 from spmd.inspect._walk import Value, Walk
@@ -40,10 +40,10 @@ def written(
       mesh: The mesh, where neither `fn` nor the arguments tell it: a Mesh or an AbstractMesh.
       jaxpr: Its jaxpr, where it was traced for these arguments already.
     """
-    if jaxpr is None and hasattr(fn, "trace") and not isinstance(fn, Kernel):
-        fn = _uncovered(fn)
-    program = None if jaxpr is not None else stage("explain", fn, args, dict(kwargs), mesh)
-    jaxpr = program.jaxpr if program is not None else jaxpr
+    if jaxpr is None:
+        inside = hasattr(fn, "trace") and not isinstance(fn, Kernel)
+        asked = _inside_a_trace(fn, args, kwargs) if inside else (fn, args, dict(kwargs))
+        jaxpr = stage("explain", *asked, mesh).jaxpr
     if jaxpr is None:
         rule = "the written view is read off the trace, which a lowered or compiled program does not have any more."
         raise SpmdError(compose(rule, call="explain(fn, ...)", fix="the function itself, or fn.trace(...)"))
@@ -53,21 +53,30 @@ def written(
     walk = Walk(sizes)
     values = [Value(_lies(leaf, sizes), label) for label, leaf in leaves]
     outs = walk.read(jaxpr, values)
-    held = [walk.wanted.get(v.label) if v.place in (None, ONE_DEVICE) else v.place for v in values]
+    held = [v.place if isinstance(v.place, tuple) else walk.wanted.get(v.label) for v in values]
     return walk.written(
         arguments=sum(_bytes(v.aval, place, sizes) for v, place in zip(jaxpr.invars, held, strict=True)),
         outputs=sum(_bytes(v.aval, out.place, sizes) for v, out in zip(jaxpr.outvars, outs, strict=True)),
     )
 
 
-def _uncovered(fn: Any) -> Callable[..., Any]:
-    """A jitted function inside another trace: only there does its jaxpr say where `in_shardings` wants arguments."""
+def _inside_a_trace(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A jitted function as a function of its arrays, the rest fixed, since it may be static. Only inside another trace
+    does a jaxpr say where `in_shardings` wants arguments."""
+    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
     @functools.wraps(fn)
-    def inner(*args: Any, **kwargs: Any) -> Any:
+    def inner(*given: Any) -> Any:
+        filled = dict(zip(arrays, given, strict=True))
+        args, kwargs = jax.tree.unflatten(structure, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
         return fn(*args, **kwargs)
 
-    return inner
+    return inner, tuple(leaves[i] for i in arrays), {}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
@@ -81,11 +90,11 @@ def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
 def _leaves(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[tuple[str, Any]]:
     """What each input of the jaxpr is called, with the argument; static ones are no inputs."""
     labelled = list(zip(_paths(fn, args, kwargs), jax.tree.leaves((args, dict(kwargs))), strict=True))
-    arrays = [(label, leaf) for label, leaf in labelled if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    arrays = [(label, leaf) for label, leaf in labelled if _is_array(leaf)]
     for found in (labelled, arrays):
         if len(found) == count:
             return found
-    return [("", None)] * count
+    return [(f"argument {i}", None) for i in range(count)]
 
 
 def _paths(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

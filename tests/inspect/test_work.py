@@ -1,0 +1,78 @@
+"""Floating-point operations and memory traffic, against formulas."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.inspect._written import written
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh(dp=2, tp=4)
+
+
+def test_a_rematerialised_loop(mesh):
+    """Per device: two per product, backward twice that, once more for remat, all of it in a loop."""
+
+    @spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)
+    def chain(x, w):
+        step = jax.checkpoint(lambda x: jnp.sin(spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")))
+        return jax.lax.scan(
+            lambda total, _: (total + step(x), None), spmd.zeros("b/dp f/tp", b=4, f=12), None, length=5
+        )[0]
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 6), (6, 12))]
+    once = 2 * 2 * 6 * 3  # b/dp d f/tp
+    assert written(chain, args, {}).matmul_flops == {"float32": 5 * once}
+    both = written(jax.value_and_grad(lambda *args: chain(*args).sum(), (0, 1)), args, {})
+    assert both.matmul_flops == {"float32": (1 + 5 * (1 + 2)) * once}  # forward the loop's invariant is hoisted
+    assert both.flops["float32"] > both.matmul_flops["float32"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "wanted"),
+    [
+        (lambda a, b: a @ b, [(4, 6), (6, 3)], 2 * 4 * 6 * 3),
+        (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), [(2, 4, 6), (2, 6, 3)], 2 * 2 * 4 * 6 * 3),
+        (lambda a: jnp.sin(a) + 1, [(4, 6)], 2 * 24),
+        (lambda a: a.sum(0), [(4, 6)], 24),
+        (lambda a: a.T.reshape(-1)[3:], [(4, 6)], 0),
+        (lambda a, b: jax.lax.conv(a, b, (1, 1), "VALID"), [(2, 3, 8, 8), (5, 3, 3, 3)], 2 * 2 * 5 * 36 * 27),
+        (lambda a: jax.lax.scan(lambda c, x: (c * x, None), a[0], a)[0], [(4, 6)], 24),
+    ],
+)
+def test_flops(fn, shapes, wanted):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert sum(written(fn, args, {}).flops.values()) == wanted
+
+
+def test_flops_by_dtype_and_outside_kernels(mesh):
+    """A product counts at the dtype of its operands; outside a kernel the devices share the work."""
+    args = [jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)] * 2
+    wide = lambda a, b: jnp.einsum("ij,jk->ik", a, b, preferred_element_type=jnp.float32)
+    assert written(wide, args, {}).matmul_flops == {"bfloat16": 2 * 16**3}
+    assert written(wide, args, {}, mesh).matmul_flops == {"bfloat16": 2 * 16**3 / 8}
+    complex_args = [jax.ShapeDtypeStruct((4, 4), jnp.complex64)] * 2
+    assert written(lambda a, b: a @ b, complex_args, {}).flops == {"complex64": 4 * 2 * 4**3}
+
+
+def test_memory_traffic():
+    """Operands and results of a product; nothing of what is fused into it; of a gather what it reads."""
+    a, b = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 6), (6, 3)))
+    size = 4 * (4 * 6 + 6 * 3 + 4 * 3)
+    assert written(lambda a, b: a @ b, [a, b], {}).hbm_bytes == size
+    assert written(lambda a, b: jnp.sin(jnp.cos(a) @ b), [a, b], {}).hbm_bytes == size
+    ids = jax.ShapeDtypeStruct((5,), jnp.int32)
+    assert written(lambda a, i: a.at[i].get(mode="clip"), [a, ids], {}).hbm_bytes == 2 * 4 * 5 * 6
+
+
+def test_a_product_can_be_counted_wrong():
+    """Meta-test: the formula is not one that any count would meet."""
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 6), (6, 3))]
+    assert math.prod((4, 6, 3)) != sum(written(lambda a, b: a @ b, args, {}).flops.values())
