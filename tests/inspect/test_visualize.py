@@ -316,6 +316,27 @@ def test_in_a_kernel(mode):
     assert faults_of_svg(seen["plain"].svg) == []
 
 
+@pytest.mark.parametrize(
+    ("pattern", "options", "title"),
+    [
+        ("b/dp d/t -> b/dp d/t", {"axes": {"t": "tp"}}, "b/dp d/tp"),
+        ("b/dp d/t -> b/dp d/t", {"axes": {"t": None}}, "b/dp d"),
+        ("b d -> b d", {"mapping": {"b": ("dp", "tp"), "d": None}}, "b/dp/tp d"),
+    ],
+)
+def test_axes_that_a_kernel_renames_or_maps(pattern, options, title):
+    seen = []
+
+    @spmd.kernel(pattern, mesh=spmd.make_mesh(dp=2, tp=4), **options)
+    def body(x):
+        seen.extend([spmd.visualize(x), spmd.visualize(pattern.partition(" ->")[0])])
+        return x
+
+    body(np.ones((8, 4), np.float32))
+    assert [one.to_dict()["layout"] for one in seen] == [title, title]
+    assert seen[0].to_dict()["devices"] == seen[1].to_dict()["devices"]
+
+
 def test_a_picture_leaves_no_trace():
     mesh = spmd.make_mesh(dp=2)
 
