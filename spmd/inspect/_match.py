@@ -86,22 +86,28 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One operand of a compiled collective: XLA combines several collectives into one."""
+    """What one written collective became: an operand of a compiled one, for XLA combines several into one."""
 
     of: Collective
-    index: int
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.of.operands[self.index][1]
+        return self.operands[0][1] if len(self.operands) == 1 else ()
 
     @property
     def elements(self) -> int:
-        return math.prod(self.shape)
+        return sum(math.prod(shape) for _, shape in self.operands)
 
     @property
     def bytes(self) -> int:
-        return sent_bytes(self.of.kind, shape_bytes(*self.of.operands[self.index]), self.of.group_size)
+        return sent_bytes(self.of.kind, sum(shape_bytes(*operand) for operand in self.operands), self.of.group_size)
+
+
+def _pieces(one: Collective) -> list[_Piece]:
+    """The operands of an all_to_all are the blocks of a single array."""
+    parts = [one.operands] if one.kind == "all_to_all" else [(operand,) for operand in one.operands]
+    return [_Piece(one, part) for part in parts]
 
 
 def communications(written: Written | None, compiled: Sequence[Collective] | None) -> tuple[Communication, ...]:
@@ -114,13 +120,13 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     rows = () if written is None else written.collectives
     if compiled is None:
         return tuple(_joined(row, None) for row in rows)
-    pieces = [_Piece(one, i) for one in compiled for i in range(len(one.operands))]
+    pieces = [piece for one in compiled for piece in _pieces(one)]
     taken: dict[int, list[_Piece]] = {}
     rest: list[_Piece] = []
     combined: set[int] = set()
     for piece in pieces:
         candidates = _named(piece, rows)
-        if len(piece.of.operands) > 1:  # the name of what XLA combined is that of one of them
+        if len(piece.operands) < len(piece.of.operands):  # the name of what XLA combined is that of one of them
             candidates = {i: row for i, row in candidates.items() if row.shape == piece.shape and i not in taken}
             candidates = {} if id(piece.of) in combined else candidates
             combined |= {id(piece.of)} if candidates else set()

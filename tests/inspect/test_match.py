@@ -1,0 +1,238 @@
+"""Which compiled collective belongs to which written one: on records made by hand, and on programs of every shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, reduce, shift, softmax
+from spmd.inspect._collectives import Collective, sent_bytes
+from spmd.inspect._match import communications
+from spmd.inspect._records import Boundary, Constraint, Written, WrittenCollective
+from tests.conftest import case_count
+
+SIZES = {"dp": 2, "tp": 4}
+MESH = spmd.make_mesh(dp=2, tp=4)
+BITS = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def row(kind, text, where="m.py:1", axes=("tp",), shape=(8, 16), count=1, phase="forward", dtype="float32", **more):
+    size = math.prod(SIZES[axis] for axis in axes)
+    sent = sent_bytes(kind, math.prod(shape) * np.dtype(dtype).itemsize, size)
+    fixed = {"exact": True, "recomputed": False, "implicit": False, "branch": "", "primitive": kind}
+    return WrittenCollective(
+        kind=kind,
+        axes=axes,
+        group_size=size,
+        bytes=sent,
+        count=count,
+        text=text,
+        where=where,
+        phase=phase,
+        dtype=dtype,
+        shape=shape,
+        **{**fixed, **more},
+    )
+
+
+def made(kind, op_name="", axes=("tp",), shapes=((8, 16),), count=1, dtype="f32", reducer="", exact=True):
+    size = math.prod(SIZES[axis] for axis in axes)
+    operands = tuple((dtype, shape) for shape in shapes)
+    total = sum(math.prod(shape) * 4 for shape in shapes)
+    return Collective(
+        kind, axes, True, size, sent_bytes(kind, total, size), count, exact, operands, op_name, reducer=reducer
+    )
+
+
+def joined(rows, compiled, **more):
+    return communications(Written(tuple(rows), SIZES, **more), compiled)
+
+
+GATHER = 'all_gather(x, "b d/tp -> b d")'
+SUM = 'psum(x, "b d {U:tp} -> b d")'
+
+
+def test_the_text_in_the_name_decides():
+    rows = [row("all_gather", GATHER), row("all_gather", GATHER.replace("b", "c"))]
+    a, b = (made("all_gather", f"jit(f)/shard_map/{one.text}/all_gather") for one in rows)
+    assert [one.compiled for one in joined(rows, [b, a])] == [(a,), (b,)]
+
+
+def test_backward_and_forward_of_one_call_are_told_apart():
+    rows = [row("all_gather", GATHER), row("psum_scatter", GATHER, phase="backward", shape=(8, 64))]
+    forward = made("all_gather", f"jit(f)/jvp(shard_map)/{GATHER}/all_gather")
+    backward = made("psum_scatter", f"jit(f)/transpose(jvp({GATHER}))/reduce_scatter", shapes=((8, 64),))
+    found = joined(rows, [backward, forward])
+    assert [one.compiled for one in found] == [(forward,), (backward,)]
+    assert [one.note for one in found] == ["", ""]
+
+
+def test_the_reducer_says_it_where_the_name_is_lost():
+    rows = [row("psum", 'psum(y, "b {U:tp} -> b")'), row("psum", SUM)]
+    hoisted = made("psum", "jit(f)/while", reducer=f"{SUM}/add")
+    first, second = joined(rows, [hoisted])
+    assert second.compiled == (hoisted,) and first.compiled == ()
+
+
+def test_a_combined_collective_is_taken_apart():
+    """One name, three operands: two of another call, told by shape, one of the call that it names."""
+    rows = [
+        row("psum", 'psum(a, "m n {U:tp} -> m n")', shape=(4, 6)),
+        row("psum", SUM, shape=(8, 16)),
+        row("psum", 'psum(c, "k {U:tp} -> k")', shape=(24,)),
+    ]
+    both = made("psum", f"jit(f)/{SUM}/psum_invariant", shapes=((24,), (8, 16), (4, 6)))
+    found = joined(rows, [both])
+    assert all(one.compiled == (both,) and one.runs == 1 and one.note == "" for one in found)
+    assert sum(one.total_bytes for one in found) == both.total_bytes
+
+
+def test_a_combined_one_with_an_operand_too_many_is_flagged():
+    rows = [row("psum", SUM, shape=(8, 16))]
+    both = made("psum", f"jit(f)/{SUM}/psum", shapes=((8, 16), (5, 5)))
+    found = joined(rows, [both])
+    assert [one.written for one in found] == [True]  # it is partly written, and shows under what it is part of
+    assert found[0].compiled == (both,)
+
+
+def test_out_of_a_loop_and_into_two():
+    (out,) = joined([row("all_gather", GATHER, count=6)], [made("all_gather", GATHER)])
+    assert out.note == "the compiled program runs it 1 time, not 6" and out.total_bytes == out.bytes
+    (twice,) = joined([row("all_gather", GATHER, count=3)], [made("all_gather", GATHER, count=3)] * 2)
+    assert twice.runs == 6 and twice.note == "the compiled program runs it 6 times, not 3"
+    (unsure,) = joined([row("all_gather", GATHER, count=3)], [made("all_gather", GATHER, exact=False)])
+    assert unsure.note == ""
+
+
+def test_another_kind():
+    (one,) = joined([row("psum_scatter", SUM)], [made("psum", f"jit(f)/{SUM}/psum")])
+    assert one.note == "compiled as psum" and one.total_bytes == 2 * one.bytes
+    pieces = [made("psum_scatter", SUM), made("all_gather", SUM, shapes=((2, 16),))]
+    (two,) = joined([row("psum", SUM)], pieces)
+    assert two.note == "compiled as all_gather and psum_scatter"
+    assert two.total_bytes == sum(piece.total_bytes for piece in pieces) == two.bytes
+
+
+def test_what_is_missing_was_removed_or_merged():
+    rows = [row("all_gather", GATHER, "m.py:1"), row("all_gather", GATHER, "m.py:2"), row("psum", SUM)]
+    kept, twin, gone = joined(rows, [made("all_gather", f"jit(f)/{GATHER}")])
+    assert (kept.note, twin.note, gone.note) == (
+        "",
+        "the compiler merged it with an equal one",
+        "the compiler removed it",
+    )
+    assert (twin.total_bytes, gone.total_bytes) == (0, 0)
+
+
+def test_bytes_are_those_of_the_dtype_that_was_written():
+    (one,) = joined([row("psum", SUM, dtype="bfloat16")], [made("psum", SUM)])
+    assert one.total_bytes == one.bytes == made("psum", SUM).bytes // 2
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        made("all_gather", "jit(f)/dot_general"),
+        made("all_gather", f"jit(f)/{GATHER}/all_gather", axes=("dp",)),  # over other axes
+        made("all_gather", "jit(f)/shard_map"),
+        made("all_gather", ""),
+    ],
+)
+def test_strangers(stranger):
+    own = made("all_gather", f"jit(f)/{GATHER}/all_gather")
+    found = joined([row("all_gather", GATHER)], [own, stranger])
+    assert [one.written for one in found] == [True, False]
+    assert found[0].compiled == (own,) and found[1].compiled == (stranger,)
+
+
+def test_a_nameless_one_belongs_to_what_is_left_of_its_kind_axes_and_size():
+    (one,) = joined([row("all_gather", GATHER)], [made("all_gather", "")])
+    assert one.compiled and one.note == ""
+    for other in (made("all_gather", "", shapes=((8, 8),)), made("psum", ""), made("all_gather", "", axes=("dp",))):
+        assert [found.written for found in joined([row("all_gather", GATHER)], [other])] == [True, False]
+
+
+def test_causes():
+    boundary = (Boundary("mlp: x", "_ _/dp", "_/dp _", 64, "float32", (16, 16), "m.py:9"),)
+    frames = (spmd.inspect._hlo.Frame("/somewhere/m.py", 9, "main"),)
+    asked = (Constraint('einsum(x, y, "a b, b -> a")', "a", (16,), 1, "m.py:4"),)
+    at = lambda name, **more: dataclasses.replace(made("all_to_all", name, shapes=((8, 8),)), **more)
+    cause = lambda one: joined([], [one], boundary=boundary, constraints=asked)[0].text
+    moved = 'mlp: x from "_ _/dp" to "_/dp _"'
+    assert cause(at("jit(f)/jit(mlp)/shard_map", frames=frames)) == f"moved to enter a kernel: {moved}"
+    assert cause(at("jit(f)/jit(mlp)/shard_map")) == "moved to enter or leave a kernel"
+    assert cause(at("jit(f)/sharding_constraint")) == "moved for a sharding constraint"
+    assert cause(at('jit(f)/einsum(x, y, "a b, b -> a")/dot_general')) == f"auto mode, for {asked[0].text}"
+    assert cause(at("jit(f)/transpose")) == f"the compiler's own, for transpose; perhaps to move {moved}"
+    small = made("all_to_all", "jit(f)/transpose", shapes=((7, 5),))
+    assert cause(small) == "the compiler's own, for transpose"
+    assert joined([], [made("all_to_all", "")])[0].text == "the compiler's own; it does not say for what"
+
+
+def test_without_a_compiled_program_everything_is_as_written():
+    (one,) = joined([row("psum", SUM, count=5)], None)
+    assert (one.runs, one.compiled, one.note, one.total_bytes) == (None, (), "", 5 * one.bytes)
+
+
+# -------------------- programs: at home nothing is unwritten, and each written one is found
+
+LAYOUT = "b/dp d/tp"
+BODIES = {
+    "gather": lambda x: x * all_gather(x, "b/dp d/tp -> b/dp d").mean(),
+    "scatter": lambda x: psum_scatter(jnp.concatenate([x * i for i in range(4)], 1), "b/dp d {U:tp} -> b/dp d/tp"),
+    "swap": lambda x: all_to_all(jnp.sin(all_to_all(x, "b/dp d/tp -> b/dp/tp d")), "b/dp/tp d -> b/dp d/tp"),
+    "turn": lambda x: x * shift(x, "b/dp [d/tp]", 1),
+    "sum": lambda x: x * reduce(x, "b/dp d/tp -> b/dp")[:, None],
+    "softmax": lambda x: x * softmax(x, "b/dp [d/tp]"),
+    "product": lambda x: x * einsum(x, x, "b/dp d/tp, b/dp d/tp -> b/dp")[:, None],
+    "columns": lambda x: x * psum(x.sum(0), "d/tp {U:dp} -> d/tp")[None],
+}
+
+
+def loop(fn, length):
+    return lambda x: jax.lax.scan(lambda carry, _: (fn(carry), None), x, None, length=length)[0]
+
+
+def slope(fn):
+    return jax.grad(lambda x: (fn(x) ** 2).sum())
+
+
+WRAPPERS = {
+    "plain": lambda fn: fn,
+    "gradient": slope,
+    "loop": lambda fn: loop(fn, 5),
+    "gradient of a loop": lambda fn: slope(loop(fn, 5)),
+    "checkpoint": lambda fn: slope(loop(jax.checkpoint(fn), 3)),
+    "vmap": jax.vmap,
+    "jit": jax.jit,
+}
+
+
+def cases():
+    every = [(body, wrapper) for body in BODIES for wrapper in WRAPPERS]
+    chosen = np.random.default_rng(7).permutation(len(every))
+    return [every[i] for i in chosen[: case_count(14)]]
+
+
+@functools.cache
+def kernel_of(body):
+    return spmd.kernel(f"{LAYOUT} -> {LAYOUT}", mesh=MESH)(BODIES[body])
+
+
+@pytest.mark.parametrize(("body", "wrapper"), cases())
+def test_each_written_collective_is_found_and_nothing_else_is_there(body, wrapper):
+    shape, layout = ((3, 16, 32), f"n {LAYOUT}") if wrapper == "vmap" else ((16, 32), LAYOUT)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spmd.Layout(layout).sharding(MESH))
+    report = explain(WRAPPERS[wrapper](kernel_of(body)), x)
+    assert report.unwritten == ()
+    assert report.written.collectives
+    for one in report.collectives:
+        assert (one.note, one.runs) == ("", one.count), one
+    assert report.total_bytes == report.compiled.total_bytes > 0
