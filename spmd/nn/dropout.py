@@ -72,5 +72,5 @@ def _sizes(x: Any, layout: str, names: dict[str, Any]) -> dict[str, int]:
     for name, at in single.items():
         if name.isidentifier() and name != "_" and name not in names:
             asked = Layout.from_dims([replace(dim, bracket=i == at) for i, dim in enumerate(dims)])
-            found[name] = size(x, asked, **names)
+            found[name] = size(x, str(asked), **names)
     return found

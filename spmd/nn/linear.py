@@ -285,15 +285,16 @@ def gated_mlp(
     References:
       Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
     """
-    if isinstance(w_in, (tuple, list)) and len(w_in) == 2:
+    shape = getattr(w_in, "shape", None)
+    if shape is None and isinstance(w_in, (tuple, list)) and len(w_in) == 2:
         gate, up = column_linear(x, tuple(w_in), None if b_in is None else tuple(b_in), tp=tp, sp=sp, cp=cp)
-    elif hasattr(w_in, "shape") and len(w_in.shape) == 3 and w_in.shape[1] == 2:
+    elif shape is not None and len(shape) == 3 and shape[1] == 2:
         [both] = _columns(x, [w_in], tp=tp, sp=sp, cp=cp)
         both = _plus(both, b_in)
         gate, up = both[..., 0, :], both[..., 1, :]
     else:
         rule = 'w_in is the pair (gate, up) of "d f/tp" each, or fused "d 2 f/tp".'
-        got = [f"w_in: {f'shape {w_in.shape}' if hasattr(w_in, 'shape') else type(w_in).__name__}"]
+        got = [f"w_in: {type(w_in).__name__ if shape is None else f'shape {shape}'}"]
         raise LayoutError(compose(rule, call="gated_mlp(x, w_in, w_out)", got=got, fix="jnp.stack((gate, up), 1)"))
     return row_linear(activation(gate) * up, w_out, b_out, tp=tp, sp=sp, cp=cp)
 

@@ -2,9 +2,10 @@
 
     python tests/benchmarks/llama_block.py [--json FILE] [--quick]
 
-Compares the same block written with `jax.shard_map` by hand, in `spmd` strings, in `spmd`'s auto mode, and by plain
-GSPMD constraints: the collectives of the compiled programs and their bytes, the time to trace and lower, and the cost
-of a warm call. Exits with 1 where the collectives or bytes of the first two differ.
+Compares the same block written with `jax.shard_map` by hand, in `spmd` strings, from the layers of `spmd.nn`, in
+`spmd`'s auto mode, and by plain GSPMD constraints: the collectives of the compiled programs and their bytes, their
+temporary memory, the time to trace and lower, and the cost of a warm call. Exits with 1 where the collectives or bytes
+of the first three differ.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if __name__ == "__main__":  # run as a file, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import spmd
-from spmd import all_gather, einsum
+from spmd import all_gather, einsum, nn
 from spmd.inspect import CollectiveReport, collectives
 
 MiB = 2**20
@@ -96,7 +97,7 @@ def attend(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhqt,bthk->bqhk", weights, v)
 
 
-# -------------------- the block, four times
+# -------------------- the block, five times
 
 
 def hand_body(x: Any, p: dict[str, Any]) -> Any:
@@ -130,6 +131,16 @@ def spmd_body(x: Any, p: dict[str, Any]) -> Any:
     )
     down = all_gather(p["down"], "f/tp m/dp -> f/tp m")
     return x + einsum(jax.nn.silu(gate) * up, down, "b/dp s f/tp, f/tp m -> b/dp s/tp m")
+
+
+def layers_body(x: Any, p: dict[str, Any]) -> Any:
+    """The same from ready-made layers, the weights gathered in strings."""
+    qkv = all_gather((p["q"], p["k"], p["v"]), "m/dp h/tp k -> m h/tp k")
+    q, k, v = nn.column_linear(nn.rms_norm(x, p["attention_norm"]), qkv, tp="tp", sp="tp")
+    x = x + nn.row_linear(attend(q, k, v), all_gather(p["o"], "h/tp k m/dp -> h/tp k m"), tp="tp", sp="tp")
+    gates = all_gather((p["gate"], p["up"]), "m/dp f/tp -> m f/tp")
+    down = all_gather(p["down"], "f/tp m/dp -> f/tp m")
+    return x + nn.gated_mlp(nn.rms_norm(x, p["mlp_norm"]), gates, down, tp="tp", sp="tp")
 
 
 def plain_body(mesh: Mesh, x: Any, p: dict[str, Any]) -> Any:
@@ -172,10 +183,12 @@ def blocks(mesh: Mesh) -> dict[str, Callable[..., Any]]:
     """The block on whole arrays, in each version."""
     specs = {name: spmd.Layout(layout).spec for name, layout in LAYOUTS.items()}
     stream = spmd.Layout(RESIDUAL).spec
-    ours = spmd.kernel(in_layouts=(RESIDUAL, LAYOUTS), out_layouts=RESIDUAL, mesh=mesh)(spmd_body)
+    kernel = spmd.kernel(in_layouts=(RESIDUAL, LAYOUTS), out_layouts=RESIDUAL, mesh=mesh)
+    ours = kernel(spmd_body)
     return {
         "hand": jax.jit(jax.shard_map(hand_body, mesh=mesh, in_specs=(stream, specs), out_specs=stream)),
         "spmd": ours,
+        "spmd.nn": kernel(layers_body),
         "spmd auto": ours.auto,
         "GSPMD": lambda x, p: plain_body(mesh, x, p),
     }
@@ -198,9 +211,14 @@ def arguments(sizes: Sizes, mesh: Mesh | None = None) -> tuple[Any, Any, Any]:
     )
 
 
+def compiled(name: str, mesh: Mesh, sizes: Sizes) -> Any:
+    """One version, forward and backward."""
+    return step_of(blocks(mesh)[name], mesh).lower(*arguments(sizes)).compile()
+
+
 def report(name: str, mesh: Mesh, sizes: Sizes) -> CollectiveReport:
     """The collectives of one version, forward and backward."""
-    return collectives(step_of(blocks(mesh)[name], mesh), *arguments(sizes), mesh=mesh)
+    return collectives(compiled(name, mesh, sizes), mesh=mesh)
 
 
 def kinds(found: CollectiveReport) -> dict[str, tuple[int, int]]:
@@ -261,7 +279,8 @@ def compare(dp: int, tp: int, sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Everything that is measured on one mesh."""
     mesh = spmd.make_mesh(dp=dp, tp=tp)
     names = list(blocks(mesh))
-    found = {name: report(name, mesh, sizes) for name in names}
+    programs = {name: compiled(name, mesh, sizes) for name in names}
+    found = {name: collectives(program, mesh=mesh) for name, program in programs.items()}
     trace_times(names, mesh, sizes, 1)  # imports, and caches of ours
     traced = trace_times(names, mesh, sizes, repeats)
     calls = call_times(mesh)
@@ -272,11 +291,12 @@ def compare(dp: int, tp: int, sizes: Sizes, repeats: int) -> dict[str, Any]:
         "counts": {name: found[name].counts for name in names},
         "bytes": {name: found[name].total_bytes for name in names},
         "kinds": {name: kinds(found[name]) for name in names},
+        "temp_bytes": {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()},
         "trace_lower_ms": {name: 1e3 * median(times) for name, times in traced.items()},
         "trace_lower_ratio": median(a / b for a, b in zip(traced["spmd"], traced["hand"], strict=True)),
         "call_us": {name: 1e6 * median(times) for name, times in calls.items()},
         "call_ratio": median(a / b for a, b in zip(calls["spmd"], calls["hand"], strict=True)),
-        "same": kinds(found["hand"]) == kinds(found["spmd"]),
+        "same": kinds(found["hand"]) == kinds(found["spmd"]) == kinds(found["spmd.nn"]),
     }
 
 
@@ -284,14 +304,18 @@ def show(result: dict[str, Any]) -> None:
     """One table."""
     mesh = " x ".join(f"{axis}{n}" for axis, n in result["mesh"].items())
     print(f"\n{mesh}: ideal {result['ideal_bytes'] / MiB:.2f} MiB sent per device (without the norms' gradients)")
-    print(f"{'':12}{'MiB/device':>11}  {'trace+lower':>11}  collectives")
+    print(f"{'':12}{'MiB/device':>11}  {'temp MiB':>8}  {'trace+lower':>11}  collectives")
     for name, size in result["bytes"].items():
         counts = ", ".join(f"{n} {kind}" for kind, n in result["counts"][name].items())
-        print(f"{name:12}{size / MiB:11.2f}  {result['trace_lower_ms'][name]:8.0f} ms  {counts}")
+        temp = result["temp_bytes"][name] / MiB
+        print(f"{name:12}{size / MiB:11.2f}  {temp:8.1f}  {result['trace_lower_ms'][name]:8.0f} ms  {counts}")
     print(f"trace + lower, spmd / hand: {result['trace_lower_ratio']:.2f}")
     calls = result["call_us"]
     print(f"warm call: hand {calls['hand']:.0f} us, spmd {calls['spmd']:.0f} us, ratio {result['call_ratio']:.2f}")
-    print("spmd and hand:", "identical collectives and bytes" if result["same"] else "DIFFERENT collectives or bytes")
+    print(
+        "hand, spmd and spmd.nn:",
+        "identical collectives and bytes" if result["same"] else "DIFFERENT collectives or bytes",
+    )
 
 
 def main() -> int:
