@@ -49,7 +49,7 @@ def layout_leaves(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
         function from the tree to one of these.
       call: The call, for messages.
     """
-    if callable(layouts) and not isinstance(layouts, type):
+    if callable(layouts) and not isinstance(layouts, type) and jax.tree_util.all_leaves([layouts]):  # no module
         layouts = layouts(tree)
     specs = dict(_by_path(layouts, lambda one: one is None or isinstance(one, (str, Layout))))
     for spec in specs.values():

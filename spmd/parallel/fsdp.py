@@ -29,8 +29,9 @@ class _Plan:
     dtype: Any
     prefetch: bool = False
 
-    def gather(self, weights: Any, *, again: bool = False) -> list[Any]:
-        return [gather_leaf(w, m, self.dtype, again=again) for w, m in zip(weights, self.moves, strict=True)]
+    def gather(self, weights: Any, *, again: bool = False, after: Any = None) -> list[Any]:
+        pairs = zip(weights, self.moves, strict=True)
+        return [gather_leaf(w, m, self.dtype, again=again, after=after) for w, m in pairs]
 
     def scatter(self, gradients: Any, weights: Any) -> list[Any]:
         """The gradients of gathered weights as they rest, still to be summed over the copies."""
@@ -53,7 +54,8 @@ def fsdp(
     pass nothing is kept that depends on weights alone: neither gathered weights nor casts, transposes or copies
     of them. `jax.checkpoint` decides by operation and not by origin, and in code without a scan XLA merges its
     second gather with the first, which keeps what was gathered after all; the second gather here travels as
-    integers, so that no compiler finds it equal, and waits for the layer's cotangent.
+    integers, so that no compiler finds it equal, and waits for the layer's cotangent at an optimization barrier.
+    XLA's CPU backend drops barriers, and gathers early in code without a scan; in `scan_layers` it cannot.
 
     Communication: as `gather`, and in the backward pass one more all-gather per gathered leaf. Each gradient is
     reduced once per call, in the dtype of its parameter.
@@ -224,18 +226,11 @@ def _one_forward(plan: _Plan, consts: Any, weights: Any, x: Any) -> Any:
 
 def _one_backward(plan: _Plan, given: Any, cotangent: Any) -> Any:
     consts, weights, x, kept = given
-    held = [_after(w, cotangent) for w in weights]
-    d_consts, d_weights, _, d_x = plan.layer.backward(consts, plan.gather(held, again=True), (), kept, cotangent)
+    gathered = plan.gather(weights, again=True, after=cotangent)
+    d_consts, d_weights, _, d_x = plan.layer.backward(consts, gathered, (), kept, cotangent)
     partial = plan.scatter(d_weights, weights)
     done = [None if g is None else sum_leaf(m, g) for g, m in zip(partial, plan.moves, strict=True)]
     return without_integers(d_consts, consts), done, without_integers(d_x, x)
-
-
-def _after(w: Any, cotangent: Any) -> Any:
-    """The same weight, which is not there before the cotangent is: its gather does not begin earlier."""
-    held, _ = lax.optimization_barrier((w, cotangent))
-    # jax 0.10 gives all results of a barrier the axes of all its operands, and no cast takes them back
-    return held if jax.typeof(held) == jax.typeof(w) else w
 
 
 _one = spmd.custom_vjp(_one_run, nondiff_argnums=(0,))

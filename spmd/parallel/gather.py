@@ -111,40 +111,45 @@ def reduce_gradients(gradients: T, at_rest: Any, compute: Any, *, data: str | Ax
 # --- one leaf -----------------------------------------------------------------------------------------------
 
 
-def gather_leaf(w: Any, move: Move | None, dtype: Any, *, again: bool = False) -> Any:
-    """One parameter, gathered. `again`: in a backward pass, where the compiler must not find the first gather."""
+def gather_leaf(w: Any, move: Move | None, dtype: Any, *, again: bool = False, after: Any = None) -> Any:
+    """One parameter, gathered. `again`: in a backward pass, where the compiler must not find the first gather, and
+    not before the values `after` are there."""
     if move is None:
         return w
     if not jnp.issubdtype(w.dtype, jnp.inexact):
         return _moved(move, w)
     name = jnp.dtype(dtype or w.dtype).name
-    return _copied(move, name, w, again) if again else _gathered(move, name, w.dtype.name, w)
+    return _copied(move, name, w, again, after) if again else _gathered(move, name, w.dtype.name, w)
 
 
 @spmd.scope(mapping=None)
-def _moved(move: Move, w: Any) -> Any:
+def _moved(move: Move, w: Any, after: Any = None) -> Any:
     rest = text_of(move.names, move.rest, reduced=move.copies)
     use = text_of(move.names, move.use, reduced=move.copies)
     if move.copies:
         w = spmd.defer(w, f"{text_of(move.names, move.rest)} -> {rest}")
     if move.rest == move.use:
         return w
+    if after is not None:
+        held, _ = lax.optimization_barrier((w, after))
+        # jax 0.10 types the results of a barrier alike, varying where any operand does, and no cast takes that back
+        w = held if jax.typeof(held) == jax.typeof(w) else w
     return spmd.all_gather(w, f"{rest} -> {use}") if move.tiled else spmd.relayout(w, f"{rest} -> {use}")
 
 
-def _copied(move: Move, dtype: str, w: Any, again: bool) -> Any:
+def _copied(move: Move, dtype: str, w: Any, again: bool, after: Any = None) -> Any:
     """The gather of a floating array, cast first; as bits where it must keep its width, or be another gather.
 
     In straight-line code XLA merges two equal gathers, the second of them in the backward pass, and keeps the
-    gathered weights in between; it drops optimization barriers before it does. Gathers of unsigned and of
+    gathered weights in between; on CPU it drops optimization barriers before it does. Gathers of unsigned and of
     signed integers are not equal.
     """
     w = w.astype(dtype)
     size = w.dtype.itemsize
     if move.rest == move.use or jnp.issubdtype(w.dtype, jnp.complexfloating) or not (again or size < 4):
-        return _moved(move, w)
+        return _moved(move, w, after)
     bits = jnp.dtype(f"{'int' if again else 'uint'}{8 * size}")
-    return lax.bitcast_convert_type(_moved(move, lax.bitcast_convert_type(w, bits)), w.dtype)
+    return lax.bitcast_convert_type(_moved(move, lax.bitcast_convert_type(w, bits), after), w.dtype)
 
 
 def reduce_leaf(move: Move, gradient: Any) -> Any:
