@@ -329,7 +329,7 @@ class Walk:
                     exact=site.exact,
                     text=said,
                     where=site.line(eqn),
-                    phase="backward" if transposed or recomputed else "forward",
+                    phase="backward" if transposed else "forward",
                     recomputed=recomputed,
                     implicit=kind == "psum" and _implicit(said, transposed and not recomputed),
                     branch=site.branch,

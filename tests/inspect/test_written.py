@@ -265,6 +265,16 @@ def test_raw_lax_and_gradients_of_equal_values(mesh):
     assert added.text == "gradient of a value equal on dp" and added.implicit and added.phase == "backward"
 
 
+def test_axes_of_size_one_send_nothing():
+    mesh = spmd.make_mesh(dp=1, tp=4)
+    x = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    one = spmd.kernel("a/dp b -> a b", mesh=mesh)(lambda x: spmd.all_gather(x, "a/dp b -> a b", to="invarying"))
+    assert written(one, (x,), {}).collectives == ()
+    total = spmd.kernel("a/dp/tp b -> b", mesh=mesh)(lambda x: spmd.reduce(x, "a/dp/tp b -> b"))
+    assert [c.axes for c in written(total, (x,), {}).collectives] == [("tp",)]
+    agree(total, x, mesh=mesh)
+
+
 def test_the_compiled_program_carries_the_text(mesh):
     """Into `op_name`, as it stands, quotes and all: how the compiled are matched with the written."""
     compiled = collectives(make_block(mesh), *STRUCTS, mesh=mesh)
