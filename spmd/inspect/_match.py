@@ -10,6 +10,7 @@ from typing import Any
 
 from spmd.inspect._collectives import Collective, sent_bytes
 from spmd.inspect._hlo import shape_bytes
+from spmd.inspect._placement import ONE_DEVICE
 from spmd.inspect._records import Boundary, Written, WrittenCollective
 
 __all__ = ["Communication", "communications", "moved_text"]
@@ -320,4 +321,5 @@ def _holds(one: Collective, boundary: Boundary) -> bool:
 
 def moved_text(boundary: Boundary) -> str:
     """What is moved from where to where."""
-    return f'{boundary.text} from "{boundary.source}" to "{boundary.target}"'
+    source = ONE_DEVICE if boundary.source == ONE_DEVICE else f'"{boundary.source}"'
+    return f'{boundary.text} from {source} to "{boundary.target}"'
