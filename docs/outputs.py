@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ def with_outputs(path: str, page: str) -> str:
         elif block.comment == "output":
             if not same_output(block.text, printed.getvalue()):
                 text = re.sub(rf"({re.escape(Path(path).name)}):\d+", r"\1:...", printed.getvalue())
-                text = "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))
+                indent = re.match(" *", lines[block.line - 2])[0]  # of the fence
+                text = "\n".join(f"{indent}{line}".rstrip() for line in text.strip("\n").split("\n"))
                 edits.append((block.line - 1, block.line - 1 + len(block.text.splitlines()), text))
             printed = io.StringIO()
     for name, file in pictures(page):
@@ -64,6 +66,7 @@ def rewrite(path: str) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
     file = Path(path)
     file.write_text(with_outputs(path, file.read_text()))
 

@@ -13,6 +13,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
+
 DEFAULT_CASES = 6
 
 
