@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -57,6 +58,7 @@ def capacity(t, e, k, factor):
     return t if factor is None else min(t, math.ceil(factor * k * t / e))
 
 
+@functools.partial(jax.jit, static_argnames=("groups", "factor", "scores", "k"))
 def plain_moe(x, w, gate, up, down, *shared, groups, factor, scores="softmax", k=K):
     """GShard's dispatch mask, without its capacity dimension."""
     logits = x @ w
@@ -86,7 +88,7 @@ def plain_moe(x, w, gate, up, down, *shared, groups, factor, scores="softmax", k
 # -------------------- the router
 
 
-@cases("router")
+@cases("router", draw=2)
 def _():
     """Its gradient is one psum of float32; with bias and sigmoid scores only the choice changes."""
     for i, (mesh, axes) in enumerate(placements("dp", "sp")):
@@ -216,7 +218,7 @@ def moe_placements() -> Iterator[tuple[str, dict[str, int], dict[str, Axes]]]:
         yield "both", mesh, {"data": dp, "seq": joined(tp, ep), **own}
 
 
-@cases("moe", draw=14)
+@cases("moe", draw=5)
 def _():
     for i, (label, mesh, axes) in enumerate(moe_placements()):
         shared = i % 3 == 0 and not (label == "both" and axes["ep"] and axes["tp"])
