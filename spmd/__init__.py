@@ -4,7 +4,7 @@
 program, and the documentation for the language, the three modes and each operation.
 """
 
-from spmd import fft, inspect, random, testing
+from spmd import fft, inspect, random, stencil, testing
 from spmd._trees import layouts
 from spmd.comm import (
     Plan,
@@ -143,6 +143,7 @@ __all__ = [
     "size",
     "softmax",
     "split",
+    "stencil",
     "take",
     "testing",
     "top_k",

@@ -24,6 +24,7 @@ __all__ = [
     "ambient_mode",
     "axis_mapping",
     "current_frame",
+    "inner",
     "mode",
     "scope",
     "try_frame",
@@ -283,6 +284,22 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
             return fn(*args, **kwargs)
 
     return scoped
+
+
+def inner(fn: Callable[P, R]) -> Callable[P, R]:
+    """A string operation as another one calls it: its strings name the mesh's own axes, and nothing of the caller's.
+
+    No mapping, no `axes=` of the kernel, which have been applied already, and no sizes.
+    """
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        frame = _frame.value
+        if frame is None or not (frame.bound or frame.renames or frame.mapping is not None):
+            return fn(*args, **kwargs)
+        with frame.replace(bound=(), renames=(), mapping=None).enter():
+            return fn(*args, **kwargs)
+
+    return called
 
 
 def outermost_mode() -> tuple[str, str] | None:

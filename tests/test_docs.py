@@ -8,7 +8,7 @@ from pathlib import Path
 import spmd
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-MODULES = ("fft", "nn", "random", "testing")  # whose names stand on the API page under the module's
+MODULES = ("fft", "nn", "random", "stencil", "testing")  # whose names stand on the API page under the module's
 
 
 def documented(page: str) -> set[str]:

@@ -14,7 +14,7 @@ from spmd.comm.collectives import check_to
 from spmd.comm.relayout import relayout
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
-from spmd.mode import scope
+from spmd.mode import inner
 from spmd.ops._create import iota
 from spmd.ops._fft_line import factors, in_two_factors
 from spmd.ops._fft_route import Job, Stage, route
@@ -25,8 +25,7 @@ __all__ = ["fft", "fftfreq", "ifft", "irfft", "rfft", "rfftfreq"]
 
 NORMS = ("backward", "ortho", "forward")
 
-# The strings of a walk have names of their own.
-_relayout, _local = scope(relayout), scope(local)
+_relayout, _local = inner(relayout), inner(local)
 
 
 def fft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:

@@ -1,0 +1,278 @@
+"""Stencils: functions of a neighbourhood, on arrays whose neighbours are on other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.comm._call import Call, open_call
+from spmd.comm._keywords import kind_of
+from spmd.errors import LayoutError, SizeError, compose
+from spmd.language import Dim, Layout
+from spmd.mode import current_frame, inner
+from spmd.ops._halo import check_edge, halo
+from spmd.ops._softmax import bracketed, open_bracketed
+
+__all__ = ["convolve", "diff", "stencil"]
+
+Ranges = dict[str, tuple[int, int]]
+_halo = inner(halo)
+
+
+def stencil(
+    fn: Callable[..., Any], pattern: str, *, edge: str = "periodic", overlap: bool = False, **names: Any
+) -> Callable[..., Any]:
+    """Apply a function of a neighbourhood: `stencil(laplace, "1+x/a+1 1+y/b+1 -> x/a y/b")(u)`.
+
+    The left side says what `fn` reads: each array with margins, which are filled as `halo` does. `fn` computes from
+    them the inner part, as it would from a whole padded array, and the right side says what that is; with margins on
+    the right it leaves some for a second step.
+
+    Communication: the halos, see `halo`; where two devices or more hold the dimension. Backward the same in reverse.
+    With `overlap`, what needs no neighbour is computed without waiting for them, and borders of the width of the
+    margins afterwards: `fn` runs on 1 + 2d pieces for d divided dimensions, in explicit mode, and a compiler that
+    overlaps communication finds work that does not depend on it.
+
+    Args:
+      fn: A function from the padded arrays to one array; it may not depend on where in the array it is.
+      pattern: `"layout, ... -> layout"`; margins on the left where neighbours are read.
+      edge: As in `halo`.
+      overlap: Whether the inner part is computed apart.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      A function of the arrays without margins.
+
+    Raises:
+      LayoutError: On a malformed pattern, or a right side with dimensions that no array on the left has.
+      SizeError: If `fn` returns another shape than the right side says.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=2, b=2)
+      >>> def laplace(u):
+      ...     return u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
+      >>> @spmd.kernel("x/a y/b -> x/a y/b", mesh=mesh)
+      ... def heat(u):
+      ...     return u + spmd.stencil.stencil(laplace, "1+x/a+1 1+y/b+1 -> x/a y/b", edge="zero")(u) / 4
+      >>> print(heat(jnp.zeros((4, 4)).at[1, 1].set(4.0)).round(1))
+      [[0. 1. 0. 0.]
+       [1. 0. 1. 0.]
+       [0. 1. 0. 0.]
+       [0. 0. 0. 0.]]
+    """
+    if not callable(fn):
+        rule = f"fn is a function, not {kind_of(fn)}."
+        raise LayoutError(compose(rule, call="stencil(fn, ...)", fix='stencil(fn, "1+x/a+1 -> x/a")(u)'))
+
+    def run(*arrays: Any) -> Any:
+        call = open_call("stencil.stencil", pattern, names, arrays=arrays, inputs=None)
+        check_edge(call, edge)
+        job = _Job(call, fn, edge, names)
+        return job.in_parts(arrays) if overlap else job.at_once(arrays)
+
+    return run
+
+
+def diff(x: Any, layout: str, *, edge: str = "periodic", **names: Any) -> Any:
+    """The difference to the next element along the dimension in brackets: `diff(u, "[x/a] y")`.
+
+    What `jnp.diff` gives, with one more element at the end, so that the size and the layout stay: the difference to
+    what lies beyond the end.
+
+    Communication: one collective-permute of one slice where the dimension is divided; backward the reverse.
+
+    Args:
+      x: The array.
+      layout: Its layout, one dimension in brackets.
+      edge: What lies beyond the end, as in `halo`.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The differences, in the same layout.
+
+    Raises:
+      LayoutError: On a malformed layout, or not exactly one bracket.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> squares = jnp.arange(8) ** 2
+      >>> print(spmd.kernel("x/a -> x/a", mesh=mesh)(lambda u: spmd.stencil.diff(u, "[x/a]", edge="edge"))(squares))
+      [ 1  3  5  7  9 11 13  0]
+    """
+    call, operand = open_bracketed("stencil.diff", x, layout, names)
+    check_edge(call, edge)
+    bracketed(call, operand, most=1, name="diff")
+    src = operand.layout
+    i = next(i for i, d in enumerate(src.dims) if d.bracket)
+    plain = src.without_brackets()
+    wide = _with_margins(plain, {i: (0, 1)})
+    at = i - len(src.dims) if any(d.ellipsis for d in src.dims[:i]) else i
+    padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edge)
+    n = padded.shape[at]
+    later, now = (lax.slice_in_dim(padded, k, n - 1 + k, axis=at) for k in (1, 0))
+    return call.result(_opened(operand, later - now), plain)
+
+
+def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: Any) -> Any:
+    """The convolution with a small array along the dimensions in brackets: `convolve(u, w, "[x/a] [y/b]")`.
+
+    As `scipy.signal.convolve(..., mode="same")` does, on divided dimensions: the result has the size and the layout of
+    x. Dimensions without brackets are a batch.
+
+    Communication: the halo, half the width of the weights on each side; see `halo`. Backward the same in reverse, and
+    for the weights one psum over the axes that divide x where they are equal by JAX's own type.
+
+    Args:
+      x: The array, of floats or complex numbers.
+      weights: One dimension per bracket, in their order; whole on each device. Of the dtype of x.
+      layout: The layout of x.
+      edge: What lies beyond the ends, as in `halo`.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The convolution, in the layout of x.
+
+    Raises:
+      LayoutError: On a malformed layout, or weights whose rank is not the number of brackets.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> smooth = spmd.kernel("x/a, w -> x/a", mesh=mesh)(lambda u, w: spmd.stencil.convolve(u, w, "[x/a]"))
+      >>> print(smooth(jnp.eye(8)[3], jnp.array([0.25, 0.5, 0.25])))
+      [0.   0.   0.25 0.5  0.25 0.   0.   0.  ]
+    """
+    call, operand = open_bracketed("stencil.convolve", x, layout, names)
+    check_edge(call, edge)
+    bracketed(call, operand, name="convolve")
+    src = operand.layout
+    marked = [i for i, d in enumerate(src.dims) if d.bracket]
+    if any(len(src.dims[i].atoms) > 1 for i in marked) or jnp.ndim(weights) != len(marked):
+        rule = "the weights have one dimension for each dimension in brackets, and those have one name."
+        call.fail(rule, got=[f"weights: shape {jnp.shape(weights)}", f'"{src.short}"'], error=LayoutError)
+    plain = src.without_brackets()
+    # "same" keeps the middle of the full result: entry (n - 1) // 2 of the weights meets the element itself
+    widths = {i: (n - 1 - (n - 1) // 2, (n - 1) // 2) for i, n in zip(marked, weights.shape, strict=True)}
+    wide = _with_margins(plain, widths)
+    padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edge)
+    first = next((i for i, d in enumerate(src.dims) if d.ellipsis), len(src.dims))
+    places = [i - len(src.dims) if i > first else i for i in marked]
+    return call.result(_opened(operand, _valid(padded, weights, places)), plain)
+
+
+def _valid(x: Any, weights: Any, places: list[int]) -> Any:
+    """The convolution where the weights lie inside of x, the other dimensions a batch."""
+    places = [i % x.ndim for i in places]
+    rest = [i for i in range(x.ndim) if i not in places]
+    turned = x.transpose((*rest, *places))
+    flat = turned.reshape(-1, 1, *turned.shape[len(rest) :])
+    out = lax.conv_general_dilated(flat, jnp.flip(weights)[None, None], (1,) * len(places), "VALID")
+    out = out.reshape(*turned.shape[: len(rest)], *out.shape[2:])
+    order = [*rest, *places]
+    return out.transpose([order.index(i) for i in range(x.ndim)])
+
+
+def _opened(operand: Any, x: Any) -> Any:
+    """One axis per factor again, as results are handed back."""
+    return x.reshape(operand.x.shape)
+
+
+def _with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout:
+    dims = [
+        Dim(d.atoms, composite=d.composite, ellipsis=d.ellipsis, margin=margins.get(i, d.margin))
+        for i, d in enumerate(layout.dims)
+    ]
+    return Layout.from_dims(dims, layout.unreduced, layout.reduced)
+
+
+class _Job:
+    """One application of a stencil."""
+
+    def __init__(self, call: Call, fn: Callable[..., Any], edge: str, names: dict[str, Any]) -> None:
+        self.call, self.fn, self.edge = call, fn, edge
+        self.inputs, [self.output] = call.pattern.inputs, call.pattern.outputs
+        self.reach: dict[str, tuple[int, int]] = {}  # how far each dimension is read, before and after
+        for layout in self.inputs:
+            for dim in layout.dims:
+                if any(dim.margin):
+                    low, high = self.reach.get(dim.atoms[0].name, (0, 0))
+                    self.reach[dim.atoms[0].name] = max(low, dim.margin[0]), max(high, dim.margin[1])
+
+    # --- without overlap -----------------------------------------------------------------------------------
+
+    def at_once(self, arrays: tuple[Any, ...]) -> Any:
+        return self.checked(self.fn(*self.padded(arrays)))
+
+    def padded(self, arrays: tuple[Any, ...], only: Callable[[Dim], bool] = lambda dim: True) -> list[Any]:
+        """The arrays with the margins of the dimensions that `only` picks."""
+        out = []
+        for x, layout in zip(arrays, self.inputs, strict=True):
+            wide = {i: d.margin for i, d in enumerate(layout.dims) if any(d.margin) and only(d)}
+            bare = _with_margins(layout, dict.fromkeys(range(len(layout.dims)), (0, 0)))
+            self.call.operand(x, layout=bare)  # sizes, from the arrays
+            text = f"{bare.short} -> {_with_margins(bare, wide).short}"
+            out.append(_halo(x, text, edge=self.edge) if wide else x)
+        return out
+
+    def checked(self, out: Any) -> Any:
+        wanted = self.call.local_shape(self.output)
+        if jnp.shape(out) != wanted:
+            rule = f'fn returns what "{self.output.short}" says, of shape {wanted} here.'
+            self.call.fail(rule, got=[f"fn returned shape {jnp.shape(out)}"], error=SizeError)
+        return self.call.result(out, self.output)
+
+    # --- with overlap --------------------------------------------------------------------------------------
+
+    def in_parts(self, arrays: tuple[Any, ...]) -> Any:
+        split = self.apart(arrays)
+        if not split:
+            return self.at_once(arrays)
+        # Whole dimensions get their margins first, which costs nothing; then there are two versions of each array.
+        here = self.padded(arrays, only=lambda d: d.atoms[0].name not in split)
+        there = self.padded(arrays)
+        sizes = {name: self.call.sizes[name][0] // self.parts(name) for name in split}
+        inner = {n: (self.reach[n][0], sizes[n] - self.reach[n][1]) for n in split}
+        out = self.fn(*(self.cut(x, layout, inner, padded=False) for x, layout in zip(here, self.inputs, strict=True)))
+        names = list(split)
+        for k in reversed(range(len(names))):
+            name, n = names[k], sizes[names[k]]
+            low, high = inner[name]
+            axis = next(i for i, d in enumerate(self.output.dims) if d.atoms[0].name == name)
+            sides = []
+            for start, stop in ((0, low), (high, n)):
+                ranges = {**{m: inner[m] for m in names[:k]}, name: (start, stop)}
+                ranges |= {m: (0, sizes[m]) for m in names[k + 1 :]}
+                parts = [self.cut(x, layout, ranges, padded=True) for x, layout in zip(there, self.inputs, strict=True)]
+                sides.append(self.fn(*parts) if stop > start else None)
+            pieces = [sides[0], out, sides[1]]
+            out = lax.concatenate([p for p in pieces if p is not None], axis)
+        return self.checked(out)
+
+    def parts(self, name: str) -> int:
+        dim = next(d for layout in self.inputs for d in layout.dims if any(a.name == name for a in d.atoms))
+        return self.call.frame.axis_size(dim.axes) if dim.axes else 1
+
+    def apart(self, arrays: tuple[Any, ...]) -> list[str]:
+        """The dimensions whose inner part is computed by itself: divided ones with margins, wide enough."""
+        plain = all(not d.ellipsis and len(d.atoms) == 1 for layout in (*self.inputs, self.output) for d in layout.dims)
+        if not current_frame("spmd.stencil").explicit or not plain or any(any(d.margin) for d in self.output.dims):
+            return []
+        for x, layout in zip(arrays, self.inputs, strict=True):
+            self.call.operand(x, layout=_with_margins(layout, dict.fromkeys(range(len(layout.dims)), (0, 0))))
+        found = [d.atoms[0].name for d in self.output.dims if d.atoms[0].name in self.reach]
+        return [n for n in found if self.parts(n) > 1 and self.call.sizes[n][0] // self.parts(n) > sum(self.reach[n])]
+
+    def cut(self, x: Any, layout: Layout, ranges: Ranges, *, padded: bool) -> Any:
+        """What `fn` reads of an array to compute these ranges; `padded`: whether its margins are there."""
+        for i, dim in enumerate(layout.dims):
+            if dim.atoms[0].name in ranges:
+                start, stop = ranges[dim.atoms[0].name]
+                low, high = dim.margin
+                shift = 0 if padded else -low
+                x = lax.slice_in_dim(x, start + shift, stop + low + high + shift, axis=i)
+        return x

@@ -1,0 +1,76 @@
+"""Halos and stencils that cannot be."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmd import stencil
+from tests.errors.registry import V, X, bad, body, fixed
+
+SAME = "b/dp d -> b/dp d"
+
+
+@bad
+def a_halo_without_margins(mesh):
+    body(SAME, lambda x: stencil.halo(x, SAME), mesh)
+
+
+@fixed
+def a_halo_without_margins_fixed(mesh):
+    out = body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d")[2:], mesh)
+    np.testing.assert_array_equal(out, np.roll(X, -1, 0))
+
+
+@bad
+def a_halo_that_moves_more(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b+1 d"), mesh)
+
+
+@bad
+def a_halo_of_a_halo(mesh):
+    body(SAME, lambda x: stencil.halo(x, "1+b/dp+1 d -> 2+b/dp+2 d"), mesh)
+
+
+@bad
+def a_halo_of_a_composite(mesh):
+    body(SAME, lambda x: stencil.halo(x, "(n m)/dp d -> 1+(n m)/dp+1 d", m=2), mesh)
+
+
+@bad
+def an_unknown_edge(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="wrap"), mesh)
+
+
+@bad
+def a_mirror_wider_than_the_array(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> b/dp d+4", edge="reflect"), mesh)
+
+
+@bad
+def a_halo_of_a_partial_sum(mesh):
+    def fn(x):
+        part = x.sum(0)
+        return x + stencil.halo(part, "d {U:dp} -> 1+d+1 {U:dp}")[None, 2:]
+
+    body(SAME, fn, mesh)
+
+
+@bad
+def a_stencil_that_keeps_its_margins(mesh):
+    body(SAME, stencil.stencil(lambda u: u, "1+b/dp+1 d -> b/dp d"), mesh)
+
+
+@bad
+def a_stencil_without_a_function(mesh):
+    body(SAME, lambda x: stencil.stencil(x, "1+b/dp+1 d -> b/dp d"), mesh)
+
+
+@bad
+def weights_of_another_rank(mesh):
+    body("x/dp -> x/dp", lambda x: stencil.convolve(x, jnp.ones((3, 3)), "[x/dp]"), mesh, V)
+
+
+@bad
+def a_difference_along_nothing(mesh):
+    body(SAME, lambda x: stencil.diff(x, "b/dp d"), mesh)

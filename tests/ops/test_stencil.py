@@ -1,0 +1,282 @@
+"""Halos against `np.pad`, block by block; stencils, differences and convolutions against the whole array."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.signal
+
+import spmd
+from spmd import stencil
+from tests.conftest import case_count
+from tests.ops.harness import MODES, close, make_mesh, pulled
+
+EDGES = {"periodic": "wrap", "zero": "constant", "edge": "edge", "reflect": "reflect"}
+DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64")
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: str = "float32"):
+    return jnp.asarray(np.random.default_rng(seed).integers(-4, 5, shape)).astype(dtype)
+
+
+# --- halo: what each block holds ----------------------------------------------------------------------------
+
+
+def sample(seed: int) -> tuple:
+    draw = random.Random(seed)
+    mesh = draw.choice([{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 3, "b": 2}, {"a": 8, "b": 1}, {"a": 1, "b": 5}])
+    places = draw.choice([(("a",), ("b",)), (("a", "b"), ()), ((), ("b", "a")), (("b",), ("a",))])
+    blocks = [int(np.prod([mesh[axis] for axis in axes], dtype=int)) for axes in places]
+    shape = tuple(n * draw.choice([2, 3, 5]) for n in blocks)
+    margins = [(draw.choice([0, 1, 2, 4]), draw.choice([0, 1, 3])) for _ in places]
+    margins = margins if any(map(any, margins)) else [(1, 0), (0, 2)]
+    edge = draw.choice(list(EDGES))
+    if edge == "reflect":
+        margins = [(min(low, n - 1), min(high, n - 1)) for (low, high), n in zip(margins, shape, strict=True)]
+        margins = margins if any(map(any, margins)) else [(1, 0), (0, 1)]
+    return mesh, places, shape, margins, edge, draw.choice(DTYPES)
+
+
+def texts(places, margins) -> tuple[str, str]:
+    plain = ["/".join((name, *axes)) for name, axes in zip("xy", places, strict=True)]
+    wide = [
+        (f"{low}+" if low else "") + t + (f"+{high}" if high else "")
+        for t, (low, high) in zip(plain, margins, strict=True)
+    ]
+    return " ".join(plain), " ".join(wide)
+
+
+@pytest.mark.parametrize("seed", range(3 * case_count()))
+def test_each_block_holds_its_window_of_the_padded_array(seed: int) -> None:
+    mesh, places, shape, margins, edge, dtype = sample(seed)
+    plain, wide = texts(places, margins)
+    x = numbers(seed, shape, dtype)
+    padded = np.pad(np.asarray(x), margins, mode=EDGES[edge])
+
+    def body(x):  # every block leaves whole, in dimensions of its own
+        return spmd.stencil.halo(x, f"{plain} -> {wide}", edge=edge)[None, :, None, :]
+
+    run = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=make_mesh(mesh),
+            in_specs=spmd.Layout(plain).spec,
+            out_specs=jax.sharding.PartitionSpec(places[0] or None, None, places[1] or None, None),
+        )
+    )
+    blocks = np.asarray(run(x))
+    local = [n // k for n, k in zip(shape, (blocks.shape[0], blocks.shape[2]), strict=True)]
+    assert blocks.shape[1::2] == tuple(n + sum(m) for n, m in zip(local, margins, strict=True))
+    for i in range(blocks.shape[0]):
+        for j in range(blocks.shape[2]):
+            window = padded[i * local[0] :, j * local[1] :][: blocks.shape[1], : blocks.shape[3]]
+            np.testing.assert_array_equal(blocks[i, :, j], window)
+    for mode in ("auto", "reference"):
+        whole = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(
+            lambda x: spmd.stencil.halo(x, f"{plain} -> {wide}", edge=edge)[
+                margins[0][0] : margins[0][0] + spmd.local_size(plain.split()[0]),
+                margins[1][0] : margins[1][0] + spmd.local_size(plain.split()[1]),
+            ]
+        )
+        np.testing.assert_array_equal(np.asarray(getattr(whole, mode)(x)), np.asarray(x))
+
+
+# --- stencils: values, adjoints ------------------------------------------------------------------------------
+
+
+def neighbourhood(u, margins, n):
+    """A sum over the neighbourhood with weights that tell every place from every other."""
+    total = 0 * u[: n[0], : n[1]]
+    for i in range(sum(margins[0]) + 1):
+        for j in range(sum(margins[1]) + 1):
+            total = total + (3 * i + 7 * j * j - 5) * u[i : i + n[0], j : j + n[1]]
+    return total
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(2 * case_count()))
+def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
+    mesh, places, shape, margins, edge, _ = sample(seed + 1000)
+    plain, wide = texts(places, margins)
+    x, by = numbers(seed, shape), numbers(seed + 1, shape)
+
+    def fn(u):
+        return neighbourhood(u, margins, [k - sum(m) for k, m in zip(u.shape, margins, strict=True)])
+
+    want, (gradient,) = pulled(lambda x: fn(jnp.pad(x, margins, mode=EDGES[edge])), x, by=by)
+    run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(
+        stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=overlap)
+    )
+    for mode in MODES:
+        out, (found,) = pulled(getattr(run, mode), x, by=by)
+        close(out, want)
+        close(found, gradient)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_the_gradient_is_the_adjoint(edge: str) -> None:
+    """<Hx, y> = <x, H'y> exactly: the numbers are small integers."""
+    mesh = make_mesh({"a": 4, "b": 2})
+    pattern = "x/a y/b -> 3+x/a+4 y/b+1"
+    halo = jax.shard_map(
+        lambda x: stencil.halo(x, pattern, edge=edge),
+        mesh=mesh,
+        in_specs=spmd.Layout("x/a y/b").spec,
+        out_specs=spmd.Layout("x/a y/b").spec,
+    )
+    x = numbers(0, (8, 6))
+    out, pull = jax.vjp(jax.jit(halo), x)
+    y = numbers(1, out.shape)
+    assert float((out * y).sum()) == float((x * pull(y)[0]).sum())
+
+
+def test_several_arrays_and_margins_left_over() -> None:
+    mesh = make_mesh({"a": 4})
+    u, c = numbers(0, (16,)), numbers(1, (16,))
+    flux = stencil.stencil(lambda u, c: c * (u[2:] - u[:-2]), "2+x/a+2, 1+x/a+1 -> 1+x/a+1")
+    run = spmd.kernel("x/a, x/a -> x/a", mesh=mesh)(lambda u, c: (lambda f: f[1:-1] + f[2:] * f[:-2])(flux(u, c)))
+    f = np.pad(np.asarray(c), 1, mode="wrap") * (lambda p: p[2:] - p[:-2])(np.pad(np.asarray(u), 2, mode="wrap"))
+    for mode in MODES:
+        close(getattr(run, mode)(u, c), f[1:-1] + f[2:] * f[:-2])
+
+
+def test_under_a_mapping_of_the_kernel_and_renamed_axes() -> None:
+    mesh = make_mesh({"a": 4, "b": 2})
+    x = numbers(0, (8, 6))
+    mapped = spmd.kernel("x y -> x y", mesh=mesh, mapping={"x": "a", "y": "b"})(
+        lambda u: stencil.diff(stencil.stencil(lambda u: u[2:], "1+x+1 y -> x y")(u), "x [y]")
+    )
+    renamed = spmd.kernel("x/b y/a -> x/b y/a", mesh=mesh, axes={"a": "b", "b": "a"})(
+        lambda u: stencil.diff(stencil.stencil(lambda u: u[2:], "1+x/b+1 y/a -> x/b y/a")(u), "x/b [y/a]")
+    )
+    want = np.roll(np.asarray(x), -1, 0)
+    want = np.roll(want, -1, 1) - want
+    for run in (mapped, renamed):
+        for mode in MODES:
+            close(getattr(run, mode)(x), want)
+
+
+def test_a_loop_of_steps_under_vmap_and_remat() -> None:
+    mesh = make_mesh({"a": 4})
+    step = stencil.stencil(lambda u: (u[2:] + u[:-2]) / 2, "1+x/a+1 -> x/a", overlap=True)
+
+    def body(u):
+        advance = jax.checkpoint(lambda u, _: (jax.vmap(step)(u), None))
+        return jax.lax.scan(advance, u, None, length=5)[0]
+
+    run = spmd.kernel("n x/a -> n x/a", mesh=mesh)(body)
+    x = numbers(0, (3, 16))
+    want = np.asarray(x)
+    for _ in range(5):
+        want = (np.roll(want, 1, 1) + np.roll(want, -1, 1)) / 2
+    for mode in MODES:
+        out, (gradient,) = pulled(getattr(run, mode), x, by=x)
+        close(out, want)
+        close(gradient, want)  # symmetric
+
+
+# --- differences and convolutions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_diff(edge: str) -> None:
+    x = numbers(0, (6, 8))
+    run = spmd.kernel("y x/a -> y x/a", mesh=make_mesh({"a": 4}))(lambda u: stencil.diff(u, "... [x/a]", edge=edge))
+    want = np.diff(np.pad(np.asarray(x), ((0, 0), (0, 1)), mode=EDGES[edge]), axis=1)
+    for mode in MODES:
+        close(getattr(run, mode)(x), want)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5, 1), (2, 2), (9, 3)])
+def test_convolve(shape: tuple[int, int]) -> None:
+    x, w = numbers(0, (2, 12, 10)), numbers(1, shape)
+    run = spmd.kernel("n x/a y/b, w v -> n x/a y/b", mesh=make_mesh({"a": 4, "b": 2}))(
+        lambda u, w: stencil.convolve(u, w, "n [x/a] [y/b]")
+    )
+    whole = lambda x, w: jnp.stack([jax.scipy.signal.convolve(one, w, mode="same") for one in x])
+    want = np.stack([scipy.signal.convolve(one, w, mode="same") for one in np.asarray(x)])
+    _, gradients = pulled(whole, x, w, by=x)
+    for mode in MODES:
+        out, found = pulled(getattr(run, mode), x, w, by=x)
+        close(out, want)
+        for a, b in zip(found, gradients, strict=True):
+            close(a, b, 1e-4)
+
+
+# --- communication -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "edge", "count", "elements"),
+    [
+        ("x/a y -> 1+x/a+1 y", "periodic", 2, 2 * 6),
+        ("x/a y -> 2+x/a y", "zero", 1, 2 * 6),
+        ("x/a y -> 5+x/a y", "periodic", 3, 5 * 6),  # blocks of 2: two whole ones and a half
+        ("x/a y -> 1+x/a+1 y", "reflect", 2, 2 * 6),
+        ("x/a y -> x/a 1+y+1", "edge", 0, 0),
+        ("x/a y/b -> 1+x/a+1 1+y/b+1", "periodic", 4, 2 * 3 + 2 * 4),  # the corners with the second dimension
+    ],
+)
+def test_permutes_and_bytes(pattern: str, edge: str, count: int, elements: int) -> None:
+    mesh = make_mesh({"a": 4, "b": 2})
+    x = spmd.shard(jnp.ones((8, 6)), pattern.split(" ->")[0], mesh=mesh)
+    spec = spmd.Layout(pattern.split(" ->")[0]).spec
+    halo = jax.shard_map(lambda x: stencil.halo(x, pattern, edge=edge), mesh=mesh, in_specs=spec, out_specs=spec)
+    report = spmd.inspect.collectives(jax.jit(halo), x, mesh=mesh)
+    assert report.counts == ({"ppermute": count} if count else {})
+    assert report.total_bytes == 4 * elements
+    lay = jax.NamedSharding(mesh, spec)
+    back = jax.jit(lambda x, ct: jax.vjp(halo, x)[1](ct), in_shardings=(lay, lay), out_shardings=(lay,))
+    both = spmd.inspect.collectives(back.lower(x, jax.eval_shape(halo, x)).compile(), mesh=mesh)
+    assert both.counts == report.counts and both.total_bytes == report.total_bytes
+
+
+def test_overlapped_work_does_not_wait() -> None:
+    """In the compiled program some call of the stencil reads nothing that was sent; without overlap all do."""
+    mesh = make_mesh({"a": 4})
+    x = spmd.shard(jnp.ones((32, 6)), "x/a y", mesh=mesh)
+
+    def waits(overlap: bool) -> list[bool]:
+        step = stencil.stencil(lambda u: jnp.sin(u[2:]) + u[:-2], "1+x/a+1 y -> x/a y", overlap=overlap)
+        jaxpr = spmd.kernel("x/a y -> x/a y", mesh=mesh)(step).trace(x).jaxpr
+        found: list[bool] = []
+        sent: set = set()
+        for eqn in inner_body(jaxpr).eqns:
+            reads = any(v in sent for v in eqn.invars if not hasattr(v, "val"))
+            if eqn.primitive.name == "ppermute" or reads:
+                sent |= set(eqn.outvars)
+            if eqn.primitive.name == "sin":
+                found.append(reads)
+        return found
+
+    assert waits(overlap=False) == [True]
+    assert sorted(waits(overlap=True)) == [False, True, True]
+
+
+def inner_body(jaxpr):
+    """The body of the shard_map in it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            return eqn.params["jaxpr"]
+        for value in eqn.params.values():
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                found = inner_body(value)
+                if found is not None:
+                    return found
+    return None
+
+
+def test_no_more_permutes_than_the_compiler_needs() -> None:
+    """The same stencil by XLA's own partitioner, from `jnp.roll` and from a convolution."""
+    mesh = make_mesh({"a": 8})
+    x = spmd.shard(jnp.ones((64, 6)), "x/a y", mesh=mesh)
+    ours = spmd.kernel("x/a y -> x/a y", mesh=mesh)(stencil.stencil(lambda u: u[2:] + u[:-2], "1+x/a+1 y -> x/a y"))
+    rolled = jax.jit(lambda u: jnp.roll(u, -1, 0) + jnp.roll(u, 1, 0), out_shardings=x.sharding)
+    mine, theirs = (spmd.inspect.collectives(f, x, mesh=mesh) for f in (ours, rolled))
+    assert mine.counts == {"ppermute": 2}
+    assert mine.counts["ppermute"] <= sum(theirs.counts.values()) and mine.total_bytes <= theirs.total_bytes
