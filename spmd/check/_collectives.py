@@ -171,16 +171,16 @@ def retypes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
     return [o._replace(different=o.different & ~axes, origin=walk.origins.without(o.origin, names)) for o in operands]
 
 
-def changes_places(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Our own point-to-point rounds: different along the axes that divide the result, equal along the others."""
+def relays(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Our own change of layout: different along the axes that divide the result, equal along the others it used."""
     [o] = operands
-    kind = eqn.params["kind"]
-    there = [axis for axes in kind.after for axis in axes]
-    left = [axis for axis in kind.axes if axis not in there]
-    origin = walk.origins.without(o.origin, left)
-    for axis in there:
+    there = {axis for axes in eqn.params["request"].target for axis in axes}
+    moving = [axis for axis in eqn.params["moving"] if axis not in there]
+    origin = walk.origins.without(o.origin, moving)
+    new = [axis for axis in eqn.params["moving"] if axis in there]
+    for axis in new:
         origin |= walk.origin_of(eqn, axis)
-    different = (o.different & ~walk.axes.mask(left)) | walk.axes.mask(there)
+    different = (o.different & ~walk.axes.mask(moving)) | walk.axes.mask(new)
     uniform = EVERYWHERE if o.uniform == EVERYWHERE else 0
     return [State(different, o.partial, uniform, o.flags, origin)]
 
@@ -201,7 +201,7 @@ COLLECTIVES: dict[str, Callable[[Walk, Any, Sequence[State]], list[State]]] = {
     "axis_index": indexes,
     "spmd_split": splits,
     "spmd_retype": retypes,
-    "spmd_exchange": changes_places,
+    "spmd_relayout": relays,
     **dict.fromkeys(("optimization_barrier", "device_put", "copy_p"), _each),
     **dict.fromkeys(("vary_unreduced_cast", "vary_unreduced_cast_p"), declares_partial),
 }

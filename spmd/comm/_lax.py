@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 Axes = tuple[str, ...]
+Groups = list[list[int]] | None
 
 
 def psum(x: Any, axes: Axes) -> Any:
@@ -47,9 +48,9 @@ def pmin(x: Any, axes: Axes) -> Any:
     return lax.pmin(_compat.pvary(x, axes), axes) if axes else x
 
 
-def all_gather(x: Any, axes: Axes, dim: int, to: str) -> Any:
+def all_gather(x: Any, axes: Axes, dim: int, to: str, groups: Groups = None) -> Any:
     """The blocks along `axes`, major axis first, joined in dimension `dim`."""
-    return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to)
+    return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to, axis_index_groups=groups)
 
 
 def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
@@ -57,9 +58,9 @@ def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
     return lax.psum_scatter(_compat.pvary(x, axes), axes, scatter_dimension=dim, tiled=True)
 
 
-def all_to_all(x: Any, axes: Axes, split: int, concat: int) -> Any:
+def all_to_all(x: Any, axes: Axes, split: int, concat: int, groups: Groups = None) -> Any:
     """Divide dimension `split` over `axes` and make `concat` whole again, one step inwards."""
-    return lax.all_to_all(_compat.pvary(x, axes), axes, split, concat, tiled=True)
+    return lax.all_to_all(_compat.pvary(x, axes), axes, split, concat, tiled=True, axis_index_groups=groups)
 
 
 def ppermute(x: Any, axes: Axes, sizes: dict[str, int], perm: Sequence[tuple[int, int]]) -> Any:

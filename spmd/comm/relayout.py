@@ -12,7 +12,7 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides, check_to
-from spmd.comm.planner._route import Request, route
+from spmd.comm.planner._route import Request
 from spmd.comm.planner._run import run
 from spmd.comm.planner.plan import check_prefer
 from spmd.hardware import Hardware
@@ -220,8 +220,7 @@ def _planned(call: Call, operand: Operand, dst: Layout, to: str, prefer: str, pr
     )
     stays = _compat.varying_axes(x) - here - there - set(request.summed)
     copies = stays | (here - there if to == "varying" else set())
-    equal = tuple(a for a in frame.axis_names if a in here - there and a not in copies)
-    x = run(x, route(request).legs, dict(frame.sizes), frozenset(copies), equal)
+    x = run(x, request, frozenset(copies))
     for dim, axes in enumerate(after):  # a plan does not see axes of size 1, the checks of layouts do
         for axis in axes:
             if frame.axis_size(axis) == 1 and axis not in here:

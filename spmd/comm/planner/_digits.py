@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd.comm.planner._problem import Placement, Problem
 
-__all__ = ["Round", "Rounds", "permutation", "rounds_between", "schedule"]
+__all__ = ["Round", "Rounds", "permutation", "primes", "rounds_between", "schedule"]
 
 MOST_ROUNDS = 64
 Digit = tuple[int, int]
@@ -121,8 +121,8 @@ def _mixed(devices: Sequence[np.ndarray], axes: Sequence[int], run: Sequence[int
 
 
 def _match(axes: Sequence[int], source: Placement, target: Placement) -> _Match | None:
-    digits = {axis: [(axis, i) for i in range(len(_primes(n)))] for axis, n in enumerate(axes)}
-    radix = {digit: prime for axis, n in enumerate(axes) for digit, prime in zip(digits[axis], _primes(n), strict=True)}
+    digits = {axis: [(axis, i) for i in range(len(primes(n)))] for axis, n in enumerate(axes)}
+    radix = {digit: prime for axis, n in enumerate(axes) for digit, prime in zip(digits[axis], primes(n), strict=True)}
     found = _Match(radix, [], [], [])
     for have, want in zip(source, target, strict=True):
         a, b = ([d for axis in side for d in digits[axis]] for side in (have, want))
@@ -177,7 +177,7 @@ def _places(digits: dict[Digit, np.ndarray], dims: list[list[Digit]], radix: dic
 
 
 @functools.cache
-def _primes(n: int) -> tuple[int, ...]:
+def primes(n: int) -> tuple[int, ...]:
     """The prime factors of n, the small ones first."""
     found, p = [], 2
     while n > 1:

@@ -41,7 +41,7 @@ def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterato
       sends: Whether point-to-point rounds may be used.
       limit: Elements per device that no step may exceed.
     """
-    yield from _landings(problem, state)
+    yield from _landings(problem, state, limit)
     if not state.summed:
         yield from _permutes(problem, state)
         if sends and state.placement != problem.target:
@@ -53,9 +53,10 @@ def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterato
     yield from _gathers(problem, state, limit)
 
 
-def _landings(problem: Problem, state: State) -> Iterator[Move]:
+def _landings(problem: Problem, state: State, limit: int) -> Iterator[Move]:
     """split and all_to_all: some dimensions lose the axes at their end, which land at the end of others, in any order
-    and with axes between them on which the array is equal (each device keeps its own block of those)."""
+    and with axes between them on which the array is equal (each device keeps its own block of those). Of the axes lost
+    some may land nowhere: along those every device gets the same, as from an all_gather."""
     placement, local = state.placement, problem.local(state.placement)
     free = problem.free(state)
     for keep in itertools.product(*(range(len(axes) + 1) for axes in placement)):
@@ -64,13 +65,17 @@ def _landings(problem: Problem, state: State) -> Iterator[Move]:
         if not gains:
             continue
         kept = tuple(axes[:k] for axes, k in zip(placement, keep, strict=True))
-        group = problem.count(lost)
-        for after, run in _landed(problem, kept, gains, lost, free):
-            if not lost:
+        if not lost:
+            for after, _ in _landed(problem, kept, gains, (), free):
                 yield Move("split", (), State(after, state.summed), 0, 0)
-            else:
+        group = problem.count(lost)
+        for landing in _choices(lost):
+            if not landing or (state.summed and len(landing) < len(lost)):
+                continue
+            for after, run in _landed(problem, kept, gains, landing, free):
                 shard = local * group // problem.count(run)
-                yield Move("all_to_all", lost, State(after, state.summed), shard - shard // group)
+                if shard <= limit:
+                    yield Move("all_to_all", lost, State(after, state.summed), shard - shard // group)
 
 
 def _landed(

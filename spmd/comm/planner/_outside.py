@@ -43,12 +43,10 @@ def _program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...
     """The steps, to be compiled once; None where nothing travels."""
     before, after = _placement(source, len(shape)), _placement(target, len(shape))
     mesh = tuple(source.mesh.shape.items())
-    legs = route(Request(shape, mesh, before, after, itemsize=itemsize)).legs
-    if not any(leg.collectives for leg in legs):
+    request = Request(shape, mesh, before, after, itemsize=itemsize)
+    if not any(leg.collectives for leg in route(request).legs):
         return None
-    divided = {axis for axes in after for axis in axes}
-    equal = tuple(axis for axis in source.mesh.axis_names if axis not in divided)
-    body = functools.partial(run, legs=legs, mesh=dict(mesh), copies=frozenset(), equal=equal)
+    body = functools.partial(run, request=request, copies=frozenset())
     moved = jax.shard_map(body, mesh=source.mesh, in_specs=source.spec, out_specs=target.spec)
     return jax.jit(moved, out_shardings=target)
 

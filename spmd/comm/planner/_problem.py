@@ -26,7 +26,7 @@ class State(NamedTuple):
 class Problem:
     """From one placement to another.
 
-    Mesh axes are numbers, in mesh order; their sizes are `axes`. An axis of size 1 or one that stands at the front of a
+    Mesh axes are numbers; their sizes are `axes`. An axis of size 1 or one that stands at the front of a
     dimension on both sides is no part of the problem.
 
     Attributes:

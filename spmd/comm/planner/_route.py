@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from spmd.comm.planner._digits import primes
+from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._moves import Move
 from spmd.comm.planner._problem import Placement, Problem, State
 from spmd.comm.planner._search import Route, search
@@ -14,8 +16,8 @@ from spmd.hardware import Hardware
 
 __all__ = ["Axes", "Leg", "NamedRoute", "Request", "route"]
 
-Axes = tuple[str, ...]
 MOST_BORROWED = 3
+MOST_PARTS = 5
 
 
 @dataclass(frozen=True)
@@ -76,62 +78,76 @@ class NamedRoute:
       legs: The steps.
       bound: Bytes that some device must receive, whatever the method.
       exceeds: Whether some array on the way is larger per device than both ends.
+      grid: The axes that the steps name.
     """
 
     legs: tuple[Leg, ...]
     bound: int
     exceeds: bool
+    grid: Grid
 
 
 @functools.lru_cache(maxsize=8192)
 def route(request: Request) -> NamedRoute:
     """Plan, once for each request."""
-    asked = _Named(request, borrow=False)
-    bound = asked.problem.bound(State(asked.problem.source, asked.problem.summed))
-    if asked.problem.source == asked.problem.target and not asked.problem.summed:
-        return NamedRoute((), 0, False)
-    found = asked.search()
-    if found.elements > bound and not request.summed and request.prefer == "collectives":
-        # An axis that neither side names holds copies: slices of them may travel and be gathered at the end.
-        wider = _Named(request, borrow=True)
-        if len(wider.names) > len(asked.names):
-            other = wider.search()
-            if (other.exceeds, other.elements) < (found.exceeds, found.elements):
-                asked, found = wider, other
-    return NamedRoute(asked.legs(found.moves), bound * request.itemsize, found.exceeds)
+    best = _Named(request, Grid(request.mesh))
+    bound = best.problem.bound(State(best.problem.source, best.problem.summed))
+    if best.problem.source == best.problem.target and not best.problem.summed:
+        return NamedRoute((), 0, False, best.grid)
+    if best.found.elements > bound and not request.summed and request.prefer == "collectives":
+        for other in _others(request, best):
+            if (other.found.exceeds, other.found.elements) < (best.found.exceeds, best.found.elements):
+                best = other
+    return NamedRoute(best.legs, bound * request.itemsize, best.found.exceeds, best.grid)
+
+
+def _others(request: Request, plain: _Named) -> Iterator[_Named]:
+    """The same request with more to choose from."""
+    # An axis that neither side names holds copies: slices of them may travel and be gathered at the end.
+    named = {*plain.names, *(a for axes in (*plain.front, request.kept) for a in axes)}
+    spare = sorted((n, a) for a, n in request.mesh if n > 1 and a not in named)[:MOST_BORROWED]
+    if spare:
+        yield _Named(request, plain.grid, tuple(a for _, a in spare))
+    # An axis of 4 is one of 2 in another.
+    parts = {a: primes(n) if a in plain.names else (n,) for a, n in request.mesh}
+    if any(len(p) > 1 for p in parts.values()) and sum(len(parts[a]) for a in plain.names) <= MOST_PARTS:
+        names = {a: (a,) if len(p) == 1 else tuple(f"{a}_{i + 1}" for i in range(len(p))) for a, p in parts.items()}
+        pairs = [(name, n, a) for a, p in parts.items() for name, n in zip(names[a], p, strict=True)]
+        grid = Grid(tuple((name, n) for name, n, _ in pairs), tuple((name, a) for name, _, a in pairs if name != a))
+        if len(grid.sizes) == len(pairs):  # no part has the name of an axis
+            sides = (
+                [tuple(b for a in axes for b in names[a]) for axes in side] for side in (request.source, request.target)
+            )
+            source, target = map(tuple, sides)
+            yield _Named(replace(request, mesh=grid.mesh, source=source, target=target), grid)
 
 
 class _Named:
-    """A request as a problem in numbers, and the way back."""
+    """A request as a problem in numbers, and the way back. `spare` are axes to be used though nobody names them."""
 
-    def __init__(self, request: Request, *, borrow: bool) -> None:
-        self.request = request
-        self.sizes = dict(request.mesh)
+    def __init__(self, request: Request, grid: Grid, spare: Axes = ()) -> None:
+        self.request, self.grid, self.sizes = request, grid, grid.sizes
         source, target = (
             [tuple(a for a in axes if self.sizes[a] > 1) for axes in side] for side in (request.source, request.target)
         )
         self.front = [_common(a, b) for a, b in zip(source, target, strict=True)]
         rest = [(a[len(f) :], b[len(f) :]) for a, b, f in zip(source, target, self.front, strict=True)]
         summed = [a for a in request.summed if self.sizes[a] > 1]
-        named = {a for pair in rest for axes in pair for a in axes}.union(summed)
-        if borrow:
-            used = {a for axes in self.front for a in axes}.union(request.kept)
-            others = [a for a, n in request.mesh if n > 1 and a not in named and a not in used]
-            named.update(sorted(others, key=lambda a: self.sizes[a])[:MOST_BORROWED])
-        self.names = tuple(a for a, _ in request.mesh if a in named)
+        # in order of appearance, so that a problem is solved once whatever its axes are called
+        named = dict.fromkeys([*(a for axes, _ in rest for a in axes), *(a for _, axes in rest for a in axes), *summed])
+        named.update(dict.fromkeys(spare))
+        self.names = tuple(named)
         number = {a: i for i, a in enumerate(self.names)}
         self.problem = Problem(
-            sizes=tuple(n // self.count(f) for n, f in zip(request.sizes, self.front, strict=True)),
+            sizes=tuple(n // grid.count(f) for n, f in zip(request.sizes, self.front, strict=True)),
             axes=tuple(self.sizes[a] for a in self.names),
             source=tuple(tuple(number[a] for a in axes) for axes, _ in rest),
             target=tuple(tuple(number[a] for a in axes) for _, axes in rest),
-            summed=tuple(number[a] for a in self.names if a in summed),
+            summed=tuple(sorted(number[a] for a in summed)),
         )
 
-    def count(self, axes: Axes) -> int:
-        return math.prod(self.sizes[a] for a in axes)
-
-    def search(self) -> Route:
+    @functools.cached_property
+    def found(self) -> Route:
         """The route in numbers."""
         hardware, sends = self.request.hardware, self.request.prefer == "bytes"
         if hardware is None:
@@ -148,17 +164,21 @@ class _Named:
         fastest = self.request.itemsize / sum(link.bandwidth for link in links)  # all links at once
         return search(self.problem, seconds=seconds, fastest=fastest)
 
-    def legs(self, moves: tuple[Move, ...]) -> tuple[Leg, ...]:
+    @property
+    def legs(self) -> tuple[Leg, ...]:
         """The steps in names."""
         found, before = [], self.problem.source
-        for move in moves:
-            axes = tuple(self.names[i] for i in sorted(move.axes))
+        for move in self.found.moves:
+            axes, summed = (self._in_mesh_order(ids) for ids in (move.axes, move.after.summed))
             after = move.after.placement
-            summed = tuple(self.names[i] for i in move.after.summed)
             ends = self._placed(before), self._placed(after)
             found.append(Leg(move.kind, axes, *ends, summed, self._bytes(move, before), move.collectives))
             before = after
         return tuple(found)
+
+    def _in_mesh_order(self, ids: tuple[int, ...]) -> Axes:
+        found = {self.names[i] for i in ids}
+        return tuple(a for a in self.sizes if a in found)
 
     def _placed(self, placement: Placement) -> tuple[Axes, ...]:
         return tuple(

@@ -1,94 +1,145 @@
-"""A route, run on one device's shard inside a shard_map."""
+"""A route, run on one device's shard inside a shard_map.
+
+Each collective of several dimensions is one of `jax.lax` between two local transpositions: the pieces for the devices
+of its group in front, one for each, and what comes in put in its place.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat
 from spmd.comm import _lax
-from spmd.comm._lax import retype
-from spmd.comm._marks import assert_equal_p
-from spmd.comm.planner._digits import Round, Rounds, permutation, schedule
-from spmd.comm.planner._route import Axes, Leg, Request, route
+from spmd.comm.planner._digits import Placement, Round, Rounds, permutation, schedule
+from spmd.comm.planner._grid import Axes, Grid
+from spmd.comm.planner._route import Leg, Request, route
 
 __all__ = ["run"]
-
 
 Copies = frozenset[str]
 
 
-def run(x: Any, legs: Sequence[Leg], mesh: Mapping[str, int], copies: Copies, equal: Axes) -> Any:
-    """The steps on a shard that has one dimension per factor.
+def run(x: Any, request: Request, copies: Copies) -> Any:
+    """Bring a shard that has one dimension per factor from the source to the target of a request.
+
+    Of the axes that leave, the result is invarying along all but `copies`, along which it is typed varying: there its
+    gradients are parts of a sum.
 
     Args:
       x: The shard.
-      legs: The steps.
-      mesh: All mesh axes with their sizes, in mesh order.
-      copies: Axes along which the result, where it is not divided, is typed varying; else it is invarying.
-      equal: Axes along which the result is invarying whatever the steps did: those of size 1 that leave.
+      request: What is asked for; all axes that the steps use are manual here.
+      copies: Axes along which equal values are typed varying afterwards.
     """
-    for leg in legs:
-        x = _STEPS[leg.kind](x, leg, mesh, copies)
-    return retype(x, tuple(a for a in equal if a in _compat.varying_axes(x)), "invarying")
+    x = _run(x, request, copies)
+    here, there = (frozenset(a for axes in side for a in axes) for side in (request.source, request.target))
+    unit = tuple(a for a in here - there - copies if a in _compat.varying_axes(x))  # a plan does not see their size, 1
+    return _lax.retype(x, unit, "invarying")
+
+
+def _run(x: Any, request: Request, copies: Copies) -> Any:
+    found = route(request)
+    done = next((i for i in reversed(range(len(found.legs))) if found.legs[i].kind in ("psum", "psum_scatter")), -1) + 1
+    for leg in found.legs[:done]:
+        x = _STEPS[leg.kind](x, leg, found.grid, copies)
+    rest = found.legs[done:]
+    if all(_is_own_reverse(leg, copies) for leg in rest):
+        for leg in rest:
+            x = _STEPS[leg.kind](x, leg, found.grid, copies)
+        return x
+    if done:
+        request = replace(request, source=rest[0].before, summed=())
+    here, there = (frozenset(a for axes in side for a in axes) for side in (request.source, request.target))
+    moving = found.grid.whole([a for leg in rest for a in _all_axes(leg)])
+    # Copies that are typed varying: one of the equal results' gradients goes back, to one of them.
+    x = _lax.retype(
+        x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here), "invarying", once=True
+    )
+    x = _bound(x, request, moving)
+    return _compat.pvary(x, tuple(a for a in moving if a in copies and a not in there))
+
+
+def _is_own_reverse(leg: Leg, copies: Copies) -> bool:
+    """Whether JAX's own transpose of a step is the step back, of no more bytes than it needs."""
+    here, there = ({a for axes in side for a in axes} for side in (leg.before, leg.after))
+    return (
+        leg.kind in ("split", "all_gather")
+        or (leg.kind == "all_to_all" and here - there <= copies)
+        or (leg.kind == "ppermute" and here == there)
+    )
+
+
+def _all_axes(leg: Leg) -> set[str]:
+    lost, gained = _runs(leg)
+    return {*leg.axes, *(a for run in (*lost, *gained) for a in run)}
 
 
 # --- splitting, gathering, exchanging -------------------------------------------------------------------------
 
 
-def _kept(before: Axes, after: Axes) -> int:
-    """How many axes stay in front."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-
-
 def _runs(leg: Leg) -> tuple[list[Axes], list[Axes]]:
     """The axes that each dimension loses, and those that it gains."""
-    keep = [_kept(a, b) for a, b in zip(leg.before, leg.after, strict=True)]
-    lost = [axes[k:] for axes, k in zip(leg.before, keep, strict=True)]
-    return lost, [axes[k:] for axes, k in zip(leg.after, keep, strict=True)]
+    lost, gained = [], []
+    for before, after in zip(leg.before, leg.after, strict=True):
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+        keep = sum(1 for _ in pairs)
+        lost.append(before[keep:])
+        gained.append(after[keep:])
+    return lost, gained
 
 
-def _split(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
+def _split(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
     for dim, gained in enumerate(_runs(leg)[1]):
         for axis in gained:
-            x = _lax.slice_block(x, axis, dim, mesh[axis])
+            x = _slice(x, axis, dim, mesh)
     return x
 
 
-def _all_gather(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
+def _slice(x: Any, axis: str, dim: int, mesh: Grid) -> Any:
+    if axis not in mesh.part_of:
+        return _lax.slice_block(x, axis, dim, mesh.sizes[axis])
+    size = x.shape[dim] // mesh.sizes[axis]
+    return lax.dynamic_slice_in_dim(x, mesh.index(axis) * size, size, dim)
+
+
+def _all_gather(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
     lost, _ = _runs(leg)
     divided_later = {axis for axes in leg.after for axis in axes}
-    kind = {a: "varying" if a in copies or a in divided_later else "invarying" for a in leg.axes}
+    kind = {a: "varying" if a in copies or a in divided_later or a in mesh.part_of else "invarying" for a in leg.axes}
+    dims = [dim for dim, axes in enumerate(lost) if axes]
     if len(set(kind.values())) > 1:
-        for dim, axes in enumerate(lost):
-            for axis in reversed(axes):
+        for dim in dims:
+            for axis in reversed(lost[dim]):
                 x = _lax.all_gather(x, (axis,), dim, kind[axis])
         return x
     to = kind[leg.axes[0]]
-    dims = [dim for dim, axes in enumerate(lost) if axes]
-    if len(dims) == 1:
+    axes, groups = mesh.group(leg.axes)
+    if len(dims) == 1 and groups is None:
         return _lax.all_gather(x, lost[dims[0]], dims[0], to)
-    return _joined(_lax.all_gather(x[None], leg.axes, 0, to), lost, leg.axes, mesh)
+    return _joined(_lax.all_gather(x[None], axes, 0, to, groups), lost, leg.axes, mesh)
 
 
-def _all_to_all(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
+def _all_to_all(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
     lost, gained = _runs(leg)
     losing, gaining = ([dim for dim, axes in enumerate(side) if axes] for side in (lost, gained))
-    if len(losing) == len(gaining) == 1 and lost[losing[0]] == gained[gaining[0]]:
+    axes, groups = mesh.group(leg.axes)
+    if len(losing) == len(gaining) == 1 and lost[losing[0]] == gained[gaining[0]] and groups is None:
         return _lax.all_to_all(x, lost[losing[0]], split=gaining[0], concat=losing[0])
-    x = _lax.all_to_all(_pieces(x, gained, leg.axes, mesh), leg.axes, split=0, concat=0)
-    return _joined(x, lost, leg.axes, mesh)
+    pieces = _pieces(x, gained, leg.axes, mesh)
+    return _joined(_lax.all_to_all(pieces, axes, split=0, concat=0, groups=groups), lost, leg.axes, mesh)
 
 
-def _psum_scatter(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
+def _psum_scatter(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
     _, gained = _runs(leg)
     gaining = [dim for dim, axes in enumerate(gained) if axes]
     if len(gaining) == 1 and set(gained[gaining[0]]) == set(leg.axes):
@@ -96,141 +147,87 @@ def _psum_scatter(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> 
     return _lax.psum_scatter(_pieces(x, gained, leg.axes, mesh), leg.axes, 0)[0]
 
 
-def _psum(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
+def _psum(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
     return _lax.psum(x, leg.axes)
 
 
-def _pieces(x: Any, gained: list[Axes], group: Axes, mesh: Mapping[str, int]) -> Any:
+def _pieces(x: Any, gained: list[Axes], group: Axes, mesh: Grid) -> Any:
     """One piece for each device of the group, in front. Of the axes gained that are not in the group, whose devices
-    hold the same, each device keeps its own block."""
-    axes = [(axis, dim) for dim, run in enumerate(gained) for axis in (*run, "")]
-    local = list(x.shape)
-    x = x.reshape([mesh[a] if a else local[d] // math.prod(mesh[b] for b in gained[d]) for a, d in axes])
-    for place, (axis, _) in enumerate(axes):
+    hold the same, each device keeps its own block; along axes of the group that no dimension gains all get the same."""
+    axes = [axis for run in gained for axis in (*run, "")]
+    counts = [mesh.count(run) for run in gained]
+    local = iter(n // count for n, count in zip(x.shape, counts, strict=True))
+    x = x.reshape([mesh.sizes[axis] if axis else next(local) for axis in axes])
+    for place, axis in enumerate(axes):
         if axis and axis not in group:
-            x = _lax.slice_block(x, axis, place, mesh[axis])
-    order = [place for axis in group for place, (a, _) in enumerate(axes) if a == axis]
-    rest = [place for place in range(len(axes)) if place not in order]
-    shape = [math.prod(mesh[a] for a in group), *(x.shape[p] for p in rest if not axes[p][0])]
-    return x.transpose(order + rest).reshape(shape)
+            x = _slice(x, axis, place, mesh)
+    to_front = [axes.index(axis) for axis in group if axis in axes]
+    rest = [place for place in range(len(axes)) if place not in to_front]
+    x = x.transpose(to_front + rest).reshape(
+        [mesh.sizes[a] if a in axes else 1 for a in group] + [x.shape[p] for p in rest if not axes[p]]
+    )
+    shape = x.shape[len(group) :]
+    if x.shape[: len(group)] == tuple(mesh.sizes[a] for a in group):
+        return x.reshape(-1, *shape)
+    copied = jnp.broadcast_to(x, (*(mesh.sizes[a] for a in group), *shape)).reshape(-1, *shape)
+    return lax.optimization_barrier(copied)  # XLA would take equal pieces for one array, and then fail to lay it out
 
 
-def _joined(x: Any, lost: list[Axes], group: Axes, mesh: Mapping[str, int]) -> Any:
+def _joined(x: Any, lost: list[Axes], group: Axes, mesh: Grid) -> Any:
     """The pieces in front, one from each device of the group, put in their places."""
-    x = x.reshape([mesh[a] for a in group] + list(x.shape[1:]))
+    x = x.reshape([mesh.sizes[a] for a in group] + list(x.shape[1:]))
     order = [place for dim, run in enumerate(lost) for place in (*(group.index(a) for a in run), len(group) + dim)]
-    shape = [x.shape[len(group) + dim] * math.prod(mesh[a] for a in run) for dim, run in enumerate(lost)]
+    shape = [x.shape[len(group) + dim] * mesh.count(run) for dim, run in enumerate(lost)]
     return x.transpose(order).reshape(shape)
 
 
 # --- point to point -------------------------------------------------------------------------------------------
 
 
-def _ppermute(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
-    kind = Exchange.of(leg, mesh, once=True)
-    if kind.shape(x.shape) != x.shape:
-        return _exchanged(x, leg, kind, copies)
-    [one] = _rounds(kind, x.shape).rounds
-    return _between(x, leg, copies, lambda x: lax.ppermute(x, leg.axes, _pairs(one)))
+def _ppermute(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
+    found = _rounds(permutation, leg, mesh, x.shape)
+    [one] = found.rounds
+    axes, _ = mesh.group(leg.axes)
+    if found.piece != x.shape:
+        x = lax.dynamic_slice(x, _corner(one.reads, found.piece, mesh.number(leg.axes)), found.piece)
+    return lax.ppermute(_compat.pvary(x, axes), axes, _pairs(one, leg.axes, mesh))
 
 
-def _sends(x: Any, leg: Leg, mesh: Mapping[str, int], copies: Copies) -> Any:
-    return _exchanged(x, leg, Exchange.of(leg, mesh, once=False), copies)
-
-
-def _exchanged(x: Any, leg: Leg, kind: Exchange, copies: Copies) -> Any:
-    """What only some of the devices that hold a block send: as a primitive, whose gradient is the way back."""
-    if _compat.varying_axes(x).intersection(leg.axes) <= {a for run in kind.before for a in run}:
-        out = exchange_p.bind(x, kind=kind)
-        leaving = (a for a in leg.axes if a in copies and a not in _compat.varying_axes(out))
-        return _compat.pvary(out, tuple(leaving))
-    return _between(x, leg, copies, lambda x: _in_rounds(_compat.pvary(x, leg.axes), kind))
-
-
-def _between(x: Any, leg: Leg, copies: Copies, move: Callable[[Any], Any]) -> Any:
-    """Run what moves shards from the devices of some axes to those of others, and type the result.
-
-    Axes that come in hold equal shards, and so do afterwards those that leave. Where JAX knows the former, it is told
-    the latter, and the gradient is the way back. Where the shards that come in are typed varying, their gradients are
-    parts of a sum: then one of the results' equal gradients is taken, and goes back to one.
-    """
-    here, there = ({a for axes in side for a in axes} for side in (leg.before, leg.after))
-    copied = [a for a in leg.axes if a not in here and a in _compat.varying_axes(x)]
-    fresh = tuple(a for a in leg.axes if a not in here and a not in copied)
-    x = retype(x, fresh, "varying") if not copied else _compat.pvary(x, fresh)
-    out = move(x)
-    leaving = tuple(a for a in leg.axes if a not in there)
-    if copied:
-        stay = tuple(a for a in leaving if a in copies)
-        out = assert_equal_p.bind(out, axes=stay, why="equal shards moved") if stay else out
-        return retype(out, tuple(a for a in leaving if a not in copies), "invarying", once=True)
-    return _compat.pvary(retype(out, leaving, "invarying"), tuple(a for a in leaving if a in copies))
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A change of places over some axes, as a parameter of a primitive: one permutation, or rounds of pieces."""
-
-    axes: Axes
-    sizes: tuple[int, ...]
-    before: tuple[Axes, ...]
-    after: tuple[Axes, ...]
-    once: bool
-
-    @staticmethod
-    def of(leg: Leg, mesh: Mapping[str, int], *, once: bool) -> Exchange:
-        """That of a step; axes that stay in front are left out."""
-        before, after = (
-            tuple(tuple(a for a in axes if a in leg.axes) for axes in side) for side in (leg.before, leg.after)
-        )
-        return Exchange(leg.axes, tuple(mesh[a] for a in leg.axes), before, after, once)
-
-    def in_front(self) -> Exchange:
-        """With another dimension before the others."""
-        return replace(self, before=((), *self.before), after=((), *self.after))
-
-    def whole(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes that shards of this shape make together."""
-        return tuple(n * self._count(run) for n, run in zip(local, self.before, strict=True))
-
-    def shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a shard afterwards."""
-        return tuple(
-            n * self._count(a) // self._count(b) for n, a, b in zip(local, self.before, self.after, strict=True)
-        )
-
-    def _count(self, axes: Axes) -> int:
-        return math.prod(self.sizes[self.axes.index(a)] for a in axes)
-
-
-@functools.lru_cache(maxsize=256)
-def _rounds(kind: Exchange, local: tuple[int, ...]) -> Rounds:
-    before, after = (
-        tuple(tuple(kind.axes.index(a) for a in axes) for axes in side) for side in (kind.before, kind.after)
-    )
-    return (permutation if kind.once else schedule)(kind.whole(local), kind.sizes, before, after)
-
-
-def _pairs(one: Round) -> list[tuple[int, int]]:
-    """Who sends to whom."""
-    return list(zip(one.sender.tolist(), range(len(one.sender)), strict=True))
-
-
-def _in_rounds(x: Any, kind: Exchange) -> Any:
+def _sends(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
     """Each device's target, put together from the pieces that come in."""
-    found = _rounds(kind, x.shape)
-    me = _lax.axis_index(kind.axes, dict(zip(kind.axes, kind.sizes, strict=True)))
-    if kind.once:
-        [one] = found.rounds
-        part = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
-        return lax.ppermute(part, kind.axes, _pairs(one))
-    out = _compat.pvary(jnp.zeros(kind.shape(x.shape), x.dtype), tuple(_compat.varying_axes(x)))
+    found = _rounds(schedule, leg, mesh, x.shape)
+    me, (axes, _) = mesh.number(leg.axes), mesh.group(leg.axes)
+    shape = [n * mesh.count(b) // mesh.count(c) for n, b, c in zip(x.shape, leg.before, leg.after, strict=True)]
+    x = _compat.pvary(x, axes)
+    out = _compat.pvary(jnp.zeros(shape, x.dtype), tuple(_compat.varying_axes(x)))
     for one in found.rounds:
         piece = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
         if (one.sender != np.arange(len(one.sender))).any():
-            piece = lax.ppermute(piece, kind.axes, _pairs(one))
+            piece = lax.ppermute(piece, axes, _pairs(one, leg.axes, mesh))
         out = lax.dynamic_update_slice(out, piece, _corner(one.writes, found.piece, me))
     return out
+
+
+def _rounds(
+    make: Callable[[tuple[int, ...], tuple[int, ...], Placement, Placement], Rounds],
+    leg: Leg,
+    mesh: Grid,
+    local: tuple[int, ...],
+) -> Rounds:
+    """The rounds of a step, over its axes only: those that stay in front divide nothing here."""
+    before, after = (
+        tuple(tuple(leg.axes.index(a) for a in run if a in leg.axes) for run in side)
+        for side in (leg.before, leg.after)
+    )
+    counts = tuple(mesh.sizes[a] for a in leg.axes)
+    sizes = tuple(n * math.prod(counts[a] for a in run) for n, run in zip(local, before, strict=True))
+    return make(sizes, counts, before, after)
+
+
+def _pairs(one: Round, axes: Axes, mesh: Grid) -> list[tuple[int, int]]:
+    """Who sends to whom, numbered as JAX numbers the devices along whole axes in mesh order."""
+    lines = mesh.lines(axes)
+    return [(int(line[s]), int(line[r])) for line in lines for r, s in enumerate(one.sender)]
 
 
 def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
@@ -239,39 +236,49 @@ def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
     return [jnp.asarray(column)[me] if column.any() else np.int32(0) for column in starts.T]
 
 
-def _exchange_shape(x: Any, *, kind: Exchange) -> Any:
-    there = [a for run in kind.after for a in run]
-    out = _compat.with_varying(x, there, kind.shape(x.shape))
-    return _compat.without_varying(out, [a for a in kind.axes if a not in there])
+# --- with a gradient of its own -------------------------------------------------------------------------------
 
 
-def _exchange_run(x: Any, *, kind: Exchange) -> Any:
-    return _in_rounds(_compat.pvary(x, kind.axes), kind)
+def _bound(x: Any, request: Request, moving: Axes) -> Any:
+    """The steps as one primitive, which shows them as a jaxpr, and whose transpose is the plan of the way back."""
+    jaxpr = jax.make_jaxpr(functools.partial(_plain, request=request, moving=moving))(x)
+    return relayout_p.bind(x, request=request, moving=moving, jaxpr=jaxpr)
 
 
-def _exchange_transpose(cotangent: Any, *, kind: Exchange) -> Any:
-    back = replace(kind, before=kind.after, after=kind.before)
-    if not kind.once:
-        return exchange_p.bind(cotangent, kind=back)
-    mesh = tuple(zip(kind.axes, kind.sizes, strict=True))
-    legs = route(Request(back.whole(cotangent.shape), mesh, back.before, back.after)).legs
-    return run(cotangent, legs, dict(mesh), frozenset(), ())
+def _plain(x: Any, *, request: Request, moving: Axes) -> Any:
+    """The steps with everything typed varying."""
+    found = route(request)
+    x = _compat.pvary(x, moving)
+    for leg in found.legs:
+        x = _STEPS[leg.kind](x, leg, found.grid, frozenset(moving))
+    there = {a for axes in request.target for a in axes}
+    return _lax.retype(_compat.pvary(x, moving), tuple(a for a in moving if a not in there), "invarying")
 
 
-def _exchange_batch(args: Any, dims: Any, *, kind: Exchange) -> Any:
+def _type(x: Any, *, jaxpr: Any, **_: Any) -> Any:
+    return jaxpr.out_avals[0]
+
+
+def _transpose(cotangent: Any, *, request: Request, moving: Axes, jaxpr: Any) -> Any:
+    return run(cotangent, replace(request, source=request.target, target=request.source), frozenset())
+
+
+def _batch(args: Any, dims: Any, *, request: Request, moving: Axes, jaxpr: Any) -> Any:
     [x], [batch] = args, dims
-    return exchange_p.bind(jnp.moveaxis(x, batch, 0), kind=kind.in_front()), 0
+    x = jnp.moveaxis(x, batch, 0)
+    ends = {side: ((), *getattr(request, side)) for side in ("source", "target")}
+    return _bound(x, replace(request, sizes=(x.shape[0], *request.sizes), **ends), moving), 0
 
 
-exchange_p = _compat.linear_primitive(
-    "spmd_exchange",
-    abstract=_exchange_shape,
-    run=_exchange_run,
-    transpose=_exchange_transpose,
-    batch=_exchange_batch,
+relayout_p = _compat.linear_primitive(
+    "spmd_relayout",
+    abstract=_type,
+    run=lambda x, *, jaxpr, **_: jaxpr_as_fun(jaxpr)(x)[0],
+    transpose=_transpose,
+    batch=_batch,
 )
 
-_STEPS: dict[str, Callable[[Any, Leg, Mapping[str, int], Copies], Any]] = {
+_STEPS: dict[str, Callable[[Any, Leg, Grid, Copies], Any]] = {
     "split": _split,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class _Cost(NamedTuple):
     steps: int = 0
 
 
+@functools.lru_cache(maxsize=8192)
 def search(problem: Problem, *, sends: bool = False, seconds: Seconds | None = None, fastest: float = 0.0) -> Route:
     """The cheapest route.
 
