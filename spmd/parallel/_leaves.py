@@ -145,8 +145,7 @@ def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str) -> list[M
         faults += [f"{path}: {fault}"] if fault else []
         if not fault:
             rest, use = rest.with_rank(len(leaf.shape)), use.with_rank(len(leaf.shape))
-            names = tuple(dim.atoms[0].name if len(dim.atoms) == 1 else "_" for dim in rest.dims)
-            found.append(Move(names, axes_by_dim(rest), axes_by_dim(use), ()))
+            found.append(Move(_names(rest), axes_by_dim(rest), axes_by_dim(use), ()))
     if faults:
         rule = "each parameter has the same dimensions at rest and in use, and no marks."
         raise LayoutError(compose(rule, call=call, got=faults))
@@ -157,6 +156,13 @@ def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str) -> list[M
         rule = f"parameters are gathered over {', '.join(missing)}, which then divides the data too."
         raise MeshError(compose(rule, call=call, got=[f"data={data!r}"], fix=f"data={(*wanted, *missing)!r}"))
     return [move and _with_copies(move, wanted) for move in found]
+
+
+def _names(layout: Layout) -> Axes:
+    """Names for the dimensions; their own, if each has one."""
+    if len(layout.names) == len(layout.dims) == len(layout.atoms):
+        return layout.names
+    return tuple(f"d{i}" for i in range(len(layout.dims)))
 
 
 def _fault(leaf: Any, rest: Layout, use: Layout) -> str:

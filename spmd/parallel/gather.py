@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import jax
@@ -124,16 +125,23 @@ def gather_leaf(w: Any, move: Move | None, dtype: Any, *, again: bool = False, a
 
 @spmd.scope(mapping=None)
 def _moved(move: Move, w: Any, after: Any = None) -> Any:
-    rest = text_of(move.names, move.rest, reduced=move.copies)
-    use = text_of(move.names, move.use, reduced=move.copies)
-    if move.copies:
-        w = spmd.defer(w, f"{text_of(move.names, move.rest)} -> {rest}")
-    if move.rest == move.use:
-        return w
-    if after is not None:
+    w = _defers(move, w)
+    if after is not None and move.rest != move.use:
         held, _ = lax.optimization_barrier((w, after))
         # jax 0.10 types the results of a barrier alike, varying where any operand does, and no cast takes that back
         w = held if jax.typeof(held) == jax.typeof(w) else w
+    return _gathers(move, w)
+
+
+def _defers(move: Move, w: Any) -> Any:
+    rest = text_of(move.names, move.rest)
+    return spmd.defer(w, f"{rest} -> {text_of(move.names, move.rest, reduced=move.copies)}") if move.copies else w
+
+
+def _gathers(move: Move, w: Any) -> Any:
+    if move.rest == move.use:
+        return w
+    rest, use = (text_of(move.names, axes, reduced=move.copies) for axes in (move.rest, move.use))
     return spmd.all_gather(w, f"{rest} -> {use}") if move.tiled else spmd.relayout(w, f"{rest} -> {use}")
 
 
@@ -157,23 +165,34 @@ def reduce_leaf(move: Move, gradient: Any) -> Any:
     return sum_leaf(move, scatter_leaf(move, gradient))
 
 
+# The transposes of `_gathers` and `_defers` are differentiated, not written: what a gradient is made of decides
+# whether it is a sum, and a term that is equal everywhere, as that of a regularizer, is one nevertheless.
+
+
 @spmd.scope(mapping=None)
 def scatter_leaf(move: Move, gradient: Any) -> Any:
     """The first half: what was gathered is summed and divided; a partial sum remains on the copies."""
     if move.rest == move.use:
         return gradient
-    use = text_of(move.names, move.use, (*move.gathered, *move.copies))
-    pattern = f"{use} -> {text_of(move.names, move.rest, move.copies)}"
-    return spmd.psum_scatter(gradient, pattern) if move.tiled else spmd.relayout(gradient, pattern, to="invarying")
+    resting = _defers(move, _nothing(move, gradient, move.use))
+    return jax.vjp(lambda w: _gathers(move, w), resting)[1](gradient)[0]
 
 
 @spmd.scope(mapping=None)
 def sum_leaf(move: Move, gradient: Any) -> Any:
     """The second half: summed over the copies."""
-    if not move.copies:
-        return gradient
-    rest = text_of(move.names, move.rest)
-    return spmd.psum(gradient, f"{text_of(move.names, move.rest, move.copies)} -> {rest}")
+    resting = _nothing(move, gradient, move.rest)
+    return jax.vjp(lambda w: _defers(move, w), resting)[1](gradient)[0] if move.copies else gradient
+
+
+def _nothing(move: Move, like: Any, axes: tuple[Axes, ...]) -> Any:
+    """Zeros in the place of the parameter at rest; `like` is divided over `axes`."""
+    sizes = {}
+    for name, own, local in zip(move.names, axes, like.shape, strict=True):
+        parts = math.prod(spmd.axis_size(axis) for axis in own)
+        held = spmd.local_size("/".join(("n", *own)), n=parts)  # one block, or all where arrays are whole
+        sizes[name] = local * parts // held
+    return spmd.zeros(text_of(move.names, move.rest), dtype=like.dtype, **sizes)
 
 
 def _gather(move: Move, dtype: str, own: str, w: Any) -> Any:
