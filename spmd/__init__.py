@@ -72,7 +72,7 @@ from spmd.placement import from_process_local, init, shard
 
 # isort: split
 # Layers are written with the names above.
-from spmd import nn
+from spmd import nn, parallel
 
 __version__ = "0.1.0"
 
@@ -127,6 +127,7 @@ __all__ = [
     "offset",
     "ones",
     "opaque",
+    "parallel",
     "plan",
     "ppermute",
     "psum",

@@ -8,7 +8,8 @@ from pathlib import Path
 import spmd
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-MODULES = ("fft", "nn", "random", "stencil", "testing")  # whose names stand on the API page under the module's
+# Modules whose names stand on the API page under the module's.
+MODULES = ("fft", "nn", "parallel", "random", "stencil", "testing")
 
 
 def documented(page: str) -> set[str]:
