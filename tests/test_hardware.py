@@ -91,6 +91,7 @@ def test_nothing_moves_over_axes_of_one_device():
         ({"dp": 3, "tp": 2}, {"dp", "tp"}),
         ({"tp": 8, "dp": 4}, {"dp"}),  # innermost first: dp fills half a node, and tp leaves it
         ({"x": 16}, set()),
+        ({"dp": 2, "tp": 9}, set()),  # three of tp share a node, and then nothing of dp does
     ],
 )
 def test_axes_inside_a_node_of_h100s_go_over_nvlink(sizes, fast):

@@ -124,13 +124,10 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     pieces = [piece for one in compiled for piece in _pieces(one)]
     taken: dict[int, list[_Piece]] = {}
     rest: list[_Piece] = []
-    combined: set[int] = set()
     for piece in pieces:
         candidates = _named(piece, rows)
         if len(piece.operands) < len(piece.of.operands):  # the name of what XLA combined is that of one of them
             candidates = {i: row for i, row in candidates.items() if row.shape == piece.shape and i not in taken}
-            candidates = {} if id(piece.of) in combined else candidates
-            combined |= {id(piece.of)} if candidates else set()
         _claim(piece, candidates, taken, rest)
     pieces, rest = rest, []
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size

@@ -151,6 +151,9 @@ def test_one_trace_and_one_compilation(monkeypatch):
         assert len(compiled) == 1
     explain(body, f32(8, 16), compiled=False)
     assert len(compiled) == 1
+    program = body.lower(f32(8, 16)).compile()
+    assert explain(body, f32(8, 16), compiled=program).counts == {"all_gather": 1}
+    assert len(compiled) == 2
 
 
 # -------------------- what it takes

@@ -74,6 +74,18 @@ def test_backward_and_forward_of_one_call_are_told_apart():
     assert [one.note for one in found] == ["", ""]
 
 
+def test_a_gather_and_the_same_again_for_a_checkpoint_are_told_apart():
+    rows = [row("all_gather", GATHER), row("all_gather", GATHER, phase="backward", recomputed=True)]
+    first = made("all_gather", f"jit(f)/jvp(shard_map)/{GATHER}/all_gather")
+    again = made("all_gather", f"jit(f)/transpose(jvp(checkpoint))/rematted_computation/{GATHER}/all_gather")
+    assert [one.compiled for one in joined(rows, [again, first])] == [(first,), (again,)]
+
+
+def test_what_enters_a_kernel_is_not_taken_for_a_collective_that_was_removed():
+    found = joined([row("all_gather", GATHER)], [made("all_gather", "jit(f)/jit(mlp)/shard_map")])
+    assert [(one.written, one.runs) for one in found] == [(True, 0), (False, 1)]
+
+
 def test_the_reducer_says_it_where_the_name_is_lost():
     rows = [row("psum", 'psum(y, "b {U:tp} -> b")'), row("psum", SUM)]
     hoisted = made("psum", "jit(f)/while", reducer=f"{SUM}/add")
