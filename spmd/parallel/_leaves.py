@@ -76,7 +76,7 @@ def layout_leaves(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
 
 
 def _kind(spec: Any) -> str:
-    return f"the class {spec.__name__}" if isinstance(spec, type) else f"a {type(spec).__name__}"
+    return f"the class {spec.__name__}" if isinstance(spec, type) else f"values of type {type(spec).__name__}"
 
 
 def axes_by_dim(layout: Layout) -> tuple[Axes, ...]:

@@ -101,7 +101,7 @@ def accumulate(
 
     start = (
         (_nothing(mark), _nothing(mark)),
-        [jnp.zeros_like(gathered[i], _wide(gathered[i])) for i in moving],
+        [jnp.zeros_like(w, None if w.dtype.itemsize >= 4 else jnp.float32) for w in (gathered[i] for i in moving)],
     )
     ((value, count), gradients), _ = lax.scan(micro, start, micro_batches)
     value = _total(value, mark)
@@ -118,14 +118,9 @@ def accumulate(
 def _pair(out: Any, mean: bool, call: str) -> tuple[Any, Any]:
     if mean != (isinstance(out, tuple) and len(out) == 2):
         rule = "with mean=True loss_fn returns a sum of losses and the number of its terms; without, the sum alone."
-        got = [f"mean={mean}", "a pair" if isinstance(out, tuple) else f"a {type(out).__name__}"]
-        got[1] = "a pair" if isinstance(out, tuple) else "one value"
+        got = [f"mean={mean}", "a pair" if isinstance(out, tuple) else "one value"]
         raise LayoutError(compose(rule, call=call, got=got, fix=f"mean={not mean}"))
     return out if mean else (out, 0.0)
-
-
-def _wide(x: Any) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 @spmd.scope(mapping=None)

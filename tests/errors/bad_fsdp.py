@@ -1,0 +1,158 @@
+"""Wrong uses of what rests divided: layouts, gathers, stacks, norms, accumulation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import parallel
+from tests.errors.registry import V, X, bad, body, fixed
+
+W = {"w": X, "scale": V}
+
+
+def gathering(mesh, at_rest, compute, **options):
+    spmd.kernel(in_layouts=({"w": "d/dp f", "scale": "d"},), out_layouts="scalar", mesh=mesh)(
+        lambda w: parallel.gather(w, at_rest, compute, **options)["w"].sum()
+    )(W)
+
+
+@bad
+def nothing_is_divided(mesh):
+    parallel.fsdp_layouts(W, {"w": "d f", "scale": "d"}, fsdp="dp", mesh=mesh)
+
+
+@fixed
+def nothing_is_divided_fixed(mesh):
+    found = parallel.fsdp_layouts(W, {"w": "d f", "scale": "d"}, fsdp="dp", mesh=mesh, min_size=16)
+    assert str(found.at_rest["w"]) == "d/dp f"
+
+
+@bad
+def fsdp_over_an_unknown_axis(mesh):
+    parallel.fsdp_layouts(W, fsdp="pd", mesh=mesh)
+
+
+@bad
+def fsdp_over_a_number(mesh):
+    parallel.fsdp_layouts(W, fsdp=2, mesh=mesh)
+
+
+@bad
+def fsdp_over_nothing(mesh):
+    parallel.fsdp_layouts(W, fsdp=(), mesh=mesh)
+
+
+@bad
+def fsdp_layout_of_another_rank(mesh):
+    parallel.fsdp_layouts(W, {"w": "l d f", "scale": "d"}, fsdp="dp", mesh=mesh)
+
+
+@bad
+def zero_stage_four(mesh):
+    parallel.fsdp_layouts(W, fsdp="dp", mesh=mesh, min_size=0).zero(4)
+
+
+@bad
+def layout_for_a_leaf_that_is_not_there(mesh):
+    gathering(mesh, {"w": "d/dp f", "scal": "d"}, {"w": "d f", "scale": "d"})
+
+
+@bad
+def layouts_that_are_numbers(mesh):
+    gathering(mesh, {"w": 1, "scale": "d"}, "...")
+
+
+@bad
+def gather_renames_a_dimension(mesh):
+    gathering(mesh, {"w": "d/dp f", "scale": "d"}, {"w": "e f", "scale": "d"})
+
+
+@bad
+def gathered_axis_that_divides_no_data(mesh):
+    gathering(mesh, {"w": "d/dp f", "scale": "d"}, {"w": "d f", "scale": "d"}, data="tp")
+
+
+@bad
+def mapping_without_a_name(mesh):
+    parallel.mapped_layouts({"w": X}, {"w": "embed mlp"}, {"embed": "dp"})
+
+
+@bad
+def unknown_way_to_save(mesh):
+    parallel.fsdp(lambda w, x: x, "d/dp f", "d f", save="nothing")
+
+
+@bad
+def stack_divided_over_its_layers(mesh):
+    body(
+        "l/dp f, b -> b",
+        lambda w, x: parallel.scan_layers(lambda w, x: x, w, x, at_rest="l/dp f", compute="l f"),
+        mesh,
+        X,
+        V,
+    )
+
+
+@bad
+def stacks_of_different_heights(mesh):
+    body(
+        "l f, k f, b -> b",
+        lambda w, v, x: parallel.scan_layers(lambda w, x: x, [w, v], x, at_rest="...", compute="..."),
+        mesh,
+        X,
+        X[:6],
+        V,
+    )
+
+
+@bad
+def norm_of_a_partial_sum(mesh):
+    body(
+        "b/dp d -> scalar",
+        lambda x: parallel.global_norm(spmd.reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp}"),
+        mesh,
+    )
+
+
+@fixed
+def norm_of_a_partial_sum_fixed(mesh):
+    out = body(
+        "b/dp d -> scalar",
+        lambda x: parallel.global_norm(spmd.psum(spmd.reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), "d"),
+        mesh,
+    )
+    np.testing.assert_allclose(out, np.linalg.norm(X.sum(0)), rtol=1e-6)
+
+
+def accumulating(mesh, loss, batches=X, **options):
+    spmd.kernel("d/dp, n b/dp -> scalar, d/dp", mesh=mesh)(
+        lambda w, x: parallel.accumulate(
+            loss, w, batches(x) if callable(batches) else x, at_rest="d/dp", compute="d", **{"data": "dp", **options}
+        )
+    )(V, jnp.asarray(X))
+
+
+def square(w, x):
+    return spmd.reduce(x**2, "b/dp -> {U:dp}") * w.sum()
+
+
+@bad
+def accumulation_over_no_axis(mesh):
+    accumulating(mesh, square, data=())
+
+
+@bad
+def accumulation_without_batches(mesh):
+    accumulating(mesh, square, batches=lambda x: (x, x[0, 0]))
+
+
+@bad
+def accumulated_mean_without_a_count(mesh):
+    accumulating(mesh, square, mean=True)
+
+
+@bad
+def accumulated_loss_that_is_complete(mesh):
+    accumulating(mesh, lambda w, x: spmd.reduce(x**2, "b/dp -> scalar"))

@@ -1,0 +1,263 @@
+"""Norms and clipping of trees of shards, and accumulation: every element once, every token once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import parallel
+from spmd.inspect import collectives
+from tests.conftest import case_count
+
+LAYOUTS = {"experts": "e/ep g f/tp", "dense": "d/dp f/tp", "router": "g e/1", "table": "v/tp c", "scale": "scalar"}
+SHAPES = {"experts": (6, 5, 4), "dense": (10, 4), "router": (5, 6), "table": (8, 3), "scale": ()}
+
+
+def tree(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+
+
+def true_norm(gradients):
+    return np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in jax.tree.leaves(gradients)))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh(dp=2, ep=2, tp=2)
+
+
+def norm_kernel(mesh, fn, layouts=LAYOUTS):
+    return spmd.kernel(in_layouts=(layouts,), out_layouts="scalar", mesh=mesh)(fn)
+
+
+# -------------------- the norm
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+def test_norm(mode, mesh):
+    run = getattr(norm_kernel(mesh, lambda g: parallel.global_norm(g, LAYOUTS)), mode)
+    np.testing.assert_allclose(run(tree()), true_norm(tree()), rtol=1e-6)
+
+
+def test_one_all_reduce_for_each_set_of_axes(mesh):
+    """Experts, dense weights, and the table: three sets; what is whole needs none."""
+    run = norm_kernel(mesh, lambda g: parallel.global_norm(g, LAYOUTS))
+    report = collectives(run, tree())
+    sets = sorted("/".join(one.axes) for one in report for _ in range(one.count))
+    assert sets == ["dp/tp", "ep/tp", "tp"]
+    assert report.total_bytes == 6 + 6 + 4
+    whole = dict.fromkeys(LAYOUTS, "...")
+    assert not collectives(norm_kernel(mesh, lambda g: parallel.global_norm(g, whole), whole), tree())
+
+
+@pytest.mark.parametrize("seed", range(case_count(3)))
+def test_norm_of_any_layouts(seed):
+    """Random axes on random dimensions, several on one too."""
+    rng = np.random.default_rng(seed)
+    mesh = spmd.make_mesh(x=2, y=2, z=2)
+    layouts, gradients = {}, {}
+    for leaf in range(5):
+        axes = [[] for _ in range(rng.integers(1, 4))]
+        for axis in rng.permutation(["x", "y", "z"])[: rng.integers(0, 4)]:
+            axes[rng.integers(len(axes))].append(str(axis))
+        layouts[f"w{leaf}"] = " ".join("/".join((f"d{leaf}{i}", *own)) for i, own in enumerate(axes))
+        shape = [int(rng.integers(1, 4)) * 2 ** len(own) for own in axes]
+        gradients[f"w{leaf}"] = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    run = norm_kernel(mesh, lambda g: parallel.global_norm(g, layouts), layouts)
+    np.testing.assert_allclose(run(gradients), true_norm(gradients), rtol=1e-6)
+    distinct = {frozenset(spmd.Layout(text).axes) for text in layouts.values()} - {frozenset()}
+    assert collectives(run, gradients).counts.get("psum", 0) == len(distinct)
+
+
+def test_norm_of_bfloat16_is_summed_in_float32(mesh):
+    """Squares of a small and many: bfloat16 would stop counting."""
+    gradients = {"w": jnp.full((4096,), 1.0, jnp.bfloat16)}
+    run = norm_kernel(mesh, lambda g: parallel.global_norm(g, "d/dp"), {"w": "d/dp"})
+    assert run(gradients) == 64.0
+    assert run(gradients).dtype == jnp.float32
+
+
+# -------------------- its traps
+
+
+def local_norm(gradients):
+    """What one writes at first: experts and shards of the other devices are missing."""
+    return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients)))
+
+
+def sum_of_all(gradients):
+    """What one writes then: summed over every axis, and what is replicated counts once for each device."""
+    total = sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))
+    return jnp.sqrt(jax.lax.psum(jax.lax.pcast(total, missing(total), to="varying"), ("dp", "ep", "tp")))
+
+
+def missing(x):
+    text = str(jax.typeof(x))
+    return tuple(axis for axis in ("dp", "ep", "tp") if axis not in text)
+
+
+def test_norm_that_misses_experts_is_found(mesh):
+    """Megatron-LM PR 5916: without the sum over ep the kernel refuses to return it as equal everywhere."""
+    with pytest.raises(spmd.ReplicationError, match="differs along dp, ep and tp"):
+        norm_kernel(mesh, local_norm)(tree())
+    without = {**LAYOUTS, "experts": "e g f/tp"}
+    run = norm_kernel(mesh, lambda g: parallel.global_norm(g, without))
+    with pytest.raises(spmd.SpmdError, match='"e g f/tp"'):
+        run(tree())
+
+
+def test_norm_that_counts_copies_is_another(mesh):
+    """torchtitan 2318, SkyRL PR 1420: the naive sum counts replicated leaves as often as there are devices."""
+    naive = norm_kernel(mesh, sum_of_all)(tree())
+    assert naive > 1.2 * true_norm(tree())
+
+
+@pytest.mark.parametrize("layouts", [{"w": "d {U:dp}"}, {"w": "d {R:dp}"}])
+def test_partial_sums_are_refused(layouts, mesh):
+    def body(x):
+        return parallel.global_norm({"w": spmd.reduce(x, "b/dp d -> d {U:dp}")}, layouts)
+
+    with pytest.raises(spmd.LayoutError, match=r"the norm is that of complete values"):
+        spmd.kernel("b/dp d -> scalar", mesh=mesh)(body)(jnp.ones((4, 3)))
+
+
+def test_partial_sums_that_are_not_declared_are_found(mesh):
+    def body(x):
+        return parallel.global_norm({"w": x.sum(0)}, {"w": "d"})
+
+    with pytest.raises(spmd.ReplicationError, match="dp"):
+        spmd.kernel("b/dp d -> scalar", mesh=mesh)(body)(jnp.ones((4, 3)))
+
+
+# -------------------- clipping
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_clipping_is_that_of_optax(limit, mesh):
+    """Alone, and chained with optax's in a kernel: two steps of Adam on shards give those on whole arrays."""
+    optax = pytest.importorskip("optax")
+    params = jax.tree.map(jnp.ones_like, tree())
+
+    def steps(optimizer, params, gradients):
+        with jax.numpy_dtype_promotion("standard"):  # optax counts steps in int32
+            state = optimizer.init(params)
+            for scale in (1.0, 3.0):
+                updates, state = optimizer.update(jax.tree.map(lambda g, s=scale: g * s, gradients), state, params)
+                params = optax.apply_updates(params, updates)
+        return params
+
+    clip = parallel.clip_by_global_norm(limit, LAYOUTS)
+    inside = optax.chain(clip, optax.adam(1e-1), optax.add_decayed_weights(1e-3))
+    outside = optax.chain(optax.clip_by_global_norm(limit), optax.adam(1e-1), optax.add_decayed_weights(1e-3))
+    run = spmd.kernel(in_layouts=(LAYOUTS, LAYOUTS), out_layouts=LAYOUTS, mesh=mesh)(
+        lambda params, gradients: steps(inside, params, gradients)
+    )
+    alone = spmd.kernel(in_layouts=(LAYOUTS,), out_layouts=LAYOUTS, mesh=mesh)(
+        lambda g: clip.update(g, clip.init(g))[0]
+    )
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    jax.tree.map(close, run(params, tree()), steps(outside, params, tree()))
+    expected = optax.clip_by_global_norm(limit).update(tree(), optax.EmptyState())[0]
+    jax.tree.map(close, alone(tree()), expected)
+
+
+def test_clipping_zeros_gives_zeros(mesh):
+    clip = parallel.clip_by_global_norm(1.0, "d/dp")
+    run = spmd.kernel("d/dp -> d/dp", mesh=mesh)(lambda g: clip.update(g, ())[0])
+    np.testing.assert_array_equal(run(jnp.zeros(4)), jnp.zeros(4))
+
+
+def test_global_norm_outside_is_right_on_sharded_arrays(mesh):
+    """The documented way: optax on the arrays that a kernel returned."""
+    optax = pytest.importorskip("optax")
+    placed = spmd.shard(tree(), LAYOUTS, mesh=mesh)
+    np.testing.assert_allclose(jax.jit(optax.global_norm)(placed), true_norm(tree()), rtol=1e-6)
+
+
+# -------------------- accumulation
+
+
+def token_loss(w, batch):
+    """Sum of squared errors over real tokens, and their number."""
+    x, mask = batch
+    error = (spmd.einsum(x, w["w"], "b/dp/ep d, d f -> b/dp/ep f") + w["b"][None]) ** 2
+    weighted = error.mean(-1) * mask
+    return (spmd.reduce(one, "b/dp/ep -> {U:dp,ep}") for one in (weighted, mask))
+
+
+def accumulating(mesh, loss, mean=True, dtype=None, layouts=None):
+    rest = layouts or {"w": "d/ep f", "b": "f"}
+    return spmd.kernel(in_layouts=(rest, ("n b/dp/ep d", "n b/dp/ep")), out_layouts=("scalar", rest), mesh=mesh)(
+        lambda params, batches: parallel.accumulate(
+            loss,
+            params,
+            batches,
+            at_rest=rest,
+            compute={"w": "d f", "b": "f"},
+            data=("dp", "ep"),
+            mean=mean,
+            dtype=dtype,
+        )
+    )
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_unequal_counts_and_one_reduction(count, mesh):
+    """The mean over tokens where rows have few: not the mean of means; and no more is sent for five micro-batches."""
+    rng = np.random.default_rng(1)
+    params = {"w": jnp.asarray(rng.normal(size=(6, 3)), jnp.float32), "b": jnp.ones(3)}
+    x = jnp.asarray(rng.normal(size=(count, 8, 6)), jnp.float32)
+    mask = jnp.asarray(rng.random((count, 8)) < np.linspace(0.1, 0.9, 8), jnp.float32)
+    run = accumulating(mesh, lambda w, batch: tuple(token_loss(w, batch)))
+
+    def plain(p):
+        error = ((x @ p["w"] + p["b"][None, None]) ** 2).mean(-1)
+        return (error * mask).sum() / mask.sum()
+
+    value, gradient = run(params, (x, mask))
+    expected = jax.value_and_grad(plain)(params)
+    for a, b in zip(jax.tree.leaves((value, gradient)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    report = collectives(run, params, (x, mask))
+    sent = {(one.kind, "/".join(one.axes), one.count): one.bytes for one in report}
+    assert sum(one.total_bytes for one in report if one.kind == "all_gather") == 4 * 18 // 2
+    assert sent["psum_scatter", "ep", 1] == 4 * 18 // 2
+    # over dp the shard of w; over both the bias, the loss and the number of tokens
+    reduced = {
+        axes: sum(b for (kind, a, _), b in sent.items() if kind == "psum" and a == axes) for axes in ("dp", "dp/ep")
+    }
+    assert reduced["dp"] == 2 * 4 * 9 // 2
+    assert reduced["dp/ep"] in (2 * 4 * 5 * 3 // 4, 18 + 6 + 6)
+    assert all(one.count == 1 for one in report)
+
+
+def test_a_mean_of_means_is_another_number(mesh):
+    """Meta-test: the trap is one on this data."""
+    mask = np.zeros((1, 8), np.float32)
+    mask[0, :5] = 1
+    error = np.arange(8, dtype=np.float32)[None]
+    halves = [(error[:, i : i + 4] * mask[:, i : i + 4]).sum() / mask[:, i : i + 4].sum() for i in (0, 4)]
+    assert np.mean(halves) != (error * mask).sum() / mask.sum()
+
+
+def test_accumulated_in_float32(mesh):
+    """512 gradients of 1: a bfloat16 sum stops at 256. They are gathered in bfloat16 all the same."""
+    params = {"w": jnp.zeros((6, 3)), "b": jnp.zeros(3)}
+    batches = jnp.ones((512, 4, 6)), jnp.ones((512, 4))
+
+    def loss(w, batch):
+        x, _ = batch
+        y = spmd.einsum(x.astype(jnp.bfloat16), w["w"], "b/dp/ep d, d f -> b/dp/ep f") + w["b"][None]
+        return spmd.reduce(y.astype(jnp.float32), "b/dp/ep f -> {U:dp,ep}")
+
+    run = accumulating(mesh, loss, mean=False, dtype=jnp.bfloat16)
+    gradient = run(params, batches)[1]
+    np.testing.assert_array_equal(gradient["w"], np.full((6, 3), 2048.0))
+    np.testing.assert_array_equal(gradient["b"], np.full(3, 2048.0))
+    report = collectives(run, params, batches)
+    assert {one.dtype for one in report if one.kind == "all_gather"} == {"u16"}
+    assert {one.dtype for one in report if one.kind != "all_gather"} == {"f32"}
