@@ -20,7 +20,7 @@ def plain_rms(x, scale):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale[None, None]
 
 
-@cases("rms_norm")
+@cases("rms_norm", draw=3)
 def _():
     """dp divides tokens, sp the sequence, tp the features: the gradient of the scale is complete."""
     for mesh, axes in placements("dp", "sp", "tp"):
@@ -123,7 +123,7 @@ def summed(*weights, out_bias=()):
     )
 
 
-@cases("column_linear", draw=4)
+@cases("column_linear", draw=3)
 def _():
     """Heads as two output dimensions, a bias, and a second weight that shares the gather."""
 
@@ -142,7 +142,7 @@ def _():
     )
 
 
-@cases("row_linear", draw=4)
+@cases("row_linear", draw=2)
 def _():
     return linear_cases(
         "row_linear",
@@ -173,7 +173,7 @@ def _():
     )
 
 
-@cases("mlp", draw=3)
+@cases("mlp", draw=2)
 def _():
     return linear_cases(
         "mlp",
@@ -191,7 +191,7 @@ def plain_gated(x, gate, up, down):
     return (opened / (1 + jnp.exp(-opened)) * (x @ up)) @ down
 
 
-@cases("gated_mlp", draw=3)
+@cases("gated_mlp", draw=2)
 def _():
     return linear_cases(
         "gated_mlp",
@@ -238,7 +238,7 @@ def numbers_below(size):
     return make
 
 
-@cases("embedding", draw=3)
+@cases("embedding", draw=2)
 def _():
     return linear_cases(
         "embedding",
@@ -252,7 +252,7 @@ def _():
     )
 
 
-@cases("embedding over features", draw=3)
+@cases("embedding over features", draw=2)
 def _():
     for case in linear_cases(
         "embedding over features",
@@ -267,7 +267,7 @@ def _():
         yield case if case.axes["sp"] else replace(case, outs="b/dp s/cp f/tp")
 
 
-@cases("unembedding", draw=3)
+@cases("unembedding", draw=2)
 def _():
     """Tied: the table embeds the tokens whose scores are asked for, and its gradients add up."""
 
@@ -327,7 +327,7 @@ def over_vocabulary(case, chunks=1):
     )
 
 
-@cases("cross_entropy", draw=3)
+@cases("cross_entropy", draw=2)
 def _():
     for case in linear_cases(
         "cross_entropy",
@@ -350,7 +350,7 @@ def _():
             )  # fmt: skip
 
 
-@cases("linear_cross_entropy", draw=5)
+@cases("linear_cross_entropy", draw=3)
 def _():
     """In three chunks: as many psums over tp, each of a third; all else once."""
     for case in linear_cases(

@@ -261,7 +261,7 @@ def check(case: LayerCase) -> None:
     placed = spmd.shard(list(args), [*map(case.bound, case.ins)], mesh=mesh)
     _close(case, "explicit", compiled(tuple(placed), _placed(case, mesh, cotangents)), truth)
     for mode in MODES[1:]:
-        _close(case, mode, jax.jit(pulled(getattr(kernel, mode)))(args, cotangents), truth)
+        _close(case, mode, _jit(pulled(getattr(kernel, mode)))(args, cotangents), truth)
     check_inside(case, mesh, args, cotangents, truth)
     forward = total(case.forward(case))
     _agree("forward", measured(kernel, mesh, *placed), forward)
@@ -301,7 +301,7 @@ def check_inside(case: LayerCase, mesh: Any, args: Any, cotangents: Any, truth: 
     )
     wide = [w.astype(jnp.float32) for w in cotangents]
     mode = MODES[zlib.crc32(str(case).encode()) % 4 % 3]  # a kernel's own modes are compared elsewhere
-    found, grads = getattr(kernel(inside), mode)(*args, *wide)
+    found, grads = _jit(getattr(kernel(inside), mode))(*args, *wide)
     assert abs(float(found) - value) <= tolerance_of(case) * (scale + 1e-3), f"{mode}, inside: {found} for {value}"
     for i, a, b in zip(moving, grads, gradients, strict=True):
         _near(case, a, b, f"{mode}, inside: gradient {i}")
@@ -333,7 +333,7 @@ def truth_of(case: LayerCase, args: Any, cotangents: Any) -> tuple[Any, Any]:
         results = case.reference(*_merged(wide, moving, floats))
         return (results,) if isinstance(case.outs, str) else tuple(results)
 
-    @jax.jit
+    @_jit
     def both(floats: Any, cotangents: Any) -> Any:
         values, pull = jax.vjp(of, *floats)
         return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
@@ -363,6 +363,11 @@ def pulled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
 
     return both
+
+
+def _jit(fn: Callable[..., Any]) -> Any:
+    """Compiled with little care for its speed, which takes half the time; for programs that are only run."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def tolerance_of(case: LayerCase) -> float:

@@ -127,7 +127,6 @@ CASE = LayerCase(
 )
 
 
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_embedding_block_norms_and_loss(dp, tp):
+def test_embedding_block_norms_and_loss():
     """Values and gradients in all modes; every collective, with its bytes."""
-    check(replace(CASE, mesh={"dp": dp, "tp": tp}))
+    check(replace(CASE, mesh={"dp": 2, "tp": 4}))
