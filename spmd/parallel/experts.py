@@ -29,6 +29,7 @@ from spmd import (
     rearrange,
     reduce,
     scope,
+    size,
     softmax,
     top_k,
 )
@@ -264,7 +265,7 @@ def moe(
       https://arxiv.org/abs/2101.03961; Zoph et al., "ST-MoE", https://arxiv.org/abs/2202.08906 (z-loss)
     """
     at = _places(dp, sp, ep, tp, shared is not None)
-    n, m = _groups(groups, dp, sp)
+    n, m = _groups(x, groups, dp, sp)
     # Blocks first: what is inside a group is whole, so its size is the same in every mode.
     blocks = rearrange(x, "(n b)/dp (m s)/sp d -> n/dp b m/sp s d", dp=dp, sp=sp, n=n, m=m)
     b, t = blocks.shape[1], blocks.shape[1] * blocks.shape[3]
@@ -437,12 +438,13 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
     by_b, by_s = ends(batch, experts), ends(sequence, experts)
     if experts and not by_b and not by_s:
         rule = "the axes of ep divide the experts, and tokens too: they are the last of dp, or the last of sp."
-        raise MeshError(compose(rule, call=call, fix=f"dp={(*batch, *experts)!r}, with x divided so"))
+        last = (*(axis for axis in batch if axis not in experts), *experts)
+        raise MeshError(compose(rule, call=call, fix=f"dp={last!r}, and x divided so"))
     rest = sequence[: len(sequence) - len(experts)] if by_s else sequence
     tp_s = ends(rest, hidden)
     if set(hidden) & {*batch, *experts} or (set(hidden) & set(sequence) and not tp_s):
-        rule = "the axes of tp divide hidden units: no tokens, or the sequence as the last of sp (before ep)."
-        raise MeshError(compose(rule, call=call))
+        rule = "the axes of tp divide hidden units, and no tokens, or the sequence as the last of sp (before ep)."
+        raise MeshError(compose(rule, call=call, fix="other axes for tp, or sp ending in them"))
     if shared and tp_s and by_s:
         rule = "the shared expert would gather the sequence over tp across the axes of ep."
         raise MeshError(compose(rule, call=call, fix="add a gated MLP of x beside moe, and leave out shared="))
@@ -457,16 +459,18 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
     }
 
 
-def _groups(groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
-    parts = (axis_size(_tuple(dp)), axis_size(_tuple(sp)))
+def _groups(x: Any, groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
+    blocks = (axis_size(_tuple(dp)), axis_size(_tuple(sp)))
     if groups is None:
-        return parts
-    if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, int) for g in groups)):
-        rule = "groups is a pair of ints: into how many pieces the batch is cut, and the sequence."
-        raise SizeError(compose(rule, call=f"moe(..., groups={groups!r})", fix=f"groups={parts}"))
-    if fault := [i for i in (0, 1) if groups[i] < 1 or groups[i] % parts[i]]:
-        name, axes = (("batch", dp), ("sequence", sp))[fault[0]]
-        rule = f"the {name} lies in {parts[fault[0]]} blocks, and {groups[fault[0]]} groups are no multiple of that."
-        got = [f"the axes of the {name}: {'/'.join(_tuple(axes)) or 'none'}"]
-        raise SizeError(compose(rule, call=f"moe(..., groups={groups!r})", got=got, fix=f"groups={parts}"))
+        return blocks
+    call = f"moe(..., groups={groups!r})"
+    if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, int) and g > 0 for g in groups)):
+        rule = "groups is a pair of positive ints: into how many pieces the batch is cut, and the sequence."
+        raise SizeError(compose(rule, call=call, fix=f"groups={blocks}"))
+    sizes = (size(x, "[b/dp] s/sp d", dp=dp, sp=sp), size(x, "b/dp [s/sp] d", dp=dp, sp=sp))
+    for name, axes, parts, count, whole in zip(("batch", "sequence"), (dp, sp), blocks, groups, sizes, strict=True):
+        if count % parts or whole % count:
+            rule = f"the {name} of {whole} is cut into groups of equal size, none of them across two devices."
+            got = [f"{count} groups", f"{parts} blocks, along {'/'.join(_tuple(axes)) or 'no axis'}"]
+            raise SizeError(compose(rule, call=call, got=got, fix=f"groups={blocks}"))
     return groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import spmd
+from spmd import parallel
 from tests.errors.registry import X, bad, body, fixed
 
 WIDE = np.arange(64.0, dtype=np.float32).reshape(8, 8)
@@ -49,3 +50,83 @@ def roll_by_half_an_element(mesh):
 @bad
 def roll_with_too_many_shifts(mesh):
     body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", (1, 2)), mesh)
+
+
+# --- experts -------------------------------------------------------------------------------------------------
+
+TOKENS = np.ones((8, 8, 3), np.float32)
+ROUTER, IN, OUT = np.ones((3, 8), np.float32), np.ones((8, 3, 4), np.float32), np.ones((8, 4, 3), np.float32)
+
+
+def experts(tokens: str, weights: str, mesh, k=2, shared=False, **options):
+    """One layer of experts on tokens and weights of these layouts."""
+    into, out_of = f"{weights.format('d')} f", f"{weights.format('f')} d"
+
+    def fn(x, w, gate, up, down):
+        routing = parallel.router(x, w, k=k)
+        extra = (gate[0], up[0], down[0]) if shared else None
+        return parallel.moe(x, routing, gate, up, down, shared=extra, **options)[0]
+
+    pattern = f"{tokens}, d e, {into}, {into}, {out_of} -> {tokens}"
+    return body(pattern, fn, mesh, TOKENS, ROUTER, IN, IN, OUT)
+
+
+@bad
+def experts_divided_where_no_tokens_are(mesh):
+    experts("b/dp s d", "e/tp {}", mesh, dp="dp", ep="tp")
+
+
+@fixed
+def experts_divided_where_no_tokens_are_fixed(mesh):
+    experts("b/dp/tp s d", "e/tp {}", mesh, dp=("dp", "tp"), ep="tp")
+
+
+@bad
+def experts_before_the_last_axis_of_the_batch(mesh):
+    experts("b/dp/tp s d", "e/dp {}", mesh, dp=("dp", "tp"), ep="dp")
+
+
+@bad
+def hidden_units_divided_like_the_batch(mesh):
+    experts("b/dp/tp s d", "e/tp {}", mesh, dp=("tp", "dp"), ep="dp", tp="tp")
+
+
+@bad
+def shared_expert_across_two_axes_of_the_sequence(mesh):
+    experts("b s/dp/tp d", "e/tp {}", mesh, sp=("dp", "tp"), ep="tp", tp="dp", shared=True)
+
+
+@bad
+def groups_that_cut_blocks(mesh):
+    experts("b/dp s/tp d", "e/tp {}", mesh, dp="dp", sp="tp", ep="tp", groups=(2, 2))
+
+
+@bad
+def groups_as_one_number(mesh):
+    experts("b/dp s d", "e {}", mesh, dp="dp", groups=4)
+
+
+@bad
+def groups_that_do_not_divide_the_batch(mesh):
+    experts("b/dp s d", "e {}", mesh, dp="dp", groups=(6, 1))
+
+
+@bad
+def more_choices_than_experts(mesh):
+    experts("b/dp s d", "e {}", mesh, k=9, dp="dp")
+
+
+@bad
+def scores_of_an_unknown_kind(mesh):
+    body("b/dp d, d e -> b/dp k", lambda x, w: parallel.router(x, w, k=2, scores="relu").weights, mesh, X, ROUTER.T[:4])
+
+
+@bad
+def router_gradient_left_partial(mesh):
+    def fn(x, w):
+        def loss(w):
+            return spmd.reduce(parallel.router(x, w, k=2).weights ** 2, "b/dp k -> scalar", "mean")
+
+        return spmd.grad(loss)(spmd.defer(w, "d e -> d e {R:dp}"))
+
+    body("b/dp d, d e -> d e", fn, mesh, X, ROUTER.T[:4])

@@ -218,7 +218,7 @@ def moe_placements() -> Iterator[tuple[str, dict[str, int], dict[str, Axes]]]:
         yield "both", mesh, {"data": dp, "seq": joined(tp, ep), **own}
 
 
-@cases("moe", draw=5)
+@cases("moe", draw=4)
 def _():
     for i, (label, mesh, axes) in enumerate(moe_placements()):
         shared = i % 3 == 0 and not (label == "both" and axes["ep"] and axes["tp"])
