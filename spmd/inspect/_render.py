@@ -188,7 +188,13 @@ def _heading(it: Explanation) -> str:
 
 def as_text(it: Explanation, width: int | None = None) -> str:
     """For a terminal of `width` columns. Calls stand beside their collectives, or under them if that is shorter."""
-    width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    return "\n".join(line for line, _ in _text_lines(it, width))
+
+
+def _text_lines(it: Explanation, width: int) -> list[tuple[str, str]]:
+    """Lines, each with what it is: "heading", "title", "loud", "total", "remark", or nothing special."""
+    width = max(width, 40)
     found = list(sections(it))
     rows = [row for section in found for row in section.rows]
     shown = [i for i in range(6) if any(row.cells[i] for row in rows)]
@@ -196,27 +202,30 @@ def as_text(it: Explanation, width: int | None = None) -> str:
     column = 2 + sum(widths[i] + 2 for i in shown)
     under = _text_body(found, [i for i in shown if i != 5], widths, width, None)
     beside = _text_body(found, shown, widths, width, column) if width - column >= _FLEXIBLE else under
-    lines = textwrap.wrap(_heading(it), width)
+    lines = [(line, "heading") for line in textwrap.wrap(_heading(it), width)]
     if not rows:
-        lines += ["", "no collectives"]
+        lines += [("", ""), ("no collectives", "")]
     lines += min(beside, under, key=len)
-    return "\n".join(line.rstrip() for line in lines)
+    return [(line.rstrip(), style) for line, style in lines]
 
 
 def _text_body(
     found: Sequence[Section], shown: Sequence[int], widths: Sequence[int], width: int, column: int | None
-) -> list[str]:
+) -> list[tuple[str, str]]:
     """The sections with the calls at `column`, or under their collectives."""
     lines = []
     if any(section.rows for section in found):
-        lines += ["", f"  {_cells(HEAD, shown, widths)}{'' if column is None else '  ' + HEAD[6]}"[:width]]
+        head = f"  {_cells(HEAD, shown, widths)}{'' if column is None else '  ' + HEAD[6]}"
+        lines += [("", ""), (head[:width], "remark")]
     for section in found:
-        lines += ["", section.title.upper() if section.loud else section.title]
+        title = (section.title.upper(), "loud") if section.loud else (section.title, "title")
+        lines += [("", ""), title]
         for row in section.rows:
             lines += _text_row(row, shown, widths, width, column, section.loud)
-        lines += _text_facts(section.facts, width)
+        lines += [(line, "") for line in _text_facts(section.facts, width)]
         for line in section.lines:
-            lines += textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+            wrapped = textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+            lines += [(line, "") for line in wrapped]
     return lines
 
 
@@ -236,20 +245,22 @@ def _cells(cells: Sequence[str], shown: Sequence[int], widths: Sequence[int]) ->
 
 def _text_row(
     row: Row, shown: Sequence[int], widths: Sequence[int], width: int, column: int | None, loud: bool
-) -> list[str]:
+) -> list[tuple[str, str]]:
     first = ("! " if loud and not row.total else "  ") + _cells(row.cells, shown, widths)
     if len(first.rstrip()) > width:
         first = first[: width - 1] + "…"
     call, where = row.cells[6], row.cells[5]
     if column is not None:
         parts = _wrapped(call, width - column) or [""]
-        lines = [f"{first.ljust(column)}{parts[0]}", *(" " * column + part for part in parts[1:])]
+        texts = [f"{first.ljust(column)}{parts[0]}", *(" " * column + part for part in parts[1:])]
     else:
         under = "  ".join(text for text in (where, call) if text)
-        lines = [first, *(f"      {part}" for part in _wrapped(under, width - 6))]
+        texts = [first, *(f"      {part}" for part in _wrapped(under, width - 6))]
+    lines = [(text, "total" if row.total else "loud" if loud else "") for text in texts]
     indent = " " * (column or 6)
     for remark in row.remarks:
-        lines += textwrap.wrap(remark, width, initial_indent=indent + "^ ", subsequent_indent=indent + "  ")
+        wrapped = textwrap.wrap(remark, width, initial_indent=indent + "^ ", subsequent_indent=indent + "  ")
+        lines += [(text, "remark") for text in wrapped]
     return lines
 
 
@@ -271,7 +282,7 @@ _STYLE = """
 .spmd-explain .number {text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums}
 .spmd-explain .title th {padding-top: 0.8em; border-bottom: 1px solid #8888}
 .spmd-explain .total td {border-top: 1px solid #8884; font-weight: bold}
-.spmd-explain .loud th, .spmd-explain .loud td {color: #c62828; font-weight: bold}
+.spmd-explain .loud th, .spmd-explain .loud td {color: #e53935; font-weight: bold}
 .spmd-explain .remark {opacity: 0.75; font-style: italic}
 .spmd-explain code {white-space: pre-wrap; background: none; color: inherit}
 """
@@ -324,38 +335,20 @@ def _number(column: int) -> str:
 # -------------------- rich
 
 
-def as_rich(it: Explanation) -> Any:
-    """For `rich.print`; rich is imported here and nowhere else."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+_RICH = {"heading": "bold", "title": "bold cyan", "loud": "bold red", "total": "bold", "remark": "italic"}
 
-    found = list(sections(it))
-    parts: list[Any] = [Text(_heading(it), style="bold")]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(HEAD):
-        last = i == len(HEAD) - 1
-        table.add_column(name, justify="right" if i in _RIGHT else "left", no_wrap=not last, overflow="fold")
-    for section in found:
-        if section.rows:
-            table.add_section()
-            table.add_row(Text(section.title, style="bold red" if section.loud else "bold cyan"))
-        for row in section.rows:
-            style = "bold" if row.total else "red" if section.loud else ""
-            call = Text(row.cells[-1], style="" if section.loud else "green")
-            for remark in row.remarks:
-                call.append(("\n" if call else "") + remark, style="italic yellow")
-            table.add_row(*(Text(cell) for cell in row.cells[:-1]), call, style=style)
-    parts.append(table if table.row_count else Text("no collectives"))
-    for section in found:
-        if section.rows:
-            continue
-        parts.append(Text("\n" + section.title, style="bold cyan"))
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column()
-        facts.add_column(justify="right", no_wrap=True)
-        for fact in section.facts:
-            facts.add_row(*(Text(text) for text in fact))
-        parts += [facts, *(Text(line) for line in section.lines)]
-    return Group(*parts)
+
+class _Rich:
+    def __init__(self, it: Explanation) -> None:
+        self.it = it
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        for line, style in _text_lines(self.it, options.max_width):
+            yield Text(line, style=_RICH.get(style, ""))
+
+
+def as_rich(it: Explanation) -> Any:
+    """For `rich.print`: the text of the console's width, in colours. Nobody else needs rich to be there."""
+    return _Rich(it)

@@ -354,14 +354,18 @@ def test_html_is_well_formed_and_says_the_same(name):
     assert "<script" not in report._repr_html_()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rich_prints_it(name):
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rich_prints_the_same_in_colours(width):
     console = pytest.importorskip("rich.console")
-    out = console.Console(file=io.StringIO(), width=120, force_terminal=False)
-    out.print(printed(name))
-    text = out.file.getvalue()
-    assert all(one.kind in text for one in printed(name).collectives)
-    assert ("nobody wrote" in text) == (name == "changed")
+    for name in NAMES:
+        out = console.Console(file=io.StringIO(), width=width, force_terminal=False)
+        out.print(printed(name))
+        lines = [line.rstrip() for line in out.file.getvalue().rstrip("\n").split("\n")]
+        assert "\n".join(lines) == printed(name).table(width)
+    colours = console.Console(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor")
+    colours.print(printed("changed"))
+    loud = [line for line in colours.file.getvalue().split("\n") if "\x1b[1;31m" in line]
+    assert any("NOBODY WROTE" in line for line in loud) and any("! all_to_all" in line for line in loud)
 
 
 def test_rich_is_not_needed(monkeypatch):
