@@ -94,11 +94,12 @@ def edges(here, there, mesh, groups):
         union = {d: _union(before[p] for p in partners[d]) for d in after}
         if all(after[d] == union[d] and after[d].bit_count() == n * before[d].bit_count() for d in after):
             found.append(size - size // n)
-        elif size % n == 0 and all(
-            (after[d] & before[p]).bit_count() == size // n for d in after for p in partners[d]
+        elif (
+            size % n == 0
+            and all((after[d] & before[p]).bit_count() == size // n for d in after for p in partners[d])
+            and all(after[d] & ~union[d] == 0 for d in after)
         ):
-            if all(after[d] & ~union[d] == 0 for d in after):
-                found.append(size - size // n)
+            found.append(size - size // n)
     return min(found, default=None)
 
 
@@ -138,3 +139,141 @@ def _shortest(graph, source):
                 best[there] = cost + more
                 heapq.heappush(queue, (cost + more, next(count), there))
     return best
+
+
+# -------------------- every step, on sets of elements
+
+
+def check_step(step, mesh, sizes, before, after):
+    """That a step of this kind can make `after` of `before`, and sends what it says."""
+    groups = {d: sim.group(mesh, d, step.axes) for d in after} if step.axes else {d: [d] for d in after}
+    n, size = sim.count(mesh, step.axes), next(iter(after.values())).bit_count()
+    union = {d: _union(before[p] for p in groups[d]) for d in after}
+    assert all(after[d] & ~union[d] == 0 for d in after), "a group has what its devices need"
+    if step.kind == "split":
+        assert not step.axes and step.bytes == 0
+    elif step.kind == "all_gather":
+        assert after == union and step.bytes == size - size // n
+    elif step.kind == "all_to_all":
+        pieces = {(after[d] & before[p]).bit_count() for d in after for p in groups[d]}
+        assert len(pieces) == 1 and step.bytes == (n - 1) * pieces.pop()
+    elif step.kind == "ppermute":
+        assert step.bytes == size
+        assert all(any(after[d] & ~before[p] == 0 for p in groups[d]) for d in after)
+    else:
+        assert step.kind == "sends" and step.bytes == lacking(before, after)
+    assert math.prod(step.shape) == size
+
+
+@pytest.mark.parametrize("prefer", ["collectives", "bytes"])
+@pytest.mark.parametrize("mesh", [*MESHES, {"x": 4, "y": 4}, {"x": 6, "y": 2}], ids=str)
+def test_each_step_does_what_it_says(mesh, prefer) -> None:
+    dims = 3 if len(mesh) < 3 else 2
+    sizes = tuple(k * math.prod(mesh.values()) for k in (1, 2, 1)[:dims])
+    everything = placements(tuple(mesh), dims)
+    dice = random.Random(str(mesh))
+    kinds = set()
+    for _ in range(8):
+        source, target = dice.sample(everything, 2)
+        plan = planned(source, target, mesh, sizes, prefer=prefer)
+        held = blocks(plan.source.short, plan.mesh, sizes)
+        assert [set(held.values())] == [set(blocks(source, mesh, sizes).values())]
+        most = max(lay.bit_count() for side in (source, target) for lay in blocks(side, mesh, sizes).values())
+        for step in plan.steps:
+            there = blocks(step.after.short, plan.mesh, sizes)
+            check_step(step, plan.mesh, sizes, held, there)
+            assert max(s.bit_count() for s in there.values()) <= most, "no array on the way is larger than both ends"
+            held, kinds = there, kinds | {step.kind}
+        assert list(held.values()) == list(blocks(target, mesh, sizes).values())
+        assert plan.peak <= most and not plan.exceeds and plan.lower_bound <= plan.bytes
+        assert plan.bytes == plan.lower_bound or prefer == "collectives" or not_in_digits(plan)
+    assert len(kinds) > 1
+
+
+def not_in_digits(plan):
+    """Whether blocks of both sides overlap in pieces of several sizes, for which there are no rounds; or too many."""
+    return max(plan.mesh.values()) > 2 or plan.collectives > 60
+
+
+# -------------------- all pairs
+
+
+@pytest.mark.parametrize(("sizes", "pairs", "most"), [((512, 512), 2352, 1.06), ((64, 64, 64), 11130, 1.08)], ids=str)
+def test_the_sum_over_all_pairs_of_a_cube(sizes, pairs, most) -> None:
+    """Bytes over lower bounds, all changes of layout; XLA's own are at 1.63 and 2.09 (tests/benchmarks/relayout.py)."""
+    everything = placements("xyz", len(sizes))
+    mesh = tuple(CUBE.items())
+    total = bound = count = 0
+    for source, target in itertools.permutations(everything, 2):
+        found = _route.route(_route.Request(sizes, mesh, source, target))
+        total += sum(leg.nbytes for leg in found.legs)
+        bound += found.bound
+        count += 1
+        assert not found.exceeds
+    assert count == pairs
+    assert bound < total <= most * bound
+
+
+def test_point_to_point_rounds_reach_the_bound_on_every_pair() -> None:
+    mesh = tuple(CUBE.items())
+    for source, target in itertools.permutations(placements("xyz"), 2):
+        found = _route.route(_route.Request((64, 64), mesh, source, target, prefer="bytes"))
+        assert sum(leg.nbytes for leg in found.legs) == found.bound, (source, target)
+
+
+@pytest.mark.parametrize("mesh", [CUBE, {"x": 16, "y": 16, "z": 64}, {"x": 3, "y": 4, "z": 5}], ids=str)
+def test_planning_takes_less_than_ten_milliseconds(mesh) -> None:
+    """Cold, in seconds of this process; 16,384 devices cost what 8 do."""
+    everything = placements("xyz")
+    taken = []
+    for source, target in [random.Random(i).sample(everything, 2) for i in range(25)]:
+        request = _route.Request((15 * 2**14, 30 * 2**14), tuple(mesh.items()), source, target)
+        best = math.inf
+        for _ in range(3):
+            _route.route.cache_clear()
+            _search.search.cache_clear()
+            start = time.process_time()
+            _route.route(request)
+            best = min(best, time.process_time() - start)
+        taken.append(best)
+    assert sorted(taken)[len(taken) // 2] < 0.01
+    again = _route.route(request)
+    assert _route.route(request) is again
+
+
+# -------------------- what is asked for
+
+
+def test_latency_weighs_steps_by_what_they_take() -> None:
+    small, large = ({"a": n, "b": n} for n in (64, 65536))
+    mesh = {"x": 2, "y": 2, "z": 2}
+    pattern = "a b/x/y -> a/x b/y"
+    plans = {n["a"]: spmd.plan(pattern, sizes=n, mesh=mesh, prefer="latency", hardware="h100") for n in (small, large)}
+    default = spmd.plan(pattern, sizes=large, mesh=mesh, hardware="h100")
+    assert plans[65536].seconds <= default.seconds
+    for n, plan in plans.items():
+        other = spmd.plan(pattern, sizes={"a": n, "b": n}, mesh=mesh, hardware="h100")
+        assert plan.seconds <= other.seconds and plan.bytes >= other.bytes
+    slow = spmd.Hardware("slow", {"float32": 1e12}, 1e12, 1e9, spmd.Link(1e12, latency=1.0))
+    plan = spmd.plan("a/x/y b -> a/z b/x", sizes=small, mesh=mesh, prefer="latency", hardware=slow)
+    assert plan.collectives <= spmd.plan("a/x/y b -> a/z b/x", sizes=small, mesh=mesh).collectives
+
+
+def test_an_array_that_divides_in_no_other_way_is_gathered_and_the_plan_says_so() -> None:
+    plan = spmd.plan("a/x -> a/y", sizes={"a": 24}, mesh={"x": 8, "y": 12}, dtype=np.uint8)
+    assert plan.exceeds and plan.peak == 24
+    assert "larger than both ends: no sequence of collectives avoids it" in str(plan)
+    for mesh in ({"x": 2, "y": 4}, {"x": 2, "y": 3}, {"x": 4, "y": 6}):  # cut shards, parts of axes
+        plan = spmd.plan("a/x -> a/y", sizes={"a": math.lcm(*mesh.values())}, mesh=mesh, dtype=np.uint8)
+        assert not plan.exceeds and "larger" not in str(plan)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_a_plan_in_plain_values_is_what_it_prints(seed) -> None:
+    source, target = random.Random(seed).sample(placements("xyz"), 2)
+    plan = planned(source, target, CUBE, (64, 128))
+    said = plan.to_dict()
+    assert said["bytes"] == sum(step["bytes"] for step in said["steps"]) == plan.bytes
+    for step in plan.steps:
+        assert step.kind in str(plan) and step.after.short in str(plan) and step.after.short in step.text
+    assert f"ratio {plan.ratio:.2f}" in str(plan) or not plan.steps

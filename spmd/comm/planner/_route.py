@@ -94,10 +94,8 @@ def route(request: Request) -> NamedRoute:
     bound = best.problem.bound(State(best.problem.source, best.problem.summed))
     if best.problem.source == best.problem.target and not best.problem.summed:
         return NamedRoute((), 0, False, best.grid)
-    if best.found.elements > bound and not request.summed and request.prefer == "collectives":
-        for other in _others(request, best):
-            if (other.found.exceeds, other.found.elements) < (best.found.exceeds, best.found.elements):
-                best = other
+    if best.found.elements > bound and not request.summed:
+        best = min([best, *_others(request, best)], key=lambda one: (one.found.exceeds, one.found.cost))
     return NamedRoute(best.legs, bound * request.itemsize, best.found.exceeds, best.grid)
 
 
@@ -127,6 +125,10 @@ class _Named:
 
     def __init__(self, request: Request, grid: Grid, spare: Axes = ()) -> None:
         self.request, self.grid, self.sizes = request, grid, grid.sizes
+        self.whole: dict[str, int] = {}
+        for name, size in request.mesh:
+            axis = grid.part_of.get(name, name)
+            self.whole[axis] = self.whole.get(axis, 1) * size
         source, target = (
             [tuple(a for a in axes if self.sizes[a] > 1) for axes in side] for side in (request.source, request.target)
         )
@@ -152,14 +154,14 @@ class _Named:
         hardware, sends = self.request.hardware, self.request.prefer == "bytes"
         if hardware is None:
             return search(self.problem, sends=sends)
-        links = {hardware.link(a, self.sizes) for a in self.names} | {hardware.default, *hardware.links.values()}
+        links = {hardware.default, *hardware.links.values()}
         links |= {hardware.node} if hardware.node else set()
 
         def seconds(move: Move) -> float:
             if not move.collectives:
                 return 0.0
-            axes, nbytes = [self.names[i] for i in move.axes], move.elements * self.request.itemsize
-            return hardware.collective_seconds(move.kind, nbytes, axes, self.sizes)
+            axes = self.grid.whole([self.names[i] for i in move.axes])
+            return hardware.collective_seconds(move.kind, move.elements * self.request.itemsize, axes, self.whole)
 
         fastest = self.request.itemsize / sum(link.bandwidth for link in links)  # all links at once
         return search(self.problem, seconds=seconds, fastest=fastest)

@@ -23,13 +23,17 @@ class Route(NamedTuple):
 
     Attributes:
       moves: The steps.
-      elements: How many a device sends in all.
+      cost: Seconds where they count, elements that a device sends, collectives.
       exceeds: Whether some array on the way is larger per device than both ends.
     """
 
     moves: tuple[Move, ...]
-    elements: int
+    cost: tuple[float, int, int]
     exceeds: bool = False
+
+    @property
+    def elements(self) -> int:
+        return self.cost[1]
 
 
 class _Cost(NamedTuple):
@@ -56,7 +60,9 @@ def search(problem: Problem, *, sends: bool = False, seconds: Seconds | None = N
     for limit in (problem.limit, problem.whole):
         found = _search(problem, sends, seconds, fastest, limit)
         if found is not None:
-            return Route(found, sum(move.elements for move in found), limit > problem.limit)
+            time = sum(map(seconds, found)) if seconds else 0.0
+            cost = time, sum(move.elements for move in found), sum(move.collectives for move in found)
+            return Route(found, cost, limit > problem.limit)
     raise AssertionError("gathering everything is always possible")
 
 
