@@ -10,6 +10,7 @@ block that are worked on separately: `"z c/cp ..."`. The letters, here and in al
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from spmd import einsum, iota, shift
+from spmd import einsum, iota, shift, take
 from spmd.parallel.sequence import block_positions
 
 __all__ = ["Ring", "attend_in_ring"]
@@ -49,53 +50,58 @@ class Ring:
 
 @functools.partial(spmd.custom_vjp, nondiff_argnums=(0,))
 def attend_in_ring(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> Any:
-    """The attention of `"z c/cp ... g/tp r l k"` over keys and values `"z c/cp ... g/tp m k"`."""
+    """The attention of `"z c/cp ... g/tp r l k"` over keys and values `"z c/cp ... g/tp m k"`.
+
+    Segments, if any, are those of each block, `"z c/cp ... l"`, and those of all, `"z c ... l"`.
+    """
     return _forward(ring, q, k, v, *segments)[0]
 
 
 def _forward(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, Any]:
-    keys = (k, v, *segments)
-    queries = (tuple(q), _halves(segments))
-    state = _hop(ring, None, queries, keys, 0, first=True)
+    hop = functools.partial(_hop, ring, tuple(q), segments)
+    state, keys = hop(None, (k, v), 0, first=True), (k, v)
     if ring.hops:
         # The next block is on its way while this one is worked on: the hop needs nothing of the product.
-        def body(carry: Tree, hop: Any) -> tuple[Tree, None]:
+        def body(carry: Tree, number: Any) -> tuple[Tree, None]:
             state, keys = carry
             ahead = _send(ring, keys)
-            return (_hop(ring, state, queries, keys, hop), ahead), None
+            return (hop(state, keys, number), ahead), None
 
-        (state, keys), _ = jax.lax.scan(body, (state, _send(ring, keys)), jnp.arange(1, ring.hops, dtype=jnp.int32))
-        state = _hop(ring, state, queries, keys, ring.hops)
+        numbers = jnp.arange(1, ring.hops, dtype=jnp.int32)
+        (state, keys), _ = jax.lax.scan(body, (state, _send(ring, keys)), numbers)
+        state = hop(state, keys, ring.hops)
     peak, total, mixed = (jnp.stack(part) for part in zip(*state, strict=True))
-    seen = total > 0  # a query that sees nothing gets zeros
-    total = jnp.where(seen, total, 1.0)
+    total = jnp.where(total > 0, total, 1.0)  # a query that sees nothing gets zeros
     out = (mixed / total[..., None]).astype(v.dtype)
     return out, (q, k, v, segments, out, peak + jnp.log(total))
 
 
 def _backward(ring: Ring, kept: Tree, cotangent: Any) -> tuple[Any, ...]:
-    q, k, v, segments, out, logsumexp = kept
-    wide = _wide(q)
-    delta = jnp.sum(cotangent.astype(wide) * out.astype(wide), axis=-1)
-    queries = (tuple(q), _halves(segments), tuple(cotangent), tuple(logsumexp), tuple(delta))
-    keys = (k, v, *segments)
-    dq, found = _hop_back(ring, queries, keys, 0, first=True)
+    # The blocks of the forward ring are not kept but sent again, and scores made again. A compiler that sees both
+    # passes at once must not undo that; for one that drops the barrier, keys and values are joined, as nowhere before.
+    (q, k, v, segments, out, logsumexp), cotangent = jax.lax.optimization_barrier((kept, cotangent))
+    delta = jnp.sum(cotangent.astype(_wide(q)) * out.astype(_wide(q)), axis=-1)
+    sums = tuple(cotangent), tuple(logsumexp), tuple(delta)
+    hop = functools.partial(_hop_back, ring, tuple(q), segments, sums, k.shape[-1])
+    keys = jnp.concatenate([k, v], axis=-1)
+    dq, found = hop(keys, 0, first=True)
     if ring.hops:
         # The gradients of a block travel with it, a hop behind: what arrives is added to what is found here.
-        def body(carry: Tree, hop: Any) -> tuple[Tree, None]:
+        def body(carry: Tree, number: Any) -> tuple[Tree, None]:
             dq, found, keys = carry
             ahead, arrived = _send(ring, keys), _send(ring, found)
-            more_q, more = _hop_back(ring, queries, keys, hop)
-            return (dq + more_q, jax.tree.map(jnp.add, arrived, more), ahead), None
+            more_q, more = hop(keys, number)
+            return (dq + more_q, arrived + more, ahead), None
 
-        hops = jnp.arange(1, ring.hops, dtype=jnp.int32)
-        (dq, found, keys), _ = jax.lax.scan(body, (dq, found, _send(ring, keys)), hops)
+        numbers = jnp.arange(1, ring.hops, dtype=jnp.int32)
+        (dq, found, keys), _ = jax.lax.scan(body, (dq, found, _send(ring, keys)), numbers)
         arrived = _send(ring, found)
-        more_q, more = _hop_back(ring, queries, keys, ring.hops)
-        dq, found = dq + more_q, jax.tree.map(jnp.add, arrived, more)
-    dk, dv = found[0].astype(k.dtype), found[1].astype(v.dtype)
+        more_q, more = hop(keys, ring.hops)
+        dq, found = dq + more_q, arrived + more
+    found = found.astype(keys.dtype)
     if ring.hops:
-        dk, dv = _send(ring, (dk, dv), by=ring.blocks - ring.hops)  # home, in one step
+        found = _send(ring, found, by=ring.blocks - ring.hops)  # home, in one step
+    dk, dv = jnp.split(found, [k.shape[-1]], axis=-1)
     return (dq.astype(q.dtype), dk, dv, *(None for _ in segments))
 
 
@@ -104,10 +110,6 @@ attend_in_ring.defvjp(_forward, _backward)
 
 def _send(ring: Ring, arrays: Tree, by: int = 1) -> Tree:
     return shift(arrays, "z [c/cp] ...", by, cp=ring.cp)
-
-
-def _halves(segments: tuple[Any, ...]) -> Any:
-    return tuple(segments[0]) if segments else None
 
 
 # --- one hop: which parts of the queries meet which parts of the keys ------------------------------------------
@@ -147,50 +149,59 @@ def _visits(ring: Ring, block: Any, source: Any, first: bool) -> list[tuple[_Par
     return [(_Part(0), _Part(0), True), (_Part(1), _Part(0), False), (_Part(1), _Part(1), True)]
 
 
-def _here(ring: Ring, keys: Tree, hop: Any) -> tuple[Any, Any, Any, Any]:
-    """The numbers of the blocks of the queries and of the keys, and their positions, part by part."""
+def _meetings(
+    ring: Ring, q: tuple[Any, ...], keys: tuple[Any, Any], segments: tuple[Any, ...], number: Any, first: bool
+) -> Iterator[tuple[_Part, _Part, bool, Tree, Tree]]:
+    """The visits of one hop, with the queries and the keys: each with their positions, and segments if any."""
     block = iota("c/cp", c=ring.blocks, cp=ring.cp)
-    source = (block - hop) % ring.blocks
-    length = ring.parts * keys[0].shape[-2]
+    source = (block - number) % ring.blocks
+    length = ring.parts * q[0].shape[-2]
 
     def at(number: Any) -> tuple[Any, ...]:
         parts = range(ring.parts)
         return tuple(block_positions(number, length, ring.blocks, ring.placement, z, ring.parts) for z in parts)
 
-    return block, source, at(block), at(source)
+    ours = [q, at(block)]
+    theirs = [tuple(x) for x in keys] + [at(source)]
+    if segments:
+        own, everyones = segments
+        ours.append(tuple(own))
+        theirs.append(tuple(take(everyones, source, "z [c] ... l, d/cp -> z d/cp ... l", cp=ring.cp)))
+    for one, other, causal in _visits(ring, block, source, first):
+        yield one, other, causal, [one.take(x) for x in ours], [other.take(x) for x in theirs]
 
 
-def _hop(ring: Ring, state: Tree, queries: Tree, keys: Tree, hop: Any, first: bool = False) -> Tree:
+def _hop(
+    ring: Ring, q: tuple[Any, ...], segments: tuple[Any, ...], state: Tree, keys: Tree, number: Any, first: bool = False
+) -> Tree:
     """The state of the softmax after one more block of keys."""
-    q, segments = queries
-    block, source, q_at, k_at = _here(ring, keys, hop)
     state = (None,) * ring.parts if state is None else state
-    for ours, theirs, causal in _visits(ring, block, source, first):
-        side = ours.take(q), ours.take(q_at), segments and ours.take(segments)
-        other = (*(theirs.take(tuple(x)) for x in keys[:2]), theirs.take(k_at))
-        other += (theirs.take(tuple(keys[2])) if segments else None,)
+    for ours, _, causal, side, other in _meetings(ring, q, keys, segments, number, first):
         fold = functools.partial(_fold, ring, causal, side)
         state = ours.put(state, _over_chunks(ring, fold, ours.take(state), other)[0])
     return state
 
 
-def _hop_back(ring: Ring, queries: Tree, keys: Tree, hop: Any, first: bool = False) -> tuple[Any, Tree]:
+def _hop_back(
+    ring: Ring,
+    q: tuple[Any, ...],
+    segments: tuple[Any, ...],
+    sums: tuple[Any, ...],
+    size: int,
+    keys: Any,
+    number: Any,
+    first: bool = False,
+) -> tuple[Any, Any]:
     """What one block of keys adds to the gradient of the queries, and its own gradients from these queries."""
-    q, segments, *rest = queries
-    block, source, q_at, k_at = _here(ring, keys, hop)
-    wide = _wide(q[0])
-    dq = tuple(jnp.zeros_like(x, wide) for x in q)
-    found = tuple(tuple(jnp.zeros_like(part, wide) for part in x) for x in keys[:2])
-    for ours, theirs, causal in _visits(ring, block, source, first):
-        side = ours.take(q), ours.take(q_at), segments and ours.take(segments)
-        other = (*(theirs.take(tuple(x)) for x in keys[:2]), theirs.take(k_at))
-        other += (theirs.take(tuple(keys[2])) if segments else None,)
-        kept = tuple(ours.take(x) for x in rest)
-        fold = functools.partial(_fold_back, ring, causal, side, kept)
+    dq = tuple(jnp.zeros_like(x, _wide(x)) for x in q)
+    found = tuple(jnp.zeros_like(x, _wide(x)) for x in keys)
+    k, v = jnp.split(keys, [size], axis=-1)
+    for ours, theirs, causal, side, other in _meetings(ring, q, (k, v), segments, number, first):
+        fold = functools.partial(_fold_back, ring, causal, side, [ours.take(x) for x in sums])
         more_q, more = _over_chunks(ring, fold, None, other)
         dq = ours.put(dq, ours.take(dq) + more_q)
-        found = tuple(theirs.put(x, theirs.take(x) + y) for x, y in zip(found, more, strict=True))
-    return jnp.stack(dq), tuple(jnp.stack(x) for x in found)
+        found = theirs.put(found, theirs.take(found) + more)
+    return jnp.stack(dq), jnp.stack(found)
 
 
 # --- one product of queries and keys ---------------------------------------------------------------------------
@@ -206,7 +217,7 @@ def _over_chunks(ring: Ring, fn: Any, carry: Tree, keys: Tree) -> tuple[Tree, Tr
     def cut(start: Any) -> Tree:
         k, v, *rest = keys
         pick = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-        return (pick(k, axis=-2), pick(v, axis=-2), *(None if x is None else pick(x, axis=-1) for x in rest))
+        return (pick(k, axis=-2), pick(v, axis=-2), *(pick(x, axis=-1) for x in rest))
 
     carry, first = fn(carry, cut(0))  # it types the carry of the loop
     starts = jnp.arange(size, length, size, dtype=jnp.int32)
@@ -221,7 +232,7 @@ def _over_chunks(ring: Ring, fn: Any, carry: Tree, keys: Tree) -> tuple[Tree, Tr
 
 def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]:
     """The scores `"c/cp ... g/tp r l m"`, what is hidden set to `MASKED`, and the slope of the soft cap."""
-    (q, q_at, q_segments), (k, _, k_at, k_segments) = side, keys
+    (q, q_at, *q_segments), (k, _, k_at, *k_segments) = side, keys
     pattern = "c/cp ... g/tp r l k, c/cp ... g/tp m k -> c/cp ... g/tp r l m"
     scores = _product(ring, q, k, pattern) * ring.scale
     slope = None
@@ -235,8 +246,8 @@ def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]
     if ring.window is not None:
         seen.append(jnp.abs(ahead) < ring.window)
     seen = [x.reshape(x.shape[0], *(1,) * (scores.ndim - 3), *x.shape[1:]) for x in seen]
-    if q_segments is not None:
-        same = q_segments[..., :, None] == k_segments[..., None, :]  # "c/cp ... l m"
+    if q_segments:
+        same = q_segments[0][..., :, None] == k_segments[0][..., None, :]  # "c/cp ... l m"
         seen.append(jnp.expand_dims(same, (-4, -3)))
     for mask in seen:
         scores = jnp.where(mask, scores, MASKED)
@@ -262,11 +273,9 @@ def _fold(ring: Ring, causal: bool, side: Tree, state: Tree, keys: Tree) -> tupl
     return (peak, total, mixed), None
 
 
-def _fold_back(
-    ring: Ring, causal: bool, side: Tree, kept: tuple[Any, Any, Any], dq: Any, keys: Tree
-) -> tuple[Any, tuple[Any, Any]]:
-    """The gradients of queries (added to `dq`), keys and values, from these alone: the sums over all keys are known."""
-    (q, *_), (k, v, *_), (cotangent, logsumexp, delta) = side, keys, kept
+def _fold_back(ring: Ring, causal: bool, side: Tree, sums: Sequence[Any], dq: Any, keys: Tree) -> tuple[Any, Any]:
+    """The gradients of queries (added to `dq`) and of keys and values, joined: the sums over all keys are known."""
+    (q, *_), (k, v, *_), (cotangent, logsumexp, delta) = side, keys, sums
     scores, slope = _scores(ring, side, keys, causal)
     weights = jnp.exp(scores - logsumexp[..., None])
     by_key = "c/cp ... g/tp r l m, c/cp ... g/tp r l k -> c/cp ... g/tp m k"
@@ -276,7 +285,7 @@ def _fold_back(
     slopes = (slopes if slope is None else slopes * slope).astype(q.dtype)
     dk = _product(ring, slopes, q, by_key)
     more = _product(ring, slopes, k, "c/cp ... g/tp r l m, c/cp ... g/tp m k -> c/cp ... g/tp r l k")
-    return more if dq is None else dq + more, (dk, dv)
+    return more if dq is None else dq + more, jnp.concatenate([dk, dv], axis=-1)
 
 
 def _wide(x: Any) -> Any:

@@ -112,7 +112,8 @@ def ring_attention(
     v = rearrange(v, "c/cp ... g/tp (z m) k -> z c/cp ... g/tp m k", z=parts, cp=cp, tp=tp)
     documents = ()
     if segments is not None:
-        documents = (rearrange(segments, "... (c z l)/cp -> z c/cp ... l", c=blocks, z=parts, cp=cp),)
+        own = rearrange(segments, "... (c z l)/cp -> z c/cp ... l", c=blocks, z=parts, cp=cp)
+        documents = (own, all_gather(own, "z c/cp ... l -> z c ... l", cp=cp))
     out = attend_in_ring(ring, q, k, v, *documents)
     return rearrange(out, "z c/cp ... g/tp r l k -> ... (c z l)/cp (g r)/tp k", cp=cp, tp=tp)
 

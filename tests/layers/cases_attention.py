@@ -1,0 +1,239 @@
+"""Attention over whole sequences, with heads divided: the function, the layer, rotary positions, the cache."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import nn, parallel
+from tests.layers.dense import dense_attention, plain_rotary
+from tests.layers.harness import LayerCase, cases, fit, placements, total
+
+# -------------------- the function
+
+KINDS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 3},
+    "segments": {"causal": True, "segments": True},
+    "mask-softcap": {"mask": True, "softcap": 2.0},
+    "xla": {"causal": True, "window": 4, "implementation": "xla"},
+    "xla-mask": {"mask": True, "implementation": "xla"},
+}
+
+
+def made(rng, shapes):
+    """Queries, keys, values of four dimensions; segments of two; a mask of four whose last two are 7 x 7."""
+    out = []
+    for shape in shapes:
+        if len(shape) == 2:
+            out.append(rng.integers(0, 3, size=shape).astype(np.int32))
+        elif shape[-2:] == (7, 7):
+            out.append(rng.random(shape) < 0.4)
+        else:
+            out.append(rng.normal(size=shape).astype(np.float32))
+    return out
+
+
+def function_case(label, options, mesh, axes, whole):
+    options = dict(options)
+    extra = [name for name in ("segments", "mask") if options.pop(name, False)]
+    known = {name: x for name, x in options.items() if name != "implementation"}
+    keys = "b/dp t g k" if whole else "b/dp t g/tp k"
+    g = (2,) if whole else (2, "tp")
+    layouts = {"segments": "b/dp s", "mask": "b/dp h/tp s t"}
+
+    def body(axes):
+        where = {"tp": axes["tp"], "kv_heads": "whole" if whole else "divided", **options}
+        return lambda q, k, v, *more: nn.dot_product_attention(q, k, v, **dict(zip(extra, more, strict=True)), **where)
+
+    return LayerCase(
+        name="dot_product_attention",
+        fn=body,
+        ins=("b/dp s h/tp k", keys, keys, *(layouts[name] for name in extra)),
+        outs="b/dp s h/tp k",
+        shapes=fit(mesh, axes, b=(3, "dp"), s=(7,), t=(7,), h=(4, "tp"), g=g, k=(5,)),
+        mesh=mesh,
+        axes=axes,
+        reference=lambda q, k, v, *more: dense_attention(q, k, v, **dict(zip(extra, more, strict=True)), **known),
+        forward=lambda c: {},
+        backward=lambda c: c.traffic("psum", "tp", keys, 2) if whole else {},
+        make=made,
+        # JAX's own code promotes bfloat16 in silence, which the strict settings of these tests forbid
+        dtypes=("float32",) if "implementation" in options else ("float32", "bfloat16"),
+        label=f"{label}-whole" if whole else label,
+    )
+
+
+@cases("dot_product_attention", draw=5)
+def _():
+    for (label, options), (mesh, axes) in itertools.product(KINDS.items(), placements("dp", "tp")):
+        for whole in (False, True):
+            yield function_case(label, options, mesh, axes, whole)
+
+
+@cases("rotary_embedding", draw=2)
+def _():
+    for placement, (mesh, axes) in itertools.product(("contiguous", "zigzag"), placements("dp", "tp", "cp")):
+        sizes = fit(mesh, axes, b=(3, "dp"), s=(2, "cp"), h=(5, "tp"), k=(6,))
+        n = sizes["s"] // 2
+
+        def body(axes, placement=placement, length=sizes["s"]):
+            turn = nn.rotary_frequencies(6)
+            at = lambda: parallel.sequence_positions(length, placement, cp=axes["cp"])
+            return lambda x: nn.rotary_embedding(x, at(), turn)
+
+        chunks = np.arange(2 * n)
+        order = np.stack([chunks[:n], chunks[::-1][:n]], 1).reshape(-1) if placement == "zigzag" else chunks
+        yield LayerCase(
+            name="rotary_embedding",
+            fn=body,
+            ins=("b/dp s/cp h/tp k",),
+            outs="b/dp s/cp h/tp k",
+            shapes=sizes,
+            mesh=mesh,
+            axes=axes,
+            reference=lambda x, order=order: plain_rotary(x, order),
+            forward=lambda c: {},
+            backward=lambda c: {},
+            label=placement,
+        )
+
+
+# -------------------- the layer
+
+WHOLE = "b/dp s/cp d"
+
+
+def plain_layer(x, wq, wk, wv, wo, bq, bk, bv):
+    at = np.arange(x.shape[1])
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) + b[None, None] for w, b in ((wq, bq), (wk, bk), (wv, bv)))
+    mixed = dense_attention(plain_rotary(q, at), plain_rotary(k, at), v, causal=True)
+    return jnp.einsum("bshk,hkd->bsd", mixed, wo)
+
+
+def layer_case(mesh, axes, whole):
+    heads = "g" if whole else "g/tp"
+    weights = ("d h/tp k", f"d {heads} k", f"d {heads} k", "h/tp k d", "h/tp k", f"{heads} k", f"{heads} k")
+
+    def body(axes):
+        named = {name: axes[name] for name in ("tp", "sp", "cp")} | {"kv_heads": "whole" if whole else "divided"}
+        if axes["cp"]:
+            ring = lambda q, k, v: parallel.ring_attention(q, k, v, cp=axes["cp"], tp=axes["tp"], causal=True)
+            named["attend"] = ring
+        else:
+            named["causal"] = True
+        turn = nn.rotary_frequencies(4)
+        return lambda x, wq, wk, wv, wo, *b: nn.multi_head_attention(
+            x, wq, wk, wv, wo, biases=b, frequencies=turn, **named
+        )
+
+    def n(c):
+        return c.n("cp") if c.axes["cp"] else 1
+
+    def forward(c):
+        into = c.traffic("all_gather", "sp", WHOLE)
+        out = c.traffic("psum_scatter", "sp", WHOLE) if c.axes["sp"] else c.traffic("psum", "tp", WHOLE)
+        return total(into, out, c.traffic("ppermute", "cp", "b/dp s/cp g/tp k", 2 * (n(c) - 1)))
+
+    def backward(c):
+        into = c.traffic("psum_scatter", "sp", WHOLE) if c.axes["sp"] else c.traffic("psum", "tp", WHOLE)
+        out = c.traffic("all_gather", "sp", WHOLE)
+        keys = "b/dp s/cp g/tp k"
+        ring = [c.traffic("ppermute", "cp", keys, 2 * (n(c) - 1), dtype=dtype) for dtype in (None, "float32")]
+        home = c.traffic("ppermute", "cp", keys, 2 * min(n(c) - 1, 1))
+        joined = {key: (count // 2, size) for key, (count, size) in total(*ring, home).items()}
+        # Whole weights of keys and values: each device's heads are summed where tokens differ, then all over tp.
+        sums = [c.traffic("psum", ("dp", "cp"), w.replace("g", "n/tp") if whole else w) for w in weights]
+        sums += [c.traffic("psum", "tp", w) for w in weights if whole and "g" in w]
+        return total(into, out, joined, *sums)
+
+    sizes = fit(mesh, axes, b=(3, "dp"), s=(1, "cp", "tp"), d=(5,), h=(4, "tp"), g=(2,) if whole else (2, "tp"), k=(4,))
+    sizes["n"] = math.lcm(2, sizes["h"] // 4)  # heads spread over tp
+    return LayerCase(
+        name="multi_head_attention",
+        fn=body,
+        ins=("b/dp s/cp/sp d", *weights),
+        outs="b/dp s/cp/sp d",
+        shapes=sizes,
+        mesh=mesh,
+        axes=axes,
+        reference=plain_layer,
+        forward=forward,
+        backward=backward,
+        label="whole" if whole else "",
+    )
+
+
+@cases("multi_head_attention", draw=3)
+def _():
+    """Sequence and context parallel, in every product; key heads fewer than devices."""
+    for mesh, axes in placements("dp", "cp", "tp", shared=[("sp", "tp")]):
+        yield layer_case(mesh, axes, whole=False)
+        if axes["tp"] and not axes["cp"]:
+            yield layer_case(mesh, axes, whole=True)
+
+
+# -------------------- the cache
+
+
+def cached_case(label, options, mesh, axes):
+    """A prompt of 3 tokens, then 2 and then 1 more; the reference sees all 6 at once."""
+    sizes = fit(
+        mesh, axes, b=(2, "dp"), s=(6,), h=(4, "tp"), g=(2, "tp"), k=(3,), t=(5 if "window" in options else 6, "cp")
+    )
+    slots = sizes["t"]
+
+    def body(axes):
+        where = {"cp": axes["cp"], "tp": axes["tp"]}
+
+        def run(q, k, v):
+            rows, groups = spmd.size(q, "[b/dp] s h/tp k", dp=axes["dp"], tp=axes["tp"]), sizes["g"]
+            cache = nn.kv_cache(rows, slots, groups, 3, k.dtype, dp=axes["dp"], **where)
+            out = []
+            for start, stop in ((0, 3), (3, 5), (5, 6)):
+                at = jnp.broadcast_to(jnp.arange(start, stop)[None], (q.shape[0], stop - start))
+                cache = nn.kv_cache_append(cache, k[:, start:stop], v[:, start:stop], at, **where)
+                out.append(nn.cached_attention(q[:, start:stop], cache, at, **where, **options))
+            return jnp.concatenate(out, axis=1)
+
+        return run
+
+    def each(c, layout, times=1, dtype=None):
+        """Per call: 3, 2 and 1 tokens."""
+        parts = [{**c.shapes, "s": n} for n in (3, 2, 1)]
+        return total(*(replace(c, shapes=one).traffic("psum", "cp", layout, times, dtype) for one in parts))
+
+    def forward(c):
+        return total(each(c, "b/dp s h/tp", 2, "float32"), each(c, "b/dp s h/tp k", 1, "float32"))
+
+    def backward(c):
+        """Queries, keys and values are equal over cp: their gradients are summed there."""
+        sums = [each(c, layout) for layout in ("b/dp s h/tp k", "b/dp s g/tp k", "b/dp s g/tp k")]
+        return total(each(c, "b/dp s h/tp", 1, "float32"), *sums)
+
+    return LayerCase(
+        name="cached_attention",
+        fn=body,
+        ins=("b/dp s h/tp k", "b/dp s g/tp k", "b/dp s g/tp k"),
+        outs="b/dp s h/tp k",
+        shapes=sizes,
+        mesh=mesh,
+        axes=axes,
+        reference=lambda q, k, v: dense_attention(q, k, v, causal=True, **options),
+        forward=forward,
+        backward=backward,
+        label=label,
+    )
+
+
+@cases("cached_attention", draw=4)
+def _():
+    kinds = {"plain": {}, "window": {"window": 4, "softcap": 3.0}}
+    for (label, options), (mesh, axes) in itertools.product(kinds.items(), placements("dp", "tp", "cp")):
+        yield cached_case(label, options, mesh, axes)

@@ -1,0 +1,214 @@
+"""Attention over divided sequences: rings, Ulysses, their product, and the placements of the tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from spmd import parallel
+from tests.layers.dense import dense_attention, placed_order
+from tests.layers.harness import LayerCase, cases, fit, placements, total
+
+QUERIES, KEYS, VALUES = "b/dp s/cp h/tp k", "b/dp t/cp g/tp k", "b/dp t/cp g/tp j"
+RESULT = "b/dp s/cp h/tp j"
+
+
+def documents(rng, shape):
+    """A few documents in each row, not sorted: any numbers do."""
+    return rng.integers(0, 3, size=shape).astype(np.int32)
+
+
+def made(rng, shapes):
+    """Queries, keys, values, and segments if there are any."""
+    return [rng.normal(size=x).astype(np.float32) if len(x) == 4 else documents(rng, x) for x in shapes]
+
+
+# -------------------- the ring
+
+RINGS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal-chunks": {"causal": True, "chunk": 2},
+    "zigzag": {"causal": True, "placement": "zigzag"},
+    "zigzag-segments": {"causal": True, "placement": "zigzag", "segments": True, "chunk": 1},
+    "zigzag-both-ways": {"placement": "zigzag", "softcap": 1.5},
+    "striped": {"causal": True, "placement": "striped"},
+    "striped-window": {"causal": True, "placement": "striped", "window": 5, "softcap": 2.0},
+    "window": {"causal": True, "window": 6},
+    "window-both-ways": {"window": 3, "segments": True},
+}
+
+
+def ring_case(label, options, mesh, axes):
+    options = dict(options)
+    with_segments = options.pop("segments", False)
+    sizes = fit(mesh, axes, b=(2, "dp"), s=(4, "cp"), h=(6, "tp"), g=(2, "tp"), k=(3,), j=(5,), u=(8,))
+    sizes["t"] = sizes["s"] if options else sizes["s"] // 4 * 3
+    blocks = sizes["s"] // 4
+    order = placed_order(sizes["s"], blocks, options.get("placement", "contiguous"))
+    known = {name: x for name, x in options.items() if name not in ("placement", "chunk")}
+
+    def body(axes):
+        where = {"cp": axes["cp"], "tp": axes["tp"], **options}
+        return lambda q, k, v, *more: parallel.ring_attention(q, k, v, segments=more[0] if more else None, **where)
+
+    def reference(q, k, v, *more):
+        positions = order if options else None
+        return dense_attention(q, k, v, positions=positions, segments=more[0] if more else None, **known)
+
+    hops = blocks - 1
+    if known.get("causal") and "window" in known and "placement" not in options:
+        hops = min(hops, math.ceil((known["window"] - 1) / 4))
+
+    both = "b/dp t/cp g/tp u"  # joined
+
+    def forward(c):
+        travel = [c.traffic("ppermute", "cp", x, hops) for x in (KEYS, VALUES)]
+        return total(*travel, c.traffic("all_gather", "cp", "b/dp s", int(with_segments), dtype="int32"))
+
+    def backward(c):
+        there = c.traffic("ppermute", "cp", both, hops)
+        gradients = c.traffic("ppermute", "cp", both, hops, dtype="float32")
+        return total(there, gradients, c.traffic("ppermute", "cp", both, min(hops, 1)))
+
+    return LayerCase(
+        name="ring_attention",
+        fn=body,
+        ins=(QUERIES, KEYS, VALUES, *(["b/dp s/cp"] if with_segments else [])),
+        outs=RESULT,
+        shapes=sizes,
+        mesh=mesh,
+        axes=axes,
+        reference=reference,
+        forward=forward,
+        backward=backward,
+        make=made,
+        label=label,
+    )
+
+
+@cases("ring_attention", draw=3)
+def _():
+    """Every mesh with every kind of ring."""
+    for (label, options), (mesh, axes) in itertools.product(RINGS.items(), placements("dp", "tp", "cp")):
+        yield ring_case(label, options, mesh, axes)
+
+
+# -------------------- Ulysses, and its product with a ring
+
+ALL = "b/dp s/ring/cp"
+
+
+def ulysses_case(label, options, mesh, axes, groups):
+    """q, k and v in s/ring/cp; `groups` key heads per device of tp, fewer than those of cp or more."""
+    sizes = fit(mesh, axes, b=(2, "dp"), s=(2, "ring", "cp"), h=(groups, "tp", "cp"), g=(groups, "tp"), k=(3,))
+    n = fit(mesh, axes, n=(1, "cp"))["n"]
+    sizes["n"] = sizes["g"] // groups * math.lcm(groups, n)  # heads that are sent
+    blocks = fit(mesh, axes, n=(1, "ring"))["n"]
+    order = placed_order(sizes["s"], blocks, options.get("placement", "contiguous"))
+    known = {name: x for name, x in options.items() if name != "placement"}
+
+    def body(axes):
+        where = {name: axes[name] for name in ("cp", "ring", "tp")}
+        return lambda q, k, v, segments: parallel.ulysses_attention(q, k, v, segments=segments, **where, **options)
+
+    def reference(q, k, v, segments):
+        return dense_attention(q, k, v, positions=order, segments=segments, **known)
+
+    def exchanged(c):
+        queries = c.traffic("all_to_all", "cp", f"{ALL} h/tp k", 2)
+        return total(queries, c.traffic("all_to_all", "cp", f"{ALL} n/tp k", 2))
+
+    sent = "b/dp s/ring n/tp/cp"
+
+    def forward(c):
+        documents = c.traffic("all_gather", "cp", "b/dp s/ring", dtype="int32")
+        everyones = c.traffic("all_gather", "ring", "b/dp s", dtype="int32")
+        return total(exchanged(c), documents, everyones, c.traffic("ppermute", "ring", f"{sent} k", 2 * (blocks - 1)))
+
+    def backward(c):
+        there = c.traffic("ppermute", "ring", f"{sent} k", 2 * (blocks - 1))  # in half as many permutes
+        back = c.traffic("ppermute", "ring", f"{sent} k", 2 * (blocks - 1), dtype="float32")
+        home = c.traffic("ppermute", "ring", f"{sent} k", 2 * min(blocks - 1, 1))
+        joined = {key: (count // 2, size) for key, (count, size) in total(there, back, home).items()}
+        return total(exchanged(c), joined)
+
+    return LayerCase(
+        name="ulysses_attention",
+        fn=body,
+        ins=(f"{ALL} h/tp k", f"{ALL} g/tp k", f"{ALL} g/tp k", ALL),
+        outs=f"{ALL} h/tp k",
+        shapes=sizes,
+        mesh=mesh,
+        axes=axes,
+        reference=reference,
+        forward=forward,
+        backward=backward,
+        make=made,
+        label=label,
+    )
+
+
+@cases("ulysses_attention", draw=3)
+def _():
+    """As many key heads as devices, fewer, and numbers that do not divide each other; with a ring and without."""
+    for mesh, axes in placements("dp", "ring", "tp", "cp"):
+        if axes["cp"] is None:
+            continue
+        ring = axes["ring"] and fit(mesh, axes, n=(1, "ring"))["n"] > 1
+        for groups in (1, 2, 3):
+            yield ulysses_case(f"causal-g{groups}", {"causal": True}, mesh, axes, groups)
+            if ring:
+                options = {"causal": True, "placement": "zigzag"}
+                yield ulysses_case(f"zigzag-g{groups}", options, mesh, axes, groups)
+
+
+# -------------------- placements
+
+
+def placed_case(name, placement, mesh, axes):
+    """There or back, along the last dimension but one."""
+    sizes = fit(mesh, axes, b=(2, "dp"), s=(2, "cp", "cp"), d=(3, "tp"))
+    n = fit(mesh, axes, n=(1, "cp"))["n"]
+    order = placed_order(sizes["s"], n, placement)
+    order = order if name == "place_sequence" else np.argsort(order)
+    layout = "b/dp s/cp d/tp"
+
+    def moved(c):
+        if placement == "striped":
+            return c.traffic("all_to_all", "cp", layout)
+        return c.traffic("ppermute", "cp", layout, 1 if n == 2 else 2)
+
+    halves = {**sizes, "s": sizes["s"] // 2}
+
+    def formula(c):
+        return moved(c if placement == "striped" else replace(c, shapes=halves))
+
+    return LayerCase(
+        name=name,
+        fn=lambda axes: lambda x: getattr(parallel, name)(x, placement, cp=axes["cp"]),
+        ins=(layout,),
+        outs=layout,
+        shapes=sizes,
+        mesh=mesh,
+        axes=axes,
+        reference=lambda x: x[:, order],
+        forward=formula,
+        backward=formula,
+        label=placement,
+    )
+
+
+@cases("place_sequence", draw=3)
+def _():
+    for placement, (mesh, axes) in itertools.product(("zigzag", "striped"), placements("dp", "tp", "cp")):
+        yield placed_case("place_sequence", placement, mesh, axes)
+
+
+@cases("restore_sequence", draw=3)
+def _():
+    for placement, (mesh, axes) in itertools.product(("zigzag", "striped"), placements("dp", "tp", "cp")):
+        yield placed_case("restore_sequence", placement, mesh, axes)
