@@ -92,13 +92,8 @@ def edges(here, there, mesh, groups):
     for axes, partners in groups.items():
         n = sim.count(mesh, axes)
         union = {d: _union(before[p] for p in partners[d]) for d in after}
-        if all(after[d] == union[d] and after[d].bit_count() == n * before[d].bit_count() for d in after):
-            found.append(size - size // n)
-        elif (
-            size % n == 0
-            and all((after[d] & before[p]).bit_count() == size // n for d in after for p in partners[d])
-            and all(after[d] & ~union[d] == 0 for d in after)
-        ):
+        pieces = {(after[d] & before[p]).bit_count() for d in after for p in partners[d]}
+        if pieces == {size / n} and all(after[d] & ~union[d] == 0 for d in after):
             found.append(size - size // n)
     return min(found, default=None)
 
