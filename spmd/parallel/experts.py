@@ -114,7 +114,7 @@ def router(
       SizeError: If there are fewer than k experts.
 
     Example:
-      >>> import jax.numpy as jnp, spmd
+      >>> import jax.numpy as jnp, numpy as np, spmd
       >>> from spmd import parallel
       >>> mesh = spmd.make_mesh(dp=2)
       >>> @spmd.kernel("t/dp d, d e -> t/dp k, t/dp k", mesh=mesh)
@@ -124,7 +124,7 @@ def router(
       >>> experts, weights = choose(jnp.eye(2), jnp.array([[1.0, 3.0, 2.0], [5.0, 5.0, 0.0]]))
       >>> print(experts.tolist())
       [[1, 2], [0, 1]]
-      >>> print(weights.round(2))
+      >>> print(np.asarray(weights).round(2))
       [[0.73 0.27]
        [0.5  0.5 ]]
 
