@@ -395,6 +395,7 @@ class Call:
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
                 fix=f'psum(x, "{have.short} -> {done.short}")',
             )
+        written, layout = layout, _written_out(layout, have)
         if same_axes(have, layout, marks=False) is not False:
             return
         here, there = _axes_by_dim(layout), _axes_by_dim(have)
@@ -402,7 +403,7 @@ class Call:
         verb = verb_between(have, layout)
         wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
         self.fail(
-            f'{label} holds "{have.short}", and is read as "{layout.short}".',
+            f'{label} holds "{have.short}", and is read as "{written.short}".',
             at=layout.dims[position].span,
             got=[f'"{have.short}": {origin}', self.frame.describe()],
             fix=f'{verb}(x, "{have.short} -> {wanted.short}") first, or "{meant.short}" in this string',
@@ -461,6 +462,20 @@ class Call:
                 shape.append(math.prod(rest[:count]))
                 del rest[:count]
         return tuple(shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_out(layout: Layout, have: Layout) -> Layout:
+    """The layout with the dimensions of a value that lies as `have` in place of `...`; as it is where that fails."""
+    extra = len(have.dims) - len(layout.dims) + 1
+    if not layout.has_ellipsis or have.has_ellipsis or extra < 0:
+        return layout
+    at = next(i for i, dim in enumerate(layout.dims) if dim.ellipsis)
+    dims = (*layout.dims[:at], *have.dims[at : at + extra], *layout.dims[at + 1 :])
+    try:
+        return Layout.from_dims(dims, layout.unreduced, layout.reduced)
+    except LayoutError:  # a name or an axis twice: what lies otherwise may be any of them
+        return layout
 
 
 def _axes_by_dim(layout: Layout) -> tuple[tuple[str, ...], ...]:

@@ -12,7 +12,7 @@ from spmd import _compat
 from spmd.comm.planner._route import Axes, Request, route
 from spmd.comm.planner._run import run
 
-__all__ = ["move"]
+__all__ = ["move", "program"]
 
 
 def move(x: Any, target: NamedSharding) -> Any:
@@ -25,8 +25,8 @@ def move(x: Any, target: NamedSharding) -> Any:
     source = getattr(_compat.concrete(x), "sharding", None)
     if not isinstance(source, NamedSharding) or not _comparable(source, target):
         return None
-    program = _program(source, target, tuple(x.shape), x.dtype.itemsize)
-    return None if program is None else program(x)
+    steps = program(source, target, tuple(x.shape), x.dtype.itemsize)
+    return None if steps is None else steps(x)
 
 
 def _comparable(a: NamedSharding, b: NamedSharding) -> bool:
@@ -39,7 +39,7 @@ def _comparable(a: NamedSharding, b: NamedSharding) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], itemsize: int) -> Any:
+def program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], itemsize: int) -> Any:
     """The steps, to be compiled once; None where nothing travels."""
     before, after = _placement(source, len(shape)), _placement(target, len(shape))
     mesh = tuple(source.mesh.shape.items())

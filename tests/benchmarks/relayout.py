@@ -1,0 +1,208 @@
+"""Changes of layout: the planner beside XLA's own resharding, on all pairs of layouts of a 2x2x2 mesh.
+
+    python tests/benchmarks/relayout.py [--quick] [--json FILE] [--dims 2 3]
+
+For every pair (2352 of 512 x 512 float32, 11130 of 64 x 64 x 64; with `--quick` a sample of each) both programs are
+compiled: `spmd.shard`'s planned one, and the identity with XLA's own resharding. A table compares bytes per device,
+read from the compiled programs, with the lower bound, temporary memory and collectives; the pairs where XLA is worst and
+a random sample are then timed in turns. Exits with 1 where a pair sends more than XLA, or other than its plan says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns at each pair that it replicates
+
+import jax
+import numpy as np
+
+if __name__ == "__main__":  # run as a file, from anywhere
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import spmd
+from spmd.comm.planner import program
+from spmd.inspect import collectives
+
+MESH = {"x": 2, "y": 2, "z": 2}
+SHAPES = {2: (512, 512), 3: (64, 64, 64)}
+NAMES = "abc"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pair: bytes per device, collectives and temporary bytes, ours and XLA's."""
+
+    source: str
+    target: str
+    bound: int
+    rounds: int
+    ours: int
+    xla: int
+    planned: int
+    count: int
+    xla_count: int
+    temp: int
+    xla_temp: int
+    ends: int
+
+
+def layouts(dims: int) -> list[str]:
+    """Every layout that uses each axis at most once, in any order."""
+    found = []
+    for count in range(len(MESH) + 1):
+        for used in itertools.permutations(MESH, count):
+            for cuts in itertools.combinations_with_replacement(range(count + 1), dims - 1):
+                runs = [used[i:j] for i, j in itertools.pairwise((0, *cuts, count))]
+                found.append(" ".join("/".join([name, *run]) for name, run in zip(NAMES, runs, strict=False)))
+    return found
+
+
+def programs(source: str, target: str, shape: tuple[int, ...], mesh: Any) -> tuple[Any, Any]:
+    """The planned program and XLA's, not yet compiled."""
+    before, after = (spmd.Layout(layout).sharding(mesh) for layout in (source, target))
+    identity = jax.jit(lambda x: x, in_shardings=before, out_shardings=after)
+    return program(before, after, shape, 4) or identity, identity
+
+
+def measure(source: str, target: str, shape: tuple[int, ...], mesh: Any) -> Row:
+    """Both programs of one pair, compiled."""
+    before = spmd.Layout(source).sharding(mesh)
+    x = jax.ShapeDtypeStruct(shape, np.float32, sharding=before)
+    compiled = [one.lower(x).compile() for one in programs(source, target, shape, mesh)]
+    sent = [collectives(one, mesh=mesh) for one in compiled]
+    temp = [one.memory_analysis().temp_size_in_bytes for one in compiled]
+    sizes = dict(zip(NAMES, shape, strict=False))
+    plan = spmd.plan(f"{source} -> {target}", sizes=sizes, mesh=mesh)
+    rounds = spmd.plan(f"{source} -> {target}", sizes=sizes, mesh=mesh, prefer="bytes")
+    ends = 4 * max(math.prod(spmd.Layout(one).local_shape(shape, mesh)) for one in (source, target))
+    ours, xla = (one.total_bytes for one in sent)
+    count, xla_count = (sum(one.counts.values()) for one in sent)
+    return Row(
+        source, target, plan.lower_bound, rounds.bytes, ours, xla, plan.bytes, count, xla_count, temp[0], temp[1], ends
+    )
+
+
+def seconds(
+    source: str, target: str, shape: tuple[int, ...], mesh: Any, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Times of both programs, in turns."""
+    x = spmd.shard(np.arange(math.prod(shape), dtype=np.float32).reshape(shape), source, mesh=mesh)
+    both = programs(source, target, shape, mesh)
+    found: tuple[list[float], list[float]] = ([], [])
+    for one in both:
+        one(x).block_until_ready()
+    for _ in range(repeats):
+        for one, times in zip(both, found, strict=True):
+            start = time.perf_counter()
+            one(x).block_until_ready()
+            times.append(time.perf_counter() - start)
+    return found
+
+
+def spread(values: list[float]) -> str:
+    """Geometric mean, median, 90th and 99th percentile, maximum."""
+    values = sorted(values)
+    at = lambda share: values[min(len(values) - 1, int(share * len(values)))]
+    mean = math.exp(statistics.fmean(math.log(v) for v in values))
+    return f"{mean:7.3f} {statistics.median(values):7.3f} {at(0.9):7.2f} {at(0.99):7.2f} {values[-1]:7.2f}"
+
+
+def show(dims: int, rows: list[Row]) -> None:
+    """The table of one rank."""
+    total = sum(row.bound for row in rows)
+    some = [row for row in rows if row.bound]
+    print(
+        f"\n{dims}-D, {'x'.join(map(str, SHAPES[dims]))} float32: {len(rows)} pairs, {len(rows) - len(some)} move nothing"
+    )
+    print(f"{'bytes / lower bound':22}{'sum':>8}{'geomean':>8}{'median':>8}{'p90':>8}{'p99':>8}{'max':>8}  collectives")
+    for name, sent, count in (
+        ("XLA", lambda row: row.xla, lambda row: row.xla_count),
+        ("planned", lambda row: row.ours, lambda row: row.count),
+        ('prefer="bytes"', lambda row: row.rounds, None),
+    ):
+        counts = {n: sum(count(row) == n for row in rows) for n in range(5)} if count else {}
+        shown = ", ".join(f"{k} x {n}" for n, k in counts.items() if k)
+        print(f"{name:22}{sum(map(sent, rows)) / total:8.4f}{spread([sent(r) / r.bound for r in some])}  {shown}")
+    for name, temp in (("XLA", lambda row: row.xla_temp), ("planned", lambda row: row.temp)):
+        over = [temp(row) / row.ends for row in some]
+        print(f"temporary memory / larger end, {name:8} median {statistics.median(over):.2f}, max {max(over):.2f}")
+    saved = [row.xla / row.ours for row in some]
+    fewer = sum(row.ours < row.xla for row in rows)
+    print(
+        f"XLA / planned         {'':8}{spread(saved)}  fewer bytes on {fewer} pairs, more on {sum(map(is_worse, rows))}"
+    )
+    print("worst pairs of XLA, and what is left above the bound:")
+    for row in [*sorted(some, key=lambda r: -r.xla / r.bound)[:3], *sorted(some, key=lambda r: -r.ours / r.bound)[:3]]:
+        print(
+            f"  {row.source + ' -> ' + row.target:32} XLA {row.xla / row.bound:6.2f}   planned {row.ours / row.bound:5.2f}"
+        )
+
+
+def is_worse(row: Row) -> bool:
+    return row.ours > row.xla
+
+
+def show_times(name: str, pairs: list[tuple[str, str]], shape: tuple[int, ...], mesh: Any, repeats: int) -> list[Any]:
+    """Times of some pairs, and their geometric mean."""
+    print(f"\n{name}, {'x'.join(map(str, shape))} float32, {repeats} repeats in turns: ms min (median)")
+    found, ratios = [], []
+    for source, target in pairs:
+        ours, xla = seconds(source, target, shape, mesh, repeats)
+        ratios.append(min(xla) / min(ours))
+        found.append({"source": source, "target": target, "ours": ours, "xla": xla})
+        shown = [f"{1e3 * min(t):7.2f} ({1e3 * statistics.median(t):7.2f})" for t in (xla, ours)]
+        print(f"  {source + ' -> ' + target:32} XLA {shown[0]}   planned {shown[1]}   {ratios[-1]:5.1f}x")
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    print(f"  XLA / planned, by minima: geometric mean {mean:.2f}, worst {min(ratios):.2f}, best {max(ratios):.2f}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a sample of the pairs, fewer repeats")
+    parser.add_argument("--dims", type=int, nargs="*", default=[2, 3], choices=[2, 3], help="which ranks (2 3)")
+    parser.add_argument("--pairs", type=int, help="how many pairs of each rank (all; with --quick 60)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    options = parser.parse_args()
+    spmd.use_cpu_devices(math.prod(MESH.values()))
+    mesh = spmd.make_mesh(**MESH)
+    repeats, size = (5, 512) if options.quick else (15, 2048)
+    print(f"jax {jax.__version__}, {jax.default_backend()}, mesh {', '.join(f'{a}={n}' for a, n in MESH.items())}")
+    report: dict[str, Any] = {"jax": jax.__version__}
+    wrong: list[Row] = []
+    for dims in options.dims:
+        pairs = list(itertools.permutations(layouts(dims), 2))
+        count = options.pairs or (60 if options.quick else len(pairs))
+        pairs = pairs if count >= len(pairs) else random.Random(0).sample(pairs, count)
+        rows = [measure(source, target, SHAPES[dims], mesh) for source, target in pairs]
+        show(dims, rows)
+        report[f"{dims}-D"] = [asdict(row) for row in rows]
+        wrong += [row for row in rows if is_worse(row) or row.ours != row.planned]
+        if dims == 2:
+            some = [row for row in rows if row.bound]
+            worst = sorted(some, key=lambda r: -r.xla / r.ours)[: 4 if options.quick else 8]
+            dice = random.Random(1).sample(some, min(len(some), 4 if options.quick else 24))
+            for name, chosen in (("where XLA sends most", worst), ("a random sample", dice)):
+                ends = [(row.source, row.target) for row in chosen]
+                report[name] = show_times(name, ends, (size, size), mesh, repeats)
+    for row in wrong:
+        print(f"WRONG: {row}")
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
