@@ -113,4 +113,4 @@ def seconds_of_an_unknown_collective(mesh):
 
 @bad
 def seconds_over_an_unknown_axis(mesh):
-    hardware("h100").collective_seconds("psum", 1e9, ("data",), {"dp": 8})
+    hardware("h100").collective_seconds("psum", 1e9, ("data",), {"dp": 2, "tp": 4})
