@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from spmd import all_gather, defer, einsum, scope
 from spmd.errors import LayoutError, compose
+from spmd.nn.overlap import einsum_scatter, ring_columns
 
 __all__ = ["column_linear", "gated_mlp", "mlp", "qkv_linear", "row_linear"]
 
@@ -17,7 +18,9 @@ Axes = str | tuple[str, ...] | None
 
 
 @scope(mapping=None)
-def column_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None) -> Any:
+def column_linear(
+    x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
+) -> Any:
     """Multiply by a matrix whose columns are divided: each device makes its part of the outputs, all tokens of it.
 
     The first half of a tensor-parallel pair; `row_linear` is the second. With `sp`, which names the same axes
@@ -30,9 +33,11 @@ def column_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = 
     all_gather forward, S(n-1)/n bytes, and a psum_scatter backward, as many. Without, nothing forward, and backward a
     psum of x's gradient over tp, 2S(n-1)/n bytes, unless x is a gathered copy already. The gradients of w and b, where
     these are equal by JAX's own type on axes that divide tokens, are summed over them: 2W(m-1)/m bytes for blocks of W
-    bytes on m devices.
+    bytes on m devices. With `sp` and `overlap` collective-permutes of as many bytes, forward, and backward twice as
+    many, as x goes round again for the gradient of w; without `sp` overlap changes nothing.
 
-    Memory: the gathered x is kept for the backward pass; under `jax.checkpoint` it is gathered again instead.
+    Memory: the gathered x is kept for the backward pass; under `jax.checkpoint` it is gathered again instead. With
+    `overlap` the divided x is kept, and no gathered one exists.
 
     Args:
       x: The activations.
@@ -41,6 +46,7 @@ def column_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = 
       tp: The mesh axes that divide the columns.
       sp: The mesh axes that divide the sequence until here.
       cp: Mesh axes that divide the sequence here and after (context parallelism).
+      overlap: Whether the sequence is gathered block by block while it is multiplied (`parallel.gather_einsum`).
 
     Returns:
       The outputs; a tree of them for a tree of weights.
@@ -66,14 +72,17 @@ def column_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = 
     for one in weights:
         _check_rank("column_linear", one, 2, '"d f/tp"')
     # Output dimensions whose first is divided are one divided dimension: (h k)/tp.
-    outs = _columns(x, [one.reshape(one.shape[0], -1) for one in weights], tp=tp, sp=sp, cp=cp)
+    flat = [one.reshape(one.shape[0], -1) for one in weights]
+    outs = _columns(x, flat, tp=tp, sp=sp, cp=cp, overlap=overlap)
     outs = [y.reshape(*y.shape[:-1], *one.shape[1:]) for y, one in zip(outs, weights, strict=True)]
     biases = [None] * len(outs) if b is None else structure.flatten_up_to(b)
     return structure.unflatten([_plus(y, bias) for y, bias in zip(outs, biases, strict=True)])
 
 
 @scope(mapping=None)
-def row_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None) -> Any:
+def row_linear(
+    x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
+) -> Any:
     """Multiply by a matrix whose rows are divided, and sum over the devices that hold them.
 
     The second half of a tensor-parallel pair. With `sp`, which names the same axes as `tp`, the sum is scattered
@@ -84,7 +93,8 @@ def row_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = Non
 
     Communication, for a product of S bytes per device, on n devices of tp: with `sp` a psum_scatter forward,
     S(n-1)/n bytes, and an all_gather backward, as many; without, a psum forward, 2S(n-1)/n bytes, and nothing backward.
-    The gradients of w and b as in `column_linear`; with `sp`, that of b is summed over tp too, in the same psum.
+    The gradients of w and b as in `column_linear`; with `sp`, that of b is summed over tp too, in the same psum. With
+    `sp` and `overlap` collective-permutes of as many bytes, forward and backward.
 
     Memory: x is kept for the backward pass.
 
@@ -95,6 +105,7 @@ def row_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = Non
       tp: The mesh axes that divide the rows.
       sp: The mesh axes that divide the sequence from here on.
       cp: Mesh axes that divide the sequence here already.
+      overlap: Whether the sum is scattered block by block while it is made (`parallel.einsum_scatter`).
 
     Returns:
       The outputs.
@@ -122,13 +133,18 @@ def row_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = Non
     w = w.reshape(-1, w.shape[-1]).astype(x.dtype)
     if sp is None:
         y = einsum(x, w, "... f/tp, f/tp d -> ... d", tp=tp)
+    elif overlap:
+        _check_same("row_linear", tp, sp)
+        y = einsum_scatter(x, w, tp=tp, cp=cp)
     else:
         y = einsum(x, w, "... s/cp f/tp, f/tp d -> ... s/cp/sp d", tp=tp, sp=sp, cp=cp)
     return _plus(y, b)
 
 
 @scope(mapping=None)
-def qkv_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None) -> Any:
+def qkv_linear(
+    x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
+) -> Any:
     """Queries, keys and values from one fused weight.
 
     The weight keeps together what attends together: for each group, its query heads, then its key head, then its value
@@ -147,6 +163,7 @@ def qkv_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = Non
       tp: The mesh axes that divide the groups.
       sp: The mesh axes that divide the sequence until here.
       cp: Mesh axes that divide the sequence here and after.
+      overlap: As in `column_linear`.
 
     Returns:
       Queries, keys, values.
@@ -170,7 +187,7 @@ def qkv_linear(x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = Non
     if w.ndim != 4 or w.shape[2] < 3:
         rule = 'a fused weight has for each group its queries, its key and its value: "d g/tp j k" with j = r + 2.'
         raise LayoutError(compose(rule, call="qkv_linear(x, w)", got=[f"w: shape {w.shape}"]))
-    y = column_linear(x, w, b, tp=tp, sp=sp, cp=cp)
+    y = column_linear(x, w, b, tp=tp, sp=sp, cp=cp, overlap=overlap)
     queries = y[..., :-2, :]
     return queries.reshape(*y.shape[:-3], -1, y.shape[-1]), y[..., -2, :], y[..., -1, :]
 
@@ -187,6 +204,7 @@ def mlp(
     tp: Axes = None,
     sp: Axes = None,
     cp: Axes = None,
+    overlap: bool = False,
 ) -> Any:
     """Two linear layers with an activation in between: `column_linear`, then `row_linear`.
 
@@ -195,7 +213,7 @@ def mlp(
 
     Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp` an all_gather and a
     psum_scatter, S(n-1)/n bytes each, forward and again backward; without, a psum of 2S(n-1)/n bytes, forward and
-    again backward. Gradients of the weights as in `column_linear`.
+    again backward. Gradients of the weights, and what `overlap` changes, as in `column_linear` and `row_linear`.
 
     Memory: the gathered x and the hidden units before and after the activation, kept for the backward pass.
 
@@ -209,6 +227,7 @@ def mlp(
       tp: The mesh axes that divide the hidden units.
       sp: The mesh axes that divide the sequence outside; the same as tp, or None.
       cp: Mesh axes that divide the sequence throughout.
+      overlap: Whether gather and scatter are rings beside the products, as in `column_linear` and `row_linear`.
 
     Returns:
       The outputs, an array like x.
@@ -228,8 +247,8 @@ def mlp(
     References:
       Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
     """
-    hidden = activation(column_linear(x, w_in, b_in, tp=tp, sp=sp, cp=cp))
-    return row_linear(hidden, w_out, b_out, tp=tp, sp=sp, cp=cp)
+    hidden = activation(column_linear(x, w_in, b_in, tp=tp, sp=sp, cp=cp, overlap=overlap))
+    return row_linear(hidden, w_out, b_out, tp=tp, sp=sp, cp=cp, overlap=overlap)
 
 
 @scope(mapping=None)
@@ -244,6 +263,7 @@ def gated_mlp(
     tp: Axes = None,
     sp: Axes = None,
     cp: Axes = None,
+    overlap: bool = False,
 ) -> Any:
     """An MLP whose hidden units are multiplied by gates: SwiGLU, or GEGLU and others by the activation.
 
@@ -265,6 +285,7 @@ def gated_mlp(
       tp: The mesh axes that divide the hidden units.
       sp: The mesh axes that divide the sequence outside; the same as tp, or None.
       cp: Mesh axes that divide the sequence throughout.
+      overlap: Whether gather and scatter are rings beside the products, as in `column_linear` and `row_linear`.
 
     Returns:
       The outputs, an array like x.
@@ -287,23 +308,27 @@ def gated_mlp(
     """
     shape = getattr(w_in, "shape", None)
     if shape is None and isinstance(w_in, (tuple, list)) and len(w_in) == 2:
-        gate, up = column_linear(x, tuple(w_in), None if b_in is None else tuple(b_in), tp=tp, sp=sp, cp=cp)
+        biases = None if b_in is None else tuple(b_in)
+        gate, up = column_linear(x, tuple(w_in), biases, tp=tp, sp=sp, cp=cp, overlap=overlap)
     elif shape is not None and len(shape) == 3 and shape[1] == 2:
-        [both] = _columns(x, [w_in], tp=tp, sp=sp, cp=cp)
+        [both] = _columns(x, [w_in], tp=tp, sp=sp, cp=cp, overlap=overlap)
         both = _plus(both, b_in)
         gate, up = both[..., 0, :], both[..., 1, :]
     else:
         rule = 'w_in is the pair (gate, up) of "d f/tp" each, or fused "d 2 f/tp".'
         got = [f"w_in: {type(w_in).__name__ if shape is None else f'shape {shape}'}"]
         raise LayoutError(compose(rule, call="gated_mlp(x, w_in, w_out)", got=got, fix="jnp.stack((gate, up), 1)"))
-    return row_linear(activation(gate) * up, w_out, b_out, tp=tp, sp=sp, cp=cp)
+    return row_linear(activation(gate) * up, w_out, b_out, tp=tp, sp=sp, cp=cp, overlap=overlap)
 
 
 # --- where products meet communication ----------------------------------------------------------------------
 
 
-def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes) -> list[Any]:
+def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes, overlap: bool) -> list[Any]:
     """The products of x with weights "d f/tp" or "d n f/tp", the sequence gathered once for all of them."""
+    if overlap and sp is not None:
+        _check_same("column_linear", tp, sp)
+        return ring_columns(x, weights, tp=tp, cp=cp)
     if sp is None:
         # Typed varying once, so that the gradients of several products are added before they are summed over tp.
         x = defer(x, "... d -> ... d {R:tp}", tp=tp)
@@ -315,6 +340,13 @@ def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes) -> lis
 
 def _plus(y: Any, b: Any) -> Any:
     return y if b is None else y + jnp.expand_dims(b.astype(y.dtype), tuple(range(y.ndim - b.ndim)))
+
+
+def _check_same(name: str, tp: Axes, sp: Axes) -> None:
+    if (tp if isinstance(tp, tuple) else (tp,)) != (sp if isinstance(sp, tuple) else (sp,)):
+        rule = "a ring over the devices of tp moves a sequence that is divided over the same."
+        fix = f"sp={tp!r}, or overlap=False"
+        raise LayoutError(compose(rule, call=f"{name}(x, w, overlap=True)", got=[f"tp={tp!r}", f"sp={sp!r}"], fix=fix))
 
 
 def _check_rank(name: str, x: Any, rank: int, layout: str, which: str = "w") -> None:

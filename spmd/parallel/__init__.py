@@ -1,5 +1,6 @@
 """Kinds of parallelism as functions on arrays and trees: what moves, when, and what it costs in the docstrings."""
 
+from spmd.nn.overlap import einsum_scatter, gather_einsum
 from spmd.parallel.accumulate import accumulate
 from spmd.parallel.context import ring_attention, ulysses_attention
 from spmd.parallel.experts import MoEReport, Routing, balance_bias, moe, router
@@ -18,9 +19,11 @@ __all__ = [
     "accumulate",
     "balance_bias",
     "clip_by_global_norm",
+    "einsum_scatter",
     "fsdp",
     "fsdp_layouts",
     "gather",
+    "gather_einsum",
     "global_norm",
     "mapped_layouts",
     "moe",
