@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,20 +48,18 @@ def attention_mask(
        [0 1 1 0]
        [0 0 1 1]]
     """
+    given = [x for pair in (positions, segments) if pair is not None for x in pair]
+    rank = max((x.ndim for x in given), default=0)
+    lifted = [x.reshape((1,) * (rank - x.ndim) + x.shape) for x in given]
     seen = []
     if positions is not None:
-        q_at, k_at = positions
-        ahead = jnp.expand_dims(q_at, -1) - jnp.expand_dims(k_at, -2)
-        seen.append(jnp.broadcast_to(jnp.expand_dims(k_at, -2) >= 0, ahead.shape))
+        q_at, k_at = lifted.pop(0)[..., :, None], lifted.pop(0)[..., None, :]
+        ahead = q_at - k_at
+        seen.append(jnp.broadcast_to(k_at >= 0, ahead.shape))
         if causal:
             seen.append(ahead >= 0)
         if window is not None:
             seen.append(jnp.abs(ahead) < window)
     if segments is not None:
-        seen.append(jnp.expand_dims(segments[0], -1) == jnp.expand_dims(segments[1], -2))
-    rank = max((x.ndim for x in seen), default=0)
-    mask = None
-    for one in seen:
-        one = one.reshape((1,) * (rank - one.ndim) + one.shape)
-        mask = one if mask is None else mask & one
-    return mask
+        seen.append(lifted[0][..., :, None] == lifted[1][..., None, :])
+    return functools.reduce(jnp.logical_and, seen) if seen else None

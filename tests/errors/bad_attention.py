@@ -1,0 +1,124 @@
+"""Bad calls of attention, of rings, of placements and of caches."""
+
+import jax.numpy as jnp
+
+import spmd
+from spmd import nn, parallel
+from tests.errors.registry import bad
+
+HEADS = "b s h k, b s g k -> b s h k"
+
+
+def run(mesh, body, signature=HEADS, q=(2, 8, 4, 2), k=(2, 8, 2, 2)):
+    spmd.kernel(signature, mesh=mesh)(body)(jnp.ones(q), jnp.ones(k))
+
+
+@bad
+def key_heads_that_serve_unequally(mesh):
+    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k), q=(2, 8, 5, 2))
+
+
+@bad
+def causal_and_not_as_many_queries(mesh):
+    run(mesh, lambda q, k: nn.dot_product_attention(q[:, :3], k, k, causal=True))
+
+
+@bad
+def a_soft_cap_in_a_kernel_without(mesh):
+    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, softcap=5.0, implementation="cudnn"))
+
+
+@bad
+def key_heads_somehow(mesh):
+    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, kv_heads="hole"))
+
+
+@bad
+def a_layer_over_cp_without_a_ring(mesh):
+    layouts = ("b s/dp d", "d h k")
+    body = lambda x, w: nn.multi_head_attention(x, w, w, w, jnp.ones((4, 2, 3)), cp="dp")
+    spmd.kernel(in_layouts=layouts, out_layouts="b s/dp d", mesh=mesh)(body)(jnp.ones((2, 8, 3)), jnp.ones((3, 4, 2)))
+
+
+@bad
+def a_layer_with_options_for_nobody(mesh):
+    attend = lambda q, k, v: v
+    body = lambda x, w: nn.multi_head_attention(x, w, w, w, jnp.ones((4, 2, 3)), attend=attend, causal=True)
+    spmd.kernel("b s d, d h k -> b s d", mesh=mesh)(body)(jnp.ones((2, 8, 3)), jnp.ones((3, 4, 2)))
+
+
+@bad
+def more_turns_than_features(mesh):
+    nn.rotary_embedding(jnp.ones((2, 3, 4)), jnp.arange(2), nn.rotary_frequencies(6))
+
+
+@bad
+def an_odd_number_of_features(mesh):
+    nn.rotary_frequencies(7)
+
+
+@bad
+def an_unknown_scaling(mesh):
+    nn.rotary_frequencies(8, scaling="lama3")
+
+
+@bad
+def tokens_divided_otherwise(mesh):
+    def body(q, k):
+        cache = nn.kv_cache(2, 8, 2, 2)
+        return nn.kv_cache_append(cache, k, k, jnp.zeros((2, 8), jnp.int32), tokens="zigzag")["k"]
+
+    run(mesh, body, "b s h k, b s g k -> b s g k")
+
+
+RING = "b s/dp h k, b s/dp g k -> b s/dp h k"
+
+
+@bad
+def an_unknown_placement(mesh):
+    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", placement="zig-zag"), RING)
+
+
+@bad
+def zigzag_of_what_does_not_divide(mesh):
+    body = lambda q, k: parallel.ring_attention(q, k, k, cp="dp", placement="zigzag")
+    run(mesh, body, RING, q=(2, 6, 4, 2), k=(2, 6, 2, 2))
+
+
+@bad
+def stripes_of_what_does_not_divide(mesh):
+    spmd.kernel("s/dp -> s/dp", mesh=mesh)(lambda x: parallel.place_sequence(x, "striped", cp="dp", axis=0))(
+        jnp.ones(6)
+    )
+
+
+@bad
+def causal_across_sequences(mesh):
+    ring = lambda q, k: parallel.ring_attention(q, k, k, cp="dp", causal=True)
+    run(mesh, ring, "b s/dp h k, b t/dp g k -> b s/dp h k", k=(2, 4, 2, 2))
+
+
+@bad
+def ring_key_heads_that_serve_unequally(mesh):
+    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp"), RING, q=(2, 8, 5, 2))
+
+
+@bad
+def too_few_heads_for_ulysses(mesh):
+    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp"), RING, q=(2, 8, 1, 2), k=(2, 8, 1, 2))
+
+
+@bad
+def a_balanced_order_for_nobody(mesh):
+    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", placement="zigzag"), RING)
+
+
+@bad
+def chunks_for_nobody(mesh):
+    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", chunk=2), RING)
+
+
+@bad
+def a_kernel_in_a_ring(mesh):
+    where = {"cp": "dp", "ring": "tp", "implementation": "cudnn"}
+    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, **where), RING.replace("s/dp", "s/tp/dp"))
