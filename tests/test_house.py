@@ -41,7 +41,7 @@ FLOORS = {
     "parallel/": 7,
     "__main__.py": 8,
     "_cli.py": 8,
-    "haliax.py": 8,
+    "haliax/": 8,
     "inspect/": 8,
     "testing/": 8,
     "__init__.py": 9,
