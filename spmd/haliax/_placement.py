@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 import spmd
 from spmd import AxisMapping, Layout
 from spmd.errors import LayoutError, MeshError, compose
+from spmd.mesh import ambient_mesh
 from spmd.mode import ambient_mapping
 
 __all__ = ["WholeArrayWarning", "auto_sharded", "mapping_of", "mesh_of", "shard", "shard_with_axis_mapping"]
@@ -57,7 +58,7 @@ def shard(tree: T, names: Any, mapping: Any = None, mesh: Any = None, *, big: in
       >>> batch.sharding.spec
       P('data', None)
     """
-    found = _mapping("shard", mapping)
+    found = mapping_of("shard", mapping)
     placed = spmd.shard(tree, _layouts(names), mesh=mesh, mapping=found)
     _warn_of_whole(placed, _layouts(names), found, mesh, big)
     return placed
@@ -116,7 +117,7 @@ def shard_with_axis_mapping(tree: T, names: Any, mapping: Any, mesh: Any = None)
 
 
 def mapping_of(who: str, mapping: Any) -> AxisMapping:
-    found = ambientmapping_of() if mapping is None else AxisMapping.of(mapping)
+    found = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
     if found is None:
         rule = "no mapping: none was given, and no axis_mapping surrounds the call."
         fix = 'mapping={"batch": "data"}, or with axismapping_of({"batch": "data"}):'
@@ -125,10 +126,10 @@ def mapping_of(who: str, mapping: Any) -> AxisMapping:
 
 
 def mesh_of(who: str, mesh: Any) -> Any:
-    found = ambientmesh_of() if mesh is None else mesh
+    found = ambient_mesh() if mesh is None else mesh
     if found is None:
         rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
-        raise MeshError(compose(rule, call=f"{who}(...)", fix="mesh=spmd.makemesh_of(data=8)"))
+        raise MeshError(compose(rule, call=f"{who}(...)", fix="mesh=spmd.make_mesh(data=8)"))
     return found
 
 

@@ -42,7 +42,7 @@ def round_axis_for_partitioning(name: str, size: int, mapping: Any = None, mesh:
     Example:
       >>> import spmd
       >>> from spmd import haliax as hax
-      >>> hax.round_axis_for_partitioning("vocab", 50257, {"vocab": "tp"}, spmd.makemesh_of(tp=8))
+      >>> hax.round_axis_for_partitioning("vocab", 50257, {"vocab": "tp"}, spmd.make_mesh(tp=8))
       50264
     """
     parts = physical_axis_size(name, mapping, mesh) or 1
@@ -93,7 +93,7 @@ def physical_axis_size(name: str, mapping: Any = None, mesh: Any = None) -> int 
     Example:
       >>> import spmd
       >>> from spmd import haliax as hax
-      >>> hax.physical_axis_size("batch", {"batch": ("data", "tp")}, spmd.makemesh_of(data=2, tp=4))
+      >>> hax.physical_axis_size("batch", {"batch": ("data", "tp")}, spmd.make_mesh(data=2, tp=4))
       8
     """
     axes = _axes("physical_axis_size", name, mapping)
@@ -122,7 +122,7 @@ def sharding_for_axis(names: str, mapping: Any = None, mesh: Any = None) -> Name
     Example:
       >>> import spmd
       >>> from spmd import haliax as hax
-      >>> hax.sharding_for_axis("batch", {"batch": "data"}, spmd.makemesh_of(data=8)).spec
+      >>> hax.sharding_for_axis("batch", {"batch": "data"}, spmd.make_mesh(data=8)).spec
       P('data',)
     """
     found = mesh_of("sharding_for_axis", mesh)
