@@ -99,6 +99,26 @@ def test_point_to_point_rounds(source, target) -> None:
     check(source, target, CUBE, x, prefer="bytes")
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "mesh"),
+    [
+        ((("x", "y"), ()), (("y",), ()), {"x": 2, "y": 3}),
+        ((("y",), ()), ((), ("y", "x")), {"x": 2, "y": 3}),
+        ((("x",), ("y",)), (("y", "x"), ()), {"x": 3, "y": 2}),
+        ((("x", "y"), ("z",)), (("y", "x"), ()), {"x": 2, "y": 2, "z": 2}),
+    ],
+)
+def test_rounds_of_cells(source, target, mesh) -> None:
+    """From halves to thirds: pieces of one size would not do."""
+    x = np.arange(12 * 18, dtype=np.float32).reshape(12, 18) if 3 in mesh.values() else np.ones((8, 8), np.float32)
+    plan = plan_of(source, target, mesh, x, prefer="bytes")
+    assert plan.ratio == 1
+    check(source, target, mesh, x, prefer="bytes")
+    weights = np.random.default_rng(0).integers(-3, 4, x.shape).astype(np.float32)
+    kernel = kernel_of(source, target, mesh, prefer="bytes")
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda v: (kernel(v) * weights).sum()))(x), weights)
+
+
 def test_rounds_of_pieces_in_other_modes_and_under_vmap() -> None:
     source, target = (("x",), ("y", "z")), (("z", "y"), ())
     x = np.arange(3 * 16 * 24).reshape(3, 16, 24)

@@ -39,7 +39,7 @@ class Round(NamedTuple):
     """One permutation, over the devices of all axes of the problem, numbered with the first axis as the major one.
 
     Attributes:
-      sender: From whom each device receives.
+      sender: From whom each device receives; -1 for from nobody.
       reads: Which piece each device sends: per dimension its place in the source shard, counted in pieces.
       writes: Where in its target shard each device puts what it receives.
     """
@@ -66,10 +66,11 @@ def rounds_between(problem: Problem, placement: Placement) -> int:
     return count if count <= MOST_ROUNDS else 0
 
 
-def schedule(sizes: tuple[int, ...], axes: tuple[int, ...], source: Placement, target: Placement) -> Rounds:
-    """The rounds themselves: arrays over all devices."""
+def schedule(sizes: tuple[int, ...], axes: tuple[int, ...], source: Placement, target: Placement) -> Rounds | None:
+    """The rounds themselves, as arrays over all devices; None where digits do not match."""
     match = _match(axes, source, target)
-    assert match is not None, "rounds_between said that there are rounds"
+    if match is None:
+        return None
     q = _digits_of_all(axes, match.radix)
     turned = _partners(match)
     free = [d for digits in match.only_source for d in digits]

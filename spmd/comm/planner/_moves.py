@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from spmd.comm.planner._cells import cell_rounds
 from spmd.comm.planner._digits import rounds_between
 from spmd.comm.planner._problem import Placement, Problem, State, cuts, ordered
 
@@ -45,7 +46,7 @@ def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterato
     if not state.summed:
         yield from _permutes(problem, state)
         if sends and state.placement != problem.target:
-            rounds = rounds_between(problem, state.placement)
+            rounds = rounds_between(problem, state.placement) or cell_rounds(problem, state)
             if rounds:
                 everyone = tuple(range(len(problem.axes)))
                 yield Move("sends", everyone, State(problem.target), problem.bound(state), rounds)

@@ -21,6 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat
 from spmd.comm import _lax
+from spmd.comm.planner._cells import schedule_cells
 from spmd.comm.planner._digits import Placement, Round, Rounds, permutation, schedule
 from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._route import Leg, Request, route
@@ -195,17 +196,25 @@ def _ppermute(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
 
 def _sends(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
     """Each device's target, put together from the pieces that come in."""
-    found = _rounds(schedule, leg, mesh, x.shape)
+    found = _rounds(_schedule, leg, mesh, x.shape)
     me, (axes, _) = mesh.number(leg.axes), mesh.group(leg.axes)
     shape = [n * mesh.count(b) // mesh.count(c) for n, b, c in zip(x.shape, leg.before, leg.after, strict=True)]
     x = _compat.pvary(x, axes)
     out = _compat.pvary(jnp.zeros(shape, x.dtype), tuple(_compat.varying_axes(x)))
     for one in found.rounds:
         piece = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
+        place = _corner(one.writes, found.piece, me)
         if (one.sender != np.arange(len(one.sender))).any():
             piece = lax.ppermute(piece, axes, _pairs(one, leg.axes, mesh))
-        out = lax.dynamic_update_slice(out, piece, _corner(one.writes, found.piece, me))
+        if (one.sender < 0).any():  # who gets nothing keeps what is there
+            piece = jnp.where(jnp.asarray(one.sender >= 0)[me], piece, lax.dynamic_slice(out, place, found.piece))
+        out = lax.dynamic_update_slice(out, piece, place)
     return out
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(sizes: tuple[int, ...], axes: tuple[int, ...], source: Placement, target: Placement) -> Rounds:
+    return schedule(sizes, axes, source, target) or schedule_cells(sizes, axes, source, target)
 
 
 def _rounds(
@@ -227,7 +236,7 @@ def _rounds(
 def _pairs(one: Round, axes: Axes, mesh: Grid) -> list[tuple[int, int]]:
     """Who sends to whom, numbered as JAX numbers the devices along whole axes in mesh order."""
     lines = mesh.lines(axes)
-    return [(int(line[s]), int(line[r])) for line in lines for r, s in enumerate(one.sender)]
+    return [(int(line[s]), int(line[r])) for line in lines for r, s in enumerate(one.sender) if s >= 0]
 
 
 def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
