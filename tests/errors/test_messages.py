@@ -57,7 +57,6 @@ def test_there_are_many_and_each_says_something_else():
     assert list(texts) == list(BAD)
     assert len(BAD) >= 60
     assert len(set(texts.values())) == len(texts)
-    assert next(iter(BAD)) == "gathered_copy_leaves"
     assert 'all_gather(x, "x/dp -> x", to="invarying")' in texts["gathered_copy_leaves"]
 
 
@@ -83,14 +82,14 @@ def test_many_fixes_are_run():
 def test_meshes_are_shown_in_their_own_order():
     for name, text in golden().items():
         for axes in re.findall(r"mesh ((?:\w+=\d+(?:, )?)+)", text):
-            assert axes in ("dp=2, tp=4", "dp=2", "i=8"), name
+            assert re.fullmatch(r"dp=\d+(, tp=\d+)?|i=8", axes), name
 
 
 def test_no_message_shows_values_or_internals():
     for name, text in golden().items():
         assert not re.search(r"Array\(|\[\s*\d+\.\s", text), name
         assert not re.search(r"frozenset|Tracer|NoneType object|Traceback|0x[0-9a-f]{6}", text), name
-        assert "\n\n" not in text, name
+        assert not re.search(r"\n\n(?!\(\d+\) )", text), name  # a blank line only before the next of several faults
 
 
 def test_a_changed_message_is_noticed(mesh, monkeypatch):
