@@ -1,0 +1,276 @@
+"""A decoder-only transformer, dense or mixture of experts, whose parallelism is chosen by mesh and mapping alone.
+
+    dp    data parallel        rows of tokens
+    fsdp  fully sharded        rows of tokens, and the weights at rest, gathered layer by layer
+    tp    tensor parallel      heads, hidden units, vocabulary
+    sp    sequence parallel    between the layers tokens too, over the axis of tp: the rule "stream" of the mapping
+    cp    context parallel     the sequence, in attention too
+    ep    expert parallel      rows of tokens, and experts
+
+Any product of them: `spmd.make_mesh(fsdp=2, cp=2, tp=2)`. An axis that the mesh lacks divides nothing. Loss and
+gradients are those of one device on every mesh, if no token loses its expert (`capacity=None`), or loses it on all
+(`groups` given, `placement="contiguous"`).
+
+    python examples/transformer.py      # one training step on several meshes, with what each of them sends
+
+The letters: b rows of tokens, s sequence, l layers, d model, h query heads, g key and value heads, k size of a head,
+f hidden units, e experts, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import spmd
+from spmd import Layout, nn, parallel
+from spmd.parallel import MoEReport
+
+# Which mesh axes divide what. Those that the mesh lacks do not count.
+MAPPING = spmd.AxisMapping(
+    {
+        "b": ("dp", "fsdp", "ep"),  # where experts are divided, the rows of tokens are too, by the same axes last
+        "s": "cp",
+        "stream": "tp",  # the sequence between the layers, besides s; None: tensor without sequence parallel
+        "rest": "fsdp",  # d of the weights at rest
+        "h": "tp",
+        "f": "tp",
+        "v": "tp",
+        "e": "ep",
+    }
+)
+
+# The weights, by their dimensions. "/1": never divided.
+NAMES = {
+    "embed": "v d",
+    "unembed": "v d",
+    "norm": "d/1",
+    "layers/norm*": "l d/1",
+    "layers/query": "l d h k",
+    "layers/key": "l d g k",
+    "layers/value": "l d g k",
+    "layers/out": "l h k d",
+}
+DENSE = {"layers/gate": "l d f", "layers/up": "l d f", "layers/down": "l f d"}
+EXPERTS = {"layers/router": "l d/1 e/1", "layers/gate": "l e d f", "layers/up": "l e d f", "layers/down": "l e f d"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is computed; where, is not said here."""
+
+    vocabulary: int = 256
+    layers: int = 2
+    d: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head: int = 16
+    hidden: int = 128
+    experts: int = 0  # 0: a dense model
+    chosen: int = 2  # experts of each token
+    capacity: float | None = None  # places per expert in units of a balanced load; None: as many as there are tokens
+    groups: tuple[int, int] | None = None  # of tokens, within which the capacity holds: see parallel.moe
+    balance: float = 1e-2  # weight of the loss that balances experts
+    z_loss: float = 1e-3  # weight of the squared logsumexp of the router
+    context: str = "ring"  # how attention sees the divided sequence: "ring" or "ulysses"
+    placement: str = "zigzag"  # of the tokens in a ring
+    theta: float = 10_000.0  # base of the rotary positions
+    chunks: int = 2  # of the sequence, in the loss
+    dtype: str = "float32"  # of the weights in use, and of activations
+    save: str = "activations"  # "inputs": each layer is computed again in the backward pass
+    prefetch: bool = False  # whether the next layer's weights are gathered during this one
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The model on a mesh, under a mapping."""
+
+    c: Config
+    mesh: Any
+    mapping: spmd.AxisMapping = MAPPING
+
+    # --- where things lie -----------------------------------------------------------------------------------
+
+    def axes(self, *names: str) -> tuple[str, ...] | None:
+        """The mesh axes of these dimensions; None where there are none."""
+        found = [axis for name in names for axis in self.mapping.get(name, ()) if axis in self.mesh.shape]
+        return tuple(dict.fromkeys(found)) or None
+
+    @property
+    def kv_heads(self) -> str:
+        """Fewer key heads than devices are whole: each device takes those that its queries look at."""
+        heads = math.prod(self.mesh.shape[axis] for axis in self.axes("h") or ())
+        return "whole" if self.c.kv_heads % heads else "divided"
+
+    @property
+    def placement(self) -> str:
+        return self.c.placement if self.c.context == "ring" else "contiguous"
+
+    def layouts(self, params: Any, d: str | None = "rest") -> Any:
+        """Where the weights lie: at rest, or with d=None in use."""
+        rules = {name: self.axes(name) for name in "lkhfve"}
+        rules |= {"d": d and self.axes(d), "g": self.axes("h") if self.kv_heads == "divided" else None}
+        names = {**NAMES, **(EXPERTS if self.c.experts else DENSE)}
+        return parallel.mapped_layouts(params, spmd.layouts(params, names), rules)
+
+    @property
+    def tokens(self) -> Layout:
+        return Layout("b s").resolve(spmd.AxisMapping({name: self.axes(name) for name in "bs"}))
+
+    def place(self, tokens: np.ndarray) -> Any:
+        """Tokens or labels from the host, in the order in which the ring wants them."""
+        blocks = math.prod(self.mesh.shape[axis] for axis in self.axes("s") or ())
+        order = parallel.sequence_order(tokens.shape[1], blocks, self.placement)
+        return spmd.from_process_local(tokens[:, order], self.tokens, mesh=self.mesh)
+
+    # --- the model, as one device sees it -------------------------------------------------------------------
+
+    def block(self, w: Any, x: Any, positions: Any, attend: Any) -> tuple[Any, Any]:
+        """One layer of the stream "b s/cp/sp d"; what is reported of its experts."""
+        c, sp, cp = self.c, self.axes("stream"), self.axes("s")
+        y = nn.rms_norm(x, w["norm_attention"])
+        turn = nn.rotary_frequencies(c.head, theta=c.theta)
+        heads = {"attend": attend, "frequencies": turn, "positions": positions, "kv_heads": self.kv_heads}
+        weights = (w["query"], w["key"], w["value"], w["out"])
+        x = x + nn.multi_head_attention(y, *weights, **heads, tp=self.axes("h"), sp=sp, cp=cp)
+        y = nn.rms_norm(x, w["norm_mlp"])
+        weights, tp = (w["gate"], w["up"], w["down"]), self.axes("f")
+        if not c.experts:
+            return x + nn.gated_mlp(y, weights[:2], weights[2], tp=tp, sp=sp, cp=cp), None
+        routing = parallel.router(y, w["router"], k=c.chosen)
+        where = {"dp": self.axes("b"), "sp": self.axes("s", "stream"), "ep": self.axes("e"), "tp": tp}
+        y, report = parallel.moe(y, routing, *weights, **where, groups=c.groups, capacity_factor=c.capacity)
+        return x + y, report
+
+    def attend(self, q: Any, k: Any, v: Any) -> Any:
+        """Causal attention of "b s/cp h/tp k": over whole sequences, by a ring, or by all-to-alls."""
+        cp, tp = self.axes("s"), self.axes("h")
+        if cp is None:
+            return nn.dot_product_attention(q, k, v, causal=True, tp=tp)
+        if self.c.context == "ulysses":
+            return parallel.ulysses_attention(q, k, v, cp=cp, tp=tp, causal=True)
+        return parallel.ring_attention(q, k, v, cp=cp, tp=tp, causal=True, placement=self.placement)
+
+    def gather(self, params: Any) -> Any:
+        """The weights that are no layer's, for use."""
+        few = {name: w for name, w in params.items() if name != "layers"}
+        where = self.layouts(params), self.layouts(params, None)
+        for tree in where:
+            del tree["layers"]
+        data = self.axes("b", "s", "stream")
+        return parallel.gather(few, *where, dtype=self.c.dtype, data=data)
+
+    def run_layers(self, params: Any, x: Any, positions: Any) -> tuple[Any, Any]:
+        """All layers; what is reported of their experts is summed."""
+
+        def layer(w: Any, carry: Any, positions: Any) -> Any:
+            x, total = carry
+            x, found = self.block(w, x, positions, self.attend)
+            return x, jax.tree.map(jnp.add, total, found)
+
+        c = self.c
+        nothing = MoEReport(*(jnp.zeros(n) for n in ((), (), c.experts, ()))) if c.experts else None
+        where = (self.layouts(params)["layers"], self.layouts(params, None)["layers"])
+        options = {"dtype": c.dtype, "data": self.axes("b", "s", "stream"), "save": c.save, "prefetch": c.prefetch}
+        carry = (x, nothing)
+        return parallel.scan_layers(
+            layer, params["layers"], carry, positions, at_rest=where[0], compute=where[1], **options
+        )
+
+    def loss(self, params: Any, tokens: Any, labels: Any) -> tuple[Any, Any]:
+        """The mean cross-entropy of the labels that are not negative, and what is reported."""
+        c, sp, cp, tp = self.c, self.axes("stream"), self.axes("s"), self.axes("v")
+        w = self.gather(params)
+        x = nn.embedding(tokens, w["embed"], tp=tp, sp=sp, cp=cp)
+        positions = parallel.sequence_positions(spmd.size("s"), self.placement, cp=cp)
+        x, report = self.run_layers(params, x, positions)
+        x = nn.rms_norm(x, w["norm"])
+        where = {"tp": tp, "sp": sp, "cp": cp, "dp": self.axes("b")}
+        loss = nn.linear_cross_entropy(x, w["unembed"], labels, chunks=c.chunks, ignore=-1, **where)
+        if report is None:
+            return loss, {"loss": loss}
+        report = jax.tree.map(lambda total: total / c.layers, report)
+        total = loss + c.balance * report.balance_loss + c.z_loss * report.z_loss
+        return total, {"loss": loss, "load": report.load, "drop_rate": report.drop_rate}
+
+    # --- kernels and the step -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def loss_and_gradients(self) -> spmd.Kernel:
+        """From weights, tokens and labels: the loss with its auxiliary terms, what is reported, the gradients."""
+        report = {"loss": "scalar", **({"load": "e", "drop_rate": "scalar"} if self.c.experts else {})}
+        tokens = self.tokens
+
+        @spmd.kernel(
+            in_layouts=(self.layouts, tokens, tokens),
+            out_layouts=("scalar", report, self.layouts),
+            mesh=self.mesh,
+        )
+        def loss_and_gradients(params: Any, tokens: Any, labels: Any) -> Any:
+            (loss, report), gradients = spmd.value_and_grad(self.loss, has_aux=True)(params, tokens, labels)
+            return loss, report, gradients
+
+        return loss_and_gradients
+
+    def init(self, key: Any) -> Any:
+        """Random weights, born where they rest."""
+        return spmd.init(functools.partial(new_weights, self.c), self.layouts, mesh=self.mesh)(key)
+
+    def state_layouts(self, state: Any) -> Any:
+        rest = self.layouts(state["params"])
+        return {"params": rest, "optimizer": parallel.state_layouts(state["optimizer"], state["params"], rest)}
+
+    def new_state(self, key: Any, optimizer: optax.GradientTransformation) -> Any:
+        """Weights and the optimizer's state, which lies as they do."""
+
+        def make(key: Any) -> Any:
+            params = new_weights(self.c, key)
+            return {"params": params, "optimizer": optimizer.init(params)}
+
+        return spmd.init(make, self.state_layouts, mesh=self.mesh)(key)
+
+    def train_step(self, optimizer: optax.GradientTransformation) -> Any:
+        """The jitted step: `step(state, tokens, labels)` to the next state and what is reported."""
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state: Any, tokens: Any, labels: Any) -> Any:
+            _, report, gradients = self.loss_and_gradients(state["params"], tokens, labels)
+            report["gradient_norm"] = optax.global_norm(gradients)
+            changes, moments = optimizer.update(gradients, state["optimizer"], state["params"])
+            state = {"params": optax.apply_updates(state["params"], changes), "optimizer": moments}
+            return spmd.shard(state, self.state_layouts, mesh=self.mesh), report
+
+        return step
+
+
+def new_weights(c: Config, key: Any) -> Any:
+    """Random weights: ordinary JAX on whole arrays."""
+    keys = iter(jax.random.split(key, 16))
+
+    def matrix(inputs: int, *shape: int) -> Any:
+        return jax.random.normal(next(keys), shape) / math.sqrt(inputs)
+
+    deep = 2 * c.layers  # as many terms does the stream sum up
+    many = (c.experts,) if c.experts else ()
+    layers = {
+        "norm_attention": jnp.ones((c.layers, c.d)),
+        "norm_mlp": jnp.ones((c.layers, c.d)),
+        "query": matrix(c.d, c.layers, c.d, c.heads, c.head),
+        "key": matrix(c.d, c.layers, c.d, c.kv_heads, c.head),
+        "value": matrix(c.d, c.layers, c.d, c.kv_heads, c.head),
+        "out": matrix(c.heads * c.head * deep, c.layers, c.heads, c.head, c.d),
+        "gate": matrix(c.d, c.layers, *many, c.d, c.hidden),
+        "up": matrix(c.d, c.layers, *many, c.d, c.hidden),
+        "down": matrix(c.hidden * deep, c.layers, *many, c.hidden, c.d),
+    }
+    if many:
+        layers["router"] = matrix(c.d, c.layers, c.d, c.experts)
+    tables = {name: matrix(c.d, c.vocabulary, c.d) for name in ("embed", "unembed")}
+    return {**tables, "norm": jnp.ones(c.d), "layers": layers}
