@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
-from spmd.comm._keywords import call_text, kind_of, split_keywords
+from spmd.comm._keywords import call_text, kind_of, resolve, split_keywords
 from spmd.comm._marks import layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
@@ -29,7 +29,7 @@ from spmd.errors import (
     compose,
     did_you_mean,
 )
-from spmd.language import AxisMapping, Dim, Layout, Pattern
+from spmd.language import Dim, Layout, Pattern
 from spmd.mesh import axis_span
 from spmd.mode import Frame, current_frame
 
@@ -68,29 +68,6 @@ class Operand:
 
 
 # --- opening a call -----------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def _resolve(
-    pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None
-) -> Pattern:
-    # Equal patterns may be written differently, and carets point into what was written: hence `source` in the
-    # key, and the spans of the pattern as parsed.
-    resolved = (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)
-    written = iter(pattern.layouts)
-    return resolved._map(lambda layout: _with_spans(layout, next(written)))
-
-
-def _with_spans(layout: Layout, written: Layout) -> Layout:
-    dims = [
-        replace(
-            a,
-            span=b.span,
-            atoms=tuple(replace(x, span=y.span) for x, y in zip(a.atoms, b.atoms, strict=True)),
-        )
-        for a, b in zip(layout.dims, written.dims, strict=True)
-    ]
-    return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=written.source)
 
 
 def open_call(
@@ -132,7 +109,7 @@ def open_call(
     renames = tuple(r for r in frame.renames if r[0] in parsed.axis_names and r[0] not in axes)
     renames += tuple(sorted(axes.items()))
     try:
-        resolved = _resolve(parsed, parsed.source, renames, frame.mapping)
+        resolved = resolve(parsed, parsed.source, renames, frame.mapping)
     except LayoutError as error:
         raise LayoutError(f"{text}\n{error.args[0]}") from None
     call = Call(name, text, parsed, resolved, frame)

@@ -1,17 +1,19 @@
-"""Keywords of a call: an int is a size, a str, tuple or None is a mesh axis."""
+"""What a call says: its pattern resolved, and its keywords, an int a size, a str, tuple or None a mesh axis."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from spmd.errors import LayoutError, SizeError, compose, did_you_mean
-from spmd.language import Pattern
+from spmd.language import AxisMapping, Layout, Pattern
 
-__all__ = ["call_text", "kind_of", "split_keywords"]
+__all__ = ["call_text", "kind_of", "resolve", "split_keywords"]
 
 
 def _axis_keyword(value: Any) -> bool:
@@ -67,3 +69,27 @@ def call_text(name: str, pattern: Any, arrays: int = 1) -> str:
     if name.startswith("random."):
         shown = "key, "
     return f'{name}({shown}"{pattern}")'
+
+
+@functools.lru_cache(maxsize=4096)
+def resolve(
+    pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None
+) -> Pattern:
+    """The pattern of a call with its axes renamed and its bare names placed, the caller's text still known."""
+    # Equal patterns may be written differently, and carets point into what was written: hence `source` in the
+    # key, and the spans of the pattern as parsed.
+    resolved = (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)
+    written = iter(pattern.layouts)
+    return resolved._map(lambda layout: _with_spans(layout, next(written)))
+
+
+def _with_spans(layout: Layout, written: Layout) -> Layout:
+    dims = [
+        replace(
+            a,
+            span=b.span,
+            atoms=tuple(replace(x, span=y.span) for x, y in zip(a.atoms, b.atoms, strict=True)),
+        )
+        for a, b in zip(layout.dims, written.dims, strict=True)
+    ]
+    return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=written.source)
