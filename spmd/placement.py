@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec as P
 from spmd._trees import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose, did_you_mean
+from spmd.kernel import kernel
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, check_axes, mesh_of, outside_trace
 from spmd.mode import ambient_mapping, ambient_mode, try_frame
+from spmd.ops._grids import born
 
-__all__ = ["Init", "from_process_local", "init", "shard"]
+__all__ = ["Init", "from_function", "from_process_local", "init", "shard"]
 
 T = TypeVar("T")
 
@@ -410,3 +412,56 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
         for x, s in zip(leaves, found, strict=True)
     ]
     return jax.tree.unflatten(structure, out)
+
+
+def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **names: Any) -> Any:
+    """An array born sharded, of its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
+
+    `fn` gets the global positions along each dimension, int32 arrays that broadcast to the block which is here, and
+    gives the elements: the same on every mesh, and no device ever holds the whole. Inside a kernel and outside.
+
+    Communication: none. (Inside a kernel, backward, what `fn` closes over has a psum over the axes of the layout.)
+
+    Args:
+      fn: A function of one array of positions per dimension, element by element.
+      layout: The layout of the result; every dimension has a name or a literal size.
+      mesh: Outside a kernel, the mesh; absent, that of `jax.set_mesh`.
+      **names: Sizes of names (`x=64`; inside a kernel those of its signature are known), or mesh axes.
+
+    Returns:
+      The array; inside a kernel this device's block in explicit mode.
+
+    Raises:
+      SizeError: If a size is not known or does not divide, or `fn` gives another shape.
+      LayoutError: On a malformed layout.
+      MeshError: If there is no mesh, or one is given inside a kernel.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> table = spmd.from_function(lambda i, j: 10 * i + j, "x/a y", x=4, y=3, mesh=mesh)
+      >>> print(table)
+      [[ 0  1  2]
+       [10 11 12]
+       [20 21 22]
+       [30 31 32]]
+      >>> print(table.addressable_shards[1].data)
+      [[10 11 12]]
+    """
+    if try_frame() is not None:
+        if mesh is not None:
+            rule = "inside a kernel the mesh is the kernel's."
+            raise MeshError(compose(rule, call="from_function(fn, layout)", fix="leave out mesh="))
+        return born(fn, layout, **names)
+    call = "from_function(fn, layout)"
+    if not callable(fn) or not isinstance(layout, (str, Layout)):
+        rule = "a function of positions comes first, then the layout, a string."
+        raise LayoutError(compose(rule, call=call, fix='from_function(lambda i, j: i + j, "x/a y", x=8, y=6)'))
+    sizes: dict[str, Any] = {key: value for key, value in names.items() if type(value) is int}
+    axes = {key: value for key, value in names.items() if key not in sizes}
+
+    def from_function() -> Any:  # the name that messages show
+        return born(fn, layout, **names)
+
+    where = _mesh(mesh, [], call)
+    return kernel(f"-> {layout}", mesh=where, mapping=ambient_mapping(), axes=axes or None, **sizes)(from_function)()

@@ -13,9 +13,9 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, open_call
 from spmd.errors import LayoutError
-from spmd.language import Dim
+from spmd.language import Dim, Layout
 
-__all__ = ["full", "iota", "ones", "zeros"]
+__all__ = ["counted", "full", "iota", "ones", "open_made", "positions", "zeros"]
 
 
 def zeros(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **names: Any) -> Any:
@@ -135,23 +135,27 @@ def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: x + spmd.iota("s/cp"))(jnp.zeros(8, int)))
       [0 1 2 3 4 5 6 7]
     """
-    call = _open("iota", layout, names)
+    call = open_made("iota", layout, names)
     [made] = call.pattern.inputs
-    counted = [i for i, dim in enumerate(made.dims) if dim.bracket] or list(range(len(made.dims)))
-    if len(counted) != 1:
-        rule = 'iota counts along one dimension: put it in brackets, as in "b/dp [s/cp]".'
-        call.fail(rule, got=[f"{len(made.dims)} dimensions"], error=LayoutError)
-    [at] = counted
+    at = counted(call, made)
     if any(made.dims[at].margin):
         call.fail("iota has no meaning for a margin.", at=made.dims[at].span, error=LayoutError)
-    positions = _positions(call, made.dims[at], dtype)
     shape = call.local_shape(made)
-    x = jax.lax.broadcast_in_dim(positions, shape, (at,))
+    x = jax.lax.broadcast_in_dim(positions(call, made.dims[at], dtype), shape, (at,))
     x = _compat.pvary(x, call.frame.in_mesh_order(made.axis_names)) if call.frame.explicit else x
     return call.result(x, made.without_brackets(), role="born")
 
 
-def _positions(call: Call, dim: Dim, dtype: Any) -> Any:
+def counted(call: Call, made: Layout) -> int:
+    """Which dimension is counted along: the only one, or the one in brackets."""
+    found = [i for i, dim in enumerate(made.dims) if dim.bracket] or list(range(len(made.dims)))
+    if len(found) != 1:
+        rule = f'{call.name} counts along one dimension: put it in brackets, as in "b/dp [s/cp]".'
+        call.fail(rule, got=[f"{len(made.dims)} dimensions"], error=LayoutError)
+    return found[0]
+
+
+def positions(call: Call, dim: Dim, dtype: Any) -> Any:
     """Global positions along one dimension, factor by factor: each factor's block starts at its own place."""
     sizes = dict(call.frame.sizes)
     total: Any = jnp.zeros((1,), dtype)
@@ -165,7 +169,7 @@ def _positions(call: Call, dim: Dim, dtype: Any) -> Any:
     return total
 
 
-def _open(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
+def open_made(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
     if not isinstance(layout, str) and hasattr(layout, "shape"):
         raise LayoutError(f'{who} makes an array, so its first argument is a layout: {who}("b/dp d").')
     call = open_call(who, layout, names, inputs=1, arrow=False)
@@ -177,7 +181,7 @@ def _open(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
 
 
 def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names: Mapping[str, Any]) -> Any:
-    call = _open(who, layout, names)
+    call = open_made(who, layout, names)
     [made] = call.pattern.inputs
     if np.ndim(value) != 0:
         call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)

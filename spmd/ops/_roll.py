@@ -1,9 +1,10 @@
-"""`roll`: by elements, along dimensions in brackets, divided or not."""
+"""`roll` and `flip`: along dimensions in brackets, divided or not."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from spmd.comm import _lax
@@ -13,7 +14,7 @@ from spmd.comm.permute import roll_p
 from spmd.errors import LayoutError
 from spmd.ops._softmax import bracketed, open_bracketed
 
-__all__ = ["roll"]
+__all__ = ["flip", "roll"]
 
 
 def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) -> Any:
@@ -88,3 +89,38 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
         call.fail(rule, fix="one int, for all of them", error=LayoutError)
     return shifts
+
+
+def flip(x: Any, layout: str, **names: Any) -> Any:
+    """`jnp.flip` of the whole array along the dimensions in brackets: `flip(x, "b [s/cp] d")`.
+
+    Communication: nothing where they are whole. Divided, one collective-permute of the shard, also for several
+    dimensions at once. Backward the same.
+
+    Args:
+      x: The array.
+      layout: Its layout, one or more dimensions in brackets.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The array, in the same layout.
+
+    Raises:
+      LayoutError: On a malformed layout, or one without brackets.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=4)
+      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.flip(x, "[s/cp]"))(jnp.arange(8)))
+      [7 6 5 4 3 2 1 0]
+    """
+    call, operand = open_bracketed("flip", x, layout, names, linear=True)
+    dims = bracketed(call, operand, name="flip")
+    axes = tuple(a for i in dims for a in operand.factors[i].axes) if call.frame.explicit else ()
+    n = call.frame.axis_size(axes) if axes else 1
+    with call.scope():
+        # Blocks numbered by several dimensions at once change places as those of one: first with last.
+        out = jnp.flip(operand.x, dims)
+        if n > 1:
+            out = _lax.ppermute(out, axes, dict(call.frame.sizes), [(i, n - 1 - i) for i in range(n)])
+    return call.result(out, operand.layout.without_brackets())

@@ -1,0 +1,178 @@
+"""Grids of coordinates, each device making its own part: `linspace`, `meshgrid`, `from_function`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd import _compat
+from spmd.comm._call import Call, open_call
+from spmd.comm._keywords import kind_of
+from spmd.errors import LayoutError, SizeError
+from spmd.language import Atom, Dim, Layout
+from spmd.ops._create import counted, iota, open_made, positions
+from spmd.ops._landing import placed, plain_dims
+
+__all__ = ["born", "linspace", "meshgrid"]
+
+
+def linspace(
+    start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = jnp.float32, **names: Any
+) -> Any:
+    """Evenly spaced numbers along a dimension, on each device those of its own block: `linspace(0, 1, "x/a")`.
+
+    Element i of n is `start + (stop - start) i / (n - 1)`, without the end point `i / n`, as in `jnp.linspace`: the
+    same numbers on every mesh. Both ends are exact.
+
+    Communication: none forward. Backward the gradients of `start` and `stop` are a psum over the axes of the layout.
+
+    Args:
+      start: The first number, a scalar; it may be traced.
+      stop: The last one, or with `endpoint=False` the one after it.
+      layout: One dimension, or several with one in brackets, along which the numbers run.
+      endpoint: Whether `stop` is one of the numbers.
+      dtype: A dtype of floating-point numbers.
+      **names: Sizes of names (`x=64`), or mesh axes (`a="data"`).
+
+    Returns:
+      The numbers: this device's block in explicit mode.
+
+    Raises:
+      LayoutError: On a malformed layout, a start or stop that is no scalar, or a dtype of integers.
+      SizeError: If the size of a name is not known, or does not divide.
+
+    Example:
+      >>> import spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> print(spmd.kernel("-> x/a", mesh=mesh, x=8)(lambda: spmd.linspace(0, 2, "x/a", endpoint=False))())
+      [0.   0.25 0.5  0.75 1.   1.25 1.5  1.75]
+    """
+    call = open_made("linspace", layout, names)
+    [made] = call.pattern.inputs
+    for what, value in (("start", start), ("stop", stop)):
+        if np.ndim(value) != 0:
+            call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        fix = 'iota("x/a") counts in integers'
+        call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", fix=fix, error=LayoutError)
+    along = made.dims[counted(call, made)]
+    steps = math.prod(call.factor(atom).size for atom in along.atoms) - endpoint
+    wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
+    first, last = (jnp.asarray(value, wide) for value in (start, stop))
+    out = _between(iota(layout, **names), first, last, steps).astype(dtype)
+    return call.result(out, made.without_brackets(), role="born")
+
+
+@functools.partial(jax.jit, static_argnums=3)  # compiled also where the body is not
+def _between(i: Any, first: Any, last: Any, steps: int) -> Any:
+    """Rounded alike in every program: a compiler may fuse a product and a sum into one rounding, and may turn a
+    division by a constant into a product, but neither across the bounds of the products here."""
+    steps = max(steps, 1)
+    most = jnp.finfo(first.dtype).max
+    parts = (jnp.clip(end * k.astype(first.dtype), -most, most) for end, k in ((first, steps - i), (last, i)))
+    between = sum(parts) / steps
+    return jnp.where(i == 0, first, jnp.where(i == steps, last, between))
+
+
+def meshgrid(*arrays: Any, sparse: bool = False, **names: Any) -> tuple[Any, ...]:
+    """Coordinates of a grid from those of its sides: `meshgrid(x, y, z, "x/a, y/b, z -> x/a y/b z")`.
+
+    Result i is array i, repeated along the dimensions of the others; the right side says their order, where
+    `jnp.meshgrid` has `indexing`. With `sparse` the others have size 1 and the results broadcast to the grid.
+
+    Communication: none forward. Backward the gradient of an array is the sum over the other dimensions, a psum
+    over their axes where the array is equal on them by JAX's own type (with `sparse`, nothing).
+
+    Args:
+      *arrays: One array of one dimension for each dimension of the grid, and then the pattern.
+      sparse: Whether results keep size 1 along the other dimensions.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      A tuple of arrays, one for each given one.
+
+    Raises:
+      LayoutError: If the pattern does not name one dimension per array on the left, and all of them on the right.
+      CommunicationError: If the right side places a dimension otherwise.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=2, b=2)
+      >>> @spmd.kernel("x/a, y/b -> x/a y/b", mesh=mesh)
+      ... def radius(x, y):
+      ...     xs, ys = spmd.meshgrid(x, y, "x/a, y/b -> x/a y/b")
+      ...     return jnp.sqrt(xs**2 + ys**2)
+      >>> print(radius(jnp.array([0.0, 3.0]), jnp.array([0.0, 4.0])))
+      [[0. 4.]
+       [3. 5.]]
+    """
+    *given, pattern = arrays or (None,)
+    call = open_call("meshgrid", pattern, names, arrays=tuple(given), inputs=None)
+    [grid] = call.pattern.outputs
+    _check_sides(call, grid)
+    order = [dim.atoms[0].name for dim in grid.dims]
+    operands = [call.operand(x, i) for i, x in enumerate(given)]
+    out = []
+    for operand in operands:
+        at = order.index(operand.names[0])
+        x = lax.expand_dims(operand.x, [i for i in range(len(order)) if i != at])
+        if sparse:
+            dims = [dim if i == at else Dim((Atom("1", (), 1),)) for i, dim in enumerate(grid.dims)]
+            out.append(call.result(x, Layout.from_dims(dims)))
+            continue
+        x = _compat.pvary(x, call.frame.in_mesh_order(grid.axis_names)) if call.frame.explicit else x
+        out.append(call.result(jnp.broadcast_to(x, call.local_shape(grid)), grid, role="born"))
+    return tuple(out)
+
+
+def _check_sides(call: Call, grid: Layout) -> None:
+    axes: dict[str, Any] = {}
+    for layout in (*call.pattern.inputs, grid):
+        plain_dims(call, layout)
+        single = all(len(dim.atoms) == 1 and not dim.ellipsis for dim in layout.dims)
+        if not single or layout.unreduced or layout.reduced or (layout is not grid and len(layout.dims) != 1):
+            rule = "each array has one dimension with one name, and the grid has all of them."
+            call.fail(rule, fix='meshgrid(x, y, "x/a, y/b -> x/a y/b")', error=LayoutError)
+        if layout is not grid:
+            axes[layout.dims[0].atoms[0].name] = layout.dims[0].axes
+    wanted = [dim.atoms[0].name for dim in grid.dims]
+    if sorted(wanted) != sorted(axes) or len(axes) != len(call.pattern.inputs):
+        rule = "the grid has the dimensions of the arrays, each once."
+        call.fail(rule, got=[f"left: {', '.join(axes)}", f"right: {', '.join(wanted)}"], error=LayoutError)
+    for dim in grid.dims:
+        [name] = (atom.name for atom in dim.atoms)
+        if dim.axes != axes[name]:
+            one, two = placed(name, axes[name]), placed(name, dim.axes)
+            rule = f"meshgrid moves nothing: {one} on the left is {two} on the right."
+            call.fail(rule, at=dim.span, fix=f'relayout(x, "{one} -> {two}") in a line of its own')
+
+
+def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
+    """`from_function` inside a kernel."""
+    call = open_made("from_function", layout, names)
+    [made] = call.pattern.inputs
+    if made.unreduced or made.reduced:
+        call.fail("from_function makes complete values, without marks.", error=LayoutError)
+    if not callable(fn):
+        rule = f"fn is a function of positions, not {kind_of(fn)}."
+        call.fail(rule, fix='from_function(lambda i, j: i + j, "x/a y")', error=LayoutError)
+    shape = call.local_shape(made)
+    places = [
+        lax.expand_dims(positions(call, dim, jnp.int32), [k for k in range(len(shape)) if k != i])
+        for i, dim in enumerate(made.dims)
+    ]
+    out = jnp.asarray(fn(*places))
+    try:
+        whole = jnp.broadcast_to(out, shape)
+    except ValueError:
+        rule = f"fn gives what broadcasts to {shape}, the shape here."
+        call.fail(rule, got=[f"fn returned shape {out.shape}"], error=SizeError)
+    axes = call.frame.in_mesh_order(made.axis_names)
+    return call.result(_compat.pvary(whole, axes) if call.frame.explicit else whole, made, role="born")

@@ -1,0 +1,105 @@
+"""Grids, sorts and flips that cannot be."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from tests.errors.registry import V, X, bad, body, fixed
+
+SAME = "b/dp d -> b/dp d"
+
+
+@bad
+def a_sort_along_nothing(mesh):
+    body(SAME, lambda x: spmd.sort(x, "b/dp d"), mesh)
+
+
+@fixed
+def a_sort_along_nothing_fixed(mesh):
+    np.testing.assert_array_equal(body(SAME, lambda x: spmd.sort(-x, "b/dp [d]"), mesh), np.sort(-X, 1))
+
+
+@bad
+def a_sort_of_complex_numbers(mesh):
+    body("x/dp -> x/dp", lambda x: spmd.sort(x.astype("complex64"), "[x/dp]"), mesh, V)
+
+
+@bad
+def a_sort_of_a_partial_sum(mesh):
+    body("b/dp d -> d", lambda x: spmd.sort(x.sum(0), "[d] {U:dp}"), mesh)
+
+
+@bad
+def a_flip_along_nothing(mesh):
+    body(SAME, lambda x: spmd.flip(x, "b/dp d"), mesh)
+
+
+@bad
+def a_linspace_of_integers(mesh):
+    body(SAME, lambda x: x + spmd.linspace(0, 8, "b/dp", dtype=int)[:, None], mesh)
+
+
+@bad
+def a_linspace_between_arrays(mesh):
+    body(SAME, lambda x: x + spmd.linspace(x[0], x[1], "b/dp")[:, None], mesh)
+
+
+@bad
+def a_linspace_of_a_grid(mesh):
+    body(SAME, lambda x: x + spmd.linspace(0, 1, "b/dp d"), mesh)
+
+
+@bad
+def a_grid_that_lacks_a_side(mesh):
+    body("x/dp -> x/dp", lambda x: spmd.meshgrid(x, jnp.ones(3), "x/dp, y -> x/dp")[0], mesh, V)
+
+
+@bad
+def a_grid_that_moves(mesh):
+    body("x -> x/dp", lambda x: spmd.meshgrid(x, jnp.ones(3), "x, y -> x/dp y")[0][:, 0], mesh, V)
+
+
+@fixed
+def a_grid_that_moves_fixed(mesh):
+    def fn(x):
+        x = spmd.relayout(x, "x -> x/dp")
+        return spmd.meshgrid(x, jnp.ones(3), "x/dp, y -> x/dp y")[0][:, 0]
+
+    np.testing.assert_array_equal(body("x -> x/dp", fn, mesh, V), V)
+
+
+@bad
+def a_grid_of_tables(mesh):
+    body(SAME, lambda x: spmd.meshgrid(x, "b/dp d -> b/dp d")[0], mesh)
+
+
+@bad
+def a_function_of_positions_of_another_shape(mesh):
+    spmd.from_function(lambda i, j: i + jnp.ones((1, 3), int), "x/dp y", x=4, y=5, mesh=mesh)
+
+
+@bad
+def a_function_of_positions_in_the_second_place(mesh):
+    spmd.from_function("x/dp", lambda i: i, x=4, mesh=mesh)
+
+
+@bad
+def a_function_of_positions_that_is_none(mesh):
+    body(SAME, lambda x: x + spmd.from_function(1.0, "b/dp d"), mesh)
+
+
+@bad
+def a_function_of_positions_as_a_partial_sum(mesh):
+    body(SAME, lambda x: x + spmd.from_function(lambda i: i, "d {U:dp}")[None], mesh)
+
+
+@bad
+def positions_without_sizes(mesh):
+    spmd.from_function(lambda i: i, "x/dp", mesh=mesh)
+
+
+@bad
+def a_second_mesh_inside_a_kernel(mesh):
+    body(SAME, lambda x: x + spmd.from_function(lambda i, j: i + j, "b/dp d", mesh=mesh), mesh)

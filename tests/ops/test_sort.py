@@ -1,0 +1,189 @@
+"""`sort` and `flip` along whole and divided dimensions."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd.errors import SpmdError
+from spmd.inspect import collectives
+from spmd.ops import flip, sort
+from spmd.ops._sort import rounds
+from tests import simulator
+from tests.ops.harness import MODES, backward_counts, close, frame, make_mesh, pulled, run
+from tests.sampler import Sampler, seeds
+
+MESH = {"dp": 2, "tp": 4}
+SPECIAL = [np.nan, 0.0, -0.0, 3.0, np.inf, -np.inf, -1.0, np.nan, 2.0, 2.0, 0.0, -1.0, 7.0, -7.0, 2.0, 5.0]
+
+
+def marked(layout: str, along: str) -> str:
+    return " ".join(f"[{w}]" if w.split("/")[0] == along else w for w in layout.split())
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_calls_equal_numpy(seed: int) -> None:
+    """With one dimension more or none, of any size: by exchange of dimensions and by the network."""
+    sampler = Sampler(seed)
+    mesh = sampler.mesh()
+    dims = sampler.choice(["s", "s d", "b s d"])
+    layout = sampler.layout(dims, mesh, used=0.9)
+    along = sampler.choice(dims.split())
+    sizes = sampler.sizes(dims, mesh, [layout])
+    x = sampler.array([sizes[n] for n in simulator.read(layout).names], sampler.dtype(kinds="fi"))
+    axis = simulator.read(layout).names.index(along)
+    descending = bool(sampler.rng.integers(2))
+    wanted = np.flip(np.sort(x, axis), axis) if descending else np.sort(x, axis)
+    for mode in ("explicit", "reference"):
+        body = lambda x: sort(x, marked(layout, along), descending=descending)
+        close(run(body, mesh, [layout], layout, mode)(jnp.asarray(x)), wanted)
+        body = lambda x: flip(x, marked(layout, along))
+        close(run(body, mesh, [layout], layout, mode)(jnp.asarray(x)), np.flip(x, axis))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("layout", ["[s/tp]", "[s/tp/dp]", "[s/dp/tp]", "[s/tp] 3", "4 [s/tp/dp]", "b/dp [s/tp]"])
+def test_ties_nans_and_gradients_are_those_of_jnp(layout: str, descending: bool) -> None:
+    """Values with ties and NaNs; each equal element has its own gradient."""
+    plain = layout.replace("[", "").replace("]", "")
+    (axis,) = simulator.bracketed(layout)
+    sampler = Sampler(3)
+    rows = {"b": 8, "3": 3, "4": 4}.get(layout.replace("[s/tp]", "").strip().split("/")[0].split(" ")[0], 1)
+    x = np.stack([sampler.rng.permutation(SPECIAL) for _ in range(rows)], 1 - axis).astype(np.float32)
+    x = jnp.asarray(x if len(layout.split()) > 1 else x.reshape(-1))
+    by = jnp.asarray(sampler.array(x.shape, whole=False))
+    wanted = pulled(lambda x: jnp.sort(x, axis=axis, descending=descending), x, by=by)
+    for mode in MODES if descending else ("explicit", "reference"):
+        fn = run(lambda x: sort(x, layout, descending=descending), MESH, [plain], plain, mode)
+        found = pulled(fn, x, by=by)
+        np.testing.assert_array_equal(found[0], wanted[0])
+        np.testing.assert_array_equal(found[1][0], wanted[1][0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "uint32", "bool"])
+@pytest.mark.parametrize("layout", ["[s/tp/dp]", "8 [s/tp]"])
+def test_dtypes(dtype: str, layout: str) -> None:
+    shape = (24,) if " " not in layout else (8, 12)
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 5, shape)).astype(dtype)
+    plain = layout.replace("[", "").replace("]", "")
+    found = run(lambda x: sort(x, layout), MESH, [plain], plain)(x)
+    close(found, jnp.sort(x))
+
+
+@pytest.mark.parametrize("n", range(2, 11))
+def test_the_network_sorts(n: int) -> None:
+    """All sequences of zeros and ones, by the 0-1 principle; the comparators of a round share no place."""
+    steps = list(rounds(n))
+    bits = np.array(list(itertools.product([0, 1], repeat=n)))
+    for step in steps:
+        assert len({*sum(step, ())}) == 2 * len(step)
+        low, high = (list(side) for side in zip(*step, strict=True))
+        bits[:, low], bits[:, high] = (f(bits[:, low], bits[:, high]) for f in (np.minimum, np.maximum))
+    assert (np.diff(bits) >= 0).all()
+    t = (n - 1).bit_length()
+    assert len(steps) == t * (t + 1) // 2
+
+
+def test_on_three_and_five_devices() -> None:
+    for n in (3, 5):
+        x = jnp.asarray(np.random.default_rng(n).normal(size=7 * n).astype(np.float32))
+        by = jnp.arange(7.0 * n)
+        fn = run(lambda x: sort(x, "[s/a]"), {"a": n}, ["s/a"], "s/a")
+        jax.tree.map(close, pulled(fn, x, by=by), pulled(jnp.sort, x, by=by))
+
+
+# --- communication -------------------------------------------------------------------------------------------
+
+
+def cost(body, layout: str, x) -> tuple[dict[str, int], int]:
+    found = collectives(run(body, MESH, [layout], layout).lower(x).compile(), mesh=make_mesh(MESH))
+    return found.counts, found.total_bytes
+
+
+def test_what_is_sent() -> None:
+    shard = 4 * 12 * 4  # 4 rows of 12 numbers
+    body = lambda x: sort(x, "b/dp [s/tp]")
+    x = jnp.ones((8, 48))
+    assert cost(body, "b/dp s/tp", x) == ({"all_to_all": 2}, 2 * shard * 3 // 4)
+    assert backward_counts(body, MESH, ["b/dp s/tp"], "b/dp s/tp", x) == {"all_to_all tp": 4 * 4}  # of 4 blocks each
+    body = lambda x: sort(x, "b/dp [s/tp]")
+    x = jnp.ones((6, 48))  # 3 rows: nothing that 4 devices could divide
+    assert cost(body, "b/dp s/tp", x) == ({"ppermute": 3}, 3 * 3 * 12 * 4)
+    # with a gradient the positions travel too, and the cotangents back
+    assert backward_counts(body, MESH, ["b/dp s/tp"], "b/dp s/tp", x) == {"ppermute tp": 9}
+    assert cost(lambda x: sort(x, "b/dp [s]"), "b/dp s", x) == ({}, 0)
+    x = jnp.ones((4, 16))
+    assert cost(lambda x: flip(x, "b/dp [s/tp]"), "b/dp s/tp", x) == ({"ppermute": 1}, 2 * 4 * 4)
+    assert cost(lambda x: flip(x, "[b/dp] [s/tp]"), "b/dp s/tp", x) == ({"ppermute": 1}, 2 * 4 * 4)
+    assert backward_counts(lambda x: flip(x, "[b/dp] [s/tp]"), MESH, ["b/dp s/tp"], "b/dp s/tp", x) == {
+        "ppermute dp,tp": 2
+    }
+
+
+def test_memory_is_that_of_shards() -> None:
+    """Never the whole: a few blocks, whatever the number of devices."""
+    n = 2**16
+    mesh = {"a": 8}
+    fn = run(lambda x: sort(x, "[s/a]"), mesh, ["s/a"], "s/a")
+    compiled = fn.lower(jnp.ones(n)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 4 * (4 * n // 8)
+
+
+# --- flip ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["b/dp [s/tp]", "[b/dp] [s/tp]", "b [s/tp/dp]", "[(b c)/tp] s", "b {U:dp} [s/tp]"])
+def test_flip_in_every_mode(layout: str) -> None:
+    layout = layout if "{" not in layout else "b [s/tp] {U:dp}"
+    plain = layout.replace("[", "").replace("]", "")
+    x = jnp.asarray(Sampler(1).array((8, 16), whole=False))
+    axes = tuple(i for i, w in enumerate(["(b" in layout or "[b" in layout, "[s" in layout]) if w)
+    wanted = pulled(lambda x: jnp.flip(x, axes), x, by=x * x)
+    for mode in ("explicit", "reference") if "{" in layout or "(" in layout else MODES:
+        fn = run(lambda x: flip(x, layout, **({"c": 2} if "(" in layout else {})), MESH, [plain], plain, mode)
+        if "{" in layout:
+            close(fn(x), wanted[0], 1e-4)
+        else:
+            jax.tree.map(close, pulled(fn, x, by=x * x), wanted)
+
+
+def test_under_vmap_scan_and_remat() -> None:
+    one = lambda row: sort(flip(row, "[s/tp]") * 2, "[s/tp]")
+
+    def body(x):
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + scanned
+
+    x = jnp.asarray(Sampler(10).array((3, 8), whole=False))
+    plain = lambda x: 2 * jnp.sort(2 * x)
+    by = jnp.asarray(Sampler(11).array((3, 8), whole=False))
+    fn = run(body, MESH, ["t s/tp"], "t s/tp")
+    jax.tree.map(close, pulled(fn, x, by=by), pulled(plain, x, by=by))
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        (lambda x: sort(x, "b s/tp"), "sort works along the one dimension in brackets"),
+        (lambda x: sort(x, "[b] [s/tp]"), "2 in brackets"),
+        (lambda x: sort(x, "b [s/tp] {U:dp}"), "sort of a partial sum is not sort of its parts"),
+        (lambda x: sort(x.astype("complex64"), "b [s/tp]"), "numbers that are ordered"),
+        (lambda x: flip(x, "b s/tp"), "flip works along the dimensions in brackets"),
+    ],
+)
+def test_errors(call, part: str) -> None:
+    with frame(MESH).enter(), pytest.raises(SpmdError) as caught:
+        call(jnp.ones((8, 8)))
+    assert part in str(caught.value)
+
+
+def test_the_comparison_can_fail() -> None:
+    """Blocks sorted each by itself are noticed."""
+    x = jnp.asarray(np.random.default_rng(0).permutation(16).astype(np.float32))
+    wrong = run(jnp.sort, MESH, ["s/tp"], "s/tp")
+    with pytest.raises(AssertionError):
+        close(wrong(x), jnp.sort(x))
