@@ -1,8 +1,8 @@
-"""`relayout`: any change of layout, as a sequence of the other verbs' collectives."""
+"""`relayout`: any change of layout, by the steps of a plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -18,84 +18,10 @@ from spmd.comm.planner.plan import check_prefer
 from spmd.hardware import Hardware
 from spmd.language import Atom, Dim, Layout
 
-__all__ = ["Step", "relayout", "steps_between"]
+__all__ = ["relayout"]
 
 T = TypeVar("T")
 Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One collective of a relayout: its kind, the mesh axes, and the positions of the dimensions.
-
-    `dim` is the dimension that loses axes (all_gather, all_to_all) or gains them (psum_scatter, split);
-    `to` is the one that gains them in an all_to_all.
-    """
-
-    kind: str
-    axes: Axes
-    dim: int = -1
-    to: int = -1
-
-
-def steps_between(src: list[Axes], dst: list[Axes], summed: Axes) -> list[Step]:
-    """The collectives that take one placement of the dimensions to another.
-
-    What both sides share at the front of a dimension stays. An axis that is minor-most where it is and next
-    in line where it goes moves by an all_to_all; the rest is gathered, minor-most first, and sliced again.
-    Partial sums are scattered where they may be, and summed before all else where not.
-
-    Args:
-      src: The axes of each dimension now, major first.
-      dst: The axes of each dimension then.
-      summed: Axes on which the value is a partial sum now and complete then.
-    """
-    now = [list(a) for a in src]
-    steps: list[Step] = []
-    pending = list(summed)
-
-    def scatter() -> bool:
-        for i, want in enumerate(dst):
-            have = now[i]
-            if tuple(have) == want[: len(have)] and len(have) < len(want) and want[len(have)] in pending:
-                axis = want[len(have)]
-                pending.remove(axis)
-                have.append(axis)
-                steps.append(Step("psum_scatter", (axis,), i))
-                return True
-        return False
-
-    def exchange() -> bool:
-        for i, have in enumerate(now):
-            if not have or tuple(have) == dst[i][: len(have)]:
-                continue
-            axis = have[-1]
-            for j, want in enumerate(dst):
-                n = len(now[j])
-                if j != i and tuple(now[j]) == want[:n] and n < len(want) and want[n] == axis:
-                    have.pop()
-                    now[j].append(axis)
-                    steps.append(Step("all_to_all", (axis,), i, j))
-                    return True
-        return False
-
-    def gather() -> bool:
-        for i, have in enumerate(now):
-            if tuple(have) != dst[i][: len(have)]:
-                steps.append(Step("all_gather", (have.pop(),), i))
-                return True
-        return False
-
-    while scatter():
-        pass
-    if pending:
-        steps.insert(0, Step("psum", tuple(pending)))
-    while exchange() or gather():
-        pass
-    for i, want in enumerate(dst):
-        for axis in want[len(now[i]) :]:
-            steps.append(Step("split", (axis,), i))
-    return steps
 
 
 def relayout(
@@ -183,14 +109,7 @@ def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
     if frame.mode != "auto" or frame.constrain != "all" or all(a % b == 0 or b % a == 0 for a in sizes for b in sizes):
         return operand.x
     x = operand.x
-    now, after = _before_and_after(call, operand, dst)
-    for step in steps_between(now, after, ()):
-        for axis in step.axes:
-            if step.kind != "split":
-                now[step.dim] = now[step.dim][:-1]
-            if step.kind != "all_gather":
-                gains = step.dim if step.kind == "split" else step.to
-                now[gains] = (*now[gains], axis)
+    for now in _one_by_one(*_before_and_after(call, operand, dst)):
         dims = [
             Dim((), ellipsis=True) if factor.name == "...0" else Dim((Atom(factor.name, axes),))
             for factor, axes in zip(operand.factors, now, strict=True)
@@ -198,6 +117,28 @@ def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
         ]
         x = constrain(x, Layout.from_dims(dims), frame)
     return x
+
+
+def _one_by_one(now: list[Axes], then: list[Axes]) -> Iterator[list[Axes]]:
+    """Placements on the way, each one axis from the last: an axis that is minor-most where it is and next in line where
+    it goes is exchanged; what else is in the way is gathered, minor-most first, and divided again at the end."""
+    now = list(now)
+
+    def next_in_line(axis: str) -> int | None:
+        lines = enumerate(zip(now, then, strict=True))
+        return next((i for i, (have, want) in lines if want[: len(have) + 1] == (*have, axis)), None)
+
+    while wrong := [i for i, (have, want) in enumerate(zip(now, then, strict=True)) if have != want[: len(have)]]:
+        ready = [(i, to) for i in wrong if (to := next_in_line(now[i][-1])) is not None]
+        dim, to = ready[0] if ready else (wrong[0], None)
+        axis, now[dim] = now[dim][-1], now[dim][:-1]
+        if to is not None:
+            now[to] = (*now[to], axis)
+        yield list(now)
+    for dim, want in enumerate(then):
+        while now[dim] != want:
+            now[dim] = want[: len(now[dim]) + 1]
+            yield list(now)
 
 
 def _planned(call: Call, operand: Operand, dst: Layout, to: str, prefer: str, profile: Hardware | None) -> Any:
