@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import einsum, iota, shift, take
+from spmd.nn import attention_mask
 from spmd.parallel.sequence import block_positions
 
 __all__ = ["Ring", "attend_in_ring"]
@@ -239,18 +240,16 @@ def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]
     if ring.softcap is not None:
         capped = jnp.tanh(scores / ring.softcap)
         scores, slope = capped * ring.softcap, 1 - capped**2
-    ahead = q_at[:, :, None] - k_at[:, None, :]  # "c/cp l m"
-    seen = []
-    if causal:
-        seen.append(ahead >= 0)
-    if ring.window is not None:
-        seen.append(jnp.abs(ahead) < ring.window)
-    seen = [x.reshape(x.shape[0], *(1,) * (scores.ndim - 3), *x.shape[1:]) for x in seen]
-    if q_segments:
-        same = q_segments[0][..., :, None] == k_segments[0][..., None, :]  # "c/cp ... l m"
-        seen.append(jnp.expand_dims(same, (-4, -3)))
-    for mask in seen:
-        scores = jnp.where(mask, scores, MASKED)
+    # All have the block first; positions are equal in all dimensions of "...".
+    at = [x.reshape(x.shape[0], *(1,) * (scores.ndim - 5), x.shape[1]) for x in (q_at, k_at)]
+    mask = attention_mask(
+        (at[0], at[1]) if causal or ring.window is not None else None,
+        causal=causal,
+        window=ring.window,
+        segments=(q_segments[0], k_segments[0]) if q_segments else None,
+    )
+    if mask is not None:
+        scores = jnp.where(jnp.expand_dims(mask, (-4, -3)), scores, MASKED)
     return scores, slope
 
 
