@@ -38,19 +38,20 @@ def tag_of(x: Any) -> tuple[Layout, str] | None:
     return entry[1], entry[2]
 
 
-def mark(x: Any, layout: Layout, text: str, *, role: str, frame: Frame) -> Any:
+def mark(x: Any, layout: Layout, text: str, *, role: str, frame: Frame, gone: tuple[str, ...] = ()) -> Any:
     """Leave a layout on a value: a note for the checks, a constraint in auto mode, a tag.
 
     The note is left out where the operation's own collectives already say it: it is due where a partial sum
     is left, where equal values are legal along a divided dimension, and where a verb moved nothing (the
     result needs a tag of its own; on whole arrays that is everywhere, also under `vmap`, where no tag is seen).
+    `gone` are mesh axes that an operation took away: where the layout leaves out dimensions, it alone does not say so.
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
         with jax.named_scope(" ".join(text.split())):  # what the compiler sends for it has no other name
             x = constrain(x, layout, frame)
     due = not frame.explicit or role != "result" or bool(layout.unreduced)
     if due or tag_of(x) is not None:
-        x = layout_p.bind(x, layout=layout, call=text, role=role)
+        x = layout_p.bind(x, layout=layout, call=text, role=role, **({"gone": gone} if gone else {}))
     return tag(x, layout, text)
 
 

@@ -263,6 +263,17 @@ def test_an_array_that_divides_in_no_other_way_is_gathered_and_the_plan_says_so(
         assert not plan.exceeds and "larger" not in str(plan)
 
 
+@pytest.mark.parametrize("prefer", ["collectives", "bytes"])
+def test_the_smallest_arrays(prefer) -> None:
+    assert [s.kind for s in spmd.plan("{U:x} -> scalar", mesh={"x": 4}, prefer=prefer).steps] == ["psum"]
+    mesh = (("x", 2), ("y", 3))
+    for source, target in itertools.permutations(placements("xy"), 2):
+        found = _route.route(_route.Request((0, 6), mesh, source, target, prefer=prefer))
+        assert found.bound == sum(leg.nbytes for leg in found.legs) == 0 and not found.exceeds
+    alone = spmd.plan("a/x b {U:y} -> a/y b/x", sizes={"a": 3, "b": 5}, mesh={"x": 1, "y": 1}, prefer=prefer)
+    assert alone.steps == () and "nothing to do" in str(alone)
+
+
 @pytest.mark.parametrize("seed", seeds(4))
 def test_a_plan_in_plain_values_is_what_it_prints(seed) -> None:
     source, target = random.Random(seed).sample(placements("xyz"), 2)

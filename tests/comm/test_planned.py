@@ -250,6 +250,13 @@ def test_a_placed_array_of_another_mesh_is_put() -> None:
     assert_blocks(out, sim.scatter(x, "a b/x", CUBE), device_mesh(CUBE))
 
 
+def test_keys_and_scalars_are_put() -> None:
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding("a/x", CUBE))
+    moved = spmd.shard(keys, "a/y/x")
+    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
+    assert spmd.shard(jax.device_put(np.float32(3), sharding("scalar", CUBE)), "scalar") == 3
+
+
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
 def test_shard_on_meshes_of_either_type(kind) -> None:
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))

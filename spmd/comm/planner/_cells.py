@@ -28,7 +28,7 @@ Wants = list[tuple[int, Cell]]
 def cell_rounds(problem: Problem, state: State) -> int:
     """How many rounds of cells bring `state` to the target; 0 where they, or the devices, are too many."""
     cell = problem.whole // math.prod(_cells(problem.axes, state.placement, problem.target))
-    rounds = problem.bound(state) // cell
+    rounds = problem.bound(state) // cell if cell else 0  # an array of no elements
     return rounds if rounds <= MOST_ROUNDS and math.prod(problem.axes) <= MOST_DEVICES else 0
 
 

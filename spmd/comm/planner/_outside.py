@@ -23,7 +23,8 @@ def move(x: Any, target: NamedSharding) -> Any:
       target: Where it shall lie.
     """
     source = getattr(_compat.concrete(x), "sharding", None)
-    if not isinstance(source, NamedSharding) or not _comparable(source, target):
+    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)  # which not every collective takes
+    if keys or not isinstance(source, NamedSharding) or not _comparable(source, target):
         return None
     steps = program(source, target, tuple(x.shape), x.dtype.itemsize)
     return None if steps is None else steps(x)

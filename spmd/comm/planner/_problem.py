@@ -129,5 +129,9 @@ def ordered(axes: Sequence[int], least: int = 0) -> Iterator[tuple[int, ...]]:
 
 def cuts(run: tuple[int, ...], parts: int) -> Iterator[Placement]:
     """Every way to cut a run into consecutive parts, empty ones too."""
+    if not parts:
+        if not run:
+            yield ()
+        return
     for inner in itertools.combinations_with_replacement(range(len(run) + 1), parts - 1):
         yield tuple(run[a:b] for a, b in itertools.pairwise((0, *inner, len(run))))
