@@ -6,6 +6,7 @@
     sp    sequence parallel    between the layers tokens too, over the axis of tp: the rule "stream" of the mapping
     cp    context parallel     the sequence, in attention too
     ep    expert parallel      rows of tokens, and experts
+    pp    pipeline parallel    layers; before and after them rows of tokens
 
 Any product of them: `spmd.make_mesh(fsdp=2, cp=2, tp=2)`. An axis that the mesh lacks divides nothing. Loss and
 gradients are those of one device on every mesh, if no token loses its expert (`capacity=None`), or loses it on all
@@ -44,22 +45,24 @@ MAPPING = spmd.AxisMapping(
         "f": "tp",
         "v": "tp",
         "e": "ep",
+        "l": "pp",  # outside of the layers the rows of tokens too
     }
 )
 
-# The weights, by their dimensions. "/1": never divided.
+# The dimensions of the weights. "/1": never divided.
 NAMES = {
     "embed": "v d",
     "unembed": "v d",
     "norm": "d/1",
-    "layers/norm*": "l d/1",
-    "layers/query": "l d h k",
-    "layers/key": "l d g k",
-    "layers/value": "l d g k",
-    "layers/out": "l h k d",
+    "norm_attention": "l d/1",
+    "norm_mlp": "l d/1",
+    "query": "l d h k",
+    "key": "l d g k",
+    "value": "l d g k",
+    "out": "l h k d",
 }
-DENSE = {"layers/gate": "l d f", "layers/up": "l d f", "layers/down": "l f d"}
-EXPERTS = {"layers/router": "l d/1 e/1", "layers/gate": "l e d f", "layers/up": "l e d f", "layers/down": "l e f d"}
+DENSE = {"gate": "l d f", "up": "l d f", "down": "l f d"}
+EXPERTS = {"router": "l d/1 e/1", "gate": "l e d f", "up": "l e d f", "down": "l e f d"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Config:
     context: str = "ring"  # how attention sees the divided sequence: "ring" or "ulysses"
     placement: str = "zigzag"  # of the tokens in a ring
     theta: float = 10_000.0  # base of the rotary positions
+    micro: int = 1  # micro-batches of a pipeline
     chunks: int = 2  # of the sequence, in the loss
     dtype: str = "float32"  # of the weights in use, and of activations
     save: str = "activations"  # "inputs": each layer is computed again in the backward pass
@@ -114,15 +118,16 @@ class Transformer:
         return self.c.placement if self.c.context == "ring" else "contiguous"
 
     def layouts(self, params: Any, d: str | None = "rest") -> Any:
-        """Where the weights lie: at rest, or with d=None in use."""
+        """Where weights lie, all or some of them: at rest, or with d=None in use."""
         rules = {name: self.axes(name) for name in "lkhfve"}
         rules |= {"d": d and self.axes(d), "g": self.axes("h") if self.kv_heads == "divided" else None}
         names = {**NAMES, **(EXPERTS if self.c.experts else DENSE)}
-        return parallel.mapped_layouts(params, spmd.layouts(params, names), rules)
+        by_key = jax.tree_util.tree_map_with_path(lambda path, _: names[path[-1].key], params)
+        return parallel.mapped_layouts(params, by_key, rules)
 
     @property
     def tokens(self) -> Layout:
-        return Layout("b s").resolve(spmd.AxisMapping({name: self.axes(name) for name in "bs"}))
+        return Layout("b s").resolve(spmd.AxisMapping({"b": self.axes("b", "l"), "s": self.axes("s")}))
 
     def place(self, tokens: np.ndarray) -> Any:
         """Tokens or labels from the host, in the order in which the ring wants them."""
@@ -158,41 +163,62 @@ class Transformer:
             return parallel.ulysses_attention(q, k, v, cp=cp, tp=tp, causal=True)
         return parallel.ring_attention(q, k, v, cp=cp, tp=tp, causal=True, placement=self.placement)
 
-    def gather(self, params: Any) -> Any:
-        """The weights that are no layer's, for use."""
-        few = {name: w for name, w in params.items() if name != "layers"}
+    def gather(self, params: Any, over: tuple[str, ...]) -> Any:
+        """Weights for use. Their gradients are sums over the tokens that `over` divides: made once, where they rest."""
         where = self.layouts(params), self.layouts(params, None)
-        for tree in where:
-            del tree["layers"]
-        data = self.axes("b", "s", "stream")
-        return parallel.gather(few, *where, dtype=self.c.dtype, data=data)
+        return parallel.gather(params, *where, dtype=self.c.dtype, data=self.axes(*over))
+
+    def layer(self, w: Any, carry: Any, positions: Any) -> Any:
+        x, total = carry
+        x, found = self.block(w, x, positions, self.attend)
+        return x, jax.tree.map(jnp.add, total, found)
 
     def run_layers(self, params: Any, x: Any, positions: Any) -> tuple[Any, Any]:
-        """All layers; what is reported of their experts is summed."""
-
-        def layer(w: Any, carry: Any, positions: Any) -> Any:
-            x, total = carry
-            x, found = self.block(w, x, positions, self.attend)
-            return x, jax.tree.map(jnp.add, total, found)
-
+        """All layers, their weights gathered one by one; what is reported of their experts is summed."""
         c = self.c
-        nothing = MoEReport(*(jnp.zeros(n) for n in ((), (), c.experts, ()))) if c.experts else None
-        where = (self.layouts(params)["layers"], self.layouts(params, None)["layers"])
+        where = {"at_rest": self.layouts(params), "compute": self.layouts(params, None)}
         options = {"dtype": c.dtype, "data": self.axes("b", "s", "stream"), "save": c.save, "prefetch": c.prefetch}
-        carry = (x, nothing)
-        return parallel.scan_layers(
-            layer, params["layers"], carry, positions, at_rest=where[0], compute=where[1], **options
-        )
+        return parallel.scan_layers(self.layer, params, (x, self.nothing()), positions, **where, **options)
+
+    def run_pipeline(self, params: Any, x: Any, positions: Any) -> tuple[Any, Any]:
+        """All layers in stages, the weights of each gathered once for all micro-batches; as `run_layers`.
+
+        Every micro-batch is every m-th row, so that which rows are together does not depend on the mesh.
+        """
+        c, names = self.c, {"dp": self.axes("b"), "pp": self.axes("l")}
+        w = self.gather(params, ("b", "s", "stream"))
+        stages = spmd.axis_size(names["pp"] or ())
+        w = jax.tree.map(lambda one: spmd.rearrange(one, "(p i)/pp ... -> p/pp i ...", p=stages, pp=names["pp"]), w)
+
+        def stage(w: Any, carry: Any) -> Any:
+            return jax.lax.scan(lambda carry, one: (self.layer(one, carry, positions), None), carry, w)[0]
+
+        x = spmd.rearrange(x, "(r m)/dp/pp ... -> m r/dp/pp ...", m=c.micro, **names)
+        x = spmd.all_gather(x, "m r/dp/pp ... -> m r/dp ...", **names)
+        totals = jax.tree.map(lambda one: jnp.broadcast_to(one, (c.micro, *one.shape)), self.nothing())
+        options = {"pp": names["pp"], "save": c.save, "result": "partial"}
+        x, totals = parallel.pipeline(stage, w, (x, totals), **options)
+        x = spmd.psum_scatter(x, "m r/dp ... {U:pp} -> m r/dp/pp ...", **names)
+        totals = spmd.psum(totals, "... {U:pp} -> ...", pp=names["pp"])
+        x = spmd.rearrange(x, "m r/dp/pp ... -> (r m)/dp/pp ...", **names)
+        return x, jax.tree.map(lambda one: jnp.mean(one, axis=0), totals)
+
+    def nothing(self) -> Any:
+        """The report of no layer."""
+        e = self.c.experts
+        return MoEReport(*(jnp.zeros(shape) for shape in ((), (), e, ()))) if e else None
 
     def loss(self, params: Any, tokens: Any, labels: Any) -> tuple[Any, Any]:
         """The mean cross-entropy of the labels that are not negative, and what is reported."""
         c, sp, cp, tp = self.c, self.axes("stream"), self.axes("s"), self.axes("v")
-        w = self.gather(params)
+        tables = {name: w for name, w in params.items() if name != "layers"}
+        w = self.gather(tables, ("b", "l", "s", "stream"))
         x = nn.embedding(tokens, w["embed"], tp=tp, sp=sp, cp=cp)
         positions = parallel.sequence_positions(spmd.size("s"), self.placement, cp=cp)
-        x, report = self.run_layers(params, x, positions)
+        run = self.run_layers if c.micro == 1 and self.axes("l") is None else self.run_pipeline
+        x, report = run(params["layers"], x, positions)
         x = nn.rms_norm(x, w["norm"])
-        where = {"tp": tp, "sp": sp, "cp": cp, "dp": self.axes("b")}
+        where = {"tp": tp, "sp": sp, "cp": cp, "dp": self.axes("b", "l")}
         loss = nn.linear_cross_entropy(x, w["unembed"], labels, chunks=c.chunks, ignore=-1, **where)
         if report is None:
             return loss, {"loss": loss}
