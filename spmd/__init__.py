@@ -76,7 +76,7 @@ from spmd.placement import from_function, from_process_local, init, shard
 
 # isort: split
 # Layers are written with the names above.
-from spmd import nn, parallel
+from spmd import haliax, nn, parallel
 
 __version__ = "0.1.0"
 
@@ -119,6 +119,7 @@ __all__ = [
     "from_process_local",
     "full",
     "grad",
+    "haliax",
     "hardware",
     "init",
     "inspect",

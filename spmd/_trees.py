@@ -10,7 +10,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, k
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.language import Layout
 
-__all__ = ["children", "is_array", "layouts", "match_prefix"]
+__all__ = ["by_path", "children", "is_array", "layouts", "match_prefix"]
 
 Path = tuple[Any, ...]
 
@@ -92,6 +92,16 @@ def _article(noun: str) -> str:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return shown or "no entries"
+
+
+def by_path(fn: Callable[[str], Any], tree: Any) -> Any:
+    """The same tree with `fn("mlp/w_in")` for each array, and None for any other leaf.
+
+    >>> by_path(str.upper, {"w": jax.numpy.ones(2), "name": "mlp"})
+    {'name': None, 'w': 'W'}
+    """
+    found = [fn("/".join(leaf.parts)) if is_array(leaf.value) else None for leaf in _leaves(tree)]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), found)
 
 
 # --- rules over paths ----------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def ambient_mode() -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def axis_mapping(mapping: Any, *, merge: bool = False) -> Iterator[AxisMapping | None]:
+def axis_mapping(mapping: Any, *, merge: bool = False, **rules: Any) -> Iterator[AxisMapping | None]:
     """Say where named dimensions live, for the placement functions called below.
 
     `shard`, `init` and `from_process_local` read it; kernels have a mapping of their own (`mapping=`). No
@@ -207,7 +207,8 @@ def axis_mapping(mapping: Any, *, merge: bool = False) -> Iterator[AxisMapping |
     Args:
       mapping: An `AxisMapping`, a dict of rules such as `{"batch": "dp", "mlp": "tp", "embed": None}`, or
         None to forget the surrounding one.
-      merge: Add these rules to the surrounding mapping instead of replacing it.
+      merge: Add these rules to the surrounding mapping instead of replacing it; where both have one, these hold.
+      **rules: Further rules, `embed="tp"`; they hold over those of `mapping`.
 
     Raises:
       LayoutError: On a malformed rule.
@@ -218,7 +219,7 @@ def axis_mapping(mapping: Any, *, merge: bool = False) -> Iterator[AxisMapping |
       ...     print(mapping.get("batch"))
       ('dp',)
     """
-    value = None if mapping is None else AxisMapping.of(mapping)
+    value = None if mapping is None and not rules else AxisMapping.of(mapping).merge(rules)
     if merge and value is not None and _mapping.value is not None:
         value = _mapping.value.merge(value)
     with _mapping(value):

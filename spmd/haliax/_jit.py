@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from spmd import AxisMapping, axis_mapping
+from spmd._trees import is_array
 from spmd.errors import LayoutError, compose
 from spmd.haliax._placement import shard
 from spmd.mode import ambient_mapping
@@ -30,10 +31,10 @@ def named_jit(
 ) -> Any:
     """`jax.jit` whose arguments and results are placed by the names of their dimensions.
 
-    The function runs under `axis_mapping(axis_resources)`; its arguments are brought to where `in_axis_resources` says
-    if that is given, and keep their own shardings otherwise; its results lie where `out_axis_resources` says, which is
-    `axis_resources` if absent. Leaves that are no arrays (an Equinox
-    module's functions) are static, also in results.
+    The function runs under `axis_mapping(axis_resources)`. Arguments that `in_names` names are brought to where
+    `in_axis_resources` says, others keep their own shardings; results that `out_names` names lie where
+    `out_axis_resources` says. Both mappings are `axis_resources` if absent. Leaves that are no arrays, such as an
+    Equinox module's functions and Python numbers, are static, also in results: a new number compiles anew.
 
     Communication: what placing the arguments and results takes, and what the compiler puts into the function.
 
@@ -44,16 +45,17 @@ def named_jit(
       out_axis_resources: Where the results are to lie.
       in_names: The layouts of the positional arguments, a tuple with an entry for each; None leaves one alone.
       out_names: The layouts of the result.
-      donate_args: Whether each positional argument's buffers may be reused: a prefix tree of booleans, one entry per
-        argument, or a function from a leaf to one.
+      donate_args: Whether each positional argument's buffers may be reused: a prefix tree of booleans or of functions
+        from an array to one. An argument that is brought elsewhere first is donated as what arrives there.
       donate_kwargs: The same for keyword arguments, a dict.
-      **jit_options: Further options of `jax.jit`, such as `inline`.
+      **jit_options: Further options of `jax.jit`: `keep_unused`, `backend`, `inline`, `compiler_options`.
 
     Returns:
       The function, with `.lower(*args, **kwargs)` as that of `jax.jit`.
 
     Raises:
-      LayoutError: If a mapping is given for arguments or results whose names are not, or names without a mapping.
+      LayoutError: If a mapping is given for arguments or results whose names are not, names without a mapping, or
+        flags of donation that do not fit the arguments.
       SpmdError: As `shard`.
 
     Example:
@@ -80,6 +82,9 @@ def named_jit(
             **jit_options,
         )
         return lambda fn: named_jit(fn, **options)
+    if not callable(fn):
+        rule = f"named_jit takes a function, not {type(fn).__name__}."
+        raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix="named_jit(axis_resources=...)(fn)"))
     for what, rules, names in (("in", in_axis_resources, in_names), ("out", out_axis_resources, out_names)):
         if rules is not None and names is None:
             rule = f"{what}_axis_resources places named dimensions, and {what}_names does not name any."
@@ -163,16 +168,19 @@ def fsdp(
 
 @jax.tree_util.register_static
 class _Static:
-    """What is no array, on its way through `jit`: a part of the structure."""
+    """What is no array, on its way through `jit`: a part of the structure. 1, 1.0 and True are not the same here."""
 
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
+    def __init__(self, leaves: tuple[Any, ...], *parts: Any) -> None:
+        self.parts = (leaves, *parts)
+        # an object may be known by what it equals, a number only by its text: 0.0 == -0.0
+        texts = tuple(repr(x) if isinstance(x, (bool, int, float, complex)) else None for x in leaves)
+        self._key = (self.parts, texts)
 
     def __hash__(self) -> int:
-        return hash(self.parts)
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.parts == other.parts
+        return isinstance(other, _Static) and self._key == other._key
 
 
 class _NamedJit:
@@ -180,84 +188,97 @@ class _NamedJit:
 
     def __init__(self, fn: Any, inside: Any, arguments: Any, results: Any, donated: Any, options: Any) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self._inside, self._donated = fn, inside, donated
+        self._fn, self._inside = fn, inside
         self._in_mapping, self._in_names = arguments
         self._out_mapping, self._out_names = results
-        self._jitted = jax.jit(self._run, donate_argnums=0, **options)
+        self._donate_args, self._donate_kwargs = donated
+        self._jitted = jax.jit(self._named(fn), donate_argnums=0, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arrays, static = self._jitted(*self._prepared(args, kwargs))
-        return _joined(arrays, static)
+        leaves, structure = static.parts
+        return jax.tree.unflatten(structure, _merged(arrays, leaves))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`."""
         return self._jitted.lower(*self._prepared(args, kwargs))
 
+    def _named(self, fn: Any) -> Any:
+        def run(donated: Any, kept: Any, static: Any) -> Any:
+            return self._run(donated, kept, static)
+
+        run.__name__ = getattr(fn, "__name__", "fn")  # what compiled programs and profiles show
+        return run
+
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """The arrays that are donated, those that are kept, and the rest."""
-        inside = self._rules(self._inside)
+        inside = ambient_mapping() if self._inside is None else AxisMapping.of(self._inside)
         if self._in_names is not None:
-            rules = self._rules(self._in_mapping) if self._in_mapping is not None else inside
-            if len(self._in_names) != len(args):
-                rule = f"in_names has an entry for each positional argument: {len(args)}, not {len(self._in_names)}."
-                raise LayoutError(compose(rule, call=f"{self._fn.__name__}(...)", fix="None for one left alone"))
-            named = zip(args, self._in_names, strict=True)
-            args = tuple(x if n is None else shard(x, n, _needed(rules, "in")) for x, n in named)
-        flags = self._flags(args, kwargs)
+            args = self._placed(args, inside)
         leaves, structure = jax.tree.flatten((args, kwargs))
-        donated = [x if flag and _is_array(x) else None for x, flag in zip(leaves, flags, strict=True)]
-        kept = [x if not flag and _is_array(x) else None for x, flag in zip(leaves, flags, strict=True)]
-        rest = tuple(None if _is_array(x) else x for x in leaves)
-        return donated, kept, _Static(rest, structure, inside)
+        donate = self._flags(args, kwargs)
+        donated = [x if flag and is_array(x) else None for x, flag in zip(leaves, donate, strict=True)]
+        kept = [x if not flag and is_array(x) else None for x, flag in zip(leaves, donate, strict=True)]
+        static = _Static(tuple(None if is_array(x) else x for x in leaves), structure, inside)
+        try:
+            hash(static)
+        except TypeError as error:
+            rule = "what is no array is a part of the compiled program, and must be hashable."
+            raise LayoutError(compose(rule, call=f"{self._call}(...)", got=[str(error)])) from None
+        return donated, kept, static
 
-    def _rules(self, mapping: Any) -> AxisMapping | None:
-        return ambient_mapping() if mapping is None else AxisMapping.of(mapping)
+    @property
+    def _call(self) -> str:
+        return getattr(self._fn, "__name__", "fn")
+
+    def _placed(self, args: tuple[Any, ...], inside: AxisMapping | None) -> tuple[Any, ...]:
+        if len(self._in_names) != len(args):
+            rule = f"in_names has an entry for each positional argument: {len(args)}, not {len(self._in_names)}."
+            raise LayoutError(compose(rule, call=f"{self._call}(...)", fix="None for one left alone"))
+        rules = _rules(self._in_mapping, inside, "in")
+        named = zip(args, self._in_names, strict=True)
+        return tuple(x if names is None else shard(x, names, rules) for x, names in named)
 
     def _flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-        of_args, of_kwargs = self._donated
-        flags: list[bool] = []
-        for given, prefix, what in ((args, of_args, "donate_args"), (kwargs, of_kwargs, "donate_kwargs")):
-            if prefix is None or isinstance(prefix, bool):
-                flags += [bool(prefix)] * len(jax.tree.leaves(given))
-            elif callable(prefix):
-                flags += [bool(prefix(leaf)) for leaf in jax.tree.leaves(given)]
-            else:
-                prefix = tuple(prefix) if what == "donate_args" else dict(prefix)
-                try:
-                    flags += [bool(f) for f in jax.tree.leaves(jax.tree.broadcast(prefix, given))]
-                except ValueError as error:
-                    rule = f"{what} follows the arguments: a boolean for each, or for each of its parts."
-                    raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=[str(error)])) from None
-        return flags
+        """Which leaf is donated; what the flags do not mention is not."""
+        of_args, of_kwargs = self._donate_args, self._donate_kwargs
+        if isinstance(of_args, (list, tuple)):
+            of_args = (*of_args, *[False] * (len(args) - len(of_args)))
+        if isinstance(of_kwargs, Mapping):
+            of_kwargs = {name: of_kwargs.get(name, False) for name in kwargs}
+        return _each(of_args, args, "donate_args") + _each(of_kwargs, kwargs, "donate_kwargs")
 
     def _run(self, donated: list[Any], kept: list[Any], static: _Static) -> tuple[list[Any], _Static]:
-        rest, structure, inside = static.parts
-        merged = [
-            r if d is None and k is None else k if d is None else d for d, k, r in zip(donated, kept, rest, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(structure, merged)
+        leaves, structure, inside = static.parts
+        args, kwargs = jax.tree.unflatten(structure, _merged(donated, _merged(kept, leaves)))
         with axis_mapping(inside):
             out = self._fn(*args, **kwargs)
         if self._out_names is not None:
-            rules = self._rules(self._out_mapping) if self._out_mapping is not None else inside
-            out = shard(out, self._out_names, _needed(rules, "out"))
+            out = shard(out, self._out_names, _rules(self._out_mapping, inside, "out"))
         leaves, structure = jax.tree.flatten(out)
-        fixed = tuple(None if _is_array(x) else x for x in leaves)
-        return [x if _is_array(x) else None for x in leaves], _Static(fixed, structure)
+        arrays = [x if is_array(x) else None for x in leaves]
+        return arrays, _Static(tuple(None if is_array(x) else x for x in leaves), structure)
 
 
-def _joined(arrays: list[Any], static: _Static) -> Any:
-    fixed, structure = static.parts
-    return jax.tree.unflatten(structure, [f if x is None else x for x, f in zip(arrays, fixed, strict=True)])
+def _merged(first: list[Any], second: Any) -> list[Any]:
+    return [y if x is None else x for x, y in zip(first, second, strict=True)]
 
 
-def _is_array(x: Any) -> bool:
-    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (bool, int, float, complex))
+def _each(prefix: Any, tree: Any, what: str) -> list[bool]:
+    try:
+        flags = jax.tree.leaves(jax.tree.broadcast(False if prefix is None else prefix, tree))
+    except ValueError:
+        rule = f"{what} follows the arguments: a boolean, or a function from an array to one, for each or all below."
+        got = [f"{what}: {jax.tree.structure(prefix)}", f"arguments: {jax.tree.structure(tree)}"]
+        raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=got)) from None
+    leaves = jax.tree.leaves(tree)
+    return [is_array(x) and bool(flag(x) if callable(flag) else flag) for x, flag in zip(leaves, flags, strict=True)]
 
 
-def _needed(rules: AxisMapping | None, side: str) -> AxisMapping:
+def _rules(given: Any, inside: AxisMapping | None, side: str) -> AxisMapping:
+    rules = inside if given is None else AxisMapping.of(given)
     if rules is None:
         rule = f"{side}_names names dimensions, and no mapping says where they live."
-        fix = f"{side}_axis_resources=..., axis_resources=..., or with axis_mapping(...) around the call"
+        fix = f"{side}_axis_resources=..., axis_resources=..., or with axis_mapping(...): around the call"
         raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix=fix))
     return rules

@@ -12,10 +12,12 @@ import jax
 from jax.sharding import NamedSharding
 
 import spmd
-from spmd import AxisMapping, Layout
+from spmd import AxisMapping
+from spmd._trees import by_path, is_array
+from spmd._units import bytes_text
 from spmd.errors import LayoutError, MeshError, compose
 from spmd.mesh import ambient_mesh
-from spmd.mode import ambient_mapping
+from spmd.mode import ambient_mapping, ambient_mode
 
 __all__ = ["WholeArrayWarning", "auto_sharded", "mapping_of", "mesh_of", "shard", "shard_with_axis_mapping"]
 
@@ -58,9 +60,10 @@ def shard(tree: T, names: Any, mapping: Any = None, mesh: Any = None, *, big: in
       >>> batch.sharding.spec
       P('data', None)
     """
-    found = mapping_of("shard", mapping)
-    placed = spmd.shard(tree, _layouts(names), mesh=mesh, mapping=found)
-    _warn_of_whole(placed, _layouts(names), found, mesh, big)
+    found, layouts = mapping_of("shard", mapping), _layouts(names)
+    placed = spmd.shard(tree, layouts, mesh=mesh, mapping=found)
+    if ambient_mode()[0] != "reference":
+        _warn_of_whole(tree, layouts, found, mesh, big)
     return placed
 
 
@@ -120,7 +123,7 @@ def mapping_of(who: str, mapping: Any) -> AxisMapping:
     found = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
     if found is None:
         rule = "no mapping: none was given, and no axis_mapping surrounds the call."
-        fix = 'mapping={"batch": "data"}, or with axismapping_of({"batch": "data"}):'
+        fix = 'mapping={"batch": "data"}, or with axis_mapping({"batch": "data"}): around the call'
         raise LayoutError(compose(rule, call=f"{who}(...)", fix=fix))
     return found
 
@@ -134,34 +137,50 @@ def mesh_of(who: str, mesh: Any) -> Any:
 
 
 def _layouts(names: Any) -> Any:
-    """What `spmd.shard` takes; a function of a key path becomes one of the tree."""
-    if not callable(names) or inspect.isclass(names) or isinstance(names, Layout):
-        return names
-    path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    """What `spmd.shard` takes: functions of a key path become functions of the tree below them."""
 
-    def of_tree(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, x: names(path_of(path)) if _has_shape(x) else None, tree)
+    def of_tree(one: Any) -> Any:
+        plain = not callable(one) or inspect.isclass(one)
+        return one if plain else functools.partial(by_path, one)
 
-    return of_tree
+    return jax.tree.map(of_tree, names)
 
 
 def _warn_of_whole(tree: Any, layouts: Any, mapping: AxisMapping, mesh: Any, big: int) -> None:
-    """Name the big arrays that every device of a mesh holds whole."""
+    """Name the big arrays that every device of a mesh is to hold whole."""
+    wanted = spmd.shard(jax.tree.map(_abstract, tree), layouts, mesh=mesh, mapping=mapping)
     whole = []
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _has_shape(x) else x, tree)
-    for path, x in jax.tree_util.tree_leaves_with_path(spmd.shard(shapes, layouts, mesh=mesh, mapping=mapping)):
+    for path, x in jax.tree_util.tree_leaves_with_path(wanted):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 and sharding.is_fully_replicated:
             nbytes = math.prod(x.shape) * x.dtype.itemsize
             if nbytes > big:
-                whole.append(f"{jax.tree_util.keystr(path) or 'the array'} of shape {x.shape}, {nbytes} bytes")
+                whole.append(f"tree{jax.tree_util.keystr(path)}: {x.dtype.name}{list(x.shape)}, {bytes_text(nbytes)}")
     if whole:
         rule = "a big array lies whole on every device: nothing that its names say divides it."
-        got = [*whole, f"mapping: {mapping!r}"]
+        got = [*whole, f"mapping: {_rules_text(mapping)}"]
+        fix = '"embed": "data" in the mapping for one of its names, or big=... to allow it'
         warnings.warn(
-            compose(rule, call="shard(tree, names)", got=got, fix="big=... to allow it"), WholeArrayWarning, 3
+            compose(rule, call="shard(tree, names)", got=got, fix=fix), WholeArrayWarning, stacklevel=_callers_level()
         )
 
 
-def _has_shape(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+def _abstract(x: Any) -> Any:
+    """An array without its elements; its mesh stays."""
+    if not is_array(x):
+        return x
+    sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
+    known = isinstance(sharding, NamedSharding) and not sharding.mesh.empty
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if known else None)
+
+
+def _rules_text(mapping: AxisMapping) -> str:
+    return ", ".join(f"{name} -> {'/'.join(axes) or 'whole'}" for name, axes in mapping.items()) or "(empty)"
+
+
+def _callers_level() -> int:
+    """How many calls up the line is that is neither this package's nor JAX's, as `warnings.warn` counts them."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("spmd", "jax"):
+        frame, level = frame.f_back, level + 1
+    return level
