@@ -52,7 +52,7 @@ def layout_marker(walk: Walk, eqn: Any, operands: Any) -> list[State]:
         divided |= walk.axes.bit(axis)
     unreduced = walk.axes.mask(claim.unreduced)
     if not state.flags & UNKNOWN:
-        state = _trust_unit_axes(walk, eqn, state, divided | unreduced)
+        state = _trust_unit_axes(walk, eqn, state, claim, divided | unreduced)
         _check_divided(walk, eqn, state, claim)
         _check_unreduced(walk, eqn, state, unreduced)
         if _complete(eqn, claim):
@@ -83,14 +83,18 @@ def _complete(eqn: Any, claim: Claim) -> bool:
     return not claim.ellipsis and claim.rank == len(getattr(eqn.invars[0].aval, "shape", ()))
 
 
-def _trust_unit_axes(walk: Walk, eqn: Any, state: State, mentioned: int) -> State:
-    """On an axis of size 1 a verb may do nothing at all; then its result is what it says."""
+def _trust_unit_axes(walk: Walk, eqn: Any, state: State, claim: Claim, mentioned: int) -> State:
+    """On an axis of size 1 a verb may do nothing at all; then its result is what it says.
+
+    What the layout does not speak of may lie on any axis but those that the verb took away.
+    """
     unit = walk.axes.unit() if eqn.params["role"] == "result" else 0
     if not unit:
         return state
+    gone = unit if _complete(eqn, claim) else unit & walk.axes.mask(eqn.params.get("gone", ()))
     return state._replace(
-        different=(state.different & ~unit) | (mentioned & unit),
-        partial=state.partial & ~(unit & ~mentioned),
+        different=(state.different & ~gone) | (mentioned & unit),
+        partial=state.partial & ~(gone & ~mentioned),
     )
 
 

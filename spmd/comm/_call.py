@@ -430,8 +430,8 @@ class Call:
         else:
             shape = self.local_shape(layout)
             x = x if x.shape == shape else x.reshape(shape)
-        before = dict.fromkeys(axis for one in self.pattern.inputs for axis in one.axes)
-        gone = tuple(axis for axis in before if axis not in layout.axes)
+        before = dict.fromkeys(axis for one in self.pattern.inputs for axis in one.axis_names)
+        gone = tuple(axis for axis in before if axis not in layout.axis_names)
         return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone)
 
     def _close(self, sizes: tuple[int, ...], layout: Layout) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd.check import check_jaxpr
 from spmd.language import Layout
 from tests.check.harness import AXES, assert_equal, check, layout_p, mark, mesh, split, trace, varying
@@ -212,6 +213,29 @@ def test_unit_axes_are_like_any_other() -> None:
 
 def test_results_on_unit_axes_are_believed() -> None:
     check(lambda x, w: mark(mark(x, "a/dp b", "result"), "a/dp b", "operand"), m=mesh(2, 1))
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_what_a_layout_does_not_speak_of_may_lie_on_unit_axes(dp) -> None:
+    """Behind `...` and under vmap; but what a verb took away is gone, named or not."""
+    m = mesh(dp, 2)
+
+    @spmd.kernel("m b/dp d/tp -> m b/dp", mesh=m)
+    def behind_dots(x):
+        total = spmd.annotate(spmd.reduce(x, "m ... d/tp -> m ... {U:tp}"), "m b/dp {U:tp}")
+        return spmd.psum(total, "m b/dp {U:tp} -> m b/dp")
+
+    @spmd.kernel("m b/dp d/tp -> m b/dp", mesh=m)
+    def mapped(x):
+        sums = jax.vmap(lambda x: spmd.reduce(x, "m d/tp -> m"), in_axes=1, out_axes=1)(x)
+        return spmd.annotate(sums, "m b/dp")
+
+    @spmd.kernel("m b/dp d/tp -> m d/tp", mesh=m)
+    def gone(x):
+        return spmd.annotate(spmd.all_gather(x, "m b/dp ... -> m b ...", to="invarying").sum(1), "m d/tp")
+
+    for kernel in (behind_dots, mapped, gone):
+        assert kernel.trace(jnp.ones((3, 4, 6))).jaxpr
 
 
 def test_partial_sums_may_leave_as_such() -> None:
