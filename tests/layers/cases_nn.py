@@ -101,6 +101,7 @@ def linear_cases(name, body, ins, outs, reference, forward, backward, **more):
             reference=reference,
             forward=forward,
             backward=backward,
+            label="sp" if axes["sp"] else "whole" if axes["tp"] else "plain",
             **more,
         )
 

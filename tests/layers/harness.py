@@ -56,6 +56,7 @@ class LayerCase:
       dtype: Of the arguments; `dtypes` are those that the sampler chooses from.
       out_dtype: Of the result; absent, `dtype`.
       tolerance: Relative to the largest number of each array; absent, by dtype.
+      label: Which variant of the layer it is; each is drawn before another of the same.
     """
 
     name: str
@@ -194,16 +195,18 @@ def _chosen(every: list[LayerCase], number: int) -> Iterator[LayerCase]:
     order = [every[i] for i in np.random.default_rng(zlib.crc32(every[0].name.encode())).permutation(len(every))]
     seen: set[Any] = set()
     for _ in range(min(number, len(order))):
-        new = [len(_features(case) - seen) for case in order]
+        new = [sum(weight for what, weight in _features(case).items() if what not in seen) for case in order]
         case = order.pop(max(range(len(order)), key=new.__getitem__))
-        seen |= _features(case)
+        seen |= _features(case).keys()
         yield case
 
 
-def _features(case: LayerCase) -> set[Any]:
-    """What of a placement can go wrong by itself: how many devices each pair of roles has."""
+def _features(case: LayerCase) -> dict[Any, int]:
+    """What can go wrong by itself: a variant, and how many devices each pair of roles has; one device counts least."""
     parts = [(role, case.n(role) if axes else None, isinstance(axes, tuple)) for role, axes in case.axes.items()]
-    return {frozenset(pair) for pair in itertools.combinations_with_replacement(parts, 2)}
+    weight = lambda n: 2 if n is None else 1 if n == 1 else 3
+    pairs = itertools.combinations_with_replacement(parts, 2)
+    return {case.label: 50} | {frozenset(pair): weight(pair[0][1]) * weight(pair[1][1]) for pair in pairs}
 
 
 def placements(
