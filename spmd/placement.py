@@ -185,7 +185,7 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     mesh = sharding.mesh
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    if not isinstance(x, jax.core.Tracer):
+    if not isinstance(x, jax.core.Tracer) and (isinstance(mesh, Mesh) or outside_trace()):  # inside: a constant
         if not isinstance(mesh, Mesh):
             raise MeshError(
                 compose(

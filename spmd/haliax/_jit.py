@@ -269,7 +269,8 @@ def _each(prefix: Any, tree: Any, what: str) -> list[bool]:
         flags = jax.tree.leaves(jax.tree.broadcast(False if prefix is None else prefix, tree))
     except ValueError:
         rule = f"{what} follows the arguments: a boolean, or a function from an array to one, for each or all below."
-        got = [f"{what}: {jax.tree.structure(prefix)}", f"arguments: {jax.tree.structure(tree)}"]
+        shown = [str(jax.tree.structure(one))[len("PyTreeDef(") : -1] for one in (prefix, tree)]
+        got = [f"{what}: {shown[0]}", f"arguments: {shown[1]}"]
         raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=got)) from None
     leaves = jax.tree.leaves(tree)
     return [is_array(x) and bool(flag(x) if callable(flag) else flag) for x, flag in zip(leaves, flags, strict=True)]

@@ -1,0 +1,317 @@
+"""`spmd.haliax`: placement by names, its mappings and its queries, name by name of the Haliax document."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd import haliax as hax
+
+RULES = {"batch": "data", "embed": None, "mlp": "tp", "vocab": ("tp", "data")}
+X = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh(data=2, tp=4)
+
+
+def spec(x: Any) -> tuple[Any, ...]:
+    """The axes of each dimension, whole ones at the end left out: as JAX may or may not print them."""
+    entries = [*x.sharding.spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+class Linear(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+    width: int
+
+    def __call__(self, x):
+        return x @ self.weight + self.bias
+
+
+class Named(eqx.Module):
+    weight: "embed mlp"  # noqa: F722
+    bias: "mlp"  # noqa: F821, UP037
+    width: int
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(12, 8, rngs=rngs)
+        self.name = "block"
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def by_path(path: str) -> str:
+    return {"linear/kernel": "embed mlp", "linear/bias": "mlp"}[path]
+
+
+# -------------------- shard and its relatives
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("inside", [False, True])
+def test_shard_inside_and_outside_jit(kind, inside):
+    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(kind,) * 2)
+    for given in ({"mapping": RULES, "mesh": mesh}, {"mesh": mesh}, {"mapping": RULES}, {}):
+
+        def place(x, given=given):
+            return hax.shard(x, "batch mlp", **given)
+
+        with jax.set_mesh(mesh), hax.axis_mapping(RULES):
+            out = (jax.jit(place) if inside else place)(X)
+        assert spec(out) == ("data", "tp")
+        np.testing.assert_array_equal(out, X)
+
+
+def test_shard_takes_the_mesh_of_the_array_and_keeps_gradients(mesh):
+    x = spmd.shard(X, "a/tp b", mesh=mesh)
+    assert spec(hax.shard(x, "batch embed", RULES)) == ("data",)
+    assert spec(jax.jit(lambda x: hax.shard(x, "batch mlp", RULES))(x)) == ("data", "tp")
+
+    def loss(x):
+        return (hax.shard(x, "batch mlp", RULES, mesh) ** 2).sum()
+
+    for fn in (loss, jax.jit(loss)):
+        np.testing.assert_array_equal(jax.grad(fn)(jnp.asarray(X)), 2 * X)
+
+
+def test_auto_sharded_does_nothing_without_a_mapping(mesh):
+    x = jnp.asarray(X)
+    assert hax.auto_sharded(x, "batch mlp") is x  # no mesh needed either
+    assert hax.auto_sharded(x, "no such names") is x
+    with hax.axis_mapping(RULES):
+        assert spec(hax.auto_sharded(x, "batch mlp", mesh)) == ("data", "tp")
+        with hax.axis_mapping(None):
+            assert hax.auto_sharded(x, "batch mlp", mesh) is x
+
+
+def test_shard_with_axis_mapping(mesh):
+    assert spec(hax.shard_with_axis_mapping(X, "batch mlp", {"batch": "tp", "mlp": None}, mesh)) == ("tp",)
+    with jax.set_mesh(mesh):
+        assert spec(hax.shard_with_axis_mapping(X, "batch embed", RULES)) == ("data",)
+
+
+TREE = {"w": np.ones((12, 8), np.float32), "bs": [np.ones(8, np.float32), np.ones(4, np.float32)], "name": "mlp"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"w": "embed mlp", "bs": "mlp", "name": None},
+        {"w": "embed mlp", "bs": ["mlp", "mlp"], "name": None},
+        lambda path: "embed mlp" if path == "w" else "mlp",
+        {"w": "embed mlp", "bs": lambda path: {"0": "mlp", "1": "mlp"}[path], "name": None},
+    ],
+)
+def test_names_of_a_tree(names, mesh):
+    out = hax.shard(TREE, names, RULES, mesh)
+    assert spec(out["w"]) == (None, "tp")
+    assert [spec(b) for b in out["bs"]] == [("tp",), ("tp",)]
+    assert out["name"] == "mlp"
+    np.testing.assert_array_equal(out["w"], TREE["w"])
+
+
+@pytest.mark.parametrize("names", [Named, lambda path: {"weight": "embed mlp", "bias": "mlp"}[path]])
+def test_equinox_modules(names, mesh):
+    module = Linear(jnp.ones((12, 8)), jnp.ones(8), 8)
+    placed = hax.shard(module, names, RULES, mesh)
+    assert isinstance(placed, Linear) and placed.width == 8
+    assert (spec(placed.weight), spec(placed.bias)) == ((None, "tp"), ("tp",))
+    inside = eqx.filter_jit(lambda module: hax.shard(module, names, RULES, mesh))(module)
+    assert (spec(inside.weight), spec(inside.bias)) == ((None, "tp"), ("tp",))
+
+
+def test_nnx_modules_and_their_states(mesh):
+    block = NnxBlock(nnx.Rngs(0))
+    with hax.axis_mapping(RULES):
+        placed = hax.shard(block, by_path, mesh=mesh)
+        state = hax.shard(nnx.state(block), by_path, mesh=mesh)
+    assert isinstance(placed, NnxBlock) and placed.name == "block"
+    merged = nnx.merge(nnx.graphdef(block), state)
+    for one in (placed, merged):
+        assert (spec(one.linear.kernel[...]), spec(one.linear.bias[...])) == ((None, "tp"), ("tp",))
+        np.testing.assert_allclose(one(X), block(X), rtol=1e-5)
+
+
+def test_reference_mode_keeps_all_on_one_device(mesh):
+    with spmd.mode("reference"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = hax.shard(jnp.ones((2048, 256)), "embed other", {"embed": None, "other": None}, mesh)
+    assert len(out.sharding.device_set) == 1
+
+
+# -------------------- mappings
+
+
+def test_mappings_nest_and_merge():
+    with hax.axis_mapping({"batch": "data", "embed": "tp"}):
+        assert hax.physical_axis_name("embed") == "tp"
+        with hax.axis_mapping({"embed": None}):
+            assert hax.physical_axis_name("embed") is None
+            with pytest.raises(spmd.LayoutError, match="nothing of batch"):
+                hax.physical_axis_name("batch")
+        with hax.axis_mapping({"embed": None}, merge=True, mlp=("data", "tp")):  # the inner one holds
+            assert hax.physical_axis_name("batch") == "data"
+            assert hax.physical_axis_name("embed") is None
+            assert hax.physical_axis_name("mlp") == ("data", "tp")
+        with hax.axis_mapping({"embed": "data"}, embed="tp"):  # keywords hold
+            assert hax.physical_axis_name("embed") == "tp"
+        assert hax.physical_axis_name("embed") == "tp"
+    with pytest.raises(spmd.LayoutError, match="no mapping"):
+        hax.physical_axis_name("embed")
+
+
+def test_a_mapping_ends_with_an_error():
+    with pytest.raises(KeyError), hax.axis_mapping(RULES):
+        raise KeyError
+    with pytest.raises(spmd.LayoutError, match="no mapping"):
+        hax.physical_axis_name("embed")
+
+
+def test_a_mapping_stays_in_its_thread():
+    found: dict[str, Any] = {}
+    entered, asked = threading.Event(), threading.Event()
+
+    def other():
+        found["there, before"] = hax.auto_sharded("untouched", "a b")
+        with hax.axis_mapping({"embed": "tp"}):
+            found["there"] = hax.physical_axis_name("embed")
+            entered.set()
+            asked.wait(10)
+
+    with hax.axis_mapping({"embed": "data"}):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(10)
+        found["here"] = hax.physical_axis_name("embed")
+        asked.set()
+        thread.join()
+    assert found == {"there, before": "untouched", "there": "tp", "here": "data"}
+
+
+def test_a_compiled_function_follows_the_mapping(mesh):
+    traces = []
+
+    @jax.jit
+    def place(x):
+        traces.append(1)
+        return hax.shard(x, "batch mlp", mesh=mesh)
+
+    for rules, wanted, count in ((RULES, ("data", "tp"), 1), ({"batch": "tp", "mlp": None}, ("tp",), 2), (RULES, 0, 2)):
+        with hax.axis_mapping(rules):
+            out = place(X)
+        assert len(traces) == count
+        assert wanted in (0, spec(out))
+
+
+# -------------------- queries
+
+
+def test_queries(mesh):
+    with hax.axis_mapping(RULES), jax.set_mesh(mesh):
+        assert [hax.physical_axis_name(n) for n in RULES] == ["data", None, "tp", ("tp", "data")]
+        assert [hax.physical_axis_size(n) for n in RULES] == [2, None, 4, 8]
+        assert [hax.round_axis_for_partitioning(n, 13) for n in RULES] == [14, 13, 16, 16]
+        assert hax.round_axis_for_partitioning("vocab", 16) == 16
+        assert hax.sharding_for_axis("vocab embed") == NamedSharding(mesh, P(("tp", "data"), None))
+        assert hax.pspec_for({"w": "embed mlp", "b": ["mlp", "batch"]}) == {
+            "w": P(None, "tp"),
+            "b": [P("tp"), P("data")],
+        }
+        assert jax.device_put(X, hax.sharding_for_axis("batch mlp")).sharding.spec == P("data", "tp")
+    given = (RULES, spmd.make_mesh(data=1, tp=8))
+    assert hax.physical_axis_size("vocab", *given) == 8 and hax.physical_axis_size("batch", *given) == 1
+    assert hax.round_axis_for_partitioning("mlp", 9, *given) == 16
+    abstract = spmd.make_mesh(data=128, tp=16, abstract=True)
+    assert hax.round_axis_for_partitioning("vocab", 50257, RULES, abstract) == 51200
+
+
+def test_what_was_rounded_divides(mesh):
+    for size in (1, 7, 8, 23):
+        rows = hax.round_axis_for_partitioning("vocab", size, RULES, mesh)
+        assert rows >= size and rows - size < 8
+        hax.shard(jnp.zeros((rows, 2)), "vocab embed", RULES, mesh)
+
+
+def test_a_missing_mesh_is_an_error():
+    for ask in (
+        lambda: hax.shard(X, "batch embed", RULES),
+        lambda: jax.jit(lambda x: hax.shard(x, "batch embed", RULES))(X),
+        lambda: hax.named_jit(lambda x: x, RULES, in_names=("batch embed",))(X),
+        lambda: hax.sharding_for_axis("batch", RULES),
+    ):
+        with pytest.raises(spmd.MeshError, match="no mesh"):
+            ask()
+
+
+# -------------------- what is whole
+
+BIG = np.zeros((1024, 512), np.float32)
+WARNING = """\
+shard(tree, names)
+a big array lies whole on every device: nothing that its names say divides it.
+got:
+- tree['w']: float32[1024, 512], 2 MiB
+- mapping: embed -> whole, mlp -> whole, batch -> data
+fix: "embed": "data" in the mapping for one of its names, or big=... to allow it"""
+WHOLE = {"embed": None, "mlp": None, "batch": "data"}
+
+
+def place_big(mesh, **options):
+    return hax.shard({"w": BIG, "b": BIG[0], "t": BIG}, {"w": "embed mlp", "b": "mlp", "t": "batch mlp"}, WHOLE, mesh)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, lambda fn: hax.named_jit(fn, WHOLE)])
+def test_a_big_array_that_stays_whole_is_reported(wrap, mesh):
+    with pytest.warns(hax.WholeArrayWarning) as caught:
+        wrap(lambda: place_big(mesh))()
+    [warning] = caught
+    assert str(warning.message) == WARNING
+    assert warning.filename == __file__  # the caller's line
+
+
+def test_auto_sharded_and_the_older_name_report_at_the_callers_line(mesh):
+    with pytest.warns(hax.WholeArrayWarning) as caught, hax.axis_mapping(WHOLE):
+        hax.auto_sharded(BIG, "embed mlp", mesh)
+        hax.shard_with_axis_mapping(BIG, "embed mlp", WHOLE, mesh)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+
+
+def test_nothing_is_reported_of_what_is_small_divided_or_allowed(mesh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hax.shard(BIG[:512], "embed mlp", WHOLE, mesh)  # 1 MiB
+        hax.shard(BIG, "batch mlp", WHOLE, mesh)
+        hax.shard(BIG, "embed mlp", WHOLE, mesh, big=BIG.nbytes)
+        hax.shard(BIG, "embed mlp", WHOLE, spmd.make_mesh(data=1))  # one device: nothing to divide over
+        place_small = jax.jit(lambda x: hax.shard(x, "embed mlp", WHOLE, mesh, big=BIG.nbytes))
+        place_small(BIG)
+    with pytest.warns(hax.WholeArrayWarning):
+        hax.shard(BIG[:513], "embed mlp", WHOLE, mesh)
+
+
+def test_constants_inside_jit_without_devices_at_hand(mesh):
+    """Under `jax.set_mesh` a trace knows the mesh without its devices."""
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda: hax.shard(X, "batch mlp", RULES))()
+        gradient = jax.grad(jax.jit(lambda x: (x * hax.shard(X, "batch mlp", RULES)).sum()))(jnp.ones_like(X))
+    assert spec(out) == ("data", "tp")
+    np.testing.assert_array_equal(gradient, X)
