@@ -8,12 +8,15 @@ from spmd.parallel.fsdp import fsdp, scan_layers
 from spmd.parallel.gather import gather, reduce_gradients
 from spmd.parallel.layouts import FSDPLayouts, ZeroLayouts, fsdp_layouts, mapped_layouts, state_layouts
 from spmd.parallel.optimizer import ClipByGlobalNorm, clip_by_global_norm, global_norm
+from spmd.parallel.pipeline import pipeline
+from spmd.parallel.schedule import PipelineSchedule, pipeline_schedule
 from spmd.parallel.sequence import place_sequence, restore_sequence, sequence_order, sequence_positions
 
 __all__ = [
     "ClipByGlobalNorm",
     "FSDPLayouts",
     "MoEReport",
+    "PipelineSchedule",
     "Routing",
     "ZeroLayouts",
     "accumulate",
@@ -27,6 +30,8 @@ __all__ = [
     "global_norm",
     "mapped_layouts",
     "moe",
+    "pipeline",
+    "pipeline_schedule",
     "place_sequence",
     "reduce_gradients",
     "restore_sequence",

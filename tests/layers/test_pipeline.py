@@ -1,0 +1,217 @@
+"""Pipelines: the schedule against a simulation, the program against the schedule, and what idle stages do."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import parallel
+
+room = importlib.import_module("spmd.parallel.pipeline")  # the function has its name
+SIZES = [(p, m, v) for p in (1, 2, 3, 4) for m in (1, 2, 5, 6, 7) for v in (1, 2, 3)]
+
+
+# -------------------- the schedule
+
+
+def simulated(p, m, v):
+    """Machines that work on what has come, oldest round first; a round begins when all micro-batches have entered."""
+    waiting, running, rows = [(i, 0) for i in range(m)], [None] * p, []
+    entered = 0
+    while waiting or any(running):
+        if waiting and len(rows) >= waiting[0][1] * max(m, p):
+            running[0] = waiting.pop(0)
+            entered += 1
+        rows.append(list(running))
+        done = running[-1]
+        running = [None, *running[:-1]]
+        if done and done[1] + 1 < v:
+            waiting.append((done[0], done[1] + 1))
+    return rows
+
+
+@pytest.mark.parametrize(("p", "m", "v"), SIZES)
+def test_the_table_is_what_machines_would_do(p, m, v):
+    schedule = parallel.pipeline_schedule(p, m, v)
+    table = [[schedule.work(tick, stage) for stage in range(p)] for tick in range(schedule.ticks)]
+    assert table == simulated(p, m, v)
+    idle = sum(one is None for row in table for one in row)
+    assert schedule.bubble == pytest.approx(idle / (p * m * v))
+    if m >= p:
+        assert schedule.bubble == pytest.approx((p - 1) / (v * m))
+
+
+def test_pictures():
+    schedule = parallel.pipeline_schedule(2, 3, 2)
+    assert str(schedule) == "\n".join([
+        "2 stages, 3 micro-batches, 2 rounds: 7 ticks, 6 of them at work, bubble 0.167",
+        "tick      0   1   2   3   4   5   6",
+        "stage 0 0.0 1.0 2.0 0.1 1.1 2.1   .",
+        "stage 1   . 0.0 1.0 2.0 0.1 1.1 2.1",
+    ])  # fmt: skip
+    drawn = ET.fromstring(schedule.svg)
+    texts = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("2.1") == 2 and len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) == 1 + 2 * 7
+    assert schedule._repr_svg_() == schedule.svg
+
+
+# -------------------- the program
+
+
+def digits(p, m, v, mesh, **options):
+    """Each stage writes its number behind those of the stages before; another leaf counts stages and has integers."""
+    lead = "p/pp" if v is None else "v p/pp"
+
+    @spmd.kernel(f"{lead} one, m b, m b -> m b, m b", mesh=mesh)
+    def run(number, x, count):
+        def stage(number, x):
+            return {"digits": x["digits"] * 10 + number, "count": x["count"] + 1}
+
+        found = parallel.pipeline(stage, number, {"digits": x, "count": count}, pp="pp", repeats=v, **options)
+        return found["digits"], found["count"]
+
+    number = np.arange(1, (v or 1) * p + 1, dtype=np.float32).reshape(v or 1, p, 1)
+    x = np.arange(m, dtype=np.float32)[:, None] * np.ones((1, 2), np.float32)
+    return run, (number if v else number[0], x, np.zeros((m, 2), np.int32))
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 5, None), (3, 2, 2), (2, 3, 3), (1, 2, 2)])
+def test_every_microbatch_meets_every_stage_in_order(p, m, v):
+    run, args = digits(p, m, v, spmd.make_mesh(pp=p))
+    stages = p * (v or 1)
+    wanted = np.arange(m) * 10.0**stages + float("".join(map(str, range(1, stages + 1))))
+    for mode in (run, run.auto, run.reference):
+        found, count = mode(*args)
+        np.testing.assert_allclose(np.asarray(found)[:, 0], wanted, rtol=1e-6)
+        assert np.all(np.asarray(count) == stages)
+
+
+@pytest.mark.parametrize("fault", ["take", "put", "stride"])
+def test_a_wrong_schedule_is_noticed(fault, monkeypatch):
+    """One place off, what is tested above is wrong."""
+    plain = room._slots
+
+    def slots(schedule):
+        ticks, put, take = plain(schedule)
+        return ticks, jnp.roll(put, 1) if fault == "put" else put, jnp.roll(take, 1) if fault == "take" else take
+
+    monkeypatch.setattr(room, "_slots", slots)
+    if fault == "stride":
+        schedule = room.PipelineSchedule
+        monkeypatch.setattr(schedule, "stride", property(lambda self: self.microbatches))  # not back yet
+    with pytest.raises(AssertionError):
+        test_every_microbatch_meets_every_stage_in_order(3, 2, 2)
+
+
+def scans(jaxpr):
+    """(length, products in one turn) of all scans of a jaxpr."""
+    for eqn in jaxpr.eqns:
+        inner = [x for x in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(x)]
+        for one in inner:
+            one = getattr(one, "jaxpr", one)
+            if eqn.primitive.name == "scan":
+                yield eqn.params["length"], products(one)
+            yield from scans(one)
+
+
+def is_jaxpr(x):
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+def products(jaxpr):
+    inner = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(x)]
+    return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns) + sum(
+        products(getattr(one, "jaxpr", one)) for one in inner
+    )
+
+
+def stack(mesh, v=None, save="inputs"):
+    lead = "p/pp" if v is None else "v p/pp"
+
+    @spmd.kernel(f"{lead} d e, m b d -> m b d", mesh=mesh)
+    def run(w, x):
+        stage = lambda w, x: jnp.tanh(spmd.einsum(x, w, "b d, d e -> b e"))
+        return parallel.pipeline(stage, w, x, pp="pp", repeats=v, save=save)
+
+    return run
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 6, None), (2, 5, 3), (3, 1, 2)])
+def test_the_bubble_of_the_program(p, m, v):
+    """Products that are computed, counted in the program, over those that are needed: 1 + the bubble."""
+    run = stack(spmd.make_mesh(pp=p), v)
+    w = jnp.ones((p, 3, 3) if v is None else (v, p, 3, 3))
+    [(length, each)] = scans(run.trace(w, jnp.ones((m, 2, 3))).jaxpr.jaxpr)
+    schedule = parallel.pipeline_schedule(p, m, v or 1)
+    assert (length, each) == (schedule.ticks, 1)
+    assert length / ((v or 1) * m) == pytest.approx(1 + schedule.bubble)
+
+
+@pytest.mark.parametrize("save", ["inputs", jax.checkpoint_policies.dots_saveable])
+def test_no_tick_keeps_weights(save):
+    """Between the passes there is something for each tick, and it is not the weights of a round."""
+    w, x = jnp.ones((2, 4, 6, 6)), jnp.ones((5, 3, 6))
+    run = stack(spmd.make_mesh(pp=4), 2, save)
+    both = jax.jit(lambda w, x, c: jax.vjp(run, w, x)[1](c)).lower(w, x, x).compile().as_text()
+    ticks = parallel.pipeline_schedule(4, 5, 2).ticks
+    kept = set(re.findall(rf"f32\[{ticks},[\d,]*\]", both))
+    assert kept and not [shape for shape in kept if shape.endswith("6,6]")], kept
+
+
+def test_idle_stages_work_on_real_microbatches():
+    """A stage that divides by what is zero for zeros: no NaN, forward or backward."""
+    mesh = spmd.make_mesh(pp=4)
+
+    @spmd.kernel("p/pp d, m b d -> m b d", mesh=mesh)
+    def run(w, x):
+        return parallel.pipeline(lambda w, x: w[None] * x / jnp.sqrt((x * x).sum(-1, keepdims=True)), w, x, pp="pp")
+
+    x = jax.random.normal(jax.random.key(0), (3, 2, 5))
+    w = jnp.ones((4, 5))
+    gradients = jax.grad(lambda w, x: (run(w, x) ** 3).sum(), (0, 1))(w, x)
+    assert all(np.isfinite(np.asarray(one)).all() for one in gradients)
+
+
+def test_under_a_mapping():
+    """The stage keeps the kernel's names; the pipeline's own do not meet them."""
+    mesh = spmd.make_mesh(pp=2, dp=2)
+    rules = {"stage": "pp", "b": "dp", "m": None, "d": None}
+
+    @spmd.kernel("stage d, m b d -> m b d", mesh=mesh, mapping=rules)
+    def run(w, x):
+        def stage(w, x):
+            assert spmd.size("b") == 6
+            return spmd.einsum(x, w, "b d, d -> b d")
+
+        return parallel.pipeline(stage, w, x, pp="pp")
+
+    w, x = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((5, 6, 3), np.float32)
+    np.testing.assert_allclose(run(w, x), x * w.prod(0))
+
+
+def test_stages_of_several_layers_outside_and_inside():
+    """A scan in the stage, as in a stack; a gradient for closed-over weights, too."""
+    mesh = spmd.make_mesh(pp=2)
+
+    @spmd.kernel("p/pp l d, d, m b d -> m b d", mesh=mesh)
+    def run(w, bias, x):
+        layer = lambda x, w: (jnp.sin(x * w[None] + bias[None]), None)
+        return parallel.pipeline(lambda w, x: jax.lax.scan(layer, x, w)[0], w, x, pp="pp")
+
+    def plain(w, bias, x):
+        return functools.reduce(lambda x, w: jnp.sin(x * w + bias[None, None]), w.reshape(-1, 1, 1, 3), x)
+
+    w, bias, x = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 3, 3), (3,), (5, 2, 3)]))
+    wanted = jax.grad(lambda *args: (plain(*args) ** 2).sum(), (0, 1, 2))(w, bias, x)
+    for mode in (run, run.auto, run.reference):
+        found = jax.jit(jax.grad(lambda *args, mode=mode: (mode(*args) ** 2).sum(), (0, 1, 2)))(w, bias, x)
+        for one, right in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, right, rtol=2e-4, atol=2e-5)
