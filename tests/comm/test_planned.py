@@ -265,3 +265,30 @@ def test_shard_on_meshes_of_either_type(kind) -> None:
     np.testing.assert_array_equal(spmd.shard(placed, "a/y b/x"), x)
     with jax.set_mesh(mesh):
         np.testing.assert_array_equal(spmd.shard(placed, "a b/y/x"), x)
+
+
+@pytest.mark.parametrize("partial", [("x",), ("x", "y")], ids=",".join)
+@pytest.mark.parametrize("prefer", ["collectives", "bytes"])
+def test_partial_sums_send_what_the_plan_says(partial, prefer) -> None:
+    """Summed and moved: forward the plan's bytes, and the gradient of a sum is the result's, for every part."""
+    rest = tuple(axis for axis in CUBE if axis not in partial)
+    x = np.random.default_rng(0).integers(-3, 4, (sim.count(CUBE, partial), 16, 24)).astype(np.float32)
+    for seed in range(3):
+        source = random.Random(seed).choice(placements(rest))
+        target = random.Random(10 + seed).choice(placements("xyz"))
+        before = f"{written(source)} {{U:{','.join(partial)}}}"
+        front = f"p/{'/'.join(partial)} {written(source)}"
+
+        def body(x, front=front, before=before, target=target):
+            x = spmd.reduce(x, f"{front} -> {before}", "sum")
+            return spmd.relayout(x, f"{before} -> {written(target)}", to="invarying", prefer=prefer)
+
+        kernel = spmd.kernel(f"{front} -> {written(target)}", mesh=device_mesh(CUBE))(body)
+        assert_blocks(kernel(x), sim.scatter(x.sum(0), written(target), CUBE), device_mesh(CUBE))
+        placed = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(front, CUBE))
+        sizes = {"a": 16, "b": 24}
+        plan = spmd.plan(f"{before} -> {written(target)}", sizes=sizes, mesh=CUBE, prefer=prefer)
+        assert collectives(kernel, placed).total_bytes == plan.bytes, f"{plan}"
+        w = np.random.default_rng(seed).integers(-3, 4, x.shape[1:]).astype(np.float32)
+        gradient = jax.jit(jax.grad(lambda x, kernel=kernel, w=w: (kernel(x) * w).sum()))(x)
+        np.testing.assert_array_equal(gradient, np.broadcast_to(w, x.shape))

@@ -24,7 +24,7 @@ from spmd.comm import _lax
 from spmd.comm.planner._cells import schedule_cells
 from spmd.comm.planner._digits import Placement, Round, Rounds, permutation, schedule
 from spmd.comm.planner._grid import Axes, Grid
-from spmd.comm.planner._route import Leg, Request, route
+from spmd.comm.planner._route import Leg, NamedRoute, Request, route
 
 __all__ = ["run"]
 
@@ -53,20 +53,19 @@ def _run(x: Any, request: Request, copies: Copies) -> Any:
     done = next((i for i in reversed(range(len(found.legs))) if found.legs[i].kind in ("psum", "psum_scatter")), -1) + 1
     for leg in found.legs[:done]:
         x = _STEPS[leg.kind](x, leg, found.grid, copies)
-    rest = found.legs[done:]
+    rest = found.legs[done:]  # of complete values
     if all(_is_own_reverse(leg, copies) for leg in rest):
         for leg in rest:
             x = _STEPS[leg.kind](x, leg, found.grid, copies)
         return x
-    if done:
-        request = replace(request, source=rest[0].before, summed=())
+    request = replace(request, source=rest[0].before, summed=()) if done else request
     here, there = (frozenset(a for axes in side for a in axes) for side in (request.source, request.target))
     moving = found.grid.whole([a for leg in rest for a in _all_axes(leg)])
     # Copies that are typed varying: one of the equal results' gradients goes back, to one of them.
     x = _lax.retype(
         x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here), "invarying", once=True
     )
-    x = _bound(x, request, moving)
+    x = _bound(x, request, replace(found, legs=rest), moving)
     return _compat.pvary(x, tuple(a for a in moving if a in copies and a not in there))
 
 
@@ -248,15 +247,14 @@ def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
 # --- with a gradient of its own -------------------------------------------------------------------------------
 
 
-def _bound(x: Any, request: Request, moving: Axes) -> Any:
+def _bound(x: Any, request: Request, found: NamedRoute, moving: Axes) -> Any:
     """The steps as one primitive, which shows them as a jaxpr, and whose transpose is the plan of the way back."""
-    jaxpr = jax.make_jaxpr(functools.partial(_plain, request=request, moving=moving))(x)
-    return relayout_p.bind(x, request=request, moving=moving, jaxpr=jaxpr)
+    jaxpr = jax.make_jaxpr(functools.partial(_plain, request=request, found=found, moving=moving))(x)
+    return relayout_p.bind(x, request=request, found=found, moving=moving, jaxpr=jaxpr)
 
 
-def _plain(x: Any, *, request: Request, moving: Axes) -> Any:
+def _plain(x: Any, *, request: Request, found: NamedRoute, moving: Axes) -> Any:
     """The steps with everything typed varying."""
-    found = route(request)
     x = _compat.pvary(x, moving)
     for leg in found.legs:
         x = _STEPS[leg.kind](x, leg, found.grid, frozenset(moving))
@@ -268,15 +266,18 @@ def _type(x: Any, *, jaxpr: Any, **_: Any) -> Any:
     return jaxpr.out_avals[0]
 
 
-def _transpose(cotangent: Any, *, request: Request, moving: Axes, jaxpr: Any) -> Any:
+def _transpose(cotangent: Any, *, request: Request, **_: Any) -> Any:
     return run(cotangent, replace(request, source=request.target, target=request.source), frozenset())
 
 
-def _batch(args: Any, dims: Any, *, request: Request, moving: Axes, jaxpr: Any) -> Any:
+def _batch(args: Any, dims: Any, *, request: Request, found: NamedRoute, moving: Axes, jaxpr: Any) -> Any:
+    """With a dimension in front that nothing divides."""
     [x], [batch] = args, dims
     x = jnp.moveaxis(x, batch, 0)
     ends = {side: ((), *getattr(request, side)) for side in ("source", "target")}
-    return _bound(x, replace(request, sizes=(x.shape[0], *request.sizes), **ends), moving), 0
+    request = replace(request, sizes=(x.shape[0], *request.sizes), **ends)
+    legs = tuple(replace(leg, before=((), *leg.before), after=((), *leg.after)) for leg in found.legs)
+    return _bound(x, request, replace(found, legs=legs), moving), 0
 
 
 relayout_p = _compat.linear_primitive(
