@@ -1,0 +1,130 @@
+"""The reference transformer: one training step is the same under every product of parallelisms."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import spmd
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROWS, LENGTH = 8, 16
+SIZES = {"vocabulary": 28, "layers": 4, "d": 24, "heads": 4, "kv_heads": 2, "head": 6, "hidden": 20}
+TOKENS, LABELS = (
+    np.random.default_rng(0).integers(low, SIZES["vocabulary"], (ROWS, LENGTH), np.int32) for low in (0, -1)
+)
+
+DENSE = {"chunks": 2}
+MOE = {"experts": 4, "chosen": 2, "chunks": 1}
+IN_STAGES = {"micro": 2, "chunks": 1}
+WITHOUT_SP = {"stream": None}
+
+# What is computed, where, and changes to the mapping. No token is dropped, so that groups do not matter.
+PRODUCTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "dp": (DENSE, {"dp": 8}, {}),
+    "fsdp": (DENSE, {"fsdp": 8}, {}),
+    "hsdp x tp x sp": (DENSE, {"dp": 2, "fsdp": 2, "tp": 2}, {}),
+    "tp x sp, half a key head each": (DENSE, {"tp": 4}, {}),
+    "dp x tp": (DENSE, {"dp": 2, "tp": 4}, WITHOUT_SP),
+    "cp": ({**DENSE, "chunks": 1}, {"cp": 4}, {}),
+    "cp by all-to-alls x tp x sp": ({**DENSE, "context": "ulysses"}, {"cp": 2, "tp": 2}, {}),
+    "fsdp x cp x tp x sp": (DENSE, {"fsdp": 2, "cp": 2, "tp": 2}, {}),
+    "pp": (IN_STAGES, {"pp": 4}, {}),
+    "pp x dp x tp": (IN_STAGES, {"pp": 2, "dp": 2, "tp": 2}, WITHOUT_SP),
+    "pp x fsdp x tp x sp": (IN_STAGES, {"pp": 2, "fsdp": 2, "tp": 2}, {}),
+    "ep": (MOE, {"ep": 4}, {}),
+    "dp x ep x tp": (MOE, {"dp": 2, "ep": 2, "tp": 2}, WITHOUT_SP),
+    "fsdp x ep x tp x sp": (MOE, {"fsdp": 2, "ep": 2, "tp": 2}, {}),
+    "cp x ep x tp x sp": (MOE, {"cp": 2, "ep": 2, "tp": 2}, {}),
+    "pp x ep x cp": ({**MOE, **IN_STAGES}, {"pp": 2, "ep": 2, "cp": 2}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[Any]:
+    """The example; compiled fast, for these tests mostly wait for the compiler."""
+    sys.path.insert(0, str(EXAMPLES))
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield importlib.import_module("transformer")
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+        sys.path.remove(str(EXAMPLES))
+
+
+class Steps:
+    """Loss, gradient norm and gradients of one step."""
+
+    def __init__(self, module: Any):
+        self.module = module
+        self.weights: dict[Any, Any] = {}
+        self.known: dict[Any, Any] = {}
+
+    def __call__(self, config: dict[str, Any], mesh: dict[str, int], changes: Any = (), mode: str = "explicit") -> Any:
+        model = self.model(config, mesh, changes)
+        with spmd.mode(mode):
+            params = spmd.shard(self.new_weights(model.c), model.layouts, mesh=model.mesh)
+            tokens, labels = (model.place(x) for x in (TOKENS, LABELS))
+            step = jax.jit(lambda *args: step_of(model, *args))
+            return jax.tree.map(np.asarray, step(params, tokens, labels))
+
+    def model(self, config: dict[str, Any], mesh: dict[str, int], changes: Any = ()) -> Any:
+        module = self.module
+        return module.Transformer(
+            module.Config(**SIZES, **config), spmd.make_mesh(**mesh), module.MAPPING.merge(dict(changes))
+        )
+
+    def new_weights(self, c: Any) -> Any:
+        if c not in self.weights:
+            self.weights[c] = jax.jit(lambda key: self.module.new_weights(c, key))(jax.random.key(0))
+        return self.weights[c]
+
+    def on_one_device(self, config: dict[str, Any]) -> Any:
+        """Chunks are of no account on one device, nor how attention reaches over several; micro-batches to experts."""
+        free = ("context", "chunks") if "experts" in config else ("context", "chunks", "micro")
+        config = {name: value for name, value in config.items() if name not in free}
+        key = tuple(sorted(config.items()))
+        if key not in self.known:
+            self.known[key] = self(config, {"one": 1})
+        return self.known[key]
+
+
+def step_of(model: Any, *args: Any) -> Any:
+    loss, report, gradients = model.loss_and_gradients(*args)
+    return loss, optax.global_norm(gradients), (report, gradients)
+
+
+@pytest.fixture(scope="module")
+def steps(module) -> Steps:
+    return Steps(module)
+
+
+def compare(found: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(found[:2], wanted[:2], rtol=1e-5)
+    leaves = zip(jax.tree_util.tree_leaves_with_path(found[2]), jax.tree.leaves(wanted[2]), strict=True)
+    for (path, a), b in leaves:
+        assert a.shape == b.shape and a.dtype == np.float32
+        off = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-3)
+        assert off < 1e-5, f"{jax.tree_util.keystr(path)}: off by {off:.1e} of its largest element"
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_computes_what_one_device_does(steps, name):
+    config, mesh, changes = PRODUCTS[name]
+    compare(steps(config, mesh, changes), steps.on_one_device(config))
+
+
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["fsdp x cp x tp x sp", "dp x ep x tp"])
+def test_other_modes(steps, name, mode):
+    config, mesh, changes = PRODUCTS[name]
+    compare(steps(config, mesh, changes, mode), steps.on_one_device(config))
