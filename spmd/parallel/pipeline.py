@@ -124,7 +124,7 @@ def pipeline(
     return _finished(held, here, pp, result)
 
 
-def _slots(schedule: PipelineSchedule) -> tuple[Any, Any, Any]:
+def _slots(schedule: PipelineSchedule) -> tuple[Any, ...]:
     """For each tick its number, where the first stage puts what comes back to it, and what it takes for the next tick.
 
     A micro-batch has one place, before its first round, between rounds and after the last one. In idle ticks a copy of
@@ -242,7 +242,8 @@ def _along(mask: Any, x: Any) -> Any:
 def _check_options(save: Any, result: Any, repeats: Any) -> None:
     for name, value, known in (("save", save, ("inputs", "activations")), ("result", result, ("whole", "partial"))):
         if value not in known and not (name == "save" and callable(value)):
-            rule = f"{name} is {' or '.join(map(repr, known))}, not {value!r}."
+            more = ", or a policy of jax.checkpoint" if name == "save" else ""
+            rule = f"{name} is {' or '.join(map(repr, known))}{more}, not {value!r}."
             raise LayoutError(compose(rule, call=_CALL, fix=f'{name}="{known[0]}"'))
     if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
         rule = f"repeats is a Python int, at least 1, or None, not {repeats!r}."
@@ -251,12 +252,14 @@ def _check_options(save: Any, result: Any, repeats: Any) -> None:
 
 def _micro_batches(x: Tree) -> int:
     named = list(zip(paths(x), jax.tree.leaves(x), strict=True))
-    counts = {leaf.shape[:1] if is_array(leaf) else () for _, leaf in named}
-    if len(counts) != 1 or () in counts or (0,) in counts:
+    counts = {leaf.shape[0] if is_array(leaf) and leaf.shape else 0 for _, leaf in named}
+    if len(counts) != 1 or 0 in counts:
         rule = "the first dimension of each array of x counts the micro-batches."
         got = [f"{path}: shape {leaf.shape}" if is_array(leaf) else f"{path}: no array" for path, leaf in named]
-        raise SizeError(compose(rule, call=_CALL, got=got or ["no arrays"], fix='rearrange(x, "(m b) ... -> m b ..."'))
-    return int(counts.pop()[0])
+        raise SizeError(
+            compose(rule, call=_CALL, got=got or ["no arrays"], fix='rearrange(x, "(m b) ... -> m b ...", m=8)')
+        )
+    return counts.pop()
 
 
 @scope(mapping=None)

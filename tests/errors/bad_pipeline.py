@@ -1,0 +1,94 @@
+"""Pipelines, schedules and overlapped products given what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import spmd
+from spmd import parallel
+from tests.errors.registry import X, bad, body, fixed
+
+W = np.ones((4, 4), np.float32)  # one row for each of the stages on tp
+STAGES = "p/tp d, m d -> m d"
+
+
+def run(mesh, stage=lambda w, x: x * w, pattern=STAGES, args=(W, X), **options):
+    return body(pattern, lambda w, x: parallel.pipeline(stage, w, x, pp="tp", **options), mesh, *args)
+
+
+@bad
+def pipeline_of_whole_parameters(mesh):
+    run(mesh, pattern="p d, m d -> m d")
+
+
+@bad
+def pipeline_without_rounds(mesh):
+    run(mesh, repeats=2)
+
+
+@bad
+def pipeline_of_the_wrong_rounds(mesh):
+    run(mesh, pattern="v p/tp d, m d -> m d", args=(np.ones((3, 4, 4), np.float32), X), repeats=2)
+
+
+@bad
+def pipeline_of_nothing(mesh):
+    body("m d -> m d", lambda x: parallel.pipeline(lambda w, x: x, {}, {"x": x, "y": np.float32(1)}, pp="tp"), mesh)
+
+
+@bad
+def pipeline_stage_that_changes_its_shape(mesh):
+    run(mesh, lambda w, x: x[:2])
+
+
+@bad
+def pipeline_stage_that_varies(mesh):
+    def stage(w, x):
+        return x * spmd.all_gather(w, "d/dp -> d")
+
+    run(mesh, stage, "p/tp d/dp, m d -> m d")
+
+
+@fixed
+def pipeline_stage_that_varies_fixed(mesh):
+    def stage(w, x):
+        return x * spmd.all_gather(w, "d/dp -> d")
+
+    def whole(w, x):
+        x = spmd.defer(x, "... -> ... {R:dp}")
+        return spmd.reduce(parallel.pipeline(stage, w, x, pp="tp"), "m d -> m", "mean")
+
+    assert np.allclose(body("p/tp d/dp, m d -> m", whole, mesh, W, X), X.mean(1))
+
+
+@bad
+def pipeline_that_saves_something_else(mesh):
+    run(mesh, save="nothing")
+
+
+@bad
+def pipeline_with_a_result_elsewhere(mesh):
+    run(mesh, result="scattered")
+
+
+@bad
+def pipeline_of_no_rounds(mesh):
+    run(mesh, repeats=0)
+
+
+@bad
+def schedule_of_nothing(mesh):
+    parallel.pipeline_schedule(4, 0, 1.5)  # type: ignore[arg-type]
+
+
+@bad
+def overlap_of_a_vector(mesh):
+    body("s/tp d, d -> s/tp d", lambda x, w: parallel.gather_einsum(x, w, tp="tp"), mesh, X, X[0])
+
+
+@bad
+def overlap_of_a_sequence_elsewhere(mesh):
+    def up(x, w):
+        return spmd.nn.column_linear(x, w, tp="tp", sp="dp", overlap=True)
+
+    body("s/dp d, d f/tp -> s f/tp", up, mesh, X, np.ones((4, 8), np.float32))
