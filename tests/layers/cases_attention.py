@@ -70,7 +70,7 @@ def function_case(label, options, mesh, axes, whole):
     )
 
 
-@cases("dot_product_attention", draw=5)
+@cases("dot_product_attention", draw=4)
 def _():
     for (label, options), (mesh, axes) in itertools.product(KINDS.items(), placements("dp", "tp")):
         for whole in (False, True):
@@ -170,7 +170,7 @@ def layer_case(mesh, axes, whole):
     )
 
 
-@cases("multi_head_attention", draw=3)
+@cases("multi_head_attention", draw=2)
 def _():
     """Sequence and context parallel, in every product; key heads fewer than devices."""
     for mesh, axes in placements("dp", "cp", "tp", shared=[("sp", "tp")]):
@@ -232,7 +232,7 @@ def cached_case(label, options, mesh, axes):
     )
 
 
-@cases("cached_attention", draw=4)
+@cases("cached_attention", draw=2)
 def _():
     kinds = {"plain": {}, "window": {"window": 4, "softcap": 3.0}}
     for (label, options), (mesh, axes) in itertools.product(kinds.items(), placements("dp", "tp", "cp")):

@@ -41,6 +41,8 @@ RINGS = {
     "window-both-ways": {"window": 3, "segments": True},
 }
 
+BALANCED = ("zigzag", "zigzag-segments", "striped", "striped-window")
+
 
 def ring_case(label, options, mesh, axes):
     options = dict(options)
@@ -90,11 +92,20 @@ def ring_case(label, options, mesh, axes):
     )
 
 
-@cases("ring_attention", draw=3)
+@cases("ring_attention", draw=2)
 def _():
-    """Every mesh with every kind of ring."""
+    """Every kind of ring but those below, on every mesh."""
     for (label, options), (mesh, axes) in itertools.product(RINGS.items(), placements("dp", "tp", "cp")):
-        yield ring_case(label, options, mesh, axes)
+        if label not in BALANCED:
+            yield ring_case(label, options, mesh, axes)
+
+
+@cases("ring_attention_balanced", draw=1)
+def _():
+    """Zig-zag and striped under a causal mask, where half blocks are left out."""
+    for label, (mesh, axes) in itertools.product(BALANCED, placements("dp", "tp", "cp")):
+        if axes["cp"]:
+            yield replace(ring_case(label, RINGS[label], mesh, axes), name="ring_attention_balanced")
 
 
 # -------------------- Ulysses, and its product with a ring
@@ -152,18 +163,24 @@ def ulysses_case(label, options, mesh, axes, groups):
     )
 
 
-@cases("ulysses_attention", draw=3)
+@cases("ulysses_attention", draw=1)
 def _():
-    """As many key heads as devices, fewer, and numbers that do not divide each other; with a ring and without."""
-    for mesh, axes in placements("dp", "ring", "tp", "cp"):
-        if axes["cp"] is None:
-            continue
-        ring = axes["ring"] and fit(mesh, axes, n=(1, "ring"))["n"] > 1
+    """As many key heads as devices, fewer, and numbers that do not divide each other."""
+    for mesh, axes in placements("dp", "tp", "cp"):
         for groups in (1, 2, 3):
-            yield ulysses_case(f"causal-g{groups}", {"causal": True}, mesh, axes, groups)
-            if ring:
-                options = {"causal": True, "placement": "zigzag"}
-                yield ulysses_case(f"zigzag-g{groups}", options, mesh, axes, groups)
+            yield ulysses_case(f"g{groups}", {"causal": True}, mesh, {**axes, "ring": None}, groups)
+
+
+@cases("ulysses_in_a_ring", draw=1)
+def _():
+    """Both axes divide the sequence; the tokens in their order and in zig-zag."""
+    for mesh, axes in placements("dp", "tp", "ring", "cp"):
+        if not axes["ring"] or not axes["cp"]:
+            continue
+        for placement, groups in itertools.product(("contiguous", "zigzag"), (1, 2, 3)):
+            options = {"causal": True, "placement": placement}
+            case = ulysses_case(f"{placement}-g{groups}", options, mesh, axes, groups)
+            yield replace(case, name="ulysses_in_a_ring")
 
 
 # -------------------- placements
@@ -202,13 +219,13 @@ def placed_case(name, placement, mesh, axes):
     )
 
 
-@cases("place_sequence", draw=3)
+@cases("place_sequence", draw=2)
 def _():
     for placement, (mesh, axes) in itertools.product(("zigzag", "striped"), placements("dp", "tp", "cp")):
         yield placed_case("place_sequence", placement, mesh, axes)
 
 
-@cases("restore_sequence", draw=3)
+@cases("restore_sequence", draw=2)
 def _():
     for placement, (mesh, axes) in itertools.product(("zigzag", "striped"), placements("dp", "tp", "cp")):
         yield placed_case("restore_sequence", placement, mesh, axes)
