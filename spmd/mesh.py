@@ -222,8 +222,8 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
             raise MeshError(
                 compose(
                     "the arguments live on two meshes, so the mesh cannot be read off them.",
-                    got=[_show(found), _show(here)],
-                    fix="kernel(..., mesh=mesh)",
+                    got=[_show(found) + _devices_text(found), _show(here) + _devices_text(here)],
+                    fix="mesh=mesh, the one to run on; arrays that lie on the other are moved there",
                 )
             )
     return found
@@ -246,6 +246,13 @@ def _lives_on(leaf: Any) -> Mesh | AbstractMesh | None:
 
 def _show(mesh: Mesh | AbstractMesh) -> str:
     return "mesh " + ", ".join(f"{name}={size}" for name, size in mesh_sizes(mesh))
+
+
+def _devices_text(mesh: Mesh | AbstractMesh) -> str:
+    if not isinstance(mesh, Mesh):
+        return ""
+    ids = [str(device.id) for device in mesh.devices.flat]
+    return f" of devices {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''}"
 
 
 def axis_span(source: str, axis: str) -> tuple[int, int] | None:

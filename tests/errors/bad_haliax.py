@@ -1,4 +1,4 @@
-"""Placement by named axes that cannot be, or that Haliax passes over in silence."""
+"""Placement that cannot be, by named axes above all, and what Haliax passes over in silence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import spmd
 from spmd import haliax as hax
 from tests.errors.registry import X, bad, fixed
 
@@ -110,3 +111,21 @@ def an_argument_without_a_hash(mesh):
 @bad
 def fsdp_without_a_mapping_to_compute_by(mesh):
     hax.fsdp(jnp.sin, parameter_mapping=RULES)
+
+
+@bad
+def arguments_on_two_meshes(mesh):
+    devices = jax.devices()
+    halves = [spmd.make_mesh(dp=2, devices=devices[i : i + 2]) for i in (0, 2)]
+    x, y = (spmd.shard(X, "b/dp d", mesh=half) for half in halves)
+    spmd.kernel("b/dp d, b/dp d -> b/dp d")(lambda x, y: x + y)(x, y)
+
+
+@fixed
+def arguments_on_two_meshes_fixed(mesh):
+    devices = jax.devices()
+    halves = [spmd.make_mesh(dp=2, devices=devices[i : i + 2]) for i in (0, 2)]
+    x, y = (spmd.shard(X, "b/dp d", mesh=half) for half in halves)
+    out = spmd.kernel("b/dp d, b/dp d -> b/dp d", mesh=halves[1])(lambda x, y: x + y)(x, y)
+    np.testing.assert_array_equal(out, 2 * X)
+    assert out.sharding.mesh == halves[1]
