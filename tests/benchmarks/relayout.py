@@ -1,8 +1,9 @@
 """Changes of layout: the planner beside XLA's own resharding, on all pairs of layouts of a 2x2x2 mesh.
 
-    python tests/benchmarks/relayout.py [--quick] [--json FILE] [--dims 2 3]
+    python tests/benchmarks/relayout.py [--quick] [--alike] [--json FILE] [--dims 2 3] [--mesh 3 4]
 
-For every pair (2352 of 512 x 512 float32, 11130 of 64 x 64 x 64; with `--quick` a sample of each) both programs are
+For every pair (2352 of 512 x 512 float32, 11130 of 64 x 64 x 64; with `--quick` a sample of each, with `--alike` one of
+those that differ only in the names of axes and the order of dimensions; other meshes by `--mesh`) both programs are
 compiled: `spmd.shard`'s planned one, and the identity with XLA's own resharding. A table compares bytes per device,
 read from the compiled programs, with the lower bound, temporary memory and collectives; the pairs where XLA is worst and
 a random sample are then timed in turns. Exits with 1 where a pair sends more than XLA, or other than its plan says.
@@ -19,6 +20,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,10 @@ import spmd
 from spmd.comm.planner import program
 from spmd.inspect import collectives
 
+AXES = "xyzw"
 MESH = {"x": 2, "y": 2, "z": 2}
 SHAPES = {2: (512, 512), 3: (64, 64, 64)}
+DIVISIBLE = {2: (240, 240), 3: (120, 120, 120)}  # by axes of 2 to 5 together
 NAMES = "abc"
 
 
@@ -58,15 +62,33 @@ class Row:
     ends: int
 
 
-def layouts(dims: int) -> list[str]:
+def layouts(dims: int, axes: Iterable[str] = MESH) -> list[str]:
     """Every layout that uses each axis at most once, in any order."""
+    axes = tuple(axes)
     found = []
-    for count in range(len(MESH) + 1):
-        for used in itertools.permutations(MESH, count):
+    for count in range(len(axes) + 1):
+        for used in itertools.permutations(axes, count):
             for cuts in itertools.combinations_with_replacement(range(count + 1), dims - 1):
                 runs = [used[i:j] for i, j in itertools.pairwise((0, *cuts, count))]
                 found.append(" ".join("/".join([name, *run]) for name, run in zip(NAMES, runs, strict=False)))
     return found
+
+
+def one_of_each_kind(pairs: list[tuple[str, str]], sizes: dict[str, int]) -> list[tuple[str, str]]:
+    """One of the pairs that become each other when axes of one size change names and dimensions change places."""
+    found: dict[Any, tuple[str, str]] = {}
+    for pair in pairs:
+        ends = [[word.split("/")[1:] for word in layout.split()] for layout in pair]
+        forms = []
+        for order in itertools.permutations(range(len(ends[0]))):
+            names: dict[str, str] = {}
+            for end in ends:
+                for i in order:
+                    for axis in end[i]:
+                        names.setdefault(axis, f"{len(names)}:{sizes[axis]}")
+            forms.append(tuple(tuple(tuple(names[axis] for axis in end[i]) for i in order) for end in ends))
+        found.setdefault(min(forms), pair)
+    return list(found.values())
 
 
 def programs(source: str, target: str, shape: tuple[int, ...], mesh: Any) -> tuple[Any, Any]:
@@ -119,13 +141,12 @@ def spread(values: list[float]) -> str:
     return f"{mean:7.3f} {statistics.median(values):7.3f} {at(0.9):7.2f} {at(0.99):7.2f} {values[-1]:7.2f}"
 
 
-def show(dims: int, rows: list[Row]) -> None:
+def show(dims: int, rows: list[Row], shape: tuple[int, ...]) -> None:
     """The table of one rank."""
     total = sum(row.bound for row in rows)
     some = [row for row in rows if row.bound]
-    print(
-        f"\n{dims}-D, {'x'.join(map(str, SHAPES[dims]))} float32: {len(rows)} pairs, {len(rows) - len(some)} move nothing"
-    )
+    sizes = "x".join(map(str, shape))
+    print(f"\n{dims}-D, {sizes} float32: {len(rows)} pairs, {len(rows) - len(some)} move nothing")
     print(f"{'bytes / lower bound':22}{'sum':>8}{'geomean':>8}{'median':>8}{'p90':>8}{'p99':>8}{'max':>8}  collectives")
     for name, sent, count in (
         ("XLA", lambda row: row.xla, lambda row: row.xla_count),
@@ -174,23 +195,28 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a sample of the pairs, fewer repeats")
     parser.add_argument("--dims", type=int, nargs="*", default=[2, 3], choices=[2, 3], help="which ranks (2 3)")
     parser.add_argument("--pairs", type=int, help="how many pairs of each rank (all; with --quick 60)")
+    parser.add_argument("--alike", action="store_true", help="one of the pairs that differ in names and order only")
+    parser.add_argument("--mesh", type=int, nargs="+", help="the sizes of other axes (2 2 2)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args()
-    spmd.use_cpu_devices(math.prod(MESH.values()))
-    mesh = spmd.make_mesh(**MESH)
+    axes = dict(zip(AXES, options.mesh, strict=False)) if options.mesh else MESH
+    shapes = DIVISIBLE if options.mesh else SHAPES
+    spmd.use_cpu_devices(math.prod(axes.values()))
+    mesh = spmd.make_mesh(**axes)
     repeats, size = (5, 512) if options.quick else (15, 2048)
-    print(f"jax {jax.__version__}, {jax.default_backend()}, mesh {', '.join(f'{a}={n}' for a, n in MESH.items())}")
+    print(f"jax {jax.__version__}, {jax.default_backend()}, mesh {', '.join(f'{a}={n}' for a, n in axes.items())}")
     report: dict[str, Any] = {"jax": jax.__version__}
     wrong: list[Row] = []
     for dims in options.dims:
-        pairs = list(itertools.permutations(layouts(dims), 2))
+        pairs = list(itertools.permutations(layouts(dims, axes), 2))
+        pairs = one_of_each_kind(pairs, axes) if options.alike else pairs
         count = options.pairs or (60 if options.quick else len(pairs))
         pairs = pairs if count >= len(pairs) else random.Random(0).sample(pairs, count)
-        rows = [measure(source, target, SHAPES[dims], mesh) for source, target in pairs]
-        show(dims, rows)
+        rows = [measure(source, target, shapes[dims], mesh) for source, target in pairs]
+        show(dims, rows, shapes[dims])
         report[f"{dims}-D"] = [asdict(row) for row in rows]
         wrong += [row for row in rows if is_worse(row) or row.ours != row.planned]
-        if dims == 2:
+        if dims == 2 and not options.mesh:
             some = [row for row in rows if row.bound]
             worst = sorted(some, key=lambda r: -r.xla / r.ours)[: 4 if options.quick else 8]
             dice = random.Random(1).sample(some, min(len(some), 4 if options.quick else 24))
