@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
-from spmd.errors import MeshError, compose, did_you_mean
+from spmd.errors import MeshError, ModeError, compose, did_you_mean
 
 __all__ = [
     "ambient_mesh",
@@ -22,6 +22,7 @@ __all__ = [
     "mesh_of",
     "mesh_sizes",
     "outside_trace",
+    "to_one_device",
     "use_cpu_devices",
 ]
 
@@ -242,6 +243,19 @@ def _lives_on(leaf: Any) -> Mesh | AbstractMesh | None:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     return sharding.mesh
+
+
+def to_one_device(x: Any, mesh: Mesh) -> Any:
+    """An array outside `jit` as reference mode wants it, on the first device of the mesh.
+
+    Raises:
+      ModeError: If other processes hold parts of it.
+    """
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        rule = "reference mode runs on one device, and this array spans processes."
+        raise ModeError(compose(rule, got=[f"{x.dtype.name}{list(x.shape)}"], fix='spmd.mode("auto")'))
+    # not device_put(x, device), which would keep the type that the array had on an Explicit mesh
+    return jax.device_put(x, SingleDeviceSharding(mesh.devices.flat[0]))
 
 
 def _show(mesh: Mesh | AbstractMesh) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd._trees import match_prefix
@@ -16,7 +16,7 @@ from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose, did_you_mean
 from spmd.kernel import kernel
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import ambient_mesh, check_axes, mesh_of, outside_trace
+from spmd.mesh import ambient_mesh, check_axes, mesh_of, outside_trace, to_one_device
 from spmd.mode import ambient_mapping, ambient_mode, try_frame
 from spmd.ops._grids import born
 
@@ -240,8 +240,7 @@ def _part(spec: P, axes: set[str]) -> P:
 def _on_one(x: Any, mesh: Any) -> Any:
     if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not isinstance(mesh, Mesh):
         return x
-    # SingleDeviceSharding, since device_put(x, device) would keep a type of Explicit axes
-    return jax.device_put(x, SingleDeviceSharding(mesh.devices.flat[0]))
+    return to_one_device(x, mesh)
 
 
 class Init:

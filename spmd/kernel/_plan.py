@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.check import check_body, check_jaxpr, in_states_of
@@ -22,7 +22,7 @@ from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
 from spmd.kernel._translate import translated
 from spmd.language import Layout
-from spmd.mesh import abstract_of, check_axes, mesh_sizes, outside_trace
+from spmd.mesh import abstract_of, check_axes, mesh_sizes, outside_trace, to_one_device
 from spmd.mode import Frame, inside_kernel, no_frame, try_frame
 
 __all__ = ["Leaf", "Plan", "concrete"]
@@ -201,8 +201,7 @@ class Plan:
     def place(self, leaf: Any, layout: Layout) -> Any:
         """An argument that lives on other devices, or on another mesh, moved into its layout."""
         if self.mode == "reference":
-            # a bare device would keep the type that the array had on an Explicit mesh
-            return jax.device_put(leaf, SingleDeviceSharding(self.mesh.devices.flat[0]))
+            return to_one_device(leaf, self.mesh)
         return jax.device_put(leaf, NamedSharding(self.mesh, self.spec(layout, leaf.ndim)))
 
     def foreign(self, leaf: Any) -> bool:

@@ -1,0 +1,169 @@
+"""One of several processes of a program: what `tests/test_processes.py` starts twice.
+
+    python -m tests.processes RANK COUNT PORT
+
+Each process has four virtual CPU devices, and checks its own shards against NumPy. Exits with 77 where this JAX has no
+collectives between processes on CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import spmd
+from spmd import fft, stencil
+
+UNAVAILABLE = 77
+LOCAL = 4  # devices of each process
+X = np.random.default_rng(0).normal(size=(16, 8, 4)).astype(np.float32)
+
+CHECKS: list[Callable[[Any], None]] = []
+check = CHECKS.append
+
+
+def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """The shards that are here, and only here is all that a process can see."""
+    assert found.shape == np.shape(wanted)
+    assert len(found.addressable_shards) == LOCAL
+    for shard in found.addressable_shards:
+        np.testing.assert_allclose(shard.data, np.asarray(wanted)[shard.index], atol=tolerance)
+
+
+def mine(rows: np.ndarray) -> np.ndarray:
+    """This process's part of some rows."""
+    return np.split(rows, jax.process_count())[jax.process_index()]
+
+
+def batch(mesh: Any) -> Any:
+    return spmd.from_process_local(mine(X), "x/a/b y z", mesh=mesh)
+
+
+@check
+def rows_that_each_process_has_read(mesh):
+    x = batch(mesh)
+    assert x.shape == X.shape and x.sharding.spec[0] == ("a", "b")
+    close(x, X)
+    tree = spmd.from_process_local({"x": mine(X), "n": mine(np.arange(16))}, {"x": "x/a y z", "n": "x/a"}, mesh=mesh)
+    close(tree["n"], np.arange(16))  # equal along b, within a process
+
+
+@check
+def an_explicit_kernel_and_its_gradient(mesh):
+    @spmd.kernel("x/a/b y z, z f -> x/a f", mesh=mesh)
+    def project(x, w):
+        h = spmd.einsum(x, w, "x/a/b y z, z f -> x/a/b f")
+        return spmd.all_gather(h, "x/a/b f -> x/a f", to="invarying")
+
+    w = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
+    wanted = X.sum(1) @ w
+    x = batch(mesh)
+    close(project(x, w), wanted, 1e-4)
+    close(project.auto(x, w), wanted, 1e-4)
+    loss = lambda w: (project(x, w) ** 2).sum()
+    gradient = jax.grad(loss)(spmd.shard(w, "z f", mesh=mesh))
+    close(gradient, 2 * X.sum(1).T @ wanted, 1e-2)
+    counts = spmd.inspect.collectives(project, x, w).counts
+    assert counts == {"all_gather": 1}, counts
+
+
+@check
+def exchanges_between_processes(mesh):
+    @spmd.kernel("x/a/b y z -> x y/a/b z", mesh=mesh)
+    def turn(x):
+        return spmd.all_to_all(x, "x/a/b y z -> x y/a/b z")
+
+    x = batch(mesh)
+    close(turn(x), X)
+    total = spmd.kernel("x/a/b y z -> y z", mesh=mesh)(lambda x: spmd.reduce(x, "x/a/b y z -> y z", "mean"))
+    close(total(x), X.mean(0))
+    rolled = spmd.kernel("x/a/b y z -> x/a/b y z", mesh=mesh)(lambda x: spmd.roll(x, "[x/a/b] y z", 3))
+    close(rolled(x), np.roll(X, 3, 0))
+    central = stencil.stencil(lambda u: u[2:] - u[:-2], "1+x/a/b+1 y z -> x/a/b y z")
+    padded = spmd.kernel("x/a/b y z -> x/a/b y z", mesh=mesh)(central)
+    close(padded(x), np.roll(X, -1, 0) - np.roll(X, 1, 0))
+
+
+@check
+def fourier_transforms_there_and_back(mesh):
+    there, away = "x/a y/b z -> kx ky/a kz/b", "kx ky/a kz/b -> x/a y/b z"
+
+    @spmd.kernel(there, mesh=mesh)
+    def forward(x):
+        return fft.fft(x, there)
+
+    @spmd.kernel(away, mesh=mesh)
+    def back(f):
+        return fft.ifft(f, away)
+
+    x = spmd.shard(batch(mesh), "x/a y/b z")
+    spectrum = forward(x)
+    close(spectrum, np.fft.fftn(X), 1e-3)
+    close(back(spectrum), X)
+
+
+@check
+def arrays_that_are_born_sharded(mesh):
+    make = spmd.init(lambda key: jax.random.normal(key, (16, 12)), "i/a j/b", mesh=mesh)
+    close(make(jax.random.key(0)), jax.random.normal(jax.random.key(0), (16, 12)))
+    table = spmd.from_function(lambda i, j: 10 * i + j, "x/a y/b", x=16, y=12, mesh=mesh)
+    close(table, 10 * np.arange(16)[:, None] + np.arange(12))
+
+    @spmd.kernel("scalar -> x/a/b", mesh=mesh, x=16)
+    def draw(key):
+        return spmd.random.uniform(key, "x/a/b")
+
+    close(draw(jax.random.key(1)), jax.random.uniform(jax.random.key(1), (16,)))
+
+
+@check
+def changes_of_layout_outside_kernels(mesh):
+    x = batch(mesh)
+    close(spmd.shard(x, "x y/b z/a"), X)  # by the steps of a plan
+    close(spmd.shard(X, "x/b y z", mesh=mesh), X)  # the same array, in every process
+    close(jax.jit(lambda x: spmd.shard(x + 1, "x y/a z"))(x), X + 1)
+
+
+@check
+def reference_mode_says_that_it_cannot(mesh):
+    x = batch(mesh)
+    double = spmd.kernel("x/a/b y z -> x/a/b y z", mesh=mesh)(lambda x: 2 * x)
+    for call in (lambda: double.reference(x), lambda: spmd.shard(x, "x y z")):
+        try:
+            with spmd.mode("reference"):
+                call()
+        except spmd.ModeError as error:
+            assert "spans processes" in str(error)
+        else:
+            raise AssertionError("no error")
+
+
+def main(rank: int, count: int, port: str) -> int:
+    """Join the others and run the checks, all in the same order."""
+    jax.distributed.initialize(f"localhost:{port}", count, rank)
+    spmd.use_cpu_devices(LOCAL)
+    assert (jax.process_count(), jax.device_count()) == (count, LOCAL * count)
+    mesh = spmd.make_mesh(a=count, b=LOCAL)
+    try:
+        close(
+            spmd.kernel("x/a -> x", mesh=mesh)(lambda x: spmd.all_gather(x, "x/a -> x", to="invarying"))(X[:, 0, 0]),
+            X[:, 0, 0],
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "implemented" in str(error):
+            print(error)
+            return UNAVAILABLE
+        raise
+    for one in CHECKS:
+        one(mesh)
+        print(one.__name__, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    rank, count, port = sys.argv[1:]
+    sys.exit(main(int(rank), int(count), port))
