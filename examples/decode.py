@@ -8,8 +8,8 @@
 
 The model is `transformer.py` with random weights: what it writes means nothing, but it is the same on every mesh, drawn
 tokens too. Rows have prompts of different lengths. A ring over cp reads them in striped order, which leaves keys and
-values where the cache has its slots. No device ever has all scores of the vocabulary: choosing a token is an argmax over
-its parts.
+values where the cache has its slots. No device ever has all scores of the vocabulary: choosing a token is an argmax
+over its parts.
 """
 
 # test: --layers 1 --rows 4 --prompt 16 --new 4 --one
@@ -34,7 +34,8 @@ from transformer import MAPPING, Config, Transformer
 import spmd
 from spmd import nn, parallel
 
-CACHE = {"k": "l b/dp t/cp g/tp k", "v": "l b/dp t/cp g/tp k", "positions": "l b/dp t/cp"}
+# n key and value heads, of which a device has at least one: more than the model's, where these are fewer than devices.
+CACHE = {"k": "l b/dp t/cp n/tp k", "v": "l b/dp t/cp n/tp k", "positions": "l b/dp t/cp"}
 console = Console(highlight=False)
 
 
@@ -72,7 +73,7 @@ class Decoder:
             made = {}
 
             def attend(q: Any, k: Any, v: Any) -> Any:
-                heads = spmd.size(k, "... [g/tp] k", tp=names["tp"])
+                heads = spmd.size(k, "... [n/tp] k", tp=names["tp"])
                 cache = nn.kv_cache(rows, self.slots, heads, c.head, k.dtype, **names)
                 where = {"cp": names["cp"], "tp": names["tp"], "tokens": "striped"}
                 made.update(nn.kv_cache_append(cache, k, v, positions, **where))

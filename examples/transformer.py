@@ -9,13 +9,11 @@
     pp    pipeline parallel    layers; before and after them rows of tokens
 
 Any product of them: `spmd.make_mesh(fsdp=2, cp=2, tp=2)`. An axis that the mesh lacks divides nothing. Loss and
-gradients are those of one device on every mesh, if no token loses its expert (`capacity=None`), or loses it on all
-(`groups` given, `placement="contiguous"`).
-
-    python examples/transformer.py      # one training step on several meshes, with what each of them sends
+gradients are those of one device on every mesh, with experts for the same `micro`, and if no choice of a token is
+dropped (`capacity=None`) or the same are everywhere (`groups` given, `placement="contiguous"`).
 
 The letters: b rows of tokens, s sequence, l layers, d model, h query heads, g key and value heads, k size of a head,
-f hidden units, e experts, v vocabulary.
+f hidden units, e experts, v vocabulary. `train_moe_long.py` trains this model and `decode.py` lets it write.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ import numpy as np
 import optax
 
 import spmd
-from spmd import Layout, nn, parallel
-from spmd.parallel import MoEReport
+from spmd import nn, parallel
 
 # Which mesh axes divide what. Those that the mesh lacks do not count.
 MAPPING = spmd.AxisMapping(
@@ -84,6 +81,7 @@ class Config:
     z_loss: float = 1e-3  # weight of the squared logsumexp of the router
     context: str = "ring"  # how attention sees the divided sequence: "ring" or "ulysses"
     placement: str = "zigzag"  # of the tokens in a ring
+    window: int | None = None  # how far back a token sees, itself counted
     theta: float = 10_000.0  # base of the rotary positions
     micro: int = 1  # micro-batches of a pipeline
     chunks: int = 2  # of the sequence, in the loss
@@ -126,8 +124,8 @@ class Transformer:
         return parallel.mapped_layouts(params, by_key, rules)
 
     @property
-    def tokens(self) -> Layout:
-        return Layout("b s").resolve(spmd.AxisMapping({"b": self.axes("b", "l"), "s": self.axes("s")}))
+    def tokens(self) -> spmd.Layout:
+        return spmd.Layout("b s").resolve(spmd.AxisMapping({"b": self.axes("b", "l"), "s": self.axes("s")}))
 
     def place(self, tokens: np.ndarray) -> Any:
         """Tokens or labels from the host, in the order in which the ring wants them."""
@@ -156,12 +154,12 @@ class Transformer:
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         """Causal attention of "b s/cp h/tp k": over whole sequences, by a ring, or by all-to-alls."""
-        cp, tp = self.axes("s"), self.axes("h")
+        cp, how = self.axes("s"), {"tp": self.axes("h"), "causal": True, "window": self.c.window}
         if cp is None:
-            return nn.dot_product_attention(q, k, v, causal=True, tp=tp)
+            return nn.dot_product_attention(q, k, v, **how)
         if self.c.context == "ulysses":
-            return parallel.ulysses_attention(q, k, v, cp=cp, tp=tp, causal=True)
-        return parallel.ring_attention(q, k, v, cp=cp, tp=tp, causal=True, placement=self.placement)
+            return parallel.ulysses_attention(q, k, v, cp=cp, **how)
+        return parallel.ring_attention(q, k, v, cp=cp, placement=self.placement, **how)
 
     def gather(self, params: Any, over: tuple[str, ...]) -> Any:
         """Weights for use. Their gradients are sums over the tokens that `over` divides: made once, where they rest."""
@@ -206,7 +204,7 @@ class Transformer:
     def nothing(self) -> Any:
         """The report of no layer."""
         e = self.c.experts
-        return MoEReport(*(jnp.zeros(shape) for shape in ((), (), e, ()))) if e else None
+        return parallel.MoEReport(*(jnp.zeros(shape) for shape in ((), (), e, ()))) if e else None
 
     def loss(self, params: Any, tokens: Any, labels: Any) -> tuple[Any, Any]:
         """The mean cross-entropy of the labels that are not negative, and what is reported."""
@@ -232,13 +230,9 @@ class Transformer:
     def loss_and_gradients(self) -> spmd.Kernel:
         """From weights, tokens and labels: the loss with its auxiliary terms, what is reported, the gradients."""
         report = {"loss": "scalar", **({"load": "e", "drop_rate": "scalar"} if self.c.experts else {})}
-        tokens = self.tokens
+        ins, outs = (self.layouts, self.tokens, self.tokens), ("scalar", report, self.layouts)
 
-        @spmd.kernel(
-            in_layouts=(self.layouts, tokens, tokens),
-            out_layouts=("scalar", report, self.layouts),
-            mesh=self.mesh,
-        )
+        @spmd.kernel(in_layouts=ins, out_layouts=outs, mesh=self.mesh)
         def loss_and_gradients(params: Any, tokens: Any, labels: Any) -> Any:
             (loss, report), gradients = spmd.value_and_grad(self.loss, has_aux=True)(params, tokens, labels)
             return loss, report, gradients
