@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 EDGES = {"periodic": "wrap", "zero": "constant", "edge": "edge", "reflect": "reflect"}  # ours, and jnp.pad's
 
 
-def halo(x: T, pattern: str, *, edge: str = "periodic", **names: Any) -> T:
+def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **names: Any) -> T:
     """Add margins with the neighbours' values: `halo(u, "x/a y -> 1+x/a+2 y")`.
 
     The global meaning is `jnp.pad`: the whole array with one more element before x and two after it. On each device
@@ -30,14 +31,16 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", **names: Any) -> T:
 
     Communication: for each dimension with margins and for each side one collective-permute of the margin, or several
     where it is wider than a block: in all as many bytes as the margin has, the corners included that earlier
-    dimensions have added. None where the dimension is whole. Backward the same in reverse: what lies in the margins is
-    added to the owners.
+    dimensions have added. Without corners, no bytes for them, and no dimension waits for another. None where the
+    dimension is whole. Backward the same in reverse: what lies in the margins is added to the owners.
 
     Args:
       x: An array or a pytree of arrays of this layout.
       pattern: `"layout -> layout"`, the same dimensions and axes, margins on the right.
       edge: What lies beyond the ends of the array: "periodic" (the other end), "zero", "edge" (the last element) or
         "reflect" (mirrored, the last element not repeated).
+      corners: False where nothing reads what lies in the margins of two dimensions at once, as in a five-point
+        stencil: in explicit mode it is then NaN (0 for integers), so that whoever reads it notices.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -65,16 +68,18 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", **names: Any) -> T:
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value)
-        out, at = operand.x, 0
+        margins, at = [], 0
         extra = len(own.ellipsis_shape())
+        for dim in dst.dims:
+            if any(dim.margin):
+                factor = operand.factors[at]
+                _check_mirror(own, dim, factor.size, edge)
+                margins.append(_Margins(own, at, factor.axes, factor.local, factor.size, *dim.margin, edge))
+            at += extra if dim.ellipsis else len(dim.atoms)
         with call.scope():
-            for dim in dst.dims:
-                if any(dim.margin):
-                    factor = operand.factors[at]
-                    _check_mirror(own, dim, factor.size, edge)
-                    out = _Margins(own, at, factor.axes, factor.local, factor.size, *dim.margin, edge).added(out)
-                at += extra if dim.ellipsis else len(dim.atoms)
-        return own.result(out)
+            if not corners and call.frame.explicit:
+                return own.result(_crossed(operand.x, margins))
+            return own.result(functools.reduce(lambda out, one: one.added(out), margins, operand.x))
 
     return jax.tree.map(leaf, x)
 
@@ -120,6 +125,20 @@ def _check_mirror(call: Call, dim: Dim, size: int, edge: str) -> None:
     if edge == "reflect" and max(dim.margin) >= size:
         rule = f"a mirrored margin is narrower than the dimension, and {dim.atoms[0].name} has {size}."
         call.fail(rule, at=dim.span, got=[call.frame.describe()], error=SizeError)
+
+
+def _crossed(x: Any, margins: list[_Margins]) -> Any:
+    """The block with margins on its sides, of which none has seen the others."""
+    nothing = jnp.asarray(jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0, x.dtype)
+    out, widths = x, [(0, 0)] * x.ndim
+    for one in margins:
+        wide, d = one.added(x), one.dim
+        low = lax.slice_in_dim(wide, 0, one.before, axis=d)
+        high = lax.slice_in_dim(wide, one.before + x.shape[d], wide.shape[d], axis=d)
+        low, high = (jnp.pad(side, widths, constant_values=nothing) for side in (low, high))
+        out = lax.concatenate([low, out, high], d)
+        widths[d] = (one.before, one.after)
+    return out
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,13 @@ _halo = inner(halo)
 
 
 def stencil(
-    fn: Callable[..., Any], pattern: str, *, edge: str = "periodic", overlap: bool = False, **names: Any
+    fn: Callable[..., Any],
+    pattern: str,
+    *,
+    edge: str = "periodic",
+    overlap: bool = False,
+    corners: bool = True,
+    **names: Any,
 ) -> Callable[..., Any]:
     """Apply a function of a neighbourhood: `stencil(laplace, "1+x/a+1 1+y/b+1 -> x/a y/b")(u)`.
 
@@ -41,6 +47,7 @@ def stencil(
       pattern: `"layout, ... -> layout"`; margins on the left where neighbours are read.
       edge: As in `halo`.
       overlap: Whether the inner part is computed apart.
+      corners: As in `halo`: False where `fn` reads no diagonal neighbours.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -71,7 +78,7 @@ def stencil(
     def run(*arrays: Any) -> Any:
         call = open_call("stencil.stencil", pattern, names, arrays=arrays, inputs=None)
         check_edge(call, edge)
-        job = _Job(call, fn, edge, names)
+        job = _Job(call, fn, edge, corners)
         return job.in_parts(arrays) if overlap else job.at_once(arrays)
 
     return run
@@ -193,8 +200,8 @@ def _with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout
 class _Job:
     """One application of a stencil."""
 
-    def __init__(self, call: Call, fn: Callable[..., Any], edge: str, names: dict[str, Any]) -> None:
-        self.call, self.fn, self.edge = call, fn, edge
+    def __init__(self, call: Call, fn: Callable[..., Any], edge: str, corners: bool) -> None:
+        self.call, self.fn, self.edge, self.corners = call, fn, edge, corners
         self.inputs, [self.output] = call.pattern.inputs, call.pattern.outputs
         self.reach: dict[str, tuple[int, int]] = {}  # how far each dimension is read, before and after
         for layout in self.inputs:
@@ -216,7 +223,7 @@ class _Job:
             bare = _with_margins(layout, dict.fromkeys(range(len(layout.dims)), (0, 0)))
             self.call.operand(x, layout=bare)  # sizes, from the arrays
             text = f"{bare.short} -> {_with_margins(bare, wide).short}"
-            out.append(_halo(x, text, edge=self.edge) if wide else x)
+            out.append(_halo(x, text, edge=self.edge, corners=self.corners) if wide else x)
         return out
 
     def checked(self, out: Any) -> Any:

@@ -179,6 +179,48 @@ def test_a_loop_of_steps_under_vmap_and_remat() -> None:
         close(gradient, want)  # symmetric
 
 
+def star(u, margins, n):
+    """A sum over the neighbours along each dimension, with weights that tell every place from every other."""
+    low = [m[0] for m in margins]
+    across = [u[i : i + n[0], low[1] : low[1] + n[1]] * (3 * i - 5) for i in range(sum(margins[0]) + 1)]
+    along = [u[low[0] : low[0] + n[0], j : j + n[1]] * (7 * j * j - 2) for j in range(sum(margins[1]) + 1)]
+    return sum([*across, *along])
+
+
+@pytest.mark.parametrize("seed", range(case_count()))
+def test_without_corners(seed: int) -> None:
+    mesh, places, shape, margins, edge, _ = sample(seed + 2000)
+    plain, wide = texts(places, margins)
+    x, by = numbers(seed, shape), numbers(seed + 1, shape)
+    fn = lambda u: star(u, margins, [k - sum(m) for k, m in zip(u.shape, margins, strict=True)])
+    want, (gradient,) = pulled(lambda x: fn(jnp.pad(x, margins, mode=EDGES[edge])), x, by=by)
+    step = stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=bool(seed % 2), corners=False)
+    run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(step)
+    for mode in MODES:
+        out, (found,) = pulled(getattr(run, mode), x, by=by)
+        close(out, want)
+        close(found, gradient)
+
+
+def test_corners_that_were_not_asked_for() -> None:
+    """They are not sent, cannot be read unnoticed, and nothing waits for another dimension's margins."""
+    mesh = make_mesh({"a": 4, "b": 2})
+    x = spmd.shard(jnp.ones((8, 6)), "x/a y/b", mesh=mesh)
+    spec = spmd.Layout("x/a y/b").spec
+    wide = lambda x: stencil.halo(x, "x/a y/b -> 1+x/a+1 2+y/b+1", corners=False)
+    halo = jax.jit(jax.shard_map(wide, mesh=mesh, in_specs=spec, out_specs=spec))
+    report = spmd.inspect.collectives(halo, x, mesh=mesh)
+    assert report.counts == {"ppermute": 4} and report.total_bytes == 4 * (2 * 3 + 3 * 2)
+    block = np.asarray(halo(x))[:4, :6]
+    assert np.isnan(block).sum() == 2 * 3 and np.isnan(block[[0, 0, 0, 3, 3, 3], [0, 1, 5] * 2]).all()
+    sent: set = set()
+    for eqn in inner_body(jax.make_jaxpr(halo)(x)).eqns:
+        reads = any(v in sent for v in eqn.invars if not hasattr(v, "val"))
+        assert not (eqn.primitive.name == "ppermute" and reads)
+        if eqn.primitive.name == "ppermute" or reads:
+            sent |= set(eqn.outvars)
+
+
 # --- differences and convolutions ----------------------------------------------------------------------------
 
 
