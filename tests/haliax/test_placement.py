@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import haliax as hax
+from tests.conftest import case_count
 
 RULES = {"batch": "data", "embed": None, "mlp": "tp", "vocab": ("tp", "data")}
 X = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
@@ -260,6 +261,46 @@ def test_a_missing_mesh_is_an_error():
     ):
         with pytest.raises(spmd.MeshError, match="no mesh"):
             ask()
+
+
+def block_of(rank: int, axes: tuple[str, ...], shape: dict[str, int]) -> tuple[int, int]:
+    """Which of how many blocks the device with this number holds, worked out from its place on the mesh."""
+    place = dict(zip(shape, np.unravel_index(rank, tuple(shape.values())), strict=True))
+    index, count = 0, 1
+    for axis in axes:
+        index, count = index * shape[axis] + int(place[axis]), count * shape[axis]
+    return index, count
+
+
+@pytest.mark.parametrize("seed", range(case_count()))
+@pytest.mark.parametrize("inside", [False, True])
+def test_sampled_mappings(seed, inside):
+    """Every device holds what its place on the mesh says, and the queries agree."""
+    rng = np.random.default_rng(seed)
+    shape = dict(zip("pqr", [(2, 2, 2), (4, 1, 2), (1, 8, 1), (2, 4, 1)][rng.integers(4)], strict=True))
+    mesh, names = spmd.make_mesh(**shape), ["batch", "embed", "mlp"][: rng.integers(1, 4)]
+    owners = rng.integers(-1, len(names), 3)  # which dimension each axis divides
+    rules = {
+        n: tuple(a for a, o in zip(rng.permutation(list("pqr")), owners, strict=True) if o == i)
+        for i, n in enumerate(names)
+    }
+    rules = {n: None if not axes else axes[0] if len(axes) == 1 else axes for n, axes in rules.items()}
+    sizes, whole = [], []
+    with hax.axis_mapping(rules), jax.set_mesh(mesh):
+        sizes = [hax.round_axis_for_partitioning(n, int(rng.integers(1, 20))) for n in names]
+        whole = rng.normal(size=sizes).astype(rng.choice([np.float32, np.int32, np.float16]))
+        place = lambda x: hax.shard(x, " ".join(names))
+        out = (jax.jit(place) if inside else place)(whole)
+        assert out.sharding.is_equivalent_to(hax.sharding_for_axis(" ".join(names)), out.ndim)
+        assert NamedSharding(mesh, hax.pspec_for(" ".join(names))) == hax.sharding_for_axis(" ".join(names))
+    order = [device.id for device in mesh.devices.flat]
+    for piece in out.addressable_shards:
+        wanted = whole
+        for dim, name in enumerate(names):
+            axes = rules[name] or ()
+            index, count = block_of(order.index(piece.device.id), (axes,) if isinstance(axes, str) else axes, shape)
+            wanted = np.split(wanted, count, dim)[index]
+        np.testing.assert_array_equal(piece.data, wanted)
 
 
 # -------------------- what is whole
