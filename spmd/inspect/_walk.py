@@ -91,10 +91,12 @@ _VERBS = ("psum", "relayout", "lax.")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of an array outside kernels: where it lies, and which argument it is, if it is one."""
+    """What is known of an array outside kernels: where it lies, and which argument it is, if it is one; in a scan over
+    the argument a slice of it, of as many dimensions fewer as `sliced`."""
 
     place: Placement = None
     label: str = ""
+    sliced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +257,17 @@ class Walk:
     def _enter(self, eqn: Any, value: Value, aval: Any, target: Placement, site: _Site) -> None:
         """An array at the boundary of a kernel."""
         source = value.place if value.place is not None else _typed_place(aval, self.sizes)
-        if value.label:
-            self.wanted.setdefault(value.label, target)
+        self._want(value, target)
         if source in (ANYWHERE, target) or not _shape_of(aval):
             return
         name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
         self._move(f"{name}: {value.label or 'a computed array'}", source, target, aval, eqn, site)
+
+    def _want(self, value: Value, target: Placement) -> None:
+        """Where an argument, or each slice of it, is wanted first."""
+        if value.label:
+            whole = ((),) * value.sliced
+            self.wanted.setdefault(value.label, (*whole, *target) if isinstance(target, tuple) else target)
 
     def _move(self, text: str, source: Placement, target: Placement, aval: Any, eqn: Any, site: _Site) -> None:
         shape, where = _shape_of(aval), site.line(eqn)
@@ -289,9 +296,8 @@ class Walk:
             source = ins[0].place if ins[0].place is not None else _typed_place(eqn.invars[0].aval, self.sizes)
             if _shape_of(aval) and target is not None and source not in (ANYWHERE, target):
                 self._move(f"reshard: {ins[0].label or 'a computed array'}", source, target, aval, eqn, site)
-            return [Value(target, ins[0].label)]
-        if ins[0].label:
-            self.wanted.setdefault(ins[0].label, target)
+            return [replace(ins[0], place=target)]
+        self._want(ins[0], target)
         note = notes.get(eqn.outvars[0])
         layout = note.params["layout"].short if note is not None else text_of(target) or "unconstrained"
         text = note.params["call"] if note is not None else _call_text(site.names_of(eqn)) or "sharding_constraint"
@@ -409,7 +415,7 @@ def _sliced(value: Value) -> Value:
     place = value.place
     if isinstance(place, tuple):
         place = place[1:] if not place[0] else None
-    return Value(place, value.label)
+    return Value(place, value.label, value.sliced + 1)
 
 
 def _stacked(value: Value) -> Value:
@@ -428,5 +434,5 @@ def _through(eqn: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value()] * len(eqn.outvars)
     whole = [v for v, atom in zip(ins, eqn.invars, strict=True) if _shape(atom) == shape and v.place != ANYWHERE]
     places = {v.place for v in whole}
-    label = whole[0].label if len(whole) == len(ins) == 1 else ""
-    return [Value(places.pop() if len(places) == 1 else None, label)] * len(eqn.outvars)
+    kept = whole[0] if len(whole) == len(ins) == 1 else Value()
+    return [replace(kept, place=places.pop() if len(places) == 1 else None)] * len(eqn.outvars)

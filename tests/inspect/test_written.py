@@ -367,6 +367,21 @@ def test_between_kernels(mesh):
     assert moved.count == 5 and moved.source == "_/tp _"
 
 
+def test_arguments_of_a_scan_lie_as_their_slices_are_wanted(mesh):
+    """Weights of all layers in one array, without shardings: one device holds what the layers' kernel divides."""
+    kernel = spmd.kernel("a/dp b, b c/tp -> a/dp b", mesh=mesh)(
+        lambda x, w: spmd.einsum(x * 1.0, spmd.all_gather(w, "b c/tp -> b c", to="invarying"), "a/dp b, b c -> a/dp b")
+    )
+    step = jax.checkpoint(lambda x, w: (kernel(x, jnp.sin(w)), None))
+    loss = lambda ws, x: jax.lax.scan(step, x, ws)[0].sum()
+    ws, x = jax.ShapeDtypeStruct((3, 6, 12), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.float32)
+    view = written(jax.value_and_grad(loss), (ws, x), {})
+    assert view.arguments_bytes == 4 * (3 * 6 * 12 // 4 + 4 * 6 // 2)
+    groups = jax.ShapeDtypeStruct((5, 3, 6, 12), jnp.float32)
+    nested = lambda ws, x: jax.lax.scan(lambda x, w: jax.lax.scan(step, x, w), x, ws)[0]
+    assert written(nested, (groups, x), {}).arguments_bytes == 4 * (5 * 3 * 6 * 12 // 4 + 4 * 6 // 2)
+
+
 def test_the_shardings_of_a_jit_are_known(mesh):
     kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)(lambda x: x * 2)
     lies = spmd.Layout("b/tp d").sharding(mesh)
