@@ -122,7 +122,8 @@ def use_cpu_devices(count: int) -> list[Any]:
     """Make `count` virtual CPU devices the devices of this program, also where a GPU exists.
 
     Call it at the top of a program, before anything that asks JAX for devices. A CPU backend that runs
-    already and has enough devices is accepted. No communication.
+    already and has enough devices is accepted. In a program of several processes it comes after
+    `jax.distributed.initialize`, and counts the devices of each process. No communication.
 
     Args:
       count: How many devices.

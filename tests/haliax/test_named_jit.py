@@ -251,7 +251,10 @@ def test_nnx_modules_and_their_states(as_state):
 )
 def test_donated_arguments_are_deleted(donate_args, deleted):
     fn = hax.named_jit(
-        lambda a, rest, d: (a + 1, jax.tree.map(lambda x: 2 * x, rest), d), RULES, donate_args=donate_args
+        lambda a, rest, d: (a + 1, jax.tree.map(lambda x: 2 * x, rest), d),
+        RULES,
+        donate_args=donate_args,
+        keep_unused=True,
     )
     arrays = {"a": spmd.shard(X, "a/data b"), "b": spmd.shard(W, "a b/tp"), "c": jnp.ones(4), "d": jnp.ones(3)}
     out = fn(arrays["a"], {"b": arrays["b"], "c": arrays["c"]}, d=arrays["d"])
