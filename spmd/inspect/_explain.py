@@ -63,7 +63,8 @@ class Explanation:
 
     @property
     def unwritten(self) -> tuple[Communication, ...]:
-        """Compiled collectives that nobody wrote: the compiler's own."""
+        """Compiled collectives that nobody wrote: the compiler's own. Of a program that came compiled all: the other
+        view is missing."""
         return tuple(one for one in self.collectives if not one.written)
 
     @property

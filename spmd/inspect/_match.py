@@ -301,6 +301,8 @@ def _cause(one: Collective, written: Written | None) -> str:
     if last in _PLACED:
         return "moved to enter or leave a kernel" if last == "shard_map" else f"moved for a {last.replace('_', ' ')}"
     operation = re.sub(r"[^\w].*", "", last)
+    if written is None:  # then who wrote it is not known
+        return operation
     cause = f"the compiler's own, for {operation}" if operation else "the compiler's own; it does not say for what"
     likely = dict.fromkeys(moved_text(entry) for entry in boundary if entry.source is not None and _holds(one, entry))
     return f"{cause}; perhaps to move {' or '.join(list(likely)[:2])}" if likely else cause

@@ -160,7 +160,9 @@ def meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
     """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in getattr(inner, "eqns", ()):
-        for value in equation.params.values():
+        for name, value in equation.params.items():
+            if name == "ctx_mesh":  # what surrounded the call
+                continue
             mesh = getattr(value, "mesh", value)
             if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
                 yield mesh

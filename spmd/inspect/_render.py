@@ -60,7 +60,9 @@ def sections(it: Explanation) -> Iterator[Section]:
         if ones:
             yield Section(title, [*_rows(it, ones), _total(it, ones, "total")])
     if it.unwritten:
-        yield Section("nobody wrote", [*_rows(it, it.unwritten), _total(it, it.unwritten, "total")], loud=True)
+        known = it.written is not None
+        rows = [*_rows(it, it.unwritten), _total(it, it.unwritten, "total")]
+        yield Section("nobody wrote" if known else "compiled", rows, loud=known)
     elif it.compiled is not None and it.written is not None:
         yield Section("nobody wrote", lines=["nothing: every compiled collective belongs to a written one"])
     if len(by_axis := it.by_axis()) > 1 or it.unwritten:

@@ -15,6 +15,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from spmd import _compat
 from spmd.check._collectives import COMMUNICATES, axes_of
 from spmd.check._source import line_of
+from spmd.errors import MeshError, compose
 from spmd.inspect._collectives import sent_bytes
 from spmd.inspect._placement import ANYWHERE, Placement, of_sharding, of_spec, received_bytes, text_of
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
@@ -239,7 +240,11 @@ class Walk:
 
     def _shard_map(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
         mesh = eqn.params["mesh"]
-        self.sizes = {**dict(mesh.shape), **self.sizes} if not self.sizes else self.sizes
+        self.sizes = self.sizes or dict(mesh.shape)
+        if dict(mesh.shape) != self.sizes:
+            rule = "what is looked at has one mesh, and the kernels of this program are on two."
+            got = ["mesh " + ", ".join(f"{a}={n}" for a, n in sizes.items()) for sizes in (self.sizes, mesh.shape)]
+            raise MeshError(compose(rule, call="explain(...)", got=got, fix="explain(...) of each kernel by itself"))
         new = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
         if not site.manual:
             for value, var, spec in zip(ins, eqn.invars, eqn.params["in_specs"], strict=True):

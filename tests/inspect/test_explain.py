@@ -183,6 +183,7 @@ def test_whatever_can_be_called_is_taken():
         report = explain(fn, hardware="h100")
         assert report.written is None and report.time is None
         assert "psum" in report.counts and "written view" in str(report)
+        assert "NOBODY WROTE" not in str(report) and "compiler's own" not in str(report)  # who wrote it is not known
     assert explain(dot, x, w, compiled=dot.lower(x, w).compile()).compiled.counts == {"psum": 1}
     assert explain(jax.grad(lambda x, w: dot(x, w).sum()), x, w).by_phase().keys() <= {"forward", "backward"}
 
