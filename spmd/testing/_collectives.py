@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from operator import index
+from typing import Any, NoReturn, SupportsIndex
 
 from spmd._units import bytes_text
 from spmd.errors import MeshError, SpmdError, compose, did_you_mean
@@ -46,8 +47,8 @@ def assert_collectives(
 
     Raises:
       Mismatch: With both tables, and where each collective that differs was written.
-      SpmdError: On an unknown kind or view.
-      MeshError: On an axis that the mesh does not have.
+      SpmdError: On an unknown kind or view, or numbers that are none.
+      MeshError: On an axis that the mesh does not have; on a mesh without devices, for the compiled view.
 
     Example:
       >>> import jax, spmd
@@ -98,28 +99,48 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
     if not isinstance(args, tuple | list):
         rule = f"the arguments of the function come as one tuple, not as {type(args).__name__}."
         raise SpmdError(compose(rule, call=f"{call}(fn, args, ...)", fix=f"{call}(fn, (x, w), ...)"))
-    return explain(fn, *args, mesh=mesh, compiled=view == "compiled", **dict(kwargs or {}))
+    found = explain(fn, *args, mesh=mesh, compiled=None if view == "compiled" else False, **dict(kwargs or {}))
+    if view == "compiled" and found.compiled is None:
+        rule = "a program is compiled for devices, and this mesh has none."
+        fix = 'view="written"' if call == "assert_collectives" else "a mesh with devices"
+        raise MeshError(compose(rule, call=f"{call}(...)", fix=fix))
+    return found
 
 
 def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation) -> dict[Key, int]:
     """Times by kind and axes, the axes in mesh order; `*` for all of them together."""
     wanted: dict[Key, int] = {}
+    if not isinstance(expected, Mapping):
+        _malformed(expected)
     for kind, by_axes in expected.items():
         if kind not in KINDS:
             rule = f"there is no collective {kind!r}{did_you_mean(str(kind), KINDS) or '.'}"
             raise SpmdError(compose(rule, call="assert_collectives(...)", got=[f"kinds: {', '.join(KINDS)}"]))
         if not isinstance(by_axes, Mapping):
-            wanted[kind, "*"] = int(by_axes)
+            wanted[kind, "*"] = _times(by_axes)
             continue
         for axes, times in by_axes.items():
-            names = axes.split("/") if axes else []
+            names = (axes.split("/") if axes else []) if isinstance(axes, str) else _malformed({kind: by_axes})
             for name in names:
                 if name not in found.mesh:
                     rule = f"the mesh has no axis {name!r}{did_you_mean(name, found.mesh) or '.'}"
                     got = ["mesh " + ", ".join(f"{a}={n}" for a, n in found.mesh.items())]
                     raise MeshError(compose(rule, call="assert_collectives(...)", got=got))
-            wanted[kind, "/".join(a for a in found.mesh if a in names)] = int(times)
+            wanted[kind, "/".join(a for a in found.mesh if a in names)] = _times(times)
     return {key: times for key, times in wanted.items() if times}
+
+
+def _times(times: Any) -> int:
+    if isinstance(times, bool) or not isinstance(times, SupportsIndex) or index(times) < 0:
+        rule = f"how often a collective runs is a number from 0 on, not {times!r}."
+        raise SpmdError(compose(rule, call="assert_collectives(...)", fix='{"all_gather": {"tp": 2}}'))
+    return index(times)
+
+
+def _malformed(expected: Any) -> NoReturn:
+    rule = "what is expected is a dict of kinds, in it a number or a dict of axes as a layout writes them."
+    fix = '{"all_gather": {"tp": 2}, "psum": {"dp/tp": 1}}'
+    raise SpmdError(compose(rule, call="assert_collectives(...)", got=[repr(expected)], fix=fix))
 
 
 def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:

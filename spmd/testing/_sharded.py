@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd._trees import match_prefix
@@ -24,9 +25,9 @@ _SHOWN = 20
 
 def assert_sharded(
     tree: Any,
-    layouts: Any = None,
-    *,
     tolerance: float = 0.02,
+    *,
+    layouts: Any = None,
     mapping: Any = None,
     axes: Sequence[str] | None = None,
 ) -> None:
@@ -37,17 +38,18 @@ def assert_sharded(
     Reads shardings only. Communication: none.
 
     Args:
-      tree: Arrays, or `jax.ShapeDtypeStruct`s with shardings, such as `spmd.init(...).abstract`.
-      layouts: The intended layouts, a prefix tree as kernels take it: a string for all leaves below.
+      tree: Arrays, or `jax.ShapeDtypeStruct`s with shardings, such as `spmd.init(...).abstract`. Single numbers, such
+        as the step count of an optimizer's state, may lie anywhere.
       tolerance: The part of its share that a device may hold too much: small vectors are rarely divided. With
         `layouts` it is the part of the intended bytes.
+      layouts: The intended layouts, a prefix tree as kernels take it: a string for all leaves below.
       mapping: The `AxisMapping` that places bare names of `layouts`.
       axes: The mesh axes that are meant to divide parameters, all by default: `("fsdp", "tp")` where `dp` replicates
         them on purpose.
 
     Raises:
       Mismatch: With, for each leaf that is too large, where it lies and where it should.
-      SpmdError: A leaf says nothing of where it lies.
+      SpmdError: A leaf says nothing of where it lies, or the tolerance is no number.
       MeshError: On an axis that the mesh does not have, or leaves on different meshes.
 
     Example:
@@ -56,18 +58,21 @@ def assert_sharded(
       >>> def at(layout, *shape):
       ...     return jax.ShapeDtypeStruct(shape, "float32", sharding=spmd.Layout(layout).sharding(mesh))
       >>> params = {"w": at("d/fsdp f/tp", 512, 256), "norm": at("d", 512)}
-      >>> spmd.testing.assert_sharded(params, {"w": "d/fsdp f/tp", "norm": "d"})
+      >>> spmd.testing.assert_sharded(params, layouts={"w": "d/fsdp f/tp", "norm": "d"})
       >>> spmd.testing.assert_sharded(params, tolerance=0.05)
 
     References:
       `assert_params_sufficiently_sharded` of https://github.com/AI-Hypercomputer/maxtext, for the tolerance.
     """
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
+        rule = f"tolerance is the part that one device may hold too much, a number from 0 on, not {tolerance!r}."
+        raise SpmdError(compose(rule, call=_CALL, fix="tolerance=0.02, or layouts=..."))
     leaves = _leaves(tree)
     mesh = _mesh(leaves)
     if layouts is None:
         _check_share(leaves, mesh, tolerance, axes)
     else:
-        _check_intended(leaves, mesh, match_prefix(layouts, tree, "tree"), tolerance, mapping, axes)
+        _check_intended(leaves, mesh, _pairs(layouts, tree), tolerance, mapping, axes)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ def _leaves(tree: Any) -> list[_Leaf]:
         shown = f"tree{jax.tree_util.keystr(path)}"
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
+            if _anywhere(leaf):
+                continue
             got = f"{shown}: {type(sharding).__name__ if sharding is not None else type(leaf).__name__}"
             rule = "every leaf is an array, or a jax.ShapeDtypeStruct, that lies on a mesh."
             raise SpmdError(compose(rule, call=_CALL, got=[got], fix='spmd.shard(tree, "d/fsdp f/tp", mesh=mesh)'))
@@ -105,6 +112,15 @@ def _leaves(tree: Any) -> list[_Leaf]:
         local = math.prod(sharding.shard_shape(leaf.shape)) * size
         found.append(_Leaf(shown, sharding, tuple(leaf.shape), math.prod(leaf.shape) * size, local))
     return found
+
+
+def _anywhere(leaf: Any) -> bool:
+    """Whether it is a single number, which nothing could divide, and lies on no mesh."""
+    return not np.shape(leaf) and not isinstance(getattr(leaf, "sharding", None), NamedSharding)
+
+
+def _pairs(layouts: Any, tree: Any) -> list[Any]:
+    return [pair for pair in match_prefix(layouts, tree, "tree") if not _anywhere(pair[1])]
 
 
 def _mesh(leaves: Sequence[_Leaf]) -> Mapping[str, int]:

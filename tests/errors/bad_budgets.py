@@ -43,6 +43,37 @@ def budget_of_an_unknown_view(mesh):
 
 
 @bad
+def budget_that_is_no_dict(mesh):
+    assert_collectives(gather(mesh), (X,), [("all_gather", 1)])
+
+
+@bad
+def budget_of_axes_as_a_tuple(mesh):
+    assert_collectives(gather(mesh), (X,), {"all_gather": {("dp", "tp"): 1}})
+
+
+@bad
+def budget_of_half_a_collective(mesh):
+    assert_collectives(gather(mesh), (X,), {"all_gather": {"dp": 1.5}})
+
+
+@bad
+def budget_compiled_without_devices(mesh):
+    assert_collectives(gather(spmd.make_mesh(dp=2, tp=4, abstract=True)), (X,), {"all_gather": {"dp": 1}})
+
+
+@fixed
+def budget_compiled_without_devices_fixed(mesh):
+    abstract = gather(spmd.make_mesh(dp=2, tp=4, abstract=True))
+    assert_collectives(abstract, (X,), {"all_gather": {"dp": 1}}, view="written")
+
+
+@bad
+def unwritten_without_devices(mesh):
+    assert_no_unwritten_collectives(gather(spmd.make_mesh(dp=2, tp=4, abstract=True)), (X,))
+
+
+@bad
 def budget_of_loose_arguments(mesh):
     assert_no_unwritten_collectives(gather(mesh), lying(mesh))
 
@@ -73,7 +104,7 @@ def sharded_over_an_unknown_axis(mesh):
 
 @bad
 def sharded_as_a_layout_with_an_unknown_axis(mesh):
-    assert_sharded({"w": lying(mesh)}, {"w": "b/data d"})
+    assert_sharded({"w": lying(mesh)}, layouts={"w": "b/data d"})
 
 
 @bad
@@ -83,7 +114,17 @@ def sharded_on_two_meshes(mesh):
 
 @bad
 def sharded_with_a_leaf_without_layout(mesh):
-    assert_sharded({"w": lying(mesh)}, {"w": None})
+    assert_sharded({"w": lying(mesh)}, layouts={"w": None})
+
+
+@bad
+def sharded_with_a_layout_for_the_tolerance(mesh):
+    assert_sharded({"w": lying(mesh)}, "b/dp d")
+
+
+@bad
+def sharded_with_less_than_no_tolerance(mesh):
+    assert_sharded({"w": lying(mesh)}, tolerance=-0.1)
 
 
 # --- modes ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import spmd
@@ -160,24 +161,29 @@ INTENDED = {"layer": {"w": "d/dp f/tp", "norm": "d"}, "head": "d/dp v/tp"}
 
 def test_parameters_are_divided(mesh):
     assert_sharded(params(mesh))
-    assert_sharded(params(mesh), INTENDED)
-    assert_sharded(params(mesh, w="f/tp d/dp"), INTENDED)  # over the same axes
+    assert_sharded(params(mesh), layouts=INTENDED)
+    assert_sharded(params(mesh, w="f/tp d/dp"), layouts=INTENDED)  # over the same axes
     assert_sharded(params(mesh, w="d f/tp"), axes=("tp",))
-    assert_sharded(params(mesh, w="d f/tp"), INTENDED, tolerance=0.6)
-    assert_sharded(params(mesh, w="d f/tp"), {"layer": {"w": "d f/tp", "norm": "d"}, "head": "d/dp v/tp"})
+    assert_sharded(params(mesh, w="d f/tp"), layouts=INTENDED, tolerance=0.6)
+    assert_sharded(params(mesh, w="d f/tp"), layouts={"layer": {"w": "d f/tp", "norm": "d"}, "head": "d/dp v/tp"})
     assert_sharded({})
     mapping = {"d": "dp", "f": "tp", "v": "tp"}
-    assert_sharded(params(mesh), {"layer": {"w": "d f", "norm": "d/1"}, "head": "d v"}, mapping=mapping)
+    assert_sharded(params(mesh), layouts={"layer": {"w": "d f", "norm": "d/1"}, "head": "d v"}, mapping=mapping)
     x = spmd.shard(np.ones((8, 4), np.float32), "a/dp b/tp", mesh=mesh)
-    assert_sharded({"x": x}, "a/dp b/tp")
+    assert_sharded({"x": x}, layouts="a/dp b/tp")
+    state = optax.adamw(1e-3).init({"x": x})  # its count is a number on one device
+    assert_sharded(state)
+    assert_sharded({"x": x, "state": state}, 0.01, layouts="a/dp b/tp")
 
 
 def test_parameters_that_are_not(mesh):
-    assert message(assert_sharded, params(mesh, w="d f/tp"), INTENDED) == GOLDEN["intended"]
+    assert message(assert_sharded, params(mesh, w="d f/tp"), layouts=INTENDED) == GOLDEN["intended"]
     assert message(assert_sharded, params(mesh, w="d f/tp")) == GOLDEN["share"]
     mapping = {"d": "dp", "f": "tp", "v": "tp"}
     with pytest.raises(Mismatch, match="norm"):
-        assert_sharded(params(mesh), {"layer": {"w": "d f", "norm": "d"}, "head": "d v"}, mapping=mapping, tolerance=0)
+        assert_sharded(
+            params(mesh), layouts={"layer": {"w": "d f", "norm": "d"}, "head": "d v"}, mapping=mapping, tolerance=0
+        )
     with pytest.raises(Mismatch):
         assert_sharded(params(mesh), tolerance=0.0)  # the norm is whole
     many = {f"w{i}": params(mesh, w="d f")["layer"]["w"] for i in range(30)}
