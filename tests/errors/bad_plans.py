@@ -82,6 +82,11 @@ def plan_on_a_number_of_devices(mesh):
 
 
 @bad
+def plan_with_sizes_in_order(mesh):
+    spmd.plan(SWAP, sizes=(8, 16), mesh=mesh)
+
+
+@bad
 def plan_of_no_dtype(mesh):
     spmd.plan(SWAP, sizes=SIZES, mesh=mesh, dtype="float31")
 

@@ -15,7 +15,7 @@ from spmd.comm._call import Call, open_call
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._route import NamedRoute, Request, route
-from spmd.errors import CommunicationError, LayoutError, MeshError, compose, did_you_mean
+from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, compose, did_you_mean
 from spmd.hardware import Hardware, hardware
 from spmd.language import Dim, Layout, axis_sizes
 from spmd.mesh import ambient_mesh
@@ -202,6 +202,9 @@ def plan(
     References:
       arXiv 2112.01075
     """
+    if sizes is not None and not isinstance(sizes, Mapping):
+        rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
+        raise SizeError(compose(rule, call="plan(...)", fix='sizes={"a": 4096, "b": 4096}'))
     frame = Frame("explicit", None, tuple(_mesh_sizes(mesh).items()))
     profile = check_prefer("plan(...)", prefer, hardware)
     kind = _dtype(dtype)
