@@ -162,7 +162,7 @@ def visualize(
     what = layout_or_array_or_plan
     if isinstance(what, (str, Layout)):
         return Picture(_Drawn(_of_text(what, shape, mesh)))
-    if shape is not None or mesh is not None:
+    if (shape is not None or mesh is not None) and (isinstance(what, Plan) or hasattr(what, "sharding")):
         rule = "An array brings its shape and its mesh along; only a layout is given them."
         raise LayoutError(compose(rule, call=_CALL, fix="visualize(x)"))
     if isinstance(what, Plan):

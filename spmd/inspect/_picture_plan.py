@@ -97,7 +97,7 @@ class PlanDrawing:
             return ["each device keeps a part of what it holds; nothing is sent"]
         found = groups(step.axes, self.plan.mesh)
         if self.is_summary:
-            return [f"{len(found)} groups of {len(found[0])} devices"]
+            return [f"{len(found)} group{'s' * (len(found) > 1)} of {len(found[0])} devices"]
         among = "; ".join(",".join(cell_parts([(device,) for device in group], short=False)) for group in found)
         if step.kind == "psum":
             return [f"among {among}: the sum of what they hold"]
