@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
 from spmd._trees import is_array
 from spmd.errors import LayoutError, compose
 from spmd.haliax._placement import shard
-from spmd.mode import ambient_mapping
+from spmd.mode import ambient_mapping, ambient_mode
 
 __all__ = ["fsdp", "named_jit"]
 
@@ -192,6 +193,7 @@ class _NamedJit:
         self._in_mapping, self._in_names = arguments
         self._out_mapping, self._out_names = results
         self._donate_args, self._donate_kwargs = donated
+        self._right: dict[int, Any] = {}
         self._jitted = jax.jit(self._named(fn), donate_argnums=0, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,8 +238,18 @@ class _NamedJit:
             rule = f"in_names has an entry for each positional argument: {len(args)}, not {len(self._in_names)}."
             raise LayoutError(compose(rule, call=f"{self._call}(...)", fix="None for one left alone"))
         rules = _rules(self._in_mapping, inside, "in")
-        named = zip(args, self._in_names, strict=True)
-        return tuple(x if names is None else shard(x, names, rules) for x, names in named)
+        named = enumerate(zip(args, self._in_names, strict=True))
+        return tuple(x if names is None else self._at_its_place(i, x, names, rules) for i, (x, names) in named)
+
+    def _at_its_place(self, i: int, x: Any, names: Any, rules: AxisMapping) -> Any:
+        """An argument, placed; one that lay right in the last call, and lies as it did then, is not looked at again."""
+        before = _where(x, rules)
+        if before is not None and self._right.get(i) == before:
+            return x
+        placed = shard(x, names, rules)
+        if before is not None and _where(placed, rules) == before:
+            self._right[i] = before
+        return placed
 
     def _flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
         """Which leaf is donated; what the flags do not mention is not."""
@@ -258,6 +270,17 @@ class _NamedJit:
         leaves, structure = jax.tree.flatten(out)
         arrays = [x if is_array(x) else None for x in leaves]
         return arrays, _Static(tuple(None if is_array(x) else x for x in leaves), structure)
+
+
+def _where(tree: Any, rules: AxisMapping) -> Any:
+    """All that the placement of a tree depends on, if its arrays are on a mesh; else None."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [x for x in leaves if is_array(x)]
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
+        return None
+    places = [(x.shape, x.dtype, x.sharding) for x in arrays]
+    on_a_mesh = all(isinstance(sharding, NamedSharding) for _, _, sharding in places)
+    return (structure, places, rules, ambient_mode()) if on_a_mesh else None
 
 
 def _merged(first: list[Any], second: Any) -> list[Any]:

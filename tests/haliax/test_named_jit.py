@@ -118,6 +118,27 @@ def test_which_mapping_places_arguments_and_results(mappings, columns, result):
     close(out, X @ W)
 
 
+def test_arguments_that_lie_right_are_left_and_others_are_moved_again(mesh, monkeypatch):
+    """In whatever order they come: the last placement is remembered, not the first."""
+    fn = hax.named_jit(lambda x, n: x, RULES, in_names=("batch mlp", None), out_names=None)
+    right, wrong = spmd.shard(X, "a/data b/tp"), spmd.shard(X, "a/tp b/data")
+    looked = []
+    place = spmd.shard
+    monkeypatch.setattr(spmd, "shard", lambda *a, **k: looked.append(1) or place(*a, **k))
+    for x, looks in ((right, True), (right, False), (wrong, True), (right, False), (X, True), (right[:4], True)):
+        looked.clear()
+        assert spec(fn(x, 3)) == ("data", "tp")
+        assert bool(looked) == looks
+    looked.clear()
+    with hax.axis_mapping({"batch": "tp", "mlp": "data"}):
+        again = hax.named_jit(lambda x: x, in_names=("batch mlp",))
+        assert spec(again(right)) == ("tp", "data")
+    with hax.axis_mapping(RULES):
+        assert spec(again(right)) == spec(again(right)) == ("data", "tp")
+    with hax.axis_mapping({"batch": "tp", "mlp": "data"}):
+        assert spec(again(right)) == ("tp", "data")
+
+
 def test_a_function_is_traced_again_under_another_mapping():
     traces = []
 
