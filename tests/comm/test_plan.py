@@ -122,7 +122,11 @@ def test_no_sequence_of_collectives_is_cheaper(mesh) -> None:
         best = _shortest(graph, source)
         for target in everything:
             if target != source:
-                assert planned(source, target, mesh, sizes).bytes == best[target], (source, target)
+                found = planned(source, target, mesh, sizes)
+                if any(step.kind == "sends" for step in found.steps):  # better than all of them
+                    assert found.bytes < best[target], (source, target)
+                else:
+                    assert found.bytes == best[target], (source, target)
 
 
 def _shortest(graph, source):
@@ -283,3 +287,17 @@ def test_a_plan_in_plain_values_is_what_it_prints(seed) -> None:
     for step in plan.steps:
         assert step.kind in str(plan) and step.after.short in str(plan) and step.after.short in step.text
     assert f"ratio {plan.ratio:.2f}" in str(plan) or not plan.steps
+
+
+def test_rounds_that_are_better_in_all_respects_are_taken_on_axes_of_different_sizes() -> None:
+    """Collectives alone need 2.2 times the bound in three steps, XLA's own way 1.67 times; three rounds reach it."""
+    found = spmd.plan("a/z b/y/x -> a/y/z b/x", sizes={"a": 240, "b": 240}, mesh={"x": 2, "y": 3, "z": 4})
+    assert found.bytes == found.lower_bound and found.collectives == 3
+
+
+@pytest.mark.parametrize(("x", "y"), [(2, 5), (5, 3), (4, 3)])
+def test_axes_of_different_sizes_change_their_order_before_they_move(x: int, y: int) -> None:
+    """XLA's own way for these, a permute and an all_to_all over x, is one of ours."""
+    found = spmd.plan("a b/x/y -> a/x b/y", sizes={"a": 240, "b": 240}, mesh={"x": x, "y": y})
+    shard = 4 * 240 * 240 // (x * y)
+    assert found.bytes <= shard + shard * (x - 1) // x

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from spmd.comm.planner._cells import cell_rounds
 from spmd.comm.planner._digits import rounds_between
-from spmd.comm.planner._problem import Placement, Problem, State, cuts, ordered
+from spmd.comm.planner._problem import MOST, Placement, Problem, State, cuts, ordered
 
 __all__ = ["Move", "moves"]
 
@@ -102,9 +102,10 @@ def _choices(axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _permutes(problem: Problem, state: State) -> Iterator[Move]:
-    """ppermute: whole shards change places, to where the target is or is one gather away. Of equal shards each may be
-    cut, so that every device sends another part of it."""
+    """ppermute: whole shards change places, to where the target is or is one gather away, or where the axes of a
+    dimension stand in another order. Of equal shards each may be cut, so that every device sends another part of it."""
     blocks = problem.blocks(state.placement)
+    yield from _reordered(problem, state)
     for after, there in problem.finer:
         if after == state.placement or any(n % m for n, m in zip(there, blocks, strict=True)):
             continue
@@ -114,6 +115,19 @@ def _permutes(problem: Problem, state: State) -> Iterator[Move]:
         elif any(a != b[: len(a)] for a, b in zip(state.placement, after, strict=True)):
             axes = tuple(sorted(axes.union(problem.free(state))))
             yield Move("ppermute", axes, State(after), problem.local(after), steps=3)
+
+
+def _reordered(problem: Problem, state: State) -> Iterator[Move]:
+    """Axes of different sizes in another order within their dimensions. Of equal ones another axis could have been
+    moved in the first place, which costs no more."""
+    choices = []
+    for axes in state.placement:
+        mixed = len({problem.axes[a] for a in axes}) > 1 and len(axes) <= MOST
+        choices.append(list(itertools.permutations(axes)) if mixed else [axes])
+    for after in itertools.product(*choices):
+        axes = {a for x, y in zip(state.placement, after, strict=True) for a in _differing(x, y)}
+        if axes:
+            yield Move("ppermute", tuple(sorted(axes)), State(after), problem.local(after))
 
 
 def _differing(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = ["Placement", "Problem", "State"]
+__all__ = ["MOST", "Placement", "Problem", "State"]
 
 Placement = tuple[tuple[int, ...], ...]
 """For each dimension the axes that divide it, major first."""

@@ -96,6 +96,11 @@ def route(request: Request) -> NamedRoute:
         return NamedRoute((), 0, False, best.grid)
     if best.found.elements > bound and not request.summed:
         best = min([best, *_others(request, best)], key=lambda one: (one.found.exceeds, one.found.cost))
+        if request.prefer == "collectives" and len({n for _, n in best.grid.mesh if n > 1}) > 1:
+            # Blocks of axes of different sizes rarely lie in each other: rounds of sends may be better in all respects.
+            rounds = _Named(replace(request, prefer="bytes"), Grid(request.mesh))
+            (_, ours, count), (_, theirs, others) = best.found.cost, rounds.found.cost
+            best = rounds if theirs < ours and others <= count else best
     return NamedRoute(best.legs, bound * request.itemsize, best.found.exceeds, best.grid)
 
 
