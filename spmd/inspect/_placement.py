@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-__all__ = ["ANYWHERE", "ONE_DEVICE", "Placement", "local_count", "of_sharding", "of_spec", "received_bytes", "text_of"]
+from spmd.comm.planner import plan
+from spmd.errors import SpmdError
+from spmd.language import Layout
+
+__all__ = [
+    "ANYWHERE",
+    "ONE_DEVICE",
+    "Placement",
+    "local_count",
+    "moved_bytes",
+    "names_of",
+    "of_sharding",
+    "of_spec",
+    "text_of",
+]
 
 # The axes of each dimension, major first. None: nobody knows.
 Placement = tuple[tuple[str, ...], ...] | str | None
@@ -42,11 +57,18 @@ def of_sharding(sharding: Any, rank: int, sizes: Mapping[str, int]) -> Placement
     return None
 
 
-def text_of(placement: Placement) -> str | None:
-    """As a layout of unnamed dimensions: `_/dp _`."""
+def text_of(placement: Placement, names: Sequence[str] = ()) -> str | None:
+    """As a layout, of unnamed dimensions where there are no names: `_/dp _`."""
     if placement is None or isinstance(placement, str):
         return placement
-    return " ".join("/".join(("_", *axes)) for axes in placement) or "scalar"
+    names = names or ("_",) * len(placement)
+    return " ".join("/".join((name, *axes)) for name, axes in zip(names, placement, strict=True)) or "scalar"
+
+
+def names_of(layout: Layout, rank: int) -> tuple[str, ...]:
+    """What a layout calls the dimensions of an array: `("b", "(h k)")`."""
+    dims = layout.with_rank(rank).dims
+    return tuple(replace(d, atoms=tuple(replace(a, axes=None) for a in d.atoms)).short for d in dims)
 
 
 def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, int]) -> int:
@@ -56,14 +78,25 @@ def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, 
     return math.prod(-(-n // _parts(axes, sizes)) for n, axes in zip(shape, placement, strict=True))
 
 
-def received_bytes(
-    shape: Sequence[int], itemsize: int, source: Placement, target: Placement, sizes: Mapping[str, int]
+def moved_bytes(
+    shape: Sequence[int], dtype: Any, source: Placement, target: Placement, sizes: Mapping[str, int]
 ) -> int | None:
-    """The least that the device which lacks most must receive: of its new shard, what its old one does not have."""
+    """What one device sends in the cheapest plan from one placement to another; where there is none (sizes that do not
+    divide), the least that some device must receive."""
     if source is None or target is None or isinstance(target, str):
         return None
     if isinstance(source, str):  # on one device: the others have nothing
-        return local_count(shape, target, sizes) * itemsize
+        return local_count(shape, target, sizes) * dtype.itemsize
+    names = [f"d{i}" for i in range(len(shape))]
+    pattern = f"{text_of(source, names)} -> {text_of(target, names)}"
+    try:
+        return plan(pattern, sizes=dict(zip(names, shape, strict=True)), mesh=sizes, dtype=dtype).bytes
+    except SpmdError:
+        return _received_bytes(shape, dtype.itemsize, source, target, sizes)
+
+
+def _received_bytes(shape: Sequence[int], itemsize: int, source: Any, target: Any, sizes: Mapping[str, int]) -> int:
+    """The least that the device which lacks most must receive: of its new shard, what its old one does not have."""
     used = [a for a in sizes if any(a in axes for axes in (*source, *target))]
     grid = np.indices([sizes[a] for a in used]) if used else np.zeros((0,), np.int64)
     place = dict(zip(used, grid, strict=True))

@@ -65,9 +65,11 @@ class Boundary:
 
     Attributes:
       text: The kernel and the argument, `mlp: x`.
-      source: Where it lies, `_/dp _`; None where the shardings do not tell.
+      source: Where it lies, `b/dp d`, in the names of the kernel's signature, or `_/dp _` where they are not known;
+        None where the shardings do not tell.
       target: Where the signature wants it.
-      bytes: The least that some device receives; None where the source is not known.
+      bytes: What one device sends in the cheapest plan; where sizes do not divide, the least that some device receives;
+        None where the source is not known.
       dtype: The dtype of the array.
       shape: The global shape.
       where: `file.py:12`, the line that calls the kernel.

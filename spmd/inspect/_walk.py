@@ -17,9 +17,11 @@ from spmd.check._collectives import COMMUNICATES, axes_of
 from spmd.check._source import line_of
 from spmd.errors import MeshError, compose
 from spmd.inspect._collectives import sent_bytes
-from spmd.inspect._placement import ANYWHERE, Placement, of_sharding, of_spec, received_bytes, text_of
+from spmd.inspect._placement import ANYWHERE, Placement, moved_bytes, names_of, of_sharding, of_spec, text_of
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
 from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes
+from spmd.kernel import arguments_of
+from spmd.language import Layout
 
 __all__ = ["Value", "Walk"]
 
@@ -247,8 +249,12 @@ class Walk:
             raise MeshError(compose(rule, call="explain(...)", got=got, fix="explain(...) of each kernel by itself"))
         new = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
         if not site.manual:
-            for value, var, spec in zip(ins, eqn.invars, eqn.params["in_specs"], strict=True):
-                self._enter(eqn, value, var.aval, of_spec(spec, len(_shape(var)), mesh.shape), site)
+            specs, ranks = eqn.params["in_specs"], [len(_shape(var)) for var in eqn.invars]
+            name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
+            leaves = arguments_of(name, mesh.shape, specs, ranks) or [None] * len(specs)
+            for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
+                target = of_spec(spec, len(_shape(var)), mesh.shape)
+                self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site)
         body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
         self._run(body, [Value()] * len(body.invars), within)
@@ -259,14 +265,15 @@ class Walk:
 
     # --- outside kernels ----------------------------------------------------------------------------------
 
-    def _enter(self, eqn: Any, value: Value, aval: Any, target: Placement, site: _Site) -> None:
+    def _enter(
+        self, name: str, eqn: Any, value: Value, aval: Any, target: Placement, layout: Layout | None, site: _Site
+    ) -> None:
         """An array at the boundary of a kernel."""
         source = value.place if value.place is not None else _typed_place(aval, self.sizes)
         self._want(value, target)
         if source in (ANYWHERE, target) or not _shape_of(aval):
             return
-        name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
-        self._move(f"{name}: {value.label or 'a computed array'}", source, target, aval, eqn, site)
+        self._move(f"{name}: {value.label or 'a computed array'}", source, target, aval, eqn, site, layout)
 
     def _want(self, value: Value, target: Placement) -> None:
         """Where an argument, or each slice of it, is wanted first."""
@@ -274,13 +281,23 @@ class Walk:
             whole = ((),) * value.sliced
             self.wanted.setdefault(value.label, (*whole, *target) if isinstance(target, tuple) else target)
 
-    def _move(self, text: str, source: Placement, target: Placement, aval: Any, eqn: Any, site: _Site) -> None:
+    def _move(
+        self,
+        text: str,
+        source: Placement,
+        target: Placement,
+        aval: Any,
+        eqn: Any,
+        site: _Site,
+        layout: Layout | None = None,
+    ) -> None:
         shape, where = _shape_of(aval), site.line(eqn)
+        names = () if layout is None else names_of(layout, len(shape))
         moved = Boundary(
             text=text,
-            source=text_of(source),
-            target=text_of(target) or "unknown",
-            bytes=received_bytes(shape, aval.dtype.itemsize, source, target, self.sizes),
+            source=text_of(source, names),
+            target=text_of(target, names) or "unknown",
+            bytes=moved_bytes(shape, aval.dtype, source, target, self.sizes),
             dtype=dtype_name(aval),
             shape=shape,
             where=where,

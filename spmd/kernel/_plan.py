@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.check import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SpmdError
+from spmd.kernel._known import identifier, remember
 from spmd.kernel._outputs import Outputs, diagnose
 from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
@@ -89,6 +90,7 @@ class Plan:
         self._needs_mesh = (mode == "auto" and bool(self.typed_axes)) or mode == "reference"
         self.simple = not (self._deviceless or self._needs_mesh)
         self._check_layouts()
+        remember(self)
         donated = donate if mode != "reference" else ()
         entry = {"explicit": self._checked, "auto": self._auto, "reference": self._reference}[mode]
         self.jitted = jax.jit(_named(entry, signature.name), donate_argnums=donated, out_shardings=self._lie())
@@ -429,10 +431,8 @@ class Plan:
         )
         specs = tuple(self.spec(s.layout.without(*manual), x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
         if not self.outputs.known:
-            self.signature.fail(
-                "results whose structure is not declared cannot leave a nested kernel.",
-                fix="a tuple of layouts",
-            )
+            rule = "results whose structure is not declared cannot leave a nested kernel."
+            self.signature.fail(rule, fix="a tuple of layouts")
 
         kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
         typed = {a for a in rest if kinds[a] is AxisType.Explicit}
@@ -489,7 +489,7 @@ def _named(fn: Any, name: str) -> Any:
     def entry(*args: Any) -> Any:
         return fn(*args)
 
-    entry.__name__ = entry.__qualname__ = name if name.isidentifier() else "kernel"
+    entry.__name__ = entry.__qualname__ = identifier(name)
     return entry
 
 

@@ -77,7 +77,7 @@ def test_a_boundary_that_moves_an_argument_is_flagged_with_its_name():
     x, w_in, w_out = arguments(DEVICES, "float32")
     report = explain(mlp, x, w_in, w_out)
     (moved,) = report.unwritten
-    assert moved.text == 'moved to enter a kernel: mlp: x from "_ _/dp _" to "_/dp _/tp _"'
+    assert moved.text == 'moved to enter a kernel: mlp: x from "b s/dp d" to "b/dp s/tp d"'
     assert not moved.written and moved.total_bytes > 0
     assert "NOBODY WROTE" in str(report)
     at_home = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spmd.Layout("b/dp s/tp d").sharding(DEVICES))
