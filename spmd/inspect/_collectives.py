@@ -248,6 +248,7 @@ def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collect
     Raises:
       SpmdError: `fn` is none of the above, or the mesh is smaller than the program.
 
+    >>> import jax
     >>> from jax.sharding import AxisType, PartitionSpec as P
     >>> mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
     >>> body = lambda x: jax.lax.psum(x, "tp")

@@ -211,7 +211,7 @@ def cached_attention(
       ...         cache = spmd.nn.kv_cache_append(cache, 0 * v, v, at, cp="cp")
       ...         return cache, spmd.nn.cached_attention(v, cache, at, cp="cp")[:, 0, 0, 0]
       ...     return jax.lax.scan(step, cache, (jnp.moveaxis(v, 1, 0)[:, :, None], jnp.arange(4)))[1]
-      >>> print(means(jnp.arange(8.0).reshape(2, 4, 1, 1) * jnp.ones(3)))
+      >>> print(means(jnp.arange(8.0).reshape(2, 4, 1, 1) * jnp.ones((1, 1, 1, 3))))
       [[0.  4. ]
        [0.5 4.5]
        [1.  5. ]
