@@ -52,13 +52,8 @@ def explain_on_another_mesh(mesh):
 
 
 @bad
-def explain_on_another_mesh_of_devices(mesh):
-    spmd.explain(copied(mesh), X, mesh=spmd.make_mesh(dp=4, tp=2))
-
-
-@bad
 def explain_two_meshes(mesh):
-    flat = spmd.kernel("b/x d -> b/x d", mesh=spmd.make_mesh(x=8))(lambda x: x + 0)
+    flat = spmd.kernel(SAME, mesh=spmd.make_mesh(dp=8))(lambda x: x + 0)
     spmd.explain(lambda x: flat(copied(mesh)(x)), X)
 
 

@@ -68,6 +68,11 @@ def picture_with_a_shape_that_is_none(mesh):
 
 
 @bad
+def picture_of_a_sharding(mesh):
+    spmd.visualize(spmd.Layout("b/dp d").sharding(mesh), (8, 4))
+
+
+@bad
 def picture_with_an_odd_mesh(mesh):
     spmd.visualize("b/dp d", (8, 4), 8)
 

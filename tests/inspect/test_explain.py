@@ -211,6 +211,9 @@ def test_the_mesh_may_come_from_outside():
         assert report.mesh == {"dp": 2, "tp": 4}
         assert [one.axes for one in report.collectives] == [("tp",)]
         assert (report.compiled is None) == (mesh is MESH)
+    own = spmd.kernel("b/dp -> b/dp", mesh=DEVICES)(lambda x: x)
+    with pytest.raises(spmd.MeshError, match="mesh of its own"):
+        explain(own, f32(8), mesh=spmd.make_mesh(dp=4, tp=2))
 
 
 def test_donated_memory_is_counted_once():

@@ -163,6 +163,7 @@ def test_nothing_to_do_and_many_devices():
     assert blocks_of_svg(nothing.svg) == {0: "a/x 0:8; b/y 0:1", 1: "a/x 0:8; b/y 1:2"}
     large = spmd.visualize(spmd.plan("a/x b -> a b/x", sizes={"a": 4096, "b": 4096}, mesh={"x": 128, "y": 64}))
     assert "64 groups of 128 devices" in str(large)
+    assert "1 group of 128 devices" in str(spmd.visualize(spmd.plan("a/x b -> a b/x", a=128, b=128, mesh={"x": 128})))
     assert len(str(large).splitlines()) < 40
     assert faults_of_svg(large.svg) == []
     assert "transfers" not in large.to_dict()["steps"][0]
