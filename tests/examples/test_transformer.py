@@ -130,6 +130,24 @@ def test_other_modes(steps, name, mode):
     compare(steps(config, mesh, changes, mode), steps.on_one_device(config))
 
 
+def test_a_step_sends_what_the_formulas_say(steps):
+    """FSDP x tensor x sequence parallel: nothing but weights, the stream, the loss's numbers and the norms' gradients."""
+    model = steps.model(DENSE, {"fsdp": 2, "tp": 2})
+    c, half = model.c, 1 / 2  # (n - 1)/n on either axis
+    params = spmd.shard(steps.new_weights(c), model.layouts, mesh=model.mesh)
+    args = (params, model.place(TOKENS), model.place(LABELS))
+    found = spmd.inspect.collectives(model.loss_and_gradients, *args).by_axis()
+    size = lambda *names: sum(4 * (params["layers"].get(n, params.get(n))).size for n in names)
+    matrices, tables = size("query", "key", "value", "out", "gate", "up", "down"), size("embed", "unembed")
+    stream = 4 * ROWS // 2 * LENGTH * c.d
+    numbers = 24 * ROWS // 2 * LENGTH
+    norms = size("norm_attention", "norm_mlp", "norm")
+    scalars = 2 * 2 * 4  # the loss's sum and count
+    assert found["fsdp"].total_bytes == (3 * matrices + 2 * tables) / 2 * half + scalars * half
+    assert found["tp"].total_bytes == (8 * c.layers + 4) * stream * half + numbers * half
+    assert found["fsdp/tp"].total_bytes == 2 * norms * 3 / 4 and set(found) == {"fsdp", "tp", "fsdp/tp"}
+
+
 def test_steps_with_an_optimizer(module, steps):
     """The state stays where it was, and three steps lead where they lead on one device."""
     ends = []
