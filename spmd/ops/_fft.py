@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm.collectives import check_to
 from spmd.comm.relayout import relayout
@@ -24,6 +25,7 @@ from spmd.ops._landing import plain_dims
 __all__ = ["fft", "fftfreq", "ifft", "irfft", "rfft", "rfftfreq"]
 
 NORMS = ("backward", "ortho", "forward")
+JOINED = 16  # pieces of an array that are joined one by one; more would make programs large
 
 _relayout, _local = inner(relayout), inner(local)
 
@@ -221,8 +223,8 @@ def rfftfreq(layout: str, n: int, d: Any = 1.0, **names: Any) -> jax.Array:
     Example:
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(a=4)
-      >>> print(spmd.kernel("-> k", mesh=mesh)(lambda: spmd.fft.rfftfreq("k", 7))() * 7)
-      [0. 1. 2. 3.]
+      >>> print(spmd.kernel("-> k", mesh=mesh)(lambda: spmd.fft.rfftfreq("k", 8))() * 8)
+      [0. 1. 2. 3. 4.]
     """
     call = _one_dimension("fft.rfftfreq", layout, names)
     [atom] = call.pattern.inputs[0].dims[0].atoms
@@ -380,11 +382,16 @@ def _halved(call: Call, atom: Atom, size: int) -> int:
 
 
 class _Walk:
-    """The stages of one transform, on arrays."""
+    """The stages of one transform, on arrays.
+
+    Where a body has its own collectives, the dimension that is transformed next is the last one in memory: an exchange
+    is a copy of the array anyway, and its pieces are joined where the transform reads them.
+    """
 
     def __init__(self, call: Call, job: Job, names: tuple[str, ...], norm: str, to: str) -> None:
         self.call, self.job, self.norm, self.to = call, job, norm, to
         self.names = names
+        self.order = tuple(range(len(names)))  # which dimension each axis of the array is
 
     def run(self, x: Any, stages: tuple[Stage, ...]) -> Any:
         at = self.job.source
@@ -396,7 +403,16 @@ class _Walk:
             else:
                 x = self.go(x, at, stage, left)
                 at = stage.to
-        return x
+        return self.restored(x)
+
+    def restored(self, x: Any) -> Any:
+        """The dimensions in their own order again; plane by plane where there are few, which caches like better."""
+        back = [self.order.index(i) for i in range(x.ndim)]
+        place = back.index(0) if back else 0
+        if 0 < place < x.ndim - 1 and x.shape[0] <= JOINED:
+            rest = [i - 1 for i in back if i]
+            return jnp.stack([x[i].transpose(rest) for i in range(x.shape[0])], place)
+        return x.transpose(back)
 
     def go(self, x: Any, at: tuple[Any, ...], stage: Stage, left: set[int]) -> Any:
         """A change of layout, between padding and cropping where a dimension does not divide."""
@@ -409,13 +425,27 @@ class _Walk:
         if entering:
             widths = [(0, 0)] * x.ndim
             for i, more in entering:
-                widths[i] = (0, more)
+                widths[self.order.index(i)] = (0, more)
             x = jnp.pad(x, widths)
-        x = _relayout(x, f"{self.text(at)} -> {self.text(stage.to)}", to=self.to)
+        x = self.moved(x, at, stage.to, [i for i in sorted(left) if at[i] and not stage.to[i]])
         for i, _ in pads:
             if not stage.to[i]:
-                x = jax.lax.slice_in_dim(x, 0, true[i], axis=i)
+                x = jax.lax.slice_in_dim(x, 0, true[i], axis=self.order.index(i))
         return x
+
+    def moved(self, x: Any, at: tuple[Any, ...], to: tuple[Any, ...], freed: list[int]) -> Any:
+        """From one placement to another; what is freed to be transformed becomes last."""
+        if self.call.frame.explicit:
+            order = (*(i for i in self.order if i not in freed), *freed)
+            x = x.transpose([self.order.index(i) for i in order])
+            self.order = order
+            changed = [i for i in order if at[i] != to[i]]
+            for giver, taker in (changed, changed[::-1]) if len(changed) == 2 else ():
+                axes = at[giver][len(to[giver]) :]
+                simple = at[giver] == (*to[giver], *axes) and to[taker] == (*at[taker], *axes)
+                if simple and 1 < self.job.parts(axes) <= JOINED:
+                    return _exchanged(x, axes, self.job.parts(axes), order.index(giver), order.index(taker))
+        return _relayout(x, f"{self.text(at)} -> {self.text(to)}", to=self.to)
 
     def apply(self, x: Any, dims: tuple[int, ...], at: tuple[Any, ...]) -> Any:
         """The transform along dimensions that are whole. XLA of jax 0.10 gathers all others first: hence an island."""
@@ -427,22 +457,34 @@ class _Walk:
 
     def plain(self, dims: tuple[int, ...]) -> Callable[[Any], Any]:
         half, real, norm = self.job.half, self.job.real, self.norm
+        place = self.order.index
         if half in dims and real == "first":
-            return lambda x: jnp.fft.rfft(x, axis=half, norm=norm)
+            return lambda x: jnp.fft.rfft(x, axis=place(half), norm=norm)
         inverse = self.call.name in ("fft.ifft", "fft.irfft")
-        rest = tuple(i for i in dims if i != half or real != "last")
+        rest = sorted(place(i) for i in dims if i != half or real != "last")
         many = jnp.fft.ifftn if inverse else jnp.fft.fftn
 
         def run(x: Any) -> Any:
             if rest:
                 x = many(x, axes=rest, norm=norm)
             if half in dims and real == "last":
-                x = jnp.fft.irfft(x, n=self.job.after[half], axis=half, norm=norm)
+                x = jnp.fft.irfft(x, n=self.job.after[half], axis=place(half), norm=norm)
             return x
 
         return run
 
     def text(self, at: tuple[Any, ...]) -> str:
         """The layout of a placement, with names of our own."""
-        words = ["..." if name.startswith("...") else "/".join((f"d{i}", *at[i])) for i, name in enumerate(self.names)]
+        words = ["..." if self.names[i].startswith("...") else "/".join((f"d{i}", *at[i])) for i in self.order]
         return " ".join(dict.fromkeys(words))
+
+
+def _exchanged(x: Any, axes: tuple[str, ...], n: int, giver: int, taker: int) -> Any:
+    """One all-to-all: the dimension `taker` divided by `axes` instead of `giver`.
+
+    Its result is a stack of pieces, one from each device. XLA's compiler for CPUs joins what it finds as slices of that
+    in one pass over the memory, and what is said as a transpose in two.
+    """
+    shape = (*x.shape[:taker], n, x.shape[taker] // n, *x.shape[taker + 1 :])
+    pieces = _lax.all_to_all(jnp.moveaxis(x.reshape(shape), taker, 0), axes, 0, 0)
+    return jax.lax.concatenate([jax.lax.index_in_dim(pieces, i, keepdims=False) for i in range(n)], giver)

@@ -89,6 +89,20 @@ def test_sampled(seed: int) -> None:
         close(gradient, want_gradient[0])
 
 
+@pytest.mark.parametrize("pattern", ["x/a y z -> kx/a ky kz", "x/a y/b z -> kx ky/a kz/b", "n x/a/b y -> n kx ky/a/b"])
+def test_many_devices_exchange_in_the_form_that_few_do_not(pattern: str, monkeypatch) -> None:
+    """Up to some number of devices the pieces of an exchange are joined one by one; eight are few."""
+    mesh = make_mesh({"a": 4, "b": 2})
+    x = numbers(np.random.default_rng(0), (8, 16, 24), False)
+    few = kernel("fft", pattern, mesh)
+    wanted = spmd.inspect.collectives(few, x, mesh=mesh)
+    monkeypatch.setattr("spmd.ops._fft.JOINED", 0)
+    many = kernel("fft", pattern, mesh)
+    found = spmd.inspect.collectives(many, x, mesh=mesh)
+    assert (found.counts, found.total_bytes) == (wanted.counts, wanted.total_bytes)
+    jax.tree.map(close, pulled(many, x, by=few(x)), pulled(few, x, by=few(x)))
+
+
 # --- communication -------------------------------------------------------------------------------------------
 
 SLAB, PENCIL = {"a": 8}, {"a": 2, "b": 4}
