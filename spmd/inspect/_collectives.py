@@ -23,7 +23,7 @@ from spmd.inspect._groups import (
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage
 
-__all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text"]
+__all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text", "counts_by_kind"]
 
 # XLA's names and ours. Any reduction is an all-reduce, so `psum` stands for pmax and pmin too.
 KINDS = {
@@ -113,6 +113,14 @@ class Collective:
         }
 
 
+def counts_by_kind(runs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """How often each kind of collective runs, kinds in the order of their names."""
+    found: dict[str, int] = {}
+    for kind, count in sorted(runs, key=lambda run: run[0]):
+        found[kind] = found.get(kind, 0) + count
+    return found
+
+
 class CollectiveReport(Sequence[Collective]):
     """The collectives of one compiled program, in the order in which it runs them.
 
@@ -147,10 +155,7 @@ class CollectiveReport(Sequence[Collective]):
     @property
     def counts(self) -> dict[str, int]:
         """How many collectives of each kind one call runs, kinds in the order of their names."""
-        found: dict[str, int] = {}
-        for item in sorted(self, key=lambda item: item.kind):
-            found[item.kind] = found.get(item.kind, 0) + item.count
-        return found
+        return counts_by_kind((item.kind, item.count) for item in self)
 
     @property
     def exact(self) -> bool:

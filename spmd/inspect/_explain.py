@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd.errors import MeshError, SpmdError, compose
 from spmd.hardware import Hardware, hardware
-from spmd.inspect._collectives import CollectiveReport, collectives_of_text
+from spmd.inspect._collectives import CollectiveReport, collectives_of_text, counts_by_kind
 from spmd.inspect._groups import axes_text, mesh_sizes
 from spmd.inspect._match import Communication, communications
 from spmd.inspect._program import Program, meshes_of_jaxpr, stage
@@ -75,10 +75,8 @@ class Explanation:
     @property
     def counts(self) -> dict[str, int]:
         """How many collectives of each kind one call runs, kinds in the order of their names."""
-        found: dict[str, int] = {}
-        for one in sorted(self.collectives, key=lambda one: one.kind):
-            found[one.kind] = found.get(one.kind, 0) + (one.count if one.runs is None else one.runs)
-        return {kind: count for kind, count in found.items() if count}
+        runs = ((one.kind, one.count if one.runs is None else one.runs) for one in self.collectives)
+        return counts_by_kind((kind, count) for kind, count in runs if count)
 
     @property
     def exact(self) -> bool:

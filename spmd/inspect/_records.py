@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spmd.inspect._collectives import counts_by_kind
+
 __all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective"]
 
 
@@ -160,10 +162,7 @@ class Written:
     @property
     def counts(self) -> dict[str, int]:
         """How many collectives of each kind one call runs, kinds in the order of their names."""
-        found: dict[str, int] = {}
-        for one in sorted(self.collectives, key=lambda one: one.kind):
-            found[one.kind] = found.get(one.kind, 0) + one.count
-        return found
+        return counts_by_kind((one.kind, one.count) for one in self.collectives)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

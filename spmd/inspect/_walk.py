@@ -211,7 +211,7 @@ class Walk:
         return outs if len(inner) == 1 and len(outs) == len(eqn.outvars) else [Value()] * len(eqn.outvars)
 
     def _scan(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        body = _body(eqn)
         per = [
             _sliced(v) if len(_shape(outer)) != len(_shape(inner)) else v
             for v, outer, inner in zip(ins, eqn.invars, body.invars, strict=True)
@@ -251,11 +251,12 @@ class Walk:
         if not site.manual:
             specs, ranks = eqn.params["in_specs"], [len(_shape(var)) for var in eqn.invars]
             name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
-            leaves = arguments_of(name, mesh.shape, specs, ranks) or [None] * len(specs)
+            place = getattr(getattr(_body(eqn), "debug_info", None), "func_src_info", None) or ""
+            leaves = arguments_of(name, place, mesh.shape, specs, ranks) or [None] * len(specs)
             for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
                 target = of_spec(spec, len(_shape(var)), mesh.shape)
                 self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site)
-        body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        body = _body(eqn)
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
         self._run(body, [Value()] * len(body.invars), within)
         return [
@@ -390,6 +391,10 @@ _RULES = {"scan": Walk._scan, "while": Walk._while, "cond": Walk._cond, "shard_m
 
 
 # --- names ----------------------------------------------------------------------------------------------------
+
+
+def _body(eqn: Any) -> Any:
+    return getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
 
 
 def _call_text(names: Sequence[tuple[str, str]]) -> str:

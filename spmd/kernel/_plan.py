@@ -287,6 +287,7 @@ class Plan:
                 self.outputs.check_types(flat, frame)
                 return self.outputs.grouped(flat, frame)
 
+            body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=self.outputs.specs())
             try:
                 return self.outputs.build(mapped(*leaves))

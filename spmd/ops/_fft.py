@@ -290,7 +290,7 @@ def _inexact(call: Call, x: Any) -> Any:
 
 
 def _renamed(call: Call) -> tuple[int, ...]:
-    """The positions, counted from the end where they stand behind `...`, of the dimensions with a new name."""
+    """Which dimensions of the pattern have a new name."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     for layout in (src, dst):
         plain_dims(call, layout)

@@ -15,7 +15,7 @@ from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 
-__all__ = ["EDGES", "check_edge", "halo"]
+__all__ = ["EDGES", "check_edge", "halo", "with_margins", "without_margins"]
 
 T = TypeVar("T")
 EDGES = {"periodic": "wrap", "zero": "constant", "edge": "edge", "reflect": "reflect"}  # ours, and jnp.pad's
@@ -95,8 +95,7 @@ def _check_sides(call: Call) -> None:
     if given is not None:
         rule = "margins are added to arrays without, and this one has some on the left."
         call.fail(rule, at=given.span, fix="cut them off first, or ask for the wider ones at once", error=LayoutError)
-    plain = [Dim(d.atoms, composite=d.composite, ellipsis=d.ellipsis) for d in dst.dims]
-    bare = Layout.from_dims(plain, dst.unreduced, dst.reduced)
+    bare = without_margins(dst)
     if bare != src or any(d.bracket for d in (*src.dims, *dst.dims)):
         rule = "halo changes margins and nothing else: both sides have the same dimensions on the same axes."
         call.fail(rule, got=[f'"{src.short}"', f'"{bare.short}"'], fix=_with_margin(call, src), error=LayoutError)
@@ -111,6 +110,19 @@ def _check_sides(call: Call) -> None:
     if fault is not None:
         rule = "a dimension in several parts has no neighbours of its own."
         call.fail(rule, at=fault.span, fix="rearrange it into one dimension first", error=LayoutError)
+
+
+def with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout:
+    """The layout with other margins, by position, and without brackets."""
+    dims = [
+        Dim(d.atoms, composite=d.composite, ellipsis=d.ellipsis, margin=margins.get(i, d.margin))
+        for i, d in enumerate(layout.dims)
+    ]
+    return Layout.from_dims(dims, layout.unreduced, layout.reduced)
+
+
+def without_margins(layout: Layout) -> Layout:
+    return with_margins(layout, dict.fromkeys(range(len(layout.dims)), (0, 0)))
 
 
 def _with_margin(call: Call, src: Layout) -> str:

@@ -13,7 +13,7 @@ from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, SizeError, compose
 from spmd.language import Dim, Layout
 from spmd.mode import current_frame, inner
-from spmd.ops._halo import check_edge, halo
+from spmd.ops._halo import check_edge, halo, with_margins, without_margins
 from spmd.ops._softmax import bracketed, open_bracketed
 
 __all__ = ["convolve", "diff", "stencil"]
@@ -117,7 +117,7 @@ def diff(x: Any, layout: str, *, edge: str = "periodic", **names: Any) -> Any:
     src = operand.layout
     i = next(i for i, d in enumerate(src.dims) if d.bracket)
     plain = src.without_brackets()
-    wide = _with_margins(plain, {i: (0, 1)})
+    wide = with_margins(plain, {i: (0, 1)})
     at = i - len(src.dims) if any(d.ellipsis for d in src.dims[:i]) else i
     padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edge)
     n = padded.shape[at]
@@ -165,7 +165,7 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: 
     plain = src.without_brackets()
     # "same" keeps the middle of the full result: entry (n - 1) // 2 of the weights meets the element itself
     widths = {i: (n - 1 - (n - 1) // 2, (n - 1) // 2) for i, n in zip(marked, weights.shape, strict=True)}
-    wide = _with_margins(plain, widths)
+    wide = with_margins(plain, widths)
     padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edge)
     first = next((i for i, d in enumerate(src.dims) if d.ellipsis), len(src.dims))
     places = [i - len(src.dims) if i > first else i for i in marked]
@@ -187,14 +187,6 @@ def _valid(x: Any, weights: Any, places: list[int]) -> Any:
 def _opened(operand: Any, x: Any) -> Any:
     """One axis per factor again, as results are handed back."""
     return x.reshape(operand.x.shape)
-
-
-def _with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout:
-    dims = [
-        Dim(d.atoms, composite=d.composite, ellipsis=d.ellipsis, margin=margins.get(i, d.margin))
-        for i, d in enumerate(layout.dims)
-    ]
-    return Layout.from_dims(dims, layout.unreduced, layout.reduced)
 
 
 class _Job:
@@ -220,9 +212,9 @@ class _Job:
         out = []
         for x, layout in zip(arrays, self.inputs, strict=True):
             wide = {i: d.margin for i, d in enumerate(layout.dims) if any(d.margin) and only(d)}
-            bare = _with_margins(layout, dict.fromkeys(range(len(layout.dims)), (0, 0)))
+            bare = without_margins(layout)
             self.call.operand(x, layout=bare)  # sizes, from the arrays
-            text = f"{bare.short} -> {_with_margins(bare, wide).short}"
+            text = f"{bare.short} -> {with_margins(bare, wide).short}"
             out.append(_halo(x, text, edge=self.edge, corners=self.corners) if wide else x)
         return out
 
@@ -270,7 +262,7 @@ class _Job:
         if not current_frame("spmd.stencil").explicit or not plain or any(any(d.margin) for d in self.output.dims):
             return []
         for x, layout in zip(arrays, self.inputs, strict=True):
-            self.call.operand(x, layout=_with_margins(layout, dict.fromkeys(range(len(layout.dims)), (0, 0))))
+            self.call.operand(x, layout=without_margins(layout))
         found = [d.atoms[0].name for d in self.output.dims if d.atoms[0].name in self.reach]
         return [n for n in found if self.parts(n) > 1 and self.call.sizes[n][0] // self.parts(n) > sum(self.reach[n])]
 

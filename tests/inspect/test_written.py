@@ -340,6 +340,17 @@ def test_the_boundary_says_from_where_to_where(mesh):
     assert placed.source == "one device" and placed.bytes == 4 * 8 * 4 // 8
 
 
+def test_the_boundary_names_the_kernel_that_stands_there(mesh):
+    """Also while another of the same name, mesh and specs is alive, which calls its dimensions differently."""
+    other = spmd.kernel("i/dp j/tp, k -> i/dp j/tp", mesh=mesh)(lambda x, n: x * n[0])
+    kernel = spmd.kernel("b/dp d/tp, n -> b/dp d/tp", mesh=mesh)(lambda x, n: x + n[0])
+    here = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=spmd.Layout("b/tp d/dp").sharding(mesh))
+    for fn, names in ((other, "ij"), (kernel, "bd")):
+        program = jax.jit(lambda *args, fn=fn: fn(*args))
+        [moved] = written(program, (here, jax.ShapeDtypeStruct((3,), jnp.float32)), {}).boundary[:1]
+        assert (moved.source, moved.target) == (f"{names[0]}/tp {names[1]}/dp", f"{names[0]}/dp {names[1]}/tp")
+
+
 def max_missing(shape, old, new) -> int:
     """By enumeration: the bytes of the new block that the old one lacks, on the device that lacks most."""
     worst = 0
