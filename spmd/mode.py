@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -109,6 +110,15 @@ class Frame:
         for axis in (axes,) if isinstance(axes, str) else axes:
             total *= known[axis]
         return total
+
+    def renamed(self, axes: str | Iterable[str] | None) -> tuple[str, ...]:
+        """Mesh axes that the body names, as the mesh calls them: the kernel's `axes=` applied."""
+        new = dict(self.renames)
+        found: list[str] = []
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            one = new.get(axis, axis)
+            found += [one] if isinstance(one, str) else one or ()
+        return tuple(found)
 
     def in_mesh_order(self, axes: Any) -> tuple[str, ...]:
         """`axes` in the order of the mesh, as messages and JAX's collectives want them."""
@@ -242,7 +252,9 @@ def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
     many kernels uses its own names, so `@scope` hides the caller's for the time of the call. The mesh and the
     mode stay, and so does the kernel's mapping, whose names are the vocabulary of a whole model. A function that
     takes mesh axes by keyword instead hides that too, with `@scope(mapping=None)`: whatever the caller's mapping
-    says of a name that both happen to use, in its strings a bare name is whole. No communication of its own.
+    says of a name that both happen to use, in its strings a bare name is whole. A function among the arguments
+    (an activation, `attend=` of an attention layer) is the caller's, and runs with the caller's names; under
+    `jax.jit` it is no function any more, and does not. No communication of its own.
 
     Args:
       fn: A function written with `spmd` operations.
@@ -281,10 +293,28 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
         inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
         if inner == frame:
             return fn(*args, **kwargs)
+        given: Any = [_callers_own(one, frame) for one in args]
+        named: Any = {name: _callers_own(one, frame) for name, one in kwargs.items()}
         with inner.enter():
-            return fn(*args, **kwargs)
+            return fn(*given, **named)
 
     return scoped
+
+
+def _callers_own(value: Any, caller: Frame) -> Any:
+    """A function that the caller hands in, with the caller's names around it when it is called."""
+    if not isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return value
+
+    @functools.wraps(value)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        frame = _frame.value
+        if frame is None:
+            return value(*args, **kwargs)
+        with frame.replace(bound=caller.bound, mapping=caller.mapping).enter():
+            return value(*args, **kwargs)
+
+    return called
 
 
 def inner(fn: Callable[P, R]) -> Callable[P, R]:

@@ -107,7 +107,8 @@ def open_call(
     parsed = _parse(pattern, text, arrow)
     sizes, axes = split_keywords(text, parsed, binds)
     renames = tuple(r for r in frame.renames if r[0] in parsed.axis_names and r[0] not in axes)
-    renames += tuple(sorted(axes.items()))
+    # A mesh axis has one name in a body, whether in a string or handed on by a keyword, as layers do.
+    renames += tuple(sorted((name, frame.renamed(one) if frame.renames else one) for name, one in axes.items()))
     try:
         resolved = resolve(parsed, parsed.source, renames, frame.mapping)
     except LayoutError as error:

@@ -221,18 +221,14 @@ def named_axes(axes: Any, frame: Frame, call: str) -> tuple[str, ...]:
     if not isinstance(given, (tuple, list)) or not all(isinstance(a, str) for a in given):
         rule = f"a mesh axis is a str, or several a tuple of str, not {type(axes).__name__}."
         raise MeshError(compose(rule, call=call))
-    renames = dict(frame.renames)
-    out: list[str] = []
-    for axis in given:
-        new = renames.get(axis, axis)
-        out += [new] if isinstance(new, str) else list(new or ())
+    out = frame.renamed(given)
     for axis in out:
         if axis not in frame.axis_names:
             rule = f"the mesh has no axis {axis!r}{did_you_mean(axis, frame.axis_names) or '.'}"
             raise MeshError(compose(rule, call=call, got=[frame.describe()]))
     if len(set(out)) < len(out):
         raise MeshError(compose("a mesh axis is named twice.", call=call, got=[", ".join(out)]))
-    return tuple(out)
+    return out
 
 
 def _open(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call, Dim]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,26 @@ def test_size_of_a_dimension_of_an_array(mesh, mode):
     assert seen == [(18, 8, 18)]
 
 
+@pytest.mark.parametrize("rules", [None, {"b": "dp", "d": "tp"}])
+def test_a_function_handed_to_a_scope_keeps_its_names(mesh, rules):
+    """Sizes of the signature, and the mapping: those of its caller, not of the scope that calls it."""
+    seen = []
+
+    @scope(mapping=None)
+    def library(x, *more, fn):
+        with pytest.raises(SizeError, match="b"):
+            size("b")
+        return scope(lambda fn: fn(x))(fn) + more[0](x)
+
+    @kernel("b d -> b d" if rules else "b/dp d/tp -> b/dp d/tp", mesh=mesh, mapping=rules)
+    def body(x):
+        here = lambda v: (seen.append((size("b"), local_size("b"))), v)[1]
+        return library(x, functools.partial(here), fn=here)
+
+    body(X)
+    assert seen == [(8, 4 if rules else 8)] * 2
+
+
 def test_local_size_is_what_shape_says(mesh):
     question = lambda: (local_size("b/dp"), local_size("b"), local_size("(b k)/dp", k=3), local_size("b/tp", tp="dp"))
     assert ask(mesh, question) == (4, 8, 12, 4)
@@ -117,6 +139,29 @@ def test_renames_of_the_kernel_hold(mesh):
     out = body(np.zeros(12, np.int32))
     assert seen[0] == (6, 1, 2, 1)
     np.testing.assert_array_equal(out, np.repeat(np.arange(6), 2) * 3)
+
+
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [({"x": "tp"}, (3, 3)), ({"x": ("dp", "tp")}, (6, 3)), ({"x": None}, (1, 3)), ({"x": "tp", "tp": "dp"}, (3, 2))],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_renames_hold_for_axes_that_are_handed_on(mesh, axes, wanted, mode):
+    """A layer's `tp="x"` is the axis that the strings of its caller call x."""
+    seen = []
+
+    @scope(mapping=None)
+    def layer(v, tp):
+        seen.append((axis_size(tp), axis_size("tp"), size(v, "[n/a]", a=tp), local_size("n/a", n=24, a=(tp,))))
+        return v
+
+    @kernel("n/x -> n/x", mesh=mesh, axes=axes)
+    def body(v):
+        return layer(v, "x")
+
+    getattr(body, mode)(np.zeros(12, np.float32))
+    parts = wanted[0] if mode == "explicit" else 1
+    assert seen == [(*wanted, 12, 24 // parts)]
 
 
 def test_in_the_users_own_shard_map(mesh):
