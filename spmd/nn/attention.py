@@ -177,6 +177,7 @@ def multi_head_attention(
     sp: Axes = None,
     cp: Axes = None,
     kv_heads: str = "divided",
+    overlap: bool = False,
     **options: Any,
 ) -> Any:
     """The attention layer: projections to heads, rotary positions, attention, projection back.
@@ -188,7 +189,8 @@ def multi_head_attention(
     Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp` an all_gather and a
     psum_scatter of S(n-1)/n bytes each, forward and again backward; without, a psum of 2S(n-1)/n bytes forward, and
     again backward. Besides, that of `attend`. Gradients of weights that are equal where tokens are divided are summed
-    there, 2W(m-1)/m bytes for W bytes on m devices; those of wk and wv with `kv_heads="whole"` over tp as well.
+    there, 2W(m-1)/m bytes for W bytes on m devices; those of wk and wv with `kv_heads="whole"` over tp as well. What
+    `overlap` changes, as in `column_linear` and `row_linear`.
 
     Memory: the gathered x, queries, keys, values and the mixed values, and what `attend` keeps.
 
@@ -208,6 +210,7 @@ def multi_head_attention(
       sp: The mesh axes that divide the sequence outside; the same as tp, or None.
       cp: Mesh axes that divide the sequence throughout; then `attend` is needed.
       kv_heads: "divided" like the query heads, or "whole".
+      overlap: Whether gather and scatter are rings beside the projections, as in `column_linear` and `row_linear`.
       **options: Of `dot_product_attention`: causal, window, segments, softcap, ...
 
     Returns:
@@ -243,13 +246,13 @@ def multi_head_attention(
     if _is_whole(kv_heads, "multi_head_attention"):
         wk, wv = spread_heads((wk, wv), tp=tp)  # the weights, so that no head is computed that is not used
         biases = biases and (biases[0], *spread_heads(biases[1:], tp=tp))
-    q, k, v = column_linear(x, (wq, wk, wv), biases, tp=tp, sp=sp, cp=cp)
+    q, k, v = column_linear(x, (wq, wk, wv), biases, tp=tp, sp=sp, cp=cp, overlap=overlap)
     if frequencies is not None:
         if positions is None:
             positions = iota("s/cp", s=size(q, "... [s/cp] h/tp k", cp=cp, tp=tp), cp=cp)
         q, k = (rotary_embedding(y, positions, frequencies) for y in (q, k))
     mixed = dot_product_attention(q, k, v, tp=tp, **options) if attend is None else attend(q, k, v)
-    return row_linear(mixed, wo, tp=tp, sp=sp, cp=cp)
+    return row_linear(mixed, wo, tp=tp, sp=sp, cp=cp, overlap=overlap)
 
 
 # --- what is computed on each device -----------------------------------------------------------------------------

@@ -117,12 +117,13 @@ def plain_layer(x, wq, wk, wv, wo, bq, bk, bv):
     return jnp.einsum("bshk,hkd->bsd", mixed, wo)
 
 
-def layer_case(mesh, axes, whole):
+def layer_case(mesh, axes, whole, **options):
     heads = "g" if whole else "g/tp"
     weights = ("d h/tp k", f"d {heads} k", f"d {heads} k", "h/tp k d", "h/tp k", f"{heads} k", f"{heads} k")
 
     def body(axes):
-        named = {name: axes[name] for name in ("tp", "sp", "cp")} | {"kv_heads": "whole" if whole else "divided"}
+        named = {name: axes[name] for name in ("tp", "sp", "cp")} | options
+        named["kv_heads"] = "whole" if whole else "divided"
         if axes["cp"]:
             ring = lambda q, k, v: parallel.ring_attention(q, k, v, cp=axes["cp"], tp=axes["tp"], causal=True)
             named["attend"] = ring

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import nn, parallel
+from tests.layers.cases_attention import layer_case
 from tests.layers.cases_nn import STREAM, linear_cases, summed
-from tests.layers.harness import CASES, cases, total
+from tests.layers.harness import CASES, cases, placements, total
 
 
 def hops(times=1):
@@ -108,3 +109,16 @@ rings_of("qkv_linear", nn.qkv_linear, [again], draw=1)
 rings_of("mlp", nn.mlp, [again])
 rings_of("gated_mlp", lambda x, gate, up, down, **axes: nn.gated_mlp(x, (gate, up), down, **axes), [again])
 rings_of("gated_mlp fused", functools.partial(nn.gated_mlp, activation=jnp.tanh), [again])
+
+
+@cases("multi_head_attention overlapped", draw=1)
+def _():
+    for mesh, axes in placements("dp", "cp", "tp", shared=[("sp", "tp")]):
+        if axes["sp"]:
+            case = layer_case(mesh, axes, whole=False, overlap=True)
+            yield replace(
+                case,
+                name="multi_head_attention overlapped",
+                forward=in_rings(case.forward),
+                backward=together(in_rings(case.backward), again),
+            )
