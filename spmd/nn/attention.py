@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spmd import LayoutError, SizeError, axis_size, einsum, iota, scope, size, softmax, take
 from spmd.errors import compose, did_you_mean
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.masks import attention_mask
+from spmd.nn.masks import attention_mask, check_positive
 from spmd.nn.rope import rotary_embedding
 
 __all__ = ["dot_product_attention", "multi_head_attention", "spread_heads"]
@@ -79,8 +79,8 @@ def dot_product_attention(
 
     Raises:
       SizeError: If the key heads do not divide the query heads, or queries and keys that are causal or in a window
-        are not equally many and have no positions.
-      LayoutError: On an unknown `kv_heads`, or an implementation with a soft cap.
+        are not equally many and have no positions, or window or soft cap are not above zero.
+      LayoutError: On an unknown `kv_heads`, a mask that is not of booleans, or an implementation with a soft cap.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -103,6 +103,10 @@ def dot_product_attention(
     if softcap is not None and implementation is not None:
         rule = f"the implementation {implementation!r} knows no soft cap."
         raise LayoutError(compose(rule, call="dot_product_attention(q, k, v, softcap=...)", fix="implementation=None"))
+    if mask is not None and mask.dtype != bool:
+        rule = f"a mask is True where a query sees a key, and not of {mask.dtype}; what is added to scores is the bias."
+        raise LayoutError(compose(rule, call="dot_product_attention(q, k, v, mask=...)", fix="bias="))
+    check_positive("dot_product_attention(q, k, v)", window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = positions
     if (causal or window is not None) and positions is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from spmd import LayoutError, axis_size, einsum, full, iota, rearrange, scope, size, softmax, zeros
 from spmd.errors import compose
-from spmd.nn.masks import attention_mask
+from spmd.nn.masks import attention_mask, check_positive
 
 __all__ = ["cached_attention", "kv_cache", "kv_cache_append"]
 
@@ -197,6 +197,7 @@ def cached_attention(
       The values, mixed: an array like q.
 
     Raises:
+      SizeError: If window or soft cap are not above zero.
       SpmdError: Where sizes or placements do not fit.
 
     Example:
@@ -220,6 +221,7 @@ def cached_attention(
     References:
       Dao et al., "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html
     """
+    check_positive("cached_attention(q, cache, positions)", window=window, softcap=softcap)
     wide = jnp.float32 if q.dtype.itemsize < 4 else q.dtype
     names = {"g": size(cache["k"], "... t/cp [g/tp] k", cp=cp, tp=tp), "cp": cp, "tp": tp}
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_gather, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size
-from spmd.errors import LayoutError, compose, did_you_mean
+from spmd.errors import LayoutError, SizeError, compose, did_you_mean
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -67,6 +67,7 @@ def cross_entropy(
 
     Raises:
       LayoutError: If `reduction` is something else, labels are no integers, or smoothing is not from 0 to 1.
+      SizeError: If labels or mask have not the shape of the tokens.
       SpmdError: Where sizes or placements do not fit.
 
     Example:
@@ -82,7 +83,7 @@ def cross_entropy(
       Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053; Szegedy et al., https://arxiv.org/abs/1512.00567
       (smoothing); Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311 (z-loss).
     """
-    _check("cross_entropy", labels, label_smoothing, reduction)
+    labels = _checked("cross_entropy", logits, labels, mask, label_smoothing, reduction)
     losses = _token_losses(logits, labels, tp, label_smoothing, z_loss)
     return _reduced(losses, _weights(labels, mask, ignore), reduction, dp, cp)
 
@@ -140,6 +141,7 @@ def linear_cross_entropy(
 
     Raises:
       LayoutError: As `cross_entropy`, or if chunks is no positive number.
+      SizeError: As `cross_entropy`.
       SpmdError: Where sizes or placements do not fit.
 
     Example:
@@ -155,7 +157,6 @@ def linear_cross_entropy(
       As of `cross_entropy`; for what the scores cost Wijmans et al., "Cut Your Losses",
       https://arxiv.org/abs/2411.09009.
     """
-    _check("linear_cross_entropy", labels, label_smoothing, reduction)
     if not isinstance(chunks, int) or chunks < 1:
         rule = f"chunks is a positive number of parts, not {chunks!r}."
         raise LayoutError(compose(rule, call="linear_cross_entropy(x, table, labels)"))
@@ -163,6 +164,7 @@ def linear_cross_entropy(
         x = defer(x, "... d -> ... d {R:tp}", tp=tp)
     else:
         x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
+    labels = _checked("linear_cross_entropy", x, labels, mask, label_smoothing, reduction)
     # Typed varying before the loop: its gradient is added up over chunks first, and over devices once.
     table = defer(table, "v/tp d -> v/tp d {R:dp,cp}", tp=tp, dp=dp, cp=cp)
 
@@ -260,7 +262,8 @@ def _over_all(x: Any, op: str, dp: Axes, cp: Axes) -> Any:
     return reduce(x.reshape(-1, last), "b/dp s/cp -> scalar", op, dp=dp, cp=cp)
 
 
-def _check(name: str, labels: Any, smoothing: float, reduction: str) -> None:
+def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, reduction: str) -> Any:
+    """The labels, wide enough for any vocabulary, after complaints about the arguments."""
     call = f"{name}(...)"
     if reduction not in REDUCTIONS:
         hint = did_you_mean(reduction, REDUCTIONS) if isinstance(reduction, str) else ""
@@ -271,3 +274,10 @@ def _check(name: str, labels: Any, smoothing: float, reduction: str) -> None:
         raise LayoutError(compose("labels are integers, the numbers of tokens in the vocabulary.", call=call, got=got))
     if not 0 <= smoothing <= 1:
         raise LayoutError(compose(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=call))
+    tokens, marks = scores.shape[:-1], jnp.shape(labels if mask is None else mask)
+    if not tokens == jnp.shape(labels) == marks:
+        rule = "each token has its own label, and its own number in a mask: broadcast, they would be counted once."
+        got = [f"tokens: shape {tokens}", f"labels: shape {jnp.shape(labels)}", f"mask: shape {marks}"]
+        fix = "jnp.broadcast_to(mask, labels.shape)" if tokens == jnp.shape(labels) else None
+        raise SizeError(compose(rule, call=call, got=got if mask is not None else got[:2], fix=fix))
+    return labels.astype(jnp.int32)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["attention_mask"]
+from spmd import SizeError
+from spmd.errors import compose
+
+__all__ = ["attention_mask", "check_positive"]
 
 
 def attention_mask(
@@ -39,6 +44,9 @@ def attention_mask(
     Returns:
       Booleans, True where a query sees a key; None if nothing was asked for.
 
+    Raises:
+      SizeError: If the window is no positive int.
+
     Example:
       >>> import jax.numpy as jnp, spmd
       >>> at = jnp.arange(4)
@@ -48,6 +56,7 @@ def attention_mask(
        [0 1 1 0]
        [0 0 1 1]]
     """
+    check_positive("attention_mask(positions)", window=window)
     given = [x for pair in (positions, segments) if pair is not None for x in pair]
     rank = max((x.ndim for x in given), default=0)
     lifted = [x.reshape((1,) * (rank - x.ndim) + x.shape) for x in given]
@@ -63,3 +72,13 @@ def attention_mask(
     if segments is not None:
         seen.append(lifted[0][..., :, None] == lifted[1][..., None, :])
     return functools.reduce(jnp.logical_and, seen) if seen else None
+
+
+def check_positive(call: str, **given: Any) -> None:
+    """Complain about a window, a chunk or a cap that is not above zero; what is traced is taken on trust."""
+    for name, value in given.items():
+        if value is None or isinstance(value, jax.Array):
+            continue
+        kinds, what = ((int, float, np.number), "a number") if name == "softcap" else ((int, np.integer), "an int")
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+            raise SizeError(compose(f"{name} is {what} above zero, or None, not {value!r}.", call=call))

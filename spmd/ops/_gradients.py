@@ -78,7 +78,8 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
     @functools.wraps(fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         frame = current_frame(f"spmd.{name}")
-        unknown = [a for a in marked if a not in frame.axis_names]
+        partial = frame.renamed(marked)
+        unknown = [a for a in partial if a not in frame.axis_names]
         if unknown:
             rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], frame.axis_names) or '.'}"
             raise MeshError(compose(rule, call=text, got=[frame.describe()]))
@@ -86,7 +87,7 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
         @functools.wraps(fn)
         def checked(*inner: Any, **named: Any) -> Any:
             out = fn(*inner, **named)
-            _check_loss(_loss_of(out, has_aux, text), frame, marked, text)
+            _check_loss(_loss_of(out, has_aux, text), frame, partial, text)
             return out
 
         return jax.value_and_grad(checked, argnums, has_aux=has_aux)(*args, **kwargs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import spmd
-from spmd.errors import LayoutError, SizeError, compose
+from spmd.errors import LayoutError, ReplicationError, SizeError, compose
 from spmd.parallel._leaves import Axes, axes_tuple, is_array, moves
 from spmd.parallel.gather import gather_leaf, reduce_leaf
 
@@ -93,6 +93,7 @@ def accumulate(
         given = dict(zip(moving, floats, strict=True))
         out = loss_fn(jax.tree.unflatten(structure, [given.get(i, w) for i, w in enumerate(gathered)]), batch)
         value, count = _pair(out, mean, call)
+        _check_partial(value, axes, call)
         return value, jnp.asarray(count, jnp.float32)
 
     def micro(totals: Any, batch: Any) -> tuple[Any, None]:
@@ -121,6 +122,17 @@ def _pair(out: Any, mean: bool, call: str) -> tuple[Any, Any]:
         got = [f"mean={mean}", "a pair" if isinstance(out, tuple) else "one value"]
         raise LayoutError(compose(rule, call=call, got=got, fix=f"mean={not mean}"))
     return out if mean else (out, 0.0)
+
+
+def _check_partial(value: Any, axes: Axes, call: str) -> None:
+    """A sum that is complete already, as JAX's type tells where there are manual axes."""
+    kind, manual = spmd.typeof(value), jax.sharding.get_abstract_mesh().manual_axes
+    complete = [axis for axis in axes if axis in manual and axis not in (*kind.varying, *kind.unreduced)]
+    if complete:
+        over = ", ".join(complete)
+        rule = f"loss_fn returns this device's part of a sum, and on {over} it is complete: each device would add it."
+        fix = f'reduce(x, "<layout> -> {{U:{",".join(axes)}}}") as the last step of loss_fn'
+        raise ReplicationError(compose(rule, call=call, got=[f"the loss: {kind}"], fix=fix))
 
 
 @spmd.scope(mapping=None)

@@ -8,6 +8,7 @@ from typing import Any
 from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
 from spmd.errors import compose
 from spmd.nn import dot_product_attention
+from spmd.nn.masks import check_positive
 from spmd.parallel._ring import Ring, attend_in_ring
 from spmd.parallel.sequence import check_placement
 
@@ -40,13 +41,14 @@ def ring_attention(
     Layouts: q `"... s/cp h/tp k"`, k and v `"... t/cp g/tp k"`, g dividing h (grouped queries: keys are not repeated
     on the wire), segments `"... s/cp"`, result `"... s/cp h/tp k"`. The tokens of every block are those of `placement`,
     as `sequence_order` or `place_sequence` arrange them. Under a causal mask a contiguous ring waits for its last
-    device, which has work in each hop; zig-zag and striped give all devices the same. Half blocks that the mask
-    hides everywhere are not computed: of the 4n products of half blocks on a device zig-zag makes 2n + 1, striped 3n.
+    device, which has work in each hop; the others spend the time on blocks that are hidden from them, as one program
+    for all devices has no branches. Zig-zag and striped give all devices the same, and half blocks that the mask hides
+    everywhere are not computed: of the 4n products of half blocks on a device zig-zag makes 2n + 1, striped 3n.
 
     Communication, for blocks of K and V bytes on n devices of cp: forward n-1 hops, each two collective-permutes, K +
     V bytes: (n-1)(K+V). Backward keys and values go round again and their gradients with them, in float32, and then
-    home in their dtype: (n-1)(K+V) + (n-1)(K+V)f + (K+V), where f is 1 for float32 and 2 for bfloat16. Segments
-    travel with the keys, one more permute of 4 bytes a token. A causal window of w in contiguous blocks of l tokens
+    home in their dtype: (n-1)(K+V) + (n-1)(K+V)f + (K+V), where f is 1 for float32 and 2 for bfloat16.
+    Segments are gathered once, forward: (n-1) times those of a block. A causal window of w in contiguous blocks of l tokens
     needs but ceil((w-1)/l) hops: that number stands for n-1, and whoever is beyond gets nothing.
 
     Memory: q, k, v, the result and one float32 per query and head are kept for the backward pass, all divided; while
@@ -64,15 +66,16 @@ def ring_attention(
       placement: "contiguous", "zigzag" or "striped".
       scale: What scores are multiplied by; absent, 1 / sqrt(k).
       softcap: Scores become softcap * tanh(scores / softcap), before the mask.
-      chunk: How many keys are worked on at once, at most; absent, a block (half of one where halves are skipped).
+      chunk: How many keys are worked on at once: the largest divisor of a block (of half of one where halves are
+        skipped) that is no more than this; absent, all of it.
 
     Returns:
       The values, mixed: an array like q, in the dtype of v.
 
     Raises:
       SizeError: If the key heads do not divide the query heads, the placement not the sequence, or where causal masks,
-        windows and segments need as many keys as queries.
-      LayoutError: On an unknown placement.
+        windows and segments need as many keys as queries; if window, soft cap or chunk are not above zero.
+      LayoutError: On an unknown placement, or a pair of segments.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -92,6 +95,10 @@ def ring_attention(
     blocks = axis_size(cp) if cp else 1
     call = "ring_attention(q, k, v)"
     _check_heads(q, k, call)
+    check_positive(call, window=window, softcap=softcap, chunk=chunk)
+    if isinstance(segments, tuple):
+        rule = "queries and keys are the same tokens here, and have the same segments."
+        raise LayoutError(compose(rule, call="ring_attention(q, k, v, segments=...)", fix="segments of one array"))
     groups = size(k, "... t/cp [g/tp] k", cp=cp, tp=tp)
     q = rearrange(q, "... (c l)/cp (g r)/tp k -> c/cp ... g/tp r l k", c=blocks, g=groups, cp=cp, tp=tp)
     k = rearrange(k, "... (c m)/cp g/tp k -> c/cp ... g/tp m k", c=blocks, cp=cp, tp=tp)

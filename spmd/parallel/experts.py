@@ -244,7 +244,7 @@ def moe(
 
     Raises:
       MeshError: If ep or tp lie on axes as they may not.
-      SizeError: If groups do not divide.
+      SizeError: If groups do not divide, or the capacity factor is not above zero.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -264,6 +264,9 @@ def moe(
       Lepikhin et al., "GShard", https://arxiv.org/abs/2006.16668; Fedus et al., "Switch Transformers",
       https://arxiv.org/abs/2101.03961; Zoph et al., "ST-MoE", https://arxiv.org/abs/2202.08906 (z-loss)
     """
+    if capacity_factor is not None and not capacity_factor > 0:
+        rule = f"an expert has places: capacity_factor is above zero, or None for as many as tokens, not {capacity_factor}."
+        raise SizeError(compose(rule, call="moe(x, routing, gate, up, down)", fix="capacity_factor=1.25"))
     at = _places(dp, sp, ep, tp, shared is not None)
     n, m = _groups(x, groups, dp, sp)
     # Blocks first: what is inside a group is whole, so its size is the same in every mode.

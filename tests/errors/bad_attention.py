@@ -29,6 +29,27 @@ def a_soft_cap_in_a_kernel_without(mesh):
 
 
 @bad
+def a_mask_that_is_added(mesh):
+    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, mask=jnp.zeros((8, 8)), causal=True))
+
+
+@bad
+def a_window_of_nothing(mesh):
+    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, window=0, causal=True))
+
+
+@bad
+def a_mask_with_half_a_window(mesh):
+    nn.attention_mask((jnp.arange(4), jnp.arange(4)), window=1.5)
+
+
+@bad
+def decoding_with_a_flat_cap(mesh):
+    cached = lambda q, k: nn.cached_attention(q, nn.kv_cache(2, 8, 2, 2), jnp.zeros((2, 8), int), softcap=0.0)
+    run(mesh, cached)
+
+
+@bad
 def key_heads_somehow(mesh):
     run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, kv_heads="hole"))
 
@@ -77,6 +98,17 @@ RING = "b s/dp h k, b s/dp g k -> b s/dp h k"
 @bad
 def an_unknown_placement(mesh):
     run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", placement="zig-zag"), RING)
+
+
+@bad
+def a_ring_in_negative_chunks(mesh):
+    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", chunk=-3), RING)
+
+
+@bad
+def a_ring_with_segments_for_queries_and_keys(mesh):
+    at = jnp.zeros((2, 4), int)
+    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", segments=(at, at)), RING)
 
 
 @bad

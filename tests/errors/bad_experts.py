@@ -112,6 +112,11 @@ def groups_that_do_not_divide_the_batch(mesh):
 
 
 @bad
+def experts_without_places(mesh):
+    experts("b/dp s d", "e {}", mesh, dp="dp", capacity_factor=0)
+
+
+@bad
 def more_choices_than_experts(mesh):
     experts("b/dp s d", "e {}", mesh, k=9, dp="dp")
 

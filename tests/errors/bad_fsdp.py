@@ -156,3 +156,8 @@ def accumulated_mean_without_a_count(mesh):
 @bad
 def accumulated_loss_that_is_complete(mesh):
     accumulating(mesh, lambda w, x: spmd.reduce(x**2, "b/dp -> scalar"))
+
+
+@fixed
+def accumulated_loss_that_is_complete_fixed(mesh):
+    accumulating(mesh, lambda w, x: spmd.reduce(x**2, "b/dp -> {U:dp}"))

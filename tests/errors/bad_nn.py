@@ -99,6 +99,25 @@ def cross_entropy_with_much_smoothing(mesh):
 
 
 @bad
+def cross_entropy_with_one_mask_for_all_rows(mesh):
+    """Broadcast, the sum of losses would be divided by the tokens of one row."""
+    fn = lambda z, y, mask: spmd.nn.cross_entropy(z, y, mask)
+    body("b s v, b s, s -> scalar", fn, mesh, X.reshape(2, 4, 4), np.zeros((2, 4), int), np.ones(4, bool))
+
+
+@fixed
+def cross_entropy_with_one_mask_for_all_rows_fixed(mesh):
+    fn = lambda z, y, mask: spmd.nn.cross_entropy(z, y, jnp.broadcast_to(mask, y.shape))
+    body("b s v, b s, s -> scalar", fn, mesh, X.reshape(2, 4, 4), np.zeros((2, 4), int), np.ones(4, bool))
+
+
+@bad
+def linear_cross_entropy_with_one_row_of_labels(mesh):
+    fn = lambda x, table, y: spmd.nn.linear_cross_entropy(x, table, y)
+    body("b s d, v d, s -> scalar", fn, mesh, X.reshape(2, 4, 4), X, np.zeros(4, int))
+
+
+@bad
 def cross_entropy_that_forgets_dp(mesh):
     loss(mesh, tp="tp")
 

@@ -163,6 +163,14 @@ def test_a_label_outside_the_vocabulary_is_heard_of():
         assert np.isnan(each).sum() == 1 and np.isnan(each[2, 3])
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_labels_of_any_width(dtype):
+    """Bytes as labels of a vocabulary that has more than bytes can count."""
+    logits, labels = normal(18, 2, 3, 264), np.full((2, 3), 255, dtype)
+    value, _ = loss_of(logits, labels)
+    np.testing.assert_allclose(value, plain_cross_entropy(logits, labels.astype(int), np.ones((2, 3))), rtol=1e-6)
+
+
 def test_reductions():
     weights = np.random.default_rng(5).random((4, 6)).astype(np.float32)
     mean, total, each = (loss_of(LOGITS, LABELS, weights, reduction=op)[0] for op in ("mean", "sum", "none"))

@@ -14,6 +14,8 @@ from spmd.errors import LayoutError, MeshError, ModeError, SizeError
 from spmd.kernel import kernel
 from spmd.mesh import make_mesh
 from spmd.mode import Frame, scope
+from spmd.ops._gradients import grad
+from spmd.ops._reduce import reduce
 from spmd.ops._where import axis_index, axis_size, local_size, offset, size
 
 MODES = ("explicit", "auto", "reference")
@@ -162,6 +164,14 @@ def test_renames_hold_for_axes_that_are_handed_on(mesh, axes, wanted, mode):
     getattr(body, mode)(np.zeros(12, np.float32))
     parts = wanted[0] if mode == "explicit" else 1
     assert seen == [(*wanted, 12, 24 // parts)]
+
+
+def test_renames_hold_for_the_mark_of_a_loss(mesh):
+    @kernel("b/x -> b/x", mesh=mesh, axes={"x": "tp"})
+    def body(v):
+        return grad(lambda v: reduce(v**2, "b/x -> {U:x}"), loss="{U:x}")(v)
+
+    np.testing.assert_array_equal(body(np.arange(6, dtype=np.float32)), 2 * np.arange(6))
 
 
 def test_in_the_users_own_shard_map(mesh):
