@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -117,8 +118,8 @@ def gather_leaf(w: Any, move: Move | None, dtype: Any, *, again: bool = False, a
     not before the values `after` are there."""
     if move is None:
         return w
-    if not jnp.issubdtype(w.dtype, jnp.inexact):
-        return _moved(move, w)
+    if not jnp.issubdtype(w.dtype, jnp.inexact):  # no gradient to put off; equal integers and keys stay equal
+        return _moved(replace(move, copies=()), w)
     name = jnp.dtype(dtype or w.dtype).name
     return _copied(move, name, w, again, after) if again else _gathered(move, name, w.dtype.name, w)
 

@@ -129,7 +129,7 @@ def clip_by_global_norm(max_norm: float, layouts: Any) -> ClipByGlobalNorm:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         norm = global_norm(updates, layouts)
-        scale = jnp.where(norm > max_norm, max_norm / norm, jnp.float32(1.0))
+        scale = jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm)  # not a number for a norm that is none
         return jax.tree.map(lambda x: (x.astype(jnp.float32) * scale).astype(x.dtype), updates), state
 
     return ClipByGlobalNorm(init, update)

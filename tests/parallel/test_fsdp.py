@@ -229,6 +229,41 @@ def test_closed_over_values_have_gradients_and_integers_none(mesh):
             np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=way)
 
 
+@pytest.mark.parametrize("where", ["shared", "carried", "stacked"])
+def test_keys_of_dropout_go_through_a_stack(where, mesh):
+    """The same in each layer, split from layer to layer, or one among the parameters of each."""
+    keys = jax.random.split(jax.random.key(1), L)
+
+    def drop(x, w, key):
+        return x + einsum(spmd.nn.dropout(x, key, "b/dp d", rate=0.5), w, "b/dp d, d f -> b/dp f")
+
+    layers = {
+        "shared": lambda w, x, key: (drop(x[0], w["w"], key), x[1], x[2] + 1),
+        "carried": lambda w, x: (drop(x[0], w["w"], x[1]), jax.random.fold_in(x[1], x[2]), x[2] + 1),
+        "stacked": lambda w, x: (drop(x[0], w["w"], w["key"]), x[1], x[2] + 1),
+    }
+
+    @spmd.kernel("l d/dp f, b/dp d, l -> b/dp d", mesh=mesh)
+    def run(w, x, keys):
+        params = {"w": w, "key": keys} if where == "stacked" else {"w": w}
+        rest, use = ({"w": text, "key": "l"} for text in ("l d/dp f", "l d f"))
+        layouts = {"at_rest": {name: rest[name] for name in params}, "compute": {name: use[name] for name in params}}
+        start, shared = (x, keys[0], jnp.int32(0)), (keys[0],) if where == "shared" else ()
+        return parallel.scan_layers(layers[where], params, start, *shared, **layouts)[0]
+
+    def plain(w, x):
+        key = keys[0]
+        for i in range(L):
+            now = {"shared": keys[0], "carried": key, "stacked": keys[i]}[where]
+            x = x + jnp.where(jax.random.bernoulli(now, 0.5, x.shape), 2 * x, 0) @ w[i]
+            key = jax.random.fold_in(key, i)
+        return x
+
+    w, x = (jnp.asarray(np.random.default_rng(2).normal(size=n), jnp.float32) for n in ((L, 8, 8), (20, 8)))
+    found = jax.grad(lambda w: (run(w, x, keys) ** 2).sum())(w)
+    np.testing.assert_allclose(found, jax.grad(lambda w: (plain(w, x) ** 2).sum())(w), rtol=2e-4, atol=2e-2)
+
+
 # -------------------- mixed precision, groups, mappings
 
 

@@ -171,6 +171,17 @@ def test_clipping_zeros_gives_zeros(mesh):
     np.testing.assert_array_equal(run(jnp.zeros(4)), jnp.zeros(4))
 
 
+def test_what_is_no_number_is_heard_of(mesh):
+    """As in optax: one leaf that is none spoils all, and no step is taken as if nothing were."""
+    optax = pytest.importorskip("optax")
+    gradients = {**tree(), "scale": jnp.asarray(jnp.nan, jnp.float32)}
+    clip = parallel.clip_by_global_norm(1.0, LAYOUTS)
+    run = spmd.kernel(in_layouts=(LAYOUTS,), out_layouts=LAYOUTS, mesh=mesh)(lambda g: clip.update(g, ())[0])
+    wanted = optax.clip_by_global_norm(1.0).update(gradients, optax.EmptyState())[0]
+    jax.tree.map(np.testing.assert_array_equal, run(gradients), wanted)
+    assert np.isnan(np.asarray(wanted["dense"])).all()
+
+
 def test_global_norm_outside_is_right_on_sharded_arrays(mesh):
     """The documented way: optax on the arrays that a kernel returned."""
     optax = pytest.importorskip("optax")
