@@ -70,7 +70,7 @@ def pipeline(
     Args:
       stage: `stage(params, x)` to the next x, of the same shapes and dtypes.
       params: The parameters of all stages, a tree. Integers are welcome.
-      x: The micro-batches, a tree.
+      x: The micro-batches, a tree. Integers and keys of `jax.random` go along.
       pp: The mesh axis of the stages, or several, or None: one device.
       repeats: How many stages each device has; absent, one, without the dimension v.
       save: "inputs", "activations" or a policy.
@@ -105,6 +105,7 @@ def pipeline(
     _check_options(save, result, repeats)
     schedule = PipelineSchedule(axis_size(pp) if pp else 1, _micro_batches(x), repeats or 1)
     _check_stages(params, pp, schedule.stages, repeats)
+    stage, x, keys = _without_keys(stage, x)
     params = _deferred(params, x)
     run = _one_stage(stage, repeats, save)
     here, given, held = _start(x, pp, schedule)
@@ -121,7 +122,30 @@ def pipeline(
         return (given, held), None
 
     (_, held), _ = lax.scan(tick, (given, held), _slots(schedule))
-    return _finished(held, here, pp, result)
+    return keys(_finished(held, here, pp, result))
+
+
+def _without_keys(stage: Callable[..., Any], x: Tree) -> tuple[Callable[..., Any], Tree, Callable[[Tree], Tree]]:
+    """Keys of `jax.random` as the integers that they are made of, which can be selected and summed: the stage, which
+    sees keys, the micro-batches, and the way back."""
+    leaves, structure = jax.tree.flatten(x)
+    kinds = [jax.random.key_impl(one) if _is_key(one) else None for one in leaves]
+
+    def integers(tree: Tree) -> Tree:
+        return jax.tree.map(lambda one: jax.random.key_data(one) if _is_key(one) else one, tree)
+
+    def keys(tree: Tree) -> Tree:
+        pairs = zip(structure.flatten_up_to(tree), kinds, strict=True)
+        found = [one if kind is None else jax.random.wrap_key_data(one, impl=kind) for one, kind in pairs]
+        return structure.unflatten(found)
+
+    if not any(map(_is_key, leaves)):
+        return stage, x, lambda tree: tree
+    return lambda params, x: integers(stage(params, keys(x))), integers(x), keys
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _slots(schedule: PipelineSchedule) -> tuple[Any, ...]:
@@ -225,7 +249,8 @@ def _deferred(params: Tree, x: Tree) -> Tree:
     axes = {axis for one in jax.tree.leaves(x) for axis in typeof(one).varying}
 
     def leaf(w: Any) -> Any:
-        missing = ",".join(sorted(axes - set(typeof(w).varying)))
+        floating = jnp.issubdtype(w.dtype, jnp.inexact)  # others have no gradient, and stay equal
+        missing = ",".join(sorted(axes - set(typeof(w).varying))) if floating else ""
         return defer(w, f"... -> ... {{R:{missing}}}") if missing else w
 
     return jax.tree.map(leaf, params)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import parallel
+from spmd import nn, parallel
 
 room = importlib.import_module("spmd.parallel.pipeline")  # the function has its name
 SIZES = [(p, m, v) for p in (1, 2, 3, 4) for m in (1, 2, 5, 6, 7) for v in (1, 2, 3)]
@@ -195,6 +195,41 @@ def test_under_a_mapping():
 
     w, x = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((5, 6, 3), np.float32)
     np.testing.assert_allclose(run(w, x), x * w.prod(0))
+
+
+@pytest.mark.parametrize("rounds", [None, 2])
+def test_keys_of_dropout_go_through_stages(rounds):
+    """One for each micro-batch, split in each stage, and one for each stage: the masks are those of whole arrays."""
+    mesh, p = spmd.make_mesh(dp=2, pp=2), 2 * (rounds or 1)
+    lead = (2,) if rounds is None else (rounds, 2)
+
+    def stage(w, carry):
+        (w, own), (x, key) = w, carry
+        for one in (own, key):
+            x = nn.dropout(x, one, "b/dp d", rate=0.5)
+        return x + jnp.tanh(spmd.einsum(x, w, "b/dp d, d f -> b/dp f")), jax.random.split(key)[1]
+
+    names = "p/pp" if rounds is None else "v p/pp"
+
+    @spmd.kernel(f"{names} d f, {names}, m b/dp d, m -> m b/dp d", mesh=mesh)
+    def run(w, own, x, keys):
+        return parallel.pipeline(stage, (w, own), (x, keys), pp="pp", repeats=rounds)[0]
+
+    def plain(w, own, x, keys):
+        drop = jax.vmap(lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0))
+        w, own = w.reshape(p, 3, 3), own.reshape(p)
+        for i in range(p):
+            x = drop(drop(x, jnp.broadcast_to(own[i], keys.shape)), keys)
+            x, keys = x + jnp.tanh(x @ w[i]), jax.vmap(lambda key: jax.random.split(key)[1])(keys)
+        return x
+
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    own, keys = (jax.random.split(jax.random.key(seed), n) for seed, n in ((3, p), (4, 5)))
+    args = (draw(0, *lead, 3, 3), own.reshape(lead), draw(1, 5, 4, 3), keys)
+    wanted = jax.grad(lambda *a: (plain(*a) ** 2).sum(), (0, 2))(*args)
+    found = jax.jit(jax.grad(lambda *a: (run(*a) ** 2).sum(), (0, 2)))(*args)
+    for one, right in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, right, rtol=2e-4, atol=1e-3)
 
 
 def test_stages_of_several_layers_outside_and_inside():
