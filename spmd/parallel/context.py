@@ -47,9 +47,9 @@ def ring_attention(
 
     Communication, for blocks of K and V bytes on n devices of cp: forward n-1 hops, each two collective-permutes, K +
     V bytes: (n-1)(K+V). Backward keys and values go round again and their gradients with them, in float32, and then
-    home in their dtype: (n-1)(K+V) + (n-1)(K+V)f + (K+V), where f is 1 for float32 and 2 for bfloat16.
-    Segments are gathered once, forward: (n-1) times those of a block. A causal window of w in contiguous blocks of l tokens
-    needs but ceil((w-1)/l) hops: that number stands for n-1, and whoever is beyond gets nothing.
+    home in their dtype: (n-1)(K+V) + (n-1)(K+V)f + (K+V), where f is 1 for float32 and 2 for bfloat16. Segments are
+    gathered, once: (n-1) times those of a block. A causal window of w in contiguous blocks of l tokens needs but
+    ceil((w-1)/l) hops: that number stands for n-1, and whoever is beyond gets nothing.
 
     Memory: q, k, v, the result and one float32 per query and head are kept for the backward pass, all divided; while
     working, the scores of the queries on a device with one block of keys, or with `chunk` keys.
