@@ -293,10 +293,11 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
         inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
         if inner == frame:
             return fn(*args, **kwargs)
-        given: Any = [_callers_own(one, frame) for one in args]
-        named: Any = {name: _callers_own(one, frame) for name, one in kwargs.items()}
+        run: Callable[..., R] = fn  # with its own parameters, some of them dressed
+        given = [_callers_own(one, frame) for one in args]
+        named = {name: _callers_own(one, frame) for name, one in kwargs.items()}
         with inner.enter():
-            return fn(*given, **named)
+            return run(*given, **named)
 
     return scoped
 
