@@ -8,13 +8,18 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+import jax.numpy as jnp
+
 from spmd.comm.planner import plan
-from spmd.errors import SizeError, SpmdError, compose
+from spmd.comm.planner.plan import PREFER
+from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, compose, did_you_mean
+from spmd.hardware import PRESETS
 from spmd.inspect._picture import Picture, visualize
+from spmd.language import Layout, Pattern
 
 __all__ = ["named_numbers", "run_info", "run_plan", "run_show", "suggestions"]
 
@@ -38,7 +43,7 @@ def named_numbers(flag: str, texts: Iterable[str]) -> dict[str, int]:
         call = f"{flag} {','.join(texts)}"
         if not part.strip():
             continue
-        if not equals or not name.isidentifier() or not re.fullmatch(r"[0-9]+", number):
+        if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]*", number):
             rule = f"{flag} takes names with positive numbers, '{part.strip()}' is none."
             fix = f"{flag} {'dp=2,tp=4' if flag == '--mesh' else 'b=8,d=16'}"
             raise SizeError(compose(rule, call=call, fix=fix))
@@ -60,14 +65,15 @@ def dtype_name(text: str) -> str:
 
 def run_plan(options: Any) -> int:
     """`plan`: the table of a plan, its picture, or JSON."""
-    found = plan(
-        options.pattern,
-        sizes=named_numbers("--size", options.size),
-        mesh=named_numbers("--mesh", options.mesh),
-        dtype=dtype_name(options.dtype),
-        prefer=options.prefer,
-        hardware=options.hardware,
-    )
+    mesh, sizes, dtype = _mesh(options), named_numbers("--size", options.size), _dtype(options.dtype)
+    _check_choice("--prefer", options.prefer, PREFER)
+    if options.hardware is not None:
+        _check_choice("--hardware", options.hardware, PRESETS)
+    elif options.prefer == "latency":
+        rule = "--prefer latency weighs steps by what the links of the mesh take, so it needs a hardware profile."
+        raise CommunicationError(compose(rule, call="--prefer latency", fix=f"--hardware {PRESETS[0]}"))
+    _check_all_sizes(options.pattern, sizes)
+    found = plan(options.pattern, sizes=sizes, mesh=mesh, dtype=dtype, prefer=options.prefer, hardware=options.hardware)
     picture = visualize(found)
     _save(picture, options.svg)
     if options.json:
@@ -82,7 +88,16 @@ def run_plan(options: Any) -> int:
 
 def run_show(options: Any) -> int:
     """`show`: the picture of a layout, or JSON."""
-    picture = visualize(options.layout, named_numbers("--size", options.size), named_numbers("--mesh", options.mesh))
+    mesh, sizes, text = _mesh(options), named_numbers("--size", options.size), options.layout
+    if "->" in text:
+        rule = "show draws one layout; the picture of a change of layout is that of its plan."
+        fix = f'plan "{text}" --mesh {_joined(mesh)} --size ... --picture'
+        raise LayoutError(compose(rule, call=f'show "{text}"', fix=fix))
+    if "..." in text:
+        rule = "A picture needs every dimension, and '...' stands for any number of them."
+        raise LayoutError(compose(rule, call=f'show "{text}"', fix="write the dimensions out"))
+    _check_names("layout", Layout(text, call=f'show "{text}"').names, sizes)
+    picture = visualize(text, sizes, mesh)
     _save(picture, options.svg)
     if options.json:
         _print(json.dumps(picture.to_dict(), indent=2))
@@ -98,6 +113,56 @@ def run_info(options: Any) -> int:
     return 0 if all(entry["ok"] for entry in found["needed"]) else 1
 
 
+# --- what is wrong with the options, in their own words ------------------------------------------------------
+
+
+def _mesh(options: Any) -> dict[str, int]:
+    mesh = named_numbers("--mesh", options.mesh)
+    if not mesh:
+        call = f"--mesh {','.join(options.mesh)}"
+        raise MeshError(compose("A mesh has at least one axis.", call=call, fix="--mesh dp=2,tp=4"))
+    return mesh
+
+
+def _dtype(text: str) -> str:
+    name = dtype_name(text)
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        rule = f"--dtype is the type of the elements, not '{text}'."
+        raise CommunicationError(compose(rule, call=f"--dtype {text}", fix="--dtype bf16")) from None
+    return name
+
+
+def _check_choice(flag: str, text: str, known: Sequence[str]) -> None:
+    if text not in known:
+        rule = f"{flag} is one of {', '.join(known)}, not '{text}'{did_you_mean(text, known) or '.'}"
+        raise CommunicationError(compose(rule, call=f"{flag} {text}"))
+
+
+def _check_all_sizes(text: str, sizes: Mapping[str, int]) -> None:
+    """A size for each name that the whole pattern has. Other faults of the pattern are the plan's to find."""
+    pattern = Pattern(text, arrow=True, call=f'plan("{text}")')
+    _check_names("pattern", pattern.names, sizes)
+    sides = [layout.names for layout in pattern.layouts]
+    missing = [name for name in pattern.names if name not in sizes and all(name in side for side in sides)]
+    if missing:
+        rule = f"a plan needs every size, and that of {' and '.join(missing)} is not given."
+        raise SizeError(compose(rule, call=f'plan "{text}"', fix=f"--size {','.join(f'{n}=4096' for n in missing)}"))
+
+
+def _check_names(what: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
+    for name in sizes:
+        if name not in names:
+            rule = f"the {what} has no dimension '{name}'{did_you_mean(name, names) or '.'}"
+            got = [f"dimensions of the {what}: {', '.join(names) or 'none'}"]
+            raise SizeError(compose(rule, call=f"--size {_joined(sizes)}", got=got))
+
+
+def _joined(numbers: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={number}" for name, number in numbers.items())
+
+
 # --- printing ------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +171,9 @@ def _save(picture: Picture, path: str | None) -> None:
         return
     try:
         picture.save(path)
+    except SpmdError:
+        rule = "A picture is saved as .svg, .html or .txt."
+        raise SpmdError(compose(rule, call=f"--svg {path}", fix="--svg picture.svg")) from None
     except OSError as error:
         raise SpmdError(compose(f"The file cannot be written: {error.strerror}.", call=f"--svg {path}")) from None
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from spmd.errors import MeshError, SpmdError, compose, did_you_mean
 
-__all__ = ["Hardware", "Link", "hardware"]
+__all__ = ["PRESETS", "Hardware", "Link", "hardware"]
 
 # How a collective uses its links. Bytes are what one device sends: see `spmd.inspect.Collective`.
 _PASSES = {"all_gather": 1, "psum_scatter": 1, "psum": 2, "all_to_all": 1, "ragged_all_to_all": 1}
@@ -238,6 +238,7 @@ _TPU_V5P = Hardware(
 )
 
 _PRESETS = {one.name: one for one in (_H100, _TPU_V5P)}
+PRESETS = tuple(_PRESETS)
 
 
 def hardware(which: str | Hardware) -> Hardware:
