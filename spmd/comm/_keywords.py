@@ -57,7 +57,7 @@ def kind_of(value: Any) -> str:
         return "a traced array"
     if isinstance(value, (jax.Array, np.ndarray)):
         return "an array"
-    if callable(value) and not isinstance(value, type):
+    if hasattr(value, "__name__") and callable(value) and not isinstance(value, type):  # a mesh is callable
         return "a function"
     name = type(value).__name__
     return "None" if value is None else f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spmd.inspect._collectives import bytes_text
+from spmd._units import bytes_text
 from spmd.inspect._holdings import Block, Holdings
 
 __all__ = [

@@ -284,9 +284,12 @@ def _checked(
     if len(whole) != len(layout.dims):
         layout.local_shape([size or 0 for size in whole], mesh)  # says that the ranks differ
     known = [(dim, size) for dim, size in zip(layout.dims, whole, strict=True) if size is not None]
+    for dim, size in zip(layout.dims, whole, strict=True):
+        if size is None:  # of a composite some factors may be known
+            known += [(Dim((atom,)), sizes[atom.name]) for atom in dim.atoms if atom.name in sizes]
     part = Layout.from_dims([dim for dim, _ in known])
     shape = part.local_shape([size for _, size in known], mesh, sizes=sizes)
-    return shape if len(known) == len(whole) else None
+    return shape if None not in whole else None
 
 
 # --- blocks --------------------------------------------------------------------------------------------------

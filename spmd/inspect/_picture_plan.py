@@ -9,13 +9,14 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from spmd._units import bytes_text
+from spmd._units import bytes_text, seconds_text
 from spmd.comm.planner import Plan, Step
+from spmd.comm.planner.plan import summary
 from spmd.inspect import _svg
 from spmd.inspect._arrange import MOST_DEVICES, cell_parts, tints
 from spmd.inspect._holdings import Holdings, of_layout
 from spmd.inspect._picture_svg import grid_box
-from spmd.inspect._picture_text import Line, grid_lines
+from spmd.inspect._picture_text import Line, grid_lines, heading_lines, text_lines
 from spmd.inspect._svg import Box, text
 from spmd.inspect._transfers import Transfer, groups, transfers
 from spmd.language import Layout
@@ -37,15 +38,16 @@ class PlanDrawing:
     def lines(self, width: int) -> list[Line]:
         sizes = ", ".join(f"{name}={size}" for name, size in self.plan.sizes.items())
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.plan.mesh.items())
-        lines: list[Line] = [_said(f"{self.title}   {sizes}, {self.plan.dtype.name}   mesh {mesh}"), []]
+        head = (self.title, f"{sizes}, {self.plan.dtype.name}", f"mesh {mesh}")
+        lines: list[Line] = [*heading_lines(head, width), []]
         lines += self._state_lines(self.states[0], width)
         for number, step in enumerate(self.plan.steps):
-            lines += [[], _said(f"{number + 1}. {_what(step)}")]
+            lines += [[], *text_lines(f"{number + 1}. {_what(step)}", width)]
             for sentence in self.sentences(step):
                 wrapped = textwrap.wrap(sentence, max(20, width - 3), break_on_hyphens=False)
                 lines += [_said(f"   {line}") for line in wrapped]
             lines += [[], *self._state_lines(self.states[number + 1], width)]
-        return [*lines, [], *map(_said, self.totals)]
+        return [*lines, [], *(line for sentence in self.totals for line in text_lines(sentence, width))]
 
     def svg(self) -> str:
         plan = self.plan
@@ -109,14 +111,7 @@ class PlanDrawing:
 
     @property
     def totals(self) -> list[str]:
-        plan = self.plan
-        if not plan.steps:
-            return ["nothing moves"]
-        bound = f"lower bound {bytes_text(plan.lower_bound)}, ratio {plan.ratio:.2f}"
-        return [
-            f"total: {bytes_text(plan.bytes)} per device, {bound}",
-            f"largest array on the way: {bytes_text(plan.peak)} per device",
-        ]
+        return summary(self.plan) if self.plan.steps else ["nothing moves"]
 
     # --- drawing
 
@@ -125,7 +120,7 @@ class PlanDrawing:
         return tints(*self.states)
 
     def _state_lines(self, state: Holdings, width: int) -> list[Line]:
-        return [_said(state.title), *grid_lines(state, width, self._colours)]
+        return [*text_lines(state.title, width), *grid_lines(state, width, self._colours)]
 
     def _state_box(self, state: Holdings) -> Box:
         return _svg.below([_svg.paragraph(state.title), grid_box(state, self._colours)], 4)
@@ -168,7 +163,8 @@ def _said(words: str) -> Line:
 def _what(step: Step) -> str:
     over = f" over {', '.join(step.axes)}" if step.axes else ""
     rounds = f" in {step.collectives} rounds" if step.kind == "sends" else ""
-    return f"{step.kind}{over}{rounds}: {bytes_text(step.bytes)} per device"
+    time = f", {seconds_text(step.seconds)}" if step.seconds else ""
+    return f"{step.kind}{over}{rounds}: {bytes_text(step.bytes)} per device{time}"
 
 
 def _arrows_text(moved: Sequence[Transfer]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from spmd.inspect._arrange import (
@@ -20,7 +21,7 @@ from spmd.inspect._arrange import (
 )
 from spmd.inspect._holdings import Holdings
 
-__all__ = ["Line", "Segment", "grid_lines", "holdings_lines", "plain"]
+__all__ = ["Line", "Segment", "grid_lines", "heading_lines", "holdings_lines", "plain", "text_lines"]
 
 Segment = tuple[str, int | None]
 """A piece of a line and its colour number."""
@@ -32,10 +33,11 @@ _CELL = 24  # the widest that a list of devices gets before it is wrapped
 
 def holdings_lines(holdings: Holdings, width: int) -> list[Line]:
     """The whole picture: what it is, the grids, the facts, and which device is where on the mesh."""
-    lines = [_heading(holdings), []]
+    parts = [holdings.title, holdings.kind, holdings.mesh_text if holdings.mesh else ""]
+    lines = [*heading_lines([part for part in parts if part], width), []]
     lines += grid_lines(holdings, width, tints(holdings))
     found = facts(holdings, arrange(holdings))
-    lines += [[], *([(fact, None)] for fact in found)] if found else []
+    lines += [[], *(line for fact in found for line in text_lines(fact, width))] if found else []
     if holdings.mesh and not is_summary(holdings):
         lines += [[], *_mesh_lines(holdings, width)]
     return lines
@@ -60,9 +62,22 @@ def grid_lines(holdings: Holdings, width: int, colours: Mapping[int, int]) -> li
     return lines
 
 
-def _heading(holdings: Holdings) -> Line:
-    parts = [holdings.title, holdings.kind, holdings.mesh_text if holdings.mesh else ""]
-    return [("   ".join(part for part in parts if part), None)]
+def heading_lines(parts: Sequence[str], width: int) -> list[Line]:
+    """What is drawn, on one line if it fits."""
+    whole = "   ".join(parts)
+    return (
+        text_lines(whole, width)
+        if len(whole) <= width
+        else [line for part in parts for line in text_lines(part, width)]
+    )
+
+
+def text_lines(text: str, width: int) -> list[Line]:
+    """A sentence on as many lines as it takes."""
+    if len(text) <= width:
+        return [[(text, None)]]
+    wrapped = textwrap.wrap(text, max(20, width), subsequent_indent="  ", break_on_hyphens=False)
+    return [[(line, None)] for line in wrapped]
 
 
 class _Table:

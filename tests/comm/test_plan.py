@@ -301,3 +301,16 @@ def test_axes_of_different_sizes_change_their_order_before_they_move(x: int, y: 
     found = spmd.plan("a b/x/y -> a/x b/y", sizes={"a": 240, "b": 240}, mesh={"x": x, "y": y})
     shard = 4 * 240 * 240 // (x * y)
     assert found.bytes <= shard + shard * (x - 1) // x
+
+
+def test_a_plan_of_long_names_fits_the_terminal() -> None:
+    names = "(batch heads){} sequence{} (key_heads features){}"
+    pattern = f"{names.format('/data', '/fsdp', '/tensor')} -> {names.format('/tensor/data', '', '/fsdp')}"
+    sizes = {"batch": 8, "heads": 8, "sequence": 64, "key_heads": 8, "features": 8}
+    found = spmd.plan(pattern, sizes=sizes, mesh={"data": 2, "fsdp": 2, "tensor": 2}, hardware="h100")
+    wide = found.table(200)
+    assert len(wide.splitlines()) == 5 + len(found.steps)
+    narrow, picture = found.table(80), spmd.visualize(found).text(80)
+    assert max(map(len, [*narrow.splitlines(), *picture.splitlines()])) <= 80
+    assert sorted(wide.split()) == sorted(["layout", "after", *narrow.split()])  # the heading of a column
+    assert all(line in picture for line in wide.splitlines()[-2:])

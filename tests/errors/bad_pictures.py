@@ -130,3 +130,8 @@ def command_line_with_a_name_twice(mesh):
 @fixed
 def picture_of_a_numpy_array_fixed(mesh):
     assert str(spmd.visualize("b/dp d", np.shape(X), mesh=mesh))
+
+
+@bad
+def picture_of_a_factor_that_does_not_divide(mesh):
+    spmd.visualize("(h k)/tp", {"h": 3}, MESH)

@@ -110,3 +110,28 @@ def relayout_by_latency_of_nothing(mesh):
 def relayout_by_latency_of_nothing_fixed(mesh):
     fn = lambda x: spmd.relayout(x, SWAP, prefer="latency", hardware="h100")
     body("a/dp b -> a b/dp", fn, mesh)
+
+
+@bad
+def plan_of_two_strings(mesh):
+    spmd.plan("a/dp b", "a b/dp", sizes=SIZES, mesh=mesh)
+
+
+@fixed
+def plan_of_two_strings_fixed(mesh):
+    assert spmd.plan("a/dp b -> a b/dp", sizes=SIZES, mesh=mesh).steps
+
+
+@bad
+def plan_with_sizes_by_position(mesh):
+    spmd.plan(SWAP, SIZES, mesh)
+
+
+@bad
+def plan_of_an_array_and_a_pattern(mesh):
+    spmd.plan(np.ones((8, 16)), SWAP)
+
+
+@bad
+def plan_of_the_dtype_none(mesh):
+    spmd.plan(SWAP, sizes=SIZES, mesh=mesh, dtype=None)

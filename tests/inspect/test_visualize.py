@@ -467,3 +467,11 @@ def test_import_stays_light():
     code = "import sys, spmd; print([m for m in ('rich', 'IPython', 'matplotlib', 'argparse') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "rich" not in done.stdout and "matplotlib" not in done.stdout
+
+
+def test_long_names_fit_the_terminal():
+    sizes = {"batch": 8, "heads": 8, "sequence": 64, "key_heads": 8, "features": 8}
+    layout = "(batch heads)/data sequence/context (key_heads features)/tensor {U:replica}"
+    picture = spmd.visualize(layout, sizes, {"data": 2, "context": 2, "tensor": 2, "replica": 2})
+    assert max(map(len, picture.text(80).splitlines())) <= 80
+    assert set(picture.text(300).split()) == set(picture.text(80).split())

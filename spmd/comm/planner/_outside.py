@@ -53,5 +53,5 @@ def program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 
 
 def _placement(sharding: NamedSharding, rank: int) -> tuple[Axes, ...]:
-    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec]
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec.partitions]
     return (*entries, *[()] * (rank - len(entries)))

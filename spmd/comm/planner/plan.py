@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import shutil
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Never, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._units import bytes_text
+from spmd._units import bytes_text, seconds_text
 from spmd.comm._call import Call, open_call
+from spmd.comm._keywords import kind_of
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._route import NamedRoute, Request, route
@@ -21,7 +24,7 @@ from spmd.language import Dim, Layout, axis_sizes
 from spmd.mesh import ambient_mesh
 from spmd.mode import Frame
 
-__all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan"]
+__all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan", "summary"]
 
 PREFER = ("collectives", "bytes", "latency")
 
@@ -150,8 +153,12 @@ class Plan:
             "seconds": self.seconds,
         }
 
+    def table(self, width: int | None = None) -> str:
+        """The plan as text, no wider than `width` columns; by default the terminal's."""
+        return "\n".join(_table(self, width or shutil.get_terminal_size((100, 24)).columns))
+
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        return self.table()
 
     def __repr__(self) -> str:
         kinds = ", ".join(step.kind for step in self.steps) or "nothing to do"
@@ -160,7 +167,7 @@ class Plan:
 
 def plan(
     pattern: str,
-    *,
+    *misplaced: Never,
     sizes: Mapping[str, int] | None = None,
     mesh: Any = None,
     dtype: Any = "float32",
@@ -177,6 +184,7 @@ def plan(
 
     Args:
       pattern: `"layout -> layout"`, the same dimensions in the same order; the left one may have `{U:axes}`.
+      *misplaced: Nothing; all else is given by keyword.
       sizes: The global size of each name.
       mesh: A Mesh, an AbstractMesh or `{"x": 4}`; absent, that of `jax.set_mesh`.
       dtype: The type of the elements.
@@ -202,6 +210,8 @@ def plan(
     References:
       arXiv 2112.01075
     """
+    if misplaced:
+        _misplaced(pattern, *misplaced)
     if sizes is not None and not isinstance(sizes, Mapping):
         rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
         raise SizeError(compose(rule, call="plan(...)", fix='sizes={"a": 4096, "b": 4096}'))
@@ -321,6 +331,20 @@ def _shape(like: Layout, request: Request, grid: Grid, placement: tuple[Axes, ..
 # --- what plan is given -----------------------------------------------------------------------------------------
 
 
+def _misplaced(pattern: Any, *rest: Any) -> NoReturn:
+    """More than a pattern was given by position: two layouts, an array as for `relayout`, sizes or a mesh."""
+    texts = [str(one) for one in (pattern, *rest) if isinstance(one, str | Layout)]
+    shown = next((one for one in texts if "->" in one), " -> ".join(texts[:2]) if len(texts) > 1 else "a/x b -> a b/x")
+    rule = "plan takes one string, the pattern, and all else by keyword."
+    if len(texts) > 1 and "->" not in "".join(texts):
+        rule = "plan takes both layouts in one string, with '->' between them."
+    elif texts and not isinstance(pattern, str | Layout):
+        rule = "plan takes no array: a pattern, and the sizes by keyword."
+    got = [", ".join(f'"{one}"' if isinstance(one, str | Layout) else kind_of(one) for one in (pattern, *rest))]
+    fix = f'plan("{shown}", sizes={{...}}, mesh=mesh)'
+    raise LayoutError(compose(rule, call="plan(...)", got=got, fix=fix))
+
+
 def _mesh_sizes(mesh: Any) -> dict[str, int]:
     mesh = ambient_mesh() if mesh is None else mesh
     if mesh is None:
@@ -338,6 +362,8 @@ def _mesh_sizes(mesh: Any) -> dict[str, int]:
 
 def _dtype(dtype: Any) -> np.dtype:
     try:
+        if dtype is None:  # NumPy's float64
+            raise TypeError
         return jnp.dtype(dtype)
     except TypeError:
         rule = f"dtype is the type of the elements, not {dtype!r}."
@@ -363,30 +389,49 @@ def _complete(call: Call) -> tuple[Layout, Layout]:
 # --- as text ----------------------------------------------------------------------------------------------------
 
 
-def _table(found: Plan) -> Iterator[str]:
+def _table(found: Plan, width: int) -> Iterator[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
     mesh = ", ".join(f"{name}={size}" for name, size in found.mesh.items())
-    yield f"{found.source.short} -> {found.target.short}"
-    yield f"{sizes}, {found.dtype.name}; mesh {mesh}"
-    timed = found.seconds is not None
+    head = [f"{found.source.short} -> {found.target.short}"]
+    head = head if len(head[0]) <= width else [found.source.short, f"-> {found.target.short}"]
+    head.append(f"{sizes}, {found.dtype.name}; mesh {mesh}")
     for axis in dict.fromkeys(found.parts.values()):
-        yield f"{axis} in parts: {'/'.join(part for part, a in found.parts.items() if a == axis)}"
+        head.append(f"{axis} in parts: {'/'.join(part for part, a in found.parts.items() if a == axis)}")
+    for line in head:
+        yield from _wrapped(line, width)
+    timed = found.seconds is not None
     rows = [("step", "axes", "layout after", "shard after", "bytes", *(("time",) if timed else ()))]
     for step in found.steps:
         kind = f"{step.kind} in {step.collectives}" if step.kind == "sends" else step.kind
         row = (kind, "/".join(step.axes), step.after.short, "x".join(map(str, step.shape)), bytes_text(step.bytes))
-        rows.append((*row, *((_time(step.seconds),) if timed else ())))
+        rows.append((*row, *((seconds_text(step.seconds or 0),) if timed else ())))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    shown = [i for i in range(len(widths)) if i != 2 or sum(widths) + 2 * len(widths) - 2 <= width]
     for row in rows if found.steps else []:
-        cells = (c.rjust(w) if i >= 4 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        yield "  ".join(cells).rstrip()
+        cells = (row[i].rjust(widths[i]) if i >= 4 else row[i].ljust(widths[i]) for i in shown)
+        yield from _wrapped("  ".join(cells).rstrip(), width)
+        if 2 not in shown and row is not rows[0]:
+            yield from _wrapped(f"    {row[2]}", width)
+    for line in summary(found):
+        yield from _wrapped(line, width)
+
+
+def summary(found: Plan) -> list[str]:
+    """What a plan comes to, one sentence per line."""
+    if not found.steps:
+        return ["nothing to do", f"largest array on the way: {bytes_text(found.peak)} per device"]
     total = f"total: {bytes_text(found.bytes)} per device, lower bound {bytes_text(found.lower_bound)}"
-    total += f", ratio {found.ratio:.2f}" + (f", {_time(found.seconds)}" if timed else "")
-    yield total if found.steps else "nothing to do"
-    yield f"largest array on the way: {bytes_text(found.peak)} per device"
+    total += f", ratio {found.ratio:.2f}" + ("" if found.seconds is None else f", {seconds_text(found.seconds)}")
+    lines = [total, f"largest array on the way: {bytes_text(found.peak)} per device"]
     if found.exceeds:
-        yield "larger than both ends: no sequence of collectives avoids it for these sizes"
+        lines.append("larger than both ends: no sequence of collectives avoids it for these sizes")
+    return lines
 
 
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e6:.4g} us" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line.strip(), max(width, 20), initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False
+    )
