@@ -34,7 +34,7 @@ def read(array: Any, names: Layout) -> Layout:
         rule = "Only an array with a NamedSharding has a layout; this one is divided otherwise."
         raise LayoutError(compose(rule, call=call, got=[f"a {type(sharding).__name__}"]))
     spec = sharding.spec
-    entries = [_axes(entry, call) for entry in spec] + [()] * (len(shape) - len(spec))
+    entries = [_axes(entry, call) for entry in spec.partitions] + [()] * (len(shape) - len(spec))
     placed = [
         replace(dim, atoms=(replace(dim.atoms[0], axes=axes), *dim.atoms[1:])) if axes else dim
         for dim, axes in zip(dims.dims, entries, strict=True)

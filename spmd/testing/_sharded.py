@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from spmd._trees import match_prefix
 from spmd._units import bytes_text
-from spmd.errors import MeshError, SpmdError, compose, did_you_mean
+from spmd.errors import MeshError, SizeError, SpmdError, compose, did_you_mean
 from spmd.language import AxisMapping, Layout
 from spmd.testing._mismatch import Mismatch, Rows, columns
 
@@ -29,7 +29,7 @@ def assert_sharded(
     *,
     layouts: Any = None,
     mapping: Any = None,
-    axes: Sequence[str] | None = None,
+    axes: str | Sequence[str] | None = None,
 ) -> None:
     """Assert that no parameter is left more replicated than intended.
 
@@ -51,6 +51,7 @@ def assert_sharded(
       Mismatch: With, for each leaf that is too large, where it lies and where it should.
       SpmdError: A leaf says nothing of where it lies, or the tolerance is no number.
       MeshError: On an axis that the mesh does not have, or leaves on different meshes.
+      SizeError: A layout has another rank than its leaf.
 
     Example:
       >>> import jax, spmd
@@ -67,6 +68,7 @@ def assert_sharded(
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
         rule = f"tolerance is the part that one device may hold too much, a number from 0 on, not {tolerance!r}."
         raise SpmdError(compose(rule, call=_CALL, fix="tolerance=0.02, or layouts=..."))
+    axes = (axes,) if isinstance(axes, str) else axes
     leaves = _leaves(tree)
     mesh = _mesh(leaves)
     if layouts is None:
@@ -87,12 +89,12 @@ class _Leaf:
 
     @property
     def used(self) -> frozenset[str]:
-        entries = ((e,) if isinstance(e, str) else e or () for e in self.sharding.spec)
+        entries = ((e,) if isinstance(e, str) else e or () for e in self.sharding.spec.partitions)
         return frozenset(axis for entry in entries for axis in entry)
 
     @property
     def lies(self) -> str:
-        entries = [*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec))]
+        entries = [*self.sharding.spec.partitions, *[None] * (len(self.shape) - len(self.sharding.spec))]
         parts = [(e,) if isinstance(e, str) else e or () for e in entries]
         return " ".join("/".join(("_", *axes)) for axes in parts) or "scalar"
 
@@ -169,7 +171,7 @@ def _check_intended(
     rows: Rows = [("leaf", "shape", "expected", "lies as", "not over", "expected", "held")]
     meant = too_much = 0
     for leaf, (_, _, layout) in zip(leaves, pairs, strict=True):
-        resolved: Layout = layout.resolve(rules).with_rank(len(leaf.shape))
+        resolved: Layout = _of_rank(layout, leaf).resolve(rules)
         if unknown := [a for a in resolved.axes if a not in mesh]:
             rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], mesh) or '.'}"
             raise MeshError(compose(rule, call=_CALL, got=[f'{leaf.path}: "{resolved.short}"']))
@@ -187,6 +189,20 @@ def _check_intended(
         rule = f"{len(rows) - 1} of {len(leaves)} leaves are not divided over an axis of their layout, "
         rule += f"{bytes_text(too_much)} too much on one device where {bytes_text(meant)} are meant."
         raise Mismatch("\n".join([rule, *_table(rows)]))
+
+
+def _of_rank(layout: Layout, leaf: _Leaf) -> Layout:
+    """The layout with as many dimensions as the leaf has."""
+    try:
+        return layout.with_rank(len(leaf.shape))
+    except SizeError:
+        named = sum(not dim.ellipsis for dim in layout.dims)
+        count = f"{'at least ' * layout.has_ellipsis}{named} dimension{'s' * (named != 1)}"
+        rule = f'the layout "{layout.short}" has {count}, and {leaf.path} has {len(leaf.shape)}.'
+        fix = " ".join(("...", *(dim.short for dim in layout.dims if not dim.ellipsis)))
+        wide = len(leaf.shape) > named
+        got = [f"{leaf.path}: shape {leaf.shape}"]
+        raise SizeError(compose(rule, call=_CALL, got=got, fix=f'"{fix}"' if wide else None)) from None
 
 
 def _table(rows: Rows) -> list[str]:

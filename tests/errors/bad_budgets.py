@@ -108,6 +108,21 @@ def sharded_as_a_layout_with_an_unknown_axis(mesh):
 
 
 @bad
+def sharded_as_a_layout_of_another_rank(mesh):
+    assert_sharded({"b": {"w": lying(mesh)}}, layouts={"b": "d/dp"})
+
+
+@fixed
+def sharded_as_a_layout_of_another_rank_fixed(mesh):
+    assert_sharded({"b": {"w": lying(mesh, "_ d/dp")}}, layouts={"b": "... d/dp"})
+
+
+@bad
+def sharded_as_a_layout_of_more_dimensions(mesh):
+    assert_sharded({"w": lying(mesh)}, layouts="... l b/dp d")
+
+
+@bad
 def sharded_on_two_meshes(mesh):
     assert_sharded({"w": lying(mesh), "v": lying(spmd.make_mesh(dp=4, tp=2))})
 
