@@ -35,7 +35,7 @@ ANYWHERE = "anywhere"  # made of constants, so made where it is wanted
 
 def of_spec(spec: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
     """The placement that a PartitionSpec says; axes of size 1 divide nothing."""
-    entries = [*spec, *[None] * (rank - len(spec))]
+    entries = [*spec.partitions, *[None] * (rank - len(spec))]
     dims: list[tuple[str, ...]] = []
     for entry in entries:
         if entry is jax.sharding.PartitionSpec.UNCONSTRAINED:

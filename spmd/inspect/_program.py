@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import SpmdError, compose
+from spmd.kernel import Kernel
 from spmd.mesh import ambient_mesh, outside_trace
 
 __all__ = ["Program", "meshes_of_jaxpr", "stage"]
@@ -86,13 +87,21 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
         jaxpr = getattr(traced, "jaxpr", None)
     leaves = tuple(jax.tree.leaves((args, kwargs)))
     named = (_shaped(mesh), _shaped(getattr(fn, "mesh", None)), *meshes_of_jaxpr(jaxpr), *_meshes_of(leaves))
-    name = getattr(fn, "__name__", None) or type(fn).__name__
+    name = _name(fn)
 
     def lowered() -> Any:
         with _under(mesh):
             return traced.lower().compile() if hasattr(traced, "lower") else traced.compile()
 
     return Program(name, jaxpr, _first(named), leaves, lowered)
+
+
+def _name(fn: Any) -> str:
+    """What to call a program: of `functools.partial` what is called, of `kernel.auto` the kernel too."""
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+    owner = getattr(fn, "__self__", None)
+    return f"{_name(owner)}.{name}" if isinstance(owner, Kernel) else name
 
 
 def _staged(fn: Any) -> Program:

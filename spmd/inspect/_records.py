@@ -132,7 +132,9 @@ class Written:
       flops: Floating-point operations of one device by dtype, dots and convolutions with their multiplications and
         additions both counted.
       matmul_flops: The part of `flops` that is dots and convolutions.
-      hbm_bytes: Bytes that one device reads and writes, if elementwise chains are fused into what uses them.
+      hbm_bytes: Bytes that one device reads and writes, if elementwise chains are fused into what uses them, and one
+        that ends in a result reads what it is made of and writes the result. Outside kernels by placement; where nobody
+        knows it, the devices share the array.
       exact: False where a loop of unknown length was counted once, or branches as if all were taken.
       boundary: What is moved to enter a kernel.
       islands: What is not looked into.

@@ -63,7 +63,7 @@ def sections(it: Explanation) -> Iterator[Section]:
         known = it.written is not None
         rows = [*_rows(it, it.unwritten), _total(it, it.unwritten, "total")]
         yield Section("nobody wrote" if known else "compiled", rows, loud=known)
-    elif it.compiled is not None and it.written is not None:
+    elif it.compiled is not None and written:
         yield Section("nobody wrote", lines=["nothing: every compiled collective belongs to a written one"])
     if len(by_axis := it.by_axis()) > 1 or it.unwritten:
         most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))

@@ -17,13 +17,34 @@ from spmd.check._collectives import COMMUNICATES, axes_of
 from spmd.check._source import line_of
 from spmd.errors import MeshError, compose
 from spmd.inspect._collectives import sent_bytes
-from spmd.inspect._placement import ANYWHERE, Placement, moved_bytes, names_of, of_sharding, of_spec, text_of
+from spmd.inspect._placement import (
+    ANYWHERE,
+    Placement,
+    local_count,
+    moved_bytes,
+    names_of,
+    of_sharding,
+    of_spec,
+    text_of,
+)
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
-from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes
+from spmd.inspect._values import (
+    WINDOWS,
+    Buffer,
+    Value,
+    chained,
+    ending_bytes,
+    shape_of,
+    sliced,
+    stacked,
+    through,
+    typed_place,
+)
+from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes, writes_results
 from spmd.kernel import arguments_of
 from spmd.language import Layout
 
-__all__ = ["Value", "Walk"]
+__all__ = ["Walk"]
 
 _KINDS: dict[str, str] = {
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "psum"),
@@ -33,73 +54,8 @@ _KINDS: dict[str, str] = {
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
 # Their jaxprs combine two scalars; the work is counted with the equation.
 _SCALAR_BODIES = ("scatter", "reduce", "select_and_", "sort")
-_ELEMENTWISE = frozenset(
-    (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "exp",
-        "exp2",
-        "log",
-        "log1p",
-        "expm1",
-        "tanh",
-        "logistic",
-        "sin",
-        "cos",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "erf",
-        "integer_pow",
-        "pow",
-        "max",
-        "min",
-        "abs",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "select_n",
-        "clamp",
-        "convert_element_type",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "square",
-        "add_any",
-        "copy",
-        "is_finite",
-        "rem",
-        "nextafter",
-        "optimization_barrier",
-        "reduce_precision",
-        "name",
-        "spmd_layout",
-        "stop_gradient",
-    )
-)
 _CALL = re.compile(r"(custom_vjp\(.*\)|[a-z][\w.]*\(.*\".*\"\))", re.DOTALL)
 _VERBS = ("psum", "relayout", "lax.")
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What is known of an array outside kernels: where it lies, and which argument it is, if it is one; in a scan over
-    the argument a slice of it, of as many dimensions fewer as `sliced`."""
-
-    place: Placement = None
-    label: str = ""
-    sliced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +101,9 @@ class Walk:
 
     def read(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         """Walk over a whole program; what is known of its results."""
-        return self._run(jaxpr, arguments, _Site())
+        body, site = getattr(jaxpr, "jaxpr", jaxpr), _Site()
+        outs = self._run(body, self._stand(body.invars, arguments, site), site)
+        return self._end(body.outvars, outs, site)
 
     def written(self, *, arguments: int, outputs: int) -> Written:
         """All that was found."""
@@ -169,6 +127,8 @@ class Walk:
         body = getattr(jaxpr, "jaxpr", jaxpr)
         env: dict[Any, Value] = dict(zip(body.invars, values, strict=True))
         notes = {eqn.invars[0]: eqn for eqn in body.eqns if eqn.primitive.name == "spmd_layout"}
+
+        env |= dict(zip(body.constvars, self._stand(body.constvars, None, site), strict=True))
 
         def known(atom: Any) -> Value:
             return Value(ANYWHERE) if isinstance(atom, Literal) else env.get(atom, Value())
@@ -194,51 +154,61 @@ class Walk:
         else:
             if name == "spmd_layout" and (text := str(eqn.params["call"])).startswith(("local(", "opaque(")):
                 self._island(text, eqn, site, opaque=text.startswith("opaque("))
-            self._work(eqn, site)
-            return _through(eqn, ins)
-        self._moves(eqn, site)
-        return [Value()] * len(eqn.outvars)
+            return self._work(eqn, ins, site)
+        return self._moves(eqn, ins, site)
 
     def _call(self, eqn: Any, inner: list[Any], ins: list[Value], site: _Site) -> list[Value]:
         """A call: `jit`, `remat`, a custom rule."""
         if said := eqn.params.get("in_shardings"):
-            lies = [of_sharding(s, len(_shape(v)), self.sizes) for s, v in zip(said, eqn.invars, strict=True)]
+            lies = [of_sharding(s, len(shape_of(v)), self.sizes) for s, v in zip(said, eqn.invars, strict=True)]
             ins = [replace(v, place=p) if p is not None else v for v, p in zip(ins, lies, strict=True)]
         outs: list[Value] = []
         for jaxpr in inner:
-            count = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
-            outs = self._run(jaxpr, ins if count == len(ins) else [Value()] * count, site.inside(eqn))
-        return outs if len(inner) == 1 and len(outs) == len(eqn.outvars) else [Value()] * len(eqn.outvars)
+            body = getattr(jaxpr, "jaxpr", jaxpr)
+            given = ins if len(body.invars) == len(ins) else self._stand(body.invars, None, site)
+            outs = self._run(body, given, site.inside(eqn))
+        alike = len(inner) == 1 and len(outs) == len(eqn.outvars)
+        return outs if alike else self._stand(eqn.outvars, None, site)
 
     def _scan(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
         body = _body(eqn)
         per = [
-            _sliced(v) if len(_shape(outer)) != len(_shape(inner)) else v
-            for v, outer, inner in zip(ins, eqn.invars, body.invars, strict=True)
+            sliced(v) if len(shape_of(outer)) != len(shape_of(inner)) else v
+            for v, outer, inner in zip(self._end(eqn.invars, ins, site), eqn.invars, body.invars, strict=True)
         ]
-        outs = self._run(body, per, site.inside(eqn, times=site.times * eqn.params["length"]))
-        return [
-            _stacked(v) if len(_shape(outer)) != len(_shape(inner)) else v
+        outs = self._loop(body, per, site.inside(eqn, times=site.times * eqn.params["length"]))
+        outs = [
+            stacked(v) if len(shape_of(outer)) != len(shape_of(inner)) else v
             for v, outer, inner in zip(outs, eqn.outvars, body.outvars, strict=True)
         ]
+        return self._stand(eqn.outvars, outs, site)
 
     def _while(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
         n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        ins = self._end(eqn.invars, ins, site)
         carry = ins[n_test + n_body :]
         within = site.inside(eqn, exact=False)
         self._exact = False
-        self._run(eqn.params["cond_jaxpr"], [*ins[:n_test], *carry], within)
-        return self._run(eqn.params["body_jaxpr"], [*ins[n_test : n_test + n_body], *carry], within)
+        self._loop(eqn.params["cond_jaxpr"], [*ins[:n_test], *carry], within)
+        outs = self._loop(eqn.params["body_jaxpr"], [*ins[n_test : n_test + n_body], *carry], within)
+        return self._stand(eqn.outvars, outs, site)
 
     def _cond(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
         branches = eqn.params["branches"]
         self._exact = False
         outs = []
+        ins = self._end(eqn.invars, ins, site)
         for i, branch in enumerate(branches):
             shown = f"branch {i + 1} of {len(branches)}"
             within = site.inside(eqn, exact=False, branch=f"{site.branch}, {shown}" if site.branch else shown)
-            outs.append(self._run(branch, ins[1:], within))
-        return [v[0] if all(x == v[0] for x in v) else Value() for v in zip(*outs, strict=True)]
+            outs.append(self._loop(branch, ins[1:], within))
+        places = [v[0].place if all(x.place == v[0].place for x in v) else None for v in zip(*outs, strict=True)]
+        return self._stand(eqn.outvars, [Value(place) for place in places], site)
+
+    def _loop(self, jaxpr: Any, values: Sequence[Value], site: _Site) -> list[Value]:
+        """A body that takes its operands from memory and leaves its results there."""
+        body = getattr(jaxpr, "jaxpr", jaxpr)
+        return self._end(body.outvars, self._run(body, self._stand(body.invars, values, site), site), site)
 
     def _shard_map(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
         mesh = eqn.params["mesh"]
@@ -249,19 +219,21 @@ class Walk:
             raise MeshError(compose(rule, call="explain(...)", got=got, fix="explain(...) of each kernel by itself"))
         new = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
         if not site.manual:
-            specs, ranks = eqn.params["in_specs"], [len(_shape(var)) for var in eqn.invars]
+            specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
             name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
             place = getattr(getattr(_body(eqn), "debug_info", None), "func_src_info", None) or ""
             leaves = arguments_of(name, place, mesh.shape, specs, ranks) or [None] * len(specs)
             for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
-                target = of_spec(spec, len(_shape(var)), mesh.shape)
+                target = of_spec(spec, len(shape_of(var)), mesh.shape)
                 self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site)
         body = _body(eqn)
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
-        self._run(body, [Value()] * len(body.invars), within)
+        stand = self._stand(body.invars, None, within)
+        given = [Value(buffers=v.buffers, chain=True) if v.chain else new for v, new in zip(ins, stand, strict=True)]
+        outs = self._run(body, given, within)
         return [
-            Value(of_spec(spec, len(_shape(var)), mesh.shape))
-            for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)
+            Value(of_spec(spec, len(shape_of(var)), mesh.shape), buffers=out.buffers, chain=out.chain)
+            for spec, var, out in zip(eqn.params["out_specs"], eqn.outvars, outs, strict=True)
         ]
 
     # --- outside kernels ----------------------------------------------------------------------------------
@@ -270,9 +242,9 @@ class Walk:
         self, name: str, eqn: Any, value: Value, aval: Any, target: Placement, layout: Layout | None, site: _Site
     ) -> None:
         """An array at the boundary of a kernel."""
-        source = value.place if value.place is not None else _typed_place(aval, self.sizes)
+        source = value.place if value.place is not None else typed_place(aval, self.sizes)
         self._want(value, target)
-        if source in (ANYWHERE, target) or not _shape_of(aval):
+        if source in (ANYWHERE, target) or not shape_of(aval):
             return
         self._move(f"{name}: {value.label or 'a computed array'}", source, target, aval, eqn, site, layout)
 
@@ -292,7 +264,7 @@ class Walk:
         site: _Site,
         layout: Layout | None = None,
     ) -> None:
-        shape, where = _shape_of(aval), site.line(eqn)
+        shape, where = shape_of(aval), site.line(eqn)
         names = () if layout is None else names_of(layout, len(shape))
         moved = Boundary(
             text=text,
@@ -312,20 +284,20 @@ class Walk:
         """A constraint, or on Explicit axes a change of place that is an operation."""
         [aval] = [v.aval for v in eqn.outvars]
         sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-        target = of_sharding(sharding, len(_shape_of(aval)), self.sizes)
+        target = of_sharding(sharding, len(shape_of(aval)), self.sizes)
         if eqn.primitive.name == "reshard":
             if not sharding.mesh.are_all_axes_explicit:  # then it changes a type, and no place
                 return [ins[0]]
-            source = ins[0].place if ins[0].place is not None else _typed_place(eqn.invars[0].aval, self.sizes)
-            if _shape_of(aval) and target is not None and source not in (ANYWHERE, target):
+            source = ins[0].place if ins[0].place is not None else typed_place(eqn.invars[0].aval, self.sizes)
+            if shape_of(aval) and target is not None and source not in (ANYWHERE, target):
                 self._move(f"reshard: {ins[0].label or 'a computed array'}", source, target, aval, eqn, site)
             return [replace(ins[0], place=target)]
         self._want(ins[0], target)
         note = notes.get(eqn.outvars[0])
         layout = note.params["layout"].short if note is not None else text_of(target) or "unconstrained"
         text = note.params["call"] if note is not None else _call_text(site.names_of(eqn)) or "sharding_constraint"
-        self._constraints.append(Constraint(text, layout, _shape_of(aval), site.times, site.line(eqn)))
-        return [Value(target)]
+        self._constraints.append(Constraint(text, layout, shape_of(aval), site.times, site.line(eqn)))
+        return [Value(target, buffers=ins[0].buffers, chain=ins[0].chain)]
 
     def _island(self, text: str, eqn: Any, site: _Site, *, opaque: bool) -> None:
         text, where = " ".join(text.split()), site.line(eqn)
@@ -363,7 +335,7 @@ class Walk:
                     implicit=kind == "psum" and _implicit(said, transposed and not recomputed),
                     branch=site.branch,
                     dtype=dtype_name(operand.aval),
-                    shape=_shape(operand),
+                    shape=shape_of(operand),
                     primitive=primitive,
                 )
             )
@@ -373,18 +345,67 @@ class Walk:
         manual = dict(site.manual)
         return site.times / math.prod(n for a, n in self.sizes.items() if a not in manual)
 
-    def _work(self, eqn: Any, site: _Site) -> None:
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def _work(self, eqn: Any, ins: Sequence[Value], site: _Site) -> list[Value]:
         dtype, flops = flops_of(eqn)
         if flops:
             self._flops[dtype] += flops * self._share(site)
             if is_matmul(eqn):
                 self._matmul[dtype] += flops * self._share(site)
-        self._memory += memory_of(eqn) * self._share(site)
+        outs = through(eqn, ins)
+        traffic = memory_of(eqn, self._sizes(eqn.invars, ins, site), self._sizes(eqn.outvars, outs, site))
+        if traffic:
+            self._memory += traffic * site.times
+            return self._stand(eqn.outvars, outs, site, open=writes_results(eqn))
+        if eqn.primitive.name in WINDOWS:  # what follows reads no more than these parts
+            return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs, site)]
+        buffers, chain = chained(eqn, ins)
+        return [replace(value, buffers=buffers, chain=chain) for value in outs]
 
-    def _moves(self, eqn: Any, site: _Site) -> None:
+    def _moves(self, eqn: Any, ins: Sequence[Value], site: _Site) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
-        both = (*eqn.invars, *eqn.outvars)
-        self._memory += sum(size_bytes(v.aval) for v in both) * self._share(site)
+        outs = [Value()] * len(eqn.outvars)
+        both = (*self._sizes(eqn.invars, ins, site), *self._sizes(eqn.outvars, outs, site))
+        self._memory += sum(both) * site.times
+        return self._stand(eqn.outvars, outs, site)
+
+    def _sizes(self, atoms: Sequence[Any], values: Sequence[Value], site: _Site) -> list[float]:
+        """Bytes on one device: by its place where that is known; else the devices share what no kernel has divided."""
+        share = 1 / math.prod(n for a, n in self.sizes.items() if a not in dict(site.manual))
+        sizes = []
+        for atom, value in zip(atoms, values, strict=True):
+            shape, part = shape_of(atom), share
+            if not site.manual and value.place not in (None, ANYWHERE):
+                part = local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
+            sizes.append(size_bytes(atom.aval) * part)
+        return sizes
+
+    def _stand(
+        self,
+        atoms: Sequence[Any],
+        values: Sequence[Value] | None,
+        site: _Site,
+        *,
+        open: bool = False,  # noqa: A002
+    ) -> list[Value]:
+        """The values, as arrays that stand in memory."""
+        values = [Value()] * len(atoms) if values is None else values
+        sizes = self._sizes(atoms, values, site)
+        return [
+            replace(value, buffers=frozenset((Buffer(n, open),)), chain=False)
+            for value, n in zip(values, sizes, strict=True)
+        ]
+
+    def _end(self, atoms: Sequence[Any], values: Sequence[Value], site: _Site) -> list[Value]:
+        """The values where they must be in memory."""
+        sizes = self._sizes(atoms, values, site)
+        found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
+        self._memory += ending_bytes(found.values()) * site.times
+        return [
+            value if not value.chain else self._stand([atom], [value], site)[0]
+            for atom, value in zip(atoms, values, strict=True)
+        ]
 
 
 _RULES = {"scan": Walk._scan, "while": Walk._while, "cond": Walk._cond, "shard_map": Walk._shard_map}
@@ -417,49 +438,3 @@ def _raw_text(primitive: str, kind: str, axes: Sequence[str], transposed: bool) 
 def _implicit(text: str, transposed: bool) -> bool:
     """Whether an all-reduce is no verb's own: of a dropped name, or of a gradient."""
     return transposed or not text.startswith(_VERBS)
-
-
-# --- values outside kernels -----------------------------------------------------------------------------------
-
-
-def _shape_of(aval: Any) -> tuple[int, ...]:
-    return tuple(getattr(aval, "shape", ()))
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return _shape_of(atom.aval)
-
-
-def _typed_place(aval: Any, sizes: Mapping[str, int]) -> Placement:
-    """What the type of an array says of its place: something on Explicit axes only."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
-        return None
-    return of_sharding(sharding, len(_shape_of(aval)), sizes)
-
-
-def _sliced(value: Value) -> Value:
-    place = value.place
-    if isinstance(place, tuple):
-        place = place[1:] if not place[0] else None
-    return Value(place, value.label, value.sliced + 1)
-
-
-def _stacked(value: Value) -> Value:
-    return Value(((), *value.place) if isinstance(value.place, tuple) else value.place)
-
-
-def _through(eqn: Any, ins: Sequence[Value]) -> list[Value]:
-    """Where the results of an elementwise equation lie: with its operands, as sharding propagation has it."""
-    shape = _shape(eqn.outvars[0]) if eqn.outvars else ()
-    name = eqn.primitive.name
-    if name == "transpose" and isinstance(ins[0].place, tuple):
-        return [Value(tuple(ins[0].place[i] for i in eqn.params["permutation"]))]
-    if all(v.place == ANYWHERE or not _shape(atom) for v, atom in zip(ins, eqn.invars, strict=True)):
-        return [Value(ANYWHERE)] * len(eqn.outvars)
-    if name not in _ELEMENTWISE:
-        return [Value()] * len(eqn.outvars)
-    whole = [v for v, atom in zip(ins, eqn.invars, strict=True) if _shape(atom) == shape and v.place != ANYWHERE]
-    places = {v.place for v in whole}
-    kept = whole[0] if len(whole) == len(ins) == 1 else Value()
-    return [replace(kept, place=places.pop() if len(places) == 1 else None)] * len(eqn.outvars)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["dtype_name", "flops_of", "is_matmul", "memory_of", "size_bytes"]
+__all__ = ["dtype_name", "flops_of", "is_matmul", "memory_of", "size_bytes", "writes_results"]
 
 # Elementwise work that costs nothing worth counting: data is moved, renamed or chosen.
 _FREE = frozenset(
@@ -121,20 +121,22 @@ def _count(eqn: Any) -> float:
     return float(math.prod(out.shape))
 
 
-def memory_of(eqn: Any) -> int:
-    """Bytes of memory traffic of one execution: operands and results of dots, convolutions, reductions, sorts and
-    transforms; twice what a gather, a scatter or a slice moves; nothing of what is elementwise."""
+def memory_of(eqn: Any, ins: Sequence[float], outs: Sequence[float]) -> float:
+    """Bytes of memory traffic of one execution, for operands and results of so many bytes: all of them for dots,
+    convolutions, reductions, sorts and transforms; twice what a gather, a scatter or a slice moves; nothing of what is
+    elementwise."""
     name = eqn.primitive.name
     if is_matmul(eqn) or name in _WHOLE or name.startswith(("reduce_", "arg", "cum")):
-        return _sum(eqn.invars) + _sum(eqn.outvars)
+        return sum(ins) + sum(outs)
     if name in _MOVED:
-        return 2 * _sum(eqn.outvars)
+        return 2 * sum(outs)
     if name == "dynamic_update_slice":
-        return 2 * size_bytes(eqn.invars[1].aval)
+        return 2 * ins[1]
     if name.startswith("scatter"):
-        return 2 * size_bytes(eqn.invars[-1].aval)
+        return 2 * ins[-1]
     return 0
 
 
-def _sum(atoms: Iterable[Any]) -> int:
-    return sum(size_bytes(atom.aval) for atom in atoms)
+def writes_results(eqn: Any) -> bool:
+    """Whether an equation with memory traffic writes its results whole, so that what follows can be fused into it."""
+    return not eqn.primitive.name.startswith(("scatter", "dynamic_update_slice"))

@@ -16,7 +16,8 @@ from spmd.errors import SpmdError, compose
 from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
 from spmd.inspect._program import meshes_of_jaxpr, stage
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
-from spmd.inspect._walk import Value, Walk
+from spmd.inspect._values import Value
+from spmd.inspect._walk import Walk
 from spmd.inspect._work import size_bytes
 from spmd.kernel import Kernel
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -156,6 +156,13 @@ def test_one_trace_and_one_compilation(monkeypatch):
     assert len(compiled) == 2
 
 
+@pytest.mark.parametrize("fn", [lambda x: x + 1, spmd.kernel("b/dp d -> b/dp d", mesh=DEVICES)(lambda x: x + 1)])
+def test_nothing_sent_is_said_once(fn):
+    report = explain(fn, f32(8, 16))
+    for text in (str(report), report._repr_html_()):
+        assert text.count("no collectives") == 1 and "nobody wrote" not in text
+
+
 # -------------------- what it takes
 
 
@@ -186,6 +193,32 @@ def test_whatever_can_be_called_is_taken():
         assert "NOBODY WROTE" not in str(report) and "compiler's own" not in str(report)  # who wrote it is not known
     assert explain(dot, x, w, compiled=dot.lower(x, w).compile()).compiled.counts == {"psum": 1}
     assert explain(jax.grad(lambda x, w: dot(x, w).sum()), x, w).by_phase().keys() <= {"forward", "backward"}
+
+
+def test_partial_sums_between_kernels():
+    """JAX's unreduced type stands on a boundary, on axes of type Explicit."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    part = spmd.kernel("b/dp d/tp, d/tp f -> b/dp f {U:tp}", mesh=mesh)(
+        lambda x, w: einsum(x, w, "b/dp d/tp, d/tp f -> b/dp f {U:tp}")
+    )
+    whole = spmd.kernel("b/dp f {U:tp} -> b/dp f", mesh=mesh)(lambda x: spmd.psum(x, "b/dp f {U:tp} -> b/dp f"))
+    args = f32(8, 16, spec=P("dp", "tp"), mesh=mesh), f32(16, 6, spec=P("tp"), mesh=mesh)
+    report = explain(lambda x, w: whole(part(x, w)), *args)
+    assert [(one.kind, one.axes, one.runs, one.total_bytes) for one in report.collectives] == [
+        ("psum", ("tp",), 1, 2 * 3 * (4 * 6 * 4) // 4)
+    ]
+    assert report.written.boundary == ()
+    assert "sum(0-3)" in str(spmd.visualize(f32(8, 6, spec=P("dp", unreduced={"tp"}), mesh=mesh)))
+    with pytest.raises(spmd.testing.Mismatch, match="not over"):
+        spmd.testing.assert_sharded({"w": f32(8, 16, spec=P("dp", unreduced={"tp"}), mesh=mesh)})
+
+
+def test_what_a_program_is_called():
+    double = spmd.kernel("b/dp d -> b/dp d", mesh=MESH)(lambda x: 2 * x)
+    double.__name__ = "double"
+    assert explain(double, f32(8, 16)).name == "double"
+    assert explain(double.auto, f32(8, 16)).name == "double.auto"
+    assert explain(functools.partial(double), f32(8, 16)).name == "double"
 
 
 def test_arguments_that_are_no_arrays_are_constants():

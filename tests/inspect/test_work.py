@@ -76,3 +76,51 @@ def test_a_product_can_be_counted_wrong():
     """Meta-test: the formula is not one that any count would meet."""
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 6), (6, 3))]
     assert math.prod((4, 6, 3)) != sum(written(lambda a, b: a @ b, args, {}).flops.values())
+
+
+N = 4 * 64 * 64  # bytes of one array below
+
+
+def adam(p, m, v, g):
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return p - m / (jnp.sqrt(v) + 1e-8), m, v
+
+
+def two_of_a_product(a, b):
+    product = a @ b
+    return jnp.sin(product), jnp.cos(product)
+
+
+@pytest.mark.parametrize(
+    ("fn", "count", "wanted"),
+    [
+        (lambda x: x + 1, 1, 2 * N),
+        (lambda x, y: jax.nn.gelu(jnp.sin(x)) + y, 2, 3 * N),
+        (lambda x, y: (x + y, x - y), 2, 4 * N),  # one pass over both
+        (adam, 4, 7 * N),
+        (lambda x: x.T, 1, 2 * N),
+        (lambda x: x.reshape(32, 128), 1, 0),
+        (lambda x: (x, jnp.zeros_like(x)), 1, N),
+        (lambda a, b: jnp.sin(a @ b) + a, 2, 4 * N),  # the product is written once, as the result; a is read again
+        (two_of_a_product, 2, 3 * N + N),  # one of them is
+        (lambda c: jax.lax.scan(lambda c, _: (jnp.sin(c) + 1, None), c, None, length=5)[0], 1, 5 * 2 * N),
+        (lambda c, x: jax.lax.scan(lambda c, x: (c * x, None), c[0], x)[0], 2, 3 * N + 2 * N // 64),  # rows
+        (lambda x: x[:16] + x[16:32], 1, 3 * N // 4),
+        (jax.grad(lambda x: jnp.sin(x).sum()), 1, 2 * N),
+    ],
+)
+def test_memory_traffic_of_what_is_fused(fn, count, wanted):
+    """A chain that ends in a result reads what it is made of and writes the result, each once."""
+    assert written(jax.jit(fn), [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * count, {}).hbm_bytes == wanted
+
+
+@pytest.mark.parametrize(("layout", "share"), [("a/dp b", 2), ("a b/tp", 4), ("a/dp/tp b", 8), ("a b", 1), (None, 8)])
+def test_memory_traffic_outside_kernels_is_one_devices(mesh, layout, share):
+    """By placement; where nobody knows it, the devices share the array. A kernel of no operations adds nothing."""
+    at = None if layout is None else spmd.Layout(layout).sharding(mesh)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=at)
+    assert written(lambda x: jnp.sin(x) + 1, [x], {}, mesh).hbm_bytes == 2 * N // share
+    assert written(lambda x: x @ x, [x], {}, mesh).hbm_bytes == 2 * N // share + N // 8
+    if layout:
+        inner = spmd.kernel(f"{layout} -> {layout}", mesh=mesh)(lambda x: 2 * x)
+        assert written(lambda x: inner(x + 1) * 3, [x], {}, mesh).hbm_bytes == 2 * N // share

@@ -1,0 +1,201 @@
+"""What a walk knows of a value: where it lies outside kernels, and which buffers it would be computed from.
+
+Elementwise chains are taken to be fused into what uses them: only what stands in memory is read and written. That are
+arguments, the results of products, reductions, gathers and collectives, and what a loop carries. Everything else is a
+chain, which is read and written where it is a result itself, of the program or of a loop's body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spmd.inspect._placement import ANYWHERE, Placement, of_sharding
+
+__all__ = [
+    "WINDOWS",
+    "Buffer",
+    "Value",
+    "chained",
+    "ending_bytes",
+    "shape_of",
+    "sliced",
+    "stacked",
+    "through",
+    "typed_place",
+]
+
+_ELEMENTWISE = frozenset(
+    (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "exp",
+        "exp2",
+        "log",
+        "log1p",
+        "expm1",
+        "tanh",
+        "logistic",
+        "sin",
+        "cos",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "erf",
+        "integer_pow",
+        "pow",
+        "max",
+        "min",
+        "abs",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "select_n",
+        "clamp",
+        "convert_element_type",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "square",
+        "add_any",
+        "copy",
+        "is_finite",
+        "rem",
+        "nextafter",
+        "optimization_barrier",
+        "reduce_precision",
+        "name",
+        "spmd_layout",
+        "stop_gradient",
+    )
+)
+# They give another name to the same bytes.
+_RENAMES = frozenset(
+    (
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "name",
+        "pvary",
+        "pcast",
+        "sharding_constraint",
+        "stop_gradient",
+        "optimization_barrier",
+        "spmd_layout",
+        "spmd_assert_equal",
+        "spmd_retype",
+        "spmd_untype",
+    )
+)
+
+WINDOWS = frozenset(("slice", "split"))  # they name parts of the bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """An array that stands in memory.
+
+    Attributes:
+      nbytes: What it takes on one device.
+      open: Whether a chain that follows may be fused into what writes it, which writes the chain's result instead.
+    """
+
+    nbytes: float
+    open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is known of an array.
+
+    Attributes:
+      place: Where it lies, outside kernels.
+      label: Which argument it is, if it is one.
+      sliced: In a scan over the argument a slice of it, of as many dimensions fewer.
+      buffers: What it is computed from, itself if it stands in memory.
+      chain: Whether it is computed from them when it is used.
+    """
+
+    place: Placement = None
+    label: str = ""
+    sliced: int = 0
+    buffers: frozenset[Buffer] = frozenset()
+    chain: bool = False
+
+
+def chained(eqn: Any, ins: Sequence[Value]) -> tuple[frozenset[Buffer], bool]:
+    """The buffers of the results of an equation that is fused, and whether they are a chain."""
+    found = [value.buffers for value in ins if value.buffers]
+    if all(one is found[0] for one in found[1:]):
+        buffers = found[0] if found else frozenset()
+    else:
+        buffers = frozenset().union(*found)
+    return buffers, eqn.primitive.name not in _RENAMES or any(value.chain for value in ins)
+
+
+def ending_bytes(results: Iterable[tuple[Value, float]]) -> float:
+    """What is read and written to have these values, of so many bytes, in memory: what each is computed from, once for
+    all of them, and the values, but for those that an open buffer makes room for."""
+    total, read, filled = 0.0, set[Buffer](), set[Buffer]()
+    for value, nbytes in results:
+        if not value.chain:
+            continue
+        room = next((one for one in value.buffers if one.open and one not in filled and one.nbytes >= nbytes), None)
+        if room is None:
+            total += nbytes
+        else:
+            filled.add(room)
+        read |= value.buffers - filled
+    return total + sum(one.nbytes for one in read - filled)
+
+
+def shape_of(of: Any) -> tuple[int, ...]:
+    """The shape of an abstract value, or of a variable of one."""
+    return tuple(getattr(getattr(of, "aval", of), "shape", ()))
+
+
+def typed_place(aval: Any, sizes: Mapping[str, int]) -> Placement:
+    """What the type of an array says of its place: something on Explicit axes only."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
+        return None
+    return of_sharding(sharding, len(shape_of(aval)), sizes)
+
+
+def sliced(value: Value) -> Value:
+    place = value.place
+    if isinstance(place, tuple):
+        place = place[1:] if not place[0] else None
+    return Value(place, value.label, value.sliced + 1)
+
+
+def stacked(value: Value) -> Value:
+    return Value(((), *value.place) if isinstance(value.place, tuple) else value.place)
+
+
+def through(eqn: Any, ins: Sequence[Value]) -> list[Value]:
+    """Where the results of an elementwise equation lie: with its operands, as sharding propagation has it."""
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    name = eqn.primitive.name
+    if name == "transpose" and isinstance(ins[0].place, tuple):
+        return [Value(tuple(ins[0].place[i] for i in eqn.params["permutation"]))]
+    if all(v.place == ANYWHERE or not shape_of(atom) for v, atom in zip(ins, eqn.invars, strict=True)):
+        return [Value(ANYWHERE)] * len(eqn.outvars)
+    if name not in _ELEMENTWISE:
+        return [Value()] * len(eqn.outvars)
+    whole = [v for v, atom in zip(ins, eqn.invars, strict=True) if shape_of(atom) == shape and v.place != ANYWHERE]
+    places = {v.place for v in whole}
+    kept = whole[0] if len(whole) == len(ins) == 1 else Value()
+    return [replace(kept, place=places.pop() if len(places) == 1 else None)] * len(eqn.outvars)
