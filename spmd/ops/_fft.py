@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -16,13 +16,12 @@ from spmd.comm.relayout import relayout
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.mode import inner
-from spmd.ops._create import iota
 from spmd.ops._fft_line import factors, in_two_factors
 from spmd.ops._fft_route import Job, Stage, route
 from spmd.ops._island import local
 from spmd.ops._landing import plain_dims
 
-__all__ = ["fft", "fftfreq", "ifft", "irfft", "rfft", "rfftfreq"]
+__all__ = ["fft", "ifft", "irfft", "rfft"]
 
 NORMS = ("backward", "ortho", "forward")
 JOINED = 16  # pieces of an array that are joined one by one; more would make programs large
@@ -172,78 +171,6 @@ def irfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", 
     return _transform("fft.irfft", x, pattern, norm, to, names)
 
 
-def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
-    """The sample frequencies of a transformed dimension, each device its own: `fftfreq("ky/a")`.
-
-    Communication: none.
-
-    Args:
-      layout: One dimension, `"ky/a"`, of the size that its signature or a keyword binds.
-      d: The distance of the samples.
-      **names: Sizes or mesh axes of names in the layout.
-
-    Returns:
-      The block of `jnp.fft.fftfreq(n, d)` that is held here, in cycles per unit of d.
-
-    Raises:
-      LayoutError: If the string is not one dimension.
-      SizeError: If its size is not known, or does not divide.
-
-    Example:
-      >>> import jax.numpy as jnp, spmd
-      >>> mesh = spmd.make_mesh(a=4)
-      >>> print(spmd.kernel("-> k/a", mesh=mesh)(lambda: spmd.fft.fftfreq("k/a", k=8))() * 8)
-      [ 0.  1.  2.  3. -4. -3. -2. -1.]
-    """
-    call = _one_dimension("fft.fftfreq", layout, names)
-    n = call.factor(call.pattern.inputs[0].dims[0].atoms[0]).size
-    i = iota(layout, **names)
-    i = jnp.where(i < (n + 1) // 2, i, i - n)
-    return i.astype(float) / (jnp.asarray(d, float) * n)
-
-
-def rfftfreq(layout: str, n: int, d: Any = 1.0, **names: Any) -> jax.Array:
-    """The frequencies that `rfft` keeps of a dimension of n samples: `rfftfreq("kz", 64)`.
-
-    Communication: none.
-
-    Args:
-      layout: One dimension, `"kz"`.
-      n: How many samples were transformed.
-      d: Their distance.
-      **names: Mesh axes of names in the layout.
-
-    Returns:
-      The block of `jnp.fft.rfftfreq(n, d)` that is held here.
-
-    Raises:
-      LayoutError: If the string is not one dimension.
-      SizeError: If the dimension is known to have another size than n // 2 + 1, or does not divide.
-
-    Example:
-      >>> import jax.numpy as jnp, spmd
-      >>> mesh = spmd.make_mesh(a=4)
-      >>> print(spmd.kernel("-> k", mesh=mesh)(lambda: spmd.fft.rfftfreq("k", 8))() * 8)
-      [0. 1. 2. 3. 4.]
-    """
-    call = _one_dimension("fft.rfftfreq", layout, names)
-    [atom] = call.pattern.inputs[0].dims[0].atoms
-    if type(n) is not int or n < 1:
-        call.fail("n is the number of samples, a Python int of at least 1.", error=SizeError)
-    call.bind(atom.name, n // 2 + 1, f"the frequencies of n={n} samples", atom.span)
-    i = iota(layout, **{**names, atom.name: n // 2 + 1})
-    return i.astype(float) / (jnp.asarray(d, float) * n)
-
-
-def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
-    call = open_call(who, layout, names, arrow=False, outputs=None)
-    [asked] = call.pattern.inputs
-    plain_dims(call, asked)
-    if len(asked.dims) != 1 or asked.dims[0].ellipsis or asked.dims[0].composite:
-        call.fail(f"{who} is about one dimension with one name.", fix=f'{who}("kx")', error=LayoutError)
-    return call
-
-
 # --- one transform -----------------------------------------------------------------------------------------
 
 
@@ -281,12 +208,13 @@ def _alone(call: Call, x: Any, job: Job, norm: str) -> Any:
 
 
 def _inexact(call: Call, x: Any) -> Any:
-    """Numbers that XLA transforms: float32 for all that is less."""
+    """Numbers that XLA transforms: floats of less than float32 become that, integers and booleans JAX's default."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         if call.name == "fft.rfft":
             call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix="fft", error=LayoutError)
         return x
-    return x if x.dtype in (jnp.float32, jnp.float64) else x.astype(jnp.float32)
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
+    return x if x.dtype in (jnp.float32, jnp.float64) else x.astype(wide)
 
 
 def _renamed(call: Call) -> tuple[int, ...]:
@@ -374,6 +302,9 @@ def _halved(call: Call, atom: Atom, size: int) -> int:
         return size // 2 + 1
     known = call.sizes.get(atom.name)
     n = known[0] if known else 2 * (size - 1)
+    if n < 1:
+        rule = "one frequency belongs to one sample, and without a size there are 2 (1 - 1), none."
+        call.fail(rule, at=atom.span, fix=f"{atom.name}=1", error=SizeError)
     if n // 2 + 1 != size:
         rule = f"{size} frequencies belong to {2 * size - 2} or {2 * size - 1} samples, not to {n}."
         got = [f"{atom.name} = {n}: {known[1]}"] if known else []
@@ -392,6 +323,7 @@ class _Walk:
         self.call, self.job, self.norm, self.to = call, job, norm, to
         self.names = names
         self.order = tuple(range(len(names)))  # which dimension each axis of the array is
+        self.padded: dict[int, tuple[str, ...]] = {}  # padded dimensions, and the axes that they had then
 
     def run(self, x: Any, stages: tuple[Stage, ...]) -> Any:
         at = self.job.source
@@ -420,18 +352,31 @@ class _Walk:
         if self.call.frame.mode == "reference":
             return x
         true = [b if i in left else a for i, (b, a) in enumerate(zip(self.job.before, self.job.after, strict=True))]
-        pads = [(i, n - m) for i, (n, m) in enumerate(zip(stage.sizes, true, strict=True)) if n > m]
-        entering = [(i, more) for i, more in pads if not at[i]]
-        if entering:
-            widths = [(0, 0)] * x.ndim
-            for i, more in entering:
-                widths[self.order.index(i)] = (0, more)
-            x = jnp.pad(x, widths)
+        pads = {i: (m, n) for i, (n, m) in enumerate(zip(stage.sizes, true, strict=True)) if n > m}
+        entering = [i for i in pads if i not in self.padded]
+        self.padded |= {i: at[i] for i in entering}
+        x = self.resized(x, at, {i: pads[i][1] for i in entering})
         x = self.moved(x, at, stage.to, [i for i in sorted(left) if at[i] and not stage.to[i]])
-        for i, _ in pads:
-            if not stage.to[i]:
-                x = jax.lax.slice_in_dim(x, 0, true[i], axis=self.order.index(i))
-        return x
+        leaving = [i for i in pads if self.padded[i] == stage.to[i]]
+        self.padded = {i: axes for i, axes in self.padded.items() if i not in leaving}
+        return self.resized(x, stage.to, {i: pads[i][0] for i in leaving})
+
+    def resized(self, x: Any, at: tuple[Any, ...], sizes: dict[int, int]) -> Any:
+        """Each block with zeros at its end, or without what is there, so that dimensions have these sizes."""
+        auto = self.call.frame.mode == "auto"
+
+        def run(x: Any) -> Any:
+            shape = list(x.shape)
+            for i, size in sizes.items():
+                shape[self.order.index(i)] = size // (1 if auto and not divided else self.job.parts(at[i]))
+            x = jax.lax.slice(x, [0] * x.ndim, [min(n, m) for n, m in zip(x.shape, shape, strict=True)])
+            return jnp.pad(x, [(0, m - n) for n, m in zip(x.shape, shape, strict=True)])
+
+        divided = any(at[i] for i in sizes)
+        if not sizes or not (auto and divided):
+            return run(x) if sizes else x
+        text = self.text(at)
+        return _local(run, f"{text} -> {self.text(at, sizes)}")(x)
 
     def moved(self, x: Any, at: tuple[Any, ...], to: tuple[Any, ...], freed: list[int]) -> Any:
         """From one placement to another; what is freed to be transformed becomes last."""
@@ -453,7 +398,7 @@ class _Walk:
         if self.call.frame.mode != "auto":
             return fn(x)
         text = self.text(at)
-        return _local(fn, f"{text} -> {text.replace('d', 'e')}")(x)
+        return _local(fn, f"{text} -> {self.text(at, self.order)}")(x)
 
     def plain(self, dims: tuple[int, ...]) -> Callable[[Any], Any]:
         half, real, norm = self.job.half, self.job.real, self.norm
@@ -473,9 +418,10 @@ class _Walk:
 
         return run
 
-    def text(self, at: tuple[Any, ...]) -> str:
+    def text(self, at: tuple[Any, ...], renamed: Collection[int] = ()) -> str:
         """The layout of a placement, with names of our own."""
-        words = ["..." if self.names[i].startswith("...") else "/".join((f"d{i}", *at[i])) for i in self.order]
+        names = [f"{'e' if i in renamed else 'd'}{i}" for i in range(len(self.names))]
+        words = ["..." if self.names[i].startswith("...") else "/".join((names[i], *at[i])) for i in self.order]
         return " ".join(dict.fromkeys(words))
 
 

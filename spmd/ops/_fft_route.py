@@ -36,7 +36,7 @@ class Job:
       half: The one of a real transform, which comes first forward and last backward; else -1.
       real: "" for a complex transform, "first" where dimension `half` starts real, "last" where it ends real.
       movable: The dimensions that may take over axes: those with one name.
-      together: Whether several dimensions may be freed at once. XLA's own partitioner, in auto mode, gathers there.
+      together: Whether several dimensions may give axes away at once. In auto mode XLA gathers there.
       mesh: Size of each mesh axis.
       given: Bytes of a number before the first transform.
       itemsize: Bytes of a complex number.
@@ -77,16 +77,23 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Where a search stands: the placement, what is left to transform, which dimensions carry padding."""
+    """Where a search stands: the placement, what is left to transform, and each padded dimension with the axes that it
+    had, and will have again, without the padding."""
 
     at: Placement
     left: frozenset[int]
-    padded: frozenset[int] = frozenset()
+    padded: frozenset[tuple[int, Axes]] = frozenset()
 
 
 @functools.lru_cache(maxsize=1024)
 def route(job: Job) -> tuple[Stage, ...] | None:
     """The stages of the cheapest way; None where no dimension can take over the axes of one that must be whole."""
+    if not job.together and (stages := _search(job, singly=True)) is not None:
+        return stages
+    return _search(job, singly=False)
+
+
+def _search(job: Job, *, singly: bool) -> tuple[Stage, ...] | None:
     start = _sliced(job)
     first = () if start == job.source else (Stage(to=start, sizes=job.before),)
     tie = itertools.count()
@@ -100,7 +107,7 @@ def route(job: Job) -> tuple[Stage, ...] | None:
         state, stages = _transformed(job, state, stages)
         if not state.left and state.at == job.target and not state.padded:
             return stages
-        for to, sizes, padded, price in _changes(job, state):
+        for to, sizes, padded, price in _changes(job, state, singly):
             new = _State(to, state.left, padded)
             stage = Stage(to=to, sizes=sizes)
             heapq.heappush(queue, (spent + price, steps + 1, next(tie), new, (*stages, stage)))
@@ -146,11 +153,13 @@ def _itemsize(job: Job, left: frozenset[int]) -> int:
     return job.itemsize // 2 if job.real == "last" and not left else job.itemsize
 
 
-def _changes(job: Job, state: _State) -> Iterator[tuple[Placement, tuple[int, ...], frozenset[int], int]]:
+def _changes(
+    job: Job, state: _State, singly: bool
+) -> Iterator[tuple[Placement, tuple[int, ...], frozenset[tuple[int, Axes]], int]]:
     """The layouts that may come next: the target where it frees something, and every move of whole groups of axes."""
     item = _itemsize(job, state.left)
-    for to in dict.fromkeys((job.target, *_freed(job, state))):
-        if to == state.at or not (to != job.target or _frees(state, to)):
+    for to in dict.fromkeys((job.target, *_freed(job, state), *(_homeward(job, state) if singly else ()))):
+        if to == state.at or not (to != job.target or _frees(state, to)) or (singly and not _single(state.at, to)):
             continue
         fitted = _fitted(job, state, to)
         if fitted is not None:
@@ -160,42 +169,65 @@ def _changes(job: Job, state: _State) -> Iterator[tuple[Placement, tuple[int, ..
 
 
 def _frees(state: _State, to: Placement) -> bool:
-    """Whether the target brings the work on: nothing is left to transform, or something becomes whole."""
-    return not state.left or any(state.at[i] and not to[i] for i in state.left)
+    """Whether the target brings the work on: nothing is left to transform, or something becomes whole or is cropped."""
+    return (
+        not state.left
+        or any(state.at[i] and not to[i] for i in state.left)
+        or any(state.at[i] != to[i] == base for i, base in state.padded)
+    )
+
+
+def _single(at: Placement, to: Placement) -> bool:
+    """Whether it is one exchange: axes go from one dimension to one other."""
+    pairs = list(zip(at, to, strict=True))
+    givers = sum(want[: len(have)] != have for have, want in pairs)
+    takers = sum(have[: len(want)] != want for have, want in pairs)
+    return givers <= 1 and (takers <= 1 or not givers)
 
 
 def _freed(job: Job, state: _State) -> Iterator[Placement]:
-    """All ways to take all axes away from one or several of the dimensions that wait, or from a padded one."""
-    waiting = [i for i in sorted(state.left | state.padded) if state.at[i]]
+    """All ways to take the axes away from one or several of the dimensions that wait: all of them, or from a padded one
+    those that it was padded for."""
+    bases = dict(state.padded)
+    waiting = [i for i in sorted(state.left | set(bases)) if state.at[i] != bases.get(i, ())]
     for count in range(1, (len(waiting) if job.together else min(len(waiting), 1)) + 1):
         for group in itertools.combinations(waiting, count):
             takers = [i for i in sorted(job.movable) if i not in group]
             for order in itertools.permutations(group):
                 for chosen in itertools.product(takers, repeat=count):
-                    to = [() if i in group else axes for i, axes in enumerate(state.at)]
+                    to = [bases.get(i, ()) if i in group else axes for i, axes in enumerate(state.at)]
                     for giver, taker in zip(order, chosen, strict=True):
-                        to[taker] = (*to[taker], *state.at[giver])
+                        to[taker] = (*to[taker], *state.at[giver][len(bases.get(giver, ())) :])
                     yield tuple(to)
 
 
-def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], frozenset[int]] | None:
+def _homeward(job: Job, state: _State) -> Iterator[Placement]:
+    """When all is transformed: the moves of minor axes to where the target has them next."""
+    for giver, axes in enumerate(() if state.left else state.at):
+        for keep, taker in itertools.product(range(len(axes)), range(len(state.at))):
+            moved = (*state.at[taker], *axes[keep:])
+            if taker != giver and moved == job.target[taker][: len(moved)]:
+                yield tuple(axes[:keep] if i == giver else moved if i == taker else a for i, a in enumerate(state.at))
+
+
+def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], frozenset[tuple[int, Axes]]] | None:
     """The sizes that make the change possible, and what is padded after it; None where padding cannot help.
 
-    A dimension is padded while it is whole and cropped when it is whole again: the padding of a divided one would lie
-    between its blocks.
+    A dimension is padded when it takes over axes, behind those that it has already: each of its blocks at its end. It
+    is cropped when it has given them away again, and nothing else is done to it in between.
     """
-    sizes, padded = [], set()
+    sizes, padded, bases = [], set(), dict(state.padded)
     for i, (have, want) in enumerate(zip(state.at, to, strict=True)):
         n = _size(job, state.left, i)
-        if i in state.padded:
-            if have != want and want:  # its padding was made for `have`
+        if i in bases:
+            if want not in (have, bases[i]):
                 return None
             n += -n % job.parts(have)
-            padded |= {i} if want else set()
+            padded |= {(i, bases[i])} if want == have else set()
         elif n % job.parts(want):
-            if have:
+            if want[: len(have)] != have:
                 return None
             n += -n % job.parts(want)
-            padded.add(i)
+            padded.add((i, have))
         sizes.append(n)
     return tuple(sizes), frozenset(padded)

@@ -84,3 +84,14 @@ def frequencies_of_two_dimensions(mesh):
 @bad
 def frequencies_of_no_samples(mesh):
     body("b/dp d -> b/dp d", lambda x: x + fft.rfftfreq("k", 0), mesh)
+
+
+@bad
+def samples_of_one_frequency(mesh):
+    spmd.kernel("x/dp k -> x/dp y", mesh=mesh)(lambda f: fft.irfft(f, "x/dp k -> x/dp y"))(jnp.ones((4, 1)))
+
+
+@fixed
+def samples_of_one_frequency_fixed(mesh):
+    kernel = spmd.kernel("x/dp k -> x/dp y", mesh=mesh)(lambda f: fft.irfft(f, "x/dp k -> x/dp y", y=1))
+    np.testing.assert_allclose(kernel(jnp.ones((4, 1))), np.ones((4, 1)))

@@ -72,5 +72,16 @@ def weights_of_another_rank(mesh):
 
 
 @bad
+def weights_of_another_dtype(mesh):
+    body("x/dp -> x/dp", lambda x: stencil.convolve(x, jnp.arange(3), "[x/dp]"), mesh, V)
+
+
+@fixed
+def weights_of_another_dtype_fixed(mesh):
+    fn = lambda x: stencil.convolve(x, jnp.arange(3).astype(x.dtype), "[x/dp]")
+    np.testing.assert_allclose(body("x/dp -> x/dp", fn, mesh, V), np.convolve(V, np.float32([0, 1, 2]), "same"))
+
+
+@bad
 def a_difference_along_nothing(mesh):
     body(SAME, lambda x: stencil.diff(x, "b/dp d"), mesh)

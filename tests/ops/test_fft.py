@@ -136,11 +136,14 @@ def test_bytes_are_the_formula(mesh, pattern: str, count: int, shards: float) ->
     assert both.total_bytes == report.total_bytes
 
 
-def test_a_natural_pencil_never_gathers_and_stays_within_two_exchanges_each_way() -> None:
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+def test_a_natural_pencil_never_gathers_and_stays_within_two_exchanges_each_way(mode: str) -> None:
+    """Nor where the compiler moves the data: it is asked for one exchange at a time."""
     mesh = make_mesh(PENCIL)
     x = spmd.shard(jnp.ones((16, 32, 24), jnp.complex64), "x/a y/b z", mesh=mesh)
-    report = spmd.inspect.collectives(kernel("fft", "x/a y/b z -> kx/a ky/b kz", mesh), x, mesh=mesh)
-    assert set(report.counts) == {"all_to_all"} and report.total_bytes <= 2 * (1 / 2 + 3 / 4) * x.nbytes / 8
+    run = getattr(kernel("fft", "x/a y/b z -> kx/a ky/b kz", mesh), mode)
+    both = spmd.inspect.collectives(lambda x: (y := run(x), jax.vjp(run, x)[1](y)), x, mesh=mesh)
+    assert set(both.counts) == {"all_to_all"} and both.total_bytes <= 2 * 2 * (1 / 2 + 3 / 4) * x.nbytes / 8
 
 
 def test_real_numbers_are_sent_as_half_of_complex_ones() -> None:
@@ -188,6 +191,27 @@ def test_layouts_in_between_need_not_divide() -> None:
     x = numbers(np.random.default_rng(0), (8, 5), True)
     run = kernel("rfft", "x/a z -> kx/a kz", make_mesh(SLAB))
     close(run(x), np.fft.rfftn(x))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pattern", "shape"),
+    [
+        ({"a": 4, "b": 2}, "x/a y/b -> kx/a y/b", (8, 6)),
+        ({"a": 4, "b": 2}, "x/a y/b -> kx/a ky/b", (12, 6)),  # each takes over the other's axis, padded
+        ({"a": 2, "b": 2, "c": 2}, "x/a y/b z/c -> kx/a ky/b kz/c", (2, 6, 2)),
+    ],
+)
+def test_dimensions_that_are_divided_already_take_over_axes_that_do_not_divide_them(mesh, pattern: str, shape) -> None:
+    """Each of their blocks is padded."""
+    moved = [i for i, word in enumerate(pattern.split("-> ")[1].split()) if word[0] == "k"]
+    x, by = (numbers(np.random.default_rng(seed), shape, False) for seed in (0, 1))
+    want, want_gradient = pulled(lambda x: jnp.fft.fftn(x, axes=moved), x, by=by)
+    run = kernel("fft", pattern, make_mesh(mesh))
+    for mode in MODES:
+        out, gradient = pulled(getattr(run, mode), x, by=by)
+        close(out, want)
+        close(gradient[0], want_gradient[0])
+    assert set(spmd.inspect.collectives(run, x, mesh=make_mesh(mesh)).counts) == {"all_to_all"}
 
 
 # --- vmap, scan, remat, double precision ----------------------------------------------------------------------
@@ -247,6 +271,15 @@ def test_other_numbers_become_float32(dtype: str) -> None:
     for kind in ("fft", "rfft"):
         run = kernel(kind, "x/a y -> kx/a ky", make_mesh({"a": 4}))
         close(run(x), NUMPY[kind](np.asarray(x.astype("float32"))))
+
+
+def test_integers_are_as_exact_as_in_jnp() -> None:
+    x = np.arange(48).reshape(8, 6) ** 3
+    run = kernel("fft", "x/a y -> kx/a ky", make_mesh({"a": 4}))
+    with jax.enable_x64(True):
+        out = run(x)
+        assert out.dtype == jnp.fft.fftn(x).dtype == jnp.complex128
+        close(out, np.fft.fftn(x), 1e-13)
 
 
 # --- frequencies ----------------------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""The frequencies that belong to the dimensions of a spectrum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.comm._call import Call, open_call
+from spmd.errors import LayoutError, SizeError
+from spmd.ops._create import iota
+from spmd.ops._landing import plain_dims
+
+__all__ = ["fftfreq", "rfftfreq"]
+
+
+def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
+    """The sample frequencies of a transformed dimension, each device its own: `fftfreq("ky/a")`.
+
+    Communication: none.
+
+    Args:
+      layout: One dimension, `"ky/a"`, of the size that its signature or a keyword binds.
+      d: The distance of the samples.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The block of `jnp.fft.fftfreq(n, d)` that is held here, in cycles per unit of d.
+
+    Raises:
+      LayoutError: If the string is not one dimension.
+      SizeError: If its size is not known, or does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> print(spmd.kernel("-> k/a", mesh=mesh)(lambda: spmd.fft.fftfreq("k/a", k=8))() * 8)
+      [ 0.  1.  2.  3. -4. -3. -2. -1.]
+    """
+    call = _one_dimension("fft.fftfreq", layout, names)
+    n = call.factor(call.pattern.inputs[0].dims[0].atoms[0]).size
+    i = iota(layout, **names)
+    i = jnp.where(i < (n + 1) // 2, i, i - n)
+    return i.astype(float) / (jnp.asarray(d, float) * n)
+
+
+def rfftfreq(layout: str, n: int, d: Any = 1.0, **names: Any) -> jax.Array:
+    """The frequencies that `rfft` keeps of a dimension of n samples: `rfftfreq("kz", 64)`.
+
+    Communication: none.
+
+    Args:
+      layout: One dimension, `"kz"`.
+      n: How many samples were transformed.
+      d: Their distance.
+      **names: Mesh axes of names in the layout.
+
+    Returns:
+      The block of `jnp.fft.rfftfreq(n, d)` that is held here.
+
+    Raises:
+      LayoutError: If the string is not one dimension.
+      SizeError: If the dimension is known to have another size than n // 2 + 1, or does not divide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> print(spmd.kernel("-> k", mesh=mesh)(lambda: spmd.fft.rfftfreq("k", 8))() * 8)
+      [0. 1. 2. 3. 4.]
+    """
+    call = _one_dimension("fft.rfftfreq", layout, names)
+    [atom] = call.pattern.inputs[0].dims[0].atoms
+    if type(n) is not int or n < 1:
+        call.fail("n is the number of samples, a Python int of at least 1.", error=SizeError)
+    call.bind(atom.name, n // 2 + 1, f"the frequencies of n={n} samples", atom.span)
+    i = iota(layout, **{**names, atom.name: n // 2 + 1})
+    return i.astype(float) / (jnp.asarray(d, float) * n)
+
+
+def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
+    call = open_call(who, layout, names, arrow=False, outputs=None)
+    [asked] = call.pattern.inputs
+    plain_dims(call, asked)
+    if len(asked.dims) != 1 or asked.dims[0].ellipsis or asked.dims[0].composite:
+        call.fail(f"{who} is about one dimension with one name.", fix=f'{who}("kx")', error=LayoutError)
+    return call
