@@ -76,8 +76,11 @@ def _between(i: Any, first: Any, last: Any, steps: int) -> Any:
     division by a constant into a product, but neither across the bounds of the products here."""
     steps = max(steps, 1)
     most = jnp.finfo(first.dtype).max
-    parts = (jnp.clip(end * k.astype(first.dtype), -most, most) for end, k in ((first, steps - i), (last, i)))
-    between = sum(parts) / steps
+    largest = jnp.maximum(abs(first), abs(last))
+    scale = jnp.where(largest > most / (2 * steps), 0.5 ** (steps.bit_length() + 1), 1).astype(first.dtype)  # exact
+    ends = ((first, steps - i), (last, i))
+    parts = (jnp.clip(end * scale * k.astype(first.dtype), -most, most) for end, k in ends)
+    between = jnp.where(largest <= most, sum(parts) / steps / scale, jnp.nan)
     return jnp.where(i == 0, first, jnp.where(i == steps, last, between))
 
 

@@ -8,18 +8,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.comm._call import Call, open_call
+from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, SizeError, compose
 from spmd.language import Dim, Layout
 from spmd.mode import current_frame, inner
 from spmd.ops._halo import check_edge, halo, with_margins, without_margins
+from spmd.ops._island import local
 from spmd.ops._softmax import bracketed, open_bracketed
 
 __all__ = ["convolve", "diff", "stencil"]
 
 Ranges = dict[str, tuple[int, int]]
-_halo = inner(halo)
+_halo, _local = inner(halo), inner(local)
 
 
 def stencil(
@@ -119,10 +120,10 @@ def diff(x: Any, layout: str, *, edge: str = "periodic", **names: Any) -> Any:
     plain = src.without_brackets()
     wide = with_margins(plain, {i: (0, 1)})
     at = i - len(src.dims) if any(d.ellipsis for d in src.dims[:i]) else i
-    padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edge)
+    padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edge, **_parts_of(call, plain))
     n = padded.shape[at]
     later, now = (lax.slice_in_dim(padded, k, n - 1 + k, axis=at) for k in (1, 0))
-    return call.result(_opened(operand, later - now), plain)
+    return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
 
 
 def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: Any) -> Any:
@@ -145,7 +146,7 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: 
       The convolution, in the layout of x.
 
     Raises:
-      LayoutError: On a malformed layout, or weights whose rank is not the number of brackets.
+      LayoutError: On a malformed layout, or weights of another dtype, or whose rank is not the number of brackets.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -158,18 +159,44 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: 
     check_edge(call, edge)
     bracketed(call, operand, name="convolve")
     src = operand.layout
+    weights = jnp.asarray(weights)
     marked = [i for i, d in enumerate(src.dims) if d.bracket]
-    if any(len(src.dims[i].atoms) > 1 for i in marked) or jnp.ndim(weights) != len(marked):
-        rule = "the weights have one dimension for each dimension in brackets, and those have one name."
-        call.fail(rule, got=[f"weights: shape {jnp.shape(weights)}", f'"{src.short}"'], error=LayoutError)
+    _check_weights(call, weights, marked, operand)
     plain = src.without_brackets()
     # "same" keeps the middle of the full result: entry (n - 1) // 2 of the weights meets the element itself
     widths = {i: (n - 1 - (n - 1) // 2, (n - 1) // 2) for i, n in zip(marked, weights.shape, strict=True)}
     wide = with_margins(plain, widths)
-    padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edge)
     first = next((i for i, d in enumerate(src.dims) if d.ellipsis), len(src.dims))
     places = [i - len(src.dims) if i > first else i for i in marked]
-    return call.result(_opened(operand, _valid(padded, weights, places)), plain)
+
+    parts = _parts_of(call, plain)
+
+    def run(x: Any, weights: Any) -> Any:
+        padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edge, **parts)
+        return _valid(padded, weights, places)
+
+    if call.frame.mode == "auto":
+        # XLA's partitioner (jax 0.10 and 0.12, CPU) sums wide windows over axes that hold copies too, and gives
+        # multiples of convolutions and of the gradients of weights: hence an island.
+        run = _local(run, f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}", **parts)
+    return call.result(_opened(operand, run(x, weights)), plain)
+
+
+def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand) -> None:
+    src = operand.layout
+    if any(len(src.dims[i].atoms) > 1 for i in marked) or weights.ndim != len(marked) or not weights.size:
+        rule = "the weights have one dimension for each dimension in brackets, not empty, and those have one name."
+        call.fail(rule, got=[f"weights: shape {weights.shape}", f'"{src.short}"'], error=LayoutError)
+    if weights.dtype != operand.x.dtype:
+        rule = "the weights are numbers of the array's dtype."
+        got = [f"weights: {weights.dtype}", f"x: {operand.x.dtype}"]
+        call.fail(rule, got=got, fix="weights.astype(x.dtype)", error=LayoutError)
+
+
+def _parts_of(call: Call, layout: Layout) -> dict[str, int]:
+    """The sizes that a call below needs said: those of the parts of composite dimensions."""
+    names = [atom.name for dim in layout.dims if dim.composite for atom in dim.atoms]
+    return {name: call.sizes[name][0] for name in names if name in call.sizes}
 
 
 def _valid(x: Any, weights: Any, places: list[int]) -> Any:
@@ -184,7 +211,7 @@ def _valid(x: Any, weights: Any, places: list[int]) -> Any:
     return out.transpose([order.index(i) for i in range(x.ndim)])
 
 
-def _opened(operand: Any, x: Any) -> Any:
+def _opened(operand: Operand, x: Any) -> Any:
     """One axis per factor again, as results are handed back."""
     return x.reshape(operand.x.shape)
 
@@ -215,7 +242,8 @@ class _Job:
             bare = without_margins(layout)
             self.call.operand(x, layout=bare)  # sizes, from the arrays
             text = f"{bare.short} -> {with_margins(bare, wide).short}"
-            out.append(_halo(x, text, edge=self.edge, corners=self.corners) if wide else x)
+            parts = _parts_of(self.call, bare)
+            out.append(_halo(x, text, edge=self.edge, corners=self.corners, **parts) if wide else x)
         return out
 
     def checked(self, out: Any) -> Any:

@@ -49,6 +49,17 @@ def test_linspace_of_several_dimensions_dtypes_and_one_element(mode: str) -> Non
     close(made(lambda: linspace(3, 7, "s", s=1), "s", mode), jnp.array([3.0]))
 
 
+@pytest.mark.parametrize("ends", [(1e38, 3e38), (-3e38, 3e38), (3e38, 0.0), (0.0, np.inf), (np.nan, 1.0)])
+def test_linspace_of_the_largest_numbers(ends: tuple[float, float]) -> None:
+    found = made(lambda: linspace(*ends, "n/tp", n=12), "n/tp")
+    wanted = (
+        np.float32(np.linspace(*ends, 12))
+        if np.isfinite(ends).all()
+        else np.float32([ends[0], *[np.nan] * 10, ends[1]])
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e31)
+
+
 def test_the_ends_may_be_traced_and_have_gradients() -> None:
     by = jnp.arange(8.0)
     wanted = pulled(lambda a, b: jnp.linspace(a, b, 8), jnp.asarray(1.0), jnp.asarray(3.0), by=by)

@@ -249,6 +249,40 @@ def test_convolve(shape: tuple[int, int]) -> None:
             close(a, b, 1e-4)
 
 
+@pytest.mark.parametrize("width", [5, 13, 29])  # of blocks of 6, on devices that hold two copies
+def test_convolve_where_an_axis_holds_copies(width: int) -> None:
+    """XLA's own partitioner, of a convolution of the whole arrays, gives twice of some of these."""
+    x, w = numbers(0, (24,)), numbers(1, (width,))
+    run = spmd.kernel("x/a, w -> x/a", mesh=make_mesh({"a": 4, "b": 2}))(lambda u, w: stencil.convolve(u, w, "[x/a]"))
+    want = np.convolve(x, w)[(width - 1) // 2 :][:24]
+    _, gradients = pulled(lambda x, w: jnp.convolve(x, w)[(width - 1) // 2 :][:24], x, w, by=x)
+    for mode in MODES:
+        out, found = pulled(getattr(run, mode), x, w, by=x)
+        close(out, want)
+        jax.tree.map(close, found, gradients)
+
+
+def test_convolve_of_other_numbers_and_beside_composites() -> None:
+    mesh = make_mesh({"a": 4, "b": 2})
+    complex_numbers = jax.lax.complex(numbers(0, (12,)), numbers(1, (12,)))
+    turned = spmd.kernel("x/a -> x/a", mesh=mesh)(lambda u: stencil.convolve(u, [1j, 2, 3], "[x/a]"))
+    composite = spmd.kernel("(h k)/b x/a -> (h k)/b x/a", mesh=mesh, h=2)(
+        lambda u: stencil.convolve(stencil.diff(u, "(h k)/b [x/a]", h=2), [1.0, 2, 3], "(h k)/b [x/a]", h=2)
+    )
+    step = stencil.stencil(lambda u: u[:, 2:] + u[:, :-2], "(h k)/b 1+x/a+1 -> (h k)/b x/a", h=2)
+    stepped = spmd.kernel("(h k)/b x/a -> (h k)/b x/a", mesh=mesh, h=2)(step)
+    for mode in MODES:
+        close(getattr(turned, mode)(complex_numbers), np.convolve(complex_numbers, np.array([1j, 2, 3], "c8"), "same"))
+        x = np.asarray(numbers(2, (6, 12)))
+        close(getattr(stepped, mode)(x), np.roll(x, 1, 1) + np.roll(x, -1, 1))
+        differences = np.roll(x, -1, 1) - x
+        wanted = [np.convolve(row, np.float32([1, 2, 3]), "same") for row in differences]
+        close(getattr(composite, mode)(x), np.stack(wanted))
+    changes = spmd.kernel("x/a -> x/a", mesh=mesh)(lambda u: stencil.diff(u, "[x/a]", edge="edge"))
+    positive = np.asarray(numbers(0, (12,)) > 0)
+    close(changes(positive), np.diff(positive, append=positive[-1]))
+
+
 # --- communication -------------------------------------------------------------------------------------------
 
 
