@@ -417,7 +417,8 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
     """An array born sharded, of its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
 
     `fn` gets the global positions along each dimension, int32 arrays that broadcast to the block which is here, and
-    gives the elements: the same on every mesh, and no device ever holds the whole. Inside a kernel and outside.
+    gives the elements: the same on every mesh, and no device ever holds the whole. Inside a kernel and outside, where a
+    function that is given again is not compiled again: globals that it reads are read once, as under `jax.jit`.
 
     Communication: none. (Inside a kernel, backward, what `fn` closes over has a psum over the axes of the layout.)
 
@@ -459,8 +460,22 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
     sizes: dict[str, Any] = {key: value for key, value in names.items() if type(value) is int}
     axes = {key: value for key, value in names.items() if key not in sizes}
 
-    def from_function() -> Any:  # the name that messages show
-        return born(fn, layout, **names)
+    where, mapping = _mesh(mesh, [], call), ambient_mapping()
+    rest = (layout, where, mapping, tuple(axes.items()), tuple(sizes.items()))
+    cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
+    try:  # equal numbers may differ in what they print: 1, 1.0 and True
+        run = _born(fn, *rest, tuple((x, repr(x)) for x in cells)) if outside_trace() else None
+    except TypeError:  # what is not hashable may change
+        run = None
+    return (run or _born.__wrapped__(fn, *rest))()
 
-    where = _mesh(mesh, [], call)
-    return kernel(f"-> {layout}", mesh=where, mapping=ambient_mapping(), axes=axes or None, **sizes)(from_function)()
+
+@functools.lru_cache(maxsize=256)
+def _born(fn: Any, layout: Any, mesh: Any, mapping: Any, axes: Any, sizes: Any, cells: Any = ()) -> Callable[[], Any]:
+    """A kernel that makes the array of `fn`. The key has all that it depends on, but for globals."""
+    del cells
+
+    def from_function() -> Any:  # the name that messages show
+        return born(fn, layout, **dict(axes), **dict(sizes))
+
+    return kernel(f"-> {layout}", mesh=mesh, mapping=mapping, axes=dict(axes) or None, **dict(sizes))(from_function)

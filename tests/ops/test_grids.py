@@ -148,6 +148,25 @@ def test_from_function_takes_axes_mappings_and_the_ambient_mesh() -> None:
     np.testing.assert_array_equal(constant, np.full(8, 3))
 
 
+def test_a_function_given_again_is_not_compiled_again() -> None:
+    """Unless what it closes over is another: equal numbers of other types too, and arrays always."""
+    mesh, runs = make_mesh(MESH), []
+    note, scale = runs.append, 1  # (a list is not hashable, and may change)
+
+    def scaled(i):
+        note(1)
+        return i * jnp.asarray(scale).astype(i.dtype) if isinstance(scale, jax.Array) else i.astype(type(scale)) * scale
+
+    for scale, fresh in ((1, True), (1, False), (1.0, True), (2.5, True), (1, False), (jnp.ones(()) * 3, True)):
+        runs.clear()
+        out = spmd.from_function(scaled, "x/tp", x=8, mesh=mesh)
+        np.testing.assert_array_equal(out, np.arange(8) * np.asarray(scale))
+        assert bool(runs) == fresh and out.dtype == (np.float32 if isinstance(scale, float) else np.int32)
+    with spmd.mode("reference"):
+        assert len(spmd.from_function(scaled, "x/tp", x=8, mesh=mesh).sharding.device_set) == 1
+    assert spmd.from_function(scaled, "x/tp", x=16, mesh=mesh).shape == (16,)
+
+
 def test_what_the_function_closes_over_has_a_gradient() -> None:
     mesh = make_mesh(MESH)
     kernel = spmd.kernel("scalar -> x/tp", mesh=mesh, x=8)(
