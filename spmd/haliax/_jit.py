@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,13 @@ from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
 from spmd._trees import is_array
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.haliax._placement import shard
 from spmd.mode import ambient_mapping, ambient_mode
 
 __all__ = ["fsdp", "named_jit"]
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def named_jit(
@@ -44,7 +47,8 @@ def named_jit(
       axis_resources: Where names live inside; absent, the surrounding `axis_mapping` at the call.
       in_axis_resources: Where the arguments are to lie.
       out_axis_resources: Where the results are to lie.
-      in_names: The layouts of the positional arguments, a tuple with an entry for each; None leaves one alone.
+      in_names: The layouts of the arguments, by position or by keyword alike: a tuple with an entry for each parameter
+        in order, or a dict by their names. None, or no entry in the dict, leaves one alone.
       out_names: The layouts of the result.
       donate_args: Whether each positional argument's buffers may be reused: a prefix tree of booleans or of functions
         from an array to one. An argument that is brought elsewhere first is donated as what arrives there.
@@ -91,8 +95,8 @@ def named_jit(
             rule = f"{what}_axis_resources places named dimensions, and {what}_names does not name any."
             fix = 'in_names=("batch embed",)' if what == "in" else 'out_names="batch embed"'
             raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix=fix))
-    if in_names is not None and not isinstance(in_names, tuple):
-        rule = "in_names is a tuple with an entry for each positional argument."
+    if in_names is not None and not isinstance(in_names, (tuple, dict)):
+        rule = "in_names is a tuple with an entry for each parameter, or a dict by their names."
         got = [f"in_names: {type(in_names).__name__}"]
         raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=got, fix='in_names=("batch embed",)'))
     return _NamedJit(
@@ -193,7 +197,7 @@ class _NamedJit:
         self._in_mapping, self._in_names = arguments
         self._out_mapping, self._out_names = results
         self._donate_args, self._donate_kwargs = donated
-        self._right: dict[int, Any] = {}
+        self._right: dict[int | str, Any] = {}
         self._jitted = jax.jit(self._named(fn), donate_argnums=0, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +220,7 @@ class _NamedJit:
         """The arrays that are donated, those that are kept, and the rest."""
         inside = ambient_mapping() if self._inside is None else AxisMapping.of(self._inside)
         if self._in_names is not None:
-            args = self._placed(args, inside)
+            args, kwargs = self._placed(args, kwargs, inside)
         leaves, structure = jax.tree.flatten((args, kwargs))
         donate = self._flags(args, kwargs)
         donated = [x if flag and is_array(x) else None for x, flag in zip(leaves, donate, strict=True)]
@@ -233,22 +237,54 @@ class _NamedJit:
     def _call(self) -> str:
         return getattr(self._fn, "__name__", "fn")
 
-    def _placed(self, args: tuple[Any, ...], inside: AxisMapping | None) -> tuple[Any, ...]:
-        if len(self._in_names) != len(args):
-            rule = f"in_names has an entry for each positional argument: {len(args)}, not {len(self._in_names)}."
-            raise LayoutError(compose(rule, call=f"{self._call}(...)", fix="None for one left alone"))
+    def _placed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], inside: AxisMapping | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        of_args, of_kwargs = self._names(args, kwargs)
         rules = _rules(self._in_mapping, inside, "in")
-        named = enumerate(zip(args, self._in_names, strict=True))
-        return tuple(x if names is None else self._at_its_place(i, x, names, rules) for i, (x, names) in named)
+        place = lambda key, x, names: x if names is None else self._at_its_place(key, x, names, rules)
+        placed = tuple(place(i, x, names) for i, (x, names) in enumerate(zip(args, of_args, strict=True)))
+        return placed, {name: place(name, x, of_kwargs.get(name)) for name, x in kwargs.items()}
 
-    def _at_its_place(self, i: int, x: Any, names: Any, rules: AxisMapping) -> Any:
+    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The layouts of the positional and of the keyword arguments."""
+        given, kinds = self._in_names, self._parameters
+        positional = [name for name, kind in kinds.items() if kind in _BY_POSITION]
+        if isinstance(given, dict):
+            unknown = [name for name in given if name not in kinds]
+            if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+                rule = (
+                    f"in_names names parameters, and there is no {unknown[0]}{did_you_mean(unknown[0], kinds) or '.'}"
+                )
+                got = [f"parameters: {', '.join(kinds)}"]
+                raise LayoutError(compose(rule, call=f"{self._call}(...)", got=got))
+            return [given.get(name) for name in (*positional, *[None] * len(args))][: len(args)], given
+        others = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+        later = dict(zip([*positional[len(args) :], *others], given[len(args) :], strict=False))
+        passed = len(args) + len(later.keys() & kwargs.keys())
+        if len(given) != len(args) + len(later) or any(
+            later[name] is not None for name in later.keys() - kwargs.keys()
+        ):
+            rule = f"in_names has an entry for each parameter in order: {passed}, not {len(given)}."
+            raise LayoutError(compose(rule, call=f"{self._call}(...)", fix="None for one left alone"))
+        return list(given[: len(args)]), later
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, Any]:
+        """The kind of each parameter."""
+        try:
+            return {p.name: p.kind for p in inspect.signature(self._fn).parameters.values()}
+        except (TypeError, ValueError):  # of something built in
+            return {}
+
+    def _at_its_place(self, key: int | str, x: Any, names: Any, rules: AxisMapping) -> Any:
         """An argument, placed; one that lay right in the last call, and lies as it did then, is not looked at again."""
         before = _where(x, rules)
-        if before is not None and self._right.get(i) == before:
+        if before is not None and self._right.get(key) == before:
             return x
         placed = shard(x, names, rules)
         if before is not None and _where(placed, rules) == before:
-            self._right[i] = before
+            self._right[key] = before
         return placed
 
     def _flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:

@@ -91,6 +91,11 @@ def names_for_another_number_of_arguments(mesh):
 
 
 @bad
+def names_of_a_parameter_that_is_not_there(mesh):
+    hax.named_jit(lambda x, weight: x, RULES, in_names={"x": "batch embed", "weigth": "embed"})(X, X)
+
+
+@bad
 def a_mapping_where_the_function_belongs(mesh):
     hax.named_jit(RULES)
 

@@ -118,6 +118,34 @@ def test_which_mapping_places_arguments_and_results(mappings, columns, result):
     close(out, X @ W)
 
 
+@pytest.mark.parametrize(
+    ("in_names", "call"),
+    [
+        (("batch embed", "embed mlp"), lambda fn: fn(X, w=W)),
+        (("batch embed", "embed mlp"), lambda fn: fn(w=W, x=X)),
+        ({"w": "embed mlp", "x": "batch embed"}, lambda fn: fn(X, W)),
+        ({"w": "embed mlp"}, lambda fn: fn(spmd.shard(X, "a/data b"), w=W, scale=3)),
+        (("batch embed", "embed mlp", None, "mlp"), lambda fn: fn(X, w=W, scale=2, bias=W[0])),
+        (
+            {"x": "batch embed", "w": "embed mlp", "bias": "mlp"},
+            lambda fn: fn(X, W, np.zeros((8, 20), np.float32), bias=W[0]),
+        ),
+    ],
+)
+def test_arguments_are_placed_however_they_are_passed(in_names, call):
+    seen = {}
+
+    def fn(x, w, *rest, scale=None, bias=None):
+        for name, value in {"x": x, "w": w, **({} if bias is None else {"bias": bias})}.items():
+            jax.debug.inspect_array_sharding(value, callback=lambda s, name=name: seen.update({name: s}))
+        return x @ w + sum(rest)
+
+    for _ in range(2):  # placed, and found in place
+        close(call(hax.named_jit(fn, RULES, in_names=in_names)), X @ W)
+    assert (seen["x"].shard_shape(X.shape), seen["w"].shard_shape(W.shape)) == ((4, 12), (12, 5))
+    assert "bias" not in seen or seen["bias"].shard_shape((20,)) == (5,)
+
+
 def test_arguments_that_lie_right_are_left_and_others_are_moved_again(mesh, monkeypatch):
     """In whatever order they come: the last placement is remembered, not the first."""
     fn = hax.named_jit(lambda x, n: x, RULES, in_names=("batch mlp", None), out_names=None)
