@@ -193,7 +193,7 @@ def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand
         call.fail(rule, got=got, fix="weights.astype(x.dtype)", error=LayoutError)
 
 
-def _parts_of(call: Call, layout: Layout) -> dict[str, int]:
+def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
     """The sizes that a call below needs said: those of the parts of composite dimensions."""
     names = [atom.name for dim in layout.dims if dim.composite for atom in dim.atoms]
     return {name: call.sizes[name][0] for name in names if name in call.sizes}

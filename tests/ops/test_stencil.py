@@ -29,7 +29,9 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: str = "float32"):
 def sample(seed: int) -> tuple:
     draw = random.Random(seed)
     mesh = draw.choice([{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 3, "b": 2}, {"a": 8, "b": 1}, {"a": 1, "b": 5}])
-    places = draw.choice([(("a",), ("b",)), (("a", "b"), ()), ((), ("b", "a")), (("b",), ("a",))])
+    places = draw.choice(
+        [(("a",), ("b",)), (("a", "b"), ()), ((), ("b", "a")), (("b",), ("a",)), (("a",), ()), ((), ("b",))]
+    )
     blocks = [int(np.prod([mesh[axis] for axis in axes], dtype=int)) for axes in places]
     shape = tuple(n * draw.choice([2, 3, 5]) for n in blocks)
     margins = [(draw.choice([0, 1, 2, 4]), draw.choice([0, 1, 3])) for _ in places]
