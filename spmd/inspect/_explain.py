@@ -74,7 +74,8 @@ class Explanation:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many collectives of each kind one call runs, kinds in the order of their names."""
+        """How many collectives of each kind one call runs, kinds in the order of their names. One per array: where the
+        compiler combines several, `.compiled.counts` has fewer."""
         runs = ((one.kind, one.count if one.runs is None else one.runs) for one in self.collectives)
         return counts_by_kind((kind, count) for kind, count in runs if count)
 

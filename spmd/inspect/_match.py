@@ -127,15 +127,18 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     for piece in pieces:
         candidates = _named(piece, rows)
         if len(piece.operands) < len(piece.of.operands):  # the name of what XLA combined is that of one of them
-            candidates = {i: row for i, row in candidates.items() if row.shape == piece.shape and i not in taken}
+            candidates = {
+                i: row for i, row in candidates.items() if row.shape == piece.shape and _wants(row, taken.get(i, ()))
+            }
         _claim(piece, candidates, taken, rest)
     pieces, rest = rest, []
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
         _claim(piece, _alike(piece, rows, taken), taken, rest)
-    joined = [_joined(row, taken.get(i, []), _twin(i, rows, taken)) for i, row in enumerate(rows)]
-    strangers = {id(piece.of): piece.of for piece in rest}
-    partly = {id(piece.of) for found in taken.values() for piece in found}
-    return (*joined, *(_unwritten(one, written) for key, one in strangers.items() if key not in partly))
+    joined = [_joined(row, taken.get(i) or _gone(i, rows, taken)) for i, row in enumerate(rows)]
+    strangers: dict[int, list[_Piece]] = {}
+    for piece in rest:
+        strangers.setdefault(id(piece.of), []).append(piece)
+    return (*joined, *(_unwritten(parts, written) for parts in strangers.values()))
 
 
 def _claim(
@@ -155,7 +158,7 @@ def _claim(
             row.kind == piece.of.kind,
             math.prod(row.shape) == piece.elements,
             row.shape == piece.shape,
-            sum(one.of.count for one in taken.get(i, ())) < row.count,
+            _wants(candidates[i], taken.get(i, ())),
         )
 
     best = max(candidates, key=lambda i: (sum(fits(i)), -i))
@@ -188,9 +191,14 @@ def _alike(
     return {
         i: row
         for i, row in enumerate(rows)
-        if i not in taken
+        if _wants(row, taken.get(i, ()))
         and (row.kind, row.axes, math.prod(row.shape)) == (piece.of.kind, piece.of.axes, piece.elements)
     }
+
+
+def _wants(row: WrittenCollective, found: Sequence[_Piece]) -> bool:
+    """Whether a written collective runs more often than what was found of it so far."""
+    return sum(piece.of.count for piece in found) < row.count
 
 
 def _related(row: WrittenCollective, one: Collective) -> bool:
@@ -198,14 +206,15 @@ def _related(row: WrittenCollective, one: Collective) -> bool:
     return not row.axes or not one.axes or set(one.axes) <= set(row.axes)
 
 
-def _twin(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) -> bool:
-    """Whether the compiled program has another collective of the same call and size, which may serve for this too."""
+def _gone(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) -> str:
+    """What to say of a written collective that the compiled program does not have: another of its call and size may
+    serve for this too; of another call that is not known."""
+    alike = lambda one: (one.kind, one.axes, one.shape, one.dtype) == (row.kind, row.axes, row.shape, row.dtype)
     row = rows[at]
-    same = (row.text, row.kind, row.axes, row.shape, row.dtype)
-    return any(
-        i != at and i in taken and (one.text, one.kind, one.axes, one.shape, one.dtype) == same
-        for i, one in enumerate(rows)
-    )
+    twins = [one.text for i, one in enumerate(rows) if i in taken and alike(one)]
+    if row.text in twins:
+        return "the compiler merged it with an equal one"
+    return f"the compiler removed it{', or merged it with an equal one' if twins else ''}"
 
 
 def _ops(kind: str) -> list[str]:
@@ -219,16 +228,18 @@ def _ends(name: str) -> str:
 # -------------------- one row
 
 
-def _joined(row: WrittenCollective, pieces: Sequence[_Piece] | None, twin: bool = False) -> Communication:
-    runs = None if pieces is None else sum(piece.of.count for piece in pieces)
-    kinds = {piece.of.kind for piece in pieces or ()}
-    note = "" if pieces is None or runs is None else _note(row, pieces, runs, twin)
+def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Communication:
+    """A written collective with what was found of it, with what to say where nothing was, or where nobody looked."""
+    pieces = () if found is None or isinstance(found, str) else found
+    runs = None if found is None else sum(piece.of.count for piece in pieces)
+    kinds = {piece.of.kind for piece in pieces}
+    note = found if isinstance(found, str) else _note(row, pieces, runs or 0) if pieces else ""
     if runs is None:
         sent = row.total_bytes
-    elif kinds <= {row.kind} and all(piece.of.axes in ((), row.axes) for piece in pieces or ()):
+    elif kinds <= {row.kind} and all(piece.of.axes in ((), row.axes) for piece in pieces):
         sent = row.bytes * runs  # in the dtype that was written: a CPU sums bfloat16 in float32
     else:
-        sent = sum(piece.bytes * piece.of.count for piece in pieces or ())
+        sent = sum(piece.bytes * piece.of.count for piece in pieces)
     return Communication(
         kind=row.kind,
         axes=row.axes,
@@ -246,15 +257,13 @@ def _joined(row: WrittenCollective, pieces: Sequence[_Piece] | None, twin: bool 
         dtype=row.dtype,
         shape=row.shape,
         group_size=row.group_size,
-        compiled=tuple({id(piece.of): piece.of for piece in pieces or ()}.values()),
+        compiled=tuple({id(piece.of): piece.of for piece in pieces}.values()),
         note=note,
         sent=sent,
     )
 
 
-def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int, twin: bool) -> str:
-    if not pieces:
-        return "the compiler merged it with an equal one" if twin else "the compiler removed it"
+def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int) -> str:
     kinds = sorted({piece.of.kind for piece in pieces} - {row.kind})
     if kinds:
         return f"compiled as {' and '.join(kinds)}"
@@ -263,16 +272,20 @@ def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int, twin: boo
     return ""
 
 
-def _unwritten(one: Collective, written: Written | None) -> Communication:
-    dtype, shape = max(one.operands, key=lambda operand: shape_bytes(*operand))
+def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communication:
+    """What is left of a compiled collective, usually all of it."""
+    one = pieces[0].of
+    whole = len(pieces) == len(_pieces(one))
+    nbytes = one.bytes if whole else sum(piece.bytes for piece in pieces)
+    dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
     return Communication(
         kind=one.kind,
         axes=one.axes,
-        bytes=one.bytes,
+        bytes=nbytes,
         count=one.count,
         runs=one.count,
         exact=one.exact,
-        text=_cause(one, written),
+        text=_cause(one, written) if whole else "the compiler's own, combined with one that is written",
         where=one.where,
         phase="backward" if "transpose(" in one.op_name else "forward",
         written=False,
@@ -284,7 +297,7 @@ def _unwritten(one: Collective, written: Written | None) -> Communication:
         group_size=one.group_size,
         compiled=(one,),
         note="" if one.whole else f"within groups of {one.group_size}",
-        sent=one.total_bytes,
+        sent=nbytes * one.count,
     )
 
 
@@ -295,7 +308,8 @@ def _cause(one: Collective, written: Written | None) -> str:
         if constraint.text in one.op_name or (constraint.where == one.where and _ends(one.op_name) in _PLACED):
             return f"auto mode, for {constraint.text}"
     last = _ends(one.op_name)
-    moved = [entry for entry in boundary if entry.source is not None and entry.where in ("", one.where)]
+    boundary = [entry for entry in boundary if entry.source is not None and entry.bytes != 0]
+    moved = [entry for entry in boundary if entry.where in ("", one.where)]
     if last in _PLACED and moved:
         return "moved to enter a kernel: " + "; ".join(dict.fromkeys(map(moved_text, _fitting(one, moved))))
     if last in _PLACED:
@@ -304,7 +318,7 @@ def _cause(one: Collective, written: Written | None) -> str:
     if written is None:  # then who wrote it is not known
         return operation
     cause = f"the compiler's own, for {operation}" if operation else "the compiler's own; it does not say for what"
-    likely = dict.fromkeys(moved_text(entry) for entry in boundary if entry.source is not None and _holds(one, entry))
+    likely = dict.fromkeys(moved_text(entry) for entry in boundary if _holds(one, entry))
     return f"{cause}; perhaps to move {' or '.join(list(likely)[:2])}" if likely else cause
 
 

@@ -118,7 +118,7 @@ def _written_sections(it: Explanation) -> Iterator[Section]:
     known = [one for one in it.written.boundary if one.source is not None]
     moved = [
         "  ".join(filter(None, (one.where, moved_text(one))))
-        + ("" if one.bytes is None else f", {bytes_text(one.bytes * one.count)}")
+        + (f", {bytes_text(one.bytes * one.count)}" if one.bytes else "" if one.bytes is None else ", nothing is sent")
         for one in known
     ]
     if blank := len(it.written.boundary) - len(known):

@@ -87,6 +87,13 @@ def test_a_boundary_that_moves_an_argument_is_flagged_with_its_name():
     assert "nothing: every compiled collective belongs to a written one" in str(quiet)
 
 
+def test_what_is_only_cut_on_its_way_into_a_kernel_is_no_cause_of_what_is_sent():
+    both = spmd.kernel("b/dp d/tp, b/dp d/tp -> b/dp d/tp", mesh=DEVICES)(lambda x, y: x * y)
+    report = explain(both, f32(8, 16, spec=P("tp", "dp")), f32(8, 16, spec=P()))
+    assert report.unwritten and all("kernel: y" not in one.text for one in report.unwritten)
+    assert 'y from "b d" to "b/dp d/tp", nothing is sent' in str(report)
+
+
 def test_auto_mode_is_the_compilers_and_says_for_which_call():
     report = explain(make_mlp(DEVICES).auto, *arguments(DEVICES, "float32"))
     assert report.written.collectives == () and len(report.unwritten) == len(report.collectives) > 0

@@ -107,11 +107,21 @@ def test_a_combined_collective_is_taken_apart():
 
 
 def test_a_combined_one_with_an_operand_too_many_is_flagged():
+    """The compiler combines its own with what is written; no byte of it is lost."""
     rows = [row("psum", SUM, shape=(8, 16))]
-    both = made("psum", f"jit(f)/{SUM}/psum", shapes=((8, 16), (5, 5)))
+    both = made("psum", f"jit(f)/{SUM}/psum", shapes=((8, 16), (5, 5), (3,)), count=2)
     found = joined(rows, [both])
-    assert [one.written for one in found] == [True]  # it is partly written, and shows under what it is part of
-    assert found[0].compiled == (both,)
+    assert [(one.written, one.shape, one.runs) for one in found] == [(True, (8, 16), 2), (False, (5, 5), 2)]
+    assert all(one.compiled == (both,) for one in found) and "combined with" in found[1].text
+    assert sum(one.total_bytes for one in found) == both.total_bytes
+
+
+def test_a_combined_one_may_hold_two_runs_of_a_loop():
+    rows = [row("psum", SUM, shape=(8, 16), count=2), row("psum", 'psum(c, "k {U:tp} -> k")', shape=(24,))]
+    unrolled = made("psum", f"jit(f)/{SUM}/psum", shapes=((8, 16), (8, 16), (24,)))
+    found = joined(rows, [unrolled])
+    assert [(one.written, one.runs, one.note) for one in found] == [(True, 2, ""), (True, 1, "")]
+    assert sum(one.total_bytes for one in found) == unrolled.total_bytes
 
 
 def test_out_of_a_loop_and_into_two():
@@ -141,6 +151,9 @@ def test_what_is_missing_was_removed_or_merged():
         "the compiler removed it",
     )
     assert (twin.total_bytes, gone.total_bytes) == (0, 0)
+    other = GATHER.replace("b", "rows")
+    named, _ = joined([row("all_gather", other), row("all_gather", GATHER)], [made("all_gather", f"jit(f)/{GATHER}")])
+    assert named.note == "the compiler removed it, or merged it with an equal one"
 
 
 def test_bytes_are_those_of_the_dtype_that_was_written():
