@@ -14,8 +14,11 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pages" / "haliax.md").re
 ROWS = {
     "Axis": [test_placement.test_names_of_a_tree, test_placement.test_equinox_modules],
     "Mesh": [test_placement.test_queries],
+    "zeros": [test_placement.test_zeros_are_born_in_their_place],
     "device_put": [test_placement.test_shard_takes_the_mesh_of_the_array_and_keeps_gradients],
+    "with_sharding_constraint": [test_placement.test_shard_inside_and_outside_jit],
     "ResourceMapping": [test_placement.test_mappings_nest_and_merge],
+    "PhysicalAxisSpec": [test_placement.test_queries],
     "axis_mapping": [
         test_placement.test_mappings_nest_and_merge,
         test_placement.test_a_mapping_stays_in_its_thread,
@@ -43,7 +46,8 @@ ROWS = {
     "sharding_for_axis": [test_placement.test_queries],
     "pspec_for": [test_placement.test_queries],
 }
-ELSEWHERE = {"Axis", "Mesh", "device_put", "WrappedCallable"}  # what something else replaces
+# what something else replaces
+ELSEWHERE = {"Axis", "Mesh", "zeros", "device_put", "with_sharding_constraint", "PhysicalAxisSpec", "WrappedCallable"}
 
 
 def rows(page: str) -> list[str]:

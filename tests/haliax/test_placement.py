@@ -110,6 +110,14 @@ def test_shard_with_axis_mapping(mesh):
         assert spec(hax.shard_with_axis_mapping(X, "batch embed", RULES)) == ("data",)
 
 
+def test_zeros_are_born_in_their_place(mesh):
+    with hax.axis_mapping(RULES):
+        zeros = spmd.init(lambda: jnp.zeros((8, 12)), "batch mlp", mesh=mesh)
+        assert spec(zeros()) == ("data", "tp") and not zeros().any()
+        shard_bytes = 8 * 12 * 4 // 8
+        assert zeros.lower().compile().memory_analysis().output_size_in_bytes == shard_bytes
+
+
 TREE = {"w": np.ones((12, 8), np.float32), "bs": [np.ones(8, np.float32), np.ones(4, np.float32)], "name": "mlp"}
 
 
