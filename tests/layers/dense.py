@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def dense_attention(q, k, v, *, positions=None, causal=False, window=None, segments=None, mask=None, softcap=None):
-    """q "b s h k", k "b t g k", v "b t g j"; segments "b s", mask "b h s t". Masks are made in NumPy."""
+def dense_attention(q, k, v, *, positions=None, causal=False, window=None, segments=None, mask=None, bias=None, softcap=None):
+    """q "b s h k", k "b t g k", v "b t g j"; segments "b s", mask "b h s t", bias "h s t". Masks are made in NumPy."""
     rows, heads = q.shape[-2] // k.shape[-2], q.shape[-2]
     k, v = jnp.repeat(k, rows, axis=-2), jnp.repeat(v, rows, axis=-2)
     scores = jnp.einsum("bshk,bthk->bhst", q, k) / np.sqrt(q.shape[-1])
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias[None]
     s, t = scores.shape[-2:]
     at = np.arange(s) if positions is None else np.asarray(positions)
     ahead = at[:, None] - (np.arange(t) if positions is None else at)[None]
@@ -26,7 +28,8 @@ def dense_attention(q, k, v, *, positions=None, causal=False, window=None, segme
         seen = seen & mask
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-    powers = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))  # compiled twice it may differ from itself
+    powers = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = powers.sum(-1, keepdims=True)
     return jnp.einsum("bhst,bthj->bshj", powers / jnp.where(total == 0, 1.0, total), v)
 

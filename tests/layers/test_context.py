@@ -107,6 +107,15 @@ def test_the_loss_counts_tokens_not_devices():
     assert not close(run(devices), truth, 0.1)
 
 
+def test_fewer_keys_than_queries():
+    q, k, v = (x[:, :n] for x, n in zip(inputs(), (16, 12, 12), strict=True))
+    kernel = spmd.kernel(SIGNATURE.replace("s/cp g", "t/cp g"), mesh=spmd.make_mesh(cp=CP))(
+        lambda q, k, v: parallel.ring_attention(q, k, v, cp="cp", chunk=2)
+    )
+    gradient = lambda fn: jax.jit(jax.grad(lambda *x: (fn(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
+    assert all(close(a, b) for a, b in zip(gradient(kernel), gradient(dense_attention), strict=True))
+
+
 # -------------------- what is held, and what is worked on
 
 
