@@ -124,16 +124,17 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     pieces = [piece for one in compiled for piece in _pieces(one)]
     taken: dict[int, list[_Piece]] = {}
     rest: list[_Piece] = []
+    groups = _groups(rows, taken)
     for piece in pieces:
-        candidates = _named(piece, rows)
+        candidates = [group for group in groups if _says(piece, group.row)]
         if len(piece.operands) < len(piece.of.operands):  # the name of what XLA combined is that of one of them
-            candidates = {
-                i: row for i, row in candidates.items() if row.shape == piece.shape and _wants(row, taken.get(i, ()))
-            }
-        _claim(piece, candidates, taken, rest)
+            candidates = [group for group in candidates if group.row.shape == piece.shape and group.wants]
+        _claim(piece, candidates, rest)
     pieces, rest = rest, []
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
-        _claim(piece, _alike(piece, rows, taken), taken, rest)
+        combined = any(one.of is piece.of for found in taken.values() for one in found)
+        placed = _ends(piece.of.op_name) in _PLACED and not combined
+        _claim(piece, [] if placed else [group for group in groups if group.wants and _alike(piece, group.row)], rest)
     joined = [_joined(row, taken.get(i) or _gone(i, rows, taken)) for i, row in enumerate(rows)]
     strangers: dict[int, list[_Piece]] = {}
     for piece in rest:
@@ -141,64 +142,80 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     return (*joined, *(_unwritten(parts, written) for parts in strangers.values()))
 
 
-def _claim(
-    piece: _Piece, candidates: Mapping[int, WrittenCollective], taken: dict[int, list[_Piece]], rest: list[_Piece]
-) -> None:
+@dataclass
+class _Group:
+    """Written collectives that only their place in the program tells apart, such as those of equal layers."""
+
+    rows: Sequence[WrittenCollective]
+    taken: dict[int, list[_Piece]]
+    places: list[int] = field(default_factory=list)
+    full: int = 0
+
+    @property
+    def row(self) -> WrittenCollective:
+        return self.rows[self.places[0]]
+
+    @property
+    def wants(self) -> bool:
+        """Whether one of them runs more often than what was found of it so far."""
+        while self.full < len(self.places):
+            place = self.places[self.full]
+            if sum(piece.of.count for piece in self.taken.get(place, ())) < self.rows[place].count:
+                return True
+            self.full += 1
+        return False
+
+    def take(self, piece: _Piece) -> None:
+        """Give the piece to the first that wants one, or to the first of all."""
+        place = self.places[self.full if self.wants else 0]
+        self.taken.setdefault(place, []).append(piece)
+
+
+def _groups(rows: Sequence[WrittenCollective], taken: dict[int, list[_Piece]]) -> list[_Group]:
+    found: dict[Any, _Group] = {}
+    for place, row in enumerate(rows):
+        key = (row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive)
+        found.setdefault(key, _Group(rows, taken)).places.append(place)
+    return list(found.values())
+
+
+def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> None:
     """Give `piece` to the best of the candidates, one that has nothing yet if possible."""
     if not candidates:
         rest.append(piece)
         return
     backward = "transpose(" in piece.of.op_name
 
-    def fits(i: int) -> tuple[bool, ...]:
-        row = candidates[i]
-        return (
-            row.where == piece.of.where,
-            (row.phase == "backward") == backward,
-            row.kind == piece.of.kind,
-            math.prod(row.shape) == piece.elements,
-            row.shape == piece.shape,
-            _wants(candidates[i], taken.get(i, ())),
+    def fits(group: _Group) -> int:
+        row = group.row
+        return sum(
+            (
+                row.where == piece.of.where,
+                (row.phase == "backward") == backward,
+                row.kind == piece.of.kind,
+                math.prod(row.shape) == piece.elements,
+                row.shape == piece.shape,
+                group.wants,
+            )
         )
 
-    best = max(candidates, key=lambda i: (sum(fits(i)), -i))
-    taken.setdefault(best, []).append(piece)
+    max(candidates, key=fits).take(piece)
 
 
-def _named(piece: _Piece, rows: Sequence[WrittenCollective]) -> dict[int, WrittenCollective]:
-    """The written collectives that the name of a compiled one says."""
+def _says(piece: _Piece, row: WrittenCollective) -> bool:
+    """Whether the name of a compiled collective says a written one."""
+    if not _related(row, piece.of):
+        return False
     names = (piece.of.op_name, piece.of.reducer)
+    if "(" in row.text:
+        return any(row.text in name for name in names)
+    # a raw call of jax.lax: its name is too common to go by alone
     last = {name.rpartition("/")[2].partition("[")[0] for name in names}
-    found: dict[int, WrittenCollective] = {}
-    for i, row in enumerate(rows):
-        if not _related(row, piece.of):
-            continue
-        if "(" in row.text:
-            said = any(row.text in name for name in names)
-        else:  # a raw call of jax.lax: its name is too common to go by alone
-            said = row.where == piece.of.where and (row.primitive in last or bool(last & set(_ops(row.kind))))
-        if said:
-            found[i] = row
-    return found
+    return row.where == piece.of.where and (row.primitive in last or bool(last & set(_ops(row.kind))))
 
 
-def _alike(
-    piece: _Piece, rows: Sequence[WrittenCollective], taken: Mapping[int, Sequence[_Piece]]
-) -> dict[int, WrittenCollective]:
-    combined = any(one.of is piece.of for found in taken.values() for one in found)
-    if _ends(piece.of.op_name) in _PLACED and not combined:
-        return {}
-    return {
-        i: row
-        for i, row in enumerate(rows)
-        if _wants(row, taken.get(i, ()))
-        and (row.kind, row.axes, math.prod(row.shape)) == (piece.of.kind, piece.of.axes, piece.elements)
-    }
-
-
-def _wants(row: WrittenCollective, found: Sequence[_Piece]) -> bool:
-    """Whether a written collective runs more often than what was found of it so far."""
-    return sum(piece.of.count for piece in found) < row.count
+def _alike(piece: _Piece, row: WrittenCollective) -> bool:
+    return (row.kind, row.axes, math.prod(row.shape)) == (piece.of.kind, piece.of.axes, piece.elements)
 
 
 def _related(row: WrittenCollective, one: Collective) -> bool:
