@@ -127,7 +127,8 @@ def scan_layers(
     all-gathers per leaf of S(n-1)/n, backward as many and L reduce-scatters of S'(n-1)/n. `prefetch` adds one
     all-gather per leaf and direction, that of the loop's last turn. What is summed over the other axes of
     `data`, for hybrid sharding and for leaves that rest whole, is summed once, for all layers in one all-reduce
-    per leaf.
+    per leaf. Floats among `shared`, and those that the layer closes over, have their gradient summed in each layer
+    where they are equal and x is divided: `spmd.defer` them before, and it is summed once.
 
     Memory: parameters at rest, one layer gathered (two with `prefetch`), and per layer its activations
     ("activations") or the value of `x` before it ("inputs", which computes each layer again).

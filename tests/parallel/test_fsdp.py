@@ -229,6 +229,22 @@ def test_closed_over_values_have_gradients_and_integers_none(mesh):
             np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=way)
 
 
+def test_what_all_layers_share_is_summed_once_if_deferred(mesh):
+    """A bias of all layers: a sum in each of them, or one."""
+
+    def sums(early):
+        def body(w, x, bias):
+            bias = spmd.defer(bias, "f -> f {R:dp}") if early else bias
+            one = lambda w, x, bias: jnp.tanh(einsum(x, w, "b/dp d, d f -> b/dp f") + bias[None])
+            return parallel.scan_layers(one, w, x, bias, at_rest="l d/dp f", compute="l d f")
+
+        run = spmd.kernel("l d/dp f, b/dp d, f -> b/dp f", mesh=mesh)(body)
+        args = jnp.ones((L, 8, 8)), spmd.shard(jnp.ones((8, 8)), "b/dp d", mesh=mesh), jnp.ones(8)
+        return collectives(lambda *args: jax.vjp(run, *args)[1](args[1]), *args, mesh=mesh).counts["psum"]
+
+    assert (sums(False), sums(True)) == (L, 1)
+
+
 @pytest.mark.parametrize("where", ["shared", "carried", "stacked"])
 def test_keys_of_dropout_go_through_a_stack(where, mesh):
     """The same in each layer, split from layer to layer, or one among the parameters of each."""
