@@ -72,15 +72,15 @@ def linspace(
 
 @functools.partial(jax.jit, static_argnums=3)  # compiled also where the body is not
 def _between(i: Any, first: Any, last: Any, steps: int) -> Any:
-    """Rounded alike in every program: a compiler may fuse a product and a sum into one rounding, and may turn a
-    division by a constant into a product, but neither across the bounds of the products here."""
+    """Rounded alike in every program: a compiler may fuse a product and a sum into one rounding, but not across the
+    bounds of the products here, and may multiply by the inverse of a constant, which the sum of the counts is not."""
     steps = max(steps, 1)
     most = jnp.finfo(first.dtype).max
     largest = jnp.maximum(abs(first), abs(last))
     scale = jnp.where(largest > most / (2 * steps), 0.5 ** (steps.bit_length() + 1), 1).astype(first.dtype)  # exact
-    ends = ((first, steps - i), (last, i))
-    parts = (jnp.clip(end * scale * k.astype(first.dtype), -most, most) for end, k in ends)
-    between = jnp.where(largest <= most, sum(parts) / steps / scale, jnp.nan)
+    counts = [k.astype(first.dtype) for k in (steps - i, i)]
+    parts = (jnp.clip(end * scale * k, -most, most) for end, k in zip((first, last), counts, strict=True))
+    between = jnp.where(largest <= most, sum(parts) / sum(counts) / scale, jnp.nan)
     return jnp.where(i == 0, first, jnp.where(i == steps, last, between))
 
 
