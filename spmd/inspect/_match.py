@@ -249,11 +249,10 @@ def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Com
     """A written collective with what was found of it, with what to say where nothing was, or where nobody looked."""
     pieces = () if found is None or isinstance(found, str) else found
     runs = None if found is None else sum(piece.of.count for piece in pieces)
-    kinds = {piece.of.kind for piece in pieces}
     note = found if isinstance(found, str) else _note(row, pieces, runs or 0) if pieces else ""
     if runs is None:
         sent = row.total_bytes
-    elif kinds <= {row.kind} and all(piece.of.axes in ((), row.axes) for piece in pieces):
+    elif all(_as_written(piece, row) for piece in pieces):
         sent = row.bytes * runs  # in the dtype that was written: a CPU sums bfloat16 in float32
     else:
         sent = sum(piece.bytes * piece.of.count for piece in pieces)
@@ -278,6 +277,12 @@ def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Com
         note=note,
         sent=sent,
     )
+
+
+def _as_written(piece: _Piece, row: WrittenCollective) -> bool:
+    """Whether it is the same but for its dtype. In a `shard_map` over some axes the compiler divides what is sent."""
+    same = piece.of.kind == row.kind and piece.of.axes in ((), row.axes)
+    return same and piece.elements == math.prod(row.shape)
 
 
 def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "of_sharding",
     "of_spec",
     "text_of",
+    "with_others",
 ]
 
 # The axes of each dimension, major first. None: nobody knows.
@@ -43,6 +44,17 @@ def of_spec(spec: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
         dims.append(tuple(a for a in axes if sizes.get(a, 1) > 1))
     return tuple(dims)
+
+
+def with_others(place: Placement, before: Placement, known: Iterable[str], sizes: Mapping[str, int]) -> Placement:
+    """What a `shard_map` over some axes of a mesh says of a placement: the compiler leaves the others as they were."""
+    others = {a for a, n in sizes.items() if n > 1 and a not in known}
+    if not others or isinstance(place, str) or place is None:
+        return place
+    if not isinstance(before, tuple):
+        return None
+    kept = (tuple(a for a in axes if a in others) for axes in before)
+    return tuple((*axes, *rest) for axes, rest in zip(place, kept, strict=True))
 
 
 def of_sharding(sharding: Any, rank: int, sizes: Mapping[str, int]) -> Placement:

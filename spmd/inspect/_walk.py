@@ -26,6 +26,7 @@ from spmd.inspect._placement import (
     of_sharding,
     of_spec,
     text_of,
+    with_others,
 )
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
 from spmd.inspect._values import (
@@ -224,7 +225,7 @@ class Walk:
             place = getattr(getattr(_body(eqn), "debug_info", None), "func_src_info", None) or ""
             leaves = arguments_of(name, place, mesh.shape, specs, ranks) or [None] * len(specs)
             for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
-                target = of_spec(spec, len(shape_of(var)), mesh.shape)
+                target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
                 self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site)
         body = _body(eqn)
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
@@ -232,7 +233,11 @@ class Walk:
         given = [Value(buffers=v.buffers, chain=True) if v.chain else new for v, new in zip(ins, stand, strict=True)]
         outs = self._run(body, given, within)
         return [
-            Value(of_spec(spec, len(shape_of(var)), mesh.shape), buffers=out.buffers, chain=out.chain)
+            Value(
+                with_others(of_spec(spec, len(shape_of(var)), mesh.shape), None, new, mesh.shape),
+                buffers=out.buffers,
+                chain=out.chain,
+            )
             for spec, var, out in zip(eqn.params["out_specs"], eqn.outvars, outs, strict=True)
         ]
 

@@ -59,6 +59,9 @@ def assert_collectives(
       >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
       >>> spmd.testing.assert_collectives(gather, (x,), {"all_gather": {"tp": 1}}, bytes=768)
     """
+    if bytes is not None and (isinstance(bytes, bool) or not isinstance(bytes, SupportsIndex) or index(bytes) < 0):
+        rule = f"bytes is what one device may send, a number from 0 on, not {bytes!r}."
+        raise SpmdError(compose(rule, call="assert_collectives(...)", fix="bytes=768"))
     found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
     wanted = _wanted(expected, found)
     got = _counted(found, view)
@@ -81,7 +84,7 @@ def assert_collectives(
         rows.append(("!" if key in wrong else "", kind, shown, str(wanted.get(key, 0)), str(got.get(key, (0, 0))[0])))
     said = "any" if bytes is None else f"{bytes:,}"
     rows.append(("!" if heavy else "", "bytes per device", "", said, f"{total:,}"))
-    lines = [f"{found.name} does not send what the test says.", *columns(rows, right=(3, 4))]
+    lines = [f"{found.name or 'the program'} does not send what the test says.", *columns(rows, right=(3, 4))]
     kinds = {(kind, axes) for kind, axes in wrong} or set(got)
     lines += _origins(found, view, kinds)
     raise Mismatch("\n".join(lines))
@@ -104,6 +107,9 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
         rule = "a program is compiled for devices, and this mesh has none."
         fix = 'view="written"' if call == "assert_collectives" else "a mesh with devices"
         raise MeshError(compose(rule, call=f"{call}(...)", fix=fix))
+    if view == "written" and found.written is None:
+        rule = "what the strings say is read off the trace, which a lowered or compiled program does not have any more."
+        raise SpmdError(compose(rule, call=f"{call}(...)", fix="the function itself with its arguments"))
     return found
 
 
@@ -219,9 +225,9 @@ def assert_no_unwritten_collectives(
         counts = (str(counted.get(key, (0, 0))[0]) for counted in (said, runs))
         rows.append(("!" if key in marked else "", *key, *counts))
     sent = sum(one.total_bytes for one in loose)
-    several = "s" * (len(loose) != 1)
+    name, several = found.name or "the program", "s" * (len(loose) != 1)
     lines = [
-        f"{found.name} runs {len(loose)} collective{several} that nobody wrote, {bytes_text(sent)} per device.",
+        f"{name} runs {len(loose)} collective{several} that nobody wrote, {bytes_text(sent)} per device.",
         *columns(rows, right=(3, 4)),
         "that nobody wrote:",
     ]

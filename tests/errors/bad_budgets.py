@@ -33,6 +33,21 @@ def budget_of_an_unknown_kind_fixed(mesh):
 
 
 @bad
+def budget_of_bytes_that_are_text(mesh):
+    assert_collectives(gather(mesh), (X,), {"all_gather": {"dp": 1}}, bytes="96")
+
+
+@bad
+def budget_of_a_compiled_program_as_written(mesh):
+    assert_collectives(gather(mesh).lower(X), (), {"all_gather": {"dp": 1}}, view="written")
+
+
+@fixed
+def budget_of_a_compiled_program_as_written_fixed(mesh):
+    assert_collectives(gather(mesh).lower(lying(mesh)), (), {"all_gather": {"dp": 1}})
+
+
+@bad
 def budget_of_an_unknown_axis(mesh):
     assert_collectives(gather(mesh), (X,), {"all_gather": {"data": 1}}, view="written")
 

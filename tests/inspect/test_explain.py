@@ -87,6 +87,15 @@ def test_a_boundary_that_moves_an_argument_is_flagged_with_its_name():
     assert "nothing: every compiled collective belongs to a written one" in str(quiet)
 
 
+def test_a_shard_map_over_some_axes_leaves_the_others_to_the_compiler():
+    partly = jax.shard_map(
+        lambda x: jax.lax.psum(x, "dp"), mesh=DEVICES, in_specs=P("dp"), out_specs=P(), axis_names={"dp"}
+    )
+    report = explain(jax.jit(partly), f32(8, 16, spec=P("dp", "tp")))
+    assert report.written.boundary == () and report.unwritten == ()
+    assert report.total_bytes == report.compiled.total_bytes == 4 * 4 * 4  # a quarter of the 16 columns
+
+
 def test_what_is_only_cut_on_its_way_into_a_kernel_is_no_cause_of_what_is_sent():
     both = spmd.kernel("b/dp d/tp, b/dp d/tp -> b/dp d/tp", mesh=DEVICES)(lambda x, y: x * y)
     report = explain(both, f32(8, 16, spec=P("tp", "dp")), f32(8, 16, spec=P()))
