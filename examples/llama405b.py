@@ -109,7 +109,7 @@ def make_step(loss: spmd.Kernel) -> Any:
         params = jax.tree.map(lambda p, m, s: p - 8e-5 * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
         return value, params, mean, square
 
-    return jax.jit(step)
+    return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
 def arguments(mesh: Any, sizes: dict[str, int], batch: int, length: int) -> tuple[Any, ...]:

@@ -198,7 +198,7 @@ def explain(
     # A jitted function is read inside another trace, which shares its body: see `written`.
     own = hasattr(fn, "lower") and not isinstance(fn, Kernel) and not hasattr(fn, "jaxpr")
     jaxpr = None if own else program.jaxpr
-    written = None if program.jaxpr is None else read(fn, args, kwargs, mesh, jaxpr=jaxpr)
+    written = None if program.jaxpr is None else read(fn, args, kwargs, mesh, jaxpr=jaxpr, donated=program.donated)
     if written is None:
         missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
     report = None if stats is None else collectives_of_text(_text(stats), mesh=sizes or None)
@@ -240,10 +240,19 @@ def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
     """The compiled program to look at, or None, and why."""
     if hasattr(compiled, "memory_analysis"):
         return compiled
+    abstract = "compiled view, temporary memory: need devices, and the mesh is abstract"
     if not program.has_devices:
-        missing.append("compiled view, temporary memory: need devices, and the mesh is abstract")
+        missing.append(abstract)
         return None
-    return None if compiled is False else program.compiled
+    if compiled is False:
+        return None
+    try:
+        return program.compiled
+    except ValueError as error:  # of a traced program nobody may know the mesh before JAX needs its devices
+        if compiled is True or program.mesh is not None or "AbstractMesh" not in str(error):
+            raise
+        missing.append(abstract)
+        return None
 
 
 def _text(compiled: Any) -> str:

@@ -29,6 +29,7 @@ class Program:
       mesh: The mesh that the program names first, a Mesh rather than an AbstractMesh if it has both; None
         if it has none, or none is known before it is compiled.
       arguments: The leaves of its arguments, as given.
+      donated: Which inputs of the jaxpr are donated; empty where nobody knows.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Program:
     mesh: Any
     arguments: tuple[Any, ...]
     _compile: Callable[[], Any] = field(repr=False)
+    donated: tuple[bool, ...] = ()
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -93,7 +95,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
         with _under(mesh):
             return traced.lower().compile() if hasattr(traced, "lower") else traced.compile()
 
-    return Program(name, jaxpr, _first(named), leaves, lowered)
+    return Program(name, jaxpr, _first(named), leaves, lowered, _donated(traced))
 
 
 def _name(fn: Any) -> str:
@@ -107,8 +109,15 @@ def _name(fn: Any) -> str:
 def _staged(fn: Any) -> Program:
     jaxpr = getattr(fn, "jaxpr", None)
     if jaxpr is not None:
-        return Program(fn.fun_name, jaxpr, _first(meshes_of_jaxpr(jaxpr)), (), lambda: fn.lower().compile())
+        return Program(
+            fn.fun_name, jaxpr, _first(meshes_of_jaxpr(jaxpr)), (), lambda: fn.lower().compile(), _donated(fn)
+        )
     return Program("", None, None, (), fn.compile if hasattr(fn, "compile") else lambda: fn)
+
+
+def _donated(traced: Any) -> tuple[bool, ...]:
+    """Which arguments of a traced program are donated."""
+    return tuple(bool(getattr(one, "donated", False)) for one in jax.tree.leaves(getattr(traced, "args_info", ())))
 
 
 def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

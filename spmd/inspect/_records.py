@@ -142,6 +142,7 @@ class Written:
       arguments_bytes: Bytes of the arguments on one device; where their shardings do not tell, as the first kernel
         wants them, else whole.
       outputs_bytes: Bytes of the results on one device; whole where nobody knows how they lie.
+      donated_bytes: The part of them that can lie in donated arguments.
     """
 
     collectives: tuple[WrittenCollective, ...]
@@ -155,6 +156,7 @@ class Written:
     constraints: tuple[Constraint, ...] = ()
     arguments_bytes: int = 0
     outputs_bytes: int = 0
+    donated_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

@@ -122,7 +122,11 @@ def memory_of(written: Written | None, compiled: Any) -> Memory | None:
     """The memory of a compiled program, or what is known without one."""
     stats = None if compiled is None else compiled.memory_analysis()
     if stats is None:
-        return None if written is None else Memory(written.arguments_bytes, written.outputs_bytes)
+        return (
+            None
+            if written is None
+            else Memory(written.arguments_bytes, written.outputs_bytes, aliased=written.donated_bytes)
+        )
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,

@@ -106,7 +106,7 @@ class Walk:
         outs = self._run(body, self._stand(body.invars, arguments, site), site)
         return self._end(body.outvars, outs, site)
 
-    def written(self, *, arguments: int, outputs: int) -> Written:
+    def written(self, *, arguments: int, outputs: int, donated: int) -> Written:
         """All that was found."""
         return Written(
             collectives=tuple(self._collectives),
@@ -120,6 +120,7 @@ class Walk:
             constraints=tuple(self._constraints),
             arguments_bytes=arguments,
             outputs_bytes=outputs,
+            donated_bytes=donated,
         )
 
     # --- the walk -----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,13 @@ __all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective", "
 
 
 def written(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Any = None, *, jaxpr: Any = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Any = None,
+    *,
+    jaxpr: Any = None,
+    donated: Sequence[bool] = (),
 ) -> Written:
     """The written view of `fn` for these arguments; see `Written`.
 
@@ -40,6 +46,7 @@ def written(
       kwargs: Keyword arguments.
       mesh: The mesh, where neither `fn` nor the arguments tell it: a Mesh or an AbstractMesh.
       jaxpr: Its jaxpr, where it was traced for these arguments already.
+      donated: Which of the arrays among the arguments are donated.
     """
     if jaxpr is None:
         inside = hasattr(fn, "trace") and not isinstance(fn, Kernel)
@@ -55,10 +62,22 @@ def written(
     values = [Value(_lies(leaf, sizes), label) for label, leaf in leaves]
     outs = walk.read(jaxpr, values)
     held = [v.place if isinstance(v.place, tuple) else walk.wanted.get(v.label) for v in values]
+    given = [(v.aval, _bytes(v.aval, place, sizes)) for v, place in zip(jaxpr.invars, held, strict=True)]
+    made = [(v.aval, _bytes(v.aval, out.place, sizes)) for v, out in zip(jaxpr.outvars, outs, strict=True)]
+    kept = [one for one, taken in zip(given, donated, strict=True) if taken] if len(donated) == len(given) else []
     return walk.written(
-        arguments=sum(_bytes(v.aval, place, sizes) for v, place in zip(jaxpr.invars, held, strict=True)),
-        outputs=sum(_bytes(v.aval, out.place, sizes) for v, out in zip(jaxpr.outvars, outs, strict=True)),
+        arguments=sum(size for _, size in given),
+        outputs=sum(size for _, size in made),
+        donated=_shared(kept, made),
     )
+
+
+def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]]) -> int:
+    """Bytes of the results that can lie in donated arguments: in one of the same shape and dtype each."""
+    free: dict[Any, list[int]] = {}
+    for aval, size in donated:
+        free.setdefault((aval.shape, aval.dtype), []).append(size)
+    return sum(min(free[key].pop(), size) for aval, size in made if free.get(key := (aval.shape, aval.dtype)))
 
 
 def _inside_a_trace(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

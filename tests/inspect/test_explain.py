@@ -273,6 +273,17 @@ def test_donated_memory_is_counted_once():
     assert donated.total == plain.total - 64 * 64 * 4
 
 
+def test_donated_memory_is_known_without_devices():
+    step = jax.jit(lambda state, x: (state + x, (x * x).sum()), donate_argnums=0)
+    twice = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=MESH, donate="x")(lambda x: 2 * x)
+    x = f32(8, 16, spec=P("dp", "tp"), mesh=MESH)
+    for report in (explain(step, x, x), explain(step.trace(x, x)), explain(twice, x)):
+        memory = report.memory
+        assert memory.temporaries is None and 0 < memory.aliased == memory.outputs - memory.outputs % 64
+        assert "donated" in str(report) and report.compiled is None
+    assert explain(lambda *args: step(*args), x, x).memory.aliased == 0  # inside a program nothing is donated
+
+
 # -------------------- cost
 
 
