@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError, axis_size, einsum, iota, scope, size, softmax, take
 from spmd.errors import compose, did_you_mean
+from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
 from spmd.nn.masks import attention_mask, check_positive
 from spmd.nn.rope import rotary_embedding
@@ -41,10 +42,10 @@ def dot_product_attention(
 ) -> Any:
     """Softmax attention over a whole sequence: multi-head, grouped-query (g < h) or multi-query (g = 1).
 
-    Query head i looks at key and value head i * g // h. The softmax is float32 whatever the dtype; a query that sees
-    no key gets zeros. Each device works on its heads: in plain einsums, or by `jax.nn.dot_product_attention` where
-    `implementation` asks for its kernels, "cudnn" on GPUs above all; of causal masks and windows alone these skip
-    what is hidden.
+    Query head i looks at key and value head i * g // h. The softmax is float32 at least, whatever the dtype; a query
+    that sees no key gets zeros. Each device works on its heads: in plain einsums, or by
+    `jax.nn.dot_product_attention` where `implementation` asks for its kernels, "cudnn" on GPUs above all; of causal
+    masks and windows alone these skip what is hidden.
 
     Layouts: q `"... s h/tp k"`, k and v `"... t g/tp k"`, result `"... s h/tp k"`. Where there are fewer key heads
     than devices in tp, keys and values come whole, `"... t g k"`, with `kv_heads="whole"`: each device picks the
@@ -294,23 +295,17 @@ def _by_jax(
 
 
 def _plainly(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float, softcap: float | None, tp: Axes) -> Any:
-    wide = _wide(q)
     groups = size(k, "... t [g/tp] k", tp=tp)
     pattern = "... s (g r)/tp k, ... t g/tp k -> ... (g r)/tp s t"
-    scores = einsum(q, k, pattern, preferred_element_type=wide, g=groups, tp=tp) * scale
+    scores = einsum(q, k, pattern, preferred_element_type=wide(q), g=groups, tp=tp) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
     if bias is not None:
-        bias = bias.astype(wide)
+        bias = bias.astype(scores.dtype)
         scores = scores + bias.reshape((1,) * (scores.ndim - bias.ndim) + bias.shape)
     mask = None if mask is None else mask.reshape((1,) * (scores.ndim - mask.ndim) + mask.shape)
     weights = softmax(scores, "... h/tp s [t]", where=mask, tp=tp).astype(v.dtype)
     return einsum(weights, v, "... (g r)/tp s t, ... t g/tp k -> ... s (g r)/tp k", g=groups, tp=tp)
-
-
-def _wide(x: Any) -> Any:
-    """The dtype of scores and their softmax."""
-    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------

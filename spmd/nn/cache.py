@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from spmd import LayoutError, axis_size, einsum, full, iota, rearrange, scope, size, softmax, zeros
 from spmd.errors import compose
+from spmd.nn.dtypes import wide
 from spmd.nn.masks import attention_mask, check_positive
 
 __all__ = ["cached_attention", "kv_cache", "kv_cache_append"]
@@ -222,15 +223,14 @@ def cached_attention(
       Dao et al., "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html
     """
     check_positive("cached_attention(q, cache, positions)", window=window, softcap=softcap)
-    wide = jnp.float32 if q.dtype.itemsize < 4 else q.dtype
     names = {"g": size(cache["k"], "... t/cp [g/tp] k", cp=cp, tp=tp), "cp": cp, "tp": tp}
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     pattern = "... s (g r)/tp k, ... t/cp g/tp k -> ... (g r)/tp s t/cp"
-    scores = einsum(q, cache["k"].astype(q.dtype), pattern, preferred_element_type=wide, **names) * scale
+    scores = einsum(q, cache["k"].astype(q.dtype), pattern, preferred_element_type=wide(q), **names) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
     mask = attention_mask((positions, cache["positions"]), causal=True, window=window)
     weights = softmax(scores, "... h/tp s [t/cp]", where=jnp.expand_dims(mask, -3), cp=cp, tp=tp)
     pattern = "... (g r)/tp s t/cp, ... t/cp g/tp k -> ... s (g r)/tp k"
-    out = einsum(weights, cache["v"].astype(wide), pattern, **names)
+    out = einsum(weights, cache["v"].astype(scores.dtype), pattern, **names)
     return out.astype(q.dtype)

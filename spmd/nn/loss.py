@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_gather, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size
 from spmd.errors import LayoutError, SizeError, compose, did_you_mean
+from spmd.nn.dtypes import wide
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -32,7 +33,7 @@ def cross_entropy(
     cp: Axes = None,
     dp: Axes = None,
 ) -> Any:
-    """Cross-entropy of labels under scores whose vocabulary is divided, in float32.
+    """Cross-entropy of labels under scores whose vocabulary is divided, in float32 at least.
 
     With probabilities p = softmax(logits) and smoothing e, the loss of a token is the cross-entropy of p under
     (1 - e) of the label's unit vector and e of the uniform distribution, plus `z_loss` times the squared logsumexp. The
@@ -63,7 +64,7 @@ def cross_entropy(
       dp: The mesh axes that divide the dimensions of `...`, together.
 
     Returns:
-      The loss, float32.
+      The loss, float32 at least.
 
     Raises:
       LayoutError: If `reduction` is something else, labels are no integers, or smoothing is not from 0 to 1.
@@ -85,7 +86,7 @@ def cross_entropy(
     """
     labels = _checked("cross_entropy", logits, labels, mask, label_smoothing, reduction)
     losses = _token_losses(logits, labels, tp, label_smoothing, z_loss)
-    return _reduced(losses, _weights(labels, mask, ignore), reduction, dp, cp)
+    return _reduced(losses, _weights(labels, mask, ignore, losses.dtype), reduction, dp, cp)
 
 
 @scope(mapping=None)
@@ -137,7 +138,7 @@ def linear_cross_entropy(
       dp: The mesh axes that divide the dimensions of `...`, together.
 
     Returns:
-      The loss, float32.
+      The loss, float32 at least.
 
     Raises:
       LayoutError: As `cross_entropy`, or if chunks is no positive number.
@@ -170,9 +171,7 @@ def linear_cross_entropy(
 
     def chunk(_: None, part: Any) -> Any:
         x, labels = part
-        logits = einsum(
-            x, table.astype(x.dtype), "... d, v/tp d -> ... v/tp", tp=tp, preferred_element_type=jnp.float32
-        )
+        logits = einsum(x, table.astype(x.dtype), "... d, v/tp d -> ... v/tp", tp=tp, preferred_element_type=wide(x))
         return None, _token_losses(logits, labels, tp, label_smoothing, z_loss)
 
     if chunks == 1:
@@ -186,7 +185,7 @@ def linear_cross_entropy(
         kept = jax.checkpoint_policies.save_only_these_names("logsumexp")
         _, losses = jax.lax.scan(jax.checkpoint(chunk, policy=kept), None, parts)
         losses = rearrange(losses, "c ... s/cp -> ... (s c)/cp", cp=cp)
-    return _reduced(losses, _weights(labels, mask, ignore), reduction, dp, cp)
+    return _reduced(losses, _weights(labels, mask, ignore, losses.dtype), reduction, dp, cp)
 
 
 # --- each token ---------------------------------------------------------------------------------------------
@@ -203,16 +202,16 @@ def _plain(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
 
 def _forward(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
     tp, _, z_loss = options
-    wide = logits.astype(jnp.float32)
-    lse = checkpoint_name(reduce(wide, "... v/tp -> ...", "logsumexp", tp=tp), "logsumexp")
-    losses = lse - reduce(wide * _target(logits, labels, options), "... v/tp -> ...", tp=tp) + z_loss * lse**2
+    scores = logits.astype(wide(logits))
+    lse = checkpoint_name(reduce(scores, "... v/tp -> ...", "logsumexp", tp=tp), "logsumexp")
+    losses = lse - reduce(scores * _target(logits, labels, options), "... v/tp -> ...", tp=tp) + z_loss * lse**2
     known = (labels >= 0) & (labels < size(logits, "... [v/tp]", tp=tp))
     return jnp.where(known, losses, jnp.nan), (logits, labels, lse)
 
 
 def _backward(options: tuple[Axes, float, float], kept: Any, cotangent: Any) -> Any:
     logits, labels, lse = kept
-    p = jnp.exp(logits.astype(jnp.float32) - lse[..., None])
+    p = jnp.exp(logits.astype(lse.dtype) - lse[..., None])
     slope = p * (1 + 2 * options[2] * lse)[..., None] - _target(logits, labels, options)
     return (slope * cotangent[..., None]).astype(logits.dtype), None
 
@@ -228,18 +227,18 @@ def _target(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any
     numbers = iota("v/tp", labels.dtype, v=vocabulary, tp=tp)
     here = labels[..., None] == jnp.expand_dims(numbers, tuple(range(labels.ndim)))
     rest = smoothing / vocabulary
-    return jnp.where(here, 1 - smoothing + rest, rest)
+    return jnp.where(here, 1 - smoothing + rest, rest).astype(wide(logits))
 
 
 # --- all tokens ---------------------------------------------------------------------------------------------
 
 
-def _weights(labels: Any, mask: Any, ignore: int | None) -> Any:
+def _weights(labels: Any, mask: Any, ignore: int | None, dtype: Any) -> Any:
     """How much each token counts; None where all count alike."""
-    weights = None if mask is None else mask.astype(jnp.float32)
+    weights = None if mask is None else mask.astype(dtype)
     if ignore is None:
         return weights
-    counts = (labels != ignore).astype(jnp.float32)
+    counts = (labels != ignore).astype(dtype)
     return counts if weights is None else weights * counts
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import reduce, scope
+from spmd.nn.dtypes import wide
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -18,7 +19,7 @@ Axes = str | tuple[str, ...] | None
 def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> Any:
     """RMSNorm: features divided by the root of their mean square, times a learned scale.
 
-    Statistics are float32 whatever the dtype of x. All dimensions but the last may be divided in any way.
+    Statistics are float32 at least, whatever the dtype of x. All dimensions but the last may be divided in any way.
 
     Layouts: x `"... d/tp"`, scale `"d/tp"`, result `"... d/tp"`. With `tp=None` features are whole, as in the
     sequence-parallel residual stream `"b/dp s/tp d"`: then each device normalises its own tokens.
@@ -52,9 +53,9 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
     References:
       Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
     """
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(_mean(wide**2, tp) + eps)
-    return _scaled(wide, scale).astype(x.dtype)
+    y = x.astype(wide(x))
+    y = y * jax.lax.rsqrt(_mean(y**2, tp) + eps)
+    return _scaled(y, scale).astype(x.dtype)
 
 
 @scope(mapping=None)
@@ -94,11 +95,10 @@ def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6
     References:
       Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450
     """
-    wide = x.astype(jnp.float32)
-    wide = wide - _mean(wide, tp)
-    wide = wide * jax.lax.rsqrt(_mean(wide**2, tp) + eps)
-    wide = _scaled(wide, scale)
-    return (wide if bias is None else wide + _like(bias, wide)).astype(x.dtype)
+    y = x.astype(wide(x))
+    y = y - _mean(y, tp)
+    y = _scaled(y * jax.lax.rsqrt(_mean(y**2, tp) + eps), scale)
+    return (y if bias is None else y + _like(bias, y)).astype(x.dtype)
 
 
 def _mean(x: Any, tp: Axes) -> Any:
@@ -110,5 +110,5 @@ def _scaled(x: Any, scale: Any) -> Any:
 
 
 def _like(features: Any, x: Any) -> Any:
-    """One number per feature, in float32 and with the rank of x."""
-    return jnp.expand_dims(features.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    """One number per feature, with the dtype and the rank of x."""
+    return jnp.expand_dims(features.astype(x.dtype), tuple(range(x.ndim - 1)))

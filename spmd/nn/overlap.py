@@ -18,6 +18,7 @@ from jax import lax
 
 from spmd import LayoutError, axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
 from spmd.errors import compose
+from spmd.nn.dtypes import wide
 
 __all__ = ["einsum_scatter", "gather_einsum", "ring_columns"]
 
@@ -310,15 +311,10 @@ def _put(out: Any, part: Any, number: Any, n: int) -> Any:
 
 
 def _product(x: Any, w: Any, pattern: str, tp: Axes) -> Any:
-    return einsum(x, w, pattern, preferred_element_type=_wide(x), tp=tp)
+    return einsum(x, w, pattern, preferred_element_type=wide(x), tp=tp)
 
 
 def _weight_gradient(x: Any, y: Any) -> Any:
     """`"c/tp d f"` from `"c/tp ... d"` and `"c/tp ... f"`: of these tokens, this device's part of the sum."""
     tokens = tuple(range(1, x.ndim - 1))
-    return lax.dot_general(x, y, ((tokens, tokens), ((0,), (0,))), preferred_element_type=_wide(x))
-
-
-def _wide(x: Any) -> Any:
-    """The dtype of sums over devices and tokens."""
-    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+    return lax.dot_general(x, y, ((tokens, tokens), ((0,), (0,))), preferred_element_type=wide(x))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError
 from spmd.errors import compose, did_you_mean
+from spmd.nn.dtypes import wide
 
 __all__ = ["rotary_embedding", "rotary_frequencies"]
 
@@ -19,7 +20,7 @@ def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: b
     """Rotate the features of each head by angles that grow with the position.
 
     Positions are given, so that a divided sequence is right as it is: `spmd.iota("s/cp")`, or of a balanced placement
-    `spmd.parallel.sequence_positions`. Angles are float32, whatever the dtype of x. Plain JAX, in any mode.
+    `spmd.parallel.sequence_positions`. Angles are float32 at least, whatever the dtype of x. Plain JAX, in any mode.
 
     Layouts: x `"... s h k"`, divided in any way but along k; positions `"s"` or `"... s"`; frequencies `"k/2"` (half
     of k, whole). The result is like x.
@@ -55,16 +56,17 @@ def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: b
     if turned > x.shape[-1]:
         rule = f"{turned // 2} frequencies turn {turned} features, and x has {x.shape[-1]}."
         raise SizeError(compose(rule, call="rotary_embedding(x, positions, frequencies)"))
-    angles = positions.astype(jnp.float32)[..., None, None] * frequencies.reshape((1,) * (positions.ndim + 1) + (-1,))
+    at, turns = positions.astype(wide(x)), frequencies.astype(wide(x))
+    angles = at[..., None, None] * turns.reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    wide, rest = x[..., :turned].astype(jnp.float32), x[..., turned:]
+    turning, rest = x[..., :turned].astype(wide(x)), x[..., turned:]
     if interleaved:
-        one, two = wide[..., 0::2], wide[..., 1::2]
+        one, two = turning[..., 0::2], turning[..., 1::2]
         pairs = jnp.stack([one * cos - two * sin, one * sin + two * cos], axis=-1)
-        out = pairs.reshape(wide.shape)
+        out = pairs.reshape(turning.shape)
     else:
-        one, two = jnp.split(wide, 2, axis=-1)
+        one, two = jnp.split(turning, 2, axis=-1)
         out = jnp.concatenate([one * cos - two * sin, one * sin + two * cos], axis=-1)
     return jnp.concatenate([out.astype(x.dtype), rest], axis=-1)
 
@@ -96,7 +98,7 @@ def rotary_frequencies(
       high: For "llama3", turns above which it does not apply.
 
     Returns:
-      float32, k/2 of them, fastest first.
+      k/2 of them, fastest first: float32, or float64 where `jax_enable_x64` is set.
 
     Raises:
       LayoutError: On an unknown scaling.
@@ -120,7 +122,7 @@ def rotary_frequencies(
         raise LayoutError(compose(f"scaling is None or one of {shown}, not {scaling!r}{hint}", call=call))
     if scaling == "ntk" and k > 2:
         theta = theta * factor ** (k / (k - 2))
-    frequencies = theta ** (-jnp.arange(0, k, 2, dtype=jnp.float32) / k)
+    frequencies = theta ** (-jnp.arange(0, k, 2, dtype=float) / k)
     if scaling == "linear":
         frequencies = frequencies / factor
     if scaling == "llama3":

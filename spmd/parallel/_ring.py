@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import spmd
 from spmd import einsum, iota, shift, take
 from spmd.nn import attention_mask
+from spmd.nn.dtypes import wide
 from spmd.parallel.sequence import block_positions
 
 __all__ = ["Ring", "attend_in_ring"]
@@ -81,7 +82,7 @@ def _backward(ring: Ring, kept: Tree, cotangent: Any) -> tuple[Any, ...]:
     # The blocks of the forward ring are not kept but sent again, and scores made again. A compiler that sees both
     # passes at once must not undo that; for one that drops the barrier, keys and values are joined, as nowhere before.
     (q, k, v, segments, out, logsumexp), cotangent = jax.lax.optimization_barrier((kept, cotangent))
-    delta = jnp.sum(cotangent.astype(_wide(q)) * out.astype(_wide(q)), axis=-1)
+    delta = jnp.sum(cotangent.astype(wide(q)) * out.astype(wide(q)), axis=-1)
     sums = tuple(cotangent), tuple(logsumexp), tuple(delta)
     hop = functools.partial(_hop_back, ring, tuple(q), segments, sums, k.shape[-1])
     keys = jnp.concatenate([k, v], axis=-1)
@@ -194,8 +195,8 @@ def _hop_back(
     first: bool = False,
 ) -> tuple[Any, Any]:
     """What one block of keys adds to the gradient of the queries, and its own gradients from these queries."""
-    dq = tuple(jnp.zeros_like(x, _wide(x)) for x in q)
-    found = tuple(jnp.zeros_like(x, _wide(x)) for x in keys)
+    dq = tuple(jnp.zeros_like(x, wide(x)) for x in q)
+    found = tuple(jnp.zeros_like(x, wide(x)) for x in keys)
     k, v = jnp.split(keys, [size], axis=-1)
     for ours, theirs, causal, side, other in _meetings(ring, q, (k, v), segments, number, first):
         fold = functools.partial(_fold_back, ring, causal, side, [ours.take(x) for x in sums])
@@ -254,8 +255,7 @@ def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]
 
 
 def _product(ring: Ring, x: Any, y: Any, pattern: str) -> Any:
-    wide = _wide(x)
-    return einsum(x, y, pattern, preferred_element_type=wide, cp=ring.cp, tp=ring.tp)
+    return einsum(x, y, pattern, preferred_element_type=wide(x), cp=ring.cp, tp=ring.tp)
 
 
 def _fold(ring: Ring, causal: bool, side: Tree, state: Tree, keys: Tree) -> tuple[Tree, None]:
@@ -285,8 +285,3 @@ def _fold_back(ring: Ring, causal: bool, side: Tree, sums: Sequence[Any], dq: An
     dk = _product(ring, slopes, q, by_key)
     more = _product(ring, slopes, k, "c/cp ... g/tp r l m, c/cp ... g/tp m k -> c/cp ... g/tp r l k")
     return more if dq is None else dq + more, jnp.concatenate([dk, dv], axis=-1)
-
-
-def _wide(x: Any) -> Any:
-    """The dtype of scores, of their softmax and of all sums."""
-    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype

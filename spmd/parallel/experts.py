@@ -34,6 +34,7 @@ from spmd import (
     top_k,
 )
 from spmd.errors import LayoutError, MeshError, SizeError, compose
+from spmd.nn.dtypes import wide
 
 __all__ = ["MoEReport", "Routing", "balance_bias", "moe", "router"]
 
@@ -44,10 +45,10 @@ class Routing(NamedTuple):
     """Where tokens go, as `router` says and `moe` reads it; all dimensions but the last are those of the tokens.
 
     Attributes:
-      weights: `"... k"`, float32: what each chosen expert's result counts.
+      weights: `"... k"`, float32 at least: what each chosen expert's result counts.
       experts: `"... k"`, int32: the chosen experts, the best first.
-      shares: `"... e"`, float32: the scores of all experts, normalised to sum 1.
-      logits: `"... e"`, float32.
+      shares: `"... e"`, likewise: the scores of all experts, normalised to sum 1.
+      logits: `"... e"`, likewise.
     """
 
     weights: Any
@@ -85,7 +86,7 @@ def router(
     bias: Any = None,
     noise: Any = None,
 ) -> Routing:
-    """Choose k experts for each token, in float32 whatever the dtype of x.
+    """Choose k experts for each token, in float32 at least, whatever the dtype of x.
 
     Layouts: x `"... d"`, w `"d e"`, bias `"e"`, noise `"... e"`; results `"... k"` and `"... e"`, with `...` as in x.
 
@@ -135,10 +136,9 @@ def router(
     if scores not in ("softmax", "sigmoid"):
         rule = f'scores is "softmax" or "sigmoid", not {scores!r}.'
         raise LayoutError(compose(rule, call=f"router(x, w, k={k!r}, scores={scores!r})"))
-    wide = (x.astype(jnp.float32), w.astype(jnp.float32))
-    logits = einsum(*wide, "... d, d e -> ... e", precision=jax.lax.Precision.HIGHEST)
+    logits = einsum(x.astype(wide(x)), w.astype(wide(x)), "... d, d e -> ... e", precision=jax.lax.Precision.HIGHEST)
     if noise is not None:
-        logits = logits + noise.astype(jnp.float32)
+        logits = logits + noise.astype(logits.dtype)
     if scores == "softmax":
         scored = shares = softmax(logits, "... [e]")
     else:
@@ -147,7 +147,7 @@ def router(
     if bias is None:
         weights, experts = top_k(scored, "... [e]", k)
     else:
-        shifted = scored + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(scored.ndim - 1)))
+        shifted = scored + jnp.expand_dims(bias.astype(scored.dtype), tuple(range(scored.ndim - 1)))
         _, experts = top_k(jax.lax.stop_gradient(shifted), "... [e]", k)
         weights = jnp.take_along_axis(scored, experts, axis=-1)
     if normalize:
@@ -286,7 +286,7 @@ def moe(
     results = _experts(places, gate, up, down, activation, at)
     chosen = _collected(jnp.reshape(results, (*group.shape[:2], e * c, -1)), moves)
     chosen = annotate(chosen, "n/dp m/sp kt d {U:whole}", dp=dp, sp=sp, whole=at["whole"])
-    chosen = jnp.reshape(chosen, (*group.shape[:2], k, t, -1)).astype(jnp.float32)
+    chosen = jnp.reshape(chosen, (*group.shape[:2], k, t, -1)).astype(routing.weights.dtype)
     out = jnp.sum(chosen * jnp.swapaxes(routing.weights, 2, 3)[..., None], axis=2).astype(x.dtype)
     if shared is not None:
         out = out + _shared(group, *shared, activation, at)
@@ -323,10 +323,10 @@ def _plan(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
 def _plan_of_group(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
     """Sorted by expert, stably, choices of one expert stand together, the first choices of all tokens first."""
     choices = experts.T.reshape(-1)
-    order = jnp.argsort(choices, stable=True)
+    order = jnp.argsort(choices, stable=True).astype(jnp.int32)
     counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
-    rank = jnp.argsort(order) - starts[choices]
+    rank = jnp.argsort(order).astype(jnp.int32) - starts[choices]
     kept = rank < c
     ranks = jnp.arange(c, dtype=jnp.int32)[None]
     filled = ranks < counts[:, None]
@@ -417,7 +417,8 @@ def _report(routing: Routing, load: Any, moves: _Moves, dp: Axes, sp: Axes) -> M
     dropped = jnp.mean(~moves.kept, axis=2, dtype=jnp.float32)
     parts = (load, jnp.mean(routing.shares, axis=2), jnp.mean(squares, axis=2)[..., None], dropped[..., None])
     e = load.shape[-1]
-    means = reduce(jnp.concatenate(parts, axis=-1), "n/dp m/sp w -> w", "mean", dp=dp, sp=sp)
+    together = jnp.concatenate([part.astype(routing.shares.dtype) for part in parts], axis=-1)
+    means = reduce(together, "n/dp m/sp w -> w", "mean", dp=dp, sp=sp)
     load, shares = means[:e], means[e : 2 * e]
     return MoEReport(e * jnp.sum(load * shares), means[2 * e], load, means[2 * e + 1])
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import spmd
 from spmd import Layout
 from spmd.errors import LayoutError, compose
+from spmd.nn.dtypes import wide
 from spmd.parallel._leaves import Axes, layout_leaves, paths
 
 __all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "global_norm"]
@@ -74,7 +75,8 @@ def global_norm(tree: Any, layouts: Any) -> jax.Array:
 def _squares(leaf: Any, layout: Layout) -> Any:
     """This device's part of the sum of squares; the annotation lets the check compare leaf and layout."""
     leaf = spmd.annotate(leaf, str(layout))
-    return jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32)))
+    size = jnp.abs(leaf)
+    return jnp.sum(jnp.square(size.astype(wide(size)))).astype(jnp.float32)
 
 
 @spmd.scope(mapping=None)
@@ -130,6 +132,6 @@ def clip_by_global_norm(max_norm: float, layouts: Any) -> ClipByGlobalNorm:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         norm = global_norm(updates, layouts)
         scale = jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm)  # not a number for a norm that is none
-        return jax.tree.map(lambda x: (x.astype(jnp.float32) * scale).astype(x.dtype), updates), state
+        return jax.tree.map(lambda x: (x.astype(wide(x)) * scale.astype(wide(x))).astype(x.dtype), updates), state
 
     return ClipByGlobalNorm(init, update)
