@@ -44,7 +44,7 @@ def with_rings(name, body, ins, outs, reference, forward, backward):
         yield replace(one, mesh={"tp": n}, shapes=sizes)
 
 
-@cases("gather_einsum", draw=5)
+@cases("gather_einsum", draw=4)
 def _():
     """Heads as two output dimensions, and a second weight that shares the ring."""
     return with_rings(
@@ -58,7 +58,7 @@ def _():
     )
 
 
-@cases("einsum_scatter", draw=5)
+@cases("einsum_scatter", draw=4)
 def _():
     return with_rings(
         "einsum_scatter",

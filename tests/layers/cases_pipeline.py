@@ -80,7 +80,7 @@ def block(x, w_in, w_out):
 HOPS = each_tick("ppermute", "pp", "b/dp d")
 
 
-@cases("pipeline", draw=7)
+@cases("pipeline", draw=5)
 def _():
     """A residual block whose hidden units tp divides; its gradients are summed over dp once."""
 

@@ -314,6 +314,32 @@ def check_inside(case: LayerCase, mesh: Any, args: Any, cotangents: Any, truth: 
         _near(case, a, b, f"{mode}, inside: gradient {i}")
 
 
+def check_nested(case: LayerCase) -> None:
+    """The layer under `vmap` in a rematerialised scan, on four sets of arguments: each as if it were alone."""
+    mesh, moving, one = spmd.make_mesh(**case.mesh), _moving(arguments(case)), isinstance(case.outs, str)
+    args = [_four(x) for x in arguments(case)]
+    rows = lambda fn: jax.vmap(lambda *x: (fn(*x),) if one else tuple(fn(*x)))
+    rest = [layout.prepend("turn row") for layout in _outs(case)]
+
+    @spmd.kernel(in_layouts=[case.bound(text).prepend("turn row") for text in case.ins], out_layouts=rest, mesh=mesh)
+    def nested(*args: Any) -> Any:
+        turn = jax.checkpoint(rows(case.fn(case.axes)))
+        return list(jax.lax.scan(lambda _, x: (None, turn(*x)), None, args)[1])
+
+    def both(run: Callable[..., Any], floats: Any, cotangents: Any) -> Any:
+        values, pull = jax.vjp(lambda *x: tuple(run(*_merged(args, moving, x))), *floats)
+        return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
+
+    given = [args[i] for i in moving], tuple(map(_four, cotangents_of(case)))
+    truth = _jit(functools.partial(both, jax.vmap(rows(case.reference))))(*given)
+    _close(case, "nested", _jit(functools.partial(both, nested))(*given), truth)
+
+
+def _four(x: Any) -> Any:
+    scales = (1, -1, 0.5, 0.75) if jnp.issubdtype(x.dtype, jnp.inexact) else (None,) * 4
+    return jnp.stack([x if scale is None else x * scale for scale in scales]).reshape(2, 2, *x.shape)
+
+
 def arguments(case: LayerCase) -> tuple[Any, ...]:
     """The arguments, the same for the same case."""
     rng = np.random.default_rng(7)

@@ -6,17 +6,41 @@ import math
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 import spmd
-from tests.layers.harness import LayerCase, check, drawn, fit, placements, register_all, total
+from tests.conftest import case_count
+from tests.layers.harness import (
+    CASES,
+    LayerCase,
+    check,
+    check_nested,
+    drawn,
+    fit,
+    placements,
+    register_all,
+    total,
+)
 
 register_all()
+
+
+def some(count):
+    """The first case of each of a few layers."""
+    names = np.random.default_rng(3).permutation(list(CASES))[: max(count, 1)]
+    return [next(case for case in drawn([name])) for name in names]
 
 
 @pytest.mark.parametrize("case", drawn(), ids=lambda case: f"{case.name}-{case}")
 def test_layer(case):
     check(case)
+
+
+@pytest.mark.parametrize("case", some(case_count() // 3), ids=lambda case: f"{case.name}-{case}")
+def test_layer_under_vmap_scan_and_remat(case):
+    """A few of all layers, in float32; each of them once if SPMD_TEST_CASES is large."""
+    check_nested(case)
 
 
 # -------------------- the checks can fail
