@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -208,10 +209,12 @@ class CollectiveReport(Sequence[Collective]):
             ).rstrip()
             for row in rows
         ]
-        lines.append(f"total: {total}; {bytes_text(self.total_bytes)} sent per device")
+        lines = [line if len(line) <= width else line[: max(width - 1, 1)] + "…" for line in lines]
+        said = [f"total: {total}; {bytes_text(self.total_bytes)} sent per device"]
         if not self.exact:
-            lines.append("* in a loop of unknown length (counted once) or in a branch (counted as taken)")
-        return "\n".join(line if len(line) <= width else line[: max(width - 1, 1)] + "…" for line in lines)
+            said.append("* in a loop of unknown length (counted once) or in a branch (counted as taken)")
+        lines += [part for line in said for part in textwrap.wrap(line, max(width, 20), subsequent_indent="  ")]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()

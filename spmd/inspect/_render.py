@@ -226,8 +226,9 @@ def _text_body(
             lines += _text_row(row, shown, widths, width, column, section.loud)
         lines += [(line, "") for line in _text_facts(section.facts, width)]
         for line in section.lines:
-            wrapped = textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
-            lines += [(line, "") for line in wrapped]
+            first, *more = _wrapped(line, width - 2)
+            more = _wrapped(line.removeprefix(first).strip(), width - 4) if more else []
+            lines += [(f"  {first}", ""), *((f"    {part}", "") for part in more)]
     return lines
 
 

@@ -217,6 +217,9 @@ def test_table_and_dict():
     assert lines[0].split() == ["collective", "axes", "times", "operand", "bytes", "where"]
     assert lines[-1].startswith("total: 1 all_gather, 1 psum; ")
     assert max(map(len, lines)) <= 60
+    narrow = report.table(width=40).splitlines()
+    assert max(map(len, narrow)) <= 40
+    assert " ".join(" ".join(narrow[3:]).split()) == lines[-1]  # the totals are wrapped, not cut
     assert json.loads(json.dumps(report.to_dict()))["counts"] == {"all_gather": 1, "psum": 1}
     assert set(report.by_axis()) == {"dp", "tp"}
     assert set(report.by_kind()) == {"all_gather", "psum"}
