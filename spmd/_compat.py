@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -101,6 +102,15 @@ def to_unreduced(x: Any, axes: Sequence[str]) -> Any:
     """`x`, varying along `axes`, retyped as JAX's unreduced: no communication."""
     missing = tuple(a for a in axes if a not in unreduced_axes(x))
     return jax.lax.pcast(pvary(x, missing), missing, to="unreduced") if missing else x
+
+
+def row_major(x: Any) -> Any:
+    """The same array, its last dimension contiguous in memory on CPUs.
+
+    XLA there runs Fourier transforms of such arrays only, and its layout assignment (jax 0.10 and 0.12) does not know:
+    where a gather follows, it may choose another order, and the program fails.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if jax.default_backend() == "cpu" else x
 
 
 def concrete(x: Any) -> Any:

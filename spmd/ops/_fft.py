@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,7 +17,7 @@ from spmd.comm.relayout import relayout
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.mode import inner
-from spmd.ops._fft_line import factors, in_two_factors
+from spmd.ops._fft_line import along, factors, in_two_factors
 from spmd.ops._fft_route import Job, Stage, route
 from spmd.ops._island import local
 from spmd.ops._landing import plain_dims
@@ -404,16 +405,16 @@ class _Walk:
         half, real, norm = self.job.half, self.job.real, self.norm
         place = self.order.index
         if half in dims and real == "first":
-            return lambda x: jnp.fft.rfft(x, axis=place(half), norm=norm)
+            return lambda x: along(functools.partial(jnp.fft.rfftn, norm=norm), x, [place(half)])
         inverse = self.call.name in ("fft.ifft", "fft.irfft")
         rest = sorted(place(i) for i in dims if i != half or real != "last")
         many = jnp.fft.ifftn if inverse else jnp.fft.fftn
 
         def run(x: Any) -> Any:
             if rest:
-                x = many(x, axes=rest, norm=norm)
+                x = along(functools.partial(many, norm=norm), x, rest)
             if half in dims and real == "last":
-                x = jnp.fft.irfft(x, n=self.job.after[half], axis=place(half), norm=norm)
+                x = along(functools.partial(jnp.fft.irfftn, s=(self.job.after[half],), norm=norm), x, [place(half)])
             return x
 
         return run

@@ -214,6 +214,15 @@ def test_dimensions_that_are_divided_already_take_over_axes_that_do_not_divide_t
     assert set(spmd.inspect.collectives(run, x, mesh=make_mesh(mesh)).counts) == {"all_to_all"}
 
 
+def test_a_gather_after_a_transform() -> None:
+    """XLA for CPUs lays the array out for the gather, and its own transform then refuses to run."""
+    x = numbers(np.random.default_rng(0), (8, 8, 6), False)
+    run = kernel("fft", "x y/a z -> x y kz", make_mesh({"a": 4}))
+    out, (gradient,) = pulled(run, x)  # the transform of the transform, in one program
+    close(out, np.fft.fft(x))
+    close(gradient, np.fft.fft(out))
+
+
 # --- vmap, scan, remat, double precision ----------------------------------------------------------------------
 
 
