@@ -210,7 +210,8 @@ def multi_head_attention(
         `lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp="cp", tp="tp", causal=True)`. Absent,
         `dot_product_attention` with tp and the options.
       frequencies: Of `rotary_frequencies`; absent, no rotary embedding.
-      positions: Integers `"s/cp"` or `"... s/cp"`; absent, 0, 1, ... over the whole of s.
+      positions: Integers `"s/cp"` or `"... s/cp"`, by which the rotary embedding turns; absent, 0, 1, ... over all of
+        s. Masks count tokens as they stand, unless `attend` does otherwise.
       tp: The mesh axes that divide the heads.
       sp: The mesh axes that divide the sequence outside; the same as tp, or None.
       cp: Mesh axes that divide the sequence throughout; then `attend` is needed.
@@ -222,7 +223,8 @@ def multi_head_attention(
       An array like x, not yet added to it.
 
     Raises:
-      LayoutError: If the sequence is divided and there is no `attend`, or there are options besides it.
+      LayoutError: If the sequence is divided and there is no `attend`, there are options besides it, or positions
+        without frequencies.
       SpmdError: Where sizes or placements do not fit.
 
     Example:
@@ -248,6 +250,10 @@ def multi_head_attention(
     if attend is not None and options:
         rule = f"attend is given, so {', '.join(sorted(options))} would not be used: pass them in it."
         raise LayoutError(compose(rule, call="multi_head_attention(x, ..., attend=...)"))
+    if positions is not None and frequencies is None:
+        rule = "positions are those of the rotary embedding, and without frequencies there is none."
+        fix = "frequencies=spmd.nn.rotary_frequencies(k)"
+        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., positions=...)", fix=fix))
     if _is_whole(kv_heads, "multi_head_attention"):
         wk, wv = spread_heads((wk, wv), tp=tp)  # the weights, so that no head is computed that is not used
         biases = biases and (biases[0], *spread_heads(biases[1:], tp=tp))

@@ -99,7 +99,8 @@ def kv_cache_append(
       cache: The cache.
       k: The keys, after their rotary embedding.
       v: The values.
-      positions: Where the tokens stand, integers; of one row none twice, and no two that share a slot.
+      positions: Where the tokens stand, integers; of one row none twice. Of those that share a slot the latest stays,
+        as of a prompt that is longer than a window.
       cp: The mesh axes that divide the slots.
       tp: The mesh axes that divide the heads.
       tokens: "whole" on each device of cp, or divided, "striped".
@@ -154,7 +155,9 @@ def _write(cache: Cache, new: Cache, block: Any, blocks: int) -> Cache:
     at = new["positions"]
     slots = cache["positions"].shape[0]
     mine = (at >= 0) & (at % blocks == block)
-    target = jnp.where(mine, at // blocks % slots, slots)  # one beyond the last: dropped
+    place = jnp.where(mine, at // blocks, -1)
+    latest = place > jnp.max(place) - slots  # what newer ones of these would overwrite, in no order that is sure
+    target = jnp.where(mine & latest, place % slots, slots)  # one beyond the last: dropped
     return {name: old.at[target].set(new[name], mode="drop") for name, old in cache.items()}
 
 

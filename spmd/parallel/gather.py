@@ -31,6 +31,8 @@ def gather(params: T, at_rest: Any, compute: Any, *, dtype: Any = None, data: st
     leaf that is whole at rest has one all-reduce over `data`, 2S'(m-1)/m. Layouts that differ in other ways go
     through `spmd.relayout`.
 
+    Memory: the gathered copies, kept for the backward pass; `fsdp` and `scan_layers` gather again instead.
+
     The gather of 2-byte floats travels as 16-bit integers, which no compiler widens: XLA's CPU backend would make
     it one of float32.
 

@@ -69,6 +69,12 @@ def a_layer_with_options_for_nobody(mesh):
 
 
 @bad
+def a_layer_with_positions_that_turn_nothing(mesh):
+    body = lambda x, w: nn.multi_head_attention(x, w, w, w, jnp.ones((4, 2, 3)), positions=jnp.arange(8))
+    spmd.kernel("b s d, d h k -> b s d", mesh=mesh)(body)(jnp.ones((2, 8, 3)), jnp.ones((3, 4, 2)))
+
+
+@bad
 def more_turns_than_features(mesh):
     nn.rotary_embedding(jnp.ones((2, 3, 4)), jnp.arange(2), nn.rotary_frequencies(6))
 

@@ -184,4 +184,18 @@ def test_a_window_is_a_ring_buffer():
             out.append(nn.cached_attention(q[:, one], cache, at, window=4, cp="cp"))
         return jnp.concatenate(out, axis=1)
 
-    assert np.allclose(decode(q, k, v), dense_attention(q, k, v, causal=True, window=4), atol=1e-5)
+    truth = dense_attention(q, k, v, causal=True, window=4)
+    assert np.allclose(decode(q, k, v), truth, atol=1e-5)
+
+    @cut("b s h k, b s h k, b s h k -> b 1 h k, b t/cp", t=4)
+    def after_a_prompt(q, k, v):  # of nine tokens, whose last four stay, in any order
+        cache, order = nn.kv_cache(1, 4, 2, 3, cp="cp"), jnp.array([[3, 8, 0, 7, 1, 6, 5, 2, 4]])
+        cache = nn.kv_cache_append(cache, k[:, order[0]], v[:, order[0]], order, cp="cp")
+        held = cache["positions"]
+        at = jnp.full((1, 1), 9)
+        cache = nn.kv_cache_append(cache, k[:, 9:10], v[:, 9:10], at, cp="cp")
+        return nn.cached_attention(q[:, 9:10], cache, at, window=4, cp="cp"), held
+
+    out, held = after_a_prompt(q, k, v)
+    assert sorted(held[0].tolist()) == [5, 6, 7, 8]
+    assert np.allclose(out, truth[:, 9:10], atol=1e-5)
