@@ -91,12 +91,9 @@ def test_each_block_holds_its_window_of_the_padded_array(seed: int) -> None:
 
 
 def neighbourhood(u, margins, n):
-    """A sum over the neighbourhood with weights that tell every place from every other."""
-    total = 0 * u[: n[0], : n[1]]
-    for i in range(sum(margins[0]) + 1):
-        for j in range(sum(margins[1]) + 1):
-            total = total + (3 * i + 7 * j * j - 5) * u[i : i + n[0], j : j + n[1]]
-    return total
+    """A sum over the neighbourhood, diagonals too, with a weight for every place: a product, for small programs."""
+    rows = sum((3 * i - 5) * u[i : i + n[0]] for i in range(sum(margins[0]) + 1))
+    return sum((7 * j * j - 2) * rows[:, j : j + n[1]] for j in range(sum(margins[1]) + 1))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -113,7 +110,7 @@ def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
     run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(
         stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=overlap)
     )
-    for mode in MODES:
+    for mode in MODES[:1] if overlap else MODES:  # only explicit mode has parts
         out, (found,) = pulled(getattr(run, mode), x, by=by)
         close(out, want)
         close(found, gradient)
@@ -353,8 +350,23 @@ def test_no_more_permutes_than_the_compiler_needs() -> None:
     """The same stencil by XLA's own partitioner, from `jnp.roll` and from a convolution."""
     mesh = make_mesh({"a": 8})
     x = spmd.shard(jnp.ones((64, 6)), "x/a y", mesh=mesh)
-    ours = spmd.kernel("x/a y -> x/a y", mesh=mesh)(stencil.stencil(lambda u: u[2:] + u[:-2], "1+x/a+1 y -> x/a y"))
-    rolled = jax.jit(lambda u: jnp.roll(u, -1, 0) + jnp.roll(u, 1, 0), out_shardings=x.sharding)
-    mine, theirs = (spmd.inspect.collectives(f, x, mesh=mesh) for f in (ours, rolled))
-    assert mine.counts == {"ppermute": 2}
-    assert mine.counts["ppermute"] <= sum(theirs.counts.values()) and mine.total_bytes <= theirs.total_bytes
+    blur = np.ones((5, 3), np.float32)
+
+    def convolved(u):
+        pads = [(2, 2), (1, 1)]
+        return jax.lax.conv_general_dilated(u[None, None], jnp.asarray(blur)[None, None], (1, 1), pads)[0, 0]
+
+    pairs = [
+        (
+            stencil.stencil(lambda u: u[2:] + u[:-2], "1+x/a+1 y -> x/a y"),
+            lambda u: jnp.roll(u, -1, 0) + jnp.roll(u, 1, 0),
+        ),
+        (lambda u: stencil.convolve(u, blur, "[x/a] [y]"), convolved),
+    ]
+    for ours, whole in pairs:
+        kernel = spmd.kernel("x/a y -> x/a y", mesh=mesh)(ours)
+        mine = spmd.inspect.collectives(kernel, x, mesh=mesh)
+        theirs = spmd.inspect.collectives(jax.jit(whole, out_shardings=x.sharding), x, mesh=mesh)
+        close(kernel(x), whole(x))
+        assert mine.counts == {"ppermute": 2}
+        assert mine.counts["ppermute"] <= sum(theirs.counts.values()) and mine.total_bytes <= theirs.total_bytes
