@@ -133,7 +133,8 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: 
     x. Dimensions without brackets are a batch.
 
     Communication: the halo, half the width of the weights on each side; see `halo`. Backward the same in reverse, and
-    for the weights one psum over the axes that divide x where they are equal by JAX's own type.
+    for the weights one psum over the axes that divide x where they are equal by JAX's own type. In auto mode the same:
+    an island, see `local`.
 
     Args:
       x: The array, of floats or complex numbers.
