@@ -192,7 +192,7 @@ def test_grouped_heads_travel_once():
 # -------------------- placements
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("placement", parallel.sequence.PLACEMENTS)
 def test_one_order_in_three_places(placement, n):
     """On the host, by communication, and as positions."""
