@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -19,6 +21,8 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in scripts and pages too
 
 os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
 
+gc.set_threshold(50_000, 20, 50)  # traces make many small objects that stay
+
 DEFAULT_CASES = 6
 
 
@@ -28,6 +32,13 @@ def case_count(default: int = DEFAULT_CASES) -> int:
     if count < 1:
         raise ValueError(f"SPMD_TEST_CASES must be at least 1, got {count}.")
     return count
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget() -> Iterator[None]:
+    """Programs compiled for one file are of no use to the next: half the memory, and less to look through for garbage."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
