@@ -18,6 +18,7 @@ from spmd.mode import ambient_mapping, ambient_mode
 
 __all__ = ["fsdp", "named_jit"]
 
+_TAKEN = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -90,6 +91,10 @@ def named_jit(
     if not callable(fn):
         rule = f"named_jit takes a function, not {type(fn).__name__}."
         raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix="named_jit(axis_resources=...)(fn)"))
+    if taken := next((option for option in _TAKEN if option in jit_options), None):
+        rule = f"{taken} is not for named_jit: what is no array is static, and names and mappings say where arrays lie."
+        fix = "donate_args=... or donate_kwargs=..." if "donate" in taken else f"leave out {taken}"
+        raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix=fix))
     for what, rules, names in (("in", in_axis_resources, in_names), ("out", out_axis_resources, out_names)):
         if rules is not None and names is None:
             rule = f"{what}_axis_resources places named dimensions, and {what}_names does not name any."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -171,6 +172,13 @@ def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
         lax.expand_dims(positions(call, dim, jnp.int32), [k for k in range(len(shape)) if k != i])
         for i, dim in enumerate(made.dims)
     ]
+    try:
+        inspect.signature(fn).bind(*places)
+    except TypeError:
+        rule = f"fn takes one array of positions for each dimension, {len(places)} here."
+        call.fail(rule, got=[f"fn{inspect.signature(fn)}"], fix='lambda i, j: ... for "x/a y"', error=LayoutError)
+    except ValueError:  # of something built in, which does not tell
+        pass
     out = jnp.asarray(fn(*places))
     try:
         whole = jnp.broadcast_to(out, shape)

@@ -103,3 +103,13 @@ def positions_without_sizes(mesh):
 @bad
 def a_second_mesh_inside_a_kernel(mesh):
     body(SAME, lambda x: x + spmd.from_function(lambda i, j: i + j, "b/dp d", mesh=mesh), mesh)
+
+
+@bad
+def a_function_of_too_few_positions(mesh):
+    spmd.from_function(lambda i: i, "x/dp y", x=8, y=3, mesh=mesh)
+
+
+@fixed
+def a_function_of_too_few_positions_fixed(mesh):
+    assert spmd.from_function(lambda i, j: i, "x/dp y", x=8, y=3, mesh=mesh).shape == (8, 3)

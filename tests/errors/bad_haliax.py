@@ -96,6 +96,16 @@ def names_of_a_parameter_that_is_not_there(mesh):
 
 
 @bad
+def static_arguments_by_number(mesh):
+    hax.named_jit(lambda x, n: x * n, RULES, static_argnums=(1,))
+
+
+@fixed
+def static_arguments_by_number_fixed(mesh):
+    np.testing.assert_array_equal(hax.named_jit(lambda x, n: x * n, RULES)(X, 2), 2 * X)
+
+
+@bad
 def a_mapping_where_the_function_belongs(mesh):
     hax.named_jit(RULES)
 
