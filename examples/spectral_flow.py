@@ -85,12 +85,17 @@ def rate(u, n: int, re: float):
 
 
 def step(u, dissipated, dt: float, n: int, re: float):
-    """Runge-Kutta of fourth order, for u and for the energy dissipated."""
-    a, da = rate(u, n, re)
-    b, db = rate(u + dt / 2 * a, n, re)
-    c, dc = rate(u + dt / 2 * b, n, re)
-    d, dd = rate(u + dt * c, n, re)
-    return u + dt / 6 * (a + 2 * b + 2 * c + d), dissipated + dt / 6 * (da + 2 * db + 2 * dc + dd)
+    """Runge-Kutta of fourth order, for u and for the energy dissipated: in a loop over the stages, which is compiled
+    once."""
+
+    def stage(state, weights):
+        k, u_after, dissipated_after = state
+        before, after = weights
+        k, eps = rate(u + before * dt * k, n, re)
+        return (k, u_after + after * dt * k, dissipated_after + after * dt * eps), None
+
+    weights = jnp.array([0, 1 / 2, 1 / 2, 1]), jnp.array([1 / 6, 1 / 3, 1 / 3, 1 / 6])
+    return jax.lax.scan(stage, (0 * u, u, dissipated), weights)[0][1:]
 
 
 # --- kernels -----------------------------------------------------------------------------------------------------
