@@ -314,3 +314,12 @@ def test_a_plan_of_long_names_fits_the_terminal() -> None:
     assert max(map(len, [*narrow.splitlines(), *picture.splitlines()])) <= 80
     assert sorted(wide.split()) == sorted(["layout", "after", *narrow.split()])  # the heading of a column
     assert all(line in picture for line in wide.splitlines()[-2:])
+
+
+def test_a_search_of_many_axes_ends() -> None:
+    """Axes in five parts, weighed by time: the whole search took a minute, and found no better plan."""
+    sizes, mesh = {"a": 6144, "b": 768, "c": 6144}, {"x": 8, "y": 3, "z": 2, "w": 16}
+    start = time.perf_counter()
+    found = spmd.plan("a/w b c/z/y -> a/w/z b/y c/x", sizes=sizes, mesh=mesh, prefer="latency", hardware="h100")
+    assert time.perf_counter() - start < 20
+    assert [step.kind for step in found.steps] == ["all_to_all", "all_to_all"] and round(found.ratio, 3) == 1.771

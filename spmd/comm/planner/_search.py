@@ -14,8 +14,9 @@ from spmd.comm.planner._problem import Problem, State
 __all__ = ["Route", "search"]
 
 Seconds = Callable[[Move], float]
-PATIENCE = 20_000
-"""Steps looked at before the search only goes where the bound is smallest (never reached with up to four axes)."""
+PATIENCE = 40_000
+"""Steps looked at, a second or two, before the search takes the best route so far, or goes where the bound is smallest
+until it has one. Enough for three axes, and for most plans on four."""
 
 
 class Route(NamedTuple):
@@ -75,13 +76,15 @@ def _search(
     left = {start: problem.bound(start)}
     count = itertools.count()
     queue = [(_estimate(_Cost(), left[start], fastest), next(count), start, _Cost())]
+    looked = 0
     while queue:
-        _, seen, state, cost = heapq.heappop(queue)
+        _, _, state, cost = heapq.heappop(queue)
         if cost != best[state]:
             continue  # a cheaper way here was found meanwhile
-        if state == goal:
-            return came[state]
+        if state == goal or (looked > PATIENCE and goal in best):
+            return came[goal]
         for move in moves(problem, state, sends=sends, limit=limit):
+            looked += 1
             local = problem.local(move.after.placement)
             new = _Cost(
                 cost.seconds + (seconds(move) if seconds else 0.0),
@@ -96,8 +99,8 @@ def _search(
                 if move.after not in left:
                     left[move.after] = problem.bound(move.after)
                 guess = _estimate(new, left[move.after], fastest)
-                if seen > PATIENCE:
-                    guess = _Cost(elements=left[move.after], collectives=new.elements)
+                if looked > PATIENCE:
+                    guess = _Cost(-1.0, elements=left[move.after], collectives=new.elements)
                 heapq.heappush(queue, (guess, next(count), move.after, new))
     return None
 
