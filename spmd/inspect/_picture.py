@@ -252,11 +252,13 @@ def _sequence(shape: Any, call: str) -> tuple[Any, ...]:
 
 def _given_mesh(mesh: Any, call: str) -> Mesh | AbstractMesh:
     if isinstance(mesh, Mapping):
-        wrong = [f"{axis}={size!r}" for axis, size in mesh.items() if not isinstance(size, int) or size < 1]
+        wrong = [
+            f"{axis}={size!r}" for axis, size in mesh.items() if not isinstance(size, int | np.integer) or size < 1
+        ]
         if wrong or not mesh:
             rule = "A mesh has at least one axis, each of a positive integer size."
             raise MeshError(compose(rule, call=call, got=wrong, fix='mesh={"dp": 2, "tp": 4}'))
-        return _abstract(mesh)
+        return _abstract({axis: int(size) for axis, size in mesh.items()})
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         rule = f"The mesh is a jax Mesh, an AbstractMesh or sizes by axis, not {type(mesh).__name__}."
         raise MeshError(compose(rule, call=call, fix='mesh={"dp": 2, "tp": 4}'))

@@ -316,6 +316,15 @@ def test_a_plan_of_long_names_fits_the_terminal() -> None:
     assert all(line in picture for line in wide.splitlines()[-2:])
 
 
+def test_sizes_may_be_numpy_integers() -> None:
+    sizes, mesh = {"a": 8, "b": 16}, {"x": 4}
+    theirs = [{name: np.int64(n) for name, n in one.items()} for one in (sizes, mesh)]
+    assert spmd.plan("a/x b -> a b/x", sizes=theirs[0], mesh=theirs[1]) == spmd.plan(
+        "a/x b -> a b/x", sizes=sizes, mesh=mesh
+    )
+    assert str(spmd.visualize("a/x b", *theirs)) == str(spmd.visualize("a/x b", sizes, mesh))
+
+
 def test_a_search_of_many_axes_ends() -> None:
     """Axes in five parts, weighed by time: the whole search took a minute, and found no better plan."""
     sizes, mesh = {"a": 6144, "b": 768, "c": 6144}, {"x": 8, "y": 3, "z": 2, "w": 16}

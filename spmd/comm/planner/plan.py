@@ -354,10 +354,10 @@ def _mesh_sizes(mesh: Any) -> dict[str, int]:
         sizes = axis_sizes(mesh)
     except (TypeError, ValueError):
         sizes = {}
-    if not sizes or not all(isinstance(a, str) and isinstance(n, int) and n > 0 for a, n in sizes.items()):
+    if not sizes or not all(isinstance(a, str) and isinstance(n, int | np.integer) and n > 0 for a, n in sizes.items()):
         rule = f"mesh is a Mesh, an AbstractMesh or a dict of axis names and their sizes, not {mesh!r}."
         raise MeshError(compose(rule, call="plan(...)", fix='mesh={"x": 4}'))
-    return sizes
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
 def _dtype(dtype: Any) -> np.dtype:
