@@ -60,6 +60,15 @@ def same(a, b):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def optimised():
+    """Equal in the last bit: products and sums are to be fused alike, as programs outside of tests have them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def shape_matters():
     """Whether XLA's code for erf_inv rounds by the shape of its operand (jaxlib 0.12 on CPUs with FMA does)."""
