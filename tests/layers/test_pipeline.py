@@ -206,7 +206,7 @@ def test_keys_of_dropout_go_through_stages(rounds):
     def stage(w, carry):
         (w, own), (x, key) = w, carry
         for one in (own, key):
-            x = nn.dropout(x, one, "b/dp d", rate=0.5)
+            x = nn.dropout(x, one, "b/dp d", rate=0.25)
         return x + jnp.tanh(spmd.einsum(x, w, "b/dp d, d f -> b/dp f")), jax.random.split(key)[1]
 
     names = "p/pp" if rounds is None else "v p/pp"
@@ -216,20 +216,20 @@ def test_keys_of_dropout_go_through_stages(rounds):
         return parallel.pipeline(stage, (w, own), (x, keys), pp="pp", repeats=rounds)[0]
 
     def plain(w, own, x, keys):
-        drop = jax.vmap(lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0))
+        drop = jax.vmap(lambda x, key: jnp.where(jax.random.bernoulli(key, 0.75, x.shape), x / 0.75, 0))
         w, own = w.reshape(p, 3, 3), own.reshape(p)
         for i in range(p):
             x = drop(drop(x, jnp.broadcast_to(own[i], keys.shape)), keys)
             x, keys = x + jnp.tanh(x @ w[i]), jax.vmap(lambda key: jax.random.split(key)[1])(keys)
         return x
 
-    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    draw = lambda seed, *shape: 0.3 * jax.random.normal(jax.random.key(seed), shape)
     own, keys = (jax.random.split(jax.random.key(seed), n) for seed, n in ((3, p), (4, 5)))
     args = (draw(0, *lead, 3, 3), own.reshape(lead), draw(1, 5, 4, 3), keys)
     wanted = jax.grad(lambda *a: (plain(*a) ** 2).sum(), (0, 2))(*args)
     found = jax.jit(jax.grad(lambda *a: (run(*a) ** 2).sum(), (0, 2)))(*args)
     for one, right in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, right, rtol=2e-4, atol=1e-3)
+        np.testing.assert_allclose(one, right, rtol=2e-4, atol=2e-4)
 
 
 def test_stages_of_several_layers_outside_and_inside():
