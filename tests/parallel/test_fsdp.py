@@ -226,7 +226,7 @@ def test_closed_over_values_have_gradients_and_integers_none(mesh):
         )(lambda w, x, g, way=way: run(w, x, g, way))
         found = jax.grad(lambda a, g, k=k: k({"a": a, "k": w["k"]}, x, g).sum(), (0, 1))(w["a"], 0.3)
         for a, b in zip(found, right, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=way)
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=way)
 
 
 def test_what_all_layers_share_is_summed_once_if_deferred(mesh):
