@@ -21,11 +21,9 @@ ROWS, PROMPT, NEW = 4, 8, 5
 @pytest.fixture(scope="module")
 def module() -> Iterator[Any]:
     sys.path.insert(0, str(EXAMPLES))
-    jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield importlib.import_module("decode")
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
         sys.path.remove(str(EXAMPLES))
 
 

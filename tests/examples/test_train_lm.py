@@ -27,12 +27,10 @@ SMALL += ["--batch=16", f"--steps={STEPS}", "--heldout=4096", "--sample=3"]
 def lm() -> Iterator[Any]:
     """The example as a module; users' promotion rules, for optax has its own ideas about dtypes."""
     sys.path.insert(0, str(EXAMPLES))
-    jax.config.update("jax_disable_most_optimizations", True)  # the tests mostly wait for the compiler
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             yield importlib.import_module("train_lm")
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
         sys.path.remove(str(EXAMPLES))
 
 

@@ -49,13 +49,11 @@ PRODUCTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def module() -> Iterator[Any]:
-    """The example; compiled fast, for these tests mostly wait for the compiler."""
+    """The example."""
     sys.path.insert(0, str(EXAMPLES))
-    jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield importlib.import_module("transformer")
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
         sys.path.remove(str(EXAMPLES))
 
 

@@ -30,8 +30,6 @@ from spmd.inspect import collectives
 from tests.conftest import DEFAULT_CASES, case_count
 
 MODES = ("explicit", "auto", "reference")
-# Machine code with little care for its speed takes half the time. Collectives and buffers are settled before.
-QUICKLY = {"xla_backend_optimization_level": 0}
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
 
 Axes = str | tuple[str, ...] | None
@@ -263,14 +261,14 @@ def check(case: LayerCase) -> None:
     mesh = spmd.make_mesh(**case.mesh)
     kernel = kernel_of(case, mesh)
     lowered = jax.jit(pulled(kernel.explicit), **_shardings(case, mesh, args)).lower(args, cotangents)
-    compiled = lowered.compile(QUICKLY)
+    compiled = lowered.compile()
     placed = spmd.shard(list(args), [*map(case.bound, case.ins)], mesh=mesh)
     _close(case, "explicit", compiled(tuple(placed), _placed(case, mesh, cotangents)), truth)
     for mode in MODES[1:]:
-        _close(case, mode, _jit(pulled(getattr(kernel, mode)))(args, cotangents), truth)
+        _close(case, mode, jax.jit(pulled(getattr(kernel, mode)))(args, cotangents), truth)
     check_inside(case, mesh, args, cotangents, truth)
     forward = total(case.forward(case))
-    alone = jax.jit(kernel.explicit).lower(*placed).compile(QUICKLY)
+    alone = jax.jit(kernel.explicit).lower(*placed).compile()
     _agree("forward", measured(alone, mesh), forward)
     _agree("forward and backward", measured(compiled, mesh), total(forward, case.backward(case)))
 
@@ -308,7 +306,7 @@ def check_inside(case: LayerCase, mesh: Any, args: Any, cotangents: Any, truth: 
     )
     wide = [w.astype(jnp.float32) for w in cotangents]
     mode = MODES[zlib.crc32(str(case).encode()) % 4 % 3]  # a kernel's own modes are compared elsewhere
-    found, grads = _jit(getattr(kernel(inside), mode))(*args, *wide)
+    found, grads = jax.jit(getattr(kernel(inside), mode))(*args, *wide)
     assert abs(float(found) - value) <= tolerance_of(case) * (scale + 1e-3), f"{mode}, inside: {found} for {value}"
     for i, a, b in zip(moving, grads, gradients, strict=True):
         _near(case, a, b, f"{mode}, inside: gradient {i}")
@@ -331,8 +329,8 @@ def check_nested(case: LayerCase) -> None:
         return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
 
     given = [args[i] for i in moving], tuple(map(_four, cotangents_of(case)))
-    truth = _jit(functools.partial(both, jax.vmap(rows(case.reference))))(*given)
-    _close(case, "nested", _jit(functools.partial(both, nested))(*given), truth)
+    truth = jax.jit(functools.partial(both, jax.vmap(rows(case.reference))))(*given)
+    _close(case, "nested", jax.jit(functools.partial(both, nested))(*given), truth)
 
 
 def _four(x: Any) -> Any:
@@ -366,7 +364,7 @@ def truth_of(case: LayerCase, args: Any, cotangents: Any) -> tuple[Any, Any]:
         results = case.reference(*_merged(wide, moving, floats))
         return (results,) if isinstance(case.outs, str) else tuple(results)
 
-    @_jit
+    @jax.jit
     def both(floats: Any, cotangents: Any) -> Any:
         values, pull = jax.vjp(of, *floats)
         return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
@@ -396,10 +394,6 @@ def pulled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
 
     return both
-
-
-def _jit(fn: Callable[..., Any]) -> Any:
-    return jax.jit(fn, compiler_options=QUICKLY)
 
 
 def tolerance_of(case: LayerCase) -> float:
