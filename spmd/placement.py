@@ -193,6 +193,8 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
                     call="shard(tree, layouts)",
                 )
             )
+        if _marked(sharding) or _marked(getattr(x, "sharding", None)):
+            return _resummed(x, sharding)
         moved = move(x, sharding)
         return jax.device_put(x, sharding) if moved is None else moved
     if outside_trace() and isinstance(mesh, Mesh) and (moved := move(x, sharding)) is not None:
@@ -210,9 +212,22 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _part(sharding.spec, set(kinds) - explicit)))
 
 
+def _marked(sharding: Any) -> bool:
+    spec = getattr(sharding, "spec", None)
+    return spec is not None and bool(spec.unreduced or spec.reduced)
+
+
+def _resummed(x: Any, sharding: NamedSharding) -> Any:
+    """To or from partial sums, of which JAX knows inside jit alone."""
+    if getattr(getattr(x, "sharding", None), "mesh", None) != sharding.mesh:
+        x = jax.device_put(x, NamedSharding(sharding.mesh, P(*sharding.spec.partitions)))
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        return jax.jit(lambda x: jax.sharding.reshard(x, sharding), out_shardings=sharding)(x)
+
+
 def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> None:
     """Inside jit an array's type says its Explicit axes, and Auto axes can only divide what those leave."""
-    for entry in spec:
+    for entry in spec.partitions:
         axes = entry if isinstance(entry, tuple) else ()
         sorted_axes = sorted(axes, key=lambda a: a not in explicit)
         if list(axes) != sorted_axes:
@@ -230,11 +245,11 @@ def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> Non
 def _part(spec: P, axes: set[str]) -> P:
     """The entries of a spec that name only `axes`; `reshard` and constraints each know one type of axis."""
     entries = []
-    for entry in spec:
+    for entry in spec.partitions:
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
         kept = tuple(a for a in names if a in axes)
         entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
-    return P(*entries)
+    return P(*entries, unreduced=spec.unreduced & axes, reduced=spec.reduced & axes)
 
 
 def _on_one(x: Any, mesh: Any) -> Any:

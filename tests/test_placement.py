@@ -274,6 +274,32 @@ def test_from_process_local_of_arrays_and_lists() -> None:
         lies(spmd.from_process_local([numbers(8)], "batch", mesh=mesh)[0], "b/dp/tp")
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_partial_sums_between_kernels(jitted) -> None:
+    """On Explicit axes they are types of arrays, which `shard` makes, keeps and sums, of whole and of divided ones."""
+    mesh = mesh_of("explicit")
+    x, w = numbers(4, 8), numbers(8, 12)
+
+    @spmd.kernel("b/dp f/tp, f/tp d -> b/dp d {U:tp}", mesh=mesh)
+    def partial(x, w):
+        return spmd.einsum(x, w, "b/dp f/tp, f/tp d -> b/dp d {U:tp}")
+
+    @spmd.kernel("b/dp d {U:tp} -> b/dp d", mesh=mesh)
+    def summed(x):
+        return spmd.psum(x, "b/dp d {U:tp} -> b/dp d")
+
+    to = lambda x, layout: (jax.jit(shard, static_argnums=1) if jitted else shard)(x, layout)
+    with jax.set_mesh(mesh):
+        found = partial(x, w)
+        for layout in ("b/dp d", "b d/tp", "b/tp d"):
+            lies(to(found, layout), layout)
+            np.testing.assert_array_equal(to(found, layout), x @ w)
+        for one in (found, shard(x @ w, "b/dp d"), jnp.asarray(x @ w)):
+            kept = to(one, "b/dp d {U:tp}")
+            assert kept.sharding.spec.unreduced == {"tp"}
+            np.testing.assert_array_equal(summed(kept), x @ w)
+
+
 def test_the_comparison_can_fail() -> None:
     x = shard(numbers(16, 8), "a/dp b", mesh=mesh_of())
     for wrong in ("a b", "a b/dp", "a/tp b"):
