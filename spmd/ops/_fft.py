@@ -42,8 +42,8 @@ def fft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **
     Communication: with N numbers in a device's shard, one all-to-all of N (n - 1)/n for each group of n devices
     that a transformed dimension has to be freed from, and what the right side asks for beyond that: a slab
     (`"x/a y z -> kx ky/a kz"`) takes one, a pencil (`"x/a y/b z -> kx ky/a kz/b"`) two. Never a gather unless
-    the right side is gathered. A single dimension, `"x/a -> kx/a"`, takes three, if its size is a multiple of n
-    squared. Backward the same, in reverse. Memory: shards, and padding.
+    the right side is gathered. A single dimension, `"x/a -> kx/a"`, takes three. Backward the same, in reverse.
+    Memory: shards, and padding.
 
     Args:
       x: The array, real or complex.
@@ -194,17 +194,15 @@ def _transform(who: str, x: Any, pattern: Any, norm: str, to: str, names: dict[s
 def _alone(call: Call, x: Any, job: Job, norm: str) -> Any:
     """The one dimension there is, divided alike on both sides."""
     axes, n = job.source[-1], job.before[-1]
-    sizes = factors(n, job.parts(axes)) if job.source == job.target and not job.real else None
-    if job.moved != {len(job.source) - 1} or any(job.source[:-1]) or sizes is None:
+    if job.real or job.source != job.target or job.moved != {len(job.source) - 1} or any(job.source[:-1]):
         [src] = call.pattern.inputs
-        parts = job.parts(axes)
         rule = (
             "a dimension is transformed where it is whole, and here no other dimension can take over its axes. One "
-            "that is alone is transformed in place where it is complex, divided alike on both sides, and of a size "
-            f"that {parts} x {parts} divides."
+            "that is alone is transformed in place where it is complex and divided alike on both sides."
         )
         got = [f'"{src.short}", of size {n}', call.frame.describe()]
         call.fail(rule, got=got, fix="gather it first, or give the array another dimension", error=LayoutError)
+    sizes = factors(n, job.parts(axes))
     return in_two_factors(x, sizes, axes, inverse=call.name == "fft.ifft", norm=norm)
 
 

@@ -169,7 +169,12 @@ def test_memory_is_of_the_size_of_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "mesh", "kind"), [(64, {"a": 8}, "fft"), (48, {"a": 2, "b": 2}, "ifft"), (90, {"a": 3}, "fft")]
+    ("n", "mesh", "kind"),
+    [
+        *[(64, {"a": 8}, "fft"), (48, {"a": 2, "b": 2}, "ifft"), (90, {"a": 3}, "fft")],
+        # of sizes that the number of devices divides, and its square does not
+        *[(24, {"a": 8}, "fft"), (30, {"a": 3, "b": 2}, "ifft"), (4, {"a": 4}, "fft"), (70, {"a": 5, "b": 1}, "fft")],
+    ],
 )
 def test_a_dimension_alone(n: int, mesh, kind: str) -> None:
     pattern = f"x/{'/'.join(mesh)} -> kx/{'/'.join(mesh)}"
@@ -183,7 +188,15 @@ def test_a_dimension_alone(n: int, mesh, kind: str) -> None:
     parts = math.prod(mesh.values())
     report = spmd.inspect.collectives(run, x, mesh=make_mesh(mesh))
     assert report.counts == {"all_to_all": 3}
-    assert report.total_bytes == 3 * x.nbytes * (parts - 1) // parts**2
+    whole, rest = divmod(n // parts, parts)
+    padded = parts * (whole + bool(rest)) * parts * 8  # bytes of rows whose length the devices divide
+    assert report.total_bytes == 3 * padded * (parts - 1) // parts**2
+
+
+def test_a_dimension_alone_in_a_batch() -> None:
+    x = numbers(np.random.default_rng(0), (3, 24), False)
+    run = kernel("fft", "x/a -> kx/a", make_mesh(SLAB))
+    close(jax.vmap(run)(x), np.fft.fft(x))
 
 
 # --- what does not divide -------------------------------------------------------------------------------------
