@@ -1,6 +1,6 @@
-"""Floor 5: whether every value is what its layouts say on each mesh axis: equal, different, a partial sum.
+"""Whether every value is what its layouts say on each mesh axis: equal, different, a partial sum.
 
-One pass over the traced jaxpr, nothing is evaluated. See the design, section 3, for the table it implements.
+One pass over the traced jaxpr, nothing is evaluated. docs/pages/errors.md says what it knows and what it does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the layouts in the jaxpr claim, against what the values are: the table of the design's section 3."""
+"""What the layouts in the jaxpr claim, against what the values are."""
 
 from __future__ import annotations
 
