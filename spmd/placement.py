@@ -222,7 +222,7 @@ def _resummed(x: Any, sharding: NamedSharding) -> Any:
     if getattr(getattr(x, "sharding", None), "mesh", None) != sharding.mesh:
         x = jax.device_put(x, NamedSharding(sharding.mesh, P(*sharding.spec.partitions)))
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-        return jax.jit(lambda x: jax.sharding.reshard(x, sharding), out_shardings=sharding)(x)
+        return jax.jit(jax.sharding.reshard, static_argnums=1, out_shardings=sharding)(x, sharding)
 
 
 def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> None:

@@ -102,7 +102,7 @@ class Walk:
 
     def read(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         """Walk over a whole program; what is known of its results."""
-        body, site = getattr(jaxpr, "jaxpr", jaxpr), _Site()
+        body, site = _open(jaxpr), _Site()
         outs = self._run(body, self._stand(body.invars, arguments, site), site)
         return self._end(body.outvars, outs, site)
 
@@ -126,7 +126,7 @@ class Walk:
     # --- the walk -----------------------------------------------------------------------------------------
 
     def _run(self, jaxpr: Any, values: Sequence[Value], site: _Site) -> list[Value]:
-        body = getattr(jaxpr, "jaxpr", jaxpr)
+        body = _open(jaxpr)
         env: dict[Any, Value] = dict(zip(body.invars, values, strict=True))
         notes = {eqn.invars[0]: eqn for eqn in body.eqns if eqn.primitive.name == "spmd_layout"}
 
@@ -166,14 +166,14 @@ class Walk:
             ins = [replace(v, place=p) if p is not None else v for v, p in zip(ins, lies, strict=True)]
         outs: list[Value] = []
         for jaxpr in inner:
-            body = getattr(jaxpr, "jaxpr", jaxpr)
+            body = _open(jaxpr)
             given = ins if len(body.invars) == len(ins) else self._stand(body.invars, None, site)
             outs = self._run(body, given, site.inside(eqn))
         alike = len(inner) == 1 and len(outs) == len(eqn.outvars)
         return outs if alike else self._stand(eqn.outvars, None, site)
 
     def _scan(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        body = _body(eqn)
+        body = _open(eqn.params["jaxpr"])
         per = [
             sliced(v) if len(shape_of(outer)) != len(shape_of(inner)) else v
             for v, outer, inner in zip(self._end(eqn.invars, ins, site), eqn.invars, body.invars, strict=True)
@@ -209,7 +209,7 @@ class Walk:
 
     def _loop(self, jaxpr: Any, values: Sequence[Value], site: _Site) -> list[Value]:
         """A body that takes its operands from memory and leaves its results there."""
-        body = getattr(jaxpr, "jaxpr", jaxpr)
+        body = _open(jaxpr)
         return self._end(body.outvars, self._run(body, self._stand(body.invars, values, site), site), site)
 
     def _shard_map(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
@@ -223,12 +223,12 @@ class Walk:
         if not site.manual:
             specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
             name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
-            place = getattr(getattr(_body(eqn), "debug_info", None), "func_src_info", None) or ""
+            place = getattr(getattr(_open(eqn.params["jaxpr"]), "debug_info", None), "func_src_info", None) or ""
             leaves = arguments_of(name, place, mesh.shape, specs, ranks) or [None] * len(specs)
             for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
                 target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
                 self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site)
-        body = _body(eqn)
+        body = _open(eqn.params["jaxpr"])
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
         stand = self._stand(body.invars, None, within)
         given = [Value(buffers=v.buffers, chain=True) if v.chain else new for v, new in zip(ins, stand, strict=True)]
@@ -420,8 +420,8 @@ _RULES = {"scan": Walk._scan, "while": Walk._while, "cond": Walk._cond, "shard_m
 # --- names ----------------------------------------------------------------------------------------------------
 
 
-def _body(eqn: Any) -> Any:
-    return getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _call_text(names: Sequence[tuple[str, str]]) -> str:

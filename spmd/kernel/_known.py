@@ -13,7 +13,7 @@ from spmd.errors import SpmdError
 if TYPE_CHECKING:
     from spmd.kernel._plan import Leaf, Plan
 
-__all__ = ["arguments_of", "identifier", "remember", "written_at"]
+__all__ = ["arguments_of", "identifier", "remember"]
 
 _plans: weakref.WeakSet[Plan] = weakref.WeakSet()
 
@@ -28,7 +28,7 @@ def identifier(name: str) -> str:
     return name if name.isidentifier() else "kernel"
 
 
-def written_at(fn: Any) -> str | None:
+def _written_at(fn: Any) -> str | None:
     """Where a body stands, as JAX notes it of what `shard_map` is given: "file.py:12"."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     return code and f"{code.co_filename}:{code.co_firstlineno}"
@@ -43,7 +43,7 @@ def arguments_of(
     for plan in list(_plans):
         if (identifier(plan.signature.name), plan.sizes, len(plan.leaves)) != (name, dict(sizes), len(specs)):
             continue
-        if not place.endswith(written_at(plan.signature.fn) or ""):
+        if not place.endswith(_written_at(plan.signature.fn) or ""):
             continue
         with contextlib.suppress(SpmdError):  # arrays of another rank
             pairs = zip(plan.leaves, specs, ranks, strict=True)
