@@ -241,9 +241,7 @@ def match_prefix(layouts_tree: Any, tree: Any, what: str) -> list[tuple[str, Any
     matcher = _Matcher(what)
     matcher.match(layouts_tree, tree, ())
     if matcher.failures:
-        raise LayoutError(
-            compose(f"The layouts of {what} follow its structure.", got=matcher.failures)
-        ) from None
+        raise LayoutError(compose(f"The layouts of {what} follow its structure.", got=matcher.failures)) from None
     return matcher.found
 
 
@@ -332,9 +330,7 @@ class _Matcher:
             if node is None or name in keys or not isinstance(entry, (str, Layout)):
                 continue
             if isinstance(node, Mapping) or inspect.getattr_static(node, name, None) is None:
-                self.fail(
-                    path, f"a layout for {name!r}, but here is {_describe(node)}{did_you_mean(name, keys)}"
-                )
+                self.fail(path, f"a layout for {name!r}, but here is {_describe(node)}{did_you_mean(name, keys)}")
 
     def leaf(self, spec: Any, entries: Mapping[str, Any], node: Any, path: Path) -> None:
         """A container of layouts where the tree has a leaf."""
@@ -344,9 +340,7 @@ class _Matcher:
             self.fail(path, f"{name} is no pytree; register it: @jax.tree_util.register_dataclass")
         elif is_array(node) or not isinstance(spec, type):
             given = (
-                f"layouts for {_listed(list(entries))} ({_kind(spec)})"
-                if entries
-                else f"{_kind(spec)} has no layouts"
+                f"layouts for {_listed(list(entries))} ({_kind(spec)})" if entries else f"{_kind(spec)} has no layouts"
             )
             self.fail(path, f"{given}, but here is {_describe(node)}")
 

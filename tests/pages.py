@@ -69,9 +69,7 @@ def run_page(path: str, page: str) -> list[str]:
         here = f"{path}:{block.line}"
         if block.language == "python":
             with contextlib.redirect_stdout(printed):
-                fault = (
-                    _doctest(here, block, namespace) if ">>> " in block.text else _run(path, block, namespace)
-                )
+                fault = _doctest(here, block, namespace) if ">>> " in block.text else _run(path, block, namespace)
             if fault:
                 return [*faults, f"{here}: {fault}"]  # what follows would only fail for want of its names
         elif block.comment == "run":

@@ -74,9 +74,7 @@ class Sampler:
         words += [f"{{U:{','.join(axis for axis in mesh if axis in marked)}}}"] if marked else []
         return " ".join(words) or "scalar"
 
-    def sizes(
-        self, names: str | Sequence[str], mesh: Mapping[str, int], layouts: Sequence[str] = ()
-    ) -> dict[str, int]:
+    def sizes(self, names: str | Sequence[str], mesh: Mapping[str, int], layouts: Sequence[str] = ()) -> dict[str, int]:
         """Distinct sizes that all the layouts divide; without layouts, that the whole mesh divides.
 
         No two are equal, so that swapped dimensions cannot go unnoticed.

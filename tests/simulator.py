@@ -242,8 +242,7 @@ def blocks_of(array: Any, mesh: Any) -> Blocks:
 def all_gather(blocks: Blocks, mesh: Mesh, axes: Sequence[str], dim: int) -> Blocks:
     """Concatenate the group's blocks along `dim`, in the order of their positions along `axes`."""
     return {
-        device: np.concatenate([blocks[other] for other in group(mesh, device, axes)], axis=dim)
-        for device in blocks
+        device: np.concatenate([blocks[other] for other in group(mesh, device, axes)], axis=dim) for device in blocks
     }
 
 
@@ -287,8 +286,7 @@ def all_to_all(blocks: Blocks, mesh: Mesh, axes: Sequence[str], split_dim: int, 
     for device in blocks:
         mine = position(mesh, device, axes)
         arrived = [
-            np.split(blocks[other], count(mesh, axes), axis=split_dim)[mine]
-            for other in group(mesh, device, axes)
+            np.split(blocks[other], count(mesh, axes), axis=split_dim)[mine] for other in group(mesh, device, axes)
         ]
         exchanged[device] = np.concatenate(arrived, axis=concat_dim)
     return exchanged

@@ -54,9 +54,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         "MPLBACKEND": "agg",
     }
     command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -146,9 +144,7 @@ def test_pictures_of_a_page_are_drawn(tmp_path):
 
 
 def test_blocks_know_their_line_and_comment():
-    assert blocks("<!-- test-command -->\n\n```bash\na\nb\n```\n") == [
-        Block("bash", "a\nb", 4, "test-command")
-    ]
+    assert blocks("<!-- test-command -->\n\n```bash\na\nb\n```\n") == [Block("bash", "a\nb", 4, "test-command")]
     assert blocks("<!-- output -->\ntext between\n```text\na\n```\n")[0].comment == ""
 
 

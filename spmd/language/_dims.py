@@ -109,15 +109,12 @@ def normal(dim: Dim) -> Dim:
         return dim
     explicit = dim.composite and any(atom.axes is not None for atom in dim.atoms)
     atoms = tuple(
-        replace(atom, axes=()) if atom.axes is None and (explicit or not atom.named) else atom
-        for atom in dim.atoms
+        replace(atom, axes=()) if atom.axes is None and (explicit or not atom.named) else atom for atom in dim.atoms
     )
     return dim if atoms == dim.atoms else replace(dim, atoms=atoms)
 
 
-def check(
-    dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], spans: dict[str, Span]
-) -> None:
+def check(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], spans: dict[str, Span]) -> None:
     """Raise a Fault unless names, axes, `...` and divided factors obey the rules.
 
     `spans` says where the marks' axes are written.
@@ -131,9 +128,7 @@ def check(
         ellipsis = ellipsis or dim.ellipsis
         for atom in dim.atoms:
             if atom.named and atom.name in names:
-                raise Fault(
-                    f"A name stands for one dimension of a layout, but '{atom.name}' occurs twice.", atom.span
-                )
+                raise Fault(f"A name stands for one dimension of a layout, but '{atom.name}' occurs twice.", atom.span)
             names.add(atom.name)
             for axis in atom.axes or ():
                 _once(axis, f"'{divided(atom)}'", places, atom.span)
@@ -181,10 +176,7 @@ def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
         if bad:
             raise Fault(f"Dimension {place} cannot be written in the layout language.", dim.span)
         for atom in dim.atoms:
-            if (
-                not (atom.name == "_" or atom.size is not None or writable(atom.name))
-                or atom.name == "scalar"
-            ):
+            if not (atom.name == "_" or atom.size is not None or writable(atom.name)) or atom.name == "scalar":
                 raise Fault(f"'{atom.name}' is no name of a dimension.", atom.span)
             if atom.size is not None and (atom.size < 0 or atom.name != str(atom.size)):
                 raise Fault(f"'{atom.name}' is not the literal size {atom.size}.", atom.span)

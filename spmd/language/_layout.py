@@ -324,9 +324,7 @@ class Layout:
         """
         front = Layout(dims)
         if front.unreduced or front.reduced:
-            raise LayoutError(
-                compose("Only dimensions can be prepended, not marks.", call=f'.prepend("{front}")')
-            )
+            raise LayoutError(compose("Only dimensions can be prepended, not marks.", call=f'.prepend("{front}")'))
         return Layout.from_dims((*front.dims, *self.dims), self.unreduced, self.reduced)
 
     def bind(self, **axes: Axes) -> Layout:
@@ -351,9 +349,7 @@ class Layout:
         dims = [
             replace(
                 dim,
-                atoms=tuple(
-                    atom if not atom.axes else replace(atom, axes=renamed(atom.axes)) for atom in dim.atoms
-                ),
+                atoms=tuple(atom if not atom.axes else replace(atom, axes=renamed(atom.axes)) for atom in dim.atoms),
             )
             for dim in self.dims
         ]
@@ -432,9 +428,7 @@ class Layout:
             raise MeshError(compose(rule, call=repr(self), got=[*hints, f"mesh {mesh or 'without axes'}"]))
 
 
-def make(
-    dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], source: str | None
-) -> Layout:
+def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], source: str | None) -> Layout:
     """A layout of parts that are known to be right."""
     layout = object.__new__(Layout)
     text = _text(dims, unreduced, reduced)
@@ -464,14 +458,10 @@ def _parsed(text: str) -> Layout:
     return make(*Parser(text).single(), text)
 
 
-def _text(
-    dims: Iterable[Dim], unreduced: Iterable[str], reduced: Iterable[str], *, explicit: bool = True
-) -> str:
+def _text(dims: Iterable[Dim], unreduced: Iterable[str], reduced: Iterable[str], *, explicit: bool = True) -> str:
     parts = [dim.text if explicit else dim.short for dim in dims]
     parts.extend(
-        f"{{{kind}:{','.join(axes)}}}"
-        for kind, axes in (("U", tuple(unreduced)), ("R", tuple(reduced)))
-        if axes
+        f"{{{kind}:{','.join(axes)}}}" for kind, axes in (("U", tuple(unreduced)), ("R", tuple(reduced))) if axes
     )
     return " ".join(parts) or "scalar"
 
@@ -479,9 +469,7 @@ def _text(
 def _bound(axis: str, value: Axes) -> tuple[str, ...]:
     """The names that an axis is bound to."""
     names = (value,) if isinstance(value, str) else () if value is None else value
-    if not isinstance(names, (tuple, list)) or not all(
-        isinstance(name, str) and name.isidentifier() for name in names
-    ):
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) and name.isidentifier() for name in names):
         rule = "A mesh axis is bound to a name, a tuple of names, or None."
         raise LayoutError(compose(rule, got=[f"{axis}={value!r} of type {type(value).__name__}"]))
     return tuple(names)

@@ -49,9 +49,7 @@ class Parser:
         """A string that is one layout."""
         parsed = self.layout()
         if self.token.kind == "->":
-            raise Fault(
-                "A layout has no '->'; two layouts with an arrow between them are a Pattern.", self.token.span
-            )
+            raise Fault("A layout has no '->'; two layouts with an arrow between them are a Pattern.", self.token.span)
         if self.token.kind == ",":
             raise Fault("A layout has no comma; several layouts make a Pattern.", self.token.span)
         return parsed
@@ -105,11 +103,7 @@ class Parser:
             if self.token.kind == "{":
                 self.mark(marks, spans)
                 continue
-            if (
-                self.index > first
-                and self.touching()
-                and self.token.kind not in ("/", "+", ")", "]", "}", ":")
-            ):
+            if self.index > first and self.touching() and self.token.kind not in ("/", "+", ")", "]", "}", ":"):
                 raise Fault(
                     "Dimensions are separated by spaces.",
                     self.token.span,
@@ -148,9 +142,7 @@ class Parser:
             raise Fault(f"'{token.text}' closes nothing.", token.span)
         if token.kind in ("/", "+") and before is not None:
             after = self.tokens[self.index + 1]
-            fix = self.fixed(
-                before.end, after.start if after.kind in ("name", "int") else token.end, token.text
-            )
+            fix = self.fixed(before.end, after.start if after.kind in ("name", "int") else token.end, token.text)
             raise Fault(f"No space stands before or after '{token.text}'.", (before.end, token.end), fix)
         if token.kind == "/":
             raise Fault("A dimension comes before '/': 'b/dp' is b divided over dp.", token.span)
@@ -166,9 +158,7 @@ class Parser:
             if not self.touching() or self.token.kind not in ("name", "int", "("):
                 after = self.token
                 fix = self.fixed(plus.end, after.start, "") if after.kind in ("name", "int", "(") else None
-                raise Fault(
-                    "A margin is a number beside a dimension, without spaces: '1+x/a+1'.", plus.span, fix
-                )
+                raise Fault("A margin is a number beside a dimension, without spaces: '1+x/a+1'.", plus.span, fix)
             parts.append(self.core())
         if len(parts) == 1:
             return parts[0]
@@ -183,9 +173,7 @@ class Parser:
                 f"'{parts[0].text}+{parts[1].text}+0' or '0+{parts[0].text}+{parts[1].text}'",
             )
         if len(parts) > 3 or low is None or high is None:
-            raise Fault(
-                "A dimension has at most one margin on each side, and a margin is a number: '1+x/a+1'.", span
-            )
+            raise Fault("A dimension has at most one margin on each side, and a margin is a number: '1+x/a+1'.", span)
         return replace(parts[at], margin=(low, high), span=span)
 
     @staticmethod
@@ -235,9 +223,7 @@ class Parser:
         if token.kind == "int":
             size = self.number(token)
             axes = self.axes(token)
-            return Dim(
-                (Atom(str(size), axes or (), size, (token.start, self.end)),), span=(token.start, self.end)
-            )
+            return Dim((Atom(str(size), axes or (), size, (token.start, self.end)),), span=(token.start, self.end))
         self.name(token)
         axes = self.axes(token)
         if token.text == "_" and axes == ():
@@ -267,9 +253,7 @@ class Parser:
             if self.token.kind == "{" and (brace := self.source.find("}", token.start)) > 0:
                 mark = self.source[self.token.start : brace + 1]
                 fix = f"{self.fixed(token.start, brace + 1, mark)} (marks alone are a marked scalar)"
-            raise Fault(
-                "'scalar' is a whole layout: no dimension, axis or mark stands beside it.", token.span, fix
-            )
+            raise Fault("'scalar' is a whole layout: no dimension, axis or mark stands beside it.", token.span, fix)
         if not token.text.strip("_") and token.text != "_":
             raise Fault("A name has a letter in it; '_' alone is an unnamed dimension.", token.span)
 

@@ -55,9 +55,7 @@ class Pattern:
         if isinstance(text, Pattern):
             return text
         if not isinstance(text, str):
-            rule = (
-                f"A pattern is a string such as 'b/dp d -> b d', but this is of type {type(text).__name__}."
-            )
+            rule = f"A pattern is a string such as 'b/dp d -> b d', but this is of type {type(text).__name__}."
             raise LayoutError(compose(rule, call=call))
         try:
             return _parsed(str(text), bool(arrow))

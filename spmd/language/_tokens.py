@@ -54,9 +54,7 @@ def tokenize(source: str) -> list[Token]:
             _bad(source, match.start())
         if kind != "space":
             text = match.group()
-            tokens.append(
-                Token(text if kind in ("punct", "arrow", "ellipsis") else kind, text, *match.span())
-            )
+            tokens.append(Token(text if kind in ("punct", "arrow", "ellipsis") else kind, text, *match.span()))
     tokens.append(Token("end", "", len(source), len(source)))
     return tokens
 
@@ -81,16 +79,12 @@ def _bad(source: str, at: int) -> NoReturn:
     shown = rest[0] if rest[0].isprintable() else f"U+{ord(rest[0]):04X}"
     if rest[0] in _LOOKALIKES:
         better = _LOOKALIKES[rest[0]]
-        raise Fault(
-            f"A layout has no '{shown}'; write '{better}'.", (at, at + 1), fixed(source, at, at + 1, better)
-        )
+        raise Fault(f"A layout has no '{shown}'; write '{better}'.", (at, at + 1), fixed(source, at, at + 1, better))
     if rest[0] == "*":
         raise Fault(
             "A layout has no '*'; any number of dimensions is '...', a product of two is '(h k)'.",
             (at, at + 1),
         )
     if rest[0].isidentifier():
-        raise Fault(
-            f"Names consist of ASCII letters, digits and '_', but '{shown}' is none of them.", (at, at + 1)
-        )
+        raise Fault(f"Names consist of ASCII letters, digits and '_', but '{shown}' is none of them.", (at, at + 1))
     raise Fault(f"A layout has no character '{shown}'.", (at, at + 1))

@@ -178,9 +178,7 @@ def test_resolve():
     assert Layout("b s/cp d x/1").resolve(mapping) == Layout("b/dp/fsdp s/cp d/1 x/1")
     assert Layout("b/1 h/x").resolve(mapping) == Layout("b/1 h/x")
     assert Layout("(h k) _ 3 ...").resolve(mapping) == Layout("(h k)/tp _ 3 ...")
-    assert Layout("(b/dp h)").resolve(mapping) == Layout("(b h)/dp"), (
-        "explicit factors leave the others whole"
-    )
+    assert Layout("(b/dp h)").resolve(mapping) == Layout("(b h)/dp"), "explicit factors leave the others whole"
     assert Layout("(h k)/1").resolve(mapping) == Layout("(h k)/1")
     assert Layout("1+h+1").resolve(mapping) == Layout("1+h/tp+1")
     assert Layout("b s").resolve(None) == Layout("b/1 s/1")

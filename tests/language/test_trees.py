@@ -53,8 +53,7 @@ def model():
 
 def said(layouts_tree, tree, what="params"):
     return [
-        (path, None if layout is None else str(layout))
-        for path, _, layout in match_prefix(layouts_tree, tree, what)
+        (path, None if layout is None else str(layout)) for path, _, layout in match_prefix(layouts_tree, tree, what)
     ]
 
 

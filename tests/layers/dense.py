@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def dense_attention(q, k, v, *, positions=None, causal=False, window=None, segments=None, mask=None, bias=None, softcap=None):
+def dense_attention(
+    q, k, v, *, positions=None, causal=False, window=None, segments=None, mask=None, bias=None, softcap=None
+):
     """q "b s h k", k "b t g k", v "b t g j"; segments "b s", mask "b h s t", bias "h s t". Masks are made in NumPy."""
     rows, heads = q.shape[-2] // k.shape[-2], q.shape[-2]
     k, v = jnp.repeat(k, rows, axis=-2), jnp.repeat(v, rows, axis=-2)
