@@ -49,37 +49,24 @@ class Outputs:
     def __init__(self, tree: Any, resolve: Any):
         self.tree = tree
         self.resolve = resolve
-        flat, self.prefix = jax.tree.flatten(tree, is_leaf=_is_layout)
-        self.top: tuple[Layout, ...] | None = None
-        if all(x is None or (isinstance(x, Layout) and not _rank_matters(x)) for x in flat):
-            self.top = tuple(x for x in flat if x is not None)
-        self._prefix_leaves = flat
+        self._prefix_leaves = jax.tree.leaves(tree, is_leaf=_is_layout)
         self.layouts: list[Layout] = []
         self.paths: list[str] = []
         self.ranks: list[int] | None = None
         self.structure: Any = None
 
-    @property
-    def known(self) -> bool:
-        """Whether the specs can be told before the results are there."""
-        return self.top is not None or self.ranks is not None
-
     def declared(self) -> list[Layout]:
         return [x for x in self._prefix_leaves if isinstance(x, Layout)]
 
-    def specs(self, without: tuple[str, ...] = ()) -> Any:
-        """One spec per group of `grouped`."""
-        if self.top is not None:
-            # `...` counts for nothing here: no divided dimension stands behind it
-            return tuple(P(*_entries(x.without(*without)), **_marks(x)) for x in self.top)
-        return tuple(x.without(*without).spec for x in self.ranked())
+    def specs(self, without: tuple[str, ...] = ()) -> list[P]:
+        """One spec per result of `leaving`."""
+        return [x.without(*without).spec for x in self.ranked()]
 
     def shardings(self, mesh: Any) -> Any:
-        """The same as shardings, in the structure of the declaration; None where that must be traced for."""
-        if self.top is None:
-            return None
+        """The same as shardings, in the structure of the declaration; None where only a trace tells them."""
+        told = all(x is None or (isinstance(x, Layout) and not _rank_matters(x)) for x in self._prefix_leaves)
         lie = lambda x: None if x is None else NamedSharding(mesh, P(*_entries(x)))
-        return jax.tree.map(lie, self.tree, is_leaf=_is_layout)
+        return jax.tree.map(lie, self.tree, is_leaf=_is_layout) if told else None
 
     def ranked(self) -> list[Layout]:
         """The layout of each result, `...` written out; known after a trace."""
@@ -163,20 +150,16 @@ class Outputs:
             compose(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
         )
 
-    def grouped(self, flat: Sequence[Any], frame: Frame) -> Any:
-        """The results as the specs of `specs` expect them: one group per declared layout."""
-        flat = [
+    def leaving(self, flat: Sequence[Any]) -> list[Any]:
+        """The results as `specs` expects them: partial sums typed as such."""
+        return [
             _compat.to_unreduced(x, lay.unreduced) if lay.unreduced else x
             for x, lay in zip(flat, self.layouts, strict=True)
         ]
-        if self.top is None:
-            return tuple(flat)
-        subtrees = self.prefix.flatten_up_to(jax.tree.unflatten(self.structure, flat))
-        return tuple(jax.tree.leaves(t) for t, p in zip(subtrees, self._prefix_leaves, strict=True) if p is not None)
 
-    def build(self, groups: Any) -> Any:
+    def build(self, flat: Any) -> Any:
         """The results as the body returned them."""
-        return jax.tree.unflatten(self.structure, jax.tree.leaves(groups))
+        return jax.tree.unflatten(self.structure, flat)
 
 
 def reasons(error: LayoutError) -> list[str]:
@@ -201,11 +184,6 @@ def _entries(layout: Layout) -> list[Any]:
             break
         entries.append(dim.axes or None)
     return entries
-
-
-def _marks(layout: Layout) -> dict[str, frozenset[str]]:
-    marks = {"unreduced": frozenset(layout.unreduced), "reduced": frozenset(layout.reduced)}
-    return {k: v for k, v in marks.items() if v}
 
 
 def _as_array(x: Any, path: str, signature: Signature, shown: Any) -> Any:

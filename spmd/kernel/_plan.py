@@ -277,36 +277,29 @@ class Plan:
 
     def _explicit(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
-        self._needs_rank(frame, leaves)
         with _mesh_context(self.mesh):
             leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
             specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
 
+            out_specs: list[P] = []
+
             def body(*shards: Any) -> Any:
-                flat = self.run(frame, shards, local=True)
-                self.outputs.check_types(flat, frame)
-                return self.outputs.grouped(flat, frame)
+                return self._leaving(self.run(frame, shards, local=True), frame, out_specs)
 
             body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
-            mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=self.outputs.specs())
+            mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
             try:
                 return self.outputs.build(mapped(*leaves))
             except self.outputs.Unequal as unequal:
                 raise diagnose(self, frame, specs, leaves, unequal) from None
 
-    def _needs_rank(self, frame: Frame, leaves: Sequence[Any]) -> None:
-        """Trace once for the structure of the results where their specs cannot be told without it."""
-        if self.outputs.known:
-            return
-
-        def probe(*shards: Any) -> Any:
-            self.run(frame, shards, local=True)
-            return ()
-
-        with _mesh_context(self.mesh):
-            leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
-            specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
-            jax.eval_shape(jax.shard_map(probe, mesh=self.mesh, in_specs=specs, out_specs=()), *leaves)
+    def _leaving(self, flat: Sequence[Any], frame: Frame, specs: list[P], without: tuple[str, ...] = ()) -> list[Any]:
+        """The results of a `shard_map`'s body, whose specs are put into the list that it was given as `out_specs`: JAX
+        reads that list after the body has run, so one trace is enough to learn how many results there are, and of what
+        rank."""
+        self.outputs.check_types(flat, frame)
+        specs[:] = self.outputs.specs(without)
+        return self.outputs.leaving(flat)
 
     def _reshard(self, x: Any, layout: Layout) -> Any:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
@@ -431,26 +424,22 @@ class Plan:
             )
         )
         specs = tuple(self.spec(s.layout.without(*manual), x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
-        if not self.outputs.known:
-            rule = "results whose structure is not declared cannot leave a nested kernel."
-            self.signature.fail(rule, fix="a tuple of layouts")
-
         kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
         typed = {a for a in rest if kinds[a] is AxisType.Explicit}
         if typed:
             free = [a for a in self.sizes if a not in typed]
             leaves = [_typed(x, s.layout.without(*free), here) for x, s in zip(leaves, self.leaves, strict=True)]
 
+        out_specs: list[P] = []
+
         def body(*shards: Any) -> Any:
-            flat = self._inlined(frame, shards)
-            self.outputs.check_types(flat, frame)
-            return self.outputs.grouped(flat, frame)
+            return self._leaving(self._inlined(frame, shards), frame, out_specs, without=tuple(manual))
 
         mapped = jax.shard_map(
             body,
             mesh=here,
             in_specs=specs,
-            out_specs=self.outputs.specs(without=tuple(manual)),
+            out_specs=out_specs,
             axis_names=frozenset(rest),
         )
         try:

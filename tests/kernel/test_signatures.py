@@ -263,6 +263,25 @@ def test_dots(mesh):
     np.testing.assert_array_equal(in_modes(behind, W), 2 * W)
 
 
+@pytest.mark.parametrize(
+    "results",
+    [{"y": "b/dp d"}, {"y": "... d/dp"}, lambda tree: {"y": "b/dp d"}],
+    ids=["a layout", "dots before a slash", "a function"],
+)
+def test_the_body_is_traced_once(mesh, results):
+    """Also where only the results tell how many layouts there are, and of what rank."""
+    calls = []
+
+    def body(x):
+        calls.append(x.shape)
+        return {"y": x}
+
+    pattern = "... d/dp" if "... d/dp" in str(results) else "b/dp d"
+    found = spmd.kernel(in_layouts=(pattern,), out_layouts=results, mesh=mesh)(body)(X)
+    np.testing.assert_array_equal(found["y"], X)
+    assert len(calls) == 1
+
+
 def test_sizes_by_keyword(mesh):
     @spmd.kernel("b/dp (h k)/tp -> b/dp (h k)/tp", mesh=mesh, h=4)
     def body(x):

@@ -200,6 +200,16 @@ def test_in_a_shard_map_over_some_axes(axes, kinds):
         fn(x, w)
 
 
+def test_a_tree_of_results_over_some_axes(mesh):
+    """The structure of the results is known only after the body has run."""
+    results = lambda tree: dict.fromkeys(tree, "b/dp d")
+    inner = spmd.kernel(in_layouts=("b/dp d",), out_layouts=results, mesh=mesh)(lambda x: {"same": x, "twice": 2 * x})
+    fn = jax.jit(jax.shard_map(inner, mesh=mesh, axis_names={"dp"}, in_specs=P("dp"), out_specs=P("dp")))
+    found = fn(X)
+    close(found["same"], X)
+    close(found["twice"], 2 * X)
+
+
 def test_gradients_over_some_axes_are_beyond_jax(mesh):
     """JAX cannot lower the gradient of a shard_map in a shard_map. When it can, this fails, and so much the better."""
 
