@@ -25,7 +25,7 @@ def kv_cache(
     length: int,
     kv_heads: int,
     head: int,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
     *,
     dp: Axes = None,
     cp: Axes = None,
@@ -50,7 +50,7 @@ def kv_cache(
         devices of cp.
       kv_heads: Key and value heads, all of them; of `spread_heads`, as many as it makes.
       head: The size of a head.
-      dtype: Of keys and values.
+      dtype: Of keys and values; absent, that of `jnp.zeros`.
       dp: The mesh axes that divide the batch.
       cp: The mesh axes that divide the slots.
       tp: The mesh axes that divide the heads.

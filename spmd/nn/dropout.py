@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spmd import Layout, random, size
+from spmd import Layout, annotate, random, size
 from spmd.errors import LayoutError, compose
 
 __all__ = ["dropout"]
@@ -39,7 +39,8 @@ def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
       An array like x.
 
     Raises:
-      LayoutError: If rate is out of range, or the layout has `...` or an unnamed dimension.
+      LayoutError: If rate is out of range, or the layout has `...`, an unnamed dimension, or another rank than x.
+      SizeError: If a size does not fit.
       SpmdError: Where x does not lie like that, or the key differs between devices.
 
     Example:
@@ -58,6 +59,7 @@ def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
     if not 0 <= rate < 1:
         rule = f"rate is the part that is dropped, at least 0 and below 1, not {rate!r}."
         raise LayoutError(compose(rule, call=f'dropout(x, key, "{layout}")'))
+    x = annotate(x, layout, **names)  # a mask of another rank would broadcast
     if rate == 0:
         return x
     kept = random.bernoulli(key, layout, p=1 - rate, **{**_sizes(x, layout, names), **names})

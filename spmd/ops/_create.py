@@ -18,7 +18,7 @@ from spmd.language import Dim, Layout
 __all__ = ["counted", "full", "iota", "ones", "open_made", "positions", "zeros"]
 
 
-def zeros(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **names: Any) -> Any:
+def zeros(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
     """Zeros of this layout: `zeros("b/dp d")`, for accumulators and for carries of loops.
 
     Sizes come from the kernel's signature or from keywords. By JAX's own type the value varies along the axes
@@ -29,7 +29,7 @@ def zeros(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **nam
     Args:
       layout: The layout of the result. `{U:axis}` makes the start of a partial sum; `{R:axis}` that of a carry
         that becomes a gathered copy over this axis.
-      dtype: Its dtype.
+      dtype: Its dtype; absent, that of `jnp.zeros`: float32, or float64 where `jax_enable_x64` is set.
       to: "varying" types it varying along every mesh axis; the result must then be reduced to leave the kernel.
       **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
 
@@ -49,10 +49,10 @@ def zeros(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **nam
       >>> print(totals(jnp.ones((3, 8))))
       [3. 3. 3. 3. 3. 3. 3. 3.]
     """
-    return _filled("zeros", layout, 0, dtype, to, names)
+    return _filled("zeros", layout, 0, float if dtype is None else dtype, to, names)
 
 
-def ones(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **names: Any) -> Any:
+def ones(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
     """Ones of this layout: `ones("b/dp d")`.
 
     As `zeros`; a `{U:}` mark is an error, since the sum of n ones is n.
@@ -61,7 +61,7 @@ def ones(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **name
 
     Args:
       layout: The layout of the result.
-      dtype: Its dtype.
+      dtype: Its dtype; absent, that of `jnp.ones`.
       to: "varying" types it varying along every mesh axis.
       **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
 
@@ -78,7 +78,7 @@ def ones(layout: str, dtype: Any = jnp.float32, *, to: str | None = None, **name
       >>> print(spmd.kernel("n/x -> n/x", mesh=mesh)(lambda v: v + spmd.ones("n/x"))(jnp.zeros(8)))
       [1. 1. 1. 1. 1. 1. 1. 1.]
     """
-    return _filled("ones", layout, 1, dtype, to, names)
+    return _filled("ones", layout, 1, float if dtype is None else dtype, to, names)
 
 
 def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
@@ -119,7 +119,7 @@ def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
 
     Args:
       layout: One dimension, or several with one in brackets.
-      dtype: The dtype of the positions.
+      dtype: The dtype of the positions: int32 also where `jax_enable_x64` is set, as `offset` and JAX's `axis_index`.
       **names: Sizes of names (`s=1024`), or mesh axes (`cp="context"`).
 
     Returns:

@@ -24,9 +24,7 @@ from spmd.ops._landing import placed, plain_dims
 __all__ = ["born", "linspace", "meshgrid"]
 
 
-def linspace(
-    start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = jnp.float32, **names: Any
-) -> Any:
+def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = None, **names: Any) -> Any:
     """Evenly spaced numbers along a dimension, on each device those of its own block: `linspace(0, 1, "x/a")`.
 
     Element i of n is `start + (stop - start) i / (n - 1)`, without the end point `i / n`, as in `jnp.linspace`: the
@@ -39,7 +37,7 @@ def linspace(
       stop: The last one, or with `endpoint=False` the one after it.
       layout: One dimension, or several with one in brackets, along which the numbers run.
       endpoint: Whether `stop` is one of the numbers.
-      dtype: A dtype of floating-point numbers.
+      dtype: A dtype of floating-point numbers; absent, the one that `jnp.linspace` gives for start and stop.
       **names: Sizes of names (`x=64`), or mesh axes (`a="data"`).
 
     Returns:
@@ -60,6 +58,7 @@ def linspace(
     for what, value in (("start", start), ("stop", stop)):
         if np.ndim(value) != 0:
             call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
+    dtype = _dtype_between(start, stop) if dtype is None else dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         fix = 'iota("x/a") counts in integers'
         call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", fix=fix, error=LayoutError)
@@ -69,6 +68,13 @@ def linspace(
     first, last = (jnp.asarray(value, wide) for value in (start, stop))
     out = _between(iota(layout, **names), first, last, steps).astype(dtype)
     return call.result(out, made.without_brackets(), role="born")
+
+
+def _dtype_between(start: Any, stop: Any) -> Any:
+    """The dtype that `jnp.linspace` gives: it depends on both ends and on `jax_enable_x64`."""
+    kinds = map(jax.typeof, (start, stop))
+    ends = (jax.ShapeDtypeStruct((), kind.dtype, weak_type=kind.weak_type) for kind in kinds)
+    return jax.eval_shape(lambda a, b: jnp.linspace(a, b, 2), *ends).dtype
 
 
 @functools.partial(jax.jit, static_argnums=3)  # compiled also where the body is not

@@ -40,7 +40,8 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **
       edge: What lies beyond the ends of the array: "periodic" (the other end), "zero", "edge" (the last element) or
         "reflect" (mirrored, the last element not repeated).
       corners: False where nothing reads what lies in the margins of two dimensions at once, as in a five-point
-        stencil: in explicit mode it is then NaN (0 for integers), so that whoever reads it notices.
+        stencil: in explicit mode it is then NaN, so that whoever reads it notices. Integers and booleans have no NaN:
+        their corners are sent all the same.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -77,7 +78,8 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **
                 margins.append(_Margins(own, at, factor.axes, factor.local, factor.size, *dim.margin, edge))
             at += extra if dim.ellipsis else len(dim.atoms)
         with call.scope():
-            if not corners and call.frame.explicit:
+            # what has no NaN cannot show that a corner was read: its corners are filled
+            if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
                 return own.result(_crossed(operand.x, margins))
             return own.result(functools.reduce(lambda out, one: one.added(out), margins, operand.x))
 
@@ -141,7 +143,7 @@ def _check_mirror(call: Call, dim: Dim, size: int, edge: str) -> None:
 
 def _crossed(x: Any, margins: list[_Margins]) -> Any:
     """The block with margins on its sides, of which none has seen the others."""
-    nothing = jnp.asarray(jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0, x.dtype)
+    nothing = jnp.asarray(jnp.nan, x.dtype)
     out, widths = x, [(0, 0)] * x.ndim
     for one in margins:
         wide, d = one.added(x), one.dim

@@ -253,7 +253,7 @@ def _draw(
 
 
 def uniform(
-    key: Any, layout: str, *, dtype: Any = jnp.float32, minval: Any = 0.0, maxval: Any = 1.0, **names: Any
+    key: Any, layout: str, *, dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0, **names: Any
 ) -> jax.Array:
     """Uniform random numbers in `[minval, maxval)`: `jax.random.uniform` of the global shape, shard by shard.
 
@@ -265,7 +265,7 @@ def uniform(
     Args:
       key: One threefry key, the same on every device.
       layout: The layout of the array, `"b/dp s d"`.
-      dtype: A floating-point dtype.
+      dtype: A floating-point dtype; `float` is float32, or float64 where `jax_enable_x64` is set, as in `jax.random`.
       minval: The smallest value, one number.
       maxval: The bound above, one number.
       **names: Sizes of names that the kernel's signature does not bind, and mesh axes (`tp="model"`).
@@ -296,7 +296,7 @@ def uniform(
     )  # fmt: skip
 
 
-def normal(key: Any, layout: str, *, dtype: Any = jnp.float32, **names: Any) -> jax.Array:
+def normal(key: Any, layout: str, *, dtype: Any = float, **names: Any) -> jax.Array:
     """Standard normal random numbers: `jax.random.normal` of the global shape, shard by shard.
 
     Every mode and every mesh gives the numbers of `jax.random.normal(key, global_shape, dtype)`, bit for bit
@@ -307,7 +307,7 @@ def normal(key: Any, layout: str, *, dtype: Any = jnp.float32, **names: Any) -> 
     Args:
       key: One threefry key, the same on every device.
       layout: The layout of the array, `"b/dp s d"`.
-      dtype: A floating-point or complex dtype.
+      dtype: A floating-point or complex dtype; `float` as in `jax.random`.
       **names: Sizes of names that the kernel's signature does not bind, and mesh axes (`tp="model"`).
 
     Returns:
@@ -367,7 +367,7 @@ def bernoulli(key: Any, layout: str, *, p: Any = 0.5, **names: Any) -> jax.Array
 
 
 def truncated_normal(
-    key: Any, layout: str, *, lower: Any = -2.0, upper: Any = 2.0, dtype: Any = jnp.float32, **names: Any
+    key: Any, layout: str, *, lower: Any = -2.0, upper: Any = 2.0, dtype: Any = float, **names: Any
 ) -> jax.Array:
     """Normal random numbers in `(lower, upper)`: `jax.random.truncated_normal` of the global shape, sharded.
 
@@ -382,7 +382,7 @@ def truncated_normal(
       layout: The layout of the array, `"d/dp f/tp"`.
       lower: The bound below, one number.
       upper: The bound above, one number.
-      dtype: A floating-point dtype.
+      dtype: A floating-point dtype; `float` is float32, or float64 where `jax_enable_x64` is set, as in `jax.random`.
       **names: Sizes of names that the kernel's signature does not bind, and mesh axes (`tp="model"`).
 
     Returns:

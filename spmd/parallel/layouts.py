@@ -210,6 +210,15 @@ def _check_axes(axes: Axes, layouts: Sequence[Layout | None], sizes: Mapping[str
         raise MeshError(compose(rule, call=call, got=got))
 
 
+def _ranked(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
+    """The layout of each leaf, None where it is not an array; every layout fits its array's rank."""
+    found = layout_leaves(tree, layouts, call)
+    for path, leaf, layout in zip(paths(tree), jax.tree.leaves(tree), found, strict=True):
+        if layout is not None:
+            _of_rank(layout, leaf, path, call)
+    return found
+
+
 def _of_rank(layout: Layout, leaf: Any, path: str, call: str) -> Layout:
     named = len(layout.dims) - layout.has_ellipsis
     rank = len(leaf.shape)
@@ -263,7 +272,7 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
       A tree like `tree` with a Layout for each array.
 
     Raises:
-      LayoutError: If a name has no rule, or two names of an array come to lie on one axis.
+      LayoutError: If a name has no rule, two names of an array come to lie on one axis, or a rank does not fit.
 
     Example:
       >>> import jax.numpy as jnp
@@ -273,7 +282,7 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
     """
     call = "mapped_layouts(tree, layouts, mapping)"
     rules = AxisMapping.of(mapping)
-    found = layout_leaves(tree, layouts, call)
+    found = _ranked(tree, layouts, call)
     missing = dict.fromkeys(
         name for layout in found if layout for name in layout.bare if name in layout.names and name not in rules
     )
@@ -310,7 +319,7 @@ def state_layouts(state: Any, params: Any, layouts: Any) -> Any:
       {'count': Layout('scalar'), 'momentum': {'w': Layout('d/dp f')}}
     """
     flat = jax.tree_util.tree_flatten_with_path
-    found = layout_leaves(params, layouts, "state_layouts(state, params, layouts)")
+    found = _ranked(params, layouts, "state_layouts(state, params, layouts)")
     known = [(path, leaf, layout) for (path, leaf), layout in zip(flat(params)[0], found, strict=True) if layout]
     known.sort(key=lambda entry: -len(entry[0]))
 

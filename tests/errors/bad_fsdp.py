@@ -80,6 +80,16 @@ def mapping_without_a_name(mesh):
 
 
 @bad
+def mapped_layout_of_another_rank(mesh):
+    parallel.mapped_layouts({"w": X}, {"w": "embed"}, {"embed": "dp"})
+
+
+@bad
+def state_of_parameters_of_another_rank(mesh):
+    parallel.state_layouts({"m": {"w": X}}, {"w": X}, {"w": "d/dp"})
+
+
+@bad
 def unknown_way_to_save(mesh):
     parallel.fsdp(lambda w, x: x, "d/dp f", "d f", save="nothing")
 

@@ -156,3 +156,8 @@ def dropout_of_everything(mesh):
 @bad
 def dropout_of_any_dimensions(mesh):
     body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "... d", rate=0.1), mesh, X, KEY)
+
+
+@bad
+def dropout_of_another_rank(mesh):
+    body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "scalar", rate=0.5), mesh, X, KEY)

@@ -106,6 +106,24 @@ def test_the_gradient_of_a_norm_where_the_sequence_is_divided():
         kernel(lambda x, scale, weights: gradient(x, spmd.defer(scale, "d -> d {R:dp,tp}"), weights))(x, scale, weights)
 
 
+def test_dropout_wants_the_layout_of_its_array():
+    """A mask of another rank would broadcast: one coin for a whole matrix."""
+    x, key = np.ones((4, 64), np.float32), jax.random.key(3)
+
+    def drop(layout, rate=0.5, **names):
+        body = lambda x, k: nn.dropout(x, k, layout, rate=rate, **names)
+        return spmd.kernel("b/dp d, scalar -> b/dp d", mesh=MESH)(body)(x, key)
+
+    for layout, names in [("scalar", {}), ("d", {"d": 64}), ("q", {"q": 64}), ("b/dp q 1", {"q": 64})]:
+        for rate in (0.5, 0):
+            with pytest.raises(spmd.LayoutError, match="has . dimensions?, and the array has 2"):
+                drop(layout, rate, **names)
+    with pytest.raises(spmd.SizeError, match="q is 1 on each device, but the array has 64"):
+        drop("b/dp q", q=1)
+    with pytest.raises(spmd.SpmdError, match='is read as "b/tp d"'):
+        drop("b/tp d", 0)
+
+
 def test_dropout_on_every_device():
     """One key for local draws: all devices drop the same numbers of different parts."""
     x, key = np.ones((4, 64), np.float32), jax.random.key(3)

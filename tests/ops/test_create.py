@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from spmd import from_function
 from spmd.errors import LayoutError, SizeError, SpmdError
-from spmd.ops import full, iota, ones, zeros
+from spmd.fft import fftfreq, rfftfreq
+from spmd.ops import full, iota, linspace, ones, zeros
 from tests import simulator
 from tests.ops.harness import MODES, close, frame, make_mesh, run
 from tests.sampler import Sampler, seeds
@@ -29,6 +31,31 @@ def test_values_and_dtypes(mode: str) -> None:
     close(made(lambda: full("d/tp/dp", 2.5, d=8), "d/tp/dp", mode), jnp.full(8, 2.5))
     close(made(lambda: full("(h k)/tp", -1, jnp.bfloat16, h=4, k=2), "(h k)/tp", mode), jnp.full(8, -1, jnp.bfloat16))
     close(made(lambda: zeros("scalar"), "scalar", mode), jnp.zeros(()))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_dtypes_are_those_of_jax(mode: str, x64: bool) -> None:
+    pairs = {
+        "zeros": (lambda: zeros("b/dp", b=4), lambda: jnp.zeros(4)),
+        "ones": (lambda: ones("b/dp", b=4), lambda: jnp.ones(4)),
+        "full": (lambda: full("b/dp", 2.5, b=4), lambda: jnp.full(4, 2.5)),
+        "full of integers": (lambda: full("b/dp", 2, b=4), lambda: jnp.full(4, 2)),
+        "linspace": (lambda: linspace(0, 1, "b/dp", b=4), lambda: jnp.linspace(0, 1, 4)),
+        "linspace of bfloat16": (
+            lambda: linspace(jnp.bfloat16(0), 1.0, "b/dp", b=4),
+            lambda: jnp.linspace(jnp.bfloat16(0), 1.0, 4),
+        ),
+        "from_function": (lambda: from_function(lambda i: i.astype(float), "b/dp", b=4), lambda: jnp.arange(4.0)),
+        "fftfreq": (lambda: fftfreq("b/dp", b=4), lambda: jnp.fft.fftfreq(4)),
+        "rfftfreq": (lambda: rfftfreq("b/dp", 6), lambda: jnp.fft.rfftfreq(6)),
+        "iota, int32 always": (lambda: iota("b/dp", b=4), lambda: jnp.arange(4, dtype=jnp.int32)),
+    }
+    with jax.enable_x64(x64):
+        for name, (ours, jaxs) in pairs.items():
+            found, wanted = made(ours, "b/dp", mode), jaxs()
+            assert (found.dtype, found.weak_type) == (wanted.dtype, wanted.weak_type), name
+            np.testing.assert_array_equal(found, wanted, err_msg=name)
 
 
 def test_sizes_come_from_the_frame() -> None:

@@ -133,6 +133,39 @@ def test_float64():
             same(got, expected(sampler, (3, 8), dtype=jnp.float64))
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+def test_without_a_dtype_it_is_jaxs_own(mode, x64, same_normal):
+    """The promise of the module, where float means float64 as well."""
+    mesh, shape = make_mesh(dp=4), (8, 3)
+    draws = {
+        "uniform": (lambda k: random.uniform(k, "b/dp d", b=8, d=3), lambda k: jax.random.uniform(k, shape)),
+        "bounds": (
+            lambda k: random.uniform(k, "b/dp d", minval=1, maxval=3.5, b=8, d=3),
+            lambda k: jax.random.uniform(k, shape, minval=1, maxval=3.5),
+        ),
+        "normal": (lambda k: random.normal(k, "b/dp d", b=8, d=3), lambda k: jax.random.normal(k, shape)),
+        "complex": (
+            lambda k: random.normal(k, "b/dp d", dtype=complex, b=8, d=3),
+            lambda k: jax.random.normal(k, shape, complex),
+        ),
+        "truncated normal": (
+            lambda k: random.truncated_normal(k, "b/dp d", b=8, d=3),
+            lambda k: jax.random.truncated_normal(k, -2, 2, shape),
+        ),
+        "bernoulli": (
+            lambda k: random.bernoulli(k, "b/dp d", p=0.3, b=8, d=3),
+            lambda k: jax.random.bernoulli(k, 0.3, shape),
+        ),
+    }
+    with jax.enable_x64(x64):
+        for name, (ours, jaxs) in draws.items():
+            run = kernel("scalar -> b/dp d", mesh=mesh)(ours)
+            found, wanted = getattr(run, mode)(KEY), jax.jit(jaxs)(KEY)
+            assert found.dtype == wanted.dtype, name
+            (same_normal if name in ("normal", "truncated normal") else same)(found, wanted)
+
+
 def test_random_cases(cases, same_normal):
     rng = pyrandom.Random(0)
     for _ in range(cases):

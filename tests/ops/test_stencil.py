@@ -220,6 +220,17 @@ def test_corners_that_were_not_asked_for() -> None:
             sent |= set(eqn.outvars)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
+def test_corners_of_what_has_no_nan_are_filled(dtype: str) -> None:
+    """A wrong corner would not show, so there is none."""
+    x = (jnp.arange(48).reshape(8, 6) % 7).astype(dtype)
+    nine = lambda u: u[:-2, :-2] ^ u[2:, 2:] ^ u[1:-1, 1:-1]  # reads diagonal neighbours
+    step = stencil.stencil(nine, "1+x/a+1 1+y/b+1 -> x/a y/b", corners=False)
+    run = spmd.kernel("x/a y/b -> x/a y/b", mesh=make_mesh({"a": 4, "b": 2}))(step)
+    for mode in MODES:
+        np.testing.assert_array_equal(getattr(run, mode)(x), nine(np.pad(x, 1, mode="wrap")))
+
+
 # --- differences and convolutions ----------------------------------------------------------------------------
 
 
