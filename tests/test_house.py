@@ -24,6 +24,7 @@ FLOORS = {
     "errors.py": 0,
     "language/": 1,
     "_compat.py": 2,
+    "_jaxprs.py": 2,
     "_trees.py": 2,
     "_units.py": 0,
     "hardware.py": 2,

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax.extend.core import jaxprs_in_params
-
 from spmd import _compat
+from spmd._jaxprs import equations, opened
 from spmd.check._axes import Origin
-from spmd.check._control import opened
 from spmd.check._dataflow import Walk, walk_closed
 from spmd.check._report import describe, raise_all
 from spmd.check._source import line_of
@@ -162,11 +160,8 @@ def _facts(walk: Walk, state: State, written: Mapping[str, str]) -> OutputFacts:
 def _gather_calls(jaxpr: Any) -> dict[str, str]:
     """The `all_gather` call of each user line, as our own marker kept it."""
     found: dict[str, str] = {}
-    pending = [opened(jaxpr)[0]]
-    while pending:
-        for eqn in pending.pop().eqns:
-            text = eqn.params.get("call", "") if eqn.primitive.name == "spmd_layout" else ""
-            if text.startswith(("all_gather(", "relayout(")):
-                found[line_of(eqn)] = re.sub(r"\)$", ', to="invarying")', text)
-            pending.extend(opened(sub)[0] for sub in jaxprs_in_params(eqn.params))
+    for eqn in equations(jaxpr):
+        text = eqn.params.get("call", "") if eqn.primitive.name == "spmd_layout" else ""
+        if text.startswith(("all_gather(", "relayout(")):
+            found[line_of(eqn)] = re.sub(r"\)$", ', to="invarying")', text)
     return found

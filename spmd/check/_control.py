@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax.extend.core import jaxprs_in_params
-
+from spmd._jaxprs import Role, call_of, held, opened, shape_of
 from spmd.check._axes import Origin
 from spmd.check._collectives import COMMUNICATES, axes_of
 from spmd.check._report import divergent, returned_partial
@@ -18,40 +17,13 @@ if TYPE_CHECKING:
 States = list[State]
 
 
-def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and the values of its constants; newer JAX has one class where older has two."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    consts = getattr(jaxpr, "consts", ())
-    return inner, consts if len(consts) == len(inner.constvars) else ()
-
-
 # --- calls --------------------------------------------------------------------------------------------------
 
 
-def callee(eqn: Any) -> Any:
-    """The jaxpr of a call, if one fits its operands and results one to one."""
-    for value in eqn.params.values():
-        if not hasattr(value, "eqns"):
-            continue
-        inner, _ = opened(value)
-        if _fits(inner.invars, eqn.invars) and _fits(inner.outvars, eqn.outvars):
-            return value
-    return None
-
-
-def _fits(inner: Sequence[Any], outer: Sequence[Any]) -> bool:
-    """Whether these are the same values; the combiner of a reduction is a jaxpr too, but one of scalars."""
-    return len(inner) == len(outer) and all(map(_same_shape, inner, outer))
-
-
-def _same_shape(inner: Any, outer: Any) -> bool:
-    return getattr(inner.aval, "shape", None) == getattr(outer.aval, "shape", None)
-
-
 def call(walk: Walk, eqn: Any, operands: Sequence[State]) -> States | None:
-    """jit, remat, custom_jvp, custom_vjp, closed_call, ...; None if this is no call that we can read."""
-    inner = callee(eqn)
-    return None if inner is None else walk.enter(eqn, inner, operands)
+    """jit, remat, custom_jvp, custom_vjp, custom_linear_solve, ...; None if this is no call that we can read."""
+    inner = call_of(eqn)
+    return None if inner is None else walk.enter(eqn, inner.jaxpr, inner.of(operands))
 
 
 # --- loops --------------------------------------------------------------------------------------------------
@@ -68,15 +40,12 @@ def _stacked(state: State, rank: int) -> State:
 
 
 def _rank(atom: Any) -> int:
-    return len(getattr(atom.aval, "shape", ()))
+    return len(shape_of(atom))
 
 
 def scan(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     """A fixpoint over the carries. What is scanned or stacked has one dim more outside than inside."""
-    closed = eqn.params["jaxpr"]
-    body, _ = opened(closed)
-    sliced = [_rank(outer) != _rank(inner) for outer, inner in zip(eqn.invars, body.invars, strict=True)]
-    stacked = [_rank(outer) != _rank(inner) for outer, inner in zip(eqn.outvars, body.outvars, strict=True)]
+    [(closed, _, _, sliced, stacked)] = held(eqn)
     carries = len(stacked) - sum(stacked)
     first = len(sliced) - sum(sliced) - carries
     fixed = [_per_iteration(s, _rank(v)) if x else s for s, v, x in zip(operands, eqn.invars, sliced, strict=True)]
@@ -93,20 +62,19 @@ def scan(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
 
 def while_loop(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     """A fixpoint in which the condition colours every carry: devices that stop earlier hold older values."""
-    test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    for_test, for_body = operands[:n_test], operands[n_test : n_test + n_body]
+    test, body = held(eqn)
+    start = operands[len(operands) - len(eqn.outvars) :]
+    for_test, for_body = (part.of(operands)[: len(part.operands) - len(start)] for part in (test, body))
     predicate = State()
 
     def step(carry: States) -> tuple[States, States]:
         nonlocal predicate
-        [predicate] = walk.enter(eqn, test, [*for_test, *carry])
-        outs = walk.enter(eqn, body, [*for_body, *carry])
+        [predicate] = walk.enter(eqn, test.jaxpr, [*for_test, *carry])
+        outs = walk.enter(eqn, body.jaxpr, [*for_body, *carry])
         return [_coloured(s, predicate) for s in outs], []
 
-    last, _ = fixpoint(walk, step, list(operands[n_test + n_body :]))
-    _check_divergence(walk, eqn, predicate, [test, body])
-    start = operands[n_test + n_body :]
+    last, _ = fixpoint(walk, step, list(start))
+    _check_divergence(walk, eqn, predicate)
     return [_coloured(join(a, b), predicate) for a, b in zip(last, start, strict=True)]
 
 
@@ -142,19 +110,18 @@ def _coloured(state: State, predicate: State) -> State:
 
 def cond(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     """The join of the branches, coloured by the predicate."""
-    predicate, rest = operands[0], operands[1:]
-    branches = eqn.params["branches"]
-    _check_divergence(walk, eqn, predicate, branches)
-    results = [walk.enter(eqn, branch, rest) for branch in branches]
+    predicate = operands[0]
+    _check_divergence(walk, eqn, predicate)
+    results = [walk.enter(eqn, branch.jaxpr, branch.of(operands)) for branch in held(eqn)]
     return [_coloured(joined(states), predicate) for states in zip(*results, strict=True)]
 
 
-def _check_divergence(walk: Walk, eqn: Any, predicate: State, jaxprs: Sequence[Any]) -> None:
+def _check_divergence(walk: Walk, eqn: Any, predicate: State) -> None:
     if not predicate.different or predicate.flags & UNKNOWN or not walk.active:
         return
     found: dict[str, None] = {}
     axes = 0
-    for name, mask in (pair for jaxpr in jaxprs for pair in walk.collectives_in(jaxpr)):
+    for name, mask in (pair for part in held(eqn) for pair in walk.collectives_in(part.jaxpr)):
         if mask & predicate.different:
             found[name] = None
             axes |= mask & predicate.different
@@ -169,8 +136,9 @@ def collectives_of(walk: Walk, jaxpr: Any) -> Iterator[tuple[str, int]]:
     for eqn in inner.eqns:
         if eqn.primitive.name in COMMUNICATES:
             yield eqn.primitive.name, walk.axes.mask(axes_of(eqn))
-        for sub in jaxprs_in_params(eqn.params):
-            yield from walk.collectives_in(sub)
+        for part in held(eqn):
+            if part.role != Role.DERIVATIVE:
+                yield from walk.collectives_in(part.jaxpr)
 
 
 # --- shard_map ----------------------------------------------------------------------------------------------
@@ -187,8 +155,8 @@ def _spec_axes(spec: Any) -> list[tuple[str, int]]:
 
 def shard_map(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     """The body of a kernel: its inputs are what the specs say. Outer axes, if any, stay as they are."""
-    closed = eqn.params["jaxpr"]
-    body, _ = opened(closed)
+    [part] = held(eqn)
+    body, _ = opened(part.jaxpr)
     mesh = eqn.params["mesh"]
     manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes")) or frozenset(mesh.axis_names)
     walk.axes.sizes.update((name, size) for name, size in mesh.shape.items() if name in manual)
@@ -199,7 +167,7 @@ def shard_map(walk: Walk, eqn: Any, operands: Sequence[State]) -> States:
     before = walk.active, walk.checked
     walk.active, walk.checked = True, (walk.wanted & own) or own
     try:
-        outs = walk.enter(eqn, closed, inner)
+        outs = walk.enter(eqn, part.jaxpr, inner)
         walk.outputs.append(outs)
         _check_returned(walk, eqn, outs)
     finally:

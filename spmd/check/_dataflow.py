@@ -9,9 +9,10 @@ import jax.core
 from jax.extend.core import Literal
 
 from spmd import _compat
+from spmd._jaxprs import is_unknown, opened
 from spmd.check._axes import AxisBits, Origin, Origins
 from spmd.check._collectives import COLLECTIVES
-from spmd.check._control import CONTROL, call, collectives_of, opened
+from spmd.check._control import CONTROL, call, collectives_of
 from spmd.check._markers import assert_equal_marker, layout_marker
 from spmd.check._report import Failure
 from spmd.check._rules import TABLE, compute
@@ -151,7 +152,8 @@ class Walk:
         if not eqn.outvars:
             return []
         out = compute(self, eqn, ins)
-        return out._replace(flags=out.flags | UNKNOWN) if name in OUTSIDE else out
+        unread = name in OUTSIDE or (name not in TABLE and is_unknown(eqn))
+        return out._replace(flags=out.flags | UNKNOWN) if unread else out
 
 
 def walk_closed(walk: Walk, jaxpr: Any, operands: Sequence[State] | None = None) -> list[State]:

@@ -244,6 +244,8 @@ def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], s
     if eqn.primitive.name == "while":
         what, doing = "a while whose condition", "leave the loop at different times"
         fix = f"make the condition equal on {along}, e.g. pmax of the flag that goes on"
+        if any(caller.primitive.name == "custom_linear_solve" for caller in walk.callers):  # the loop is JAX's own
+            fix = "call the solver outside of the kernel, on whole arrays, with a kernel as its product"
     else:
         what, doing = "a cond whose predicate", "take different branches"
         fix = f"make the predicate equal on {along} (pmax or all_gather it), or compute both and use jnp.where"

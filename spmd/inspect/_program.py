@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from spmd._jaxprs import equations
 from spmd.errors import SpmdError, compose
 from spmd.kernel import Kernel
 from spmd.mesh import ambient_mesh, outside_trace
@@ -176,15 +177,10 @@ def _meshes_of(leaves: Iterable[Any]) -> Iterator[Any]:
 
 def meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
     """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    for equation in getattr(inner, "eqns", ()):
+    for equation in () if jaxpr is None else equations(jaxpr):
         for name, value in equation.params.items():
             if name == "ctx_mesh":  # what surrounded the call
                 continue
             mesh = getattr(value, "mesh", value)
             if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
                 yield mesh
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    yield from meshes_of_jaxpr(part)

@@ -127,7 +127,7 @@ def _written_sections(it: Explanation) -> Iterator[Section]:
     if known or (moved and it.compiled is None):
         yield Section("moved to enter a kernel", lines=list(dict.fromkeys(moved)))
     if it.written.islands:
-        inside = {True: "", False: " (looked into)"}
+        inside = {True: " (not looked into)", False: " (looked into)"}
         lines = [f"{one.where}  {one.text}{inside[one.opaque]}" for one in it.written.islands]
         yield Section("islands", lines=list(dict.fromkeys(lines)))
     if it.written.constraints and it.compiled is None:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from spmd import _compat
+from spmd._jaxprs import Held, call_of, held, is_unknown, opened
 from spmd.check._collectives import COMMUNICATES, axes_of
 from spmd.check._source import line_of
 from spmd.errors import MeshError, compose
@@ -53,8 +54,6 @@ _KINDS: dict[str, str] = {
     **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "psum_scatter"),
 }
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
-# Their jaxprs combine two scalars; the work is counted with the equation.
-_SCALAR_BODIES = ("scatter", "reduce", "select_and_", "sort")
 _CALL = re.compile(r"(custom_vjp\(.*\)|[a-z][\w.]*\(.*\".*\"\))", re.DOTALL)
 _VERBS = ("psum", "relayout", "lax.")
 
@@ -102,7 +101,7 @@ class Walk:
 
     def read(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         """Walk over a whole program; what is known of its results."""
-        body, site = _open(jaxpr), _Site()
+        body, site = opened(jaxpr)[0], _Site()
         outs = self._run(body, self._stand(body.invars, arguments, site), site)
         return self._end(body.outvars, outs, site)
 
@@ -126,9 +125,10 @@ class Walk:
     # --- the walk -----------------------------------------------------------------------------------------
 
     def _run(self, jaxpr: Any, values: Sequence[Value], site: _Site) -> list[Value]:
-        body = _open(jaxpr)
+        body = opened(jaxpr)[0]
         env: dict[Any, Value] = dict(zip(body.invars, values, strict=True))
-        notes = {eqn.invars[0]: eqn for eqn in body.eqns if eqn.primitive.name == "spmd_layout"}
+        marked = (eqn for eqn in body.eqns if eqn.primitive.name == "spmd_layout")
+        notes = {eqn.invars[0]: eqn for eqn in marked if not isinstance(eqn.invars[0], Literal)}
 
         env |= dict(zip(body.constvars, self._stand(body.constvars, None, site), strict=True))
 
@@ -148,10 +148,10 @@ class Walk:
             return _RULES[name](self, eqn, ins, site)
         elif name in ("sharding_constraint", "reshard"):
             return self._placed(eqn, ins, site, notes)
-        elif name in _OPAQUE:
+        elif name in _OPAQUE or is_unknown(eqn):
             if not _call_text(site.names_of(eqn)).startswith("opaque("):  # whose note says it
                 self._island(name, eqn, site, opaque=True)
-        elif not name.startswith(_SCALAR_BODIES) and (inner := list(jaxprs_in_params(eqn.params))):
+        elif (inner := call_of(eqn)) is not None:
             return self._call(eqn, inner, ins, site)
         else:
             if name == "spmd_layout" and (text := str(eqn.params["call"])).startswith(("local(", "opaque(")):
@@ -159,57 +159,45 @@ class Walk:
             return self._work(eqn, ins, site)
         return self._moves(eqn, ins, site)
 
-    def _call(self, eqn: Any, inner: list[Any], ins: list[Value], site: _Site) -> list[Value]:
-        """A call: `jit`, `remat`, a custom rule."""
+    def _call(self, eqn: Any, inner: Held, ins: list[Value], site: _Site) -> list[Value]:
+        """A call: `jit`, `remat`, a custom rule, a solver."""
         if said := eqn.params.get("in_shardings"):
             lies = [of_sharding(s, len(shape_of(v)), self.sizes) for s, v in zip(said, eqn.invars, strict=True)]
             ins = [replace(v, place=p) if p is not None else v for v, p in zip(ins, lies, strict=True)]
-        outs: list[Value] = []
-        for jaxpr in inner:
-            body = _open(jaxpr)
-            given = ins if len(body.invars) == len(ins) else self._stand(body.invars, None, site)
-            outs = self._run(body, given, site.inside(eqn))
-        alike = len(inner) == 1 and len(outs) == len(eqn.outvars)
-        return outs if alike else self._stand(eqn.outvars, None, site)
+        return self._run(inner.jaxpr, inner.of(ins), site.inside(eqn))
 
     def _scan(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        body = _open(eqn.params["jaxpr"])
-        per = [
-            sliced(v) if len(shape_of(outer)) != len(shape_of(inner)) else v
-            for v, outer, inner in zip(self._end(eqn.invars, ins, site), eqn.invars, body.invars, strict=True)
-        ]
-        outs = self._loop(body, per, site.inside(eqn, times=site.times * eqn.params["length"]))
-        outs = [
-            stacked(v) if len(shape_of(outer)) != len(shape_of(inner)) else v
-            for v, outer, inner in zip(outs, eqn.outvars, body.outvars, strict=True)
-        ]
+        [body] = held(eqn)
+        ended = self._end(eqn.invars, ins, site)
+        per = [sliced(v) if one else v for v, one in zip(ended, body.sliced, strict=True)]
+        outs = self._loop(body.jaxpr, per, site.inside(eqn, times=site.times * eqn.params["length"]))
+        outs = [stacked(v) if one else v for v, one in zip(outs, body.stacked, strict=True)]
         return self._stand(eqn.outvars, outs, site)
 
     def _while(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test, body = held(eqn)
         ins = self._end(eqn.invars, ins, site)
-        carry = ins[n_test + n_body :]
         within = site.inside(eqn, exact=False)
         self._exact = False
-        self._loop(eqn.params["cond_jaxpr"], [*ins[:n_test], *carry], within)
-        outs = self._loop(eqn.params["body_jaxpr"], [*ins[n_test : n_test + n_body], *carry], within)
+        self._loop(test.jaxpr, test.of(ins), within)
+        outs = self._loop(body.jaxpr, body.of(ins), within)
         return self._stand(eqn.outvars, outs, site)
 
     def _cond(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        branches = eqn.params["branches"]
+        branches = held(eqn)
         self._exact = False
         outs = []
         ins = self._end(eqn.invars, ins, site)
         for i, branch in enumerate(branches):
             shown = f"branch {i + 1} of {len(branches)}"
             within = site.inside(eqn, exact=False, branch=f"{site.branch}, {shown}" if site.branch else shown)
-            outs.append(self._loop(branch, ins[1:], within))
+            outs.append(self._loop(branch.jaxpr, branch.of(ins), within))
         places = [v[0].place if all(x.place == v[0].place for x in v) else None for v in zip(*outs, strict=True)]
         return self._stand(eqn.outvars, [Value(place) for place in places], site)
 
     def _loop(self, jaxpr: Any, values: Sequence[Value], site: _Site) -> list[Value]:
         """A body that takes its operands from memory and leaves its results there."""
-        body = _open(jaxpr)
+        body = opened(jaxpr)[0]
         return self._end(body.outvars, self._run(body, self._stand(body.invars, values, site), site), site)
 
     def _shard_map(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
@@ -223,12 +211,12 @@ class Walk:
         if not site.manual:
             specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
             name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
-            place = getattr(getattr(_open(eqn.params["jaxpr"]), "debug_info", None), "func_src_info", None) or ""
+            place = getattr(getattr(opened(eqn.params["jaxpr"])[0], "debug_info", None), "func_src_info", None) or ""
             leaves = arguments_of(name, place, mesh.shape, specs, ranks) or [None] * len(specs)
             for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
                 target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
                 self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site)
-        body = _open(eqn.params["jaxpr"])
+        body = opened(eqn.params["jaxpr"])[0]
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
         stand = self._stand(body.invars, None, within)
         given = [Value(buffers=v.buffers, chain=True) if v.chain else new for v, new in zip(ins, stand, strict=True)]
@@ -418,10 +406,6 @@ _RULES = {"scan": Walk._scan, "while": Walk._while, "cond": Walk._cond, "shard_m
 
 
 # --- names ----------------------------------------------------------------------------------------------------
-
-
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _call_text(names: Sequence[tuple[str, str]]) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
+from spmd._jaxprs import equations
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
@@ -236,22 +236,14 @@ def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> N
     if held:
         rule = f"the function closes over a value that varies along {', '.join(call.frame.in_mesh_order(held))}."
         call.fail(rule, fix="pass that value as an argument, with its layout")
-    named = {a for a in _axes_named(traced.jaxpr) if a in call.frame.axis_names}
+    named = {a for a in _axes_named(traced) if a in call.frame.axis_names}
     if named:
         rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(named))}."
         call.fail(rule, fix=call.text.replace("opaque(", "local(", 1), error=CommunicationError)
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, those of the jaxprs inside it too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in jaxprs_in_params(eqn.params):
-            yield from _equations(getattr(sub, "jaxpr", sub))
-
-
 def _axes_named(jaxpr: Any) -> Iterator[str]:
-    for eqn in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         for value in (eqn.params.get("axes"), eqn.params.get("axis_name")):
             for one in value if isinstance(value, (tuple, list, frozenset, set)) else (value,):
                 if isinstance(one, str):
@@ -405,7 +397,7 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
 
 def _check_undifferentiated(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> None:
     """No gradient taken inside: under vmap JAX sums cotangents over axes otherwise than on a mesh, in silence."""
-    if any("transpose(" in str(e.source_info.name_stack) for e in _equations(jax.make_jaxpr(fn)(*shards).jaxpr)):
+    if any("transpose(" in str(e.source_info.name_stack) for e in equations(jax.make_jaxpr(fn)(*shards))):
         rule = "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients."
         call.fail(rule, fix="jax.grad around the kernel, or the kernel's explicit mode", error=ModeError)
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from spmd._jaxprs import opened, plain_call
+
 __all__ = ["SAVE", "Layer", "differentiable", "without_integers"]
 
 SAVE = ("activations", "inputs")
@@ -140,12 +142,11 @@ def _replay(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], run: Calla
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        inner = eqn.params.get("jaxpr")
         if not any(one is _UNKNOWN for one in operands):
             wanted = [v for v in eqn.outvars if v in used]
             values.update(zip(wanted, run(jaxpr, eqn, operands, wanted) if wanted else (), strict=True))
-        elif eqn.primitive.name in ("jit", "pjit") and inner is not None:
-            values.update(zip(eqn.outvars, _replay(inner.jaxpr, inner.consts, operands, run), strict=True))
+        elif (inner := plain_call(eqn)) is not None:
+            values.update(zip(eqn.outvars, _replay(*opened(inner), operands, run), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 

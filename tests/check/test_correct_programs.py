@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import run_state
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -141,6 +142,29 @@ def loops_and_branches(x, w):
     return mark(h, "d f")
 
 
+def solvers(x, w):
+    """A solver of equal values is equal; one that sums what its dots are of may run on shards."""
+    y = jax.scipy.sparse.linalg.cg(lambda v: 2.0 * v + varying(lax.psum(v, "tp")), varying(w))[0]
+    z = lax.custom_linear_solve(
+        lambda v: v * 2.0,
+        x,
+        lambda _, b: (b / 2.0, varying(lax.psum(b.sum(), AXES))),
+        lambda _, b: (b, 0.0),
+        has_aux=True,
+    )
+    mark(z[1], "")
+    return mark(y, "a b"), mark(z[0], "a/dp b/tp")
+
+
+def unread(x, w):
+    """What becomes of a jaxpr that the pass does not know is asked of nobody."""
+
+    def body(ref):
+        ref[...] = lax.psum(ref[...], AXES)
+
+    return mark(run_state(body)(varying(x)), "a b")
+
+
 def ring(x, w):
     """All blocks visited: equal by arithmetic, which only the author can say."""
 
@@ -184,6 +208,8 @@ PROGRAMS = [
     linear_in_a_partial_sum,
     constants,
     loops_and_branches,
+    solvers,
+    unread,
     ring,
     splitting,
     ellipsis,

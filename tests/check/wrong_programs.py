@@ -91,6 +91,22 @@ def loop_with_a_collective(x, w):
     return lax.while_loop(lambda c: c[1] < 1.0, body, (x, x.sum()))[0]
 
 
+def solver_with_a_collective(x, w):
+    return jax.scipy.sparse.linalg.cg(lambda v: 2.0 * v + varying(lax.psum(v, "tp"), "tp"), x)[0]
+
+
+def transposed_solver_with_a_collective(x, w):
+    def loss(b):
+        return jax.scipy.sparse.linalg.cg(lambda v: v + varying(lax.psum(v, "tp"), "tp"), b, tol=1.0)[0].sum()
+
+    return jax.vjp(loss, varying(w))[1](x.sum())[0]
+
+
+def solver_spoils_the_result(x, w):
+    y = lax.custom_linear_solve(lambda v: v * 2.0, varying(w), lambda _, b: b * lax.axis_index("tp").astype(b.dtype))
+    return mark(y, "a b")
+
+
 def carry_that_becomes_different(x, w):
     def step(carry, _):
         return mark(carry, "a b", "operand") + x.sum(), None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import run_state
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -505,3 +506,46 @@ def test_no_devices_are_asked(monkeypatch):
     gathers = [c for c in view.collectives if c.axes == ("dp",) and c.kind == "all_gather" and c.phase == "forward"]
     assert {c.bytes for c in gathers} == {4 * 768 * 128 // 64 * 255 // 256}
     assert view.arguments_bytes == 4 * (2 * 2 * 768 + 3 * 2 + 2 * 3) == view.outputs_bytes
+
+
+def test_solvers_run_their_solver_only(mesh):
+    """A solver holds its product and the transposes of both too, which nobody runs."""
+
+    @spmd.kernel("a/tp -> a/tp", mesh=mesh)
+    def body(x):
+        def solve(_, b):
+            return b - jax.lax.psum(b, "tp") * 0.5
+
+        return jax.lax.custom_linear_solve(lambda v: v + jax.lax.psum(v, "tp"), x, solve, transpose_solve=solve)
+
+    view = written(body, [jax.ShapeDtypeStruct((8,), jnp.float32)], {})
+    assert [(c.kind, c.count) for c in view.collectives] == [("psum", 1)]
+
+
+def test_what_nobody_looks_into_is_listed(mesh):
+    """Jaxprs of a primitive that no table has: `explain` says so, and the check finds no fault."""
+
+    def twice(ref):
+        ref[...] = jax.lax.psum(ref[...], "tp") * 2
+
+    @spmd.kernel("a/tp -> a/tp", mesh=mesh)
+    def body(x):
+        return run_state(twice)(x)
+
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    view = written(body, [x], {})
+    assert [(i.text, i.opaque) for i in view.islands] == [("run_state", True)] and view.collectives == ()
+    assert "run_state (not looked into)" in str(spmd.explain(body, x))
+
+
+def test_constants_with_layouts(mesh):
+    """A literal under a layout is no variable: nobody may look it up by hash."""
+
+    @spmd.kernel("a/tp -> a/tp", mesh=mesh)
+    def body(x):
+        half = spmd.annotate(jnp.float32(0.5), "scalar")
+        return x * half + spmd.zeros("scalar") + spmd.full("scalar", 2.0)
+
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    for fn in (body, body.auto, body.reference, jax.grad(lambda x: body(x).sum())):
+        assert written(fn, [x], {}).collectives == ()
