@@ -216,7 +216,7 @@ class Call:
                 error=SizeError,
             )
 
-    def local(self, size: int, axes: tuple[str, ...], name: str, at: Span) -> int:
+    def local(self, size: int, axes: tuple[str, ...], name: str, at: Span, *, fix: str | None = None) -> int:
         """The size here of a dimension of global size `size`: a block in explicit mode, else the whole."""
         parts = self.frame.axis_size(axes) if axes else 1
         if size % parts:
@@ -224,7 +224,7 @@ class Call:
                 f"{name} of size {size} does not divide into the {parts} blocks of {'/'.join(axes)}.",
                 at=at,
                 got=[self.frame.describe()],
-                fix=f"pad {name} by {-size % parts} to {size + -size % parts}",
+                fix=fix or f"pad {name} by {-size % parts} to {size + -size % parts}",
                 error=SizeError,
             )
         return size // parts if self.frame.explicit else size

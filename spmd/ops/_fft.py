@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from typing import Any
+import itertools
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from spmd.comm.relayout import relayout
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.mode import inner
+from spmd.ops._fft_freq import frequencies
 from spmd.ops._fft_line import along, factors, in_two_factors
 from spmd.ops._fft_route import Job, Stage, route
 from spmd.ops._island import local
@@ -73,7 +75,7 @@ def fft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **
     References:
       N. Li, S. Laizet, 2DECOMP&FFT, Cray User Group 2010 (slabs and pencils).
     """
-    return _transform("fft.fft", x, pattern, norm, to, names)
+    return _transform("fft.fft", x, pattern, _How(norm, to), names)
 
 
 def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
@@ -104,19 +106,23 @@ def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", *
       >>> print(there_and_back(jnp.eye(4)).round(3).tolist()[1])
       [0.0, 1.0, 0.0, 0.0]
     """
-    return _transform("fft.ifft", x, pattern, norm, to, names)
+    return _transform("fft.ifft", x, pattern, _How(norm, to), names)
 
 
-def rfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+def rfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
     """The Fourier transform of a real array: the last renamed dimension keeps its n // 2 + 1 frequencies from 0 up.
 
     `rfft(x, "x/a y z -> kx ky/a kz")` transforms z first, as real numbers, then x and y; what is sent before
     that has half the bytes. Otherwise as `fft`.
 
+    For even n, n // 2 + 1 is odd and rarely divides. Let another dimension take over the axes, or, where all are taken
+    as in pencils, let `pad=True` add zeros behind the frequencies: `rfft(x, "x/a y/b z -> kx ky/a kz/b", pad=True)`.
+
     Args:
       x: A real array.
-      pattern: `"layout -> layout"`; the last renamed dimension has n // 2 + 1 entries on the right, which rarely
-        divides: let another one take over its axes.
+      pattern: `"layout -> layout"`; the last renamed dimension has n // 2 + 1 entries on the right.
+      pad: Whether zeros may follow these: up to the size that its name has by keyword or signature (`kz=40`, the same
+        on every mesh), else to the next one that its axes divide. `irfft` and `rfftfreq` take the same keyword.
       norm: As in `fft`.
       to: As in `all_gather`, the type of a result that the right side gathers.
       **names: Sizes or mesh axes of names in the pattern.
@@ -137,10 +143,10 @@ def rfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", *
       >>> half(jnp.ones((8, 6))).shape
       (8, 4)
     """
-    return _transform("fft.rfft", x, pattern, norm, to, names)
+    return _transform("fft.rfft", x, pattern, _How(norm, to, pad), names)
 
 
-def irfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+def irfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
     """The inverse of `rfft`, to a real array: `irfft(f, "kx ky/a kz -> x/a y z", z=64)`.
 
     The size of the last renamed dimension is that of its name on the right, given by keyword or by the kernel's
@@ -149,6 +155,8 @@ def irfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", 
     Args:
       x: The half spectrum.
       pattern: `"layout -> layout"`.
+      pad: Whether the spectrum has more entries than frequencies, as `rfft(..., pad=True)` makes it: the first
+        n // 2 + 1 are transformed back, whatever stands behind them. The size n must then be given.
       norm: As given to `rfft`.
       to: As in `all_gather`, the type of a result that the right side gathers.
       **names: Sizes or mesh axes of names in the pattern.
@@ -169,41 +177,55 @@ def irfft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", 
       >>> there_and_back(jnp.ones((4, 7))).shape
       (4, 7)
     """
-    return _transform("fft.irfft", x, pattern, norm, to, names)
+    return _transform("fft.irfft", x, pattern, _How(norm, to, pad), names)
 
 
 # --- one transform -----------------------------------------------------------------------------------------
 
 
-def _transform(who: str, x: Any, pattern: Any, norm: str, to: str, names: dict[str, Any]) -> Any:
+class _How(NamedTuple):
+    """The keywords of a transform."""
+
+    norm: str
+    to: str
+    pad: bool = False
+
+
+def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any]) -> Any:
     call = open_call(who, pattern, names, arrays=(x,))
-    check_to(call, to)
-    if norm not in NORMS:
+    check_to(call, how.to)
+    if how.norm not in NORMS:
         shown = ", ".join(f'"{one}"' for one in NORMS)
-        call.fail(f"norm is one of {shown}, not {norm!r}.", error=LayoutError)
+        call.fail(f"norm is one of {shown}, not {how.norm!r}.", error=LayoutError)
     operand = call.operand(x)
     x = _inexact(call, operand.x)
-    job = _job(call, operand, x.dtype, _renamed(call))
+    named = _job(call, operand, x.dtype, _renamed(call), how.pad)
+    job = named.of_wide_axes()  # what has one block is whole
     with call.scope():
         stages = route(job)
+        if not _in_place(named) and (stages if job == named else route(named)) is None:
+            _nowhere(call, named)  # by the names, whatever the sizes of the axes: as on every other mesh
         if stages is not None:
-            return call.result(_Walk(call, job, operand.names, norm, to).run(x, stages))
-        return call.result(_alone(call, x, job, norm))
+            return call.result(_Walk(call, job, named, operand.names, how).run(x, stages))
+        sizes = factors(named.before[-1], named.parts(named.source[-1]))
+        inverse = who == "fft.ifft"
+        return call.result(in_two_factors(x, sizes, named.source[-1], inverse=inverse, norm=how.norm))
 
 
-def _alone(call: Call, x: Any, job: Job, norm: str) -> Any:
-    """The one dimension there is, divided alike on both sides."""
-    axes, n = job.source[-1], job.before[-1]
-    if job.real or job.source != job.target or job.moved != {len(job.source) - 1} or any(job.source[:-1]):
-        [src] = call.pattern.inputs
-        rule = (
-            "a dimension is transformed where it is whole, and here no other dimension can take over its axes. One "
-            "that is alone is transformed in place where it is complex and divided alike on both sides."
-        )
-        got = [f'"{src.short}", of size {n}', call.frame.describe()]
-        call.fail(rule, got=got, fix="gather it first, or give the array another dimension", error=LayoutError)
-    sizes = factors(n, job.parts(axes))
-    return in_two_factors(x, sizes, axes, inverse=call.name == "fft.ifft", norm=norm)
+def _in_place(job: Job) -> bool:
+    """Whether it is of the one dimension there is, divided alike on both sides."""
+    alone = job.moved == {len(job.source) - 1} and not any(job.source[:-1])
+    return alone and not job.real and job.source == job.target
+
+
+def _nowhere(call: Call, job: Job) -> NoReturn:
+    [src] = call.pattern.inputs
+    rule = (
+        "a dimension is transformed where it is whole, and here no other dimension can take over its axes. One "
+        "that is alone is transformed in place where it is complex and divided alike on both sides."
+    )
+    got = [f'"{src.short}", of size {job.before[-1]}', call.frame.describe()]
+    call.fail(rule, got=got, fix="gather it first, or give the array another dimension", error=LayoutError)
 
 
 def _inexact(call: Call, x: Any) -> Any:
@@ -240,7 +262,46 @@ def _renamed(call: Call) -> tuple[int, ...]:
     if not moved:
         rule = "a renamed dimension is transformed, and none is renamed."
         call.fail(rule, fix=call.paste(_renaming(src)), error=LayoutError)
+    _check_order(call, [(src.dims[i], dst.dims[i]) for i in moved])
     return tuple(moved)
+
+
+def _check_order(call: Call, pairs: list[tuple[Dim, Dim]]) -> None:
+    """Names that are those of the left side in another order, as in `"x y -> ky kx"`, say that something is transposed,
+    while the positions say that nothing is. Other libraries do transpose."""
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    left, right = ([one[side].atoms[0].name for one in pairs] for side in (0, 1))
+    one, other = _told_apart(left), _told_apart(right)
+    if one == other or sorted(one) != sorted(other):
+        return
+    meant = dict(zip(one, left, strict=True))
+    own = dict(zip(other, (after for _, after in pairs), strict=True))
+    of = {before: own[told] for told, before in meant.items()}
+    both = zip(src.dims, dst.dims, strict=True)
+    ordered = Layout.from_dims([of.get(a.atoms[0].name, b) if a.atoms else b for a, b in both])
+    i = next(i for i, told in enumerate(one) if told != other[i])
+    rule = (
+        f"dimensions match by position, so {left[i]} would become {right[i]}, which by its name is the transform "
+        f"of {meant[other[i]]}: transforms keep the order."
+    )
+    by_name = (of[name].atoms[0].name for name in left)
+    got = [f"by position: {_arrows(left, right)}", f"by name: {_arrows(left, by_name)}, and transposed"]
+    in_order = call.paste(f"{src.short} -> {ordered.short}")
+    fix = f'rearrange({in_order}, "{ordered.short} -> {dst.short}"), or other names where the positions are meant'
+    call.fail(rule, at=pairs[i][1].span, got=got, fix=fix, error=LayoutError)
+
+
+def _told_apart(names: list[str]) -> list[str]:
+    """Names without what they all begin and end with: `x`, `y` of `kx`, `ky`."""
+    names = [name.casefold() for name in names]
+    for _ in range(2):  # the front, then, written backwards, the back
+        shared = sum(1 for _ in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*names, strict=False)))
+        names = [name[: shared - 1 if shared else None : -1] for name in names]
+    return names
+
+
+def _arrows(left: Iterable[str], right: Iterable[str]) -> str:
+    return ", ".join(f"{a} -> {b}" for a, b in zip(left, right, strict=True))
 
 
 def _renaming(src: Layout) -> str:
@@ -252,7 +313,7 @@ def _renaming(src: Layout) -> str:
     return f"{src.short} -> {Layout.from_dims(dims).short}"
 
 
-def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...]) -> Job:
+def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad: bool) -> Job:
     """The work in terms of factors, one per array axis."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     extra = len(call.ellipsis_shape())
@@ -271,10 +332,14 @@ def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...]) -> Jo
             continue
         for k, atom in enumerate(dim_after.atoms):
             size = operand.factors[place + k].size
-            if place == last and call.name in ("fft.rfft", "fft.irfft"):
-                size = _halved(call, atom, size)
+            fix = None
+            if place == last and call.name == "fft.rfft":
+                size = frequencies(call, atom, size, pad)
+                fix = None if pad else call.paste(f"{src.short} -> {dst.short}", pad=True)
+            elif place == last and call.name == "fft.irfft":
+                size = _samples(call, atom, size, pad)
             call.bind(atom.name, size, f"{call.name} of {operand.factors[place + k].name}", atom.span)
-            call.local(size, atom.axes or (), atom.name, atom.span)
+            call.local(size, atom.axes or (), atom.name, atom.span, fix=fix)
             target.append(atom.axes or ())
             after.append(size)
     real = {"fft.rfft": "first", "fft.irfft": "last"}.get(call.name, "")
@@ -296,18 +361,22 @@ def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...]) -> Jo
     )
 
 
-def _halved(call: Call, atom: Atom, size: int) -> int:
-    if call.name == "fft.rfft":
-        return size // 2 + 1
+def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
+    """How many samples a half spectrum of `size` entries belongs to."""
     known = call.sizes.get(atom.name)
+    if pad and known is None:
+        rule = f"how many of {size} entries are frequencies, and not padding, follows from the size of {atom.name}."
+        call.fail(rule, at=atom.span, fix=f"{atom.name}={2 * size - 2}, if nothing is padding", error=SizeError)
     n = known[0] if known else 2 * (size - 1)
     if n < 1:
         rule = "one frequency belongs to one sample, and without a size there are 2 (1 - 1), none."
         call.fail(rule, at=atom.span, fix=f"{atom.name}=1", error=SizeError)
-    if n // 2 + 1 != size:
+    padded = size - (n // 2 + 1)
+    if padded < 0 or (padded and not pad):
         rule = f"{size} frequencies belong to {2 * size - 2} or {2 * size - 1} samples, not to {n}."
         got = [f"{atom.name} = {n}: {known[1]}"] if known else []
-        call.fail(rule, at=atom.span, got=got, fix=f"{atom.name}={2 * size - 2}", error=SizeError)
+        fix = f"{atom.name}={2 * size - 2}" + (f", or pad=True if the last {padded} are padding" if padded > 0 else "")
+        call.fail(rule, at=atom.span, got=got, fix=fix, error=SizeError)
     return n
 
 
@@ -318,8 +387,8 @@ class _Walk:
     is a copy of the array anyway, and its pieces are joined where the transform reads them.
     """
 
-    def __init__(self, call: Call, job: Job, names: tuple[str, ...], norm: str, to: str) -> None:
-        self.call, self.job, self.norm, self.to = call, job, norm, to
+    def __init__(self, call: Call, job: Job, named: Job, names: tuple[str, ...], how: _How) -> None:
+        self.call, self.job, self.named, self.norm, self.to = call, job, named, how.norm, how.to
         self.names = names
         self.order = tuple(range(len(names)))  # which dimension each axis of the array is
         self.padded: dict[int, tuple[str, ...]] = {}  # padded dimensions, and the axes that they had then
@@ -334,6 +403,8 @@ class _Walk:
             else:
                 x = self.go(x, at, stage, left)
                 at = stage.to
+        if self.placed(at) != self.named.target and self.call.frame.mode != "reference":
+            x = _relayout(x, f"{self.text(at)} -> {self.written(self.named.target)}", to=self.to)
         return self.restored(x)
 
     def restored(self, x: Any) -> Any:
@@ -403,7 +474,13 @@ class _Walk:
         half, real, norm = self.job.half, self.job.real, self.norm
         place = self.order.index
         if half in dims and real == "first":
-            return lambda x: along(functools.partial(jnp.fft.rfftn, norm=norm), x, [place(half)])
+            extra = self.job.after[half] - (self.job.before[half] // 2 + 1)
+
+            def halved(x: Any) -> Any:
+                x = along(functools.partial(jnp.fft.rfftn, norm=norm), x, [place(half)])
+                return jnp.pad(x, [(0, extra * (i == place(half))) for i in range(x.ndim)]) if extra else x
+
+            return halved
         inverse = self.call.name in ("fft.ifft", "fft.irfft")
         rest = sorted(place(i) for i in dims if i != half or real != "last")
         many = jnp.fft.ifftn if inverse else jnp.fft.fftn
@@ -412,13 +489,24 @@ class _Walk:
             if rest:
                 x = along(functools.partial(many, norm=norm), x, rest)
             if half in dims and real == "last":
-                x = along(functools.partial(jnp.fft.irfftn, s=(self.job.after[half],), norm=norm), x, [place(half)])
+                n = self.job.after[half]
+                x = jax.lax.slice_in_dim(x, 0, n // 2 + 1, axis=place(half))
+                x = along(functools.partial(jnp.fft.irfftn, s=(n,), norm=norm), x, [place(half)])
             return x
 
         return run
 
     def text(self, at: tuple[Any, ...], renamed: Collection[int] = ()) -> str:
         """The layout of a placement, with names of our own."""
+        return self.written(self.placed(at), renamed)
+
+    def placed(self, at: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A placement with the axes of one block, which stay where the source has them until the end."""
+        units = (tuple(a for a in axes if self.job.parts((a,)) == 1) for axes in self.named.source)
+        ends = zip(self.job.source, self.named.source, units, at, strict=True)
+        return tuple(written if now == wide else (*unit, *now) for wide, written, unit, now in ends)
+
+    def written(self, at: tuple[Any, ...], renamed: Collection[int] = ()) -> str:
         names = [f"{'e' if i in renamed else 'd'}{i}" for i in range(len(self.names))]
         words = ["..." if self.names[i].startswith("...") else "/".join((names[i], *at[i])) for i in self.order]
         return " ".join(dict.fromkeys(words))

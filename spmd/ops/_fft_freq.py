@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, SizeError
+from spmd.language import Atom
 from spmd.ops._create import iota
 from spmd.ops._landing import plain_dims
 
@@ -45,7 +46,7 @@ def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
     return i.astype(float) / (jnp.asarray(d, float) * n)
 
 
-def rfftfreq(layout: str, n: int, d: Any = 1.0, **names: Any) -> jax.Array:
+def rfftfreq(layout: str, n: int, d: Any = 1.0, *, pad: bool = False, **names: Any) -> jax.Array:
     """The frequencies that `rfft` keeps of a dimension of n samples: `rfftfreq("kz", 64)`.
 
     Communication: none.
@@ -54,7 +55,8 @@ def rfftfreq(layout: str, n: int, d: Any = 1.0, **names: Any) -> jax.Array:
       layout: One dimension, `"kz"`.
       n: How many samples were transformed.
       d: Their distance.
-      **names: Mesh axes of names in the layout.
+      pad: As given to `rfft`. Behind the frequencies, where the spectrum is zero, their sequence goes on.
+      **names: Sizes or mesh axes of names in the layout.
 
     Returns:
       The block of `jnp.fft.rfftfreq(n, d)` that is held here.
@@ -73,9 +75,23 @@ def rfftfreq(layout: str, n: int, d: Any = 1.0, **names: Any) -> jax.Array:
     [atom] = call.pattern.inputs[0].dims[0].atoms
     if type(n) is not int or n < 1:
         call.fail("n is the number of samples, a Python int of at least 1.", error=SizeError)
-    call.bind(atom.name, n // 2 + 1, f"the frequencies of n={n} samples", atom.span)
-    i = iota(layout, **{**names, atom.name: n // 2 + 1})
+    size = frequencies(call, atom, n, pad)
+    call.bind(atom.name, size, f"the frequencies of n={n} samples", atom.span)
+    i = iota(layout, **{**names, atom.name: size})
     return i.astype(float) / (jnp.asarray(d, float) * n)
+
+
+def frequencies(call: Call, atom: Atom, n: int, pad: bool) -> int:
+    """The size of the half spectrum of n samples: its frequencies, and the zeros behind them."""
+    count = n // 2 + 1
+    known = call.sizes.get(atom.name)
+    if known is None:
+        return count + -count % call.frame.axis_size(atom.axes or ()) if pad else count
+    if known[0] < count or (known[0] > count and not pad):
+        rule = f"{n} samples have {count} frequencies, and {atom.name} is of size {known[0]}."
+        fix = f"{atom.name}={count}" + (", or pad=True for zeros behind them" if known[0] > count else "")
+        call.fail(rule, at=atom.span, got=[f"{atom.name} = {known[0]}: {known[1]}"], fix=fix, error=SizeError)
+    return known[0]
 
 
 def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:

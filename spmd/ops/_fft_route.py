@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._route import route as cheapest
@@ -58,6 +58,12 @@ class Job:
     def parts(self, axes: Axes) -> int:
         sizes = dict(self.mesh)
         return math.prod(sizes[axis] for axis in axes)
+
+    def of_wide_axes(self) -> Job:
+        """The same without axes of size 1, along which a dimension is one block, and so is whole."""
+        sides = ((tuple(a for a in axes if self.parts((a,)) > 1) for axes in x) for x in (self.source, self.target))
+        source, target = map(tuple, sides)
+        return self if (source, target) == (self.source, self.target) else replace(self, source=source, target=target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,28 @@ def half_a_spectrum_divided(mesh):
     spmd.kernel("x/dp y -> x ky/dp", mesh=mesh)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp"))(X)
 
 
+@fixed
+def half_a_spectrum_divided_fixed(mesh):
+    half = spmd.kernel("x/dp y -> x ky/dp", mesh=mesh)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp", pad=True))
+    want = np.fft.rfft(X)
+    np.testing.assert_allclose(half(X)[:, : want.shape[1]], want, atol=1e-4)
+
+
+@bad
+def a_spectrum_without_room_for_its_frequencies(mesh):
+    spmd.kernel("x/dp y -> x ky/dp", mesh=mesh, ky=2)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp", pad=True))(X)
+
+
+@bad
+def zeros_behind_the_frequencies_unsaid(mesh):
+    spmd.kernel("x/dp y -> x ky/dp", mesh=mesh, ky=16)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp"))(X)
+
+
+@bad
+def a_padded_spectrum_of_unknown_samples(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.irfft(x, "b/dp kd -> b/dp y", pad=True), mesh)
+
+
 @bad
 def a_spectrum_of_complex_numbers_halved(mesh):
     body("b/dp d -> b/dp d", lambda x: fft.rfft(jax.lax.complex(x, x), "b/dp d -> b/dp kd"), mesh)
@@ -54,6 +76,20 @@ def samples_that_fit_no_spectrum(mesh):
 @bad
 def a_transform_that_transposes(mesh):
     body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> d b/dp"), mesh)
+
+
+@bad
+def a_transform_whose_names_say_that_it_transposes(mesh):
+    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> kd/dp kb"), mesh)
+
+
+@fixed
+def a_transform_whose_names_say_that_it_transposes_fixed(mesh):
+    def transposed(x):
+        return spmd.rearrange(fft.fft(x, "b/dp d -> kb kd/dp"), "kb kd/dp -> kd/dp kb")
+
+    out = spmd.kernel("b/dp d -> kd/dp kb", mesh=mesh)(transposed)(X)
+    np.testing.assert_allclose(out, np.fft.fft2(X).T, atol=1e-4)
 
 
 @bad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +238,140 @@ def test_a_gather_after_a_transform() -> None:
     out, (gradient,) = pulled(run, x)  # the transform of the transform, in one program
     close(out, np.fft.fft(x))
     close(gradient, np.fft.fft(out))
+
+
+# --- padded half spectra --------------------------------------------------------------------------------------
+
+REAL_PENCILS = [
+    # the mesh, both layouts, the shape of the real array, and how many entries the half spectrum has then
+    (PENCIL, "x/a y/b z", "kx ky/a kz/b", (4, 8, 12), 8),
+    (PENCIL, "n x/b y/a", "n kx/a ky/b", (3, 8, 8), 8),
+    (SLAB, "x/a y", "x ky/a", (8, 10), 8),
+    ({"a": 4, "b": 1}, "x/a y/b z", "kx ky/a kz/b", (4, 4, 6), 4),  # one block of z: nothing to fill up
+]
+
+
+@pytest.mark.parametrize(("mesh", "there", "away", "shape", "entries"), REAL_PENCILS)
+def test_a_padded_half_spectrum(mesh, there: str, away: str, shape, entries: int) -> None:
+    """Zeros behind the n // 2 + 1 frequencies; what stands there does not matter on the way back."""
+    mesh, n = make_mesh(mesh), shape[-1]
+    moved = [i for i, word in enumerate(away.split()) if word[0] == "k"]
+    fill = [(0, 0)] * (len(shape) - 1) + [(0, entries - (n // 2 + 1))]
+    x, by = numbers(np.random.default_rng(0), shape, True), numbers(np.random.default_rng(1), shape, True)
+    f, junk = (numbers(np.random.default_rng(seed), (*shape[:-1], entries), False) for seed in (2, 3))
+    forward = kernel("rfft", f"{there} -> {away}", mesh, pad=True)
+    last = spmd.Pattern(f"{there} -> {away}").inputs[0].dims[-1].atoms[0].name
+    back = kernel("irfft", f"{away} -> {there}", mesh, pad=True, **{last: n})
+    want, want_gradient = pulled(lambda x: jnp.pad(jnp.fft.rfftn(x, axes=moved), fill), x, by=f)
+    sizes = [shape[i] for i in moved]
+    inverse = lambda f: jnp.fft.irfftn(f[..., : n // 2 + 1], axes=moved, s=sizes)
+    want_back, want_back_gradient = pulled(inverse, junk, by=by)
+    for mode in MODES:
+        out, gradient = pulled(getattr(forward, mode), x, by=f)
+        close(out, want)
+        close(gradient[0], want_gradient[0])
+        out, gradient = pulled(getattr(back, mode), junk, by=by)
+        close(out, want_back)
+        close(gradient[0], want_back_gradient[0])
+
+
+def test_a_padded_half_spectrum_costs_half_of_a_whole_one() -> None:
+    mesh = make_mesh(PENCIL)
+    there, away = "x/a y/b z", "kx ky/a kz/b"
+    x = spmd.shard(jnp.ones((8, 16, 30), jnp.float32), there, mesh=mesh)
+    forward = kernel("rfft", f"{there} -> {away}", mesh, pad=True)
+    f = jax.jit(forward)(x)
+    assert f.shape == (8, 16, 16)
+    back = kernel("irfft", f"{away} -> {there}", mesh, pad=True, z=30)
+    shard = 8 * 16 * 16 * 8 // 8  # 16 frequencies of 8 bytes, on 8 devices
+    for fn, given, taken in ((forward, x, f), (back, f, x)):
+        for report in (
+            spmd.inspect.collectives(fn, given, mesh=mesh),
+            spmd.inspect.collectives(lambda x, ct: jax.vjp(fn, x)[1](ct), given, taken, mesh=mesh),  # noqa: B023
+        ):
+            assert report.counts == {"all_to_all": 2}
+            assert report.total_bytes == shard // 2 + shard * 3 // 4
+
+
+def test_a_derivative_with_padded_frequencies() -> None:
+    """Real data in pencils, wavenumbers of every dimension, the same padding on every mesh where the size is given."""
+    n = 12
+    i = np.arange(n) * 2 * np.pi / n
+    u = (np.sin(i)[:, None, None] + np.cos(2 * i)[:, None] * np.sin(3 * i)).astype(np.float32)
+
+    def laplacian(u):
+        layouts = ("kx", "ky/a")
+        kx, ky = (fft.fftfreq(layout, 1 / n) for layout in layouts)
+        kz = fft.rfftfreq("kz/b", n, 1 / n, pad=True)
+        kx, ky, kz = spmd.meshgrid(kx, ky, kz, "kx, ky/a, kz/b -> kx ky/a kz/b", sparse=True)
+        f = fft.rfft(u, "x/a y/b z -> kx ky/a kz/b", pad=True)
+        k2 = (kx**2 + ky**2 + kz**2).astype(f.dtype)
+        return fft.irfft(-k2 * f, "kx ky/a kz/b -> x/a y/b z", pad=True)
+
+    want = -np.sin(i)[:, None, None] - 13 * np.cos(2 * i)[:, None] * np.sin(3 * i)
+    for mesh, sizes in ((PENCIL, {}), ({"a": 4, "b": 2}, {}), (PENCIL, {"kz": 12}), ({"a": 2, "b": 3}, {"kz": 12})):
+        run = spmd.kernel("x/a y/b z -> x/a y/b z", mesh=make_mesh(mesh), kx=n, ky=n, **sizes)(laplacian)
+        for mode in MODES if not sizes else MODES[:1]:
+            np.testing.assert_allclose(getattr(run, mode)(u), want, atol=2e-4)
+
+
+def test_padded_frequencies_go_on() -> None:
+    run = spmd.kernel("-> j/a", mesh=make_mesh({"a": 4}))(lambda: fft.rfftfreq("j/a", 12, 0.5, pad=True))
+    for mode in MODES:
+        np.testing.assert_allclose(getattr(run, mode)(), np.arange(8) / 6, rtol=1e-6)
+
+
+# --- axes of size 1 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["x/a y/b z -> kx ky/a kz/b", "x/b/a y z/c -> kx/c ky/a/b kz", "x/a y/b z -> kx/a/b ky kz", "x/b y -> kx/b y"],
+)
+def test_a_dimension_divided_by_one_is_whole(pattern: str) -> None:
+    """The very program of the mesh that does not have the axis."""
+    x = numbers(np.random.default_rng(0), (8, 8, 8)[: pattern.count(" ") // 2], False)
+    sizes = {"a": 4, "b": 1, "c": 1}
+
+    def instructions(mesh, axes):
+        run = spmd.kernel(pattern, mesh=make_mesh(mesh), axes=axes)(lambda x: fft.fft(x, pattern))
+        report = spmd.inspect.collectives(run, x, mesh=make_mesh(mesh))
+        text = jax.jit(lambda x: jax.vjp(run, x)[1](run(x))).lower(x).compile().as_text()
+        close(run(x), np.fft.fftn(x, axes=[i for i, word in enumerate(pattern.split("-> ")[1].split()) if "k" in word]))
+        return report.counts, report.total_bytes, sorted(re.findall(r" ([a-z-]+)\(", text))
+
+    assert instructions(sizes, {}) == instructions({"a": 4}, {"b": None, "c": None})
+
+
+def test_what_is_accepted_does_not_depend_on_the_sizes_of_axes() -> None:
+    for size in (1, 2):
+        run = spmd.kernel("x/a -> k/a", mesh=make_mesh({"a": size}))(lambda x: fft.rfft(x, "x/a -> k/a"))
+        with pytest.raises(spmd.errors.LayoutError, match="no other dimension can take over"):
+            run(np.ones(6, np.float32))
+
+
+# --- the order of dimensions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["x/a y z -> ky/a kz kx", "x/a y z -> x/a kz ky", "x y/a z -> Y X/a z", "x0 x1/a x2 -> k1/a k0 x2"]
+    + ["n row/a col -> n f_col f_row/a", "x/a y z -> z_hat y_hat/a x_hat"],
+)
+def test_names_in_another_order_are_an_error_that_says_both_readings(pattern: str) -> None:
+    run = spmd.kernel(pattern, mesh=make_mesh({"a": 4}))(lambda x: fft.fft(x, pattern))
+    with pytest.raises(spmd.errors.LayoutError, match=r"(?s)by position: .*by name: .*and transposed.*rearrange\(fft"):
+        run(np.ones((4, 8, 4), np.complex64))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["x/a y z -> u/a v w", "x y z/a -> kx ly mz/a", "a b/a c -> ka kb/a c", "t y/a x -> frequency y/a x"]
+)
+def test_other_names_are_the_users_own(pattern: str) -> None:
+    x = numbers(np.random.default_rng(0), (4, 4, 4), False)
+    run = spmd.kernel(pattern, mesh=make_mesh({"a": 4}))(lambda x: fft.fft(x, pattern))
+    same = [i for i, (a, b) in enumerate(zip(*(side.split() for side in pattern.split(" -> ")), strict=True)) if a == b]
+    close(run(x), np.fft.fftn(x, axes=[i for i in range(3) if i not in same]))
 
 
 # --- vmap, scan, remat, double precision ----------------------------------------------------------------------
