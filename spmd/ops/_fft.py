@@ -285,9 +285,10 @@ def _check_order(call: Call, pairs: list[tuple[Dim, Dim]]) -> None:
         f"of {meant[other[i]]}: transforms keep the order."
     )
     by_name = (of[name].atoms[0].name for name in left)
-    got = [f"by position: {_arrows(left, right)}", f"by name: {_arrows(left, by_name)}, and transposed"]
+    by_position = f"by position: {_arrows(left, right)}; any other names would say so"
+    got = [by_position, f"by name: {_arrows(left, by_name)}, and transposed"]
     in_order = call.paste(f"{src.short} -> {ordered.short}")
-    fix = f'rearrange({in_order}, "{ordered.short} -> {dst.short}"), or other names where the positions are meant'
+    fix = f'rearrange({in_order}, "{ordered.short} -> {dst.short}")'
     call.fail(rule, at=pairs[i][1].span, got=got, fix=fix, error=LayoutError)
 
 

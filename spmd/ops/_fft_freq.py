@@ -85,11 +85,12 @@ def frequencies(call: Call, atom: Atom, n: int, pad: bool) -> int:
     """The size of the half spectrum of n samples: its frequencies, and the zeros behind them."""
     count = n // 2 + 1
     known = call.sizes.get(atom.name)
+    least = count + -count % call.frame.axis_size(atom.axes or ()) if pad else count
     if known is None:
-        return count + -count % call.frame.axis_size(atom.axes or ()) if pad else count
+        return least
     if known[0] < count or (known[0] > count and not pad):
         rule = f"{n} samples have {count} frequencies, and {atom.name} is of size {known[0]}."
-        fix = f"{atom.name}={count}" + (", or pad=True for zeros behind them" if known[0] > count else "")
+        fix = f"{atom.name}={least}" + (", or pad=True for zeros behind them" if known[0] > count else "")
         call.fail(rule, at=atom.span, got=[f"{atom.name} = {known[0]}: {known[1]}"], fix=fix, error=SizeError)
     return known[0]
 
