@@ -165,9 +165,9 @@ def splits(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def retypes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Our own cast between varying and invarying of what a relayout knows to be equal."""
+    """Our own cast to invarying of what a relayout knows to be equal."""
     names = eqn.params["axes"]
-    axes = walk.axes.mask(names) if eqn.params["to"] == "invarying" else 0
+    axes = walk.axes.mask(names)
     return [o._replace(different=o.different & ~axes, origin=walk.origins.without(o.origin, names)) for o in operands]
 
 

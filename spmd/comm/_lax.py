@@ -125,31 +125,29 @@ _split_p = _compat.linear_primitive(
 )
 
 
-def retype(x: Any, axes: Axes, to: str, *, once: bool = False) -> Any:
-    """`x`, equal along `axes`, typed varying or invarying there: no communication, forward or backward.
+def retype(x: Any, axes: Axes) -> Any:
+    """`x`, equal along `axes`, typed invarying there: no communication, forward or backward.
 
-    To varying, the cotangents that come back must be equal along `axes` too. To invarying, every device gets the
-    cotangent; with `once` only the first along `axes`, so that the devices' cotangents add up to it.
+    The first device along them gets the cotangent and the others zeros, for x is typed varying and the cotangents of
+    equal copies are parts of a sum.
     """
-    return _retype_p.bind(x, axes=axes, to=to, once=once) if axes else x
+    axes = tuple(a for a in axes if a in _compat.varying_axes(x))
+    return _retype_p.bind(x, axes=axes) if axes else x
 
 
-def _retype_type(x: Any, *, axes: Axes, to: str, once: bool) -> Any:
-    return _compat.with_varying(x, axes, x.shape) if to == "varying" else _compat.without_varying(x, axes)
-
-
-def _retype_transpose(cotangent: Any, *, axes: Axes, to: str, once: bool) -> Any:
-    if to == "varying":
-        return retype(cotangent, axes, "invarying")
-    cotangent = retype(cotangent, axes, "varying")
-    first = functools.reduce(operator.and_, (lax.axis_index(a) == 0 for a in axes))
-    return jnp.where(first, cotangent, jnp.zeros((), cotangent.dtype)) if once else cotangent
+def _retype_transpose(cotangent: Any, *, axes: Axes) -> Any:
+    cotangent = _compat.pvary(cotangent, axes)
+    many = [a for a in axes if lax.axis_size(a) > 1]
+    if not many:
+        return cotangent
+    first = functools.reduce(operator.and_, (lax.axis_index(a) == 0 for a in many))
+    return jnp.where(first, cotangent, jnp.zeros((), cotangent.dtype))
 
 
 _retype_p = _compat.linear_primitive(
     "spmd_retype",
-    abstract=_retype_type,
+    abstract=lambda x, *, axes: _compat.without_varying(x, axes),
     run=lambda x, **_: x,
     transpose=_retype_transpose,
-    batch=lambda args, dims, **how: (retype(*args, **how), dims[0]),
+    batch=lambda args, dims, *, axes: (retype(*args, axes), dims[0]),
 )

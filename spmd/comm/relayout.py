@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 
 from spmd import _compat
-from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides, check_to
@@ -159,12 +158,6 @@ def _planned(call: Call, operand: Operand, dst: Layout, to: str, prefer: str, pr
         prefer=prefer,
         hardware=profile if prefer == "latency" else None,
     )
-    stays = _compat.varying_axes(x) - here - there - set(request.summed)
-    copies = stays | (here - there if to == "varying" else set())
-    x = run(x, request, frozenset(copies))
-    for dim, axes in enumerate(after):  # a plan does not see axes of size 1, the checks of layouts do
-        for axis in axes:
-            if frame.axis_size(axis) == 1 and axis not in here:
-                x = _lax.slice_block(x, axis, dim, 1)
+    x = run(x, request, frozenset(here - there if to == "varying" else ()))
     new = frame.in_mesh_order(set(dst.reduced) - set(src.reduced))
     return _compat.pvary(x, new) if new else x

@@ -18,6 +18,7 @@ from spmd.check._collectives import COMMUNICATES, axes_of
 from spmd.check._source import line_of
 from spmd.errors import MeshError, compose
 from spmd.inspect._collectives import sent_bytes
+from spmd.inspect._groups import axes_of_pairs
 from spmd.inspect._placement import (
     ANYWHERE,
     Placement,
@@ -302,6 +303,8 @@ class Walk:
     def _collective(self, eqn: Any, site: _Site) -> None:
         sizes = dict(site.manual)
         axes = tuple(a for a in self.sizes if a in axes_of(eqn) and sizes.get(a, 1) > 1)
+        if "perm" in eqn.params:  # those that its pairs differ along, as in the compiled program
+            axes = axes_of_pairs(eqn.params["perm"], {a: sizes[a] for a in axes})
         groups = eqn.params.get("axis_index_groups")
         devices = len(groups[0]) if groups else math.prod(sizes[a] for a in axes)
         if devices == 1:

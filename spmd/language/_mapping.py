@@ -42,7 +42,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         except (TypeError, ValueError):
             rule = f"The rules of a mapping are a dict, but this is of type {type(rules).__name__}."
             raise LayoutError(compose(rule, fix='AxisMapping({"batch": "dp"})')) from None
-        found = {name: _checked(name, value) for name, value in pairs.items()}
+        found = {str(name): _checked(name, value) for name, value in pairs.items()}
         object.__setattr__(self, "_rules", found)
         object.__setattr__(self, "_hash", hash(frozenset(found.items())))
 
@@ -181,7 +181,7 @@ def _checked(name: object, value: object) -> tuple[str, ...]:
         if axis in axes[:place]:
             rule = f"A rule divides over each mesh axis once, but '{axis}' occurs twice."
             raise LayoutError(compose(rule, call="AxisMapping(...)", got=[shown]))
-    return tuple(axes)
+    return tuple(map(str, axes))  # NumPy's strings have a repr of their own
 
 
 # --- resolving -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +144,7 @@ def _rewrite(sampler: Sampler, case: Case) -> tuple[str, dict[str, Any]]:
         axis = str(sampler.choice(list(case.mesh)))
         if any(axis in word[1:] for side in sides for word in side) or axis in case.partial:
             sides = [[[w[0], *("mine" if a == axis else a for a in w[1:])] for w in side] for side in sides]
-            marks = [mark.replace(axis, "mine") for mark in marks]
+            marks = [re.sub(rf"\b{axis}\b", "mine", mark) for mark in marks]
             keywords["mine"] = axis
     if way == "tuple":
         run = next((axes for axes in (*src, *dst) if len(axes) > 1), None)
@@ -236,6 +237,43 @@ def kernel_of(case: Case, wrap: Callable[[Any], Any] = lambda run: run, *, lead:
     """A kernel that runs the case's verb on its argument; `wrap` transforms the body, `lead` is a dim for it."""
     before, after = ends(case)
     return spmd.kernel(f"{lead}{before} -> {lead}{after}", mesh=device_mesh(case.mesh))(wrap(body_of(case)))
+
+
+def through_copies(case: Case) -> tuple[Axes, Any]:
+    """A kernel that relays gathered copies, typed varying, and multiplies them by a divided vector; with the axes that
+    divide this one: those that hold copies in the end.
+
+    Axes that the layout before lacks divide the argument further, and are gathered first.
+    """
+    used = {axis for axes in case.src for axis in axes}
+    spare = tuple(axis for axis in case.mesh if axis not in used)
+    parts = sim.count(case.mesh, spare)
+    place = next(
+        (
+            i
+            for i, (n, axes) in enumerate(zip(case.sizes, case.src, strict=True))
+            if n % (parts * sim.count(case.mesh, axes)) == 0
+        ),
+        None,
+    )
+    spare = spare if place is not None else ()
+    rest = [(*axes, *spare) if i == place else axes for i, axes in enumerate(case.src)]
+    there = {axis for axes in case.dst for axis in axes}
+    copied = tuple(axis for axis in case.mesh if axis not in there and (axis in used or axis in spare))
+    before, at = written(tuple(rest)), "/".join(["w", *copied])
+
+    def body(x: Any, w: Any) -> Any:
+        x = spmd.all_gather(x, f"{before} -> {written(case.src)}") if spare else x
+        if case.src != case.dst:
+            x = spmd.relayout(x, f"{written(case.src)} -> {written(case.dst)}")
+        return spmd.einsum(w, x, f"{at}, {written(case.dst)} -> {at} {written(case.dst)}")
+
+    return copied, spmd.kernel(f"{before}, {at} -> {at} {written(case.dst)}", mesh=device_mesh(case.mesh))(body)
+
+
+def whole(case: Case, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    """The array without the partial sums."""
+    return Sampler(1000 + seed).array(case.sizes, dtype)
 
 
 def argument(case: Case, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:

@@ -292,3 +292,29 @@ def test_partial_sums_send_what_the_plan_says(partial, prefer) -> None:
         w = np.random.default_rng(seed).integers(-3, 4, x.shape[1:]).astype(np.float32)
         gradient = jax.jit(jax.grad(lambda x, kernel=kernel, w=w: (kernel(x) * w).sum()))(x)
         np.testing.assert_array_equal(gradient, np.broadcast_to(w, x.shape))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pattern", "shape"),
+    [
+        ({"a": 4, "b": 2}, "x/b y/a -> x y/b", (4, 12)),  # a gather of an axis in parts
+        ({"a": 4, "r": 1}, "x y/r/a -> x/a/r y", (4, 12)),  # axes of size 1 that leave, come and turn
+        ({"a": 4, "r": 1}, "x y/a {U:r} -> x/r y", (4, 12)),
+        ({"a": 2, "b": 2, "r": 1}, "x/r y/a/b -> x y/b", (4, 12)),
+    ],
+)
+def test_what_a_plan_leaves_whole_is_invarying_and_its_gradient_counts_once(mesh, pattern: str, shape) -> None:
+    source, target = pattern.split(" -> ")
+    start = source.replace(" {U:r}", "")
+
+    def gathered(x, to):
+        x = spmd.reduce(x[None], f"p/r {start} -> {source}", "sum") if source != start else x
+        whole = spmd.relayout(spmd.relayout(x, pattern, to=to), f"{target} -> x y", to="invarying")
+        return spmd.reduce(whole * whole, "x y -> scalar", "sum")
+
+    for to in ("varying", "invarying"):
+        run = spmd.kernel(f"{start} -> scalar", mesh=device_mesh(mesh))(functools.partial(gathered, to=to))
+        x = Sampler(0).array(shape)
+        gradient, curve = jax.jit(lambda x, run=run: (jax.grad(run)(x), jax.hessian(run)(x).sum((0, 1))))(x)
+        np.testing.assert_array_equal(gradient, 2 * x)
+        np.testing.assert_array_equal(curve, np.full(shape, 2.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,28 @@ def test_gathered_copies(seed: int) -> None:
         to_x, to_w = pull(jnp.asarray(weights))
         same(to_x, np.einsum("wabc,w->abc", weights, w))
         same(to_w, np.einsum("wabc,abc->w", weights, x))
+
+
+@over_cases
+def test_copies_that_enter_and_leave_a_plan(seed: int) -> None:
+    """Gathered copies change their layout and meet divided data: values, gradients, and gradients of gradients."""
+    case = sample("relayout", 400 + seed)
+    copied, kernel = cases.through_copies(case)
+    x, w = cases.whole(case), Sampler(seed).array((2 * sim.count(case.mesh, copied),))
+    weights = Sampler(seed + 1).array((w.size, *case.sizes))
+
+    def loss(run, x, w):
+        return jnp.sum(jnp.square(run(x, w)) * weights)
+
+    def all_orders(run):
+        first = jax.grad(functools.partial(loss, run), (0, 1))
+        along = (Sampler(2).array(x.shape), Sampler(3).array(w.shape))
+        curve = lambda x, w: sum(jnp.vdot(a, g) for a, g in zip(along, first(x, w), strict=True))
+        return jax.jit(lambda x, w: (run(x, w), first(x, w), jax.grad(curve, (0, 1))(x, w)))(x, w)
+
+    wanted = all_orders(lambda x, w: jnp.einsum("w,abc->wabc", w, x))
+    for run in (kernel, kernel.auto, kernel.reference):
+        jax.tree.map(same, all_orders(run), wanted)
 
 
 def test_the_comparison_can_fail() -> None:

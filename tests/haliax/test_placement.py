@@ -288,10 +288,8 @@ def test_sampled_mappings(seed, inside):
     shape = dict(zip("pqr", [(2, 2, 2), (4, 1, 2), (1, 8, 1), (2, 4, 1)][rng.integers(4)], strict=True))
     mesh, names = spmd.make_mesh(**shape), ["batch", "embed", "mlp"][: rng.integers(1, 4)]
     owners = rng.integers(-1, len(names), 3)  # which dimension each axis divides
-    rules = {
-        n: tuple(a for a, o in zip(rng.permutation(list("pqr")), owners, strict=True) if o == i)
-        for i, n in enumerate(names)
-    }
+    order = rng.permutation(list("pqr"))  # one for all rules: no axis divides two dimensions
+    rules = {n: tuple(a for a, o in zip(order, owners, strict=True) if o == i) for i, n in enumerate(names)}
     rules = {n: None if not axes else axes[0] if len(axes) == 1 else axes for n, axes in rules.items()}
     sizes, whole = [], []
     with hax.axis_mapping(rules), jax.set_mesh(mesh):
@@ -301,12 +299,12 @@ def test_sampled_mappings(seed, inside):
         out = (jax.jit(place) if inside else place)(whole)
         assert out.sharding.is_equivalent_to(hax.sharding_for_axis(" ".join(names)), out.ndim)
         assert NamedSharding(mesh, hax.pspec_for(" ".join(names))) == hax.sharding_for_axis(" ".join(names))
-    order = [device.id for device in mesh.devices.flat]
+    ids = [device.id for device in mesh.devices.flat]
     for piece in out.addressable_shards:
         wanted = whole
         for dim, name in enumerate(names):
             axes = rules[name] or ()
-            index, count = block_of(order.index(piece.device.id), (axes,) if isinstance(axes, str) else axes, shape)
+            index, count = block_of(ids.index(piece.device.id), (axes,) if isinstance(axes, str) else axes, shape)
             wanted = np.split(wanted, count, dim)[index]
         np.testing.assert_array_equal(piece.data, wanted)
 

@@ -80,6 +80,15 @@ def test_verbs(verb, wrap, seed):
     agree(fn, *args, mesh=cases.device_mesh(case.mesh))
 
 
+def test_a_permutation_moves_along_the_axes_that_its_pairs_differ_on():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    body = lambda x: jax.lax.ppermute(x, ("a", "b"), [(0, 1), (1, 0), (2, 3), (3, 2)])
+    fn = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b"))))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert [one.axes for one in written(fn, (x,), {}, mesh).collectives] == [("b",)]
+    agree(fn, x, mesh=mesh)
+
+
 def weighted(x, w):
     return x * w[None]
 

@@ -261,3 +261,9 @@ def test_the_language_imports_jax_only_inside_functions():
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert not [one for one in names if one.split(".")[0] in ("jax", "numpy")], file
+
+
+def test_a_mapping_holds_plain_strings():
+    """NumPy's strings are strings, and print otherwise."""
+    mapping = AxisMapping({np.str_("batch"): (np.str_("dp"), "tp")})
+    assert mapping["batch"] == ("dp", "tp") and "np." not in repr(mapping)

@@ -34,48 +34,87 @@ Copies = frozenset[str]
 def run(x: Any, request: Request, copies: Copies) -> Any:
     """Bring a shard that has one dimension per factor from the source to the target of a request.
 
-    Of the axes that leave, the result is invarying along all but `copies`, along which it is typed varying: there its
-    gradients are parts of a sum.
+    What JAX's types and cotangents mean, along each mesh axis and at each step:
+
+    * a block (the axis divides a dimension): varying, and so is its cotangent, the block's own;
+    * a copy typed invarying: the cotangent is invarying too, the same complete value on every device;
+    * a copy typed varying: equal as well, but the cotangents of the copies are parts of a sum;
+    * a part of a sum: varying; the cotangent of each part is the whole sum's.
+
+    What follows the sums of a plan takes a whole array from blocks and copies to blocks and copies, so its transpose is
+    the plan of the way back, where copies are typed invarying. Copies typed varying are made so at the ends only: one
+    that leaves by a pvary, whose transpose adds the parts up, one that enters by a retype, whose transpose gives the
+    whole cotangent to one of them. A copy never becomes invarying in another way: each device would get the cotangent,
+    and their sum would be as many times too large. Steps whose own transposes in JAX already say this, and as cheaply,
+    are left to JAX.
+
+    Along an axis of size 1 all four are one thing, and a plan does not see it: here they are only retyped.
 
     Args:
       x: The shard.
       request: What is asked for; all axes that the steps use are manual here.
-      copies: Axes along which equal values are typed varying afterwards.
+      copies: Of the axes that divide the source and not the target, those along which the result is typed varying.
+
+    Returns:
+      The shard, varying along the axes of the target, `copies`, and what neither side names and x varies on.
     """
-    x = _run(x, request, copies)
-    here, there = (frozenset(a for axes in side for a in axes) for side in (request.source, request.target))
-    unit = tuple(a for a in here - there - copies if a in _compat.varying_axes(x))  # a plan does not see their size, 1
-    return _lax.retype(x, unit, "invarying")
+    here, there = _axes(request.source), _axes(request.target)
+    unit = {a for a, n in request.mesh if n == 1}
+    x = _compat.pvary(x, tuple(a for a, _ in request.mesh if a in here))
+    x = _lax.psum(x, tuple(a for a in request.summed if a in unit))
+    gone = tuple(a for a, n in request.mesh if n == 1 and a in here - there)
+    x = _run(_lax.retype(x, gone), _without(request, unit), copies - unit)
+    x = _compat.pvary(x, tuple(a for a in gone if a in copies))
+    for dim, axes in enumerate(request.target):
+        for axis in axes:
+            if axis in unit - here:
+                x = _lax.slice_block(x, axis, dim, 1)
+    return x
 
 
 def _run(x: Any, request: Request, copies: Copies) -> Any:
+    """The same without axes of size 1."""
     found = route(request)
+    here, there = _axes(request.source), _axes(request.target)
+    copies = copies | (_compat.varying_axes(x) - here - there - set(request.summed))
     done = next((i for i in reversed(range(len(found.legs))) if found.legs[i].kind in ("psum", "psum_scatter")), -1) + 1
     for leg in found.legs[:done]:
         x = _STEPS[leg.kind](x, leg, found.grid, copies)
     rest = found.legs[done:]  # of complete values
-    if all(_is_own_reverse(leg, copies) for leg in rest):
+    if all(_is_own_reverse(leg, found.grid, copies, there) for leg in rest):
         for leg in rest:
             x = _STEPS[leg.kind](x, leg, found.grid, copies)
         return x
     request = replace(request, source=rest[0].before, summed=()) if done else request
-    here, there = (frozenset(a for axes in side for a in axes) for side in (request.source, request.target))
+    here = _axes(request.source)
     moving = found.grid.whole([a for leg in rest for a in _all_axes(leg)])
-    # Copies that are typed varying: one of the equal results' gradients goes back, to one of them.
-    x = _lax.retype(
-        x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here), "invarying", once=True
-    )
+    x = _lax.retype(x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here))
     x = _bound(x, request, replace(found, legs=rest), moving)
     return _compat.pvary(x, tuple(a for a in moving if a in copies and a not in there))
 
 
-def _is_own_reverse(leg: Leg, copies: Copies) -> bool:
-    """Whether JAX's own transpose of a step is the step back, of no more bytes than it needs."""
-    here, there = ({a for axes in side for a in axes} for side in (leg.before, leg.after))
+def _axes(placement: tuple[Axes, ...]) -> Copies:
+    return frozenset(a for axes in placement for a in axes)
+
+
+def _without(request: Request, unit: set[str]) -> Request:
+    source, target = (
+        tuple(tuple(a for a in axes if a not in unit) for axes in side) for side in (request.source, request.target)
+    )
+    return replace(request, source=source, target=target, summed=tuple(a for a in request.summed if a not in unit))
+
+
+def _is_own_reverse(leg: Leg, mesh: Grid, copies: Copies, there: Copies) -> bool:
+    """Whether a step leaves what the plan's end asks for and JAX's transpose of it is the step back, of no more bytes
+    than it needs. A gather of a part of an axis is typed varying along the whole axis."""
+    whole = lambda axes: frozenset(mesh.part_of.get(a, a) for a in axes)
+    before, after = _axes(leg.before), _axes(leg.after)
+    if leg.kind == "all_gather":
+        return whole(a for a in leg.axes if a in mesh.part_of) <= copies | there
     return (
-        leg.kind in ("split", "all_gather")
-        or (leg.kind == "all_to_all" and here - there <= copies)
-        or (leg.kind == "ppermute" and here == there)
+        leg.kind == "split"
+        or (leg.kind == "all_to_all" and whole(before - after) <= copies)
+        or (leg.kind == "ppermute" and before == after)
     )
 
 
@@ -258,8 +297,8 @@ def _plain(x: Any, *, request: Request, found: NamedRoute, moving: Axes) -> Any:
     x = _compat.pvary(x, moving)
     for leg in found.legs:
         x = _STEPS[leg.kind](x, leg, found.grid, frozenset(moving))
-    there = {a for axes in request.target for a in axes}
-    return _lax.retype(_compat.pvary(x, moving), tuple(a for a in moving if a not in there), "invarying")
+    there = _axes(request.target)
+    return _lax.retype(_compat.pvary(x, moving), tuple(a for a in moving if a not in there))
 
 
 def _type(x: Any, *, jaxpr: Any, **_: Any) -> Any:
@@ -267,7 +306,11 @@ def _type(x: Any, *, jaxpr: Any, **_: Any) -> Any:
 
 
 def _transpose(cotangent: Any, *, request: Request, **_: Any) -> Any:
-    return run(cotangent, replace(request, source=request.target, target=request.source), frozenset())
+    # What varies and divides nothing is, of a cotangent, a part of a sum, and no step may take it for a copy.
+    parts = _compat.varying_axes(cotangent) - _axes(request.target)
+    kept = tuple(a for a, _ in request.mesh if a in parts or a in request.kept)
+    back = replace(request, source=request.target, target=request.source, kept=kept)
+    return run(cotangent, back, frozenset())
 
 
 def _batch(args: Any, dims: Any, *, request: Request, found: NamedRoute, moving: Axes, jaxpr: Any) -> Any:
