@@ -254,14 +254,17 @@ class Call:
         # What is known of the placement first: a wrong axis explains a wrong size, not the reverse.
         self._check_type(x, layout, label, known)
         factors: list[Factor] = []
+        shape: list[int] = []
         for position, (dim, size) in enumerate(zip(dims, x.shape, strict=True)):
-            factors += self._open(dim, size, f"{label}, dimension {position}", position)
+            opened = self._open(dim, size, f"{label}, dimension {position}", position)
+            factors += opened
+            # a factor's size is that of its block, and the array has the margins too
+            shape += [size] if isinstance(dim, Dim) and any(dim.margin) else [f.local for f in opened]
         # What a tag already says needs no note; where an error is explained, a gather's is the line to paste.
         explaining = self.frame.diagnosing and self.name in ("all_gather", "relayout")
         if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand")
-        shape = tuple(f.local for f in factors)
-        return Operand(x if shape == x.shape else x.reshape(shape), tuple(factors), layout)
+        return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), layout)
 
     def _as_array(self, x: Any, label: str) -> Any:
         if isinstance(x, jax.Array):

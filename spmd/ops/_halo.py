@@ -14,20 +14,21 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
+from spmd.ops._edges import EDGES, Edge, read_edges
 
-__all__ = ["EDGES", "check_edge", "halo", "with_margins", "without_margins"]
+__all__ = ["halo", "with_margins", "without_margins"]
 
 T = TypeVar("T")
-EDGES = {"periodic": "wrap", "zero": "constant", "edge": "edge", "reflect": "reflect"}  # ours, and jnp.pad's
 
 
-def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **names: Any) -> T:
+def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **names: Any) -> T:
     """Add margins with the neighbours' values: `halo(u, "x/a y -> 1+x/a+2 y")`.
 
     The global meaning is `jnp.pad`: the whole array with one more element before x and two after it. On each device
     the margins continue its own block, so that code which reads neighbours and returns the inner part (`u[:-2] +
     u[2:]`) means the same on a block and on the whole. Margins may be of any width, wider than a block too, on any
-    number of dimensions, divided or whole; corners are filled.
+    number of dimensions, divided or whole; corners are filled. An array that has margins may get wider ones, or some
+    in another dimension, whose corners are then right: the margins that it has stay as they are.
 
     Communication: for each dimension with margins and for each side one collective-permute of the margin, or several
     where it is wider than a block: in all as many bytes as the margin has, the corners included that earlier
@@ -36,9 +37,20 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **
 
     Args:
       x: An array or a pytree of arrays of this layout.
-      pattern: `"layout -> layout"`, the same dimensions and axes, margins on the right.
-      edge: What lies beyond the ends of the array: "periodic" (the other end), "zero", "edge" (the last element) or
-        "reflect" (mirrored, the last element not repeated).
+      pattern: `"layout -> layout"`, the same dimensions and axes, on the right wider margins.
+      edge: What lies beyond the ends of the array. For a b c d, of which the next two are
+
+        - "periodic": a b, the other end; `np.pad`'s "wrap";
+        - a number, also a traced scalar, or "zero": `np.pad`'s "constant";
+        - "edge": d d, the last element;
+        - "symmetric": d c, mirrored at a wall half a step beyond the last element (cell-centred: no flux);
+        - "antisymmetric": -d -c, the same with the opposite sign (cell-centred: zero at the wall);
+        - "reflect": c b, mirrored at a wall on the last element (vertex-centred: no flux);
+        - "antireflect": 2d-c 2d-b, the same odd about the last element (vertex-centred: the wall keeps its value);
+          `np.pad`'s "reflect" with `reflect_type="odd"`.
+
+        A pair for the low and the high end, `("antisymmetric", 1.0)`; a dict for each dimension with margins, `{"x":
+        "periodic", "y": "antisymmetric"}`.
       corners: False where nothing reads what lies in the margins of two dimensions at once, as in a five-point
         stencil: in explicit mode it is then NaN, so that whoever reads it notices. Integers and booleans have no NaN:
         their corners are sent all the same.
@@ -48,8 +60,9 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **
       The array with its margins.
 
     Raises:
-      LayoutError: If the sides differ in more than margins, or a dimension in several parts gets one.
-      SizeError: If a mirrored margin is as wide as the array.
+      LayoutError: If the sides differ in more than margins, a margin gets narrower, a dimension in several parts
+        gets one, or an edge is unknown, of a dimension that the pattern lacks, or a number that the array cannot hold.
+      SizeError: If a mirrored margin is wider than the array, or for a wall on the last element as wide.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -62,20 +75,22 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **
       [ 8  2  4  6  8 10 12  6]
     """
     call = open_call("stencil.halo", pattern, names, arrays=(x,))
-    check_edge(call, edge)
     _check_sides(call)
-    [dst] = call.pattern.outputs
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    edges = read_edges(call, edge, (src,), _widened(src, dst))
 
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value)
         margins, at = [], 0
         extra = len(own.ellipsis_shape())
-        for dim in dst.dims:
-            if any(dim.margin):
+        for given, dim in zip(src.dims, dst.dims, strict=True):
+            if given.margin != dim.margin:
                 factor = operand.factors[at]
-                _check_mirror(own, dim, factor.size, edge)
-                margins.append(_Margins(own, at, factor.axes, factor.local, factor.size, *dim.margin, edge))
+                low, high = (one.on(own, operand.x) for one in edges.of(dim))
+                one = _Margins(own, at, factor.axes, factor.local, factor.size, given.margin, dim.margin, low, high)
+                _check_mirrors(one, dim)
+                margins.append(one)
             at += extra if dim.ellipsis else len(dim.atoms)
         with call.scope():
             # what has no NaN cannot show that a corner was read: its corners are filled
@@ -86,29 +101,28 @@ def halo(x: T, pattern: str, *, edge: str = "periodic", corners: bool = True, **
     return jax.tree.map(leaf, x)
 
 
-def check_edge(call: Call, edge: Any) -> None:
-    if edge not in EDGES:
-        call.fail(f"edge is one of {', '.join(map(repr, EDGES))}, not {edge!r}.", error=LayoutError)
+def _widened(src: Layout, dst: Layout) -> list[Dim]:
+    return [b for a, b in zip(src.dims, dst.dims, strict=True) if a.margin != b.margin]
 
 
 def _check_sides(call: Call) -> None:
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    given = next((d for d in src.dims if any(d.margin)), None)
-    if given is not None:
-        rule = "margins are added to arrays without, and this one has some on the left."
-        call.fail(rule, at=given.span, fix="cut them off first, or ask for the wider ones at once", error=LayoutError)
-    bare = without_margins(dst)
-    if bare != src or any(d.bracket for d in (*src.dims, *dst.dims)):
+    bare, wanted = without_margins(src), without_margins(dst)
+    if wanted != bare or any(d.bracket for d in (*src.dims, *dst.dims)):
         rule = "halo changes margins and nothing else: both sides have the same dimensions on the same axes."
-        call.fail(rule, got=[f'"{src.short}"', f'"{bare.short}"'], fix=_with_margin(call, src), error=LayoutError)
+        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=_with_margin(call, src), error=LayoutError)
+    for given, dim in zip(src.dims, dst.dims, strict=True):
+        if any(have > want for have, want in zip(given.margin, dim.margin, strict=True)):
+            rule = f"halo makes margins wider, and {dim.short} is narrower than {given.short}."
+            call.fail(rule, at=dim.span, fix="slice the array to cut margins off", error=LayoutError)
     if src.unreduced:
         rule = "the margins of a partial sum would be partial sums of the neighbours: psum first."
         call.fail(rule, fix=f'psum(x, "{src.short} -> {src.without(*src.unreduced).short}")')
-    wide = [d for d in dst.dims if any(d.margin)]
+    wide = _widened(src, dst)
     if not wide:
-        rule = "no dimension has a margin on the right, so there is nothing to add."
+        rule = "no dimension has a wider margin on the right, so there is nothing to add."
         call.fail(rule, fix=_with_margin(call, src), error=LayoutError)
-    fault = next((d for d in wide if len(d.atoms) != 1), None)
+    fault = next((d for d in dst.dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
         rule = "a dimension in several parts has no neighbours of its own."
         call.fail(rule, at=fault.span, fix="rearrange it into one dimension first", error=LayoutError)
@@ -128,17 +142,22 @@ def without_margins(layout: Layout) -> Layout:
 
 
 def _with_margin(call: Call, src: Layout) -> str:
-    """The call with margins around the first divided dimension, to paste."""
-    text = [d.short for d in src.dims]
+    """The call with margins wider by one around the first divided dimension, to paste."""
     i = next((i for i, d in enumerate(src.dims) if d.axes), 0)
-    wide = [f"1+{t}+1" if k == i else t for k, t in enumerate(text)]
-    return call.paste(f"{' '.join(text)} -> {' '.join(wide)}") if text else 'halo(x, "x/a -> 1+x/a+1")'
+    if not src.dims or src.dims[i].ellipsis or len(src.dims[i].atoms) != 1:
+        return 'halo(x, "x/a -> 1+x/a+1")'
+    plain = with_margins(src, {})
+    low, high = plain.dims[i].margin
+    return call.paste(f"{plain.short} -> {with_margins(src, {i: (low + 1, high + 1)}).short}")
 
 
-def _check_mirror(call: Call, dim: Dim, size: int, edge: str) -> None:
-    if edge == "reflect" and max(dim.margin) >= size:
-        rule = f"a mirrored margin is narrower than the dimension, and {dim.atoms[0].name} has {size}."
-        call.fail(rule, at=dim.span, got=[call.frame.describe()], error=SizeError)
+def _check_mirrors(one: _Margins, dim: Dim) -> None:
+    for edge, width in zip((one.low, one.high), dim.margin, strict=True):
+        if edge.mirrored and width > one.size - edge.skipped:
+            most = one.size - edge.skipped
+            name = dim.atoms[0].name
+            rule = f'a margin with the edge "{edge.kind}" is at most {most} wide, since {name} has {one.size}.'
+            one.call.fail(rule, at=dim.span, got=[one.call.frame.describe()], error=SizeError)
 
 
 def _crossed(x: Any, margins: list[_Margins]) -> Any:
@@ -147,85 +166,136 @@ def _crossed(x: Any, margins: list[_Margins]) -> Any:
     out, widths = x, [(0, 0)] * x.ndim
     for one in margins:
         wide, d = one.added(x), one.dim
-        low = lax.slice_in_dim(wide, 0, one.before, axis=d)
-        high = lax.slice_in_dim(wide, one.before + x.shape[d], wide.shape[d], axis=d)
+        before, after = one.wider
+        low = lax.slice_in_dim(wide, 0, before, axis=d)
+        high = lax.slice_in_dim(wide, before + x.shape[d], wide.shape[d], axis=d)
         low, high = (jnp.pad(side, widths, constant_values=nothing) for side in (low, high))
         out = lax.concatenate([low, out, high], d)
-        widths[d] = (one.before, one.after)
+        widths[d] = (before, after)
     return out
 
 
 @dataclass(frozen=True)
 class _Margins:
-    """The margins of one dimension, `before` and `after`."""
+    """The margins of one dimension: those that the array has, and those that are wanted, before and after."""
 
     call: Call
     dim: int
     axes: tuple[str, ...]
     local: int
     size: int
-    before: int
-    after: int
-    edge: str
+    have: tuple[int, int]
+    want: tuple[int, int]
+    low: Edge
+    high: Edge
 
     @property
     def blocks(self) -> int:
         return self.size // self.local
 
+    @property
+    def wider(self) -> tuple[int, int]:
+        """How much is added on each side."""
+        return self.want[0] - self.have[0], self.want[1] - self.have[1]
+
+    @property
+    def periodic(self) -> bool:
+        return self.low.kind == "periodic"
+
     def added(self, x: Any) -> Any:
         if not self.call.frame.explicit or self.blocks == 1:
-            widths = [(0, 0)] * x.ndim
-            widths[self.dim] = (self.before, self.after)
-            return jnp.pad(x, widths, mode=EDGES[self.edge])
-        if self.edge in ("periodic", "zero"):
-            return self.exchanged(x, self.before, self.after)
+            return self.padded(x)
         # What is mirrored may lie on the other side, further inside than that margin reaches.
-        mirrored = self.edge == "reflect"
-        before = max(self.before, self.after - self.local + 1) if mirrored else self.before
-        after = max(self.after, self.before - self.local + 1) if mirrored else self.after
-        return self.filled(self.exchanged(x, before, after), before)
+        (before, after), (low, high) = self.want, self.wider
+        if low and self.low.mirrored:
+            after = max(after, self.want[0] - self.local + self.low.skipped)
+        if high and self.high.mirrored:
+            before = max(before, self.want[1] - self.local + self.high.skipped)
+        wide = self.exchanged(x, before, after)
+        sent = all(edge.kind in ("periodic", "zero") for edge in (self.low, self.high))
+        return wide if sent else self.filled(wide, before)
+
+    # --- where the dimension is whole
+
+    def padded(self, x: Any) -> Any:
+        low, high = self.wider
+        if self.low.plain and self.low.kind == self.high.kind and self.have == (0, 0):
+            widths = [(0, 0)] * x.ndim
+            widths[self.dim] = (low, high)
+            return jnp.pad(x, widths, mode=EDGES[self.low.kind])
+        inner = lax.slice_in_dim(x, self.have[0], self.have[0] + self.size, axis=self.dim)
+        parts = [x]
+        if low:
+            whole = self.low.beyond(inner, self.dim, self.want[0], low=True)
+            parts.insert(0, lax.slice_in_dim(whole, 0, low, axis=self.dim))
+        if high:
+            whole = self.high.beyond(inner, self.dim, self.want[1], low=False)
+            parts.append(lax.slice_in_dim(whole, self.have[1], self.want[1], axis=self.dim))
+        return lax.concatenate(parts, self.dim)
+
+    # --- where it is divided
 
     def exchanged(self, x: Any, before: int, after: int) -> Any:
         """The block between what the devices before and after it have; zeros beyond the ends unless periodic."""
-        low = [self.received(x, -hop, width) for hop, width in self.hops(before)]
-        high = [self.received(x, hop, width) for hop, width in self.hops(after)]
+        low = [self.received(x, -hop, near, far) for hop, near, far in self.hops(self.have[0], before)]
+        high = [self.received(x, hop, near, far) for hop, near, far in self.hops(self.have[1], after)]
         parts = [*reversed(low), x, *high]
         return lax.concatenate(parts, self.dim) if len(parts) > 1 else x
 
-    def hops(self, width: int) -> list[tuple[int, int]]:
-        """How far away each piece of a margin lies, in blocks, and how wide it is; the nearest first."""
-        full, rest = divmod(width, self.local)
-        return [*((hop, self.local) for hop in range(1, full + 1)), *([(full + 1, rest)] if rest else [])]
+    def hops(self, have: int, want: int) -> list[tuple[int, int, int]]:
+        """The pieces of a margin, the nearest first: how many blocks away each lies, and which of that block's
+        elements it is, counted from the side that faces here."""
+        pieces = []
+        for hop in range(have // self.local + 1, -(-want // self.local) + 1):
+            start = (hop - 1) * self.local
+            pieces.append((hop, max(have - start, 0), min(want - start, self.local)))
+        return pieces
 
-    def received(self, x: Any, hop: int, width: int) -> Any:
-        """The border of the block `hop` places away, on the side that faces here."""
-        start = self.local - width if hop < 0 else 0
-        piece = lax.slice_in_dim(x, start, start + width, axis=self.dim)
+    def received(self, x: Any, hop: int, near: int, far: int) -> Any:
+        """The elements `near` to `far` of the block `hop` places away, from the side that faces here."""
+        start = self.have[0] + (self.local - far if hop < 0 else near)
+        piece = lax.slice_in_dim(x, start, start + far - near, axis=self.dim)
         n = self.blocks
-        if self.edge == "periodic":
+        if self.periodic:
             pairs = [((i + hop) % n, i) for i in range(n)]
         else:
             pairs = [(i + hop, i) for i in range(n) if 0 <= i + hop < n]
-        if hop % n == 0 and self.edge == "periodic":
+        if hop % n == 0 and self.periodic:
             return piece
         if not pairs:
             return jnp.zeros_like(piece)
         return _lax.ppermute(piece, self.axes, dict(self.call.frame.sizes), pairs)
 
     def filled(self, wide: Any, before: int) -> Any:
-        """The margins wanted, cut out of wider ones, with what lies beyond the ends taken from inside."""
+        """The margins wanted, cut out of wider ones, with what lies beyond the ends as the edges say."""
+        low, high = self.wider
+        middle = lax.slice_in_dim(wide, before - self.have[0], before + self.local + self.have[1], axis=self.dim)
+        parts = [middle]
+        if low:
+            parts.insert(0, self.ring(wide, before, -self.want[0], low))
+        if high:
+            parts.append(self.ring(wide, before, self.local + self.have[1], high))
+        return lax.concatenate(parts, self.dim)
+
+    def ring(self, wide: Any, before: int, first: int, width: int) -> Any:
+        """The elements from `first` on, counted from the block's own first one."""
+        is_low = first < 0
+        edge = self.low if is_low else self.high
+        sent = lax.slice_in_dim(wide, before + first, before + first + width, axis=self.dim)
+        if edge.kind == "zero":
+            return sent
         start = _lax.axis_index(self.axes, dict(self.call.frame.sizes)) * self.local  # of this block
-        inner = lax.slice_in_dim(wide, before, before + self.local, axis=self.dim)
+        places = start + first + jnp.arange(width, dtype=jnp.int32)
+        outside = places < 0 if is_low else places >= self.size
+        outside = outside.reshape(tuple(-1 if i == self.dim else 1 for i in range(wide.ndim)))
+        if edge.kind == "constant":
+            return jnp.where(outside, edge.value, sent)
 
-        def margin(first: int, width: int) -> Any:
-            places = start + first + jnp.arange(width, dtype=jnp.int32)
-            if self.edge == "edge":
-                inside = jnp.clip(places, 0, self.size - 1)
-            else:
-                inside = jnp.abs(places)
-                inside = jnp.where(inside >= self.size, 2 * (self.size - 1) - inside, inside)
-            return jnp.take(wide, inside - start + before, axis=self.dim, mode="clip")
+        def taken(places: Any) -> Any:
+            return jnp.take(wide, places - start + before, axis=self.dim, mode="clip")
 
-        low = [margin(-self.before, self.before)] if self.before else []
-        high = [margin(self.local, self.after)] if self.after else []
-        return lax.concatenate([*low, inner, *high], self.dim)
+        mirrored = taken(edge.inside(places, self.size, low=is_low))
+        if not edge.odd:
+            return mirrored
+        last = taken(jnp.full(1, 0 if is_low else self.size - 1, jnp.int32))
+        return jnp.where(outside, edge.turned(mirrored, last), mirrored)

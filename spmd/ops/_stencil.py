@@ -13,7 +13,8 @@ from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, SizeError, compose
 from spmd.language import Dim, Layout
 from spmd.mode import current_frame, inner
-from spmd.ops._halo import check_edge, halo, with_margins, without_margins
+from spmd.ops._edges import Edges, read_edges
+from spmd.ops._halo import halo, with_margins, without_margins
 from spmd.ops._island import local
 from spmd.ops._softmax import bracketed, open_bracketed
 
@@ -27,7 +28,7 @@ def stencil(
     fn: Callable[..., Any],
     pattern: str,
     *,
-    edge: str = "periodic",
+    edge: Any = "periodic",
     overlap: bool = False,
     corners: bool = True,
     **names: Any,
@@ -46,7 +47,7 @@ def stencil(
     Args:
       fn: A function from the padded arrays to one array; it may not depend on where in the array it is.
       pattern: `"layout, ... -> layout"`; margins on the left where neighbours are read.
-      edge: As in `halo`.
+      edge: As in `halo`, for all the arrays; with different ones call `halo` on each array.
       overlap: Whether the inner part is computed apart.
       corners: As in `halo`: False where `fn` reads no diagonal neighbours.
       **names: Sizes or mesh axes of names in the pattern.
@@ -78,14 +79,14 @@ def stencil(
 
     def run(*arrays: Any) -> Any:
         call = open_call("stencil.stencil", pattern, names, arrays=arrays, inputs=None)
-        check_edge(call, edge)
-        job = _Job(call, fn, edge, corners)
+        wide = [d for layout in call.pattern.inputs for d in layout.dims if any(d.margin)]
+        job = _Job(call, fn, read_edges(call, edge, call.pattern.inputs, wide), corners)
         return job.in_parts(arrays) if overlap else job.at_once(arrays)
 
     return run
 
 
-def diff(x: Any, layout: str, *, edge: str = "periodic", **names: Any) -> Any:
+def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> Any:
     """The difference to the next element along the dimension in brackets: `diff(u, "[x/a] y")`.
 
     What `jnp.diff` gives, with one more element at the end, so that the size and the layout stay: the difference to
@@ -113,20 +114,20 @@ def diff(x: Any, layout: str, *, edge: str = "periodic", **names: Any) -> Any:
       [ 1  3  5  7  9 11 13  0]
     """
     call, operand = open_bracketed("stencil.diff", x, layout, names)
-    check_edge(call, edge)
     bracketed(call, operand, most=1, name="diff")
     src = operand.layout
+    edges = read_edges(call, edge, (src,), [d for d in src.dims if d.bracket])
     i = next(i for i, d in enumerate(src.dims) if d.bracket)
     plain = src.without_brackets()
     wide = with_margins(plain, {i: (0, 1)})
     at = i - len(src.dims) if any(d.ellipsis for d in src.dims[:i]) else i
-    padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edge, **_parts_of(call, plain))
+    padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edges, **_parts_of(call, plain))
     n = padded.shape[at]
     later, now = (lax.slice_in_dim(padded, k, n - 1 + k, axis=at) for k in (1, 0))
     return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
 
 
-def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: Any) -> Any:
+def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: Any) -> Any:
     """The convolution with a small array along the dimensions in brackets: `convolve(u, w, "[x/a] [y/b]")`.
 
     As `scipy.signal.convolve(..., mode="same")` does, on divided dimensions: the result has the size and the layout of
@@ -157,9 +158,9 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: 
       [0.   0.   0.25 0.5  0.25 0.   0.   0.  ]
     """
     call, operand = open_bracketed("stencil.convolve", x, layout, names)
-    check_edge(call, edge)
     bracketed(call, operand, name="convolve")
     src = operand.layout
+    edges = read_edges(call, edge, (src,), [d for d in src.dims if d.bracket])
     weights = jnp.asarray(weights)
     marked = [i for i, d in enumerate(src.dims) if d.bracket]
     _check_weights(call, weights, marked, operand)
@@ -173,7 +174,7 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: str = "zero", **names: 
     parts = _parts_of(call, plain)
 
     def run(x: Any, weights: Any) -> Any:
-        padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edge, **parts)
+        padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edges, **parts)
         return _valid(padded, weights, places)
 
     if call.frame.mode == "auto":
@@ -220,7 +221,7 @@ def _opened(operand: Operand, x: Any) -> Any:
 class _Job:
     """One application of a stencil."""
 
-    def __init__(self, call: Call, fn: Callable[..., Any], edge: str, corners: bool) -> None:
+    def __init__(self, call: Call, fn: Callable[..., Any], edge: Edges, corners: bool) -> None:
         self.call, self.fn, self.edge, self.corners = call, fn, edge, corners
         self.inputs, [self.output] = call.pattern.inputs, call.pattern.outputs
         self.reach: dict[str, tuple[int, int]] = {}  # how far each dimension is read, before and after

@@ -28,8 +28,17 @@ def a_halo_that_moves_more(mesh):
 
 
 @bad
-def a_halo_of_a_halo(mesh):
-    body(SAME, lambda x: stencil.halo(x, "1+b/dp+1 d -> 2+b/dp+2 d"), mesh)
+def a_halo_narrower_than_it_was(mesh):
+    def fn(x):
+        wide = stencil.halo(x, "b/dp d -> 2+b/dp+2 d")
+        return stencil.halo(wide, "2+b/dp+2 d -> 2+b/dp+1 d")[2:-1]
+
+    body(SAME, fn, mesh)
+
+
+@bad
+def a_halo_of_a_halo_that_adds_nothing(mesh):
+    body(SAME, lambda x: stencil.halo(x, "1+b/dp+1 d -> 1+b/dp+1 d"), mesh)
 
 
 @bad
@@ -40,6 +49,69 @@ def a_halo_of_a_composite(mesh):
 @bad
 def an_unknown_edge(mesh):
     body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="wrap"), mesh)
+
+
+@fixed
+def an_unknown_edge_fixed(mesh):
+    out = body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="periodic")[2:], mesh)
+    np.testing.assert_array_equal(out, np.roll(X, -1, 0))
+
+
+@bad
+def an_edge_misspelled(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="symetric"), mesh)
+
+
+@bad
+def an_edge_that_is_a_vector(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge={"b": jnp.ones(4)}), mesh)
+
+
+@bad
+def an_edge_of_no_kind(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge=None), mesh)
+
+
+@bad
+def an_edge_of_an_unknown_dimension(mesh):
+    step = stencil.stencil(lambda u: u[2:], "1+b/dp+1 d -> b/dp d", edge={"b": "periodic", "y": "symmetric"})
+    body(SAME, step, mesh)
+
+
+@bad
+def an_edge_missing(mesh):
+    step = stencil.stencil(lambda u: u[2:, 2:], "1+b/dp+1 1+d+1 -> b/dp d", edge={"b": "periodic"})
+    body(SAME, step, mesh)
+
+
+@bad
+def an_edge_missing_of_a_difference(mesh):
+    body(SAME, lambda x: stencil.diff(x, "b/dp [d]", edge={"b": "periodic"}), mesh)
+
+
+@bad
+def three_ends(mesh):
+    body(SAME, lambda x: stencil.convolve(x, np.ones(3, np.float32), "[b/dp] d", edge=("zero", "edge", "zero")), mesh)
+
+
+@bad
+def half_periodic(mesh):
+    body(SAME, lambda x: stencil.diff(x, "[b/dp] d", edge={"b": ("periodic", "zero")}), mesh)
+
+
+@bad
+def a_fraction_beyond_integers(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge=0.5)[1:-1], mesh, X.astype(int))
+
+
+@bad
+def a_sign_for_unsigned_numbers(mesh):
+    body(SAME, lambda x: stencil.diff(x, "[b/dp] d", edge="antisymmetric"), mesh, X.astype(np.uint8))
+
+
+@bad
+def a_mirror_between_cells_wider_than_the_array(mesh):
+    body(SAME, lambda x: stencil.halo(x, "b/dp d -> b/dp d+5", edge={"d": "symmetric"}), mesh)
 
 
 @bad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import jax
@@ -14,8 +15,18 @@ import spmd
 from spmd import stencil
 from tests.conftest import case_count
 from tests.ops.harness import MODES, close, make_mesh, pulled
+from tests.ops.harness import run as run_in
 
-EDGES = {"periodic": "wrap", "zero": "constant", "edge": "edge", "reflect": "reflect"}
+EDGES = {  # the modes of `np.pad` that give the same
+    "periodic": {"mode": "wrap"},
+    "zero": {"mode": "constant"},
+    "edge": {"mode": "edge"},
+    "symmetric": {"mode": "symmetric"},
+    "antisymmetric": {"mode": "symmetric"},  # and minus that
+    "reflect": {"mode": "reflect"},
+    "antireflect": {"mode": "reflect", "reflect_type": "odd"},
+}
+ENDS = [*(edge for edge in EDGES if edge != "periodic"), 3, -2.0]  # those of one end, which the other may not have
 DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64")
 
 
@@ -23,24 +34,53 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: str = "float32"):
     return jnp.asarray(np.random.default_rng(seed).integers(-4, 5, shape)).astype(dtype)
 
 
+def padded(x, margins, edges):
+    """The whole array by `np.pad`, or `jnp.pad` where it is traced: a dimension and an end at a time."""
+    xp = np if isinstance(x, np.ndarray) else jnp
+    for dim, (widths, ends) in enumerate(zip(margins, edges, strict=True)):
+        sides = [side(xp, x, dim, widths[at], ends[at], at) for at in (0, 1)]
+        x = xp.concatenate([sides[0], x, sides[1]], axis=dim)
+    return x
+
+
+def side(xp, x, dim: int, width: int, edge, at: int):
+    how = EDGES.get(edge) or {"mode": "constant", "constant_values": edge}
+    wide = xp.pad(x, [((width, 0) if at == 0 else (0, width)) if i == dim else (0, 0) for i in range(x.ndim)], **how)
+    part = xp.split(wide, [width if at == 0 else x.shape[dim]], axis=dim)[at]
+    return -part if edge == "antisymmetric" else part
+
+
 # --- halo: what each block holds ----------------------------------------------------------------------------
 
 
 def sample(seed: int) -> tuple:
+    """A mesh, the axes and sizes of x and y, their margins, their edges as pairs, and as the call says them."""
     draw = random.Random(seed)
     mesh = draw.choice([{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 3, "b": 2}, {"a": 8, "b": 1}, {"a": 1, "b": 5}])
     places = draw.choice(
         [(("a",), ("b",)), (("a", "b"), ()), ((), ("b", "a")), (("b",), ("a",)), (("a",), ()), ((), ("b",))]
     )
     blocks = [int(np.prod([mesh[axis] for axis in axes], dtype=int)) for axes in places]
-    shape = tuple(n * draw.choice([2, 3, 5]) for n in blocks)
+    shape = tuple(n * draw.choice([1, 2, 3, 5]) for n in blocks)
+    dtype = draw.choice(DTYPES)
+    known = [edge for edge in EDGES if dtype != "bool" or not edge.startswith("anti")]
+    ends = [edge for edge in ENDS if dtype != "bool" or edge in known]
+    if draw.random() < 0.5:
+        edge = draw.choice(known)
+        edges = [(edge, edge)] * 2
+    else:
+        low, high = draw.choice(ends), draw.choice(ends)
+        one = draw.choice(known)
+        edge = {"x": (low, high), "y": one}
+        edges = [(low, high), (one, one)]
     margins = [(draw.choice([0, 1, 2, 4]), draw.choice([0, 1, 3])) for _ in places]
     margins = margins if any(map(any, margins)) else [(1, 0), (0, 2)]
-    edge = draw.choice(list(EDGES))
-    if edge == "reflect":
-        margins = [(min(low, n - 1), min(high, n - 1)) for (low, high), n in zip(margins, shape, strict=True)]
-        margins = margins if any(map(any, margins)) else [(1, 0), (0, 1)]
-    return mesh, places, shape, margins, edge, draw.choice(DTYPES)
+    for dim, ends in enumerate(edges):  # no mirror is wider than the array
+        most = [shape[dim] - 1 if "reflect" in str(e) else shape[dim] if "sym" in str(e) else 9 for e in ends]
+        margins[dim] = tuple(map(min, margins[dim], most))
+    if not any(map(any, margins)):
+        edges, edge, margins = [("edge", "edge")] * 2, "edge", [(1, 0), (0, 2)]
+    return mesh, places, shape, margins, edges, edge, dtype
 
 
 def texts(places, margins) -> tuple[str, str]:
@@ -54,10 +94,10 @@ def texts(places, margins) -> tuple[str, str]:
 
 @pytest.mark.parametrize("seed", range(3 * case_count()))
 def test_each_block_holds_its_window_of_the_padded_array(seed: int) -> None:
-    mesh, places, shape, margins, edge, dtype = sample(seed)
+    mesh, places, shape, margins, edges, edge, dtype = sample(seed)
     plain, wide = texts(places, margins)
     x = numbers(seed, shape, dtype)
-    padded = np.pad(np.asarray(x), margins, mode=EDGES[edge])
+    whole = padded(np.asarray(x), margins, edges)
 
     def body(x):  # every block leaves whole, in dimensions of its own
         return spmd.stencil.halo(x, f"{plain} -> {wide}", edge=edge)[None, :, None, :]
@@ -75,16 +115,11 @@ def test_each_block_holds_its_window_of_the_padded_array(seed: int) -> None:
     assert blocks.shape[1::2] == tuple(n + sum(m) for n, m in zip(local, margins, strict=True))
     for i in range(blocks.shape[0]):
         for j in range(blocks.shape[2]):
-            window = padded[i * local[0] :, j * local[1] :][: blocks.shape[1], : blocks.shape[3]]
+            window = whole[i * local[0] :, j * local[1] :][: blocks.shape[1], : blocks.shape[3]]
             np.testing.assert_array_equal(blocks[i, :, j], window)
+    halo = lambda x: spmd.stencil.halo(x, f"{plain} -> {wide}", edge=edge)
     for mode in ("auto", "reference"):
-        whole = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(
-            lambda x: spmd.stencil.halo(x, f"{plain} -> {wide}", edge=edge)[
-                margins[0][0] : margins[0][0] + spmd.local_size(plain.split()[0]),
-                margins[1][0] : margins[1][0] + spmd.local_size(plain.split()[1]),
-            ]
-        )
-        np.testing.assert_array_equal(np.asarray(getattr(whole, mode)(x)), np.asarray(x))
+        np.testing.assert_array_equal(np.asarray(run_in(halo, mesh, [plain], plain, mode)(x)), whole)
 
 
 # --- stencils: values, adjoints ------------------------------------------------------------------------------
@@ -99,14 +134,14 @@ def neighbourhood(u, margins, n):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(2 * case_count()))
 def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
-    mesh, places, shape, margins, edge, _ = sample(seed + 1000)
+    mesh, places, shape, margins, edges, edge, _ = sample(seed + 1000)
     plain, wide = texts(places, margins)
     x, by = numbers(seed, shape), numbers(seed + 1, shape)
 
     def fn(u):
         return neighbourhood(u, margins, [k - sum(m) for k, m in zip(u.shape, margins, strict=True)])
 
-    want, (gradient,) = pulled(lambda x: fn(jnp.pad(x, margins, mode=EDGES[edge])), x, by=by)
+    want, (gradient,) = pulled(lambda x: fn(padded(x, margins, edges)), x, by=by)
     run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(
         stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=overlap)
     )
@@ -116,8 +151,8 @@ def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
         close(found, gradient)
 
 
-@pytest.mark.parametrize("edge", EDGES)
-def test_the_gradient_is_the_adjoint(edge: str) -> None:
+@pytest.mark.parametrize("edge", [*EDGES, {"x": ("antisymmetric", "antireflect"), "y": "symmetric"}])
+def test_the_gradient_is_the_adjoint(edge) -> None:
     """<Hx, y> = <x, H'y> exactly: the numbers are small integers."""
     mesh = make_mesh({"a": 4, "b": 2})
     pattern = "x/a y/b -> 3+x/a+4 y/b+1"
@@ -131,6 +166,96 @@ def test_the_gradient_is_the_adjoint(edge: str) -> None:
     out, pull = jax.vjp(jax.jit(halo), x)
     y = numbers(1, out.shape)
     assert float((out * y).sum()) == float((x * pull(y)[0]).sum())
+
+
+def test_a_wall_whose_value_is_traced() -> None:
+    """A moving lid: its value is an argument, and has a gradient, the sum over the devices that hold the wall."""
+    x, by = numbers(0, (8, 6)), numbers(1, (8, 6))
+    laplace = lambda u: u[2:, 1:-1] + 2 * u[:-2, 1:-1] + 3 * u[1:-1, 2:] + 5 * u[1:-1, :-2]
+
+    def whole(u, lid):
+        u = jnp.pad(u, ((1, 1), (0, 0)), mode="wrap")
+        low, high = -u[:, :1], jnp.full_like(u[:, :1], 1) * lid
+        return laplace(jnp.concatenate([low, u, high], 1))
+
+    want, gradients = pulled(whole, x, jnp.float32(3), by=by)
+    run = spmd.kernel("x/a y/b, scalar -> x/a y/b", mesh=make_mesh({"a": 2, "b": 3}))(
+        lambda u, lid: stencil.stencil(
+            laplace, "1+x/a+1 1+y/b+1 -> x/a y/b", edge={"x": "periodic", "y": ("antisymmetric", lid)}
+        )(u)
+    )
+    for mode in MODES:
+        out, found = pulled(getattr(run, mode), x, jnp.float32(3), by=by)
+        close(out, want)
+        jax.tree.map(close, found, gradients)
+
+
+def test_a_wall_whose_value_differs_between_devices() -> None:
+    run = spmd.kernel("x/a -> x/a", mesh=make_mesh({"a": 4}))(
+        lambda u: stencil.halo(u, "x/a -> 1+x/a", edge=u.sum())[1:]
+    )
+    with pytest.raises(spmd.SpmdError, match='"scalar".*different|differ'):
+        run(numbers(0, (8,)))
+
+
+# --- halos of halos ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(case_count()))
+def test_halos_compose(seed: int) -> None:
+    """Margins that grow, or come a dimension at a time, are those asked for at once; so are their gradients."""
+    mesh, places, shape, margins, _, edge, dtype = sample(seed + 3000)
+    draw = random.Random(seed)
+    first = [tuple(draw.randint(0, n) for n in pair) for pair in margins]
+    if draw.random() < 0.3 or first == margins or not any(map(any, first)):
+        first = [margins[0], (0, 0)] if all(map(any, margins)) else [tuple(n - (n > 1) for n in m) for m in margins]
+    plain, wide = texts(places, margins)
+    steps = [plain, texts(places, first)[1], wide]
+    steps = list(dict.fromkeys(steps))
+    spec = spmd.Layout(plain).spec
+    x = numbers(seed, shape, dtype)
+
+    def grown(x):
+        for a, b in itertools.pairwise(steps):
+            x = stencil.halo(x, f"{a} -> {b}", edge=edge)
+        return x
+
+    at_once = lambda x: stencil.halo(x, f"{plain} -> {wide}", edge=edge)
+    mapped = [
+        jax.jit(jax.shard_map(body, mesh=make_mesh(mesh), in_specs=spec, out_specs=spec)) for body in (grown, at_once)
+    ]
+    out, want = (run(x) for run in mapped)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(want))
+    whole = run_in(grown, mesh, [plain], plain, "reference")(x)
+    np.testing.assert_array_equal(np.asarray(whole), np.asarray(run_in(at_once, mesh, [plain], plain, "auto")(x)))
+    if x.dtype == jnp.float32:
+        by = numbers(seed + 1, out.shape)
+        (found,), (gradient,) = (pulled(run, x, by=by)[1] for run in mapped)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(gradient))
+
+
+def test_a_wider_halo_sends_what_is_new() -> None:
+    mesh = make_mesh({"a": 4, "b": 2})
+    spec = spmd.Layout("x/a y/b").spec
+    x = spmd.shard(jnp.ones((16, 6)), "x/a y/b", mesh=mesh)
+
+    def sent(*steps: str, **more):
+        def body(x):
+            for a, b in itertools.pairwise(("x/a y/b", *steps)):
+                x = stencil.halo(x, f"{a} -> {b}", **more)
+            return x
+
+        run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
+        report = spmd.inspect.collectives(run, x, mesh=mesh)
+        return report.counts.get("ppermute", 0), report.total_bytes // 4
+
+    mixed = {"edge": {"x": "periodic", "y": ("antisymmetric", 2)}}
+    assert sent("1+x/a+1 y/b", **mixed) == (2, 2 * 3)
+    assert sent("3+x/a+3 y/b", **mixed) == (2, 6 * 3)
+    assert sent("1+x/a+1 y/b", "3+x/a+3 y/b", **mixed) == (4, 6 * 3)  # no element twice
+    assert sent("1+x/a+1 y/b", "1+x/a+1 1+y/b+1", **mixed) == (4, 2 * 3 + 2 * 6)  # the corners with y
+    assert sent("1+x/a+1 1+y/b+1", **mixed) == (4, 2 * 3 + 2 * 6)
+    assert sent("1+x/a+1 1+y/b+1", corners=False, **mixed) == (4, 2 * 3 + 2 * 4)
 
 
 def test_several_arrays_and_margins_left_over() -> None:
@@ -188,11 +313,11 @@ def star(u, margins, n):
 
 @pytest.mark.parametrize("seed", range(case_count()))
 def test_without_corners(seed: int) -> None:
-    mesh, places, shape, margins, edge, _ = sample(seed + 2000)
+    mesh, places, shape, margins, edges, edge, _ = sample(seed + 2000)
     plain, wide = texts(places, margins)
     x, by = numbers(seed, shape), numbers(seed + 1, shape)
     fn = lambda u: star(u, margins, [k - sum(m) for k, m in zip(u.shape, margins, strict=True)])
-    want, (gradient,) = pulled(lambda x: fn(jnp.pad(x, margins, mode=EDGES[edge])), x, by=by)
+    want, (gradient,) = pulled(lambda x: fn(padded(x, margins, edges)), x, by=by)
     step = stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=bool(seed % 2), corners=False)
     run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(step)
     for mode in MODES:
@@ -238,7 +363,7 @@ def test_corners_of_what_has_no_nan_are_filled(dtype: str) -> None:
 def test_diff(edge: str) -> None:
     x = numbers(0, (6, 8))
     run = spmd.kernel("y x/a -> y x/a", mesh=make_mesh({"a": 4}))(lambda u: stencil.diff(u, "... [x/a]", edge=edge))
-    want = np.diff(np.pad(np.asarray(x), ((0, 0), (0, 1)), mode=EDGES[edge]), axis=1)
+    want = np.diff(padded(np.asarray(x), [(0, 0), (0, 1)], [(edge, edge)] * 2), axis=1)
     for mode in MODES:
         close(getattr(run, mode)(x), want)
 
@@ -257,6 +382,27 @@ def test_convolve(shape: tuple[int, int]) -> None:
         close(out, want)
         for a, b in zip(found, gradients, strict=True):
             close(a, b, 1e-4)
+
+
+def test_convolve_and_diff_with_an_edge_for_each_dimension() -> None:
+    x, w = numbers(0, (12, 10)), numbers(1, (3, 5))
+    edge = {"x": "periodic", "y": ("antisymmetric", 2.0)}
+
+    def body(u, w):
+        return stencil.convolve(u, w, "[x/a] [y/b]", edge=edge) + stencil.diff(u, "x/a [y/b]", edge=edge)
+
+    def whole(u, w):
+        edges = [("periodic",) * 2, ("antisymmetric", 2.0)]
+        out = jax.scipy.signal.convolve(padded(u, [(1, 1), (2, 2)], edges), w, mode="valid")
+        return out + jnp.diff(padded(u, [(0, 0), (0, 1)], edges), axis=1)
+
+    want, gradients = pulled(whole, x, w, by=x)
+    run = spmd.kernel("x/a y/b, w v -> x/a y/b", mesh=make_mesh({"a": 4, "b": 2}))(body)
+    for mode in MODES:
+        out, found = pulled(getattr(run, mode), x, w, by=x)
+        close(out, want, 1e-4)
+        for a, b in zip(found, gradients, strict=True):
+            close(a, b, 1e-3)
 
 
 @pytest.mark.parametrize("width", [5, 13, 29])  # of blocks of 6, on devices that hold two copies
@@ -304,6 +450,8 @@ def test_convolve_of_other_numbers_and_beside_composites() -> None:
         ("x/a y -> 5+x/a y", "periodic", 3, 5 * 6),  # blocks of 2: two whole ones and a half
         ("x/a y -> 1+x/a+1 y", "reflect", 2, 2 * 6),
         ("x/a y -> x/a 1+y+1", "edge", 0, 0),
+        ("x/a y -> 2+x/a+2 y", {"x": ("antisymmetric", 3.0)}, 2, 2 * 2 * 6),
+        ("x/a y -> 1+x/a+1 1+y+1", {"x": "periodic", "y": "antireflect"}, 2, 2 * 6),
         ("x/a y/b -> 1+x/a+1 1+y/b+1", "periodic", 4, 2 * 3 + 2 * 4),  # the corners with the second dimension
     ],
 )

@@ -1,0 +1,200 @@
+"""What lies beyond the ends of an array: the `edge` of halos and stencils, for all dimensions or for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.comm._call import Call
+from spmd.comm._keywords import kind_of
+from spmd.errors import LayoutError, did_you_mean
+from spmd.language import Dim, Layout
+
+__all__ = ["EDGES", "Edge", "Edges", "read_edges"]
+
+# ours, and the mode of `np.pad` that gives the same elements; the odd ones turn what is mirrored afterwards
+EDGES = {
+    "periodic": "wrap",
+    "zero": "constant",
+    "edge": "edge",
+    "symmetric": "symmetric",
+    "antisymmetric": "symmetric",
+    "reflect": "reflect",
+    "antireflect": "reflect",
+}
+# as other libraries call them
+_ELSEWHERE = {
+    "wrap": '"periodic"',
+    "grid-wrap": '"periodic"',
+    "circular": '"periodic"',
+    "constant": "a number, as edge=0.0",
+    "grid-constant": "a number, as edge=0.0",
+    "zeros": '"zero"',
+    "nearest": '"edge"',
+    "replicate": '"edge"',
+    "mirror": '"reflect"',
+    "grid-mirror": '"symmetric"',
+}
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What lies beyond one end: a kind of `EDGES`, or "constant" with its value."""
+
+    kind: str
+    value: Any = 0
+
+    @property
+    def mirrored(self) -> bool:
+        return EDGES.get(self.kind) in ("symmetric", "reflect")
+
+    @property
+    def odd(self) -> bool:
+        return self.kind.startswith("anti")
+
+    @property
+    def skipped(self) -> int:
+        """How many elements at the end a mirror does not repeat: one where the wall lies on an element."""
+        return int(EDGES.get(self.kind) == "reflect")
+
+    @property
+    def plain(self) -> bool:
+        """Whether `jnp.pad` does it."""
+        return not self.odd and self.kind != "constant"
+
+    def turned(self, mirrored: Any, last: Any) -> Any:
+        """What is mirrored, as it lies beyond the end: as it is, or odd about the wall, which is on `last` or after."""
+        if not self.odd:
+            return mirrored
+        return -mirrored if self.kind == "antisymmetric" else 2 * last - mirrored
+
+    def beyond(self, x: Any, dim: int, width: int, *, low: bool) -> Any:
+        """The `width` elements beyond one end of the whole array."""
+        shape = (*x.shape[:dim], width, *x.shape[dim + 1 :])
+        if self.kind == "constant":
+            return jnp.broadcast_to(self.value, shape)
+        size, widths = x.shape[dim], [(0, 0)] * x.ndim
+        widths[dim] = (width, 0) if low else (0, width)
+        start, last = (0, 0) if low else (size, size - 1)
+        padded = jnp.pad(x, widths, mode=EDGES[self.kind])
+        part = lax.slice_in_dim(padded, start, start + width, axis=dim)
+        return self.turned(part, lax.slice_in_dim(x, last, last + 1, axis=dim))
+
+    def inside(self, places: Any, size: int, *, low: bool) -> Any:
+        """The places of the array from which those beyond one end are taken; the others as they are."""
+        if self.kind == "edge":
+            return jnp.clip(places, 0, size - 1)
+        if low:
+            return jnp.where(places < 0, self.skipped - 1 - places, places)
+        return jnp.where(places >= size, 2 * size - 1 - self.skipped - places, places)
+
+    def on(self, call: Call, x: Any) -> Edge:
+        """The edge of this array: a constant in its dtype."""
+        unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_
+        if self.odd and unsigned:
+            rule = f'an edge "{self.kind}" has the opposite sign, and {x.dtype} has no negative numbers.'
+            call.fail(rule, fix="convert the array to signed numbers first", error=LayoutError)
+        if self.kind != "constant":
+            return self
+        if not _holds(x.dtype, self.value):
+            shown = f"a value of {jnp.result_type(self.value)}" if _is_array(self.value) else repr(self.value)
+            rule = f"the edge is a number that the array can hold, and {x.dtype} does not hold {shown}."
+            call.fail(rule, error=LayoutError)
+        value = self.value
+        if isinstance(value, jax.core.Tracer):  # equal on all devices, which the check then proves
+            value = call.operand(value, layout=Layout("scalar"), name="the edge").x
+        return replace(self, value=jnp.asarray(value, x.dtype))
+
+
+Ends = tuple[Edge, Edge]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The two ends of each dimension, by name, or of all."""
+
+    named: Mapping[str, Ends]
+    others: Ends | None = None
+
+    def of(self, dim: Dim) -> Ends:
+        return self.others or self.named[dim.atoms[0].name]
+
+
+def read_edges(call: Call, edge: Any, layouts: Iterable[Layout], wide: Iterable[Dim]) -> Edges:
+    """The `edge` of a call: one for all dimensions, or one for each name; `wide` are those with margins."""
+    if isinstance(edge, Edges):  # a call inside another one
+        return edge
+    if not isinstance(edge, Mapping):
+        return Edges({}, _ends(call, edge, "edge"))
+    known = dict.fromkeys(atom.name for layout in layouts for atom in layout.atoms if atom.named)
+    unknown = [name for name in edge if name not in known]
+    if unknown:
+        hint = did_you_mean(str(unknown[0]), known)
+        rule = f"edge names the dimensions of the pattern, and {unknown[0]!r} is not one of them{hint or '.'}"
+        call.fail(rule, got=[f"dimensions: {', '.join(known) or 'none with a name'}"], error=LayoutError)
+    missing = next((dim for dim in wide if dim.atoms[0].name not in edge), None)
+    if missing is not None:
+        name = missing.atoms[0].name
+        rule = f"edge says for each dimension with margins what lies beyond its ends, and {name} is not in it."
+        fix = f'an entry for "{name}" in edge' if missing.atoms[0].named else "give the dimension a name"
+        call.fail(rule, at=missing.span, got=[f"edge: {', '.join(edge) or 'empty'}"], fix=fix, error=LayoutError)
+    return Edges({name: _ends(call, one, f"edge[{name!r}]") for name, one in edge.items()})
+
+
+def _ends(call: Call, edge: Any, what: str) -> Ends:
+    """Both ends, from one edge or a pair."""
+    if not isinstance(edge, tuple):
+        return (_one(call, edge, what),) * 2
+    if len(edge) != 2:
+        rule = f"{what} is one edge, or a pair for the low and the high end, and this tuple has {len(edge)}."
+        call.fail(rule, fix='("zero", "edge")', error=LayoutError)
+    low, high = _one(call, edge[0], f"{what}[0]"), _one(call, edge[1], f"{what}[1]")
+    if (low.kind == "periodic") != (high.kind == "periodic"):
+        rule = f"a dimension is periodic at both ends or at neither, and {what} says it of one."
+        call.fail(rule, error=LayoutError)
+    return low, high
+
+
+def _one(call: Call, edge: Any, what: str) -> Edge:
+    if isinstance(edge, str):
+        if edge in EDGES:
+            return Edge(edge)
+        got, fix = repr(edge), _ELSEWHERE.get(edge.lower())
+        hint = "" if fix else did_you_mean(edge, EDGES)
+    elif _is_number(edge):
+        return Edge("zero") if not _is_array(edge) and edge == 0 else Edge("constant", edge)
+    else:
+        got, fix, hint = kind_of(edge), None, ""
+        if _is_array(edge):
+            got = f"an array of shape {jnp.shape(edge)} and dtype {edge.dtype}"
+    rule = f"{what} is one of {', '.join(map(repr, EDGES))}, or a number, not {got}{hint or '.'}"
+    return call.fail(rule, fix=fix, error=LayoutError)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def _is_number(value: Any) -> bool:
+    if not _is_array(value):
+        return isinstance(value, (bool, int, float, complex))
+    return value.shape == () and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == jnp.bool_)
+
+
+def _holds(dtype: Any, value: Any) -> bool:
+    """Whether a constant is a number of this dtype: rounded where it has fractions, else exactly."""
+    if isinstance(value, jax.core.Tracer):
+        return jnp.promote_types(dtype, value.dtype) == dtype
+    value = np.asarray(value)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return True
+    if jnp.issubdtype(dtype, jnp.floating):
+        return not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    low, high = (0, 1) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    return not jnp.issubdtype(value.dtype, jnp.complexfloating) and bool(low <= value <= high and value == int(value))
