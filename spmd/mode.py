@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from spmd._ambient import Ambient
 from spmd.errors import ModeError, compose, did_you_mean
 from spmd.language import AxisMapping
 
@@ -38,8 +39,8 @@ MODES = ("explicit", "auto", "reference")
 CONSTRAIN = ("all", "signature")
 _CALLERS = object()  # the mapping of whoever calls
 
-_mode = jax.make_user_context(("explicit", "all"))
-_mapping = jax.make_user_context(None)
+_mode = Ambient("mode", ("explicit", "all"))
+_mapping = Ambient("axis_mapping", None)
 _frame = jax.make_user_context(None)
 
 
@@ -173,7 +174,8 @@ def mode(name: str, *, constrain: str = "all") -> Iterator[None]:
     """Run the kernels called below in another mode.
 
     The mode is part of JAX's own trace cache key, so a `jax.jit`ted step called in one mode and then in
-    another is traced again. No communication of its own.
+    another is traced again. It holds in its thread, in a coroutine up to the end of the block: a kernel that another
+    coroutine calls while this one is suspended inside the block is an error. No communication of its own.
 
     Args:
       name: "explicit" (`jax.shard_map`, the collectives that the strings say), "auto" (whole arrays, each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -99,6 +100,99 @@ def test_two_threads_with_two_modes() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, ["explicit", "auto"])) == [4, 8]
+
+
+BLOCKS = [  # a block, another one, and what is read
+    (lambda: mode("auto"), lambda: mode("reference"), ambient_mode),
+    (lambda: axis_mapping({"a": "dp"}), lambda: axis_mapping({"a": "tp"}), ambient_mapping),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "read"), BLOCKS)
+def test_suspended_generators_leave_nothing_behind(one, other, read) -> None:
+    before = read()
+
+    def inside(block):
+        with block():
+            yield
+
+    first, second = inside(one), inside(other)
+    next(first), next(second)
+    with other():
+        wanted = read()
+    first.close()  # before the one that began later
+    assert read() == wanted
+    second.close()
+    assert read() == before and not [b for b in (first, second) if b.gi_frame]
+    with one():
+        assert read() != before
+    assert read() == before
+
+
+@pytest.mark.parametrize(("one", "other", "read"), BLOCKS)
+def test_coroutines_leave_nothing_behind(one, other, read) -> None:
+    """Each sees its own block or is told that another one holds; afterwards there is none."""
+    before, found = read(), []
+
+    async def inside(block, pause):
+        with block():
+            mine = read()
+            await asyncio.sleep(pause)
+            try:
+                found.append(read() == mine)
+            except spmd.ModeError as error:
+                assert "another coroutine is suspended inside" in str(error)
+                found.append("told")
+        await asyncio.sleep(0.05)
+        assert read() == before
+
+    async def beside():
+        await asyncio.sleep(0.005)
+        with pytest.raises(spmd.ModeError, match="another coroutine"):
+            read()
+
+    async def main():
+        await asyncio.gather(inside(one, 0.01), inside(other, 0.02), beside())
+        assert read() == before
+
+    asyncio.run(main())
+    assert read() == before and sorted(map(str, found)) == ["True", "told"]
+
+
+def test_blocks_that_coroutines_share() -> None:
+    """A task has the block that it was started in, and blocks that say the same do not disturb each other."""
+
+    async def task():
+        await asyncio.sleep(0)
+        return rows()
+
+    async def same():
+        with mode("auto"):
+            return await task()
+
+    async def main():
+        with mode("auto"):
+            found = await asyncio.gather(task(), same(), same())
+            found.append(await asyncio.to_thread(lambda: ambient_mode()[0]))  # a thread has its own
+        return found
+
+    assert asyncio.run(main()) == [8, 8, 8, "explicit"]
+    with mode("auto"):
+        assert asyncio.run(task()) == 8
+    assert rows() == 4
+
+
+def test_a_generator_that_ends_in_another_thread() -> None:
+    def inside():
+        with mode("auto"):
+            yield
+
+    held = inside()
+    next(held)
+    assert rows() == 8
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: (held.close(), rows())).result() == (None, 4)
+    assert rows() == 4
 
 
 def test_mappings_nest() -> None:
