@@ -18,6 +18,12 @@ from spmd.errors import ModeError, compose
 __all__ = ["Ambient"]
 
 
+class _Here(threading.local):
+    """What one thread has; an attribute of the class costs a warm call of a kernel no call of `getattr`."""
+
+    blocks: _Thread | None = None
+
+
 class Ambient:
     """A value per thread, part of the key of every cache of `jax.jit`.
 
@@ -30,7 +36,7 @@ class Ambient:
         self.name = name
         self.default = default
         self.jax = jax.make_user_context(default)
-        self.threads = threading.local()
+        self.threads = _Here()
         self.innermost: contextvars.ContextVar[_Block | None] = contextvars.ContextVar(name, default=None)
 
     def __call__(self, value: Any) -> _Block:
@@ -45,7 +51,7 @@ class Ambient:
           ModeError: If a block of another coroutine is open in this thread and says something else. JAX's caches go
             by the thread, so that block would decide for the caller.
         """
-        thread = getattr(self.threads, "blocks", None)
+        thread = self.threads.blocks
         if thread is not None and thread.open:
             self._check(thread)
         elif thread is not None and thread.shown is not None:
@@ -100,7 +106,7 @@ class _Block:
 
     def __enter__(self) -> None:
         threads = self.ambient.threads
-        if not hasattr(threads, "blocks"):
+        if threads.blocks is None:
             threads.blocks = _Thread(self.ambient)
         self.thread: _Thread = threads.blocks
         self.outer = _still_open(self.ambient.innermost.get())
@@ -111,7 +117,7 @@ class _Block:
     def __exit__(self, *_: object) -> None:
         self.ended = True
         self.thread.open.remove(self)
-        if getattr(self.ambient.threads, "blocks", None) is self.thread:  # else a generator ended by another thread
+        if self.ambient.threads.blocks is self.thread:  # else a generator ended by another thread
             self.thread.show()
         if self.ambient.innermost.get() is self:
             self.ambient.innermost.set(_still_open(self.outer))

@@ -211,10 +211,13 @@ def ambient_mode() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def axis_mapping(mapping: Any, *, merge: bool = False, **rules: Any) -> Iterator[AxisMapping | None]:
-    """Say where named dimensions live, for the placement functions called below.
+    """Say where named dimensions live, for all that is called below with a bare name.
 
-    `shard`, `init` and `from_process_local` read it; kernels have a mapping of their own (`mapping=`). No
-    communication of its own.
+    `shard`, `init`, `from_process_local`, `from_function`, `visualize`, `plan` and every kernel read it, unless they
+    are given a mapping of their own: a bare name lies as its rule says, `name/axis` is exactly that, `name/1` is whole,
+    and a bare name without a rule is an error. A rule that nothing uses is none. A kernel's body has the mapping of its
+    kernel; there a name without a rule, which the signature does not have, is whole. It is part of JAX's trace cache
+    key, as the mode is, and holds in its thread likewise. No communication of its own.
 
     Args:
       mapping: An `AxisMapping`, a dict of rules such as `{"batch": "dp", "mlp": "tp", "embed": None}`, or
@@ -336,14 +339,14 @@ def inner(fn: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def outermost_mode() -> tuple[str, str] | None:
-    """What `ambient_mode` says where nothing surrounds the caller; None inside a kernel or a `shard_map`.
+def outermost() -> tuple[tuple[str, str], AxisMapping | None] | None:
+    """The ambient mode and mapping where nothing else surrounds the caller; None inside a kernel or a `shard_map`.
 
     One question, since every warm call of a kernel asks it.
     """
     if _frame.value is not None or jax.sharding.get_abstract_mesh().manual_axes:
         return None
-    return _mode.value
+    return _mode.value, _mapping.value
 
 
 def no_frame() -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd._trees import match_prefix
 from spmd.comm.planner import move
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
 from spmd.kernel import kernel
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, check_axes, mesh_of, outside_trace, to_one_device
@@ -167,18 +167,7 @@ def _reasons(error: SizeError) -> list[str]:
 
 def resolved(layout: Layout, mapping: AxisMapping | None, call: str, path: str) -> Layout:
     """A layout whose bare names the mapping has placed; every one of them must be known to it."""
-    if mapping is not None:
-        missing = [n for n in layout.bare if n in layout.names and n not in mapping]
-        if missing:
-            raise LayoutError(
-                compose(
-                    f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], mapping) or '.'}",
-                    call=call,
-                    got=[f'{path}: "{layout.short}"', f"mapping: {', '.join(mapping)}"],
-                    fix=f'"{missing[0]}": None for a whole dimension',
-                )
-            )
-    return layout.resolve(mapping)
+    return layout.resolve(None) if mapping is None else mapping.place(layout, call, [f'{path}: "{layout.short}"'])
 
 
 def _place(x: Any, sharding: NamedSharding) -> Any:

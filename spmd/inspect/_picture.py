@@ -225,14 +225,14 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
         raise LayoutError(compose(rule, call=call, fix="shape=(8, 16), or write the dimensions out"))
     sizes, dims = known_sizes(layout, shape, call)
     if mesh is not None:
-        return of_layout(_placed(layout, ambient_mapping()), sizes, _given_mesh(mesh, call), dims=dims, call=call)
+        return of_layout(_ambient(layout, call), sizes, _given_mesh(mesh, call), dims=dims, call=call)
     if frame is None:
         found = ambient_mesh()
         if found is None:
             rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
             fix = f'visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
             raise MeshError(compose(rule, call=call, fix=fix))
-        return of_layout(_placed(layout, ambient_mapping()), sizes, found, dims=dims, call=call)
+        return of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
     layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
     bound = {name: size for name, size, _ in frame.bound if name in layout.names}
     return of_layout(layout, {**bound, **sizes}, _frame_mesh(frame), dims=dims, call=call)
@@ -240,6 +240,11 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
 
 def _placed(layout: Layout, mapping: AxisMapping | None) -> Layout:
     return layout if mapping is None else layout.resolve(mapping)
+
+
+def _ambient(layout: Layout, call: str) -> Layout:
+    mapping = ambient_mapping()
+    return layout if mapping is None else mapping.place(layout, call)
 
 
 def _sequence(shape: Any, call: str) -> tuple[Any, ...]:

@@ -12,13 +12,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
 from spmd._trees import match_prefix
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
 from spmd.kernel._outputs import Outputs, reasons
 from spmd.kernel._plan import Leaf, Plan, concrete
 from spmd.kernel._signature import Signature, read
-from spmd.language import Layout, Pattern
+from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import ambient_mesh, mesh_of
-from spmd.mode import ambient_mode, outermost_mode, try_frame
+from spmd.mode import ambient_mapping, ambient_mode, outermost, try_frame
 
 __all__ = ["Kernel", "kernel"]
 
@@ -47,10 +47,10 @@ class Kernel:
         return f"<{self.signature.text}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = outermost_mode()
-        if self._warm and mode is not None and not kwargs:
+        around = outermost()
+        if self._warm and around is not None and not kwargs:
             leaves, structure = jax.tree_util.tree_flatten(args)
-            plan = self._warm.get((mode, structure))
+            plan = self._warm.get((around, structure))
             if plan is not None and concrete(leaves):
                 return plan.call(leaves, warm=True)
         return self._run(ambient_mode(), args, kwargs)
@@ -107,7 +107,8 @@ class Kernel:
     # --- one call -----------------------------------------------------------------------------------------
 
     def _run(self, mode: tuple[str, str], args: Any, kwargs: Any, asked: bool = False) -> Any:
-        frame = None if outermost_mode() else try_frame()
+        around = outermost()
+        frame = None if around else try_frame()
         if frame is not None:
             return self._inside(mode, frame, _compat.manual_axes(), args, kwargs, asked)
         plan, leaves = self._prepare(mode, args, kwargs)
@@ -115,8 +116,8 @@ class Kernel:
             plan.check_boundary(leaves)
         elif self._repeats and plan.simple and not kwargs and len(args) == len(self.signature.params):
             flat, structure = jax.tree.flatten(args)
-            if concrete(flat):
-                self._warm[mode, structure] = plan
+            if concrete(flat) and around == (mode, ambient_mapping()):
+                self._warm[around, structure] = plan
         return plan.call(leaves)
 
     def _inside(
@@ -148,7 +149,8 @@ class Kernel:
         if not concrete(leaves):
             leaves, fixed = _partition(leaves)
         mesh = self._mesh(leaves) if mesh is None else mesh
-        key = (mode, mesh, structure, statics, fixed)
+        mapping = ambient_mapping() if signature.mapping is None else signature.mapping
+        key = (mode, mesh, mapping, structure, statics, fixed)
         closed = _closes_over_tracer(signature.fn)
         try:
             plan = None if closed else self._plans.get(key)
@@ -158,7 +160,7 @@ class Kernel:
                 fix="static=(...) only for hashable values",
             )
         if plan is None:
-            plan = self._plan(mode, mesh, tuple(values), statics, structure, fixed)
+            plan = self._plan(mode, mesh, mapping, tuple(values), statics, structure, fixed)
             if not closed:
                 self._plans[key] = plan
         return plan, leaves
@@ -179,7 +181,9 @@ class Kernel:
 
     # --- a specialisation ---------------------------------------------------------------------------------
 
-    def _plan(self, mode: Any, mesh: Any, values: tuple[Any, ...], statics: Any, structure: Any, fixed: Any) -> Plan:
+    def _plan(
+        self, mode: Any, mesh: Any, mapping: Any, values: tuple[Any, ...], statics: Any, structure: Any, fixed: Any
+    ) -> Plan:
         signature = self.signature
         arrays = [n for n in signature.params if n not in signature.static]
         leaves: list[Leaf] = []
@@ -192,7 +196,7 @@ class Kernel:
                     signature.fail(f"no layout for {path}.", fix=f"a layout for {path}, or static=(...)")
                 if name in signature.donate:
                     donate.append(len(leaves))
-                leaves.append(Leaf(path, self._resolve(layout, name)))
+                leaves.append(Leaf(path, self._resolve(layout, signature.arg_mapping.get(name, mapping))))
         positions = [i for i, x in enumerate(jax.tree.leaves(values)) if _dynamic(x)]
 
         def rebuild(dynamic: Sequence[Any]) -> list[Any]:
@@ -206,9 +210,10 @@ class Kernel:
                 rest.insert(i, x)
             return rest
 
-        outputs = Outputs(_resolve_tree(signature.outputs, self._resolve_output), self._resolve_output)
+        resolve = functools.partial(self._resolve, mapping=mapping)
+        outputs = Outputs(_resolve_tree(signature.outputs, resolve), resolve)
         self._check_mapping()
-        return Plan(signature, mode[0], mode[1], mesh, leaves, rebuild, tuple(donate), outputs)
+        return Plan(signature, mode[0], mode[1], mesh, mapping, leaves, rebuild, tuple(donate), outputs)
 
     def _matched(self, name: str, value: Any) -> list[tuple[str, Any, Layout | None]]:
         try:
@@ -216,23 +221,21 @@ class Kernel:
         except LayoutError as error:
             return self.signature.fail(f"{name} does not have the structure of its layouts.", got=reasons(error))
 
-    def _resolve_output(self, layout: Layout) -> Layout:
-        return self._resolve(layout, None)
-
-    def _resolve(self, layout: Layout, name: str | None) -> Layout:
+    def _resolve(self, layout: Layout, mapping: AxisMapping | None) -> Layout:
         """Axes renamed, bare names placed by the mapping; a name that the mapping lacks is an error."""
         signature = self.signature
-        mapping = signature.arg_mapping.get(name or "", signature.mapping)
         renames = {k: v for k, v in signature.axes if k in layout.axis_names}
         layout = layout.bind(**renames) if renames else layout
-        if mapping is not None:
-            missing = [n for n in layout.bare if n in layout.names and n not in mapping]
-            if missing:
-                signature.fail(
-                    f"the mapping says nothing of {', '.join(missing)}, a bare name of the signature.",
-                    got=[f"mapping: {', '.join(mapping)}"],
-                    fix=f'"{missing[0]}": None for a whole dimension, or "{missing[0]}/1" in the string',
-                )
+        missing = () if mapping is None else mapping.lacks(layout)
+        if mapping is not None and missing:
+            own = signature.mapping is not None or mapping in signature.arg_mapping.values()
+            fix = f'"{missing[0]}": None for a whole dimension, or "{missing[0]}/1" in the string'
+            signature.fail(
+                f"the {'' if own else 'surrounding '}mapping says nothing of {', '.join(missing)}, a bare name of the "
+                f"signature{did_you_mean(missing[0], mapping)}{'' if did_you_mean(missing[0], mapping) else '.'}",
+                got=[f"mapping: {', '.join(mapping)}"],
+                fix=fix if own else f"{fix};\nwith spmd.axis_mapping(None): around a call that is not meant",
+            )
         return layout.resolve(mapping)
 
     def _check_mapping(self) -> None:
@@ -318,7 +321,8 @@ def kernel(
       out_layouts: The same for the result; a tuple for several.
       mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or an `AbstractMesh` for `trace`. Absent: the mesh
         of the arguments' shardings, else that of `jax.set_mesh`.
-      mapping: Where bare names live: an `AxisMapping`, or a dict (then each of its rules must be used).
+      mapping: Where bare names live: an `AxisMapping`, or a dict (then each of its rules must be used). Absent, the
+        surrounding `axis_mapping` at the call, if there is one; without any a bare name is whole.
       arg_mapping: Another mapping for single arguments, by name.
       axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None.
       static: Arguments that are no arrays: hashable values, part of the cache key.

@@ -22,7 +22,7 @@ from spmd.kernel._outputs import Outputs, diagnose
 from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
 from spmd.kernel._translate import translated
-from spmd.language import Layout
+from spmd.language import AxisMapping, Layout
 from spmd.mesh import abstract_of, check_axes, mesh_sizes, outside_trace, to_one_device
 from spmd.mode import Frame, inside_kernel, no_frame, try_frame
 
@@ -58,6 +58,7 @@ class Plan:
       mode: "explicit", "auto" or "reference".
       constrain: What auto mode constrains.
       mesh: The mesh.
+      mapping: The kernel's own mapping, else that of the surrounding `axis_mapping`, or None.
       leaves: Path and resolved layout of each array argument.
       rebuild: From the array leaves to the arguments in parameter order.
       donate: Positions of donated leaves.
@@ -70,6 +71,7 @@ class Plan:
         mode: str,
         constrain: str,
         mesh: Any,
+        mapping: AxisMapping | None,
         leaves: Sequence[Leaf],
         rebuild: Any,
         donate: tuple[int, ...],
@@ -79,6 +81,7 @@ class Plan:
         self.mode = mode
         self.constrain = constrain
         self.mesh = mesh
+        self.mapping = mapping
         self.leaves = tuple(leaves)
         self.rebuild = rebuild
         self.outputs = outputs
@@ -250,7 +253,7 @@ class Plan:
             mode or self.mode,
             self.mesh,
             tuple(self.sizes.items()),
-            self.signature.mapping,
+            self.mapping,
             self.signature.axes,
             tuple((name, size, origin) for name, (size, origin) in bound.items()),
             self.constrain,

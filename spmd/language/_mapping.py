@@ -111,6 +111,14 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
             got = [*missing, f"mesh axes {', '.join(known) or '(none)'}"]
             raise MeshError(compose("The rules of a mapping name axes of the mesh.", call=repr(self), got=got))
 
+    def lacks(self, layout: Layout) -> tuple[str, ...]:
+        """Return the bare names of a layout that have no rule, in order.
+
+        >>> AxisMapping({"embed": "dp"}).lacks(Layout("batch embed mlp/tp seq/1"))
+        ('batch',)
+        """
+        return tuple(name for name in layout.bare if name in layout.names and name not in self._rules)
+
     def resolve(self, layout: Layout) -> Layout:
         """Return the layout with no bare name: placed by the rules, whole where there is none.
 
@@ -123,6 +131,27 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         if not layout.bare:
             return layout
         return _resolved(self, layout, layout.source, tuple(dim.span for dim in layout.dims))
+
+    def place(self, layout: Layout, call: str, got: Iterable[str] = ()) -> Layout:
+        """`resolve` for a layout that stands by itself: each of its bare names has a rule.
+
+        Args:
+          layout: The layout.
+          call: The call, for messages.
+          got: What the layout was given for, for messages; the layout itself where absent.
+
+        Raises:
+          LayoutError: a bare name has no rule, or as `resolve`.
+
+        >>> AxisMapping({"embed": None, "mlp": "tp"}).place(Layout("embed mlp"), "shard(tree, layouts)")
+        Layout('embed/1 mlp/tp')
+        """
+        missing = self.lacks(layout)
+        if missing:
+            rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
+            shown = [*(got or [f'"{layout.short}"']), f"mapping: {', '.join(self)}"]
+            raise LayoutError(compose(rule, call=call, got=shown, fix=f'"{missing[0]}": None for a whole dimension'))
+        return self.resolve(layout)
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         return self._rules[name]

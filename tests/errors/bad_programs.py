@@ -109,6 +109,21 @@ def shard_under_a_mapping_without_the_name(mesh):
 
 
 @bad
+def kernel_under_a_mapping_without_the_name(mesh):
+    with spmd.axis_mapping({"batch": "dp", "embed": None}):
+        body("bacth embed -> bacth embed", lambda x: x, mesh)
+
+
+@fixed
+def kernel_under_a_mapping_without_the_name_fixed(mesh):
+    with spmd.axis_mapping({"batch": "dp", "embed": None}):
+        assert (body("batch embed -> batch embed", lambda x: 2 * x, mesh) == 2 * X).all()
+        assert (body("bacth/1 embed -> bacth/1 embed", lambda x: 2 * x, mesh) == 2 * X).all()
+        with spmd.axis_mapping(None):
+            assert (body("bacth embed -> bacth embed", lambda x: 2 * x, mesh) == 2 * X).all()
+
+
+@bad
 def rule_that_matches_nothing(mesh):
     spmd.layouts({"mlp": {"w_in": X}}, {"**/w_inn": "d/dp f/tp"})
 

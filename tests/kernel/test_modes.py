@@ -163,17 +163,90 @@ def test_mappings_that_do_not_fit(mesh):
         spmd.kernel("batch mlp -> batch mlp", mesh=mesh, mapping={"batch": "dp", "mlp": "dp"})(lambda x: x)(X)
 
 
-def test_an_ambient_mapping_is_for_placement_only(mesh):
-    """Kernels have their own, so a jitted step may be called under any."""
-    body = spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x)
+AMBIENT = ({"batch": "dp", "embed": None}, {"batch": None, "embed": "tp"}, {"batch": "dp", "embed": "tp", "x": "tp"})
 
-    @jax.jit
-    def step(x):
-        return body(spmd.shard(x, "rows cols", mesh=mesh))
 
-    for rows in ("dp", "tp", None):
-        with spmd.axis_mapping({"rows": rows, "cols": None, "b": "tp", "d": "tp"}):
-            np.testing.assert_array_equal(step(X), X)
+def lies(rules, names="batch embed"):
+    return spmd.Layout(names).resolve(spmd.AxisMapping(rules))
+
+
+def test_a_kernel_obeys_the_ambient_mapping(mesh):
+    """As `shard` does: an array that `shard` placed is not moved, and another mapping is another program."""
+    seen = []
+
+    @spmd.kernel("batch embed -> batch embed", mesh=mesh)
+    def double(x):
+        seen.append(x.shape)
+        return 2 * spmd.annotate(x, "batch embed")
+
+    step = jax.jit(lambda x: double(x) + 1)
+    for _ in range(2):
+        for rules in AMBIENT:
+            with spmd.axis_mapping(rules):
+                x = spmd.shard(X, "batch embed", mesh=mesh)
+                for _ in range(2):  # warm too
+                    assert double(x).sharding.is_equivalent_to(lies(rules).sharding(mesh), 2)
+                assert not collectives(double, x).counts and not collectives(double.auto, x).counts
+                np.testing.assert_array_equal(step(x), 2 * X + 1)
+                np.testing.assert_array_equal(double.reference(x), 2 * X)
+                np.testing.assert_array_equal(jax.grad(lambda x: double(x).sum())(x), np.full_like(X, 2))
+            assert lies(rules).local_shape(X.shape, mesh) in seen
+    assert len(seen) < 30  # each is traced for each mapping, and no more
+    np.testing.assert_array_equal(double(X), 2 * X)  # without a mapping a bare name is whole
+    assert double(X).sharding.is_fully_replicated
+
+
+def test_the_mapping_of_a_kernel_holds_over_the_ambient_one(mesh):
+    own = spmd.kernel("batch embed -> batch embed", mesh=mesh, mapping={"batch": "tp", "embed": None})(lambda x: x)
+    at_rest = {"w": spmd.AxisMapping({"embed": "dp", "mlp": "tp"})}
+    rests = spmd.kernel("batch embed, embed mlp -> batch mlp", mesh=mesh, arg_mapping=at_rest)(
+        lambda x, w: spmd.einsum(x, spmd.all_gather(w, "embed/dp mlp -> embed mlp"), "batch embed, embed mlp -> batch mlp")
+    )
+    with spmd.axis_mapping({"batch": "dp", "embed": None, "mlp": "tp"}):
+        assert own(X).sharding.spec == jax.P("tp")
+        out = rests(X, W)
+        assert out.sharding.spec == jax.P("dp", "tp")
+        np.testing.assert_allclose(out, X @ W, rtol=1e-5)
+
+
+def test_a_nested_kernel_under_an_ambient_mapping(mesh):
+    inner = spmd.kernel("batch embed -> batch embed", mesh=mesh)(lambda x: spmd.annotate(3 * x, "batch embed"))
+    outer = spmd.kernel("batch embed -> batch embed", mesh=mesh)(lambda x: inner(x) + 1)
+    for rules in AMBIENT:
+        with spmd.axis_mapping(rules):
+            for mode in ("explicit", "auto", "reference"):
+                np.testing.assert_array_equal(getattr(outer, mode)(X), 3 * X + 1)
+
+
+def test_names_that_the_ambient_mapping_does_not_know(mesh):
+    wrong = spmd.kernel("bacth embed -> bacth embed", mesh=mesh)(lambda x: x)
+    said = spmd.kernel("b/dp d/1 -> b/dp d/1", mesh=mesh)(lambda x: spmd.annotate(x, "b/dp s"))  # s: whole, in a body
+    with spmd.axis_mapping({"batch": "dp", "embed": None, "model": "nowhere"}):  # a rule that nothing uses is none
+        with pytest.raises(LayoutError, match="the surrounding mapping says nothing of bacth.*did you mean 'batch'"):
+            wrong(X)
+        with pytest.raises(LayoutError, match="says nothing of bacth; did you mean 'batch'"):
+            spmd.plan("bacth/dp embed -> bacth embed/dp", sizes={"bacth": 8, "embed": 8}, mesh=mesh)
+        with pytest.raises(LayoutError, match="says nothing of bacth; did you mean 'batch'"):
+            spmd.visualize("bacth embed", (8, 8), mesh=mesh)
+        with spmd.axis_mapping(None):
+            np.testing.assert_array_equal(wrong(X), X)
+        assert said(X).sharding.spec == jax.P("dp")
+
+
+def test_a_plan_obeys_the_mapping_around_it(mesh):
+    """What `relayout` would do in the same place."""
+    sizes, text = {"batch": 8, "embed": 8}, "batch embed -> batch/1 embed/dp"
+    with spmd.axis_mapping({"batch": "dp", "embed": None}):
+        outside = spmd.plan(text, sizes=sizes, mesh=mesh)
+    assert (outside.source.short, [step.kind for step in outside.steps]) == ("batch/dp embed", ["all_to_all"])
+    found = []
+
+    def body(x):
+        found.append(spmd.plan(text, sizes=sizes, mesh=mesh))
+        return spmd.relayout(x, text)
+
+    run = spmd.kernel("batch embed -> batch/1 embed/dp", mesh=mesh, mapping={"batch": "dp", "embed": None})(body)
+    assert collectives(run, X).counts == {"all_to_all": 1} and found[0] == outside
 
 
 def test_a_step_under_another_ambient_mapping_places_anew(mesh):

@@ -22,7 +22,7 @@ from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, c
 from spmd.hardware import Hardware, hardware
 from spmd.language import Dim, Layout, axis_sizes
 from spmd.mesh import ambient_mesh
-from spmd.mode import Frame
+from spmd.mode import Frame, ambient_mapping, try_frame
 
 __all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan", "summary"]
 
@@ -178,7 +178,8 @@ def plan(
     """The cheapest way from one layout to another: `plan("a/x b -> a b/x", sizes=..., mesh=...)`.
 
     It is what `relayout` does inside a kernel and `shard` to an array that lies on the mesh already; nothing is
-    run, and no device is needed. See `relayout` for what is compared and for the source of the method.
+    run, and no device is needed. See `relayout` for what is compared and for the source of the method. A bare name lies
+    where the surrounding `axis_mapping` says, or inside a kernel the mapping of the kernel.
 
     Communication: none; the plan says what the steps would send.
 
@@ -215,10 +216,15 @@ def plan(
     if sizes is not None and not isinstance(sizes, Mapping):
         rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
         raise SizeError(compose(rule, call="plan(...)", fix='sizes={"a": 4096, "b": 4096}'))
-    frame = Frame("explicit", None, tuple(_mesh_sizes(mesh).items()))
+    here = try_frame()
+    mapping = ambient_mapping() if here is None else here.mapping
+    frame = Frame("explicit", None, tuple(_mesh_sizes(mesh).items()), mapping)
     profile = check_prefer("plan(...)", prefer, hardware)
     kind = _dtype(dtype)
     call = open_call("plan", pattern, {**(sizes or {}), **names}, frame=frame)
+    if mapping is not None and here is None:
+        for layout in call.raw.layouts:
+            mapping.place(layout, call.text)
     check_sides(call)
     source, target = _complete(call)
     request = request_of(
