@@ -20,7 +20,20 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, k
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.language import Layout
 
-__all__ = ["by_path", "children", "is_array", "layouts", "match_prefix"]
+__all__ = [
+    "SCALAR",
+    "Matched",
+    "Static",
+    "by_path",
+    "children",
+    "is_array",
+    "is_number",
+    "layouts",
+    "match_prefix",
+    "matched",
+    "unwrapped",
+    "wrapped",
+]
 
 Path = tuple[Any, ...]
 
@@ -31,6 +44,49 @@ Path = tuple[Any, ...]
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array: it has a shape and a dtype (a ShapeDtypeStruct has)."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number of Python's own, which a layout of its own makes an array."""
+    return isinstance(leaf, (int, float, complex))
+
+
+@jax.tree_util.register_static
+class Static:
+    """What is no array, on its way through `jit`: a part of the structure. 1, 1.0 and True are not the same here."""
+
+    def __init__(self, leaves: tuple[Any, ...], *parts: Any) -> None:
+        self.parts = (leaves, *parts)
+        # an object may be known by what it equals, a number only by its text: 0.0 == -0.0
+        texts = tuple(repr(x) if is_number(x) else None for x in leaves)
+        self._key = (self.parts, texts)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key == other._key
+
+
+def wrapped(tree: Any) -> Any:
+    """A tree that `jit` takes and gives: what is neither array nor number is a part of its structure."""
+    return jax.tree.map(lambda x: x if is_array(x) or is_number(x) else Static((x,)), tree)
+
+
+def unwrapped(tree: Any) -> Any:
+    """The inverse of `wrapped`."""
+    return jax.tree.map(lambda x: x.parts[0][0] if _is_static(x) else x, tree, is_leaf=_is_static)
+
+
+def _is_static(x: Any) -> bool:
+    return isinstance(x, Static)
+
+
+SCALAR = Layout("scalar")  # the one layout that an array without dimensions can have, so nobody need write it
+
+
+def _rankless(leaf: Any) -> bool:
+    return is_array(leaf) and len(leaf.shape) == 0
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
@@ -112,7 +168,7 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
 
     A path is the keys from the root joined with "/": dict keys, field names, indices.  In a rule `*`
     stands for anything within one part, `**` for any number of parts.  The rule `**` alone is the catch-all
-    for what no other rule matches.
+    for what no other rule matches. An array without dimensions needs no rule: its layout is `scalar`.
 
     Args:
       tree: arrays, or anything with a shape and a dtype, in dicts, sequences, dataclasses, modules.
@@ -147,6 +203,9 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
         matching = [rule for rule in read if _matches(rule, leaf.parts)] if is_array(leaf.value) else []
         used.update(matching)
         matching = [rule for rule in matching if rule != "**"] or matching
+        if _rankless(leaf.value) and (not matching or (matching == ["**"] and not _fits(read["**"], 0))):
+            found.append(SCALAR)
+            continue
         found.append(read[matching[0]] if matching else None)
         if is_array(leaf.value):
             failures.extend(_leaf_failures(leaf, matching, read))
@@ -168,11 +227,16 @@ def _leaf_failures(leaf: _Leaf, matching: list[str], read: Mapping[str, Layout])
     if differing:
         both = " and ".join(f"{rule!r}: '{read[rule]}'" for rule in (matching[0], differing[0]))
         return [f"two rules disagree on {path}: {both}"]
-    layout, rank = read[matching[0]], len(leaf.value.shape)
-    least = sum(not dim.ellipsis for dim in layout.dims)
-    if rank == least or (layout.has_ellipsis and rank > least):
+    layout = read[matching[0]]
+    if _fits(layout, len(leaf.value.shape)):
         return []
     return [f"rule {matching[0]!r}: '{layout}' does not fit the rank of {path}, {_describe(leaf.value)}"]
+
+
+def _fits(layout: Layout, rank: int) -> bool:
+    """Whether an array of this rank can lie so."""
+    least = sum(not dim.ellipsis for dim in layout.dims)
+    return rank == least or (layout.has_ellipsis and rank > least)
 
 
 def _near(wanted: str, known: list[str]) -> str:
@@ -214,14 +278,48 @@ class _Unknown(NamedTuple):
     text: str
 
 
-def match_prefix(layouts_tree: Any, tree: Any, what: str) -> list[tuple[str, Any, Layout | None]]:
-    """Pair the leaves of a tree with layouts from a prefix of it.
+class Matched(NamedTuple):
+    """The leaves of a tree with their layouts, and what does not fit.
+
+    Attributes:
+      found: For each leaf of `jax.tree.leaves(tree)`: its path, itself, its layout (None: no array).
+      faults: One line for each place where layouts and tree differ.
+    """
+
+    found: list[tuple[str, Any, Layout | None]]
+    faults: list[str]
+
+
+def matched(layouts_tree: Any, tree: Any, what: str) -> Matched:
+    """Pair the leaves of a tree with layouts from a prefix of it: the one matcher of trees with layouts.
+
+    Arrays without dimensions that are given no layout have `scalar`, and so have those under a layout for everything
+    below that has no room for them. Leaves that are no arrays have none; a number has one where it is its alone.
 
     Args:
       layouts_tree: a string or Layout (for every array below), a dict, a sequence, a dataclass or module,
         a class whose annotations are layouts, a function from the tree to one of these, or None.
       tree: the values.
       what: the name of the tree in messages.
+
+    Raises:
+      LayoutError: a layout is malformed.
+    """
+    matcher = _Matcher(what)
+    matcher.match(layouts_tree, tree, ())
+    return Matched(matcher.found, matcher.failures)
+
+
+def match_prefix(
+    layouts_tree: Any, tree: Any, what: str, call: str | None = None
+) -> list[tuple[str, Any, Layout | None]]:
+    """`matched`, where a tree that does not fit is an error.
+
+    Args:
+      layouts_tree: as in `matched`.
+      tree: the values.
+      what: the name of the tree in messages.
+      call: the call, for messages.
 
     Returns:
       For each leaf of `jax.tree.leaves(tree)`: its path, itself, its layout (None: no array).
@@ -230,19 +328,20 @@ def match_prefix(layouts_tree: Any, tree: Any, what: str) -> list[tuple[str, Any
       LayoutError: the structures differ; all places at once.
 
     >>> import jax.numpy as jnp
-    >>> params = {"norms": [jnp.ones(2), jnp.ones(2)], "w": jnp.ones((2, 3))}
+    >>> params = {"norms": [jnp.ones(2), jnp.ones(2)], "w": jnp.ones((2, 3)), "count": jnp.zeros(())}
     >>> found = match_prefix({"w": "d f/tp", "norms": "d"}, params, "params")
     >>> for path, _, layout in found:
     ...     print(path, "|", layout)
+    params['count'] | scalar
     params['norms'][0] | d
     params['norms'][1] | d
     params['w'] | d f/tp
     """
-    matcher = _Matcher(what)
-    matcher.match(layouts_tree, tree, ())
-    if matcher.failures:
-        raise LayoutError(compose(f"The layouts of {what} follow its structure.", got=matcher.failures)) from None
-    return matcher.found
+    found, faults = matched(layouts_tree, tree, what)
+    if faults:
+        rule = f"The layouts of {what} follow its structure."
+        raise LayoutError(compose(rule, call=call, got=faults)) from None
+    return found
 
 
 class _Matcher:
@@ -278,24 +377,33 @@ class _Matcher:
             self.by_key(spec, node, path)
 
     def nothing(self, spec: _Unknown | None, node: Any, path: Path) -> None:
-        """No layout: legal where there is no array."""
+        """No layout: legal where there is no array, or one that can lie in one way only."""
+        given = "None" if spec is None else f"the annotation {spec.text}"
+        for leaf in self.bare(node, path):
+            self.fail(leaf.path, f"{given} is no layout, but here is {_describe(leaf.value)}")
+
+    def bare(self, node: Any, path: Path) -> list[_Leaf]:
+        """Record the leaves of a place without layouts; give back the arrays that need one."""
+        missing = []
         for leaf in _leaves(node, path):
-            self.found.append((self.place(leaf.path), leaf.value, None))
-            if is_array(leaf.value):
-                given = "None" if spec is None else f"the annotation {spec.text}"
-                self.fail(leaf.path, f"{given} is no layout, but here is {_describe(leaf.value)}")
+            alone = _rankless(leaf.value)
+            self.found.append((self.place(leaf.path), leaf.value, SCALAR if alone else None))
+            if is_array(leaf.value) and not alone:
+                missing.append(leaf)
+        return missing
 
     def everything(self, layout: Layout, node: Any, path: Path) -> None:
         """One layout for every array below; numbers count as arrays only where the layout is theirs alone."""
         alone = children(node) is None
         leaves = list(_leaves(node, path))
         if leaves and not alone and not any(is_array(leaf.value) for leaf in leaves):
-            numbers = all(isinstance(leaf.value, (int, float, complex)) for leaf in leaves)
+            numbers = all(is_number(leaf.value) for leaf in leaves)
             hint = "; numpy.asarray makes an array of numbers" if numbers else ""
             self.fail(path, f"the layout '{layout}' is for arrays, but here is {_describe(node)} without one{hint}")
         for leaf in leaves:
-            fits = is_array(leaf.value) or (alone and isinstance(leaf.value, (int, float, complex)))
-            self.found.append((self.place(leaf.path), leaf.value, layout if fits else None))
+            fits = is_array(leaf.value) or (alone and is_number(leaf.value))
+            own = SCALAR if _rankless(leaf.value) and not alone and not _fits(layout, 0) else layout
+            self.found.append((self.place(leaf.path), leaf.value, own if fits else None))
             if alone and not fits:
                 self.fail(path, f"the layout '{layout}' is for an array, but here is {_describe(node)}")
 
@@ -317,9 +425,7 @@ class _Matcher:
             if name in entries:
                 self.match(entries[name], child, (*path, key))
                 continue
-            for leaf in _leaves(child, (*path, key)):
-                self.found.append((self.place(leaf.path), leaf.value, None))
-            if any(is_array(leaf.value) for leaf in _leaves(child)):
+            if self.bare(child, (*path, key)):
                 hint = did_you_mean(name, entries)
                 self.fail(
                     (*path, key),
@@ -327,14 +433,17 @@ class _Matcher:
                 )
         for name, entry in entries.items():
             # a static field is an attribute and no child; its annotation says nothing that could be wrong
-            if node is None or name in keys or not isinstance(entry, (str, Layout)):
+            if node is None or name in keys or not (isinstance(entry, (str, Layout)) or _written_in(spec, entry)):
                 continue
             if isinstance(node, Mapping) or inspect.getattr_static(node, name, None) is None:
                 self.fail(path, f"a layout for {name!r}, but here is {_describe(node)}{did_you_mean(name, keys)}")
 
     def leaf(self, spec: Any, entries: Mapping[str, Any], node: Any, path: Path) -> None:
         """A container of layouts where the tree has a leaf."""
-        self.found.append((self.place(path), node, None))
+        scalar = _rankless(node) and isinstance(spec, type) and not entries
+        self.found.append((self.place(path), node, SCALAR if scalar else None))
+        if scalar:  # annotated as an array, and of one layout only
+            return
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             name = type(node).__name__
             self.fail(path, f"{name} is no pytree; register it: @jax.tree_util.register_dataclass")
@@ -343,6 +452,12 @@ class _Matcher:
                 f"layouts for {_listed(list(entries))} ({_kind(spec)})" if entries else f"{_kind(spec)} has no layouts"
             )
             self.fail(path, f"{given}, but here is {_describe(node)}")
+
+
+def _written_in(spec: Any, entry: Any) -> bool:
+    """Whether an entry of a dict of layouts is itself a container with layouts in it."""
+    leaves = jax.tree.leaves(entry, is_leaf=lambda one: isinstance(one, Layout))
+    return isinstance(spec, Mapping) and any(isinstance(one, (str, Layout)) for one in leaves)
 
 
 def _kind(spec: Any) -> str:

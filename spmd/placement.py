@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd._trees import match_prefix
+from spmd._trees import Static, is_array, is_number, match_prefix, unwrapped, wrapped
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
 from spmd.kernel import kernel
@@ -37,9 +38,11 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     arrays lie so already.
 
     Args:
-      tree: An array or a pytree; leaves that are no arrays stay as they are.
+      tree: An array or a pytree; leaves that are no arrays stay as they are. A number is placed where it has a layout
+        of its own.
       layouts: A prefix tree of layouts: a string for all leaves below, a dict, a class or dataclass whose
-        annotations are layouts, the result of `spmd.layouts`, or a function from the tree to one of these.
+        annotations are layouts, the result of `spmd.layouts`, or a function from the tree to one of these. Arrays
+        without dimensions need none: theirs is `scalar`.
       mesh: The mesh; absent, that of the arrays' shardings, else that of `jax.set_mesh`.
       mapping: Where bare names live; absent, the surrounding `axis_mapping`. A bare name that the mapping lacks
         is an error, without a mapping it is whole.
@@ -65,12 +68,11 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     leaves, structure = jax.tree.flatten(tree)
     mesh = _mesh(mesh, leaves, call)
     placed = _placements(tree, layouts, mesh, mapping, call)
-    if ambient_mode()[0] == "reference":
-        return jax.tree.unflatten(
-            structure, [_on_one(x, mesh) if p is not None else x for x, p in zip(leaves, placed, strict=True)]
-        )
+    one = ambient_mode()[0] == "reference"
+    place = lambda x, where: _on_one(x, mesh) if one else _place(x, where)
+    pairs = zip(leaves, placed, strict=True)
     return jax.tree.unflatten(
-        structure, [x if p is None else _place(x, p) for x, p in zip(leaves, placed, strict=True)]
+        structure, [x if p is None else place(jnp.asarray(x) if is_number(x) else x, p) for x, p in pairs]
     )
 
 
@@ -139,11 +141,7 @@ def _matched(layouts: Any, tree: Any, call: str) -> list[tuple[str, Any, Layout 
     if isinstance(tree, str) and not isinstance(layouts, (str, Layout)):
         fix = call.replace("tree, layouts", f'x, "{tree}"')
         raise LayoutError(compose("arrays come first, then their layouts.", call=call, fix=fix))
-    try:
-        return match_prefix(layouts, tree, "tree")
-    except LayoutError as error:
-        text = str(error.args[0])
-        raise LayoutError(text if "^" in text else f"{call}\n{text}") from None
+    return match_prefix(layouts, tree, "tree", call)
 
 
 def _check_marks(layout: Layout, mesh: Any, call: str, path: str) -> None:
@@ -258,29 +256,48 @@ class Init:
         self._jitted: dict[Any, Any] = {}
         functools.update_wrapper(self, fn)
 
+        def leaves(*args: Any, **kwargs: Any) -> Any:
+            found, structure = jax.tree.flatten(self._whole(args, kwargs))
+            still = Static(tuple(None if is_array(x) else x for x in found), structure)
+            return [x for x in found if is_array(x)], still
+
+        self._leaves = leaves  # one object, by which JAX knows what it has traced
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _check_outside("init", self._text)
-        structure, mesh, shardings = self._where(args, kwargs)
+        args, kwargs = wrapped((args, kwargs))
+        tree, mesh, shardings = self._where(args, kwargs)
         if ambient_mode()[0] == "reference":
-            out = jax.jit(self._fn)(*args, **kwargs)
-            return jax.tree.map(lambda x: _on_one(x, mesh), out)
+            out = jax.jit(_arrays_only(self._whole, shardings))(*args, **kwargs)
+            return _filled(tree, shardings, [_on_one(x, mesh) for x in jax.tree.leaves(out)])
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-            born = jax.tree.leaves(self._fn(*args, **kwargs))
-            return jax.tree.unflatten(structure, [_place(x, s) for x, s in zip(born, shardings, strict=True)])
-        run = self._compiled(structure, mesh, shardings)
+            born = jax.tree.leaves(_arrays_only(self._whole, shardings)(*args, **kwargs))
+            placed = [s for s in shardings if s is not None]
+            return _filled(tree, shardings, [_place(x, s) for x, s in zip(born, placed, strict=True)])
+        run = self._compiled(tree, mesh, shardings)
         # a key that lives on one device of another mesh must not decide where parameters are born
         args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
-        return run(*args, **kwargs)
+        return _filled(tree, shardings, jax.tree.leaves(run(*args, **kwargs)))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).lower` of what a call runs."""
+        """`jax.jit(...).lower` of what a call runs; what is no array is None in its results."""
+        args, kwargs = wrapped((args, kwargs))
         return self._compiled(*self._where(args, kwargs)).lower(*args, **kwargs)
 
-    def _where(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[NamedSharding]]:
-        shapes = jax.eval_shape(self._fn, *args, **kwargs)
-        return jax.tree.structure(shapes), *self._shardings(shapes)
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        args, kwargs = unwrapped((args, kwargs))
+        return self._fn(*args, **kwargs)
 
-    def _compiled(self, structure: Any, mesh: Any, shardings: list[NamedSharding]) -> Any:
+    def _where(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[NamedSharding | None]]:
+        """The tree that is born, with shapes for arrays; the mesh; the sharding of each leaf, None where it is no
+        array."""
+        shapes, still = jax.eval_shape(self._leaves, *args, **kwargs)
+        rest, (found, structure) = iter(shapes), still.parts
+        tree = jax.tree.unflatten(structure, [next(rest) if x is None else x for x in found])
+        mesh = _mesh(self._given, [], self._text)
+        return tree, mesh, _placements(tree, self._layouts, mesh, self._mapping, self._text)
+
+    def _compiled(self, tree: Any, mesh: Any, shardings: list[NamedSharding | None]) -> Any:
         if not isinstance(mesh, Mesh):
             raise MeshError(
                 compose(
@@ -289,34 +306,47 @@ class Init:
                     fix=".abstract(...)",
                 )
             )
-        key = (mesh, structure, tuple(shardings))
+        key = (mesh, jax.tree.structure(tree), tuple(shardings))
         if key not in self._jitted:
-            self._jitted[key] = jax.jit(self._fn, out_shardings=jax.tree.unflatten(structure, shardings))
+            places = jax.tree.unflatten(key[1], shardings)
+            self._jitted[key] = jax.jit(_arrays_only(self._whole, shardings), out_shardings=places)
         return self._jitted[key]
 
     def abstract(self, *args: Any, **kwargs: Any) -> Any:
         """The parameters as `jax.ShapeDtypeStruct`s with their shardings: nothing is computed or allocated."""
-        shapes = jax.eval_shape(self._fn, *args, **kwargs)
-        leaves, structure = jax.tree.flatten(shapes)
-        _, shardings = self._shardings(shapes)
-        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)]
-        return jax.tree.unflatten(structure, structs)
+        tree, _, shardings = self._where(*wrapped((args, kwargs)))
+        leaves = [x for x, s in zip(jax.tree.leaves(tree), shardings, strict=True) if s is not None]
+        placed = [s for s in shardings if s is not None]
+        return _filled(tree, shardings, [_struct(x, s) for x, s in zip(leaves, placed, strict=True)])
 
     @property
     def _text(self) -> str:
         return f"init({getattr(self._fn, '__name__', 'fn')}, layouts)"
 
-    def _shardings(self, shapes: Any) -> tuple[Any, list[NamedSharding]]:
-        mesh = _mesh(self._given, [], self._text)
-        found = _placements(shapes, self._layouts, mesh, self._mapping, self._text)
-        missing = [
-            path
-            for (path, _, _), s in zip(match_prefix(self._layouts, shapes, "tree"), found, strict=True)
-            if s is None
-        ]
-        if missing:
-            raise LayoutError(compose("every array that is born has a layout.", call=self._text, got=missing))
-        return mesh, [s for s in found if s is not None]
+
+def _arrays_only(fn: Callable[..., Any], shardings: list[NamedSharding | None]) -> Callable[..., Any]:
+    """`fn`, with None in its result for each leaf that is not placed."""
+
+    def arrays(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten(fn(args, kwargs))
+        kept = [None if s is None else x for x, s in zip(leaves, shardings, strict=True)]
+        return jax.tree.unflatten(structure, kept)
+
+    return arrays
+
+
+def _filled(tree: Any, shardings: list[NamedSharding | None], arrays: list[Any]) -> Any:
+    """The tree with arrays at the places that have shardings."""
+    leaves, structure = jax.tree.flatten(tree)
+    rest = iter(arrays)
+    return jax.tree.unflatten(
+        structure, [x if s is None else next(rest) for x, s in zip(leaves, shardings, strict=True)]
+    )
+
+
+def _struct(x: Any, sharding: NamedSharding) -> Any:
+    """A shape and where it lies; a number is a scalar."""
+    return jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype if is_number(x) else x.dtype, sharding=sharding)
 
 
 def _everywhere(x: Any, mesh: Mesh) -> Any:
@@ -338,7 +368,8 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
     Communication: none for parameters made of random numbers and constants.
 
     Args:
-      fn: A function to a pytree of arrays, usually of a key.
+      fn: A function to a pytree, usually of a key. Leaves of its result that are no arrays (functions, flags,
+        numbers without a layout of their own) stay as they are, as in `shard`: any Equinox module is such a tree.
       layouts: A prefix tree of layouts for its result, as in `shard`.
       mesh: The mesh; absent, that of `jax.set_mesh`.
       mapping: Where bare names live; absent, the surrounding `axis_mapping`.
@@ -408,13 +439,11 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
         )
     mesh = _mesh(mesh, [], call)
     if ambient_mode()[0] == "reference":
-        return jax.tree.map(lambda x: _on_one(x, mesh), tree)
+        make = lambda x, _: _on_one(x, mesh)
+    else:
+        make = lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x))
     found = _placements(tree, layouts, mesh, mapping, call, parts=jax.process_count() > 1)
-    out = [
-        x if s is None else jax.make_array_from_process_local_data(s, np.asarray(x))
-        for x, s in zip(leaves, found, strict=True)
-    ]
-    return jax.tree.unflatten(structure, out)
+    return jax.tree.unflatten(structure, [x if s is None else make(x, s) for x, s in zip(leaves, found, strict=True)])
 
 
 def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **names: Any) -> Any:

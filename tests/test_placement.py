@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -305,3 +307,91 @@ def test_the_comparison_can_fail() -> None:
     for wrong in ("a b", "a b/dp", "a/tp b"):
         with pytest.raises(AssertionError):
             lies(x, wrong)
+
+
+# -------------------- leaves that are no arrays, and arrays without dimensions
+
+MODULES = {
+    "mlp": lambda key: eqx.nn.MLP(8, 8, 16, 2, key=key),
+    "dropout": lambda key: eqx.nn.Sequential([eqx.nn.Linear(8, 8, key=key), eqx.nn.Dropout(0.5)]),
+    "lambda": lambda key: (eqx.nn.Linear(8, 8, key=key), eqx.nn.Lambda(lambda x: x), {"name": "a", "rate": 0.1}),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+def test_init_of_ordinary_modules(module, mode) -> None:
+    """Arrays are born in their places, all else stays as the function made it."""
+    mesh, key, make = mesh_of(), jax.random.key(0), MODULES[module]
+    layouts = lambda tree: spmd.layouts(tree, {"**/weight": "o/tp i/dp", "**/bias": "o/tp"})
+    plain = jax.tree.leaves(make(key))
+    with spmd.mode(mode):
+        born = jax.tree.leaves(init(make, layouts, mesh=mesh)(key))
+        inside = jax.jit(lambda key: eqx.filter(init(make, layouts, mesh=mesh)(key), eqx.is_array))(key)
+    shapes = jax.tree.leaves(init(make, layouts, mesh=mesh).abstract(key))
+    for x, y, shape in zip(plain, born, shapes, strict=True):
+        if eqx.is_array(x):
+            assert np.allclose(x, y, rtol=1e-6) and shape.sharding.spec[0] == "tp"
+            assert mode == "reference" or y.sharding.spec[0] == "tp"
+        else:
+            assert type(x) is type(y) is type(shape)
+            assert not isinstance(x, (bool, float, str)) or x == y == shape
+    assert all(np.allclose(x, y) for x, y in zip(filter(eqx.is_array, plain), jax.tree.leaves(inside), strict=True))
+    compiled = init(make, layouts, mesh=mesh).lower(key).compile()(key)
+    assert len(jax.tree.leaves(compiled)) == sum(map(eqx.is_array, plain))
+
+
+def test_init_takes_arguments_that_are_no_arrays() -> None:
+    make = init(
+        lambda key, act, config: {"w": act(jax.random.normal(key, (8, config["width"].stop)))}, "d f/tp", mesh=mesh_of()
+    )
+    key = jax.random.key(0)
+    assert make(key, jnp.tanh, {"width": slice(16)})["w"].sharding.spec == P(None, "tp")
+    found = make(key, config={"width": slice(16)}, act=jnp.exp)["w"]
+    assert (found > 0).all() and make.abstract(key, jnp.exp, {"width": slice(4)})["w"].shape == (8, 4)
+
+
+def test_a_number_is_placed_where_it_has_a_layout_of_its_own() -> None:
+    mesh = mesh_of()
+    make = init(lambda: {"step": 0, "rate": 0.5, "w": jnp.ones(8)}, {"step": "scalar", "w": "d/dp"}, mesh=mesh)
+    born = make()
+    assert born["rate"] == 0.5 and isinstance(born["rate"], float)
+    assert born["step"].sharding == NamedSharding(mesh, P()) and make.abstract()["step"].dtype == jnp.int32
+    for number in (3, 2.5, True, 1j):
+        placed = shard(number, "scalar", mesh=mesh)
+        assert placed == number and placed.sharding == NamedSharding(mesh, P())
+        assert placed.dtype == jnp.asarray(number).dtype
+        assert jax.jit(lambda x=number: shard(x, "scalar", mesh=mesh))() == number
+        with spmd.mode("reference"):
+            assert shard(number, "scalar", mesh=mesh) == number
+    with spmd.mode("reference"):
+        assert spmd.from_process_local({"x": numbers(8), "name": "a"}, {"x": "b/dp"}, mesh=mesh)["name"] == "a"
+
+
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(1e-3),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "muon": optax.contrib.muon(1e-3),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_arrays_without_dimensions_are_scalar_unasked(optimizer) -> None:
+    """By rules, under one layout for all, and where a tree of layouts does not mention them."""
+    optimizer, mesh, params = OPTIMIZERS[optimizer], mesh_of(), {"w": numbers(256, 256)}
+    state = jax.eval_shape(optimizer.init, params)
+    rules = {f"**/{'/'.join(map(str, path))}": "..." for path in _paths_of_matrices(state)}
+    for layouts in (spmd.layouts(state, rules), "... _"):
+        found = init(optimizer.init, layouts, mesh=mesh)(params)
+        small = [x for x in jax.tree.leaves(found) if x.ndim == 0]
+        assert small and all(x.sharding == NamedSharding(mesh, P()) for x in small)
+    assert spmd.shard({"a": numbers(4), "n": np.int32(1)}, {"a": "b/dp"}, mesh=mesh)["n"].sharding.spec == P()
+
+
+def _paths_of_matrices(tree):
+    return [
+        [jax.tree_util.keystr((key,), simple=True) for key in path]
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if leaf.ndim
+    ]

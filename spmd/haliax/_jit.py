@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
-from spmd._trees import is_array
+from spmd._trees import Static, is_array
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.haliax._placement import shard
 from spmd.mode import ambient_mapping, ambient_mode
@@ -176,23 +176,6 @@ def fsdp(
     )
 
 
-@jax.tree_util.register_static
-class _Static:
-    """What is no array, on its way through `jit`: a part of the structure. 1, 1.0 and True are not the same here."""
-
-    def __init__(self, leaves: tuple[Any, ...], *parts: Any) -> None:
-        self.parts = (leaves, *parts)
-        # an object may be known by what it equals, a number only by its text: 0.0 == -0.0
-        texts = tuple(repr(x) if isinstance(x, (bool, int, float, complex)) else None for x in leaves)
-        self._key = (self.parts, texts)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self._key == other._key
-
-
 class _NamedJit:
     """A function of arrays placed by names; see `named_jit`."""
 
@@ -230,7 +213,7 @@ class _NamedJit:
         donate = self._flags(args, kwargs)
         donated = [x if flag and is_array(x) else None for x, flag in zip(leaves, donate, strict=True)]
         kept = [x if not flag and is_array(x) else None for x, flag in zip(leaves, donate, strict=True)]
-        static = _Static(tuple(None if is_array(x) else x for x in leaves), structure, inside)
+        static = Static(tuple(None if is_array(x) else x for x in leaves), structure, inside)
         try:
             hash(static)
         except TypeError as error:
@@ -301,7 +284,7 @@ class _NamedJit:
             of_kwargs = {name: of_kwargs.get(name, False) for name in kwargs}
         return _each(of_args, args, "donate_args") + _each(of_kwargs, kwargs, "donate_kwargs")
 
-    def _run(self, donated: list[Any], kept: list[Any], static: _Static) -> tuple[list[Any], _Static]:
+    def _run(self, donated: list[Any], kept: list[Any], static: Static) -> tuple[list[Any], Static]:
         leaves, structure, inside = static.parts
         args, kwargs = jax.tree.unflatten(structure, _merged(donated, _merged(kept, leaves)))
         with axis_mapping(inside):
@@ -310,7 +293,7 @@ class _NamedJit:
             out = shard(out, self._out_names, _rules(self._out_mapping, inside, "out"))
         leaves, structure = jax.tree.flatten(out)
         arrays = [x if is_array(x) else None for x in leaves]
-        return arrays, _Static(tuple(None if is_array(x) else x for x in leaves), structure)
+        return arrays, Static(tuple(None if is_array(x) else x for x in leaves), structure)
 
 
 def _where(tree: Any, rules: AxisMapping) -> Any:

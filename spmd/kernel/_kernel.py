@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
-from spmd._trees import match_prefix
+from spmd._trees import Static, is_array, is_number, matched, wrapped
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
-from spmd.kernel._outputs import Outputs, reasons
+from spmd.kernel._outputs import Outputs
 from spmd.kernel._plan import Leaf, Plan, concrete
 from spmd.kernel._signature import Signature, read
 from spmd.language import AxisMapping, Layout, Pattern
@@ -21,8 +20,6 @@ from spmd.mesh import ambient_mesh, mesh_of
 from spmd.mode import ambient_mapping, ambient_mode, outermost, try_frame
 
 __all__ = ["Kernel", "kernel"]
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 class Kernel:
@@ -37,8 +34,10 @@ class Kernel:
         self.mesh = mesh
         self.boundary = boundary
         self._plans: dict[Any, Plan] = {}
+        self._numbers: dict[Any, frozenset[int]] = {}  # which numbers have layouts, by structure and their positions
         self._warm: dict[Any, Plan] = {}  # the same by mode and structure, for calls that need nothing else
         self._static = tuple(i for i, n in enumerate(signature.params) if n in signature.static)
+        self._arrays = tuple(n for n in signature.params if n not in signature.static)
         closes = bool(getattr(signature.fn, "__closure__", None))
         self._repeats = not (closes or self._static or mesh is None)
         functools.update_wrapper(self, signature.fn)
@@ -96,7 +95,7 @@ class Kernel:
 
         @functools.wraps(signature.fn)
         def whole(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+            return wrapped(self(*args, **kwargs))
 
         donate = signature.donate if plan.mode != "reference" else ()
         return jax.jit(whole, static_argnames=signature.static, donate_argnames=donate), args, kwargs
@@ -145,9 +144,9 @@ class Kernel:
             statics = tuple((values[i], type(values[i])) for i in self._static)  # 1 == 1.0 == True
             values = [v for i, v in enumerate(values) if i not in self._static]
         leaves, structure = jax.tree.flatten(tuple(values))
-        fixed: tuple[Any, ...] = ()
+        fixed: Any = None
         if not concrete(leaves):
-            leaves, fixed = _partition(leaves)
+            leaves, fixed = self._partition(leaves, structure, tuple(values))
         mesh = self._mesh(leaves) if mesh is None else mesh
         mapping = ambient_mapping() if signature.mapping is None else signature.mapping
         key = (mode, mesh, mapping, structure, statics, fixed)
@@ -179,30 +178,41 @@ class Kernel:
             )
         return mesh
 
+    def _partition(self, leaves: list[Any], structure: Any, values: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        """The leaves that a layout places, and all others, static, in their positions.
+
+        A number has a layout where it is an argument, or has one of its own; a module's settings are no arrays."""
+        numbers = tuple(i for i, x in enumerate(leaves) if is_number(x) and not is_array(x))
+        key = (structure, numbers)
+        if numbers and key not in self._numbers:
+            pairs = [
+                pair for name, value in zip(self._arrays, values, strict=True) for pair in self._matched(name, value)
+            ]
+            self._numbers[key] = frozenset(i for i in numbers if pairs[i][2] is not None)
+        placed = self._numbers.get(key, ())
+        split = [(is_array(x) or i in placed, i, x) for i, x in enumerate(leaves)]
+        return [x for own, _, x in split if own], Static(tuple(None if own else x for own, _, x in split))
+
     # --- a specialisation ---------------------------------------------------------------------------------
 
     def _plan(
         self, mode: Any, mesh: Any, mapping: Any, values: tuple[Any, ...], statics: Any, structure: Any, fixed: Any
     ) -> Plan:
         signature = self.signature
-        arrays = [n for n in signature.params if n not in signature.static]
         leaves: list[Leaf] = []
         donate: list[int] = []
-        for name, value in zip(arrays, values, strict=True):
-            for path, leaf, layout in self._matched(name, value):
-                if not isinstance(leaf, _ARRAYS) and not hasattr(leaf, "dtype"):
-                    continue
-                if layout is None:
-                    signature.fail(f"no layout for {path}.", fix=f"a layout for {path}, or static=(...)")
-                if name in signature.donate:
-                    donate.append(len(leaves))
-                leaves.append(Leaf(path, self._resolve(layout, signature.arg_mapping.get(name, mapping))))
-        positions = [i for i, x in enumerate(jax.tree.leaves(values)) if _dynamic(x)]
+        positions: list[int] = []
+        pairs = [(name, *one) for name, v in zip(self._arrays, values, strict=True) for one in self._matched(name, v)]
+        for i, (name, path, _, layout) in enumerate(pairs):
+            if layout is None:
+                continue
+            if name in signature.donate:
+                donate.append(len(leaves))
+            leaves.append(Leaf(path, self._resolve(layout, signature.arg_mapping.get(name, mapping))))
+            positions.append(i)
 
         def rebuild(dynamic: Sequence[Any]) -> list[Any]:
-            whole: list[Any] = [None] * structure.num_leaves
-            for i, x in fixed:
-                whole[i] = x
+            whole: list[Any] = [None] * structure.num_leaves if fixed is None else list(fixed.parts[0])
             for i, x in zip(positions, dynamic, strict=True):
                 whole[i] = x
             rest = list(jax.tree.unflatten(structure, whole))
@@ -216,10 +226,10 @@ class Kernel:
         return Plan(signature, mode[0], mode[1], mesh, mapping, leaves, rebuild, tuple(donate), outputs)
 
     def _matched(self, name: str, value: Any) -> list[tuple[str, Any, Layout | None]]:
-        try:
-            return match_prefix(self.signature.layouts[name], value, name)
-        except LayoutError as error:
-            return self.signature.fail(f"{name} does not have the structure of its layouts.", got=reasons(error))
+        found, faults = matched(self.signature.layouts[name], value, name)
+        if faults:
+            self.signature.fail(f"{name} does not have the structure of its layouts.", got=faults)
+        return found
 
     def _resolve(self, layout: Layout, mapping: AxisMapping | None) -> Layout:
         """Axes renamed, bare names placed by the mapping; a name that the mapping lacks is an error."""
@@ -254,15 +264,6 @@ class Kernel:
                 f"the mapping has a rule for {', '.join(unused)}, which no layout of the signature uses.",
                 fix="leave it out; a mapping shared by several kernels is an spmd.AxisMapping, which may hold more",
             )
-
-
-def _dynamic(x: Any) -> bool:
-    return isinstance(x, _ARRAYS) or (hasattr(x, "dtype") and hasattr(x, "shape"))
-
-
-def _partition(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Arrays and numbers on one side; on the other what is static, with its position."""
-    return [x for x in leaves if _dynamic(x)], tuple((i, x) for i, x in enumerate(leaves) if not _dynamic(x))
 
 
 def _closes_over_tracer(fn: Any) -> bool:
@@ -317,7 +318,9 @@ def kernel(
       pattern: `"layout, ... -> layout, ..."`. An empty left side: no arguments; `scalar` is a scalar.
       in_layouts: Instead of a pattern: a tuple with one prefix tree of layouts per array argument (or a dict by
         argument name). A tree may be a string for all leaves below, a dict, a dataclass or class whose
-        annotations are layouts, a module, or a function from the argument to one of these.
+        annotations are layouts, a module, or a function from the argument to one of these. Arrays without
+        dimensions are `scalar` unasked; other leaves of an argument (functions, flags, numbers without a layout of
+        their own) are static, and hashable.
       out_layouts: The same for the result; a tuple for several.
       mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or an `AbstractMesh` for `trace`. Absent: the mesh
         of the arguments' shardings, else that of `jax.set_mesh`.

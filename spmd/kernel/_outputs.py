@@ -11,17 +11,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._trees import match_prefix
+from spmd._trees import Static, matched, unwrapped
 from spmd.check import check_jaxpr, explain_output
 from spmd.comm._call import verb_between
 from spmd.comm._marks import mark, same_axes, tag_of
-from spmd.errors import LayoutError, ReplicationError, SpmdError, compose
+from spmd.errors import ReplicationError, SpmdError, compose
 from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
 from spmd.language import Layout
 from spmd.mode import Frame
 
-__all__ = ["Outputs", "Unequal", "diagnose", "reasons"]
+__all__ = ["Outputs", "Unequal", "diagnose"]
 
 
 class Unequal(Exception):
@@ -54,6 +54,8 @@ class Outputs:
         self.paths: list[str] = []
         self.ranks: list[int] | None = None
         self.structure: Any = None
+        self.still: list[Any] = []  # what is no array, in its place; None where an array is
+        self.wraps = False
 
     def declared(self) -> list[Layout]:
         return [x for x in self._prefix_leaves if isinstance(x, Layout)]
@@ -78,17 +80,18 @@ class Outputs:
         """The results flat; ranks, sizes and tags checked; marked with their layouts."""
         if out is None and self._prefix_leaves:
             signature.fail("the body returned None, and the right side declares results.", fix="return them")
-        try:
-            found = match_prefix(signature.outputs, out, "result")
-        except LayoutError as error:
+        found, faults = matched(signature.outputs, out, "result")
+        if faults:
             rule = "the body's results do not have the structure that the right side declares."
-            return signature.fail(rule, got=reasons(error))
+            signature.fail(rule, got=faults)
         flat, self.structure = jax.tree.flatten(out)
         arrays: list[Any] = []
         self.layouts, self.paths = [], []
+        self.still = [leaf if layout is None else None for _, leaf, layout in found]
+        self.wraps |= any(layout is None for *_, layout in found)
         for (path, leaf, layout), own in zip(found, flat, strict=True):
             if layout is None:
-                signature.fail(f"no layout for {path}.", fix="a layout in out_layouts")
+                continue
             self.layouts.append(self.resolve(layout))
             self.paths.append(path)
             arrays.append(_as_array(own, path, signature, leaf))
@@ -157,14 +160,17 @@ class Outputs:
             for x, lay in zip(flat, self.layouts, strict=True)
         ]
 
-    def build(self, flat: Any) -> Any:
-        """The results as the body returned them."""
-        return jax.tree.unflatten(self.structure, flat)
+    def build(self, flat: Sequence[Any]) -> Any:
+        """The results as the body returned them; what is no array is a part of their structure, until `returned`."""
+        if not self.wraps:
+            return jax.tree.unflatten(self.structure, flat)
+        rest = iter(flat)
+        whole = [next(rest) if x is None else Static((x,)) for x in self.still]
+        return jax.tree.unflatten(self.structure, whole)
 
-
-def reasons(error: LayoutError) -> list[str]:
-    """The places that `match_prefix` complains about."""
-    return [line.removeprefix("- ").removeprefix("got: ") for line in str(error).split("\n")[1:] if line != "got:"]
+    def returned(self, out: Any) -> Any:
+        """What a caller gets of `build`'s results."""
+        return unwrapped(out) if self.wraps else out
 
 
 def _rank_matters(layout: Layout) -> bool:

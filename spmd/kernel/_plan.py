@@ -107,7 +107,7 @@ class Plan:
         if self.mode == "reference":
             leaves = self._moved(leaves)
         try:
-            return self.jitted(*leaves) if warm else self._call(leaves)
+            return self.outputs.returned(self.jitted(*leaves) if warm else self._call(leaves))
         except SpmdError:
             raise
         except Exception:  # of many kinds, since arrays on another mesh may have types of that mesh
@@ -116,7 +116,7 @@ class Plan:
             moved = self._moved(leaves)
             if all(a is b for a, b in zip(moved, leaves, strict=True)):
                 raise
-        return self._call(moved)
+        return self.outputs.returned(self._call(moved))
 
     def _moved(self, leaves: Sequence[Any]) -> list[Any]:
         return [self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)]
@@ -149,7 +149,9 @@ class Plan:
     def _lie(self) -> Any:
         """Where results lie, for `jit`: said where JAX would lose it, of a dimension that is divided over axes both
         Explicit and not."""
-        mixed = self.typed_axes and self.free_axes and isinstance(self.mesh, Mesh) and self.mode != "reference"
+        typed, free = set(self.typed_axes), set(self.free_axes)
+        both = any(typed & {*d.axes} and free & {*d.axes} for layout in self.outputs.declared() for d in layout.dims)
+        mixed = both and isinstance(self.mesh, Mesh) and self.mode != "reference"
         return self.outputs.shardings(self.mesh) if mixed else None
 
     def _within(self, leaves: Sequence[Any]) -> Any:
@@ -371,8 +373,10 @@ class Plan:
         )
 
         if explicit and not inside_kernel():
-            return self.outputs.build(self._inlined(frame, leaves))
-        return self.outputs.build(self.run(frame, leaves, local=explicit, role="operand"))
+            out = self._inlined(frame, leaves)
+        else:
+            out = self.run(frame, leaves, local=explicit, role="operand")
+        return self.outputs.returned(self.outputs.build(out))
 
     def _inlined(self, frame: Frame, shards: Sequence[Any]) -> Any:
         """The flat results of the body on the shards of somebody else's `shard_map`, after the pass."""
@@ -446,7 +450,7 @@ class Plan:
             axis_names=frozenset(rest),
         )
         try:
-            return self.outputs.build(mapped(*leaves))
+            return self.outputs.returned(self.outputs.build(mapped(*leaves)))
         except self.outputs.Unequal as unequal:
             raise self.outputs.explained(unequal, self.signature, frame) from None
 

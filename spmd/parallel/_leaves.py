@@ -9,16 +9,12 @@ from typing import Any
 import jax
 
 from spmd import Layout
-from spmd.errors import LayoutError, MeshError, compose, did_you_mean
+from spmd._trees import is_array, match_prefix
+from spmd.errors import LayoutError, MeshError, compose
 
 __all__ = ["Axes", "Move", "axes_by_dim", "axes_tuple", "is_array", "layout_leaves", "moves", "paths", "text_of"]
 
 Axes = tuple[str, ...]
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, or says its shape and dtype."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 
 def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
@@ -31,52 +27,21 @@ def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
 
 def paths(tree: Any) -> list[str]:
     """Where each leaf stands, keys joined with "/"."""
-    return ["/".join(parts) or "(the tree itself)" for parts, _ in _by_path(tree)]
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)" for path, _ in found]
 
 
-def _by_path(tree: Any, is_leaf: Any = None) -> list[tuple[Axes, Any]]:
-    """Each leaf with the keys that lead to it, as texts: a list, a tuple, a dict and a class may name alike."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
-    return [(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf) for path, leaf in found]
-
-
-def layout_leaves(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
+def layout_leaves(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layout | None]:
     """The layout of each leaf of a tree; None where the leaf is no array.
 
     Args:
       tree: The arrays.
-      layouts: A layout for all of them, layouts in containers with the keys of `tree` or of its upper part, or a
-        function from the tree to one of these.
+      layouts: A prefix tree of layouts, as everywhere: see `spmd.shard`.
       call: The call, for messages.
+      what: The name of the tree in messages.
     """
-    if callable(layouts) and not isinstance(layouts, type) and jax.tree_util.all_leaves([layouts]):  # no module
-        layouts = layouts(tree)
-    specs = dict(_by_path(layouts, lambda one: one is None or isinstance(one, (str, Layout))))
-    for spec in specs.values():
-        if spec is not None and not isinstance(spec, (str, Layout)):
-            rule = f"layouts are strings or Layouts in containers with the keys of the tree, not {_kind(spec)}."
-            raise LayoutError(compose(rule, call=call, fix="spmd.layouts(tree, rules)"))
-    used: set[Axes] = set()
-    out: list[Layout | None] = []
-    faults: list[str] = []
-    for parts, leaf in _by_path(tree):
-        above = [parts[:n] for n in range(len(parts), -1, -1) if parts[:n] in specs]
-        used.update(above)
-        spec = specs[above[0]] if above else None
-        out.append(Layout(spec) if spec is not None and is_array(leaf) else None)
-        if spec is None and is_array(leaf):
-            faults.append(f"no layout for {'/'.join(parts) or 'the array'}")
-    for parts, spec in specs.items():
-        if spec is not None and parts not in used:
-            hint = did_you_mean("/".join(parts), paths(tree))
-            faults.append(f"a layout for {'/'.join(parts)}, which the tree does not have{hint}")
-    if faults:
-        raise LayoutError(compose("layouts have the keys of their tree, each array one.", call=call, got=faults))
-    return out
-
-
-def _kind(spec: Any) -> str:
-    return f"the class {spec.__name__}" if isinstance(spec, type) else f"values of type {type(spec).__name__}"
+    found = match_prefix(layouts, tree, what, call)
+    return [layout if is_array(leaf) else None for _, leaf, layout in found]
 
 
 def axes_by_dim(layout: Layout) -> tuple[Axes, ...]:
@@ -123,7 +88,7 @@ class Move:
         return Move(self.names[1:], self.rest[1:], self.use[1:], self.copies)
 
 
-def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str) -> list[Move | None]:
+def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str, what: str = "params") -> list[Move | None]:
     """The move of each leaf, None where it is no array.
 
     Args:
@@ -132,9 +97,11 @@ def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str) -> list[M
       compute: Their layouts in use.
       data: The mesh axes that divide the data; None for those that the gathers remove.
       call: The call, for messages.
+      what: The name of the tree in messages.
     """
     leaves = jax.tree.leaves(tree)
-    pairs = zip(layout_leaves(tree, at_rest, call), layout_leaves(tree, compute, call), strict=True)
+    resting, used = (layout_leaves(tree, layouts, call, what) for layouts in (at_rest, compute))
+    pairs = zip(resting, used, strict=True)
     found: list[Move | None] = []
     faults: list[str] = []
     for path, leaf, (rest, use) in zip(paths(tree), leaves, pairs, strict=True):

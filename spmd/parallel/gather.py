@@ -107,7 +107,8 @@ def reduce_gradients(gradients: T, at_rest: Any, compute: Any, *, data: str | Ax
       [8. 8. 8. 8.]
     """
     leaves, structure = jax.tree.flatten(gradients)
-    found = moves(gradients, at_rest, compute, data, "reduce_gradients(gradients, at_rest, compute)")
+    call = "reduce_gradients(gradients, at_rest, compute)"
+    found = moves(gradients, at_rest, compute, data, call, "gradients")
     done = [x if m is None else reduce_leaf(m, x) for x, m in zip(leaves, found, strict=True)]
     return jax.tree.unflatten(structure, done)
 

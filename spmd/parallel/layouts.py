@@ -210,9 +210,9 @@ def _check_axes(axes: Axes, layouts: Sequence[Layout | None], sizes: Mapping[str
         raise MeshError(compose(rule, call=call, got=got))
 
 
-def _ranked(tree: Any, layouts: Any, call: str) -> list[Layout | None]:
+def _ranked(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layout | None]:
     """The layout of each leaf, None where it is not an array; every layout fits its array's rank."""
-    found = layout_leaves(tree, layouts, call)
+    found = layout_leaves(tree, layouts, call, what)
     for path, leaf, layout in zip(paths(tree), jax.tree.leaves(tree), found, strict=True):
         if layout is not None:
             _of_rank(layout, leaf, path, call)
@@ -319,7 +319,7 @@ def state_layouts(state: Any, params: Any, layouts: Any) -> Any:
       {'count': Layout('scalar'), 'momentum': {'w': Layout('d/dp f')}}
     """
     flat = jax.tree_util.tree_flatten_with_path
-    found = _ranked(params, layouts, "state_layouts(state, params, layouts)")
+    found = _ranked(params, layouts, "state_layouts(state, params, layouts)", "params")
     known = [(path, leaf, layout) for (path, leaf), layout in zip(flat(params)[0], found, strict=True) if layout]
     known.sort(key=lambda entry: -len(entry[0]))
 

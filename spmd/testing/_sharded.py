@@ -122,7 +122,7 @@ def _anywhere(leaf: Any) -> bool:
 
 
 def _pairs(layouts: Any, tree: Any) -> list[Any]:
-    return [pair for pair in match_prefix(layouts, tree, "tree") if not _anywhere(pair[1])]
+    return [pair for pair in match_prefix(layouts, tree, "tree", _CALL) if not _anywhere(pair[1])]
 
 
 def _mesh(leaves: Sequence[_Leaf]) -> Mapping[str, int]:

@@ -200,7 +200,9 @@ def test_the_mapping_of_a_kernel_holds_over_the_ambient_one(mesh):
     own = spmd.kernel("batch embed -> batch embed", mesh=mesh, mapping={"batch": "tp", "embed": None})(lambda x: x)
     at_rest = {"w": spmd.AxisMapping({"embed": "dp", "mlp": "tp"})}
     rests = spmd.kernel("batch embed, embed mlp -> batch mlp", mesh=mesh, arg_mapping=at_rest)(
-        lambda x, w: spmd.einsum(x, spmd.all_gather(w, "embed/dp mlp -> embed mlp"), "batch embed, embed mlp -> batch mlp")
+        lambda x, w: spmd.einsum(
+            x, spmd.all_gather(w, "embed/dp mlp -> embed mlp"), "batch embed, embed mlp -> batch mlp"
+        )
     )
     with spmd.axis_mapping({"batch": "dp", "embed": None, "mlp": "tp"}):
         assert own(X).sharding.spec == jax.P("tp")

@@ -347,3 +347,76 @@ def test_a_kernel_keeps_the_name_and_doc_of_its_body(mesh):
     assert documented.__name__ == "documented" and documented.__doc__ == "What it does."
     assert repr(documented) == '<documented: kernel("n/dp -> n/dp")>'
     assert "jit_documented" in documented.lower(np.arange(4)).as_text()
+
+
+# -------------------- leaves that are no arrays, and arrays without dimensions
+
+
+def test_an_ordinary_module_goes_in_and_comes_out(mesh):
+    """Functions, flags and numbers are static, and stay what they are: a train step is such a kernel."""
+    key = jax.random.key(0)
+    parts = [equinox.nn.Linear(6, 6, key=key), equinox.nn.Lambda(jax.nn.relu), equinox.nn.Dropout(0.5, inference=True)]
+    model = equinox.nn.Sequential(parts)
+
+    def stepped(grad, loss):
+        def step(model, x):
+            weights, rest = equinox.partition(model, equinox.is_array)
+            gradient = grad(lambda w: loss(jax.vmap(equinox.combine(w, rest))(x)))(weights)
+            return equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient))
+
+        return step
+
+    wanted = stepped(jax.grad, lambda y: jnp.sum(y**2))(model, X)
+    body = stepped(spmd.grad, lambda y: spmd.reduce(y**2, "b/dp d -> scalar"))
+    kernel = spmd.kernel(in_layouts=("...", "b/dp d"), out_layouts="...", mesh=mesh)(body)
+    outer = spmd.kernel(in_layouts=("...", "b/dp d"), out_layouts="...", mesh=mesh)(lambda m, x: kernel(m, x))
+    for run in (*(getattr(kernel, mode) for mode in MODES), kernel, outer):
+        found = run(model, X)
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        assert type(found.layers[2].p) is float and found.layers[2].inference is True
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert a is b or np.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_without_a_layout_of_their_own_are_static(mesh):
+    """A number that is an argument, or has a layout, is an array; 1, 1.0 and True are not one another."""
+    seen = []
+
+    def body(p, x):
+        seen.append(type(p["n"]))
+        return x * jnp.asarray(p["n"], x.dtype)
+
+    static = spmd.kernel(in_layouts=({"w": "d"}, "b/dp"), out_layouts="b/dp", mesh=mesh)(body)
+    for n in (2, 2.0, True):
+        np.testing.assert_allclose(static({"n": n, "w": W[0]}, X[:, 0]), n * X[:, 0])
+    assert {int, float, bool} <= set(seen)
+    seen.clear()
+    traced = spmd.kernel(in_layouts=({"w": "d", "n": "scalar"}, "b/dp"), out_layouts="b/dp", mesh=mesh)(body)
+    for n in (2.0, 3.0):
+        np.testing.assert_allclose(in_modes(traced, {"n": n, "w": W[0]}, X[:, 0]), n * X[:, 0])
+    assert not {int, float} & set(seen)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Named:
+    y: "b/dp d"
+    a: "d"
+
+
+@pytest.mark.parametrize("kinds", ["Auto Auto", "Explicit Explicit", "Auto Explicit"])
+def test_layouts_of_results_go_by_name(kinds):
+    """A dict of layouts for a class; scalars unmentioned, or below one layout for all."""
+    kinds = tuple(getattr(jax.sharding.AxisType, kind) for kind in kinds.split())
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds)
+    by_dict = spmd.kernel(in_layouts=("b/dp d",), out_layouts={"a": "d", "y": "b/dp d"}, mesh=mesh)
+    found = in_modes(by_dict(lambda x: Named(2 * x, jnp.ones(6))), X)
+    np.testing.assert_allclose(found.y, 2 * X)
+    assert found.a.shape == (6,)
+    body = lambda x: {"n": jnp.float32(3), "x": x, "z": -x, "f": "text"}
+    for layouts in ("b/dp ...", {"x": "b/dp d", "z": "b/dp d"}, {"x": "b/dp d", "z": "b/dp d", "n": "scalar"}):
+        result = spmd.kernel(in_layouts=("b/dp d",), out_layouts=layouts, mesh=mesh)(body)
+        for mode in MODES:
+            found = getattr(result, mode)(X)
+            assert found["n"] == 3 and found["f"] == "text"
+            np.testing.assert_allclose(found["x"] - found["z"], 2 * X)

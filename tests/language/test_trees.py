@@ -247,6 +247,39 @@ def test_postponed_annotations(tmp_path, monkeypatch):
     ]
 
 
+def test_an_array_without_dimensions_is_scalar_where_nothing_else_is_said():
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    assert layouts({"w": W, "n": n}, {"w": "d f"}) == {"w": Layout("d f"), "n": Layout("scalar")}
+    assert layouts({"w": W, "n": n}, {"**": "d f"}) == {"w": Layout("d f"), "n": Layout("scalar")}
+    assert layouts({"w": V, "n": n}, {"**": "..."})["n"] == Layout("...")
+    assert message(lambda: layouts({"n": n}, {"n": "d"}))[2:] == [
+        "got: rule 'n': 'd' does not fit the rank of n, an array int32[]",
+    ]
+    for spec in ({"w": "d f"}, {"w": "d f", "n": None}, "d f", {"w": "d f", "n": "scalar"}):
+        assert said(spec, {"w": W, "n": n}) == [("params['n']", "scalar"), ("params['w']", "d f")]
+    assert said("...", {"w": W, "n": n})[0] == ("params['n']", "...")
+    assert said("d", n) == [("params", "d")]  # its own layout is taken at its word, and fails where ranks are compared
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        w: "d f"  # noqa: F722
+        count: jax.Array
+        step: typing.Any
+
+    assert said(State, State(W, n, n)) == [
+        ("params.w", "d f"),
+        ("params.count", "scalar"),
+        ("params.step", "scalar"),
+    ]
+
+
+def test_a_container_of_layouts_for_a_place_that_is_not_there():
+    assert message(lambda: said({"w": "d f", "vv": {"x": "d"}}, {"w": W}))[1:] == [
+        "got: params: a layout for 'vv', but here is a dict with 'w'",
+    ]
+
+
 def test_modules():
     module = Module(jnp.ones((2, 3)), jnp.tanh, "m")
     expected = [("m.w", "d f"), ("m.act", None), ("m.eps", None)]
