@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd.errors import MeshError, ModeError, compose, did_you_mean
 
@@ -18,11 +19,13 @@ __all__ = [
     "ambient_mesh",
     "axis_span",
     "check_axes",
+    "lies_whole",
+    "made_whole",
     "make_mesh",
     "mesh_of",
     "mesh_sizes",
+    "no_mesh",
     "outside_trace",
-    "to_one_device",
     "use_cpu_devices",
 ]
 
@@ -236,6 +239,14 @@ def abstract_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
     return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context for a `shard_map` that is given its mesh: none, whatever surrounds it.
+
+    JAX writes the context mesh into the jaxpr, and `checkify` fails where that is not the manual one of the body.
+    """
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
 def _lives_on(leaf: Any) -> Mesh | AbstractMesh | None:
     if isinstance(leaf, jax.core.Tracer):
         sharding = getattr(jax.typeof(leaf), "sharding", None)
@@ -246,8 +257,30 @@ def _lives_on(leaf: Any) -> Mesh | AbstractMesh | None:
     return sharding.mesh
 
 
-def to_one_device(x: Any, mesh: Mesh) -> Any:
-    """An array outside `jit` as reference mode wants it, on the first device of the mesh.
+def _whole(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:
+    """Where reference mode has its arrays outside `jit`: on the first device of the mesh; under `jax.set_mesh` on each
+    device of that mesh, since JAX lets arrays that were put on fewer devices meet nothing there."""
+    if outside_trace() and not (around := jax.sharding.get_mesh()).empty:
+        return NamedSharding(around, PartitionSpec())
+    # not the device itself, with which device_put keeps the type that an array had on an Explicit mesh
+    return SingleDeviceSharding(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
+
+
+def lies_whole(x: Any, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a value is where reference mode has its arrays, or cannot be brought there."""
+    if not isinstance(x, jax.Array) or not outside_trace():
+        return True
+    wanted = _whole(mesh)
+    if isinstance(x, jax.core.Tracer):  # of a gradient that is taken outside `jit`
+        return not isinstance(wanted, NamedSharding)
+    typed = jax.typeof(x).sharding.mesh
+    if isinstance(wanted, NamedSharding):
+        return x.sharding == wanted or (not x.committed and typed.empty)
+    return wanted is None or (typed.empty and x.sharding.device_set == wanted.device_set)
+
+
+def made_whole(x: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """An array outside `jit` as reference mode wants it.
 
     Raises:
       ModeError: If other processes hold parts of it.
@@ -255,8 +288,8 @@ def to_one_device(x: Any, mesh: Mesh) -> Any:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         rule = "reference mode runs on one device, and this array spans processes."
         raise ModeError(compose(rule, got=[f"{x.dtype.name}{list(x.shape)}"], fix='spmd.mode("auto")'))
-    # not device_put(x, device), which would keep the type that the array had on an Explicit mesh
-    return jax.device_put(x, SingleDeviceSharding(mesh.devices.flat[0]))
+    wanted = _whole(mesh)
+    return x if wanted is None else jax.device_put(x, wanted)
 
 
 def _show(mesh: Mesh | AbstractMesh) -> str:

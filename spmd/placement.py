@@ -17,7 +17,7 @@ from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
 from spmd.kernel import kernel
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import ambient_mesh, check_axes, mesh_of, outside_trace, to_one_device
+from spmd.mesh import ambient_mesh, check_axes, made_whole, mesh_of, outside_trace
 from spmd.mode import ambient_mapping, ambient_mode, try_frame
 from spmd.ops._grids import born
 
@@ -242,7 +242,7 @@ def _part(spec: P, axes: set[str]) -> P:
 def _on_one(x: Any, mesh: Any) -> Any:
     if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not isinstance(mesh, Mesh):
         return x
-    return to_one_device(x, mesh)
+    return made_whole(x, mesh)
 
 
 class Init:

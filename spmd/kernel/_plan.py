@@ -23,7 +23,7 @@ from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
 from spmd.kernel._translate import translated
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import abstract_of, check_axes, mesh_sizes, outside_trace, to_one_device
+from spmd.mesh import abstract_of, check_axes, lies_whole, made_whole, mesh_sizes, no_mesh, outside_trace
 from spmd.mode import Frame, inside_kernel, no_frame, try_frame
 
 __all__ = ["Leaf", "Plan", "concrete"]
@@ -90,8 +90,9 @@ class Plan:
         self.typed_axes = tuple(n for n, kind in kinds.items() if kind is AxisType.Explicit)
         self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)
         self._deviceless = mode != "reference" and not isinstance(mesh, Mesh)
-        self._needs_mesh = (mode == "auto" and bool(self.typed_axes)) or mode == "reference"
-        self.simple = not (self._deviceless or self._needs_mesh)
+        self._sets_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
+        self.simple = mode == "explicit" or (mode == "auto" and not self.typed_axes)
+        self.simple &= not self._deviceless
         self._check_layouts()
         remember(self)
         donated = donate if mode != "reference" else ()
@@ -138,13 +139,8 @@ class Plan:
 
     def _around(self) -> contextlib.AbstractContextManager[Any]:
         """The context mesh of a call outside any trace, where it must be another than the caller's."""
-        if not self._needs_mesh or not isinstance(self.mesh, Mesh) or not outside_trace():
-            return contextlib.nullcontext()
-        if self.mode == "auto":  # auto_axes has no other way to learn the devices
-            return jax.set_mesh(self.mesh)
-        if jax.sharding.get_mesh().empty:
-            return contextlib.nullcontext()
-        return jax.set_mesh(Mesh(self.mesh.devices.reshape(-1)[:1], ("_",), axis_types=(AxisType.Auto,)))
+        # auto_axes has no other way to learn the devices
+        return jax.set_mesh(self.mesh) if self._sets_mesh and outside_trace() else contextlib.nullcontext()
 
     def _lie(self) -> Any:
         """Where results lie, for `jit`: said where JAX would lose it, of a dimension that is divided over axes both
@@ -208,17 +204,16 @@ class Plan:
     def place(self, leaf: Any, layout: Layout) -> Any:
         """An argument that lives on other devices, or on another mesh, moved into its layout."""
         if self.mode == "reference":
-            return to_one_device(leaf, self.mesh)
+            return made_whole(leaf, self.mesh)
         return jax.device_put(leaf, NamedSharding(self.mesh, self.spec(layout, leaf.ndim)))
 
     def foreign(self, leaf: Any) -> bool:
         """Whether a concrete array lives where this plan cannot use it in place."""
+        if self.mode == "reference":
+            return not lies_whole(leaf, self.mesh)
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not isinstance(self.mesh, Mesh):
             return False
         sharding = leaf.sharding
-        if self.mode == "reference":
-            typed = not jax.typeof(leaf).sharding.mesh.empty
-            return typed or sharding.device_set != {self.mesh.devices.flat[0]}
         if isinstance(sharding, NamedSharding):
             return sharding.mesh != self.mesh
         return sharding.device_set != set(self.mesh.devices.flat)
@@ -294,7 +289,9 @@ class Plan:
             body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
             try:
-                return self.outputs.build(mapped(*leaves))
+                with no_mesh():
+                    outs = mapped(*leaves)
+                return self.outputs.build(outs)
             except self.outputs.Unequal as unequal:
                 raise diagnose(self, frame, specs, leaves, unequal) from None
 

@@ -26,6 +26,7 @@ from spmd.comm._keywords import kind_of
 from spmd.comm._marks import mark
 from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError, compose
 from spmd.language import Dim, Layout
+from spmd.mesh import no_mesh
 from spmd.mode import Frame, current_frame
 
 __all__ = ["local", "opaque"]
@@ -300,7 +301,9 @@ def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
         out_specs=tuple(_spec(layout, n) for layout, n in zip(call.pattern.outputs, ranks, strict=True)),
         axis_names=free,
     )
-    return _finish(call, mapped(*arrays), "result")
+    with contextlib.nullcontext() if _compat.manual_axes() else no_mesh():
+        outs = mapped(*arrays)
+    return _finish(call, outs, "result")
 
 
 def _check_blocks(call: Call, layouts: Sequence[Layout]) -> None:
