@@ -86,6 +86,21 @@ def without_varying(aval: Any, axes: Sequence[str]) -> Any:
     return aval.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
 
 
+def as_reduced(aval: Any, axes: Sequence[str]) -> Any:
+    """The abstract value `aval`, varying on `axes`, as JAX's reduced there."""
+    kind = aval.manual_axis_type
+    return aval.update(manual_axis_type=kind.update(varying=kind.varying - set(axes), reduced=kind.reduced | set(axes)))
+
+
+def as_terms(aval: Any, axes: Sequence[str]) -> Any:
+    """The abstract value `aval`, unreduced on `axes`, as varying there."""
+    kind = aval.manual_axis_type
+    changed: dict[str, Any] = {"varying": kind.varying | set(axes), "unreduced": kind.unreduced - set(axes)}
+    if not changed["unreduced"] and hasattr(kind, "unreduced_kind"):  # newer JAX says how the terms are put together
+        changed["unreduced_kind"] = None
+    return aval.update(manual_axis_type=kind.update(**changed))
+
+
 def pvary(x: Any, axes: Sequence[str]) -> Any:
     """`x` typed varying along `axes`: no communication, and a psum as its transpose."""
     kind = _manual_type(x)

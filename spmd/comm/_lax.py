@@ -23,6 +23,7 @@ __all__ = [
     "psum_scatter",
     "retype",
     "slice_block",
+    "to_reduced",
 ]
 
 Axes = tuple[str, ...]
@@ -150,4 +151,29 @@ _retype_p = _compat.linear_primitive(
     run=lambda x, **_: x,
     transpose=_retype_transpose,
     batch=lambda args, dims, *, axes: (retype(*args, axes), dims[0]),
+)
+
+
+def to_reduced(x: Any, axes: Axes) -> Any:
+    """`x`, equal along `axes`, typed as JAX's reduced there: no communication. Backward each device keeps its own term,
+    and where `x` is invarying one all-reduce adds them up."""
+    varying = tuple(a for a in axes if a in _compat.varying_axes(x))
+    rest = tuple(a for a in axes if a not in varying and a not in _compat.reduced_axes(x))
+    x = _recast(x, axes=varying, to="reduced") if varying else x
+    return lax.pcast(x, rest, to="reduced") if rest else x
+
+
+def _recast(x: Any, *, axes: Axes, to: str) -> Any:
+    """From varying to JAX's reduced; or, its transpose, from unreduced to varying, each device with its own term."""
+    return _recast_p.bind(x, axes=axes, to=to)
+
+
+_recast_p = _compat.linear_primitive(
+    "spmd_recast",
+    abstract=lambda x, *, axes, to: (_compat.as_reduced if to == "reduced" else _compat.as_terms)(x, axes),
+    run=lambda x, **_: x,
+    transpose=lambda cotangent, *, axes, to: _recast(
+        cotangent, axes=axes, to="terms" if to == "reduced" else "reduced"
+    ),
+    batch=lambda args, dims, **how: (_recast(*args, **how), dims[0]),
 )

@@ -14,6 +14,7 @@ from spmd import _compat
 from spmd._trees import Static, matched, unwrapped
 from spmd.check import check_jaxpr, explain_output
 from spmd.comm._call import verb_between
+from spmd.comm._lax import to_reduced
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import ReplicationError, SpmdError, compose
 from spmd.kernel._signature import Signature
@@ -153,12 +154,13 @@ class Outputs:
             compose(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
         )
 
-    def leaving(self, flat: Sequence[Any]) -> list[Any]:
-        """The results as `specs` expects them: partial sums typed as such."""
-        return [
-            _compat.to_unreduced(x, lay.unreduced) if lay.unreduced else x
-            for x, lay in zip(flat, self.layouts, strict=True)
-        ]
+    def leaving(self, flat: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
+        """The results as `specs` expects them: what carries a mark is typed as JAX has it outside."""
+        typed = []
+        for x, layout in zip(flat, self.layouts, strict=True):
+            x = _compat.to_unreduced(x, layout.unreduced) if layout.unreduced else x
+            typed.append(to_reduced(x, tuple(a for a in layout.reduced if a not in without)))
+        return typed
 
     def build(self, flat: Sequence[Any]) -> Any:
         """The results as the body returned them; what is no array is a part of their structure, until `returned`."""

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd import _compat
 from spmd.check import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SpmdError
@@ -262,8 +264,8 @@ class Plan:
             tagged = []
             for leaf, spec in zip(leaves, self.leaves, strict=True):
                 origin = f"argument {spec.path}"
-                if frame.explicit:
-                    tagged.append(tag(leaf, spec.layout, origin))
+                if frame.explicit:  # where the body works with it, a reduced value is a copy like any other
+                    tagged.append(tag(_compat.pvary(leaf, spec.layout.reduced), spec.layout, origin))
                 else:
                     tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame))
             out = self.signature.call(self.rebuild(tagged))
@@ -301,7 +303,7 @@ class Plan:
         rank."""
         self.outputs.check_types(flat, frame)
         specs[:] = self.outputs.specs(without)
-        return self.outputs.leaving(flat)
+        return self.outputs.leaving(flat, without)
 
     def _reshard(self, x: Any, layout: Layout) -> Any:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
@@ -326,11 +328,13 @@ class Plan:
     def _anchored(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The same arrays through a `shard_map` that does nothing: it alone tells a `jit` around us, whose arguments
         lie nowhere yet, on which devices an Explicit mesh is."""
-        marked = any(s.layout.unreduced or s.layout.reduced for s in self.leaves)
-        if not leaves or marked or not isinstance(self.mesh, Mesh):
+        if not leaves or not isinstance(self.mesh, Mesh):
             return leaves
         names = self.mesh.axis_names
         mesh = Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        if any(s.layout.unreduced or s.layout.reduced for s in self.leaves):  # marks, which Auto axes do not have
+            anchor = jax.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P())(jnp.zeros(()))
+            return jax.lax.optimization_barrier((*leaves, anchor))[:-1]
         specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
         return jax.shard_map(lambda *shards: shards, mesh=mesh, in_specs=specs, out_specs=specs)(*leaves)
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.errors import MeshError, PlacementError
+from spmd.errors import MeshError, PlacementError, ReplicationError
 
 A, E = AxisType.Auto, AxisType.Explicit
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -266,3 +266,56 @@ def test_a_kernel_with_renamed_axes():
         linear = linear_on(mesh, axes=axes)
         np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
         np.testing.assert_allclose(linear.auto(X, W), X @ W, rtol=1e-5)
+
+
+# -------------------- {R:} at the boundary of a kernel
+
+REDUCED = {
+    "as it is": ("d f {R:dp} -> d f {R:dp}", lambda w: w, lambda w: w),
+    "scaled": ("d f {R:dp} -> d f {R:dp}", lambda w: w * 2 - 1, lambda w: w * 2 - 1),
+    "nonlinear": ("d f {R:dp,tp} -> d f {R:dp,tp}", jnp.tanh, np.tanh),
+    "born here": ("d f -> d f {R:dp}", lambda w: spmd.defer(w, "d f -> d f {R:dp}") * 3, lambda w: w * 3),
+    "passed on": (
+        "d f/tp {R:dp} -> d f {R:dp}",
+        lambda w: spmd.all_gather(w, "d f/tp -> d f", to="invarying"),
+        lambda w: w,
+    ),
+    "summed": (
+        "d f {R:dp} -> {U:dp}",
+        lambda w: spmd.reduce(w[None] * spmd.iota("b/dp", b=2).astype(w.dtype)[:, None, None], "b/dp d f -> {U:dp}"),
+        lambda w: w.sum(),
+    ),
+    "used by what is divided": (
+        "b/dp d, d f {R:dp} -> b/dp f",
+        lambda x, w: spmd.einsum(x, w, "b/dp d, d f {R:dp} -> b/dp f") + 1,
+        lambda x, w: x @ w + 1,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+@pytest.mark.parametrize("name", REDUCED)
+def test_reduced_arguments_and_results(name, mode):
+    """In the body a reduced value is a copy like any other; its type is JAX's own outside only."""
+    pattern, body, plain = REDUCED[name]
+    mesh = mesh_of((E, E))
+    kernel = spmd.kernel(pattern, mesh=mesh)(body)
+    args = (X, W)[2 - len(kernel.signature.params) :]
+    weights = np.cos(np.arange(np.size(plain(*args)), dtype=np.float32)).reshape(np.shape(plain(*args)))
+
+    def loss(f):
+        return lambda *args: (jax.sharding.reshard(f(*args), P()) * weights).sum()
+
+    with spmd.mode(mode), jax.set_mesh(mesh):
+        for run in (kernel, jax.jit(kernel)):
+            np.testing.assert_allclose(jax.sharding.reshard(run(*args), P()), plain(*args), rtol=1e-5)
+        found = jax.grad(loss(kernel), tuple(range(len(args))))(*map(jnp.asarray, args))
+    plainly = {np.tanh: jnp.tanh}.get(plain, plain)
+    wanted = jax.grad(lambda *args: (plainly(*args) * weights).sum(), tuple(range(len(args))))(*map(jnp.asarray, args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+def test_a_reduced_argument_that_leaves_whole():
+    kernel = spmd.kernel("d f {R:dp} -> d f", mesh=mesh_of((E, E)))(lambda w: w * 2)
+    with pytest.raises(ReplicationError, match="result is equal on dp, and typed varying"):
+        kernel(W)
