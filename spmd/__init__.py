@@ -33,7 +33,7 @@ from spmd.errors import (
 from spmd.hardware import Hardware, Link, hardware
 from spmd.inspect._explain import explain
 from spmd.inspect._picture import Picture, visualize
-from spmd.kernel import Kernel, kernel
+from spmd.kernel import Kernel, VmapWarning, kernel
 from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import make_mesh, use_cpu_devices
 from spmd.mode import axis_mapping, mode, scope
@@ -98,6 +98,7 @@ __all__ = [
     "SizeError",
     "SpmdError",
     "Step",
+    "VmapWarning",
     "all_gather",
     "all_to_all",
     "annotate",

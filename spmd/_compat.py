@@ -24,6 +24,7 @@ __all__ = [
     "linear_primitive",
     "live_jaxpr",
     "manual_axes",
+    "mapped",
     "name_stack",
     "pvary",
     "reduced_axes",
@@ -133,6 +134,16 @@ def concrete(x: Any) -> Any:
     while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
         x = x.primal
     return x
+
+
+def mapped(x: Any) -> tuple[jax.Array, int] | None:
+    """The array that a tracer of `jax.vmap` stands for, outside jit, and the dimension that it maps."""
+    x = concrete(x)
+    dim = getattr(x, "batch_dim", None)
+    if not isinstance(x, jax.core.Tracer) or not isinstance(dim, int):
+        return None
+    array = concrete(x.val)
+    return (array, dim) if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) else None
 
 
 def identity_primitive(name: str) -> Primitive:

@@ -7,6 +7,8 @@ that was broken (one sentence), what was got, and the fix as text to paste.  Arr
 from __future__ import annotations
 
 import difflib
+import inspect
+import warnings
 from collections.abc import Iterable, Sequence
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "SpmdError",
     "compose",
     "did_you_mean",
+    "warn",
 ]
 
 _WIDTH = 120  # a longer line wraps in a terminal, and its carets then point nowhere
@@ -121,6 +124,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     cutoff = 0.5 if len(name) <= 3 else 0.6
     near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
     return f"; did you mean '{folded[near[0]]}'?" if near else ""
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn at the line that called this package, which is neither ours nor JAX's."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("spmd", "jax"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level + 1)
 
 
 def _shown(call: str | None, source: str | None, span: tuple[int, int] | None) -> list[str]:

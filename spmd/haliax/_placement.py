@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import warnings
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +14,7 @@ import spmd
 from spmd import AxisMapping
 from spmd._trees import by_path, is_array
 from spmd._units import bytes_text
-from spmd.errors import LayoutError, MeshError, compose
+from spmd.errors import LayoutError, MeshError, compose, warn
 from spmd.mesh import ambient_mesh
 from spmd.mode import ambient_mapping, ambient_mode
 
@@ -160,9 +159,7 @@ def _warn_of_whole(tree: Any, layouts: Any, mapping: AxisMapping, mesh: Any, big
         rule = "a big array lies whole on every device: nothing that its names say divides it."
         got = [*whole, f"mapping: {_rules_text(mapping)}"]
         fix = '"embed": "data" in the mapping for one of its names, or big=... to allow it'
-        warnings.warn(
-            compose(rule, call="shard(tree, names)", got=got, fix=fix), WholeArrayWarning, stacklevel=_callers_level()
-        )
+        warn(compose(rule, call="shard(tree, names)", got=got, fix=fix), WholeArrayWarning)
 
 
 def _abstract(x: Any) -> Any:
@@ -176,11 +173,3 @@ def _abstract(x: Any) -> Any:
 
 def _rules_text(mapping: AxisMapping) -> str:
     return ", ".join(f"{name} -> {'/'.join(axes) or 'whole'}" for name, axes in mapping.items()) or "(empty)"
-
-
-def _callers_level() -> int:
-    """How many calls up the line is that is neither this package's nor JAX's, as `warnings.warn` counts them."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("spmd", "jax"):
-        frame, level = frame.f_back, level + 1
-    return level

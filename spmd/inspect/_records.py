@@ -76,6 +76,7 @@ class Boundary:
       shape: The global shape.
       where: `file.py:12`, the line that calls the kernel.
       count: How often one call moves it, scans multiplied out.
+      note: What would keep it where it lies, if that is known.
     """
 
     text: str
@@ -86,6 +87,7 @@ class Boundary:
     shape: tuple[int, ...]
     where: str
     count: int = 1
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

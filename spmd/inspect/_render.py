@@ -119,6 +119,7 @@ def _written_sections(it: Explanation) -> Iterator[Section]:
     moved = [
         "  ".join(filter(None, (one.where, moved_text(one))))
         + (f", {bytes_text(one.bytes * one.count)}" if one.bytes else "" if one.bytes is None else ", nothing is sent")
+        + (one.note and f"; {one.note}")
         for one in known
     ]
     if blank := len(it.written.boundary) - len(known):

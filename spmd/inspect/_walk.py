@@ -216,7 +216,8 @@ class Walk:
             leaves = arguments_of(name, place, mesh.shape, specs, ranks) or [None] * len(specs)
             for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
                 target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
-                self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site)
+                note = _kept_by_vmap(value.place, specs, site)
+                self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site, note)
         body = opened(eqn.params["jaxpr"])[0]
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
         stand = self._stand(body.invars, None, within)
@@ -234,14 +235,22 @@ class Walk:
     # --- outside kernels ----------------------------------------------------------------------------------
 
     def _enter(
-        self, name: str, eqn: Any, value: Value, aval: Any, target: Placement, layout: Layout | None, site: _Site
+        self,
+        name: str,
+        eqn: Any,
+        value: Value,
+        aval: Any,
+        target: Placement,
+        layout: Layout | None,
+        site: _Site,
+        note: str,
     ) -> None:
         """An array at the boundary of a kernel."""
         source = value.place if value.place is not None else typed_place(aval, self.sizes)
         self._want(value, target)
         if source in (ANYWHERE, target) or not shape_of(aval):
             return
-        self._move(f"{name}: {value.label or 'a computed array'}", source, target, aval, eqn, site, layout)
+        self._move(f"{name}: {value.label or 'a computed array'}", source, target, aval, eqn, site, layout, note)
 
     def _want(self, value: Value, target: Placement) -> None:
         """Where an argument, or each slice of it, is wanted first."""
@@ -258,6 +267,7 @@ class Walk:
         eqn: Any,
         site: _Site,
         layout: Layout | None = None,
+        note: str = "",
     ) -> None:
         shape, where = shape_of(aval), site.line(eqn)
         names = () if layout is None else names_of(layout, len(shape))
@@ -270,6 +280,7 @@ class Walk:
             shape=shape,
             where=where,
             count=site.times,
+            note=note,
         )
         # A backward pass takes the same argument as the forward one, and the compiler moves it once.
         key = (text, target, where) if not text.endswith("a computed array") else len(self._boundary)
@@ -431,3 +442,14 @@ def _raw_text(primitive: str, kind: str, axes: Sequence[str], transposed: bool) 
 def _implicit(text: str, transposed: bool) -> bool:
     """Whether an all-reduce is no verb's own: of a dropped name, or of a gradient."""
     return transposed or not text.startswith(_VERBS)
+
+
+def _kept_by_vmap(place: Any, specs: Sequence[Any], site: _Site) -> str:
+    """What `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no argument of
+    the kernel is divided over."""
+    if ("Transform", "vmap") not in site.names or not isinstance(place, tuple):
+        return ""
+    kernels = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    lost = [axis for axes in place for axis in axes if axis not in kernels]
+    name = f'"{lost[0]}"' if len(lost) == 1 else "({})".format(", ".join(f'"{axis}"' for axis in lost))
+    return f"jax.vmap(..., spmd_axis_name={name}) keeps a mapped dimension divided" if lost else ""

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd import _compat
 from spmd._trees import Static, is_array, is_number, matched, wrapped
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
+from spmd.kernel._boundary import check_boundary, check_mapped
 from spmd.kernel._outputs import Outputs
 from spmd.kernel._plan import Leaf, Plan, concrete
 from spmd.kernel._signature import Signature, read
@@ -112,12 +113,15 @@ class Kernel:
             return self._inside(mode, frame, _compat.manual_axes(), args, kwargs, asked)
         plan, leaves = self._prepare(mode, args, kwargs)
         if self.boundary == "error":
-            plan.check_boundary(leaves)
+            check_boundary(plan, leaves)
         elif self._repeats and plan.simple and not kwargs and len(args) == len(self.signature.params):
             flat, structure = jax.tree.flatten(args)
             if concrete(flat) and around == (mode, ambient_mapping()):
                 self._warm[around, structure] = plan
-        return plan.call(leaves)
+        out = plan.call(leaves)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            check_mapped(plan, leaves, out, strict=self.boundary == "error")
+        return out
 
     def _inside(
         self, mode: tuple[str, str], frame: Any, manual: tuple[str, ...], args: Any, kwargs: Any, asked: bool
@@ -331,7 +335,9 @@ def kernel(
       static: Arguments that are no arrays: hashable values, part of the cache key.
       donate: Arguments whose buffers the results may take over, in a call from Python with arrays. A call that is
         being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
-      boundary: "move" brings arguments into their layouts; "error" raises instead.
+      boundary: "move" brings arguments into their layouts; "error" raises instead, as far as JAX shows where arguments
+        lie: always outside jit; inside, on Explicit axes, which their types name. On Auto axes nothing is known in
+        there before it is compiled, and `explain` lists what is moved.
       **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`.
 
     Returns:

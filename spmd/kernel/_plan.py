@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd.check import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SpmdError
+from spmd.errors import LayoutError, MeshError, ModeError, SpmdError
 from spmd.kernel._known import identifier, remember
 from spmd.kernel._outputs import Outputs, diagnose
 from spmd.kernel._signature import Signature
@@ -219,25 +219,6 @@ class Plan:
         if isinstance(sharding, NamedSharding):
             return sharding.mesh != self.mesh
         return sharding.device_set != set(self.mesh.devices.flat)
-
-    def check_boundary(self, leaves: Sequence[Any]) -> None:
-        """With `boundary="error"`: every argument already lies as the signature says."""
-        wrong = []
-        for leaf, spec in zip(leaves, self.leaves, strict=True):
-            here = leaf.sharding if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) else None
-            if here is None:
-                if isinstance(leaf, jax.core.Tracer):
-                    continue
-                wrong.append(f'{spec.path}: a {type(leaf).__name__}, not placed; wanted "{spec.layout.short}"')
-            elif not here.is_equivalent_to(NamedSharding(self.mesh, self.spec(spec.layout, leaf.ndim)), leaf.ndim):
-                wrong.append(f'{spec.path}: {getattr(here, "spec", here)}; wanted "{spec.layout.short}"')
-        if wrong:
-            self.signature.fail(
-                'an argument lies elsewhere than its layout says, and boundary="error" forbids moving it.',
-                got=wrong,
-                fix="shard(x, layout) before the call",
-                error=PlacementError,
-            )
 
     # --- while tracing ------------------------------------------------------------------------------------
 

@@ -350,6 +350,18 @@ def test_the_boundary_says_from_where_to_where(mesh):
     assert placed.source == "one device" and placed.bytes == 4 * 8 * 4 // 8
 
 
+def test_the_boundary_names_what_vmap_would_keep(mesh):
+    """A divided dimension that vmap maps is gathered, unless vmap is told its axes."""
+    kernel = spmd.kernel("d/tp -> d/tp", mesh=mesh)(lambda x: 2 * x)
+    at = lambda *spec: jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
+    [moved] = written(jax.vmap(kernel), [at("dp", "tp")], {}).boundary
+    assert moved.note == 'jax.vmap(..., spmd_axis_name="dp") keeps a mapped dimension divided' and moved.bytes
+    assert moved.note in str(spmd.explain(jax.vmap(kernel), at("dp", "tp"))).replace("\n    ", " ")
+    assert written(jax.vmap(kernel, spmd_axis_name="dp"), [at("dp", "tp")], {}).boundary == ()
+    [moved] = written(jax.vmap(kernel), [at("tp")], {}).boundary  # an axis of the kernel's own
+    assert moved.note == ""
+
+
 def test_the_boundary_names_the_kernel_that_stands_there(mesh):
     """Also while another of the same name, mesh and specs is alive, which calls its dimensions differently."""
     other = spmd.kernel("i/dp j/tp, k -> i/dp j/tp", mesh=mesh)(lambda x, n: x * n[0])

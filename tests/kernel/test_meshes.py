@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import MeshError, PlacementError, ReplicationError
+from spmd.inspect import collectives
 
 A, E = AxisType.Auto, AxisType.Explicit
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -135,6 +136,55 @@ def test_boundary_error_allows_only_what_lies_there(name):
     else:
         with pytest.raises(PlacementError, match='x: .*wanted "b/dp d/tp"'):
             linear(x, w)
+
+
+@pytest.mark.parametrize("kind", [(A, A), (E, E), (E, A), (A, E)])
+def test_boundary_error_inside_jit_sees_what_the_type_says(kind):
+    """Explicit axes stand in an array's type, Auto ones do not; outside jit the array itself tells."""
+    mesh = mesh_of(kind)
+    double = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh, boundary="error")(lambda x: 2 * x)
+    step, slope = jax.jit(lambda x: double(x)), jax.jit(jax.grad(lambda x: double(x).sum()))
+    put = lambda *spec: jax.device_put(X, NamedSharding(mesh, P(*spec)))
+    np.testing.assert_array_equal(step(put("dp", "tp")), 2 * X)
+    np.testing.assert_array_equal(slope(put("dp", "tp")), np.full_like(X, 2))
+    for spec in [("tp", "dp"), ()]:
+        with pytest.raises(PlacementError, match='x: .*wanted "b/dp d/tp"'):
+            double(put(*spec))
+        with pytest.raises(PlacementError, match='x: .*wanted "b/dp d/tp"'):
+            jax.linearize(double, put(*spec))
+        for run in (step, slope):
+            if E in kind:
+                with pytest.raises(PlacementError, match='x: .*wanted "b/dp d/tp"'):
+                    run(put(*spec))
+            else:
+                run(put(*spec))
+    if kind == (E, A):  # what moves along Auto axes is not seen
+        np.testing.assert_array_equal(step(put("dp")), 2 * X)
+
+
+def test_vmap_says_that_it_gathers_what_it_maps():
+    """Where JAX shows it; `spmd_axis_name` keeps it divided."""
+    mesh = mesh_of((A, A))
+    double, strict = (
+        spmd.kernel("d/tp -> d/tp", mesh=mesh, boundary=boundary)(lambda x: 2 * x) for boundary in ("move", "error")
+    )
+    x = jax.device_put(X, NamedSharding(mesh, P("dp", "tp")))
+    fix = r'mapped dimension is divided over dp\nfix: jax.vmap\(fn, spmd_axis_name="dp"\)'
+    jax.vmap(double.auto)(x), jax.vmap(double.reference)(x)  # one keeps it, the other has one device
+    for fn in (jax.vmap(double), jax.vmap(jax.grad(lambda x: (double(x) ** 2).sum()))):
+        with pytest.warns(spmd.VmapWarning, match=fix) as caught:
+            fn(x)
+        assert caught[0].filename == __file__
+    with pytest.raises(PlacementError, match=fix):
+        jax.vmap(strict)(x)
+    with pytest.raises(PlacementError, match='wanted "d/tp"'):
+        jax.vmap(strict, in_axes=1)(x)
+    for kernel in (double, strict):
+        run = jax.vmap(kernel, spmd_axis_name="dp")
+        assert run(x).sharding.spec == P("dp", "tp") and not collectives(jax.jit(run), x).counts
+        np.testing.assert_array_equal(run(x), 2 * X)
+    whole = jax.device_put(X, NamedSharding(mesh, P(None, "tp")))
+    np.testing.assert_array_equal(jax.vmap(strict)(whole), 2 * X)  # nothing to gather
 
 
 def test_arrays_of_fewer_devices():
