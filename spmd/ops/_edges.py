@@ -150,7 +150,8 @@ def read_edges(call: Call, edge: Any, layouts: Iterable[Layout], wide: Iterable[
 def _ends(call: Call, edge: Any, what: str) -> Ends:
     """Both ends, from one edge or a pair."""
     if not isinstance(edge, tuple):
-        return (_one(call, edge, what),) * 2
+        both = _one(call, edge, what)
+        return both, both
     if len(edge) != 2:
         rule = f"{what} is one edge, or a pair for the low and the high end, and this tuple has {len(edge)}."
         call.fail(rule, fix='("zero", "edge")', error=LayoutError)
