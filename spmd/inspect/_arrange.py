@@ -29,7 +29,7 @@ __all__ = [
 MOST_DEVICES = 64
 _SHOWN = 2  # of a dimension with more blocks than fit, how many are drawn at the front; and one at the end
 
-TINTS = 8  # colours, used again after that and shifted, so that rows of eight do not repeat
+TINTS = MOST_DEVICES  # colours: one for each block that is drawn
 T = TypeVar("T")
 Numbers = Sequence[int | None]
 """Numbers of blocks; None stands for those left out."""
@@ -80,18 +80,21 @@ def arrange(holdings: Holdings) -> Arrangement:
     return Arrangement(tuple(drawn[:-2]), row, column, tuple(spare))
 
 
-def panel_rows(holdings: Holdings, arrangement: Arrangement, most_columns: int) -> Iterator[list[Panel]]:
-    """The panels: a list stands side by side, the last outer dimension along it; too many columns are continued."""
+def panel_rows(
+    holdings: Holdings, arrangement: Arrangement, most_columns: int, most_rows: int | None = None
+) -> Iterator[list[Panel]]:
+    """The panels: a list stands side by side, the last outer dimension along it; too many columns or rows are
+    continued in panels of their own."""
     rows = _numbers(holdings, arrangement.row)
     columns = _numbers(holdings, arrangement.column)
-    chunks = even(columns, most_columns)
+    chunks = list(itertools.product(even(rows, most_rows or len(rows)), even(columns, most_columns)))
     runs = [[n for n in _numbers(holdings, place) if n is not None] for place in arrangement.outer]
     for front in itertools.product(*runs[:-1]):
         panels = []
         for last in runs[-1] if runs else [None]:
             numbers = front if last is None else (*front, last)
             fixed = tuple(zip(arrangement.outer, numbers, strict=True))
-            panels += [Panel(fixed, rows, chunk) for chunk in chunks]
+            panels += [Panel(fixed, *chunk) for chunk in chunks]
         yield panels
 
 
@@ -159,11 +162,17 @@ def _used(holdings: Holdings) -> set[str]:
 
 
 def tints(*pictures: Holdings) -> dict[int, int]:
-    """A colour number for the first device of each block; the same device has one colour in all the pictures."""
+    """A colour number for the first device of each block, those that are drawn before the others; the same device has
+    one colour in all the pictures."""
     places = {device: at for holdings in pictures for at, device in enumerate(holdings.devices)}
-    firsts = {copies[0][0] for holdings in pictures for copies in holdings.cells.values()}
-    ranks = {device: rank for rank, device in enumerate(sorted(firsts, key=places.__getitem__))}
-    return {device: (rank + rank // TINTS) % TINTS for device, rank in ranks.items()}
+    cells = [(block, copies[0][0], holdings) for holdings in pictures for block, copies in holdings.cells.items()]
+    hidden = {device for _, device, _ in cells} - {d for block, d, holdings in cells if _drawn(holdings, block)}
+    order = sorted({device for _, device, _ in cells}, key=lambda device: (device in hidden, places[device]))
+    return {device: rank % TINTS for rank, device in enumerate(order)}
+
+
+def _drawn(holdings: Holdings, block: Block) -> bool:
+    return not is_summary(holdings) or all(n in _numbers(holdings, place) for place, n in enumerate(block))
 
 
 # --- devices in a cell ---------------------------------------------------------------------------------------

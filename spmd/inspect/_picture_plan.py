@@ -25,7 +25,9 @@ __all__ = ["PlanDrawing"]
 
 _MOST_ARROWS = 12  # written out
 _MOST_CHIPS = 16  # devices of a group that are drawn
-_CHIP, _SPACE = 20.0, 26.0
+_CHIP, _SPACE, _REACH = 20.0, 26.0, 90.0  # of a device, from one to the next, of an arrow
+_HEAD = 60.0  # of the title and the headers above a grid
+_WIDEST = 1.3 * _svg.WIDTH  # of a step: two grids of 8 x 8 stand side by side
 
 
 class PlanDrawing:
@@ -61,8 +63,7 @@ class PlanDrawing:
         for number, step in enumerate(plan.steps):
             title = [_svg.paragraph(f"{number + 1}. {_what(step)}", weight="bold")]
             title += [_svg.paragraph(sentence, fill=_svg.FAINT) for sentence in self.sentences(step)]
-            row = [self._state_box(self.states[number]), self._arrows(step), self._state_box(self.states[number + 1])]
-            boxes.append(_svg.below([_svg.below(title, 1), _svg.flow(row)], 8))
+            boxes.append(_svg.below([_svg.below(title, 1), self._step_box(number)], 8))
         boxes.append(_svg.below([_svg.paragraph(sentence, fill=_svg.FAINT) for sentence in self.totals], 1))
         return _svg.card(_svg.below(boxes, 20), f"{self.title}: what each step moves")
 
@@ -125,27 +126,40 @@ class PlanDrawing:
     def _state_box(self, state: Holdings) -> Box:
         return _svg.below([_svg.paragraph(state.title), grid_box(state, self._colours)], 4)
 
-    def _arrows(self, step: Step) -> Box:
-        """Senders on the left, receivers on the right, a line for each transfer: of the first group, if of many."""
+    def _step_box(self, number: int) -> Box:
+        """Before and after, what moves between them: side by side, or above each other where that is too wide."""
+        before, after = (self._state_box(state) for state in self.states[number : number + 2])
+        row = _svg.beside([before, self._arrows(self.plan.steps[number], (before, after)), after])
+        if row.width <= _WIDEST:
+            return row
+        return _svg.below([before, self._arrows(self.plan.steps[number], (before, after), down=True), after])
+
+    def _arrows(self, step: Step, between: Sequence[Box], *, down: bool = False) -> Box:
+        """From senders to receivers a line for each transfer: of the first group, if of many. From left to right, or
+        `down`, as the boxes lie `between` which it stands."""
         moved = self.transfers(step) if not self.is_summary else []
         group, *others = groups(step.axes, self.plan.mesh)
         if len(group) > _MOST_CHIPS or not moved:
-            return Box(40, 60, _arrow(0, 30, 40, 30, _svg.FAINT))
-        reach = 90.0
+            if down:
+                x = 0.75 * min(box.width for box in between)  # to the right of the headers
+                return Box(x + 4, _REACH / 2, _arrow(x, 0, x, _REACH / 2, _svg.FAINT))
+            y = (_HEAD + min(box.height for box in between)) / 2
+            return Box(_REACH / 2, y + 4, _arrow(0, y, _REACH / 2, y, _svg.FAINT))
         colour = {device: self._colour_of(step, device) for device in group}
-        y = {device: _SPACE * (row + 0.5) for row, device in enumerate(group)}
+        along = {device: _SPACE * (row + 0.5) for row, device in enumerate(group)}
+        at = (lambda across, along: (along, across)) if down else (lambda across, along: (across, along))
+        start, far = _CHIP + 3, 2 * _CHIP + 6 + _REACH
         parts = []
         for transfer in moved:
-            if transfer.to in y:
+            if transfer.to in along:
                 source = transfer.sources[0]
                 dashed = {"stroke_dasharray": "3 3"} if len(transfer.sources) > 1 else {}
-                edge = _svg.EDGES[colour[source]]
-                x = _CHIP + 3
-                parts.append(_arrow(x, y[source], x + reach, y[transfer.to], edge, **dashed))
+                ends = (*at(start, along[source]), *at(start + _REACH, along[transfer.to]))
+                parts.append(_arrow(*ends, _svg.EDGES[colour[source]], **dashed))
         for device in group:
-            for x in (0.0, _CHIP + 6 + reach):
-                parts.append(_chip(x, y[device], device, colour[device]))
-        drawn = Box(2 * _CHIP + 6 + reach, _SPACE * len(group), "".join(parts))
+            for across in (_CHIP / 2, far - _CHIP / 2):
+                parts.append(_chip(*at(across, along[device]), device, colour[device]))
+        drawn = Box(*at(far, _SPACE * len(group)), "".join(parts))
         note = _svg.paragraph(f"group 1 of {len(others) + 1}", fill=_svg.FAINT)
         return _svg.below([drawn, note], 4) if others else drawn
 
@@ -193,6 +207,8 @@ def _arrow(x: float, y: float, to_x: float, to_y: float, colour: str, **look: st
 
 
 def _chip(x: float, y: float, device: int, colour: int) -> str:
+    """A device, its middle at a place."""
     fill, edge = _svg.FILLS[colour], _svg.EDGES[colour]
-    rect = _svg.element("rect", "", x=x, y=y - _CHIP / 2, width=_CHIP, height=_CHIP, rx=4, fill=fill, stroke=edge)
-    return rect + text(x + _CHIP / 2, y, str(device), anchor="middle")
+    left, top = x - _CHIP / 2, y - _CHIP / 2
+    rect = _svg.element("rect", "", x=left, y=top, width=_CHIP, height=_CHIP, rx=4, fill=fill, stroke=edge)
+    return rect + text(x, y, str(device), anchor="middle")

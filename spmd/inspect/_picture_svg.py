@@ -27,6 +27,7 @@ from spmd.inspect._svg import Box, text
 __all__ = ["grid_box", "holdings_svg"]
 
 _CELL = 24  # characters before a list of devices is wrapped
+_MOST_ROWS = 16  # of a grid, before it is continued beside it
 _LINE = 17.0
 _HALO = 9.0  # how far a margin is drawn into the neighbours, whatever its size
 
@@ -48,7 +49,7 @@ def holdings_svg(holdings: Holdings) -> str:
 def grid_box(holdings: Holdings, colours: Mapping[int, int]) -> Box:
     """The panels of a picture."""
     grid = _Grid(holdings, arrange(holdings), colours)
-    rows = panel_rows(holdings, grid.arrangement, grid.most_columns)
+    rows = panel_rows(holdings, grid.arrangement, grid.most_columns, _MOST_ROWS)
     return _svg.below([_svg.flow([grid.panel(panel) for panel in row]) for row in rows], 18)
 
 

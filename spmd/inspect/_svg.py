@@ -27,10 +27,78 @@ __all__ = [
     "text",
 ]
 
-# Tints and shades of Okabe and Ito's colours, which colour-blind readers can tell apart
-# (https://jfly.uni-koeln.de/color/); dark text reads on every tint.
-FILLS = ("#f5cf80", "#abdaf4", "#80cfb9", "#f8f2a1", "#80b9d9", "#eaaf80", "#e6bcd3", "#b0b0b0")
-EDGES = ("#8a5f00", "#1f6d9c", "#00694d", "#8a8000", "#004c77", "#8e3f00", "#8f4a6d", "#595959")
+# One colour for each device that is drawn. The first eight are tints of Okabe and Ito's colours, which colour-blind
+# readers can tell apart (https://jfly.uni-koeln.de/color/). Each further one lies as far as possible, in OKLab, from
+# all before it, among those on which dark text reads, and looks different to colour-blind readers too from those
+# beside it in rows of 8 and 16.
+FILLS = (
+    "#f5cf80",
+    "#abdaf4",
+    "#80cfb9",
+    "#f8f2a1",
+    "#80b9d9",
+    "#eaaf80",
+    "#e6bcd3",
+    "#b0b0b0",
+    "#80ffd1",
+    "#c29efa",
+    "#ffe6ff",
+    "#a8b85c",
+    "#fa8fa8",
+    "#b8e685",
+    "#ccf5e6",
+    "#f5adff",
+    "#5cc285",
+    "#c7d6b8",
+    "#b2bdfa",
+    "#5cf5ff",
+    "#ffd6c2",
+    "#d19ec7",
+    "#85d68a",
+    "#d1c75c",
+    "#5cd6f0",
+    "#c2ffa8",
+    "#85adff",
+    "#bdbd8f",
+    "#5cbdb8",
+    "#ffc7fa",
+    "#94e6b8",
+    "#ff947a",
+    "#ffa3d1",
+    "#db9e99",
+    "#e0d6eb",
+    "#ffada8",
+    "#d1a85c",
+    "#b2c7cc",
+    "#8fb894",
+    "#d1ebb2",
+    "#d6bdad",
+    "#e699e6",
+    "#faf0d1",
+    "#80c7ff",
+    "#adadd6",
+    "#fac29e",
+    "#d6c7ff",
+    "#e6e070",
+    "#99ffff",
+    "#85e0db",
+    "#b8d18f",
+    "#ffb861",
+    "#5cf0d6",
+    "#d1adeb",
+    "#c2ebff",
+    "#5ce0b2",
+    "#b8ffd1",
+    "#dbc794",
+    "#b2e6db",
+    "#c7a88a",
+    "#5cb8f5",
+    "#f5e0a8",
+    "#ccb2c7",
+    "#f0995c",
+)
+_SHADES = ("#8a5f00", "#1f6d9c", "#00694d", "#8a8000", "#004c77", "#8e3f00", "#8f4a6d", "#595959")
+EDGES = (*_SHADES, *(f"#{int(fill[1:], 16) >> 1 & 0x7F7F7F:06x}" for fill in FILLS[len(_SHADES) :]))  # half as light
 INK, FAINT, CARD, RIM = "#1f2328", "#57606a", "#ffffff", "#c8ccd1"
 
 WIDTH = 900  # of a drawing, where its parts can be wrapped

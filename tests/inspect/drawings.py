@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -91,6 +92,48 @@ def _words(element: ET.Element, x: float, y: float) -> Iterator[Word]:
         yield Word(text, left, base - 9.0, left + width, base + 2.5)
     for child in element:
         yield from _words(child, x, y)
+
+
+def steps_of_svg(svg: str) -> Iterator[tuple[Word, list[tuple[float, float, float, float]], Word]]:
+    """For each step of a plan the rectangle of the cells before it, its arrows from end to end, and the cells after."""
+    cells: list[Word] = []
+    arrows: list[tuple[float, float, float, float]] = []
+    steps: list[tuple[list[Word], list[tuple[float, float, float, float]], list[Word]]] = []
+    for kind, item in _shapes(ET.fromstring(svg), 0.0, 0.0):
+        if kind == "arrow":
+            arrows.append(item)
+        elif arrows:  # the grid after them
+            steps.append((cells, arrows, [item]))
+            cells, arrows = [], []
+        elif kind == "cell" and steps and not cells and item.text not in {c.text for c in steps[-1][2]}:
+            steps[-1][2].append(item)
+        else:
+            cells.append(item)
+    for before, between, after in steps:
+        yield _around(before), between, _around(after)
+
+
+def _around(cells: list[Word]) -> Word:
+    sides = [min(c.left for c in cells), min(c.top for c in cells)]
+    return Word("", *sides, max(c.right for c in cells), max(c.bottom for c in cells))
+
+
+def _shapes(element: ET.Element, x: float, y: float) -> Iterator[tuple[str, Any]]:
+    """Cells of grids and arrows, in the order they are drawn, transforms applied."""
+    moved = re.fullmatch(r"translate\((\S+) (\S+)\)", element.get("transform", ""))
+    if moved:
+        x, y = x + float(moved[1]), y + float(moved[2])
+    at = lambda child, *names: [float(child.get(name, 0)) + (x if name[0] == "x" else y) for name in names]
+    if element.get("data-index") is not None:
+        rect = element.find(f"{SVG}rect")
+        assert rect is not None
+        left, top = at(rect, "x", "y")
+        right, bottom = left + float(rect.get("width", 0)), top + float(rect.get("height", 0))
+        yield "cell", Word(element.get("data-index", ""), left, top, right, bottom)
+    elif element.tag == f"{SVG}line":
+        yield "arrow", tuple(at(element, "x1", "y1", "x2", "y2"))
+    for child in element:
+        yield from _shapes(child, x, y)
 
 
 def faults_of_svg(svg: str) -> list[str]:

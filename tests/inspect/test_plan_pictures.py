@@ -11,7 +11,7 @@ import pytest
 import spmd
 from spmd.inspect._transfers import groups, transfers
 from spmd.language import Layout
-from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg
+from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg, steps_of_svg
 from tests.sampler import Sampler, seeds
 
 PATTERNS = [
@@ -155,6 +155,46 @@ def test_one_device_has_one_colour_in_all_steps():
             colours.setdefault(group.get("data-devices", ""), set()).add(rect.get("fill", ""))
     assert len(colours) == 4
     assert all(len(one) == 1 for one in colours.values())
+
+
+SIXTY_FOUR = [
+    ("a/x b/y -> a/y b/x", {"x": 8, "y": 8}),
+    ("a/x/y b -> a/y b/x", {"x": 8, "y": 8}),  # grids of 64 x 1, 1 x 64 and 8 x 8, and groups of 8
+    ("a/x/y b -> a/y/x b", {"x": 4, "y": 16}),
+    ("a/x b/y c/z -> a/z b/x c/y", {"x": 4, "y": 4, "z": 4}),
+    ("a/x/y b -> a/y b/x", {"x": 4, "y": 4}),
+    ("a/x b -> a b/x", {"x": 128, "y": 64}),  # a summary
+]
+
+
+@pytest.mark.parametrize(("pattern", "mesh"), SIXTY_FOUR)
+def test_arrows_lie_between_the_grids_they_join(pattern, mesh):
+    """Every arrow begins beside or below what is before the step and ends before what is after it."""
+    svg = spmd.visualize(made(pattern, mesh)).svg
+    assert faults_of_svg(svg) == []
+    steps = list(steps_of_svg(svg))
+    assert len(steps) == len(made(pattern, mesh).steps)
+    for before, arrows, after in steps:
+        assert arrows
+        for x, y, to_x, to_y in arrows:
+            right = before.right <= min(x, to_x) and max(x, to_x) <= after.left
+            down = before.bottom <= min(y, to_y) and max(y, to_y) <= after.top
+            assert right or down
+            across = [(before.top, y, before.bottom), (after.top, to_y, after.bottom)]
+            if len(arrows) == 1:  # it stands for the whole step, and points from a grid at a grid
+                spans = across if right else [(before.left, x, before.right), (after.left, to_x, after.right)]
+                assert all(low <= at <= high for low, at, high in spans)
+
+
+@pytest.mark.parametrize(("pattern", "mesh"), SIXTY_FOUR[:-1])
+def test_each_device_drawn_has_a_colour_of_its_own(pattern, mesh):
+    colours: dict[str, str] = {}
+    for group in ET.fromstring(spmd.visualize(made(pattern, mesh)).svg).iter(f"{SVG}g"):
+        if group.get("data-devices"):
+            rect = group.find(f"{SVG}rect")
+            assert rect is not None
+            assert colours.setdefault(group.get("data-devices", ""), rect.get("fill", "")) == rect.get("fill")
+    assert len(colours) == math.prod(mesh.values()) == len(set(colours.values()))
 
 
 def test_nothing_to_do_and_many_devices():
