@@ -146,6 +146,16 @@ def mapped(x: Any) -> tuple[jax.Array, int] | None:
     return (array, dim) if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) else None
 
 
+# There a compiled function that runs for the second time does not look, and reads memory that is not its own any more.
+DELETED_ARRAYS_CRASH = jax.__version_info__ < (0, 12)
+
+
+def deleted(x: Any) -> bool:
+    """Whether an array, or that of a gradient's tracer, has lost its buffer."""
+    x = concrete(x)
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
 def identity_primitive(name: str) -> Primitive:
     """A primitive that is the identity in everything and leaves only a note in the jaxpr.
 

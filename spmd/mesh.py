@@ -6,18 +6,21 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spmd.errors import MeshError, ModeError, compose, did_you_mean
+from spmd import _compat
+from spmd.errors import MeshError, ModeError, PlacementError, compose, did_you_mean
 
 __all__ = [
     "ambient_mesh",
     "axis_span",
+    "check_alive",
+    "check_arguments_alive",
     "check_axes",
     "lies_whole",
     "made_whole",
@@ -255,6 +258,26 @@ def _lives_on(leaf: Any) -> Mesh | AbstractMesh | None:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     return sharding.mesh
+
+
+def check_alive(arrays: Iterable[tuple[str, Any]], call: str, source: str | None = None) -> None:
+    """No array is used whose buffer somebody else has.
+
+    Raises:
+      PlacementError: With all that are gone.
+    """
+    gone = [f"{path}: {x.dtype.name}{list(x.shape)}" for path, x in arrays if _compat.deleted(x)]
+    if gone:
+        rule = "an array is used whose buffer was given away: it was donated to an earlier call, or deleted."
+        fix = "use what that call returned; or do not donate it there"
+        raise PlacementError(compose(rule, call=call, source=source, got=gone, fix=fix))
+
+
+def check_arguments_alive(args: Any, kwargs: Any, call: str) -> None:
+    """`check_alive` for the arguments of a call; they are named `argument[0]['w']`, `argument['w']`."""
+    if any(map(_compat.deleted, jax.tree.leaves((args, kwargs)))):
+        leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        check_alive(((f"argument{jax.tree_util.keystr(path[1:])}", x) for path, x in leaves), call)
 
 
 def _whole(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:

@@ -17,7 +17,7 @@ from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
 from spmd.kernel import kernel
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import ambient_mesh, check_axes, made_whole, mesh_of, outside_trace
+from spmd.mesh import ambient_mesh, check_alive, check_arguments_alive, check_axes, made_whole, mesh_of, outside_trace
 from spmd.mode import ambient_mapping, ambient_mode, try_frame
 from spmd.ops._grids import born
 
@@ -112,9 +112,11 @@ def _placements(
     rules = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
     if rules is not None:
         rules.check(mesh.axis_names)
+    matches = _matched(layouts, tree, call)
     out: list[NamedSharding | None] = []
     faults: list[str] = []
-    for path, leaf, declared in _matched(layouts, tree, call):
+    check_alive(((path, leaf) for path, leaf, _ in matches), call)
+    for path, leaf, declared in matches:
         if declared is None:
             out.append(None)
             continue
@@ -265,6 +267,7 @@ class Init:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _check_outside("init", self._text)
+        check_arguments_alive(args, kwargs, self._text)
         args, kwargs = wrapped((args, kwargs))
         tree, mesh, shardings = self._where(args, kwargs)
         if ambient_mode()[0] == "reference":

@@ -14,6 +14,7 @@ from spmd import AxisMapping, axis_mapping
 from spmd._trees import Static, is_array
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.haliax._placement import shard
+from spmd.mesh import check_arguments_alive
 from spmd.mode import ambient_mapping, ambient_mode
 
 __all__ = ["fsdp", "named_jit"]
@@ -189,6 +190,7 @@ class _NamedJit:
         self._jitted = jax.jit(self._named(fn), donate_argnums=0, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check_arguments_alive(args, kwargs, f"{self._call}(...)")
         arrays, static = self._jitted(*self._prepared(args, kwargs))
         leaves, structure = static.parts
         return jax.tree.unflatten(structure, _merged(arrays, leaves))

@@ -6,6 +6,7 @@ Everything here runs while JAX traces; a warm call runs none of it.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
 from spmd.kernel._translate import translated
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import abstract_of, check_axes, lies_whole, made_whole, mesh_sizes, no_mesh, outside_trace
+from spmd.mesh import abstract_of, check_alive, check_axes, lies_whole, made_whole, mesh_sizes, no_mesh, outside_trace
 from spmd.mode import Frame, inside_kernel, no_frame, try_frame
 
 __all__ = ["Leaf", "Plan", "concrete"]
@@ -38,6 +39,8 @@ class Leaf:
     path: str
     layout: Layout
 
+
+_is_deleted = operator.methodcaller("is_deleted")
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -107,19 +110,25 @@ class Plan:
     def call(self, leaves: Sequence[Any], *, warm: bool = False) -> Any:
         """Run; what lives on other devices or on another mesh is moved first. `warm`: leaves are arrays with values,
         and the plan is `simple`."""
-        if self.mode == "reference":
-            leaves = self._moved(leaves)
+        if _compat.DELETED_ARRAYS_CRASH and any(map(_is_deleted if warm else _compat.deleted, leaves)):
+            self._check_alive(leaves)
         try:
+            leaves = self._moved(leaves) if self.mode == "reference" else leaves
             return self.outputs.returned(self.jitted(*leaves) if warm else self._call(leaves))
         except SpmdError:
             raise
         except Exception:  # of many kinds, since arrays on another mesh may have types of that mesh
+            self._check_alive(leaves)
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
                 self.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", fix=".trace(...) or .lower(...)")
             moved = self._moved(leaves)
             if all(a is b for a, b in zip(moved, leaves, strict=True)):
                 raise
         return self.outputs.returned(self._call(moved))
+
+    def _check_alive(self, leaves: Sequence[Any]) -> None:
+        named = ((spec.path, x) for spec, x in zip(self.leaves, leaves, strict=True))
+        check_alive(named, self.signature.text)
 
     def _moved(self, leaves: Sequence[Any]) -> list[Any]:
         return [self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)]

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
+from spmd import haliax
+from spmd.errors import PlacementError
 
 
 def placed(mesh):
@@ -47,3 +49,28 @@ def test_a_traced_call_keeps_the_buffer(mesh, square, mode, traced):
     with spmd.mode(mode):
         jax.block_until_ready(traced(square, x))
     assert not x.is_deleted()
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+def test_a_donated_array_used_again(mesh, square, mode):
+    """JAX 0.10 ends the process where a compiled function meets one for the second time."""
+    double = spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x + x)
+    named = haliax.named_jit(lambda tree: tree["x"] + 1, axis_resources={"b": "dp"})
+    make = spmd.init(lambda x: x * 2, "b/dp d", mesh=mesh)
+    move = lambda x: spmd.shard({"x": x}, "b d/dp", mesh=mesh)
+    x = placed(mesh)
+    with spmd.mode(mode):
+        uses = {
+            'kernel("b/dp d -> b/dp d")': square,
+            '<lambda>: kernel("b/dp d -> b/dp d")': double,
+            "<lambda>(...)": lambda x: named({"x": x}),
+            "init(": make,
+            "shard(": move,
+        }
+        for use in uses.values():
+            use(placed(mesh))
+        square.explicit(x)
+        for call, use in uses.items():
+            with pytest.raises(PlacementError, match=r"donated to an earlier call(.|\n)*float32\[4, 8\]") as caught:
+                use(x)
+            assert call in str(caught.value)
