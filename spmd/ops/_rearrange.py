@@ -9,6 +9,7 @@ from jax import lax
 
 from spmd import _compat
 from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.comm._marks import mark
 from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Atom, Layout
 from spmd.ops._landing import factors_by_name, placed, plain_dims
@@ -119,10 +120,11 @@ def repeat(x: Any, pattern: str, **names: Any) -> Any:
     local = operand.x.transpose((*order, *ones)).reshape(tuple(operand.factors[i].local for i in order))
     at = tuple(i for i, f in enumerate(target) if f.name in kept)
     out = lax.broadcast_in_dim(local, shape, at)
+    new = [axis for f in target if f.name not in kept for axis in f.axes]
     if call.frame.explicit:
-        new = [axis for f in target if f.name not in kept for axis in f.axes]
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
-    return call.result(out)
+    # equal blocks are what a divided new dimension has; in a composite one it does not show that they are copies
+    return call.result(out, role="born" if new and _closes(dst) else "result")
 
 
 # --- what both check ----------------------------------------------------------------------------------------
@@ -130,6 +132,11 @@ def repeat(x: Any, pattern: str, **names: Any) -> Any:
 
 def _is_one(factor: Factor) -> bool:
     return factor.name == "1"
+
+
+def _closes(layout: Layout) -> bool:
+    """Whether a composite dimension is divided."""
+    return any(dim.composite and dim.axes for dim in layout.dims)
 
 
 def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
@@ -142,6 +149,8 @@ def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
         verb = "psum" if set(src.unreduced) - set(dst.unreduced) else "defer" if dst.reduced else "relayout"
         rule = f"{call.name} keeps the marks, which are those of the left side; that is a {verb}."
         call.fail(rule, fix=call.paste(f"{src.short} -> {_marked(src, dst).short}", verb))
+    if call.frame.explicit and _closes(dst):  # copies may be blocks of a divided dimension, which only shows here
+        x = mark(x, src, call.text, role="operand", frame=call.frame)
     operand = call.operand(x)
     names = [name for name in operand.names if name != "1"]
     if twice := [name for name in names if names.count(name) > 1]:

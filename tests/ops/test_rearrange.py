@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.errors import CommunicationError, LayoutError, SizeError
-from spmd.ops import rearrange, repeat
+import spmd
+from spmd.errors import CommunicationError, LayoutError, ReplicationError, SizeError
+from spmd.ops import iota, rearrange, repeat
 from tests import simulator
 from tests.ops.harness import MODES, close, communicates, frame, pulled, run
 from tests.sampler import Sampler, seeds
@@ -206,3 +209,35 @@ def test_other_errors(call, error: type[Exception], part: str) -> None:
     with frame(MESH).enter(), pytest.raises(error) as caught:
         call(jnp.ones((8, 8)))
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("signature", "body"),
+    [
+        ("n -> (t n)/tp", lambda x: repeat(x, "n -> (t n)/tp", t=8)),
+        ("n -> (t n)/tp/dp", lambda x: repeat(x, "n -> (t n)/tp/dp", t=8)),
+        ("n -> (t n)/tp", lambda x: rearrange(repeat(x, "n -> t/tp n", t=8), "t/tp n -> (t n)/tp")),
+        ("n -> (t n)/tp", lambda x: repeat(x, "n -> (t/tp n)", t=8) * iota("(t n)/tp", n=3, t=8).astype(x.dtype)),
+    ],
+)
+def test_copies_as_blocks_of_a_kernels_result(signature: str, body: Any) -> None:
+    """The devices' blocks are equal, and are blocks of the whole all the same: the check sees that repeat made them."""
+    kernel = spmd.kernel(signature, mesh=spmd.make_mesh(**MESH), t=8)(body)
+    x, weights = jnp.arange(3.0), jnp.cos(jnp.arange(24.0))
+    scale = np.arange(24, dtype=np.float32) if "iota" in body.__code__.co_names else 1
+    for mode in MODES:
+        with spmd.mode(mode):
+            value, (gradient,) = pulled(kernel, x, by=weights)
+        close(value, np.tile(x, 8) * scale)
+        close(gradient, (weights * scale).reshape(8, 3).sum(0))
+
+
+def test_copies_of_another_block_are_still_found() -> None:
+    mesh = spmd.make_mesh(**MESH)
+    indexed = spmd.kernel("n -> m/tp", mesh=mesh)(lambda x: repeat(x, "n -> t/tp n", t=8)[0])
+    claimed = spmd.kernel("n -> (m k)/tp", mesh=mesh, k=2, m=16)(
+        lambda x: rearrange(x[:, None] + jnp.zeros((1, 2)), "m/tp k -> (m k)/tp")
+    )
+    for kernel in (indexed, claimed):
+        with pytest.raises(ReplicationError, match="but every device along tp holds the same block"):
+            kernel(jnp.arange(4.0))
