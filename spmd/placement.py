@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd._named import ByName
+from spmd._recent import Recent
 from spmd._trees import Static, is_array, is_number, match_prefix, unwrapped, wrapped
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
@@ -247,7 +249,7 @@ def _on_one(x: Any, mesh: Any) -> Any:
     return made_whole(x, mesh)
 
 
-class Init:
+class Init(ByName):
     """What `init` returns: call it with the arguments of the function; see there."""
 
     def __init__(self, fn: Callable[..., Any], layouts: Any, mesh: Any, mapping: Any):
@@ -255,7 +257,7 @@ class Init:
         self._layouts = layouts
         self._given = mesh
         self._mapping = mapping
-        self._jitted: dict[Any, Any] = {}
+        self._jitted = Recent(64)
         functools.update_wrapper(self, fn)
 
         def leaves(*args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,8 @@ FLOORS = {
     "_ambient.py": 2,
     "_compat.py": 2,
     "_jaxprs.py": 2,
+    "_named.py": 2,
+    "_recent.py": 0,
     "_trees.py": 2,
     "_units.py": 0,
     "hardware.py": 2,

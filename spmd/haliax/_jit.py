@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
+from spmd._named import ByName
 from spmd._trees import Static, is_array
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.haliax._placement import shard
@@ -177,7 +178,7 @@ def fsdp(
     )
 
 
-class _NamedJit:
+class _NamedJit(ByName):
     """A function of arrays placed by names; see `named_jit`."""
 
     def __init__(self, fn: Any, inside: Any, arguments: Any, results: Any, donated: Any, options: Any) -> None:

@@ -10,6 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
+from spmd._named import ByName
+from spmd._recent import Recent
 from spmd._trees import Static, is_array, is_number, matched, wrapped
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
 from spmd.kernel._boundary import check_boundary, check_mapped
@@ -23,7 +25,11 @@ from spmd.mode import ambient_mapping, ambient_mode, outermost, try_frame
 __all__ = ["Kernel", "kernel"]
 
 
-class Kernel:
+# Each is a compiled program with whatever is static in it. More are of a kernel whose static arguments never recur.
+_KEPT = 256
+
+
+class Kernel(ByName):
     """A function on whole arrays whose body sees one device's shards. Made by `kernel`.
 
     Call it like the body; `kernel.auto(...)` and `kernel.reference(...)` run one call in another mode;
@@ -34,9 +40,9 @@ class Kernel:
         self.signature = signature
         self.mesh = mesh
         self.boundary = boundary
-        self._plans: dict[Any, Plan] = {}
-        self._numbers: dict[Any, frozenset[int]] = {}  # which numbers have layouts, by structure and their positions
-        self._warm: dict[Any, Plan] = {}  # the same by mode and structure, for calls that need nothing else
+        self._plans = Recent(_KEPT)
+        self._numbers = Recent(_KEPT)  # which numbers have layouts, by structure and their positions
+        self._warm = Recent(_KEPT)  # the same by mode and structure, for calls that need nothing else
         self._static = tuple(i for i, n in enumerate(signature.params) if n in signature.static)
         self._arrays = tuple(n for n in signature.params if n not in signature.static)
         closes = bool(getattr(signature.fn, "__closure__", None))
@@ -156,7 +162,7 @@ class Kernel:
         key = (mode, mesh, mapping, structure, statics, fixed)
         closed = _closes_over_tracer(signature.fn)
         try:
-            plan = None if closed else self._plans.get(key)
+            plan = None if closed else self._plans.used(key)
         except TypeError:
             return signature.fail(
                 "static arguments and the non-array leaves of arguments are hashable.",

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
+from spmd._named import ByName
 from spmd.comm import _lax
 from spmd.errors import LayoutError, MeshError, ReplicationError, compose, did_you_mean
 from spmd.language import Layout
@@ -209,7 +210,7 @@ class _Types:
 jax.tree_util.register_static(_Types)
 
 
-class custom_vjp:
+class custom_vjp(ByName):
     """`jax.custom_vjp` whose cotangents are summed to the types of their primals.
 
     Inside a kernel JAX wants the cotangent of an argument that is equal on an axis to be equal there too. A

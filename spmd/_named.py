@@ -1,0 +1,46 @@
+"""Functions that are objects of ours, and are pickled and copied as functions are: by name."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+from spmd.errors import compose
+
+__all__ = ["ByName"]
+
+
+class ByName:
+    """What a decorator of ours returns. `functools.update_wrapper` gave it the module and the name of its function."""
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> str:
+        """The name under which a module has this very object.
+
+        Raises:
+          PicklingError: If no module has it: it was made inside a function, or is hidden by another object.
+        """
+        module = sys.modules.get(self.__module__)
+        name: str = getattr(self, "__qualname__", "")
+        if _at(module, name) is self:
+            return name
+        own = [key for key, value in list(vars(module).items()) if value is self] if module is not None else []
+        if own:
+            return own[0]
+        rule = "a kernel is pickled by its name in a module, as a function is, and no module has this one."
+        got = [f"{name} of {self.__module__}" + (", made inside a function" if "<locals>" in name else "")]
+        fix = "make it at the top of a module, or send what it is made of and make it there"
+        raise pickle.PicklingError(compose(rule, call=repr(self), got=got, fix=fix))
+
+
+def _at(module: Any, name: str) -> Any:
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,31 @@
+"""What was used last, of which only so much is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Recent"]
+
+
+class Recent(dict[Any, Any]):
+    """A dict that forgets. Keys may hold whatever a user made static; nobody else would ever let go of it.
+
+    Args:
+      size: How many entries are kept.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self.size:
+            self.pop(next(iter(self), None), None)
+
+    def used(self, key: Any) -> Any:
+        """The entry, which is the last to be forgotten from now on; None where there is none."""
+        value = self.pop(key, None)
+        if value is not None:
+            self[key] = value
+        return value
