@@ -6,7 +6,6 @@ Everything here runs while JAX traces; a warm call runs none of it.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +38,6 @@ class Leaf:
     path: str
     layout: Layout
 
-
-_is_deleted = operator.methodcaller("is_deleted")
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -110,8 +107,9 @@ class Plan:
     def call(self, leaves: Sequence[Any], *, warm: bool = False) -> Any:
         """Run; what lives on other devices or on another mesh is moved first. `warm`: leaves are arrays with values,
         and the plan is `simple`."""
-        if _compat.DELETED_ARRAYS_CRASH and any(map(_is_deleted if warm else _compat.deleted, leaves)):
-            self._check_alive(leaves)
+        for x in leaves if _compat.DELETED_ARRAYS_CRASH else ():
+            if x.is_deleted() if warm else _compat.deleted(x):
+                self._check_alive(leaves)
         try:
             leaves = self._moved(leaves) if self.mode == "reference" else leaves
             return self.outputs.returned(self.jitted(*leaves) if warm else self._call(leaves))
