@@ -266,13 +266,13 @@ def _regex(rule: str) -> re.Pattern[str]:
 # --- a prefix tree of layouts --------------------------------------------------------------------------
 
 
-class _Each(NamedTuple):
+class Each(NamedTuple):
     """The layouts of every entry of a container, from an annotation such as `list[Block]`."""
 
     spec: Any
 
 
-class _Unknown(NamedTuple):
+class Unknown(NamedTuple):
     """An annotation that names no layout (or a class defined where it cannot be looked up)."""
 
     text: str
@@ -359,14 +359,14 @@ class _Matcher:
         self.failures.append(f"{self.place(path)}: {text}")
 
     def match(self, spec: Any, node: Any, path: Path) -> None:
-        if isinstance(spec, _Unknown):
+        if isinstance(spec, Unknown):
             # a class local to a function cannot be looked up by name, but the value knows its class
             spec = type(node) if type(node).__name__ == spec.text.split(".")[-1] else spec
-        if spec is None or isinstance(spec, _Unknown):
+        if spec is None or isinstance(spec, Unknown):
             self.nothing(spec, node, path)
         elif isinstance(spec, (str, Layout)):
             self.everything(Layout(spec, call=f'{self.place(path)}: "{spec}"'), node, path)
-        elif isinstance(spec, _Each):
+        elif isinstance(spec, Each):
             for key, child in children(node) or ():
                 self.match(spec.spec, child, (*path, key))
             if node is not None and children(node) is None:
@@ -376,7 +376,7 @@ class _Matcher:
         else:
             self.by_key(spec, node, path)
 
-    def nothing(self, spec: _Unknown | None, node: Any, path: Path) -> None:
+    def nothing(self, spec: Unknown | None, node: Any, path: Path) -> None:
         """No layout: legal where there is no array, or one that can lie in one way only."""
         given = "None" if spec is None else f"the annotation {spec.text}"
         for leaf in self.bare(node, path):
@@ -467,7 +467,7 @@ def _kind(spec: Any) -> str:
 def _entries(spec: Any) -> dict[str, Any] | None:
     """The entries of a container of layouts by name; None if it is none."""
     if isinstance(spec, type):
-        return _annotated(spec)
+        return annotated(spec)
     if isinstance(spec, Mapping):
         return {str(key): value for key, value in spec.items()}
     if isinstance(spec, tuple) and (fields := getattr(spec, "_fields", None)):
@@ -485,8 +485,8 @@ def _entries(spec: Any) -> dict[str, Any] | None:
 # --- layouts in annotations ----------------------------------------------------------------------------
 
 
-def _annotated(cls: type) -> dict[str, Any]:
-    """The layouts in the annotations of a class and its bases."""
+def annotated(cls: type) -> dict[str, Any]:
+    """What the annotations of a class and its bases say: layouts, classes with annotations, or containers of them."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         space = vars(sys.modules.get(base.__module__, types))
@@ -511,13 +511,13 @@ def _annotation(annotation: Any, cls: type, space: Mapping[str, Any]) -> Any:
         return texts[0] if texts else _annotation(arguments[0], cls, space)
     if origin in (typing.Union, types.UnionType):
         rest = [one for one in arguments if one is not type(None)]
-        return _annotation(rest[0], cls, space) if len(rest) == 1 else _Unknown(str(annotation))
+        return _annotation(rest[0], cls, space) if len(rest) == 1 else Unknown(str(annotation))
     if isinstance(origin, type) and arguments:
         specs = [_annotation(one, cls, space) for one in arguments if one is not ...]
         if origin is tuple and ... not in arguments:
             return tuple(specs)
-        return _Each(specs[-1])
-    return annotation if isinstance(annotation, (type, Layout)) else _Unknown(str(annotation))
+        return Each(specs[-1])
+    return annotation if isinstance(annotation, (type, Layout)) else Unknown(str(annotation))
 
 
 def _annotation_text(text: str, cls: type, space: Mapping[str, Any]) -> Any:
@@ -537,5 +537,5 @@ def _annotation_text(text: str, cls: type, space: Mapping[str, Any]) -> Any:
         # what typing.get_type_hints does, one annotation at a time: layouts are no types
         value = eval(text, dict(space), dict(vars(cls)))
     except Exception:
-        return _Unknown(text)
+        return Unknown(text)
     return _annotation(value, cls, space)

@@ -194,12 +194,23 @@ def mesh_sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
 
 
 def ambient_mesh() -> Mesh | AbstractMesh | None:
-    """The mesh of the surrounding `jax.set_mesh`, concrete if possible, else None."""
+    """The mesh of the surrounding `jax.set_mesh`, concrete if possible, else that of a `with mesh:`, else None."""
     concrete = jax.sharding.get_mesh() if outside_trace() else None
     if concrete is not None and not concrete.empty:
         return concrete
     abstract = jax.sharding.get_abstract_mesh()
-    return None if abstract.empty else abstract
+    return _mesh_of_with() if abstract.empty else abstract
+
+
+def _mesh_of_with() -> Mesh | None:
+    """The mesh of a surrounding `with mesh:`, JAX's older way, which only constraints of bare specs still read."""
+    asked = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec())
+    try:
+        [eqn] = jax.make_jaxpr(asked)(np.float32(0)).eqns
+    except (RuntimeError, ValueError):  # there is none
+        return None
+    mesh = getattr(eqn.params.get("sharding"), "mesh", None)
+    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
 
 
 def outside_trace() -> bool:

@@ -42,6 +42,7 @@ _CALLERS = object()  # the mapping of whoever calls
 _mode = Ambient("mode", ("explicit", "all"))
 _mapping = Ambient("axis_mapping", None)
 _frame = jax.make_user_context(None)
+_met: set[str] = set()  # of any kernel: a function that JAX has traced before is not run again, and meets nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,7 @@ class Frame:
       bound: `(name, global size, origin)` of each dimension that the signature bound.
       constrain: In auto mode, whether every layout is a constraint or only the signature's.
       island: Whether this is a per-shard island inside a body that runs on whole arrays.
+      watched: Keywords of the kernel that its signature does not name: only a string of the body can mean them.
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
     """
 
@@ -68,6 +70,7 @@ class Frame:
     bound: tuple[tuple[str, int, str], ...] = ()
     constrain: str = "all"
     island: bool = False
+    watched: frozenset[str] = frozenset()
     diagnosing: bool = False
     _hash: int = field(default=0, init=False, repr=False)
 
@@ -112,11 +115,22 @@ class Frame:
             total *= known[axis]
         return total
 
+    def met(self, names: Iterable[str]) -> None:
+        """Remember which of the watched keywords the body means."""
+        _met.update(self.watched.intersection(names))
+
+    @property
+    def unmet(self) -> frozenset[str]:
+        """The watched keywords that no body has meant yet."""
+        return self.watched - _met
+
     def renamed(self, axes: str | Iterable[str] | None) -> tuple[str, ...]:
         """Mesh axes that the body names, as the mesh calls them: the kernel's `axes=` applied."""
         new = dict(self.renames)
         found: list[str] = []
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        self.met(axes)
+        for axis in axes:
             one = new.get(axis, axis)
             found += [one] if isinstance(one, str) else one or ()
         return tuple(found)
@@ -333,7 +347,7 @@ def inner(fn: Callable[P, R]) -> Callable[P, R]:
         frame = _frame.value
         if frame is None or not (frame.bound or frame.renames or frame.mapping is not None):
             return fn(*args, **kwargs)
-        with frame.replace(bound=(), renames=(), mapping=None).enter():
+        with frame.replace(bound=(), renames=(), mapping=None, watched=frozenset()).enter():
             return fn(*args, **kwargs)
 
     return called

@@ -106,6 +106,9 @@ def open_call(
     text = call_text(name, pattern, len(arrays))
     parsed = _parse(pattern, text, arrow)
     sizes, axes = split_keywords(text, parsed, binds)
+    if frame.watched:
+        known = parsed.names if frame.bound else ()
+        frame.met((*(a for a in parsed.axis_names if a not in axes), *(n for n in known if n not in sizes)))
     renames = tuple(r for r in frame.renames if r[0] in parsed.axis_names and r[0] not in axes)
     # A mesh axis has one name in a body, whether in a string or handed on by a keyword, as layers do.
     renames += tuple(sorted((name, frame.renamed(one) if frame.renames else one) for name, one in axes.items()))

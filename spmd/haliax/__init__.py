@@ -2,7 +2,8 @@
 
 Haliax arrays carry their axis names; here layouts say them, so every function takes `names`: a string for an array
 (`"batch embed"`), a prefix tree of strings for a tree of arrays, a class or dataclass whose annotations are layouts,
-or a function from a leaf's key path (`"mlp/w_in"`) to its string. A bare name lies where the mapping says. What
+or a function from a leaf's key path (`"mlp/w_in"`) to its string. (`pspec_for` and `sharding_for_axis` are given no
+tree, so they take all but the function.) A bare name lies where the mapping says. What
 Haliax passes over in silence is reported: a name that the mapping lacks, a mesh or a mapping that is missing, a big
 array that stays whole.
 """

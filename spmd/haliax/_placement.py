@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import spmd
 from spmd import AxisMapping
@@ -127,10 +128,14 @@ def mapping_of(who: str, mapping: Any) -> AxisMapping:
     return found
 
 
-def mesh_of(who: str, mesh: Any) -> Any:
+def mesh_of(who: str, mesh: Any, *, sizes: bool = False) -> Any:
+    """The mesh given, else the ambient one; a dict of sizes where only these are asked for."""
     found = ambient_mesh() if mesh is None else mesh
     if found is None:
         rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
+        raise MeshError(compose(rule, call=f"{who}(...)", fix="mesh=spmd.make_mesh(data=8)"))
+    if not isinstance(found, (Mesh, AbstractMesh, Mapping) if sizes else (Mesh, AbstractMesh)):
+        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(found).__name__}."
         raise MeshError(compose(rule, call=f"{who}(...)", fix="mesh=spmd.make_mesh(data=8)"))
     return found
 

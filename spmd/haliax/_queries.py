@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd import AxisMapping, Layout
-from spmd.errors import LayoutError, compose, did_you_mean
+from spmd._trees import Each, Unknown, annotated
+from spmd.errors import LayoutError, SizeError, compose, did_you_mean
 from spmd.haliax._placement import mapping_of, mesh_of
 from spmd.language import axis_sizes
 
@@ -45,6 +47,9 @@ def round_axis_for_partitioning(name: str, size: int, mapping: Any = None, mesh:
       >>> hax.round_axis_for_partitioning("vocab", 50257, {"vocab": "tp"}, spmd.make_mesh(tp=8))
       50264
     """
+    if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
+        rule = f"the size of a dimension is an int of at least 0, not {size!r}."
+        raise SizeError(compose(rule, call=f"round_axis_for_partitioning({name!r}, size)"))
     parts = physical_axis_size(name, mapping, mesh) or 1
     return -(-size // parts) * parts
 
@@ -97,23 +102,23 @@ def physical_axis_size(name: str, mapping: Any = None, mesh: Any = None) -> int 
       8
     """
     axes = _axes("physical_axis_size", name, mapping)
-    sizes = axis_sizes(mesh_of("physical_axis_size", mesh))
+    sizes = axis_sizes(mesh_of("physical_axis_size", mesh, sizes=True))
     AxisMapping({name: axes}).check(sizes)
     return math.prod(sizes[axis] for axis in axes) if axes else None
 
 
-def sharding_for_axis(names: str, mapping: Any = None, mesh: Any = None) -> NamedSharding:
+def sharding_for_axis(names: Any, mapping: Any = None, mesh: Any = None) -> Any:
     """The sharding of an array whose dimensions have these names: `sharding_for_axis("batch embed")`.
 
     Communication: none.
 
     Args:
-      names: One name or several, a layout.
+      names: One name or several, a layout; or a tree of layouts, or a class whose annotations are layouts.
       mapping: As in `shard`.
       mesh: A mesh; absent, that of `jax.set_mesh`.
 
     Returns:
-      The `NamedSharding`.
+      The `NamedSharding`, or a tree of them.
 
     Raises:
       LayoutError: Without a mapping, or if it lacks a name.
@@ -127,7 +132,9 @@ def sharding_for_axis(names: str, mapping: Any = None, mesh: Any = None) -> Name
     """
     found = mesh_of("sharding_for_axis", mesh)
     mapping_of("sharding_for_axis", mapping).check(axis_sizes(found))
-    return NamedSharding(found, pspec_for(names, mapping))
+    specs = _specs("sharding_for_axis", names, mapping)
+    is_spec = lambda one: isinstance(one, PartitionSpec)
+    return jax.tree.map(lambda spec: NamedSharding(found, spec), specs, is_leaf=is_spec)
 
 
 def pspec_for(names: Any, mapping: Any = None) -> Any:
@@ -136,11 +143,11 @@ def pspec_for(names: Any, mapping: Any = None) -> Any:
     Communication: none.
 
     Args:
-      names: A layout, or a tree of layouts.
+      names: A layout, a tree of layouts, or a class whose annotations are layouts.
       mapping: As in `shard`.
 
     Returns:
-      The specs.
+      The specs; of a class, a dict by the names of its attributes.
 
     Raises:
       LayoutError: Without a mapping, or if it lacks a name.
@@ -150,15 +157,30 @@ def pspec_for(names: Any, mapping: Any = None) -> Any:
       >>> hax.pspec_for({"w": "embed mlp"}, {"embed": None, "mlp": "tp"})
       {'w': P(None, 'tp')}
     """
-    rules = mapping_of("pspec_for", mapping)
+    return _specs("pspec_for", names, mapping)
 
-    def spec(text: Any) -> PartitionSpec:
-        layout = Layout(text)
-        for name in layout.bare:
-            _known("pspec_for", name, rules, str(text))
+
+def _specs(who: str, names: Any, mapping: Any) -> Any:
+    rules = mapping_of(who, mapping)
+
+    def spec(one: Any) -> Any:
+        if isinstance(one, type):
+            return {name: tree(below) for name, below in annotated(one).items()}
+        if not isinstance(one, (str, Layout)):
+            what = "a function" if callable(one) else f"a value of type {type(one).__name__}"
+            if isinstance(one, (Each, Unknown)):
+                what = "a container in an annotation, whose length only a tree tells"
+            rule = f"{who} is given no arrays, so names are layouts, a tree of them, or a class of them, not {what}."
+            raise LayoutError(compose(rule, call=f"{who}(names)", fix=f'{who}("batch embed")'))
+        layout = Layout(one)
+        for name in rules.lacks(layout):
+            _known(who, name, rules, str(one))
         return rules.resolve(layout).spec
 
-    return jax.tree.map(spec, names, is_leaf=lambda one: isinstance(one, (str, Layout)))
+    def tree(below: Any) -> Any:
+        return jax.tree.map(spec, below, is_leaf=lambda one: isinstance(one, (str, Layout, type, Each, Unknown)))
+
+    return tree(names)
 
 
 def _axes(who: str, name: Any, mapping: Any) -> tuple[str, ...]:

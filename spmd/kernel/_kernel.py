@@ -244,6 +244,7 @@ class Kernel(ByName):
     def _resolve(self, layout: Layout, mapping: AxisMapping | None) -> Layout:
         """Axes renamed, bare names placed by the mapping; a name that the mapping lacks is an error."""
         signature = self.signature
+        signature.named.update(layout.names, layout.axis_names)
         renames = {k: v for k, v in signature.axes if k in layout.axis_names}
         layout = layout.bind(**renames) if renames else layout
         missing = () if mapping is None else mapping.lacks(layout)
@@ -333,18 +334,19 @@ def kernel(
         their own) are static, and hashable.
       out_layouts: The same for the result; a tuple for several.
       mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or an `AbstractMesh` for `trace`. Absent: the mesh
-        of the arguments' shardings, else that of `jax.set_mesh`.
+        of the arguments' shardings, else that of `jax.set_mesh`, else that of a `with mesh:`.
       mapping: Where bare names live: an `AxisMapping`, or a dict (then each of its rules must be used). Absent, the
         surrounding `axis_mapping` at the call, if there is one; without any a bare name is whole.
       arg_mapping: Another mapping for single arguments, by name.
-      axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None.
+      axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None. All of them
+        are used.
       static: Arguments that are no arrays: hashable values, part of the cache key.
       donate: Arguments whose buffers the results may take over, in a call from Python with arrays. A call that is
         being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
       boundary: "move" brings arguments into their layouts; "error" raises instead, as far as JAX shows where arguments
         lie: always outside jit; inside, on Explicit axes, which their types name. On Auto axes nothing is known in
         there before it is compiled, and `explain` lists what is moved.
-      **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`.
+      **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`. Each is used.
 
     Returns:
       A decorator that gives a `Kernel`.

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd.check import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
-from spmd.errors import LayoutError, MeshError, ModeError, SpmdError
+from spmd.errors import LayoutError, MeshError, ModeError, SpmdError, did_you_mean
 from spmd.kernel._known import identifier, remember
 from spmd.kernel._outputs import Outputs, diagnose
 from spmd.kernel._signature import Signature
@@ -244,6 +244,7 @@ class Plan:
             self.signature.axes,
             tuple((name, size, origin) for name, (size, origin) in bound.items()),
             self.constrain,
+            watched=frozenset(name for name, _ in (*self.signature.sizes, *self.signature.axes)) - self.signature.named,
         )
 
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
@@ -257,7 +258,22 @@ class Plan:
                 else:
                     tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame))
             out = self.signature.call(self.rebuild(tagged))
-            return self.outputs.collect(out, self.signature, frame, local=local)
+            flat = self.outputs.collect(out, self.signature, frame, local=local)
+        self._check_keywords(frame.unmet - self.signature.named)
+        return flat
+
+    def _check_keywords(self, unused: frozenset[str]) -> None:
+        """A keyword that neither the signature nor the body means is a typo."""
+        for what, given, names in (
+            ("the keyword binds the size of", self.signature.sizes, {n for s in self._layouts() for n in s.names}),
+            ("axes= renames the mesh axis", self.signature.axes, {a for s in self._layouts() for a in s.axis_names}),
+        ):
+            for name in (name for name, _ in given if name in unused):
+                rule = f"{what} {name}, which no string of the kernel names{did_you_mean(name, sorted(names)) or '.'}"
+                self.signature.fail(rule, got=[f"{name}={dict(given)[name]!r}"], fix="leave it out")
+
+    def _layouts(self) -> list[Layout]:
+        return [*(leaf.layout for leaf in self.leaves), *self.outputs.declared()]
 
     def _checked(self, *leaves: Any) -> Any:
         """`_explicit`, and the pass over its jaxpr, once per trace: a warm call runs neither."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
@@ -29,6 +30,7 @@ class Signature:
       static: Names of static arguments.
       donate: Names of donated arguments.
       written: Whether `source` is a pattern, into which the spans of the layouts point.
+      named: The dimensions and mesh axes that its layouts name, as far as a call has met them.
     """
 
     fn: Callable[..., Any]
@@ -46,6 +48,7 @@ class Signature:
     shared_mapping: bool = True
     python: inspect.Signature | None = field(default=None)
     written: bool = True
+    named: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -145,7 +148,7 @@ def read(
         mapping=None if mapping is None else AxisMapping.of(mapping),
         arg_mapping={k: AxisMapping.of(v) for k, v in (arg_mapping or {}).items()},
         axes=tuple(sorted((axes or {}).items())),
-        sizes=tuple(sorted(sizes.items())),
+        sizes=tuple(sorted((n, int(k) if isinstance(k, np.integer) else k) for n, k in sizes.items())),
         shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
         python=python,
         written=parsed is not None,

@@ -111,15 +111,16 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
             got = [*missing, f"mesh axes {', '.join(known) or '(none)'}"]
             raise MeshError(compose("The rules of a mapping name axes of the mesh.", call=repr(self), got=got))
 
-    def lacks(self, layout: Layout) -> tuple[str, ...]:
+    def lacks(self, layout: Layout | str) -> tuple[str, ...]:
         """Return the bare names of a layout that have no rule, in order.
 
         >>> AxisMapping({"embed": "dp"}).lacks(Layout("batch embed mlp/tp seq/1"))
         ('batch',)
         """
+        layout = _as_layout(layout)
         return tuple(name for name in layout.bare if name in layout.names and name not in self._rules)
 
-    def resolve(self, layout: Layout) -> Layout:
+    def resolve(self, layout: Layout | str) -> Layout:
         """Return the layout with no bare name: placed by the rules, whole where there is none.
 
         Raises:
@@ -128,11 +129,12 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         >>> AxisMapping({"embed": "dp", "mlp": "tp"}).resolve(Layout("embed/1 mlp"))
         Layout('embed/1 mlp/tp')
         """
+        layout = _as_layout(layout)
         if not layout.bare:
             return layout
         return _resolved(self, layout, layout.source, tuple(dim.span for dim in layout.dims))
 
-    def place(self, layout: Layout, call: str, got: Iterable[str] = ()) -> Layout:
+    def place(self, layout: Layout | str, call: str, got: Iterable[str] = ()) -> Layout:
         """`resolve` for a layout that stands by itself: each of its bare names has a rule.
 
         Args:
@@ -146,6 +148,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         >>> AxisMapping({"embed": None, "mlp": "tp"}).place(Layout("embed mlp"), "shard(tree, layouts)")
         Layout('embed/1 mlp/tp')
         """
+        layout = _as_layout(layout)
         missing = self.lacks(layout)
         if missing:
             rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
@@ -184,6 +187,10 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AxisMapping, (self._rules,)
+
+
+def _as_layout(layout: Layout | str) -> Layout:
+    return layout if isinstance(layout, Layout) else Layout(layout)
 
 
 def _rule_text(name: str, axes: tuple[str, ...]) -> str:

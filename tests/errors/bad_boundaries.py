@@ -224,3 +224,18 @@ def argument_lies_elsewhere_fixed(mesh):
 @bad
 def abstract_mesh_called(mesh):
     body("b/dp d -> b/dp d", lambda x: x, spmd.make_mesh(dp=2, abstract=True))
+
+
+@bad
+def size_of_a_name_that_nothing_uses(mesh):
+    body("b/dp d -> b/dp d", lambda x: x, mesh, bb=8)
+
+
+@bad
+def renamed_axis_that_nothing_uses(mesh):
+    body("b/dp d -> b/dp d", lambda x: x, mesh, axes={"ddp": "tp"})
+
+
+@bad
+def sharding_of_a_function_of_paths(mesh):
+    spmd.haliax.sharding_for_axis(lambda path: "embed mlp", {"embed": "dp", "mlp": None}, mesh)

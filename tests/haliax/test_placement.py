@@ -362,3 +362,51 @@ def test_constants_inside_jit_without_devices_at_hand(mesh):
         gradient = jax.grad(jax.jit(lambda x: (x * hax.shard(X, "batch mlp", RULES)).sum()))(jnp.ones_like(X))
     assert spec(out) == ("data", "tp")
     np.testing.assert_array_equal(gradient, X)
+
+
+# -------------------- what the module says is taken as names
+
+
+class Pair(eqx.Module):
+    w: "embed mlp"  # noqa: F722
+    v: "mlp"  # noqa: F821, UP037
+
+
+def test_names_of_every_kind_everywhere(mesh):
+    rules = {"embed": "data", "mlp": None}
+    tree = Pair(jnp.ones((8, 4)), jnp.ones(4))
+    kinds = [Pair, Pair("embed mlp", "mlp"), {"w": "embed mlp", "v": "mlp"}.__getitem__]
+    for names in kinds:
+        with hax.axis_mapping(rules), jax.set_mesh(mesh):
+            placed = [
+                hax.shard(tree, names),
+                hax.auto_sharded(tree, names),
+                hax.shard_with_axis_mapping(tree, names, rules),
+                hax.named_jit(lambda tree: tree, rules, in_names=(names,), out_names=names)(tree),
+                hax.fsdp(lambda tree: tree, rules, rules, in_names={"tree": names}, out_names=names)(tree),
+            ]
+        assert {spec(one.w) for one in placed} == {("data",)}
+    for names, of in [(Pair, dict), ({"w": "embed mlp", "v": "mlp"}, dict), (kinds[1], vars)]:
+        specs, shardings = hax.pspec_for(names, rules), hax.sharding_for_axis(names, rules, mesh)
+        assert of(specs) == {"w": jax.P("data", None), "v": jax.P(None)}
+        assert {key: one.spec for key, one in of(shardings).items()} == of(specs)
+
+
+def test_names_that_are_none(mesh):
+    rules = {"embed": "data", "mlp": None}
+
+    class Layers:
+        blocks: list["embed mlp"]  # noqa: F722
+
+    for names in (lambda path: "embed mlp", 3, {"w": 3}, Layers):
+        with pytest.raises(spmd.LayoutError, match="pspec_for is given no arrays"):
+            hax.pspec_for(names, rules)
+        with pytest.raises(spmd.LayoutError, match="sharding_for_axis is given no arrays"):
+            hax.sharding_for_axis(names, rules, mesh)
+    for wrong in (3, "mesh", {"data": 2}):
+        with pytest.raises(spmd.MeshError, match="mesh is a jax.sharding.Mesh"):
+            hax.sharding_for_axis("embed", rules, wrong)
+    assert hax.physical_axis_size("embed", rules, {"data": 2}) == 2
+    for wrong in ("8", 2.5, -1, True):
+        with pytest.raises(spmd.SizeError, match="an int of at least 0"):
+            hax.round_axis_for_partitioning("embed", wrong, rules, mesh)

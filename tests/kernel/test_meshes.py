@@ -208,6 +208,22 @@ def test_the_mesh_of_the_arguments():
         assert out.tolist() == [count] * 8 and out.sharding.mesh == mesh
 
 
+def test_the_mesh_of_a_with_block():
+    """JAX's older way; everything else is asked first."""
+    mesh, other = spmd.make_mesh(dp=2, tp=4), spmd.make_mesh(x=4)
+    rows = spmd.kernel("b d -> b d", mapping={"b": "dp", "d": "tp"})(lambda x: x + spmd.axis_size("tp"))
+    with pytest.warns(DeprecationWarning, match="with mesh"), mesh:
+        np.testing.assert_array_equal(rows(X), X + 4)
+        np.testing.assert_array_equal(jax.jit(rows)(X), X + 4)
+        assert spmd.shard(X, "b/dp d").sharding.mesh == mesh
+        assert [s.kind for s in spmd.plan("a/tp b -> a b/tp", a=8, b=8).steps] == ["all_to_all"]
+        assert spmd.plan("a/x b -> a b/x", a=8, b=8, mesh=other).mesh == {"x": 4}
+        with jax.set_mesh(other):
+            assert spmd.shard(X, "b/x d").sharding.mesh == other
+    with pytest.raises(MeshError, match="no mesh"):
+        rows(X)
+
+
 def test_the_mesh_of_set_mesh():
     kernel = spmd.kernel("n/x -> n/x")(lambda v: v * spmd.axis_size("x"))
     for kinds, count in ((A, 4), (E, 2), (A, 8)):

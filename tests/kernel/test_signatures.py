@@ -293,6 +293,36 @@ def test_sizes_by_keyword(mesh):
         body(np.ones((4, 6), np.float32))
 
 
+def test_sizes_of_numpy(mesh):
+    made = spmd.kernel("-> a/dp b", mesh=mesh, a=np.int64(8), b=np.uint8(3))(lambda: spmd.zeros("a/dp b"))
+    assert made().shape == (8, 3)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
+def test_keywords_that_nothing_uses(mesh, mode):
+    """A typo would go unnoticed. The body may use what the signature does not."""
+    run = lambda fn, **options: getattr(spmd.kernel("b/dp d -> b/dp d", mesh=mesh, **options)(fn), mode)(X)
+    X = np.ones((4, 8), np.float32)
+    with pytest.raises(
+        LayoutError, match="binds the size of bb, which no string of the kernel names; did you mean 'b'"
+    ):
+        run(lambda x: x, bb=4)
+    with pytest.raises(LayoutError, match="renames the mesh axis ddp, which no string .* did you mean 'dp'"):
+        run(lambda x: spmd.annotate(x, "b/dp d"), axes={"ddp": "tp"})
+    with pytest.raises(LayoutError, match="the size of hh"):  # a library's own names are none of the kernel's
+        run(
+            lambda x: spmd.scope(lambda x: spmd.rearrange(x, "b/dp (hh k) -> b/dp hh k", hh=2).reshape(x.shape))(x),
+            hh=2,
+        )
+    np.testing.assert_array_equal(run(lambda x: x, b=4), X)
+    np.testing.assert_array_equal(run(lambda x: x * spmd.axis_size("mine"), axes={"mine": "dp"}), 2 * X)
+    heads = lambda x: spmd.rearrange(spmd.rearrange(x, "... (h k) -> ... h k"), "... h k -> ... (h k)")
+    np.testing.assert_array_equal(run(heads, h=4), X)
+    split = jax.jit(lambda x: spmd.annotate(x, "... d/other"))  # traced once, for two kernels
+    for _ in range(2):
+        np.testing.assert_array_equal(run(lambda x: x + 0 * split(x).sum(), axes={"other": None}), X)
+
+
 def test_a_method_and_a_callable_object(mesh):
     class Layer:
         def __init__(self, factor):

@@ -198,6 +198,10 @@ def test_mappings():
     assert hash(mapping) == hash(AxisMapping(reversed(list(mapping.items()))))
     assert mapping.merge({"mlp": None}).only("mlp", "seq") == AxisMapping({"mlp": None, "seq": None})
     assert eval(repr(mapping)) == mapping
+    assert mapping.resolve("batch mlp x") == mapping.resolve(Layout("batch mlp x"))
+    assert mapping.lacks("batch x") == ("x",)
+    with pytest.raises(LayoutError, match="A layout is a string"):
+        mapping.resolve(3)
     assert AxisMapping.of(mapping) is mapping
     assert AxisMapping.of(None) == AxisMapping({})
     mapping.check(("tp", "fsdp", "dp"))
