@@ -25,7 +25,8 @@ class Recent(dict[Any, Any]):
 
     def used(self, key: Any) -> Any:
         """The entry, which is the last to be forgotten from now on; None where there is none."""
-        value = self.pop(key, None)
+        value = self.get(key)
         if value is not None:
-            self[key] = value
+            super().pop(key, None)
+            super().__setitem__(key, value)
         return value

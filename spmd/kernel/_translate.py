@@ -46,6 +46,11 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
         rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays, and these are shards."
         fix = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
         return ModeError(compose(rule, **shown, got=got, fix=fix))
+    if "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be" in text:
+        rule = "a Pallas call in a kernel says on which mesh axes its results vary, and this one does not."
+        kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
+        fix = f'spmd.opaque(fn, "in -> out"), with out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})'
+        return ModeError(compose(rule, **shown, got=got, fix=fix))
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
     empty = isinstance(error, AssertionError) and not text and _in_jax(error)
     if unbound or empty:

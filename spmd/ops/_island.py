@@ -102,7 +102,7 @@ def opaque(
       A function on arrays as the body sees them.
 
     Raises:
-      ModeError: In reference mode, if there is no `reference`.
+      ModeError: In reference mode, if there is no `reference`; for a Pallas call whose `out_shape` has no manual type.
       CommunicationError: If `fn` names a mesh axis, or closes over a value that varies along one.
       LayoutError: If an argument or result does not fit its layout.
 

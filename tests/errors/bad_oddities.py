@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 import spmd
 from spmd import all_gather, grad, psum, shift
@@ -123,6 +124,26 @@ def shape_for_a_layout_fixed(mesh):
 @bad
 def layout_before_the_key(mesh):
     body(SAME, lambda x: x + spmd.random.normal("b/dp d", jax.random.key(0)), mesh)
+
+
+def pallas_call(x, **kind):
+    def twice(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(twice, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, **kind), interpret=True)(x)
+
+
+@bad
+def pallas_call_without_a_type(mesh):
+    body(SAME, lambda x: spmd.opaque(pallas_call, SAME)(x), mesh)
+
+
+@fixed
+def pallas_call_without_a_type_fixed(mesh):
+    typed = lambda x: pallas_call(x, manual_axis_type=jax.typeof(x).manual_axis_type)
+    kernel = spmd.kernel(SAME, mesh=mesh)(lambda x: spmd.opaque(typed, SAME, reference=lambda x: 2 * x)(x))
+    for run in (kernel, kernel.auto, kernel.reference):
+        np.testing.assert_array_equal(run(X), 2 * X)
 
 
 @bad
