@@ -240,7 +240,15 @@ class Call:
 
     # --- operands -----------------------------------------------------------------------------------------
 
-    def operand(self, x: Any, index: int = 0, *, layout: Layout | None = None, name: str | None = None) -> Operand:
+    def operand(
+        self,
+        x: Any,
+        index: int = 0,
+        *,
+        layout: Layout | None = None,
+        name: str | None = None,
+        margins: bool = False,
+    ) -> Operand:
         """Check one array against its layout and open its composite dimensions.
 
         Args:
@@ -248,8 +256,11 @@ class Call:
           index: Which layout of the left side.
           layout: Another layout, already resolved.
           name: How messages call the array.
+          margins: Whether the operation knows what to do with margins.
         """
         layout = self.pattern.inputs[index] if layout is None else layout
+        if not margins:
+            self.no_margins(layout)
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
         x = self._as_array(x, label)
         known = tag_of(x)
@@ -268,6 +279,12 @@ class Call:
         if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand")
         return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), layout)
+
+    def no_margins(self, layout: Layout) -> None:
+        fault = next((dim for dim in layout.dims if any(dim.margin)), None)
+        if fault is not None:
+            rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
+            self.fail(rule, at=fault.span, error=LayoutError)
 
     def _as_array(self, x: Any, label: str) -> Any:
         if isinstance(x, jax.Array):

@@ -107,6 +107,16 @@ def _check_pair(call: Call, verb: str) -> bool:
     return True
 
 
+def _check_margins(call: Call) -> None:
+    """Margins may stand where nothing moves: blocks that overlap are not put side by side."""
+    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    for a, b in zip(src.dims, dst.dims, strict=True):
+        if (any(a.margin) or any(b.margin)) and (a.margin, a.axes) != (b.margin, b.axes):
+            rule = f"{call.name} keeps the margins of a dimension and its axes: what lies in them is copies."
+            fix = "cut the margins off first; stencil.halo makes new ones"
+            call.fail(rule, at=(a if any(a.margin) else b).span, fix=fix, error=LayoutError)
+
+
 def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:
     rules = {
         "all_gather": "an axis that only leaves a dimension is an all_gather",
@@ -165,11 +175,12 @@ def _verb(
     call = open_call(name, pattern, binds, arrays=(x,))
     check_to(call, to)
     moves = _check_pair(call, name)
+    _check_margins(call)
     dst = call.pattern.outputs[0]
 
     def leaf(value: Any) -> Any:
         own = call.fork()
-        operand = own.operand(value)
+        operand = own.operand(value, margins=True)
         own.check_divides(operand, _changes(operand, dst))
         if not moves or not call.frame.explicit:
             return own.result(operand.x)

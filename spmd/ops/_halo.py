@@ -81,7 +81,7 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
 
     def leaf(value: Any) -> Any:
         own = call.fork()
-        operand = own.operand(value)
+        operand = own.operand(value, margins=True)
         margins, at = [], 0
         extra = len(own.ellipsis_shape())
         for given, dim in zip(src.dims, dst.dims, strict=True):

@@ -47,10 +47,8 @@ def placed(name: str, axes: Iterable[str]) -> str:
 
 def plain_dims(call: Call, layout: Layout, *, unnamed: bool = False, literals: bool = False) -> None:
     """Complain about dimensions that the operation has no meaning for: margins, `_`, literal sizes."""
+    call.no_margins(layout)
     for dim in layout.dims:
-        if any(dim.margin):
-            rule = f"{call.name} has no meaning for a margin: the copies of the neighbours would count twice."
-            call.fail(rule, at=dim.span, error=LayoutError)
         for atom in dim.atoms:
             if (atom.name == "_" and not unnamed) or (atom.size is not None and not literals):
                 what = "an unnamed dimension" if atom.name == "_" else f"the literal size {atom.name}"

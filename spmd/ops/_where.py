@@ -60,7 +60,7 @@ def size(*args: Any, **names: Any) -> int:
     if len(args) == 2:
         x, layout = args
         call = open_call("size", layout, names, arrays=(x,), arrow=False)
-        factors = [factor for factor in call.operand(x).factors if factor.bracket]
+        factors = [factor for factor in call.operand(x, margins=True).factors if factor.bracket]
         if sum(dim.bracket for dim in call.pattern.inputs[0].dims) != 1:
             call.fail(
                 "size asks for one dimension of the array: put it in brackets.",

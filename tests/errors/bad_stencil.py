@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import stencil
+from spmd import all_gather, parallel, stencil
 from tests.errors.registry import V, X, bad, body, fixed
 
 SAME = "b/dp d -> b/dp d"
@@ -157,3 +157,18 @@ def weights_of_another_dtype_fixed(mesh):
 @bad
 def a_difference_along_nothing(mesh):
     body(SAME, lambda x: stencil.diff(x, "b/dp d"), mesh)
+
+
+@bad
+def a_gather_of_margins(mesh):
+    def fn(x):
+        wide = stencil.halo(x, "b/dp d -> 4+b/dp+4 d")
+        return all_gather(wide, "4+b/dp+4 d -> 8+b+8 d")[8:-8]  # the sizes would fit
+
+    body("b/dp d -> b d", fn, mesh)
+
+
+@bad
+def a_norm_of_margins(mesh):
+    fn = lambda x: x / parallel.global_norm(stencil.halo(x, "b/dp d -> 1+b/dp+1 d"), "1+b/dp+1 d")
+    body(SAME, fn, mesh)

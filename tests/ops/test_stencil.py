@@ -234,6 +234,20 @@ def test_halos_compose(seed: int) -> None:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(gradient))
 
 
+def test_margins_stay_where_another_dimension_moves() -> None:
+    def body(u):
+        rows = stencil.halo(u, "x/a y/b -> 1+x/a+1 y/b")
+        total = spmd.psum(rows.sum(1), "1+x/a+1 {U:b} -> 1+x/a+1")
+        rows = spmd.all_gather(rows, "1+x/a+1 y/b -> 1+x/a+1 y")
+        rows = spmd.split(rows / total[:, None], "1+x/a+1 y -> 1+x/a+1 y/b")
+        return rows[2:] - rows[:-2]
+
+    x = jnp.abs(numbers(0, (8, 6))) + 1
+    x = x / x.sum(1, keepdims=True)
+    run = spmd.kernel("x/a y/b -> x/a y/b", mesh=make_mesh({"a": 4, "b": 2}))(body)
+    close(run(x), jnp.roll(x, -1, 0) - jnp.roll(x, 1, 0))
+
+
 def test_a_wider_halo_sends_what_is_new() -> None:
     mesh = make_mesh({"a": 4, "b": 2})
     spec = spmd.Layout("x/a y/b").spec
