@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, keystr
 
 from spmd.errors import LayoutError, compose, did_you_mean
@@ -27,6 +28,7 @@ __all__ = [
     "by_path",
     "children",
     "is_array",
+    "is_foreign",
     "is_number",
     "layouts",
     "match_prefix",
@@ -42,8 +44,23 @@ Path = tuple[Any, ...]
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array: it has a shape and a dtype (a ShapeDtypeStruct has)."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+    """Whether a leaf is an array: it has a shape and a dtype (a ShapeDtypeStruct has), one that JAX has too."""
+    shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+    return shaped and not is_foreign(leaf)
+
+
+def is_foreign(leaf: Any) -> bool:
+    """Whether a leaf is a NumPy array that JAX cannot hold: strings, objects, dates, records, long floats."""
+    return isinstance(leaf, (np.ndarray, np.generic)) and not _held(leaf.dtype)
+
+
+@lru_cache(maxsize=256)
+def _held(dtype: np.dtype) -> bool:
+    try:
+        jax.typeof(np.zeros(0, dtype))
+    except TypeError:
+        return False
+    return True
 
 
 def is_number(leaf: Any) -> bool:
@@ -65,12 +82,29 @@ class Static:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key == other._key
+        try:
+            return self is other or (isinstance(other, Static) and bool(self._key == other._key))
+        except (TypeError, ValueError):  # of NumPy arrays that have no one answer
+            return False
 
 
 def wrapped(tree: Any) -> Any:
     """A tree that `jit` takes and gives: what is neither array nor number is a part of its structure."""
     return jax.tree.map(lambda x: x if is_array(x) or is_number(x) else Static((x,)), tree)
+
+
+def check_hashable(tree: Any, call: str) -> None:
+    """Complain about leaves of a `wrapped` tree that cannot be a part of a compiled program.
+
+    Raises:
+      LayoutError: if one is not hashable.
+    """
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_static):
+        try:
+            hash(leaf) if _is_static(leaf) else None
+        except TypeError as error:
+            rule = "what is not an array is a part of the compiled program, and must be hashable."
+            raise LayoutError(compose(rule, call=call, got=[str(error)])) from None
 
 
 def unwrapped(tree: Any) -> Any:
@@ -132,6 +166,8 @@ def _describe(node: Any) -> str:
     """What stands at a place of a tree, without values."""
     if is_array(node):
         return f"an array {node.dtype}[{','.join(map(str, node.shape))}]"
+    if is_foreign(node):
+        return f"a NumPy array of dtype {node.dtype}, which JAX does not have"
     below = children(node)
     kind = type(node).__name__
     if node is None:
@@ -396,7 +432,7 @@ class _Matcher:
         """One layout for every array below; numbers count as arrays only where the layout is theirs alone."""
         alone = children(node) is None
         leaves = list(_leaves(node, path))
-        if leaves and not alone and not any(is_array(leaf.value) for leaf in leaves):
+        if leaves and not alone and not any(is_array(leaf.value) or is_foreign(leaf.value) for leaf in leaves):
             numbers = all(is_number(leaf.value) for leaf in leaves)
             hint = "; numpy.asarray makes an array of numbers" if numbers else ""
             self.fail(path, f"the layout '{layout}' is for arrays, but here is {_describe(node)} without one{hint}")
@@ -404,6 +440,8 @@ class _Matcher:
             fits = is_array(leaf.value) or (alone and is_number(leaf.value))
             own = SCALAR if _rankless(leaf.value) and not alone and not _fits(layout, 0) else layout
             self.found.append((self.place(leaf.path), leaf.value, own if fits else None))
+            if is_foreign(leaf.value) and not alone:
+                self.fail(leaf.path, f"the layout '{layout}' is for arrays, but here is {_describe(leaf.value)}")
             if alone and not fits:
                 self.fail(path, f"the layout '{layout}' is for an array, but here is {_describe(node)}")
 

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd import _compat
-from spmd.errors import MeshError, ModeError, PlacementError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
+from spmd.language import Layout
 
 __all__ = [
     "ambient_mesh",
@@ -49,7 +50,8 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
       A `jax.sharding.Mesh`, or an `AbstractMesh`.
 
     Raises:
-      MeshError: If a size is not a positive integer, or there are too few devices.
+      MeshError: If a size is not a positive integer, a name is none that a layout can write, a device is given twice,
+        or there are too few devices.
 
     Example:
       >>> import spmd
@@ -61,6 +63,10 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     if not axes:
         raise MeshError(compose("a mesh needs at least one axis.", call=call, fix="make_mesh(dp=2, tp=4)"))
     for name, size in axes.items():
+        if not _writable(name):
+            rule = f"layouts name the axes of a mesh, and none can name {name!r}."
+            fix = "a name of ASCII letters, digits and '_' that starts with a letter"
+            raise MeshError(compose(rule, call=call, fix=fix))
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or (size < 1 and size != -1):
             raise MeshError(
                 compose(
@@ -97,7 +103,20 @@ def _pool(devices: Any, call: str) -> list[Any]:
     if wrong:
         rule = f"devices are jax.Device objects, and one is of type {type(wrong[0]).__name__}."
         raise MeshError(compose(rule, call=call, fix="devices=jax.devices()[:8]"))
+    twice = [str(device) for device in dict.fromkeys(found) if found.count(device) > 1]
+    if twice:
+        rule = "each device has one place in a mesh."
+        got = [f"several times: {', '.join(twice[:3])}{', ...' * (len(twice) > 3)}"]
+        raise MeshError(compose(rule, call=call, got=got, fix="devices=jax.devices()[:8]"))
     return found
+
+
+def _writable(name: str) -> bool:
+    """Whether a layout can divide a dimension over an axis of this name."""
+    try:
+        return Layout(f"n/{name}").axes == (name,)
+    except LayoutError:
+        return False
 
 
 def _fill(axes: dict[str, int], pool: list[Any] | None, abstract: bool, call: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd._named import ByName
 from spmd._recent import Recent
-from spmd._trees import Static, is_array, is_number, match_prefix, unwrapped, wrapped
+from spmd._trees import Static, check_hashable, is_array, is_number, match_prefix, unwrapped, wrapped
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
 from spmd.kernel import kernel
@@ -296,6 +296,7 @@ class Init(ByName):
     def _where(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[NamedSharding | None]]:
         """The tree that is born, with shapes for arrays; the mesh; the sharding of each leaf, None where it is no
         array."""
+        check_hashable((args, kwargs), self._text)
         shapes, still = jax.eval_shape(self._leaves, *args, **kwargs)
         rest, (found, structure) = iter(shapes), still.parts
         tree = jax.tree.unflatten(structure, [next(rest) if x is None else x for x in found])
@@ -454,9 +455,10 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
 def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **names: Any) -> Any:
     """An array born sharded, of its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
 
-    `fn` gets the global positions along each dimension, int32 arrays that broadcast to the block which is here, and
-    gives the elements: the same on every mesh, and no device ever holds the whole. Inside a kernel and outside, where a
-    function that is given again is not compiled again: globals that it reads are read once, as under `jax.jit`.
+    `fn` gets the global positions along each dimension, int32 arrays (int64 along more than 2^31 elements, which needs
+    `jax_enable_x64`) that broadcast to the block which is here, and gives the elements: the same on every mesh, and no
+    device ever holds the whole. Inside a kernel and outside, where a function that is given again is not compiled
+    again: globals that it reads are read once, as under `jax.jit`.
 
     Communication: none. (Inside a kernel, backward, what `fn` closes over has a psum over the axes of the layout.)
 
@@ -470,7 +472,7 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
       The array; inside a kernel this device's block in explicit mode.
 
     Raises:
-      SizeError: If a size is not known or does not divide, or `fn` gives another shape.
+      SizeError: If a size is not known or does not divide, positions do not fit int32, or `fn` gives another shape.
       LayoutError: On a malformed layout.
       MeshError: If there is no mesh, or one is given inside a kernel.
 

@@ -63,11 +63,27 @@ def test_abstract() -> None:
         ({"dp": -1, "tp": 3}, "do not divide"),
         ({"dp": 4, "tp": 4}, "needs 16 devices"),
         ({"dp": -1, "abstract": True}, "no devices to count"),
+        ({"dp": 2, "devices": [jax.devices()[0]] * 2}, "one place in a mesh"),
+        ({"dp": -1, "devices": jax.devices()[:3] + jax.devices()[:1]}, "one place in a mesh"),
     ],
 )
 def test_meshes_that_cannot_be(axes, words) -> None:
     with pytest.raises(MeshError, match=words):
         make_mesh(**axes)
+
+
+@pytest.mark.parametrize("name", ["1", "12", "a b", "a/b", "é", "_", "", "tp ", "a {U:b}", "1a", "..."])
+def test_names_that_no_string_can_write(name) -> None:
+    for abstract in (False, True):
+        with pytest.raises(MeshError, match="layouts name the axes of a mesh"):
+            make_mesh(**{name: 2}, abstract=abstract)
+
+
+@pytest.mark.parametrize("name", ["scalar", "U", "None", "_x", "a1", "If"])
+def test_names_that_strings_can_write(name) -> None:
+    mesh = make_mesh(**{name: 2})
+    run = spmd.kernel(f"n/{name} -> n", mesh=mesh)(lambda x: spmd.all_gather(x, f"n/{name} -> n", to="invarying"))
+    np.testing.assert_array_equal(run(np.arange(4)), np.arange(4))
 
 
 def test_too_many_devices_given() -> None:

@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd import _compat
-from spmd.comm._keywords import call_text, kind_of, resolve, split_keywords
+from spmd.comm import _lax
+from spmd.comm._keywords import as_array, call_text, kind_of, resolve, split_keywords
 from spmd.comm._marks import layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
@@ -232,6 +234,21 @@ class Call:
             )
         return size // parts if self.frame.explicit else size
 
+    def index_dtype(self, size: int, name: str, at: Span = None) -> Any:
+        """The dtype of positions along `size` elements: int32, or int64 where they need it and JAX has it."""
+        if size <= 2**31:
+            return jnp.int32
+        if jax.config.jax_enable_x64:
+            return jnp.int64
+        rule = f"positions along {name}, of {size} elements, do not fit int32, and JAX has no int64 now."
+        return self.fail(rule, at=at, fix='jax.config.update("jax_enable_x64", True)', error=SizeError)
+
+    def start(self, factor: Factor) -> Any:
+        """Where the block that is held here starts in the whole of a divided factor; of `index_dtype`."""
+        dtype = self.index_dtype(factor.size, factor.name, factor.span)
+        index = _lax.axis_index(factor.axes, dict(self.frame.sizes))
+        return jnp.asarray(index, dtype) * np.asarray(factor.local, dtype)
+
     def _global(self, local: int, axes: tuple[str, ...], name: str, at: Span) -> int:
         if self.frame.explicit:
             return local * (self.frame.axis_size(axes) if axes else 1)
@@ -262,7 +279,7 @@ class Call:
         if not margins:
             self.no_margins(layout)
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
-        x = self._as_array(x, label)
+        x = as_array(x, label, functools.partial(self.fail, error=LayoutError))
         known = tag_of(x)
         dims = self._dims(layout, x.shape, label)
         # What is known of the placement first: a wrong axis explains a wrong size, not the reverse.
@@ -285,14 +302,6 @@ class Call:
         if fault is not None:
             rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
             self.fail(rule, at=fault.span, error=LayoutError)
-
-    def _as_array(self, x: Any, label: str) -> Any:
-        if isinstance(x, jax.Array):
-            return x
-        try:
-            return jnp.asarray(x)
-        except (TypeError, ValueError):
-            return self.fail(f"{label} is {kind_of(x)}, not an array.", error=LayoutError)
 
     def _dims(self, layout: Layout, shape: tuple[int, ...], label: str) -> list[Dim | str]:
         """The layout's dims, `...` replaced by as many marks as the array has dimensions for it."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from spmd._trees import is_foreign
 from spmd.errors import LayoutError, SizeError, compose, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
@@ -55,12 +57,54 @@ def kind_of(value: Any) -> str:
     """What a value is, in a message: never the value, nor a class that users do not know."""
     if isinstance(value, jax.core.Tracer):
         return "a traced array"
+    if is_foreign(value):
+        return f"a NumPy array of dtype {value.dtype}"
     if isinstance(value, (jax.Array, np.ndarray)):
         return "an array"
     if hasattr(value, "__name__") and callable(value) and not isinstance(value, type):  # a mesh is callable
         return "a function"
     name = type(value).__name__
     return "None" if value is None else f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"
+
+
+def as_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> jax.Array:
+    """A value as an array; what JAX cannot hold is said by `fail`.
+
+    Args:
+      value: What the user gave.
+      label: How messages call it.
+      fail: Raises an error with the rule that it is given.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        return fail(_no_array(value, label))
+
+
+def check_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> None:
+    """As `as_array`, for a value that somebody else makes an array."""
+    if isinstance(value, jax.Array):
+        return
+    try:
+        jax.typeof(value)
+    except TypeError:
+        fail(_no_array(value, label))
+
+
+def _no_array(value: Any, label: str) -> str:
+    which = ", which JAX does not have" if is_foreign(value) else ", not an array"
+    return f"{label} is {kind_of(value)}{which}."
+
+
+def misfit(call: str) -> Callable[[str], NoReturn]:
+    """What `as_array` says where the caller has no pattern."""
+
+    def fail(rule: str) -> NoReturn:
+        raise LayoutError(compose(rule, call=call))
+
+    return fail
 
 
 def call_text(name: str, pattern: Any, arrays: int = 1) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
 from spmd._named import ByName
-from spmd._trees import Static, is_array
+from spmd._trees import Static, check_hashable, is_array
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.haliax._placement import shard
 from spmd.mesh import check_arguments_alive
@@ -217,11 +217,7 @@ class _NamedJit(ByName):
         donated = [x if flag and is_array(x) else None for x, flag in zip(leaves, donate, strict=True)]
         kept = [x if not flag and is_array(x) else None for x, flag in zip(leaves, donate, strict=True)]
         static = Static(tuple(None if is_array(x) else x for x in leaves), structure, inside)
-        try:
-            hash(static)
-        except TypeError as error:
-            rule = "what is no array is a part of the compiled program, and must be hashable."
-            raise LayoutError(compose(rule, call=f"{self._call}(...)", got=[str(error)])) from None
+        check_hashable(static, f"{self._call}(...)")
         return donated, kept, static
 
     @property

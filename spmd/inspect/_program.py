@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd._jaxprs import equations
+from spmd._trees import is_array, is_number
 from spmd.errors import SpmdError, compose
 from spmd.kernel import Kernel
 from spmd.mesh import ambient_mesh, outside_trace
@@ -128,7 +128,7 @@ def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if hasattr(fn, "lower"):
         return fn.lower(*args, **kwargs)
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf) or is_number(leaf)]
     if len(arrays) == len(leaves):
         return jax.jit(fn).trace(*args, **kwargs)
 
@@ -139,12 +139,6 @@ def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn(*args, **kwargs)
 
     return jax.jit(with_constants).trace(*(leaves[i] for i in arrays))
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex | np.generic) or (
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    )
 
 
 @contextlib.contextmanager

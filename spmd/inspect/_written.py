@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from spmd import _compat
+from spmd._trees import is_array
 from spmd.errors import SpmdError, compose
 from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
 from spmd.inspect._program import meshes_of_jaxpr, stage
@@ -84,7 +85,7 @@ def _inside_a_trace(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any]
     """A jitted function as a function of its arrays, the rest fixed, since it may be static. Only inside another trace
     does a jaxpr say where `in_shardings` wants arguments."""
     leaves, structure = jax.tree.flatten((args, dict(kwargs)))
-    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     @functools.wraps(fn)
     def inner(*given: Any) -> Any:
@@ -93,10 +94,6 @@ def _inside_a_trace(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any]
         return fn(*args, **kwargs)
 
     return inner, tuple(leaves[i] for i in arrays), {}
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
@@ -110,7 +107,7 @@ def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
 def _leaves(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[tuple[str, Any]]:
     """What each input of the jaxpr is called, with the argument; static ones are no inputs."""
     labelled = list(zip(_paths(fn, args, kwargs), jax.tree.leaves((args, dict(kwargs))), strict=True))
-    arrays = [(label, leaf) for label, leaf in labelled if _is_array(leaf)]
+    arrays = [(label, leaf) for label, leaf in labelled if is_array(leaf)]
     for found in (labelled, arrays):
         if len(found) == count:
             return found

@@ -164,6 +164,8 @@ class Kernel(ByName):
         try:
             plan = None if closed else self._plans.used(key)
         except TypeError:
+            for name, value in zip(self._arrays, values, strict=True):
+                self._matched(name, value)  # what is not hashable may be meant as an array
             return signature.fail(
                 "static arguments and the non-array leaves of arguments are hashable.",
                 fix="static=(...) only for hashable values",

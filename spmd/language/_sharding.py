@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 def read(array: Any, names: Layout) -> Layout:
     """The layout of an array, in given names; see Layout.of."""
-    import jax
     from jax.sharding import NamedSharding
 
     call = f'Layout.of(x, "{names}")'
@@ -27,7 +26,7 @@ def read(array: Any, names: Layout) -> Layout:
         raise LayoutError(compose("Layout.of reads the mesh axes; give it names only.", call=call, fix=fix))
     sharding = getattr(array, "sharding", None)
     if sharding is None:
-        sharding = getattr(jax.typeof(array), "sharding", None)
+        sharding = getattr(_type(array, call), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         if sharding is None or sharding.is_fully_replicated:
             return dims
@@ -40,6 +39,16 @@ def read(array: Any, names: Layout) -> Layout:
         for dim, axes in zip(dims.dims, entries, strict=True)
     ]
     return type(names).from_dims(placed, spec.unreduced, spec.reduced)
+
+
+def _type(array: Any, call: str) -> Any:
+    import jax
+
+    try:
+        return jax.typeof(array)
+    except TypeError:
+        kind = f"one of dtype {array.dtype}" if hasattr(array, "dtype") else f"of type {type(array).__name__}"
+        raise LayoutError(compose(f"Layout.of reads an array, and this is {kind}.", call=call)) from None
 
 
 def _axes(entry: Any, call: str) -> tuple[str, ...]:

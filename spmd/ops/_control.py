@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
+from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, compose
 from spmd.mode import current_frame
 
@@ -51,6 +52,8 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
         if not callable(branch):
             rule = f"the branches of cond are functions, and this one is a {type(branch).__name__}."
             raise LayoutError(compose(rule, call="cond(predicate, true_fn, false_fn, *operands)"))
+    for what, value in [("the predicate", predicate), *(("an operand", x) for x in jax.tree.leaves(operands))]:
+        check_array(value, what, misfit("cond(predicate, true_fn, false_fn, *operands)"))
     shape = jnp.shape(predicate)
     if shape != ():
         raise LayoutError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat
-from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, open_call
-from spmd.errors import LayoutError
+from spmd.comm._keywords import check_array
+from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 
 __all__ = ["counted", "full", "iota", "ones", "open_made", "positions", "zeros"]
@@ -126,7 +128,7 @@ def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
       The positions.
 
     Raises:
-      SizeError: If the size of a name is not known, or does not divide.
+      SizeError: If the size of a name is not known, or does not divide, or positions do not fit the dtype.
       LayoutError: If it is not clear which dimension is meant.
 
     Example:
@@ -157,16 +159,25 @@ def counted(call: Call, made: Layout) -> int:
 
 def positions(call: Call, dim: Dim, dtype: Any) -> Any:
     """Global positions along one dimension, factor by factor: each factor's block starts at its own place."""
-    sizes = dict(call.frame.sizes)
-    total: Any = jnp.zeros((1,), dtype)
+    whole = math.prod(call.factor(atom).size for atom in dim.atoms)
+    if jnp.issubdtype(dtype, jnp.integer) and whole - 1 > jnp.iinfo(dtype).max:
+        wide = call.index_dtype(whole, Layout.from_dims((dim,)).short, dim.span)
+        rule = f"positions up to {whole - 1} do not fit {jnp.dtype(dtype).name}."
+        call.fail(rule, at=dim.span, fix=f"dtype=jnp.{jnp.dtype(wide).name}", error=SizeError)
+    total: Any = None
     for atom in dim.atoms:
         factor: Factor = call.factor(atom)
         here = jnp.arange(factor.local, dtype=dtype)
         if call.frame.explicit and factor.axes:
-            start = _lax.axis_index(factor.axes, sizes) * factor.local
-            here = here + jnp.asarray(start).astype(dtype)
-        total = (total[:, None] * np.asarray(factor.size, dtype) + here[None, :]).reshape(-1)
+            here = here + call.start(factor).astype(dtype)
+        total = here if total is None else (total[:, None] * np.asarray(factor.size, dtype) + here[None, :]).reshape(-1)
     return total
+
+
+def index_dtype(call: Call, dim: Dim) -> Any:
+    """The dtype of positions along a dimension."""
+    whole = math.prod(call.factor(atom).size for atom in dim.atoms)
+    return call.index_dtype(whole, Layout.from_dims((dim,)).short, dim.span)
 
 
 def open_made(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
@@ -185,6 +196,7 @@ def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names
     [made] = call.pattern.inputs
     if np.ndim(value) != 0:
         call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
+    check_array(value, "the value", functools.partial(call.fail, error=LayoutError))
     if to not in (None, "varying"):
         call.fail(f'to is "varying" or absent, not {to!r}.', error=LayoutError)
     if made.unreduced and not (isinstance(value, (int, float)) and value == 0):

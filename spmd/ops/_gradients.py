@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd import _compat
 from spmd._named import ByName
 from spmd.comm import _lax
+from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, MeshError, ReplicationError, compose, did_you_mean
 from spmd.language import Layout
 from spmd.mode import Frame, current_frame, try_frame
@@ -91,6 +93,9 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
             _check_loss(_loss_of(out, has_aux, text), frame, partial, text)
             return out
 
+        for place, value in enumerate(args):
+            for leaf in jax.tree.leaves(value) if place in np.atleast_1d(argnums) else ():
+                check_array(leaf, f"argument {place}", misfit(text))
         return jax.value_and_grad(checked, argnums, has_aux=has_aux)(*args, **kwargs)
 
     return differentiated

@@ -15,10 +15,10 @@ from jax import lax
 
 from spmd import _compat
 from spmd.comm._call import Call, open_call
-from spmd.comm._keywords import kind_of
+from spmd.comm._keywords import as_array, check_array, kind_of
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
-from spmd.ops._create import counted, iota, open_made, positions
+from spmd.ops._create import counted, index_dtype, iota, open_made, positions
 from spmd.ops._landing import placed, plain_dims
 
 __all__ = ["born", "linspace", "meshgrid"]
@@ -56,6 +56,7 @@ def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype
     call = open_made("linspace", layout, names)
     [made] = call.pattern.inputs
     for what, value in (("start", start), ("stop", stop)):
+        check_array(value, what, functools.partial(call.fail, error=LayoutError))
         if np.ndim(value) != 0:
             call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
     dtype = _dtype_between(start, stop) if dtype is None else dtype
@@ -66,7 +67,7 @@ def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype
     steps = math.prod(call.factor(atom).size for atom in along.atoms) - endpoint
     wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
     first, last = (jnp.asarray(value, wide) for value in (start, stop))
-    out = _between(iota(layout, **names), first, last, steps).astype(dtype)
+    out = _between(iota(layout, index_dtype(call, along), **names), first, last, steps).astype(dtype)
     return call.result(out, made.without_brackets(), role="born")
 
 
@@ -175,7 +176,7 @@ def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
         call.fail(rule, fix='from_function(lambda i, j: i + j, "x/a y")', error=LayoutError)
     shape = call.local_shape(made)
     places = [
-        lax.expand_dims(positions(call, dim, jnp.int32), [k for k in range(len(shape)) if k != i])
+        lax.expand_dims(positions(call, dim, index_dtype(call, dim)), [k for k in range(len(shape)) if k != i])
         for i, dim in enumerate(made.dims)
     ]
     try:
@@ -185,7 +186,7 @@ def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
         call.fail(rule, got=[f"fn{inspect.signature(fn)}"], fix='lambda i, j: ... for "x/a y"', error=LayoutError)
     except ValueError:  # of something built in, which does not tell
         pass
-    out = jnp.asarray(fn(*places))
+    out = as_array(fn(*places), "what fn gives", functools.partial(call.fail, error=LayoutError))
     try:
         whole = jnp.broadcast_to(out, shape)
     except ValueError:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from spmd import _compat
 from spmd.comm._call import open_call
+from spmd.comm._keywords import as_array, check_array, misfit
 from spmd.comm._marks import assert_equal_p, mark, tag_of
 from spmd.errors import LayoutError, compose
 from spmd.language import Layout
@@ -106,7 +107,8 @@ def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
     chosen = frame.in_mesh_order(named_axes(axes, frame, call))
     if not frame.explicit:
         return x
-    return jax.tree.map(lambda value: assert_equal_p.bind(jnp.asarray(value), axes=chosen, why=why), x)
+    fail = misfit(call)
+    return jax.tree.map(lambda v: assert_equal_p.bind(as_array(v, "the value", fail), axes=chosen, why=why), x)
 
 
 def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:
@@ -194,6 +196,7 @@ def typeof(x: Any) -> ValueType:
       >>> _ = body(jnp.ones((4, 3)))
       float32[2,3] "b/dp s" {V:dp}
     """
+    check_array(x, "the value", misfit("typeof(x)"))
     kind = jax.typeof(x)
     frame = try_frame()
     known = tag_of(x)

@@ -122,7 +122,8 @@ class _Job:
 
     def __init__(self, *, call: Call, dims: Dims, order: Dims, count: int, landing: Landing, copies: Axes):
         self.frame = call.frame
-        self.dims, self.order, self.count = dims, order, count
+        self.dims, self.order = dims, order
+        self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
         self.landing, self.copies = landing, copies
         self.axes = call.frame.in_mesh_order(landing.all_axes) if call.frame.explicit else ()
         self.copy_count = call.frame.axis_size(copies) if copies else 1
@@ -156,11 +157,11 @@ def _sum(x: Any, job: _Job) -> Any:
 def _mean(x: Any, job: _Job) -> Any:
     if x.dtype in (jnp.float16, jnp.bfloat16):
         # In 16 bits the sum could overflow, and loses more bits than the mean: divide first, as jnp.mean does.
-        part = jnp.sum(x, axis=job.dims, dtype=jnp.float32) / job.count
+        part = jnp.sum(x, axis=job.dims, dtype=jnp.float32) / job.divisor
         return job.land_sum(job.place(part.astype(x.dtype)))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.result_type(float))
-    return job.land_sum(job.place(jnp.sum(x, axis=job.dims))) / job.count
+    return job.land_sum(job.place(jnp.sum(x, axis=job.dims))) / job.divisor
 
 
 def _extreme(name: str, x: Any, job: _Job) -> Any:

@@ -127,12 +127,13 @@ def argmax(x: Any, pattern: str, **names: Any) -> Any:
     factor = operand.factors[dim]
     if call.frame.explicit and factor.axes:
         key = _order_key(jnp.squeeze(jnp.take_along_axis(value, jnp.expand_dims(local, dim), axis=dim), dim))
-        start = jnp.asarray(_lax.axis_index(factor.axes, dict(call.frame.sizes)) * factor.local, jnp.int32)
+        start = call.start(factor)
+        place = local.astype(start.dtype) + start
         axes = call.frame.in_mesh_order(factor.axes)
-        last = jnp.full_like(local, np.iinfo(np.int32).max)
+        last = jnp.full_like(place, np.iinfo(place.dtype).max)
         with call.scope():
             best = _lax.pmax(key, axes)
-            local = _lax.pmin(jnp.where(key == best, local + start, last), axes)
+            local = _lax.pmin(jnp.where(key == best, place, last), axes)
     return call.result(local.transpose(order), out_layout)
 
 

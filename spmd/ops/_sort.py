@@ -79,6 +79,7 @@ class _Network:
     """Merge exchange: each comparator gives one device the lower half of two blocks and the other the upper."""
 
     def __init__(self, call: Call, factor: Factor, n: int, dim: int, descending: bool) -> None:
+        self.call, self.factor = call, factor
         self.axes, self.sizes, self.local = factor.axes, dict(call.frame.sizes), factor.local
         self.n, self.dim, self.descending = n, dim, descending
 
@@ -92,8 +93,8 @@ class _Network:
 
     def places(self, x: Any) -> Any:
         """Where each element was, in the whole dimension."""
-        start = jnp.asarray(_lax.axis_index(self.axes, self.sizes) * self.local, jnp.int32)
-        return lax.broadcasted_iota(jnp.int32, x.shape, self.dim) + start
+        start = self.call.start(self.factor)
+        return lax.broadcasted_iota(start.dtype, x.shape, self.dim) + start
 
     def ordered(self, held: Held) -> Any:
         here = _lax.axis_index(self.axes, self.sizes)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import LayoutError
 from spmd.ops._landing import factors_by_name, finish, land, placed, plain_dims, right_names
@@ -79,7 +78,9 @@ def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
         ids = ids.astype(jnp.int32)
     start: Any = 0
     if call.frame.explicit and key.axes:
-        start = jnp.asarray(_lax.axis_index(key.axes, dict(call.frame.sizes)) * key.local, ids.dtype)
+        start = call.start(key)
+        ids = ids.astype(start.dtype) if start.dtype.itemsize > ids.dtype.itemsize else ids
+        start = start.astype(ids.dtype)
     here = ids - start
     mine = (here >= 0) & (here < key.local) & (ids >= 0)
     found = jnp.take(table, jnp.clip(here, 0, key.local - 1), axis=dim, mode="clip")

@@ -57,8 +57,8 @@ def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[Any, Any]:
     with call.scope():
         values, positions = _last(operand.x, min(k, factor.local), dim)
         if call.frame.explicit and factor.axes:
-            start = _lax.axis_index(factor.axes, dict(call.frame.sizes)) * factor.local
-            positions = positions + jnp.asarray(start, jnp.int32)
+            start = call.start(factor)
+            positions = positions.astype(start.dtype) + start
             # Blocks arrive in the order of their positions: among equals the earlier candidate is the earlier element.
             values, positions = (_lax.all_gather(y, factor.axes, dim, "invarying") for y in (values, positions))
             values, chosen = _last(values, k, dim)

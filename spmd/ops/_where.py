@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any, overload
 
 import jax.numpy as jnp
+import numpy as np
 
 from spmd.comm import _lax
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, MeshError, ModeError, compose, did_you_mean
-from spmd.language import Dim
+from spmd.language import Dim, Layout
 from spmd.mode import Frame, current_frame
 
 __all__ = ["axis_index", "axis_size", "local_size", "offset", "size"]
@@ -117,7 +118,8 @@ def offset(layout: str, **names: Any) -> Any:
       **names: Sizes of names that the signature does not bind, and mesh axes (`tp="model"`).
 
     Returns:
-      An int32 scalar, different along the axes that divide the dimension; the int 0 where it is whole.
+      An int32 scalar, different along the axes that divide the dimension; the int 0 where it is whole. Beyond 2^31
+      elements it is int64, which needs `jax_enable_x64`.
 
     Raises:
       SizeError: If the size of a name is not known, or does not divide.
@@ -138,11 +140,12 @@ def offset(layout: str, **names: Any) -> Any:
     if fault is not None:
         rule = "the blocks of this dimension are scattered, so there is no one place where a block starts."
         call.fail(rule, at=fault.span, fix=f'iota("{layout}")', error=LayoutError)
-    here = math.prod(call.factor(atom).local for atom in dim.atoms)
+    here, whole = (math.prod(getattr(call.factor(atom), k) for atom in dim.atoms) for k in ("local", "size"))
     if not call.frame.explicit or not first.axes:
         return 0
+    dtype = call.index_dtype(whole, Layout.from_dims((dim,)).short, dim.span)
     index = _lax.axis_index(first.axes, dict(call.frame.sizes))
-    return jnp.asarray(index, jnp.int32) * jnp.int32(here)
+    return jnp.asarray(index, dtype) * np.asarray(here, dtype)
 
 
 def axis_size(axes: Axes) -> int:

@@ -311,3 +311,36 @@ def a_scope_with_a_mapping(mesh):
 @fixed
 def a_scope_with_a_mapping_fixed(mesh):
     assert spmd.scope(mapping=None)(lambda x: x)(3) == 3
+
+
+# --- what is no array for JAX, and no axis for a string ------------------------------------------------------
+
+
+@bad
+def an_array_of_strings(mesh):
+    spmd.shard({"x": X, "names": np.array(["a", "b"])}, "b ...", mesh=mesh)
+
+
+@bad
+def an_argument_of_strings(mesh):
+    body(SAME, lambda x: x, mesh, np.array([["a", "b"]]))
+
+
+@bad
+def an_operand_of_objects(mesh):
+    body(SAME, lambda x: spmd.reduce(np.array([1, None], dtype=object), "b -> scalar"), mesh)
+
+
+@bad
+def an_axis_that_no_layout_can_name(mesh):
+    spmd.make_mesh(**{"data axis": 2})
+
+
+@bad
+def a_device_with_two_places(mesh):
+    spmd.make_mesh(dp=2, devices=[jax.devices()[0]] * 2)
+
+
+@bad
+def positions_beyond_int32(mesh):
+    spmd.from_function(lambda i: i, "x/dp", x=2**40, mesh=mesh)
