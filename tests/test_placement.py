@@ -346,9 +346,11 @@ def test_init_takes_arguments_that_are_no_arrays() -> None:
         lambda key, act, config: {"w": act(jax.random.normal(key, (8, config["width"].stop)))}, "d f/tp", mesh=mesh_of()
     )
     key = jax.random.key(0)
-    assert make(key, jnp.tanh, {"width": slice(16)})["w"].sharding.spec == P(None, "tp")
-    found = make(key, config={"width": slice(16)}, act=jnp.exp)["w"]
-    assert (found > 0).all() and make.abstract(key, jnp.exp, {"width": slice(4)})["w"].shape == (8, 4)
+    assert make(key, jnp.tanh, {"width": range(16)})["w"].sharding.spec == P(None, "tp")
+    found = make(key, config={"width": range(16)}, act=jnp.exp)["w"]
+    assert (found > 0).all() and make.abstract(key, jnp.exp, {"width": range(4)})["w"].shape == (8, 4)
+    with pytest.raises(spmd.LayoutError, match="must be hashable"):
+        make(key, jnp.exp, {"width": {1, 2}})
 
 
 def test_a_number_is_placed_where_it_has_a_layout_of_its_own() -> None:
