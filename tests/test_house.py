@@ -25,6 +25,7 @@ FLOORS = {
     "language/": 1,
     "_ambient.py": 2,
     "_compat.py": 2,
+    "_cells.py": 0,
     "_jaxprs.py": 2,
     "_named.py": 2,
     "_recent.py": 0,

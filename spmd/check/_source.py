@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.extend.source_info_util as source_info_util
 
+from spmd._cells import shown_file
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 # JAX skips its own frames when it names a line; ours are skipped in the same way, in JAX's messages too.
@@ -41,4 +43,6 @@ def _shorten(text: str) -> str:
     here = os.getcwd() + os.sep
     if place.startswith(here):
         place = place[len(here) :]
+    file, colon, line = place.rpartition(":")
+    place = shown_file(file) + colon + line
     return f"{place} ({function}" if function else place

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, overload
 
+from spmd._cells import shown_file
 from spmd._units import bytes_text
 from spmd.inspect._groups import (
     axes_of_groups,
@@ -92,7 +93,7 @@ class Collective:
     def where(self) -> str:
         """`file.py:12` of the innermost line outside this package; empty when the text has no lines."""
         theirs = [frame for frame in self.frames if not frame.file.startswith(_PACKAGE)] or self.frames
-        return f"{os.path.basename(theirs[0].file)}:{theirs[0].line}" if theirs else ""
+        return f"{os.path.basename(shown_file(theirs[0].file))}:{theirs[0].line}" if theirs else ""
 
     @property
     def _largest(self) -> tuple[str, tuple[int, ...]]:

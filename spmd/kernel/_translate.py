@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd import _compat
+from spmd._cells import shown_file
 from spmd.errors import MeshError, ModeError, ReplicationError, compose, did_you_mean
 from spmd.kernel._signature import Signature
 from spmd.mode import Frame
@@ -121,6 +122,7 @@ def _in_jax(error: BaseException) -> bool:
 def _user_line(error: BaseException) -> str | None:
     """The innermost line that is neither JAX's nor ours."""
     for entry in reversed(traceback.extract_tb(error.__traceback__)):
-        if not entry.filename.startswith((_HERE, "<")) and not _compat.in_jax(entry.filename):
-            return f"{entry.filename}:{entry.lineno}"
+        written = shown_file(entry.filename)
+        if not written.startswith((_HERE, "<")) and not _compat.in_jax(entry.filename):
+            return f"{written}:{entry.lineno}"
     return None
