@@ -1,12 +1,17 @@
 """Random meshes, layouts, sizes and arrays, from a seed: what the simulator-based tests run over.
 
-A failing case is reproduced by its seed alone: `Sampler(seed)` makes the same choices in the same order.
+A failing case is reproduced by its seed alone: `Sampler(seed)` makes the same choices in the same order. Seeds start
+at SPMD_TEST_SEED, 0 by default; the gate sets it from the commit. `tests/soak.py` draws from `Choices`, which it can
+also make smaller.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,9 +24,99 @@ AXIS_NAMES = ("dp", "tp", "cp", "fsdp", "ep", "x", "row")
 DTYPES = ("float32", "bfloat16", "int32", "complex64")
 
 
-def seeds(default: int = 6, *, first: int = 0) -> range:
-    """Seeds for `pytest.mark.parametrize`: as many as SPMD_TEST_CASES says."""
-    return range(first, first + case_count(default))
+def first_seed() -> int:
+    """Where the seeds of all sampled tests start: SPMD_TEST_SEED, else 0."""
+    return int(os.environ.get("SPMD_TEST_SEED", 0))
+
+
+def seeds(default: int = 6, *, first: int = 0, times: int = 1) -> range:
+    """Seeds for `pytest.mark.parametrize`: `times` as many as SPMD_TEST_CASES says."""
+    start = first + first_seed()
+    return range(start, start + times * case_count(default))
+
+
+class Choices:
+    """Random choices that are remembered, so that a failing case can be made smaller: with smaller choices.
+
+    It stands for a NumPy generator and for a `random.Random`. Each choice is a number below some bound, 0 being the
+    simplest; given `replay`, those come first and then zeros. The elements of arrays are no choices.
+
+    >>> a = Choices(7)
+    >>> drawn = a.integers(1, 100), a.choice("xyz"), list(a.permutation(3))
+    >>> b = Choices(7, a.drawn)
+    >>> (b.integers(1, 100), b.choice("xyz"), list(b.permutation(3))) == drawn
+    True
+    >>> Choices(7, ()).integers(1, 100), Choices(7, ()).choice("xyz"), Choices(7, ()).permutation(3).tolist()
+    (1, 'x', [0, 1, 2])
+    """
+
+    MOST = 2000
+
+    def __init__(self, seed: int, replay: Sequence[int] | None = None) -> None:
+        self.seed, self.replay = seed, replay
+        self.drawn: list[int] = []
+        self.rng = np.random.default_rng(seed)
+        self.data = np.random.default_rng(seed)
+
+    def below(self, bound: int) -> int:
+        """The one primitive: a number from 0 to bound - 1."""
+        if len(self.drawn) >= self.MOST:
+            raise RuntimeError("the choices lead nowhere")
+        if self.replay is None:
+            found = int(self.rng.integers(bound))
+        else:
+            found = min(self.replay[len(self.drawn)] if len(self.drawn) < len(self.replay) else 0, bound - 1)
+        self.drawn.append(found)
+        return found
+
+    def random(self, size: Any = None) -> Any:
+        return self.below(1000) / 1000 if size is None else self.data.random(size)
+
+    def integers(self, low: int, high: int | None = None, size: Any = None) -> Any:
+        low, high = (0, low) if high is None else (low, high)
+        return low + self.below(int(high) - int(low)) if size is None else self.data.integers(low, high, size)
+
+    def normal(self, size: Any = None) -> Any:
+        return self.data.normal(size=size)
+
+    def choice(self, options: Any, size: Any = None, p: Sequence[float] | None = None) -> Any:
+        if p is None:
+            if size is not None:
+                return self.data.choice(options, size)
+            return options[self.below(len(options))]
+        order = sorted(range(len(p)), key=lambda i: -p[i])  # the likeliest is the simplest
+
+        def one() -> Any:
+            at = self.below(1000) / 1000
+            for i in order:
+                at -= p[i]
+                if at < 0:
+                    return options[i]
+            return options[order[-1]]
+
+        return one() if size is None else np.array([one() for _ in range(size)])
+
+    def sample(self, options: Sequence, k: int) -> list:
+        rest = list(options)
+        return [rest.pop(self.below(len(rest))) for _ in range(k)]
+
+    def permutation(self, options: Any) -> np.ndarray:
+        options = range(options) if isinstance(options, int) else options
+        return np.array(self.sample(options, len(options)))
+
+    def shuffle(self, options: list) -> None:
+        options[:] = self.sample(options, len(options))
+
+    def randint(self, low: int, high: int) -> int:
+        return low + self.below(high - low + 1)
+
+    def randrange(self, bound: int) -> int:
+        return self.below(bound)
+
+
+def dice(seed: int | Choices) -> Any:
+    """A `random.Random` of this seed, or the choices themselves."""
+    return seed if isinstance(seed, Choices) else random.Random(seed)
 
 
 class Sampler:
@@ -32,8 +127,8 @@ class Sampler:
     True
     """
 
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, seed: int | Choices) -> None:
+        self.rng: Any = seed if isinstance(seed, Choices) else np.random.default_rng(seed)
 
     def choice(self, options: Sequence) -> object:
         """One of the options."""

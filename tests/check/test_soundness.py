@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from spmd.errors import ReplicationError
 from tests.check import wrong_programs
 from tests.check.harness import AXES, check, mark, mesh, trace, varying
 from tests.check.test_correct_programs import PROGRAMS, gathered_softmax, polluted_carry, shifted_equal
+from tests.sampler import dice, seeds
 
 # --- equal and different --------------------------------------------------------------------------------------
 
@@ -46,9 +47,9 @@ STEPS = [
 ]
 
 
-def random_body(seed: int):
+def random_body(seed: Any):
     """A chain of steps on two values, one divided and one equal."""
-    rng = random.Random(seed)
+    rng = dice(seed)
     plan = [(rng.choice(STEPS), rng.choice(AXES), rng.random()) for _ in range(rng.randint(2, 7))]
 
     def body(x, w):
@@ -62,28 +63,26 @@ def random_body(seed: int):
     return body
 
 
-def test_what_is_called_equal_is_equal(cases: int) -> None:
-    m = mesh()
-    equal = 0
-    for seed in range(4 * cases):
-        body = random_body(seed)
-        stacked = lambda x, w, body=body: jax.tree.map(lambda v: v[None, None], body(x, w))
-        run = jax.jit(jax.shard_map(stacked, mesh=m, in_specs=(P("dp", "tp"), P()), out_specs=P("dp", "tp")))
-        x = jax.random.normal(jax.random.key(seed), (8, 16))
-        w = jax.random.normal(jax.random.key(seed + 1), (4, 4))
-        facts = explain_output(run.trace(x, w).jaxpr, mesh_axes=AXES)
-        for fact, value in zip(facts, run(x, w), strict=True):
-            for position, axis in enumerate(AXES):
-                if axis not in fact.different:
-                    equal += 1
-                    first = np.take(value, [0], axis=position)
-                    np.testing.assert_allclose(
-                        np.asarray(value),
-                        np.broadcast_to(first, value.shape),
-                        rtol=1e-4,
-                        err_msg=f"{seed} {axis}",
-                    )
-    assert equal > cases  # the programs are not all trivially different
+def called_equal(seed: Any) -> int:
+    """How many of a random body's results are called equal along an axis; each of them must be."""
+    m, body, equal = mesh(), random_body(seed), 0
+    stacked = lambda x, w: jax.tree.map(lambda v: v[None, None], body(x, w))
+    run = jax.jit(jax.shard_map(stacked, mesh=m, in_specs=(P("dp", "tp"), P()), out_specs=P("dp", "tp")))
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 16), (4, 4)]))
+    facts = explain_output(run.trace(x, w).jaxpr, mesh_axes=AXES)
+    for fact, value in zip(facts, run(x, w), strict=True):
+        value = np.asarray(value)
+        for position, axis in enumerate(AXES):
+            if axis not in fact.different:
+                equal += 1
+                first = np.broadcast_to(np.take(value, [0], axis=position), value.shape)
+                np.testing.assert_allclose(value, first, rtol=1e-4, err_msg=f"{seed} {axis}")
+    return equal
+
+
+def test_what_is_called_equal_is_equal() -> None:
+    tried = seeds(times=4)
+    assert sum(map(called_equal, tried)) > len(tried) // 4  # the programs are not all trivially different
 
 
 # --- constant dims --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import haliax as hax
-from tests.conftest import case_count
+from tests.sampler import seeds
 
 RULES = {"batch": "data", "embed": None, "mlp": "tp", "vocab": ("tp", "data")}
 X = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
@@ -280,7 +280,7 @@ def block_of(rank: int, axes: tuple[str, ...], shape: dict[str, int]) -> tuple[i
     return index, count
 
 
-@pytest.mark.parametrize("seed", range(case_count()))
+@pytest.mark.parametrize("seed", seeds())
 @pytest.mark.parametrize("inside", [False, True])
 def test_sampled_mappings(seed, inside):
     """Every device holds what its place on the mesh says, and the queries agree."""

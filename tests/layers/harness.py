@@ -28,6 +28,7 @@ import spmd
 from spmd import Layout
 from spmd.inspect import collectives
 from tests.conftest import DEFAULT_CASES, case_count
+from tests.sampler import first_seed
 
 MODES = ("explicit", "auto", "reference")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -165,7 +166,7 @@ CASES: dict[str, tuple[Callable[[], Iterable[LayerCase]], int]] = {}
 def cases(name: str, draw: int = DEFAULT_CASES) -> Callable[..., Any]:
     """Register a layer: a function without arguments to all of its cases, of which a run draws `draw`.
 
-    SPMD_TEST_CASES scales the number, as for all sampled tests. The same cases are drawn each time.
+    SPMD_TEST_CASES scales the number, as for all sampled tests, and SPMD_TEST_SEED draws others.
     """
 
     def register(make: Callable[[], Iterable[LayerCase]]) -> Callable[[], Iterable[LayerCase]]:
@@ -192,7 +193,10 @@ def drawn(names: Iterable[str] | None = None) -> list[LayerCase]:
 
 def _chosen(every: list[LayerCase], number: int) -> Iterator[LayerCase]:
     """`number` cases in random order; each next one shows as much as it can of what has not been seen yet."""
-    order = [every[i] for i in np.random.default_rng(zlib.crc32(every[0].name.encode())).permutation(len(every))]
+    order = [
+        every[i]
+        for i in np.random.default_rng(zlib.crc32(every[0].name.encode()) + first_seed()).permutation(len(every))
+    ]
     seen: set[Any] = set()
     for _ in range(min(number, len(order))):
         new = [sum(weight for what, weight in _features(case).items() if what not in seen) for case in order]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import pytest
 
 import spmd
 from spmd import fft
-from tests.conftest import case_count
 from tests.ops.harness import MODES, make_mesh, pulled
+from tests.sampler import dice, seeds
 
 NUMPY = {"fft": np.fft.fftn, "ifft": np.fft.ifftn, "rfft": np.fft.rfftn, "irfft": np.fft.irfftn}
 JNP = {"fft": jnp.fft.fftn, "ifft": jnp.fft.ifftn, "rfft": jnp.fft.rfftn, "irfft": jnp.fft.irfftn}
@@ -41,9 +41,9 @@ def close(got, want, tolerance: float = 2e-6) -> None:
 # --- sampled -------------------------------------------------------------------------------------------------
 
 
-def sample(seed: int) -> tuple:
+def sample(seed: Any) -> tuple:
     """A mesh, a pattern, the shape of its left side and what is transformed. Sizes divide where the pattern says."""
-    draw = random.Random(seed)
+    draw = dice(seed)
     mesh = draw.choice(
         [{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 3, "b": 2}, {"a": 8, "b": 1}, {"a": 5}, {"a": 2, "b": 2, "c": 2}]
     )
@@ -70,7 +70,7 @@ def sample(seed: int) -> tuple:
     return mesh, kind, f"{left} -> {right}", tuple(shape), tuple(moved), half
 
 
-@pytest.mark.parametrize("seed", range(3 * case_count()))
+@pytest.mark.parametrize("seed", seeds(times=3))
 def test_sampled(seed: int) -> None:
     mesh, kind, pattern, shape, moved, half = sample(seed)
     rng = np.random.default_rng(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ import scipy.signal
 
 import spmd
 from spmd import stencil
-from tests.conftest import case_count
 from tests.ops.harness import MODES, close, make_mesh, pulled
 from tests.ops.harness import run as run_in
+from tests.sampler import dice, seeds
 
 EDGES = {  # the modes of `np.pad` that give the same
     "periodic": {"mode": "wrap"},
@@ -53,9 +53,9 @@ def side(xp, x, dim: int, width: int, edge, at: int):
 # --- halo: what each block holds ----------------------------------------------------------------------------
 
 
-def sample(seed: int) -> tuple:
+def sample(seed: Any) -> tuple:
     """A mesh, the axes and sizes of x and y, their margins, their edges as pairs, and as the call says them."""
-    draw = random.Random(seed)
+    draw = dice(seed)
     mesh = draw.choice([{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 3, "b": 2}, {"a": 8, "b": 1}, {"a": 1, "b": 5}])
     places = draw.choice(
         [(("a",), ("b",)), (("a", "b"), ()), ((), ("b", "a")), (("b",), ("a",)), (("a",), ()), ((), ("b",))]
@@ -92,7 +92,7 @@ def texts(places, margins) -> tuple[str, str]:
     return " ".join(plain), " ".join(wide)
 
 
-@pytest.mark.parametrize("seed", range(3 * case_count()))
+@pytest.mark.parametrize("seed", seeds(times=3))
 def test_each_block_holds_its_window_of_the_padded_array(seed: int) -> None:
     mesh, places, shape, margins, edges, edge, dtype = sample(seed)
     plain, wide = texts(places, margins)
@@ -132,7 +132,7 @@ def neighbourhood(u, margins, n):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(2 * case_count()))
+@pytest.mark.parametrize("seed", seeds(times=2))
 def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
     mesh, places, shape, margins, edges, edge, _ = sample(seed + 1000)
     plain, wide = texts(places, margins)
@@ -201,11 +201,11 @@ def test_a_wall_whose_value_differs_between_devices() -> None:
 # --- halos of halos ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(case_count()))
+@pytest.mark.parametrize("seed", seeds())
 def test_halos_compose(seed: int) -> None:
     """Margins that grow, or come a dimension at a time, are those asked for at once; so are their gradients."""
     mesh, places, shape, margins, _, edge, dtype = sample(seed + 3000)
-    draw = random.Random(seed)
+    draw = dice(seed)
     first = [tuple(draw.randint(0, n) for n in pair) for pair in margins]
     if draw.random() < 0.3 or first == margins or not any(map(any, first)):
         first = [margins[0], (0, 0)] if all(map(any, margins)) else [tuple(n - (n > 1) for n in m) for m in margins]
@@ -325,7 +325,7 @@ def star(u, margins, n):
     return sum([*across, *along])
 
 
-@pytest.mark.parametrize("seed", range(case_count()))
+@pytest.mark.parametrize("seed", seeds())
 def test_without_corners(seed: int) -> None:
     mesh, places, shape, margins, edges, edge, _ = sample(seed + 2000)
     plain, wide = texts(places, margins)

@@ -10,7 +10,7 @@ import pytest
 import spmd
 from spmd import parallel
 from spmd.inspect import collectives
-from tests.conftest import case_count
+from tests.sampler import seeds
 
 LAYOUTS = {"experts": "e/ep g f/tp", "dense": "d/dp f/tp", "router": "g e/1", "table": "v/tp c", "scale": "scalar"}
 SHAPES = {"experts": (6, 5, 4), "dense": (10, 4), "router": (5, 6), "table": (8, 3), "scale": ()}
@@ -54,7 +54,7 @@ def test_one_all_reduce_for_each_set_of_axes(mesh):
     assert not collectives(norm_kernel(mesh, lambda g: parallel.global_norm(g, whole), whole), tree())
 
 
-@pytest.mark.parametrize("seed", range(case_count(3)))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_norm_of_any_layouts(seed):
     """Random axes on random dimensions, several on one too."""
     rng = np.random.default_rng(seed)
