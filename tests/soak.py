@@ -27,6 +27,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -93,7 +94,13 @@ class Tally:
         rows.append(("all", *(str(sum(c.values())) for c in (self.programs, self.gradients, self.failures)), ""))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         line = lambda row: "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]])
-        last = f"jax {jax.__version__}, seed {seed}, {self.seconds:.0f} s, {total / max(self.seconds, 1e-9):.1f} programs/s"
+        spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        cpu = sum(one.ru_utime + one.ru_stime for one in spent)
+        rates = [
+            f"{n:.0f} s {what}, {total / max(n, 1e-9):.1f} programs/s"
+            for n, what in ((self.seconds, "in all"), (cpu, "of CPU"))
+        ]
+        last = f"jax {jax.__version__}, seed {seed}, {'; '.join(rates)}"
         return "\n".join([*map(line, rows), last])
 
 

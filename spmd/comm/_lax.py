@@ -150,7 +150,7 @@ _retype_p = _compat.linear_primitive(
     abstract=lambda x, *, axes: _compat.without_varying(x, axes),
     run=lambda x, **_: x,
     transpose=_retype_transpose,
-    batch=lambda args, dims, *, axes: (retype(*args, axes), dims[0]),
+    batch=lambda args, dims, *, axes: (retype(args[0], axes), dims[0]),
 )
 
 
