@@ -69,8 +69,8 @@ class Ambient:
             f"another coroutine is suspended inside `with spmd.{self.name}(...)`. JAX keeps what that block says per "
             "thread, so it would hold here too."
         )
-        fix = f"no `await` inside the block: `with spmd.{self.name}(...)` around each call that it is for"
-        raise ModeError(compose(rule, call=f"with spmd.{self.name}(...)", fix=fix))
+        advice = f"no `await` inside the block: `with spmd.{self.name}(...)` around each call that it is for"
+        raise ModeError(compose(rule, call=f"with spmd.{self.name}(...)", advice=advice))
 
 
 class _Thread:

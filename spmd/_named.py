@@ -35,8 +35,8 @@ class ByName:
             return own[0]
         rule = "a kernel is pickled by its name in a module, as a function is, and no module has this one."
         got = [f"{name} of {self.__module__}" + (", made inside a function" if "<locals>" in name else "")]
-        fix = "make it at the top of a module, or send what it is made of and make it there"
-        raise pickle.PicklingError(compose(rule, call=repr(self), got=got, fix=fix))
+        advice = "make it at the top of a module, or send what it is made of and make it there"
+        raise pickle.PicklingError(compose(rule, call=repr(self), got=got, advice=advice))
 
 
 def _at(module: Any, name: str) -> Any:

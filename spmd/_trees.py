@@ -227,7 +227,7 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
             compose(
                 "The rules are a dict from path patterns to layouts.",
                 call="layouts(tree, rules)",
-                fix='layouts(tree, {"**": "b d"}) for one layout everywhere',
+                advice='layouts(tree, {"**": "b d"}) for one layout everywhere',
             )
         )
     read = {rule: Layout(text, call=f"{rule!r}: {text!r}") for rule, text in rules.items()}

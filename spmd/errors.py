@@ -1,7 +1,9 @@
 """The one family of errors, and the one way their texts are built.
 
 A message has up to five parts, always in this order: the call with carets under the fault, the rule
-that was broken (one sentence), what was got, and the fix as text to paste.  Array values never occur.
+that was broken (one sentence), what was got, the fix and advice.  A line `fix:` is code to paste, and a test pastes
+it and compares the numbers; what cannot be pasted, or what only the author can choose between, is `advice:`.
+Array values never occur.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 __all__ = [
     "CommunicationError",
+    "Fix",
     "LayoutError",
     "MeshError",
     "ModeError",
@@ -69,6 +73,34 @@ class PlacementError(SpmdError):
     """An array does not lie where the layout says, and may not be moved."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A call that mends the fault, as a value: each verb makes it in its own shape, and it is text only in a message.
+
+    Args:
+      verb: What is called.
+      operands: The arrays as the message names them; one may be a call of its own.
+      pattern: The pattern or the layout.
+      keywords: Keywords by name, with their values.
+
+    >>> print(Fix("all_gather", ("w",), "d/dp -> d", {"to": "invarying"}))
+    all_gather(w, "d/dp -> d", to="invarying")
+    >>> print(Fix("stencil.halo", (Fix("psum", pattern="d {U:dp} -> d"),), "d -> 1+d+1"))
+    stencil.halo(psum(x, "d {U:dp} -> d"), "d -> 1+d+1")
+    """
+
+    verb: str
+    operands: tuple[str | Fix, ...] = ("x",)
+    pattern: str | None = None
+    keywords: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        shown = [str(one) for one in self.operands]
+        shown += [] if self.pattern is None else [f'"{self.pattern}"']
+        shown += [f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in self.keywords.items()]
+        return f"{self.verb}({', '.join(shown)})"
+
+
 def compose(
     rule: str,
     *,
@@ -76,7 +108,8 @@ def compose(
     source: str | None = None,
     span: tuple[int, int] | None = None,
     got: Sequence[str] = (),
-    fix: str | None = None,
+    fix: str | Fix | Sequence[str | Fix] | None = None,
+    advice: str | None = None,
 ) -> str:
     """Build the text of an error.
 
@@ -86,7 +119,8 @@ def compose(
       source: the layout or pattern string; of several lines only the offending one is shown.
       span: where in `source` the fault lies, as (start, end).
       got: what was got; several lines become bullets.
-      fix: text to paste.
+      fix: code to paste, a call or what stands in the call named; of several, each mends another fault.
+      advice: what to do where no line can be pasted, or where only the author knows which.
 
     Returns:
       The message.
@@ -106,8 +140,10 @@ def compose(
     elif got:
         lines.append("got:")
         lines.extend(f"- {line}" for line in got)
-    if fix is not None:
-        lines.append("fix: " + fix.replace("\n", "\n     "))
+    for one in (fix,) if isinstance(fix, str | Fix) else fix or ():
+        lines.append("fix: " + str(one).replace("\n", "\n     "))
+    if advice is not None:
+        lines.append("advice: " + advice.replace("\n", "\n        "))
     return "\n".join(lines)
 
 

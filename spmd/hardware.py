@@ -81,7 +81,7 @@ class Hardware:
         call = f"Hardware({self.name!r}, ...)"
         if not isinstance(self.flops, Mapping) or not self.flops:
             rule = f"flops are FLOP/s by dtype name, got {self.flops!r}."
-            raise SpmdError(compose(rule, call=call, fix='flops={"bfloat16": 989e12, "float32": 494e12}'))
+            raise SpmdError(compose(rule, call=call, advice='as in flops={"bfloat16": 989e12, "float32": 494e12}'))
         for name, peak in self.flops.items():
             _check_number(f"flops[{name!r}]", peak, "FLOP/s", call)
         _check_number("hbm_bandwidth", self.hbm_bandwidth, "bytes per second", call)
@@ -91,7 +91,7 @@ class Hardware:
         for what, link in (named if self.node is None else {**named, "node": self.node}).items():
             if not isinstance(link, Link):
                 rule = f"{what} is a Link, got {type(link).__name__}."
-                raise SpmdError(compose(rule, call=call, fix="spmd.Link(bandwidth=50e9, latency=4e-6)"))
+                raise SpmdError(compose(rule, call=call, advice="as in spmd.Link(bandwidth=50e9, latency=4e-6)"))
 
     def __hash__(self) -> int:
         return hash((self.name, self.hbm_bandwidth, self.default, self.node, self.node_size))
@@ -273,6 +273,8 @@ def hardware(which: str | Hardware) -> Hardware:
     if which not in _PRESETS:
         rule = f"no hardware preset is called {which!r}{did_you_mean(which, _PRESETS) or '.'}"
         raise SpmdError(
-            compose(rule, call=f"hardware({which!r})", got=[f"presets: {known}"], fix="or your own spmd.Hardware(...)")
+            compose(
+                rule, call=f"hardware({which!r})", got=[f"presets: {known}"], advice="or your own spmd.Hardware(...)"
+            )
         )
     return _PRESETS[which]

@@ -61,7 +61,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     """
     call = f"make_mesh({', '.join(f'{k}={v!r}' for k, v in axes.items())})"
     if not axes:
-        raise MeshError(compose("a mesh needs at least one axis.", call=call, fix="make_mesh(dp=2, tp=4)"))
+        raise MeshError(compose("a mesh needs at least one axis.", call=call, advice="as in make_mesh(dp=2, tp=4)"))
     for name, size in axes.items():
         if not _writable(name):
             rule = f"layouts name the axes of a mesh, and none can name {name!r}."
@@ -102,12 +102,12 @@ def _pool(devices: Any, call: str) -> list[Any]:
     wrong = [x for x in found if not hasattr(x, "platform")]
     if wrong:
         rule = f"devices are jax.Device objects, and one is of type {type(wrong[0]).__name__}."
-        raise MeshError(compose(rule, call=call, fix="devices=jax.devices()[:8]"))
+        raise MeshError(compose(rule, call=call, advice="as in devices=jax.devices()[:8]"))
     twice = [str(device) for device in dict.fromkeys(found) if found.count(device) > 1]
     if twice:
         rule = "each device has one place in a mesh."
         got = [f"several times: {', '.join(twice[:3])}{', ...' * (len(twice) > 3)}"]
-        raise MeshError(compose(rule, call=call, got=got, fix="devices=jax.devices()[:8]"))
+        raise MeshError(compose(rule, call=call, got=got, advice="as in devices=jax.devices()[:8]"))
     return found
 
 
@@ -139,7 +139,7 @@ def _too_few(call: str, wanted: int, pool: list[Any]) -> str:
     return compose(
         f"the mesh needs {wanted} devices, and there are {len(pool)} ({platform}).",
         call=call,
-        fix=f"spmd.use_cpu_devices({wanted}) at the top of the program for virtual CPU devices, or smaller axes",
+        advice=f"spmd.use_cpu_devices({wanted}) at the top of the program for virtual CPU devices, or smaller axes",
     )
 
 
@@ -179,7 +179,7 @@ def use_cpu_devices(count: int) -> list[Any]:
                 f"JAX runs already, with {len(have)} CPU device{'s' * (len(have) > 1)}; it cannot grow to {count}.",
                 call=f"use_cpu_devices({count})",
                 got=["the backend starts with the first array or the first question for devices"],
-                fix=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
+                advice=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
             )
         ) from refused
     _chosen[:] = have
@@ -261,7 +261,7 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
                 compose(
                     "the arguments live on two meshes, so the mesh cannot be read off them.",
                     got=[_show(found) + _devices_text(found), _show(here) + _devices_text(here)],
-                    fix="mesh=mesh, the one to run on; arrays that lie on the other are moved there",
+                    advice="mesh=mesh, the one to run on; arrays that lie on the other are moved there",
                 )
             )
     return found
@@ -299,8 +299,8 @@ def check_alive(arrays: Iterable[tuple[str, Any]], call: str, source: str | None
     gone = [f"{path}: {x.dtype.name}{list(x.shape)}" for path, x in arrays if _compat.deleted(x)]
     if gone:
         rule = "an array is used whose buffer was given away: it was donated to an earlier call, or deleted."
-        fix = "use what that call returned; or do not donate it there"
-        raise PlacementError(compose(rule, call=call, source=source, got=gone, fix=fix))
+        advice = "use what that call returned; or do not donate it there"
+        raise PlacementError(compose(rule, call=call, source=source, got=gone, advice=advice))
 
 
 def check_arguments_alive(args: Any, kwargs: Any, call: str) -> None:
@@ -340,7 +340,7 @@ def made_whole(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         rule = "reference mode runs on one device, and this array spans processes."
-        raise ModeError(compose(rule, got=[f"{x.dtype.name}{list(x.shape)}"], fix='spmd.mode("auto")'))
+        raise ModeError(compose(rule, got=[f"{x.dtype.name}{list(x.shape)}"], advice='spmd.mode("auto")'))
     wanted = _whole(mesh)
     return x if wanted is None else jax.device_put(x, wanted)
 

@@ -177,7 +177,7 @@ def current_frame(who: str) -> Frame:
             compose(
                 f"{who} reads layouts, so it runs inside a kernel (or inside your own "
                 f"jax.shard_map), and none is being traced.",
-                fix='put it in a function decorated with @spmd.kernel("... -> ...", mesh=mesh)',
+                advice='put it in a function decorated with @spmd.kernel("... -> ...", mesh=mesh)',
             )
         )
     return frame
@@ -295,7 +295,7 @@ def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
             compose(
                 "a scope keeps the kernel's mapping or hides it; it has none of its own.",
                 call="scope(mapping=...)",
-                fix="@scope(mapping=None), or @scope",
+                advice="@scope(mapping=None), or @scope",
             )
         )
     if fn is None:

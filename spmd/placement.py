@@ -80,27 +80,27 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
 
 def _check_outside(name: str, call: str) -> None:
     if try_frame() is not None:
-        fix = "call it before the kernel, and pass the result"
+        advice = "call it before the kernel, and pass the result"
         if name == "shard":
-            fix = (
+            advice = (
                 'annotate(x, "b/dp d") to state a layout, split(x, "b -> b/dp") to keep a block, '
                 'relayout(x, "b/dp d -> b d/dp") to change it'
             )
         rule = f"{name} places whole arrays, and inside a kernel arrays are shards."
-        raise ModeError(compose(rule, call=call, fix=fix))
+        raise ModeError(compose(rule, call=call, advice=advice))
 
 
 def _mesh(mesh: Any, leaves: list[Any], call: str) -> Any:
     if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
         rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
-        raise MeshError(compose(rule, call=call, fix="mesh=spmd.make_mesh(dp=2, tp=4)"))
+        raise MeshError(compose(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)"))
     found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
     if found is None:
         raise MeshError(
             compose(
                 "no mesh: none was given, no array lives on one, and no jax.set_mesh surrounds the call.",
                 call=call,
-                fix="mesh=spmd.make_mesh(dp=2, tp=4)",
+                advice="as in mesh=spmd.make_mesh(dp=2, tp=4)",
             )
         )
     return found
@@ -143,8 +143,8 @@ def _placements(
 def _matched(layouts: Any, tree: Any, call: str) -> list[tuple[str, Any, Layout | None]]:
     """Each leaf with its layout, and complaints that name the call."""
     if isinstance(tree, str) and not isinstance(layouts, (str, Layout)):
-        fix = call.replace("tree, layouts", f'x, "{tree}"')
-        raise LayoutError(compose("arrays come first, then their layouts.", call=call, fix=fix))
+        advice = call.replace("tree, layouts", f'x, "{tree}", ...')
+        raise LayoutError(compose("arrays come first, then their layouts.", call=call, advice=f"as in {advice}"))
     return match_prefix(layouts, tree, "tree", call)
 
 
@@ -228,7 +228,7 @@ def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> Non
                     "Explicit axes of a dimension stand before the Auto ones.",
                     call="shard(tree, layouts)",
                     got=["mesh " + ", ".join(f"{name} ({kind})" for name, kind in kinds.items())],
-                    fix=f"/{'/'.join(sorted_axes)}, or shard outside jit",
+                    advice=f"/{'/'.join(sorted_axes)}, or shard outside jit",
                 )
             )
 
@@ -309,7 +309,7 @@ class Init(ByName):
                 compose(
                     "parameters are born on devices, and an abstract mesh has none.",
                     call=self._text,
-                    fix=".abstract(...)",
+                    advice=".abstract(...)",
                 )
             )
         key = (mesh, jax.tree.structure(tree), tuple(shardings))
@@ -399,8 +399,8 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
     """
     if not callable(fn):
         rule = f"init takes a function that makes the parameters, not {type(fn).__name__}."
-        fix = "init(lambda key: ..., layouts)(key); shard(params, layouts) for arrays that exist"
-        raise LayoutError(compose(rule, call="init(fn, layouts)", fix=fix))
+        advice = "init(lambda key: ..., layouts)(key); shard(params, layouts) for arrays that exist"
+        raise LayoutError(compose(rule, call="init(fn, layouts)", advice=advice))
     return Init(fn, layouts, mesh, mapping)
 
 
@@ -437,11 +437,11 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
     leaves, structure = jax.tree.flatten(tree)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise PlacementError(
-            compose("data comes from the host: call it outside jit.", call=call, fix="shard(x, layouts)")
+            compose("data comes from the host: call it outside jit.", call=call, advice="as in shard(x, layouts)")
         )
     if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves):
         raise PlacementError(
-            compose("an array that spans processes is global already.", call=call, fix="shard(x, layouts)")
+            compose("an array that spans processes is global already.", call=call, advice="as in shard(x, layouts)")
         )
     mesh = _mesh(mesh, [], call)
     if ambient_mode()[0] == "reference":
@@ -491,12 +491,12 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
     if try_frame() is not None:
         if mesh is not None:
             rule = "inside a kernel the mesh is the kernel's."
-            raise MeshError(compose(rule, call="from_function(fn, layout)", fix="leave out mesh="))
+            raise MeshError(compose(rule, call="from_function(fn, layout)", advice="leave out mesh="))
         return born(fn, layout, **names)
     call = "from_function(fn, layout)"
     if not callable(fn) or not isinstance(layout, (str, Layout)):
         rule = "a function of positions comes first, then the layout, a string."
-        raise LayoutError(compose(rule, call=call, fix='from_function(lambda i, j: i + j, "x/a y", x=8, y=6)'))
+        raise LayoutError(compose(rule, call=call, advice='as in from_function(lambda i, j: i + j, "x/a y", x=8, y=6)'))
     sizes: dict[str, Any] = {key: value for key, value in names.items() if type(value) is int}
     axes = {key: value for key, value in names.items() if key not in sizes}
 

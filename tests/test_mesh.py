@@ -135,7 +135,7 @@ except spmd.MeshError as error:
 """
     message = program(text)
     assert "JAX runs already, with 1 CPU device; it cannot grow to 8." in message
-    assert "fix: call spmd.use_cpu_devices(8)" in message
+    assert "advice: call spmd.use_cpu_devices(8)" in message
 
 
 def test_a_backend_that_runs_with_enough() -> None:

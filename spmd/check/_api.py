@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,9 +13,18 @@ from spmd.check._dataflow import Walk, walk_closed
 from spmd.check._report import describe, raise_all
 from spmd.check._source import line_of
 from spmd.check._state import UNKNOWN, State
+from spmd.errors import Fix
+from spmd.language import Layout
 
 
-def check_jaxpr(closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str, arg_names: Sequence[str] = ()) -> None:
+def check_jaxpr(
+    closed_jaxpr: Any,
+    *,
+    mesh_axes: tuple[str, ...],
+    kernel: str,
+    arg_names: Sequence[str] = (),
+    arg_layouts: Sequence[Layout] = (),
+) -> None:
     """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
 
     No communication, no evaluation.
@@ -26,12 +34,13 @@ def check_jaxpr(closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str, a
       mesh_axes: The mesh axes that the kernel's layouts speak about.
       kernel: Its name, for the message.
       arg_names: What messages call the inputs of the body (`x`, `params['w']`), without hoisted constants.
+      arg_layouts: Their layouts, from which a message tells how to mend a value.
 
     Raises:
       ReplicationError: One for all findings, each with the user's line and the text to paste.
     """
     walk = Walk(kernel, mesh_axes)
-    walk.arg_names = tuple(arg_names)
+    walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
     raise_all(kernel, walk.failures)
 
@@ -111,12 +120,17 @@ class OutputFacts:
     different: tuple[str, ...]
     partial: tuple[str, ...]
     copies: dict[str, tuple[str, ...]]
-    calls: dict[str, tuple[str, ...]]
+    calls: dict[str, tuple[Fix, ...]]
     reasons: dict[str, tuple[str, ...]]
 
 
 def explain_output(
-    closed_jaxpr: Any, *, mesh_axes: tuple[str, ...], kernel: str = "kernel", arg_names: Sequence[str] = ()
+    closed_jaxpr: Any,
+    *,
+    mesh_axes: tuple[str, ...],
+    kernel: str = "kernel",
+    arg_names: Sequence[str] = (),
+    arg_layouts: Sequence[Layout] = (),
 ) -> list[OutputFacts]:
     """Tell gathered copies from different values, for each output of the first body in a jaxpr.
 
@@ -128,13 +142,14 @@ def explain_output(
       mesh_axes: The mesh axes to tell about.
       kernel: Its name.
       arg_names: What messages call the inputs of the body.
+      arg_layouts: Their layouts.
 
     Returns:
       One entry per output of the body.
     """
     walk = Walk(kernel, mesh_axes)
     walk.trusting = False
-    walk.arg_names = tuple(arg_names)
+    walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
     if not walk.outputs:
         return []
@@ -144,10 +159,10 @@ def explain_output(
     return [_facts(walk, state, written) for state in outs]
 
 
-def _facts(walk: Walk, state: State, written: Mapping[str, str]) -> OutputFacts:
+def _facts(walk: Walk, state: State, written: Mapping[str, Fix]) -> OutputFacts:
     different = walk.axes.names(state.different & walk.wanted)
     copies: dict[str, tuple[str, ...]] = {}
-    calls: dict[str, tuple[str, ...]] = {}
+    calls: dict[str, tuple[Fix, ...]] = {}
     for axis in walk.axes.names(walk.wanted & ~state.different):
         lines = [line_of(o.eqn, o.callers) for o in walk.origins.of(state.origin, axis, "gather")]
         if lines:
@@ -157,11 +172,7 @@ def _facts(walk: Walk, state: State, written: Mapping[str, str]) -> OutputFacts:
     return OutputFacts(different, walk.axes.names(state.partial & walk.wanted), copies, calls, reasons)
 
 
-def _gather_calls(jaxpr: Any) -> dict[str, str]:
-    """The `all_gather` call of each user line, as our own marker kept it."""
-    found: dict[str, str] = {}
-    for eqn in equations(jaxpr):
-        text = eqn.params.get("call", "") if eqn.primitive.name == "spmd_layout" else ""
-        if text.startswith(("all_gather(", "relayout(")):
-            found[line_of(eqn)] = re.sub(r"\)$", ', to="invarying")', text)
-    return found
+def _gather_calls(jaxpr: Any) -> dict[str, Fix]:
+    """For each user line with a gather the call that leaves the kernel, as the gather itself told its marker."""
+    marks = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "spmd_layout")
+    return {line_of(eqn): eqn.params["again"] for eqn in marks if "again" in eqn.params}

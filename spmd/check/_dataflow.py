@@ -14,10 +14,12 @@ from spmd.check._axes import AxisBits, Origin, Origins
 from spmd.check._collectives import COLLECTIVES
 from spmd.check._control import CONTROL, call, collectives_of
 from spmd.check._markers import assert_equal_marker, layout_marker
+from spmd.check._places import Place, Places
 from spmd.check._report import Failure
 from spmd.check._rules import TABLE, compute
 from spmd.check._source import is_transposed
 from spmd.check._state import EVERYWHERE, UNKNOWN, State, constant_state, literal_state, normal
+from spmd.language import Layout
 
 # Rules that give one state per output. What is in no table and holds no jaxpr is a plain computation.
 SPECIAL: dict[str, Callable[[Walk, Any, Sequence[State]], list[State]]] = {
@@ -42,6 +44,8 @@ class Walk:
       active: Whether the walk is inside a body. Outside, values are global and layouts say nothing.
       callers: The equations whose jaxprs we are inside of.
       arg_names: What the kernel calls the inputs of its body.
+      arg_layouts: Their layouts, where they are told.
+      root: The jaxpr that is walked, for those who look again.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       faults: How many findings there were, to see whether a rule had one.
       outputs: The output states of each body.
@@ -55,12 +59,21 @@ class Walk:
         self.active = False
         self.trusting = True
         self.arg_names: tuple[str, ...] = ()
+        self.arg_layouts: tuple[Layout, ...] = ()
+        self.root: Any = None
+        self._places: Places | None = None
         self.callers: list[Any] = []
         self.failures: list[Failure] = []
         self.faults = 0
         self.outputs: list[list[State]] = []
         self._memo: dict[Any, tuple[Any, list[State]]] = {}
         self._collectives: dict[int, tuple[Any, tuple[tuple[str, int], ...]]] = {}
+
+    def place(self, eqn: Any) -> Place | None:
+        """How the operand of a layout's marker lies, for a message; the first question reads the whole jaxpr again."""
+        if self._places is None:
+            self._places = Places(self.root, self.arg_names, self.arg_layouts)
+        return self._places.of(eqn)
 
     # --- findings -----------------------------------------------------------------------------------------
 
@@ -158,6 +171,7 @@ class Walk:
 
 def walk_closed(walk: Walk, jaxpr: Any, operands: Sequence[State] | None = None) -> list[State]:
     """Run the pass over a whole closed jaxpr, whose inputs are global (equal) unless given."""
+    walk.root = jaxpr
     inner, consts = opened(jaxpr)
     if operands is None:
         operands = [State(uniform=0 if getattr(v.aval, "shape", ()) else EVERYWHERE) for v in inner.invars]

@@ -110,7 +110,7 @@ def _check_divided(walk: Walk, eqn: Any, state: State, claim: Claim) -> None:
         elif not state.different & bit and not born and not _constant_along(state, dim, rank, claim):
             same.setdefault(dim, []).append(axis)
     for dim, axes in same.items():
-        walk.report(eqn, report.claimed_divided(walk, eqn, dim, axes, bool(state.flags & IOTA)))
+        walk.report(eqn, report.claimed_divided(walk, eqn, state, dim, axes, bool(state.flags & IOTA)))
     for dim, axes in summed.items():
         walk.report(eqn, report.partial_claimed_divided(walk, eqn, dim, axes))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.extend.source_info_util as source_info_util
 
+from spmd import _compat
 from spmd._cells import shown_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -46,3 +47,14 @@ def _shorten(text: str) -> str:
     file, colon, line = place.rpartition(":")
     place = shown_file(file) + colon + line
     return f"{place} ({function}" if function else place
+
+
+def called_in_jax(eqn: Any, function: str) -> bool:
+    """Whether JAX's function of this name, called by the user's line, made the equation: `jnp.mean` divides a sum."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        if not _compat.in_jax(frame.file_name):
+            return False
+        if frame.function_name == function:
+            return True
+    return False

@@ -20,10 +20,11 @@ import numpy as np
 
 from spmd import _compat
 from spmd.comm import _lax
-from spmd.comm._keywords import as_array, call_text, kind_of, resolve, split_keywords
-from spmd.comm._marks import layout_p, mark, same_axes, tag_of
+from spmd.comm._keywords import as_array, call_text, kind_of, operand_names, resolve, split_keywords
+from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
+    Fix,
     LayoutError,
     MeshError,
     SizeError,
@@ -31,13 +32,16 @@ from spmd.errors import (
     compose,
     did_you_mean,
 )
-from spmd.language import Dim, Layout, Pattern
+from spmd.language import Dim, Layout, Pattern, verb_for
 from spmd.mesh import axis_span
 from spmd.mode import Frame, current_frame
 
-__all__ = ["Call", "Factor", "Operand", "open_call", "verb_between"]
+__all__ = ["Call", "Factor", "Operand", "open_call"]
 
 Span = tuple[int, int] | None
+
+# What may give a gathered copy, and takes `to="invarying"`.
+_GATHERS = ("all_gather", "relayout", "fft.fft", "fft.ifft", "fft.rfft", "fft.irfft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,9 @@ def open_call(
     outputs: int | None = 1,
     arrow: bool = True,
     frame: Frame | None = None,
+    example: str,
+    also: Mapping[str, Any] | None = None,
+    shown: tuple[str, ...] | None = None,
 ) -> Call:
     """Parse and resolve the pattern of one call, and check its keywords.
 
@@ -93,6 +100,10 @@ def open_call(
       inputs: How many layouts the left side has; None for as many as there are arrays.
       outputs: How many layouts the right side has; None for any number.
       arrow: Whether the pattern has an arrow.
+      example: A call of this operation that is right, for messages that know nothing of the one meant.
+      also: The call's other arguments that are not their defaults, by name, for fixes that repeat the call; None
+        where they are not told, and then no fix repeats it.
+      shown: How messages call the arrays; x, y and so on by default.
     """
     frame = frame or current_frame(f"spmd.{name}")
     first = next((a for a in arrays if isinstance(a, str)), None)
@@ -103,8 +114,10 @@ def open_call(
             else f"{'the key comes' if name.startswith('random.') else 'arrays come'} first, then the "
             f"{'pattern' if arrow else 'layout'}."
         )
-        fix = call_text(name, first or ("b/dp d -> b d" if arrow else "b/dp d"), len(arrays))
-        raise LayoutError(compose(rule, call=f"{name}(...)", fix=fix))
+        fix = None
+        if first is not None and also is not None:
+            fix = Fix(name, shown or operand_names(name, len(arrays)), first, {**also, **binds})
+        raise LayoutError(compose(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}"))
     text = call_text(name, pattern, len(arrays))
     parsed = _parse(pattern, text, arrow)
     sizes, axes = split_keywords(text, parsed, binds)
@@ -119,6 +132,8 @@ def open_call(
     except LayoutError as error:
         raise LayoutError(f"{text}\n{error.args[0]}") from None
     call = Call(name, text, parsed, resolved, frame)
+    call.shown = shown or operand_names(name, len(arrays))
+    call.also, call.given = also, sizes
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     call.check_mesh()
     for key, size in sizes.items():
@@ -146,6 +161,9 @@ class Call:
         self.pattern = pattern
         self.frame = frame
         self.sizes: dict[str, tuple[int, str]] = {n: (size, origin) for n, size, origin in frame.bound}
+        self.shown: tuple[str, ...] = ("x",)
+        self.also: Mapping[str, Any] | None = None
+        self.given: Mapping[str, int] = {}
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The call's own text as a scope of names: what is traced inside carries it, and so do its transposes, through
@@ -156,6 +174,7 @@ class Call:
         """The same call for another leaf of a pytree: sizes bound by one leaf do not bind the next."""
         other = Call(self.name, self.text, self.raw, self.pattern, self.frame)
         other.sizes = dict(self.sizes)
+        other.shown, other.also, other.given = self.shown, self.also, self.given
         return other
 
     # --- errors -------------------------------------------------------------------------------------------
@@ -166,17 +185,63 @@ class Call:
         *,
         at: Span = None,
         got: Sequence[str] = (),
-        fix: str | None = None,
+        fix: str | Fix | Sequence[str | Fix] | None = None,
+        advice: str | None = None,
         error: type[SpmdError] = CommunicationError,
     ) -> NoReturn:
-        """Raise `error` with this call, the fault underlined, the mesh and the fix."""
+        """Raise `error` with this call, the fault underlined, the mesh, the fix and advice."""
         span = at if at and at[1] > at[0] else None
-        raise error(compose(rule, call=self.text, source=self.raw.source, span=span, got=list(got), fix=fix))
+        shown = {"call": self.text, "source": self.raw.source, "span": span}
+        raise error(compose(rule, **shown, got=list(got), fix=fix, advice=advice))
 
-    def paste(self, pattern: str, name: str | None = None, **keywords: Any) -> str:
-        """The text of another call, to paste."""
-        tail = "".join(f', {k}="{v}"' if isinstance(v, str) else f", {k}={v}" for k, v in keywords.items())
-        return f'{name or self.name}(x, "{pattern}"{tail})'
+    def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
+        """Another call of the same arrays, to paste: with the sizes that the user gave for names of the pattern, and,
+        where it is the same operation, with its other arguments (None where those are not told)."""
+        also = self.also if name in (None, self.name) else {}
+        shown = self.shown if name in (None, self.name) else self.shown or ("x",)
+        return None if also is None else self._fix(name or self.name, shown, sides, {**also, **keywords})
+
+    def first(self, verb: str, *sides: Layout | str, index: int = 0, of: str | None = None) -> Fix:
+        """A call on one operand, which it makes as this call wants it; `of` is the kernel's argument that it is."""
+        return self._fix(verb, (of or self._shown(index),), sides, {})
+
+    def around(self, first: Fix, *sides: Layout | str, index: int = 0) -> Fix | tuple[Fix | str, ...]:
+        """This call again, of an operand that another call makes and with another pattern; two fixes, that call and
+        the pattern, where the other arguments are not told."""
+        again = self._fix(self.name, self.shown, sides, dict(self.also or {}))
+        if self.also is None:
+            return first, f'"{again.pattern}"'
+        return replace(again, operands=(*again.operands[:index], first, *again.operands[index + 1 :]))
+
+    def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...]:
+        """This call of an operand that is not a partial sum any more."""
+        inputs, outputs = self.pattern.inputs, self.pattern.outputs
+        marked = inputs[index]
+        whole = marked.without(*marked.unreduced)
+        left = self._text(*(whole if i == index else layout for i, layout in enumerate(inputs)))
+        right = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
+        first = self.first("psum", marked, whole, index=index)
+        return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
+
+    def _text(self, *layouts: Layout) -> str:
+        """Layouts of one side. Under a mapping a bare name is placed, so what is whole says so."""
+        return ", ".join(one.short if self.frame.mapping is None else str(one) for one in layouts)
+
+    def _shown(self, index: int) -> str:
+        return self.shown[index] if index < len(self.shown) else "x"
+
+    def _to_invarying(self) -> Fix | None:
+        """This call, with a result that JAX too knows to be equal."""
+        return self.paste(self.pattern.inputs[0], self.pattern.outputs[0], to="invarying")
+
+    def _fix(self, verb: str, shown: tuple[str, ...], sides: Sequence[Layout | str], keywords: dict[str, Any]) -> Fix:
+        own = verb == self.name
+        texts = [one if isinstance(one, str) else self._text(one if own else one.without_brackets()) for one in sides]
+        # Sizes that the call was given: those that another call needs too cannot be read off a dimension.
+        dims = [dim for layout in self.pattern.layouts for dim in layout.dims if own or dim.composite]
+        names = {atom.name for dim in dims for atom in dim.atoms}
+        sizes = {name: size for name, size in self.given.items() if name in names}
+        return Fix(verb, shown, " -> ".join(texts), {**keywords, **sizes})
 
     # --- checks of the pattern ----------------------------------------------------------------------------
 
@@ -221,7 +286,7 @@ class Call:
                 error=SizeError,
             )
 
-    def local(self, size: int, axes: tuple[str, ...], name: str, at: Span, *, fix: str | None = None) -> int:
+    def local(self, size: int, axes: tuple[str, ...], name: str, at: Span, *, fix: Fix | None = None) -> int:
         """The size here of a dimension of global size `size`: a block in explicit mode, else the whole."""
         parts = self.frame.axis_size(axes) if axes else 1
         if size % parts:
@@ -229,7 +294,8 @@ class Call:
                 f"{name} of size {size} does not divide into the {parts} blocks of {'/'.join(axes)}.",
                 at=at,
                 got=[self.frame.describe()],
-                fix=fix or f"pad {name} by {-size % parts} to {size + -size % parts}",
+                fix=fix,
+                advice=None if fix else f"pad {name} by {-size % parts} to {size + -size % parts}",
                 error=SizeError,
             )
         return size // parts if self.frame.explicit else size
@@ -241,7 +307,7 @@ class Call:
         if jax.config.jax_enable_x64:
             return jnp.int64
         rule = f"positions along {name}, of {size} elements, do not fit int32, and JAX has no int64 now."
-        return self.fail(rule, at=at, fix='jax.config.update("jax_enable_x64", True)', error=SizeError)
+        return self.fail(rule, at=at, advice='jax.config.update("jax_enable_x64", True)', error=SizeError)
 
     def start(self, factor: Factor) -> Any:
         """Where the block that is held here starts in the whole of a divided factor; of `index_dtype`."""
@@ -283,7 +349,7 @@ class Call:
         known = tag_of(x)
         dims = self._dims(layout, x.shape, label)
         # What is known of the placement first: a wrong axis explains a wrong size, not the reverse.
-        self._check_type(x, layout, label, known)
+        self._check_type(x, layout, label, known, index)
         factors: list[Factor] = []
         shape: list[int] = []
         for position, (dim, size) in enumerate(zip(dims, x.shape, strict=True)):
@@ -292,9 +358,11 @@ class Call:
             # a factor's size is that of its block, and the array has the margins too
             shape += [size] if isinstance(dim, Dim) and any(dim.margin) else [f.local for f in opened]
         # What a tag already says needs no note; where an error is explained, a gather's is the line to paste.
-        explaining = self.frame.diagnosing and self.name in ("all_gather", "relayout")
+        explaining = self.frame.diagnosing and self.name in _GATHERS
         if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
-            x = layout_p.bind(x, layout=layout, call=self.text, role="operand")
+            again = self._to_invarying() if explaining else None
+            said = {"value": self._shown(index), **({"again": again} if again else {})}
+            x = layout_p.bind(x, layout=layout, call=self.text, role="operand", **said)
         return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), layout)
 
     def no_margins(self, layout: Layout) -> None:
@@ -335,7 +403,7 @@ class Call:
         if len(unknown) > 1:
             names = [dim.atoms[i].name for i in unknown]
             rule = f"the sizes of {' and '.join(names)} cannot be read off one dimension of {size}."
-            self.fail(rule, at=dim.span, fix=f"{names[-1]}=...", error=SizeError)
+            self.fail(rule, at=dim.span, advice=f"{names[-1]}=... says one of them", error=SizeError)
         if unknown:
             [i] = unknown
             atom, rest = dim.atoms[i], math.prod(n for j, n in enumerate(local) if j != i)
@@ -375,10 +443,10 @@ class Call:
         rule = f"{Layout.from_dims((dim,)).short} is {math.prod(expected)}{here}, but the array has {size}."
         self.fail(rule, at=dim.span, got=[*got, self.frame.describe()], error=SizeError)
 
-    def _check_type(self, x: Any, layout: Layout, label: str, known: tuple[Layout, str] | None) -> None:
+    def _check_type(self, x: Any, layout: Layout, label: str, known: Known | None, index: int) -> None:
         """What JAX's type and the tag of a value already contradict, before the trace ends."""
         if known is not None:
-            self._check_tag(known, layout, label)
+            self._check_tag(known, layout, label, index)
         if not self.frame.explicit or not layout.unreduced:
             return
         manual = _compat.manual_axes()
@@ -392,31 +460,38 @@ class Call:
                 f"copies multiplies it by {n}.",
                 at=None if at < 0 else (at, self.raw.source.find("}", at) + 1),
                 got=[f"{label}: {jax.typeof(x)}", self.frame.describe()],
-                fix="leave out the {U:} mark, and the psum",
+                advice="leave out the {U:} mark, and the psum",
             )
 
-    def _check_tag(self, known: tuple[Layout, str], layout: Layout, label: str) -> None:
-        have, origin = known
+    def _check_tag(self, known: Known, layout: Layout, label: str, index: int) -> None:
+        have, origin, name = known
         lost = self.frame.in_mesh_order(set(have.unreduced) - set(layout.unreduced))
         if lost:
             done = Layout.from_dims(have.dims, reduced=have.reduced)
             self.fail(
                 f'{label} is a partial sum on {", ".join(lost)}, and is read as "{layout.short}", which is complete.',
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
-                fix=f'psum(x, "{have.short} -> {done.short}")',
+                fix=self.first("psum", have, done, index=index, of=name),
             )
         written, layout = layout, _written_out(layout, have)
         if same_axes(have, layout, marks=False) is not False:
             return
         here, there = _axes_by_dim(layout), _axes_by_dim(have)
         position = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
-        verb = verb_between(have, layout)
         wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
+        fix = (
+            None
+            if wanted is None or _misaligned(have, layout)
+            else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
+        )
+        turned = len(self.pattern.outputs) == 1 and same_axes(have, self.pattern.outputs[0]) is True
+        instead = "" if meant is None else f'; or "{meant.short}" in this string'
         self.fail(
             f'{label} holds "{have.short}", and is read as "{written.short}".',
             at=layout.dims[position].span,
             got=[f'"{have.short}": {origin}', self.frame.describe()],
-            fix=f'{verb}(x, "{have.short} -> {wanted.short}") first, or "{meant.short}" in this string',
+            fix=fix,
+            advice=f"before this call{instead}" if not turned else "in place of this call, whose sides are turned",
         )
 
     # --- results ------------------------------------------------------------------------------------------
@@ -428,7 +503,7 @@ class Call:
             self.fail(
                 f"the size of {atom.name} is not known.",
                 at=atom.span,
-                fix=f"{atom.name}=...",
+                advice=f"say it: {atom.name}=...",
                 error=SizeError,
             )
         axes = atom.axes or ()
@@ -494,23 +569,19 @@ def _axes_by_dim(layout: Layout) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(axis for atom in dim.atoms for axis in atom.axes or ()) for dim in layout.dims)
 
 
-def _with_axes(have: Layout, wanted: Layout) -> Layout:
-    """The names of `have` with the axes of `wanted`, where the dimensions correspond; else `wanted`."""
+def _misaligned(have: Layout, wanted: Layout) -> bool:
+    """Whether one name stands for different dimensions of the two: then it is the call that is wrong."""
+    here, there = ({a.name: i for i, dim in enumerate(x.dims) for a in dim.atoms if a.named} for x in (have, wanted))
+    return any(here.get(name, i) != i for name, i in there.items())
+
+
+def _with_axes(have: Layout, wanted: Layout) -> Layout | None:
+    """The names of `have` with the axes of `wanted`; None where the dimensions do not correspond."""
     pairs = list(zip(have.dims, wanted.dims, strict=True))
     if any(len(h.atoms) != len(w.atoms) for h, w in pairs):
-        return wanted
+        return None
     dims = [
         replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)))
         for h, w in pairs
     ]
     return Layout.from_dims(tuple(dims), unreduced=have.unreduced, reduced=have.reduced)
-
-
-def verb_between(have: Layout, wanted: Layout) -> str:
-    """The verb that an error proposes, for layouts of one rank."""
-    pairs = list(zip(_axes_by_dim(have), _axes_by_dim(wanted), strict=True))
-    if all(b == a[: len(b)] for a, b in pairs):
-        return "all_gather"
-    if all(a == b[: len(a)] for a, b in pairs):
-        return "split"
-    return "relayout"

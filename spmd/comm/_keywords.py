@@ -15,7 +15,7 @@ from spmd._trees import is_foreign
 from spmd.errors import LayoutError, SizeError, compose, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
-__all__ = ["call_text", "kind_of", "resolve", "split_keywords"]
+__all__ = ["call_text", "kind_of", "operand_names", "resolve", "split_keywords"]
 
 
 def _axis_keyword(value: Any) -> bool:
@@ -105,6 +105,11 @@ def misfit(call: str) -> Callable[[str], NoReturn]:
         raise LayoutError(compose(rule, call=call))
 
     return fail
+
+
+def operand_names(name: str, arrays: int) -> tuple[str, ...]:
+    """How messages call the arrays of a call."""
+    return ("key",) if name.startswith("random.") else tuple("xyzuvw"[i % 6] * (1 + i // 6) for i in range(arrays))
 
 
 def call_text(name: str, pattern: Any, arrays: int = 1) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -14,45 +14,65 @@ from spmd import _compat
 from spmd.language import Layout
 from spmd.mode import Frame
 
-__all__ = ["assert_equal_p", "constrain", "layout_p", "mark", "same_axes", "tag", "tag_of"]
+__all__ = ["Known", "assert_equal_p", "constrain", "layout_p", "mark", "same_axes", "tag", "tag_of"]
 
 layout_p = _compat.identity_primitive("spmd_layout")
 assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 
-_tags: dict[int, tuple[weakref.ref[Any], Layout, str]] = {}
+
+class Known(NamedTuple):
+    """What is remembered of a value: its layout, where that was said, and the kernel's argument that it is, if any."""
+
+    layout: Layout
+    origin: str
+    name: str | None = None
 
 
-def tag(x: Any, layout: Layout, origin: str) -> Any:
+_tags: dict[int, tuple[weakref.ref[Any], Known]] = {}
+
+
+def tag(x: Any, layout: Layout, origin: str, name: str | None = None) -> Any:
     """Remember the layout of a value that `spmd` itself made; forgotten with the value."""
     key = id(x)
     with contextlib.suppress(TypeError):  # a NumPy scalar or a Python number: nothing to remember it by
-        _tags[key] = (weakref.ref(x, lambda _: _tags.pop(key, None)), layout, origin)
+        _tags[key] = (weakref.ref(x, lambda _: _tags.pop(key, None)), Known(layout, origin, name))
     return x
 
 
-def tag_of(x: Any) -> tuple[Layout, str] | None:
+def tag_of(x: Any) -> Known | None:
     """The layout that `spmd` gave this very value, and where; None for what came out of other JAX code."""
     entry = _tags.get(id(x))
     if entry is None or entry[0]() is not x:
         return None
-    return entry[1], entry[2]
+    return entry[1]
 
 
-def mark(x: Any, layout: Layout, text: str, *, role: str, frame: Frame, gone: tuple[str, ...] = ()) -> Any:
+def mark(
+    x: Any,
+    layout: Layout,
+    text: str,
+    *,
+    role: str,
+    frame: Frame,
+    gone: tuple[str, ...] = (),
+    name: str | None = None,
+) -> Any:
     """Leave a layout on a value: a note for the checks, a constraint in auto mode, a tag.
 
     The note is left out where the operation's own collectives already say it: it is due where a partial sum
     is left, where equal values are legal along a divided dimension, and where a verb moved nothing (the
     result needs a tag of its own; on whole arrays that is everywhere, also under `vmap`, where no tag is seen).
     `gone` are mesh axes that an operation took away: where the layout leaves out dimensions, it alone does not say so.
+    `name` is what messages call the value: an argument or a result of a kernel.
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
         with jax.named_scope(" ".join(text.split())):  # what the compiler sends for it has no other name
             x = constrain(x, layout, frame)
     due = not frame.explicit or role != "result" or bool(layout.unreduced)
     if due or tag_of(x) is not None:
-        x = layout_p.bind(x, layout=layout, call=text, role=role, **({"gone": gone} if gone else {}))
-    return tag(x, layout, text)
+        said = {**({"gone": gone} if gone else {}), **({"value": name} if name else {})}
+        x = layout_p.bind(x, layout=layout, call=text, role=role, **said)
+    return tag(x, layout, text, name if role == "argument" else None)
 
 
 def constrain(x: Any, layout: Layout, frame: Frame) -> Any:

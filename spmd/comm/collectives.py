@@ -10,8 +10,8 @@ import jax
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
-from spmd.errors import LayoutError
-from spmd.language import Layout
+from spmd.errors import Fix, LayoutError
+from spmd.language import Layout, factors_of, verb_for
 
 __all__ = ["all_gather", "all_to_all", "defer", "psum", "psum_scatter", "split"]
 
@@ -21,57 +21,30 @@ T = TypeVar("T")
 # --- what changes between two layouts -----------------------------------------------------------------------
 
 
-def _atoms(layout: Layout) -> list[tuple[str, tuple[str, ...]]]:
-    """Factor names with their axes; `...` counts as one."""
-    out: list[tuple[str, tuple[str, ...]]] = []
-    for dim in layout.dims:
-        out += [("...", ())] if dim.ellipsis else [(a.name, a.axes or ()) for a in dim.atoms]
-    return out
-
-
-def verb_for(src: Layout, dst: Layout) -> str:
-    """The verb that takes `src` to `dst`; "nothing" where they are the same."""
-    pairs = list(zip((a for _, a in _atoms(src)), (a for _, a in _atoms(dst)), strict=True))
-    lost = [a[len(b) :] for a, b in pairs if a != b and a[: len(b)] == b]
-    gained = [b[len(a) :] for a, b in pairs if a != b and b[: len(a)] == a]
-    tangled = any(a != b and a[: len(b)] != b and b[: len(a)] != a for a, b in pairs)
-    summed = set(src.unreduced) - set(dst.unreduced)
-    if tangled or set(dst.unreduced) - set(src.unreduced):
-        return "relayout"
-    if set(dst.reduced) - set(src.reduced):
-        return "defer" if not (lost or gained or summed) else "relayout"
-    gone = {axis for axes in lost for axis in axes}
-    new = {axis for axes in gained for axis in axes}
-    if summed:
-        if not lost and not gained:
-            return "psum"
-        return "psum_scatter" if not lost and new == summed else "relayout"
-    if lost and gained:
-        return "all_to_all" if sorted(lost) == sorted(gained) else "relayout"
-    if lost:
-        return "all_gather" if gone else "nothing"
-    return "split" if gained else "nothing"
-
-
 def check_sides(call: Call) -> None:
     """What holds for every verb: the same dimensions on both sides, a difference, and no partial sum from nothing."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    before, after = [n for n, _ in _atoms(src)], [n for n, _ in _atoms(dst)]
+    before, after = [n for n, _ in factors_of(src)], [n for n, _ in factors_of(dst)]
     if before != after or _groups(src) != _groups(dst):
-        fix = "rearrange, repeat or reduce first"
+        fix, advice = None, "rearrange, repeat or reduce first"
         if sorted(before) == sorted(after) and not any(d.composite or d.ellipsis for d in (*src.dims, *dst.dims)):
             by_name = dict(zip(before, src.dims, strict=True))
             turned = Layout.from_dims([by_name[n] for n in after], src.unreduced, src.reduced).short
-            fix = f'rearrange(x, "{src.short} -> {turned}")'
-            fix += f", then {call.paste(f'{turned} -> {dst.short}')}" if turned != dst.short else ""
+            fix, advice = call.paste(src, turned, name="rearrange"), None
+            if fix is not None and turned != dst.short:
+                verb = verb_for(Layout(turned), dst)
+                fix = Fix(verb, (fix,), f"{turned} -> {dst.short}", _to(call, verb))
         call.fail(
             f"{call.name} keeps the dimensions and their order: both sides name the same ones.",
             got=[f"left: {src.short}", f"right: {dst.short}"],
             fix=fix,
+            advice=advice,
             error=LayoutError,
         )
     if call.raw.inputs == call.raw.outputs:
-        call.fail(f"both sides are the same, so {call.name} moves nothing under any mapping.", fix="leave the line out")
+        call.fail(
+            f"both sides are the same, so {call.name} moves nothing under any mapping.", advice="leave the line out"
+        )
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
         mark = f"{{U:{','.join(new)}}}"
@@ -80,7 +53,7 @@ def check_sides(call: Call) -> None:
             f"no verb makes a complete value a partial sum, as {mark} on the right says.",
             at=None if at < 0 else (at, call.raw.source.find("}", at) + 1),
             got=[call.frame.describe()],
-            fix=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
+            advice=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
         )
 
 
@@ -102,7 +75,7 @@ def _check_pair(call: Call, verb: str) -> bool:
             _why(needed, verb, src, dst),
             at=_fault(call, src, dst),
             got=[call.frame.describe()],
-            fix=call.paste(f"{src.short} -> {dst.short}", needed),
+            fix=call.paste(src, dst, name=needed, **_to(call, needed)),
         )
     return True
 
@@ -113,8 +86,13 @@ def _check_margins(call: Call) -> None:
     for a, b in zip(src.dims, dst.dims, strict=True):
         if (any(a.margin) or any(b.margin)) and (a.margin, a.axes) != (b.margin, b.axes):
             rule = f"{call.name} keeps the margins of a dimension and its axes: what lies in them is copies."
-            fix = "cut the margins off first; stencil.halo makes new ones"
-            call.fail(rule, at=(a if any(a.margin) else b).span, fix=fix, error=LayoutError)
+            advice = "cut the margins off first; stencil.halo makes new ones"
+            call.fail(rule, at=(a if any(a.margin) else b).span, advice=advice, error=LayoutError)
+
+
+def _to(call: Call, verb: str) -> dict[str, Any]:
+    """The keyword for what gathers: what the user said, else equal by JAX's type, which may leave the kernel too."""
+    return {"to": "invarying", **(call.also or {})} if verb in ("all_gather", "relayout") else {}
 
 
 def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:
@@ -144,7 +122,7 @@ def _groups(layout: Layout) -> list[int]:
 
 def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
     """The axes that each of the operand's factors has in `dst`; none for what `...` stands for."""
-    atoms = _atoms(dst)
+    atoms = factors_of(dst)
     extra = len(operand.factors) - len(atoms) + 1
     after: list[tuple[str, ...]] = []
     for name, axes in atoms:
@@ -162,6 +140,16 @@ def _changes(operand: Operand, dst: Layout) -> list[tuple[int, tuple[str, ...], 
     return out
 
 
+_EXAMPLES = {
+    "all_gather": 'all_gather(x, "b/dp d -> b d")',
+    "psum": 'psum(x, "b d {U:dp} -> b d")',
+    "psum_scatter": 'psum_scatter(x, "b d {U:dp} -> b/dp d")',
+    "all_to_all": 'all_to_all(x, "b/dp d -> b d/dp")',
+    "split": 'split(x, "b d -> b/dp d")',
+    "defer": 'defer(x, "d -> d {R:dp}")',
+}
+
+
 def _verb(
     name: str,
     x: T,
@@ -172,7 +160,8 @@ def _verb(
     to: str = "varying",
 ) -> T:
     """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided)."""
-    call = open_call(name, pattern, binds, arrays=(x,))
+    also = {} if to == "varying" else {"to": to}
+    call = open_call(name, pattern, binds, arrays=(x,), example=_EXAMPLES[name], also=also)
     check_to(call, to)
     moves = _check_pair(call, name)
     _check_margins(call)

@@ -14,7 +14,7 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
-from spmd.errors import LayoutError
+from spmd.errors import Fix, LayoutError
 from spmd.language import Layout
 
 __all__ = ["ppermute", "roll_p", "shift"]
@@ -51,13 +51,14 @@ def ppermute(x: T, layout: str, perm: Sequence[tuple[int, int]], **names: Any) -
       >>> print(swap(jnp.arange(8)))
       [6 7 2 3 4 5 0 1]
     """
-    call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, outputs=None)
+    example = 'ppermute(x, "[b/dp] d", [(0, 1), (1, 0)])'
+    call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, outputs=None, example=example)
     try:
         pairs = [(operator.index(i), operator.index(j)) for i, j in perm]
     except (TypeError, ValueError):
         call.fail(
             "perm is a sequence of pairs of Python ints, (from block, to block).",
-            fix=call.text.removesuffix(")") + ", [(0, 1), (1, 0)])",
+            advice=f"as in {call.text.removesuffix(')')}, [(0, 1), (1, 0)])",
             error=LayoutError,
         )
     return _permute(call, x, lambda blocks: _checked(call, pairs, blocks))
@@ -92,7 +93,11 @@ def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) ->
       >>> print(roll(jnp.arange(8)))
       [6 7 0 1 2 3 4 5]
     """
-    call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None)
+    also = {"by": by} if isinstance(by, int) else None
+    if also and not wrap:
+        also["wrap"] = wrap
+    example = 'shift(x, "[b/dp] d", 1)'
+    call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None, example=example, also=also)
     if not isinstance(by, int):
         call.fail(f"by is a number of blocks, a Python int, not {kind_of(by)}.", error=LayoutError)
 
@@ -104,14 +109,15 @@ def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) ->
     return _permute(call, x, pairs)
 
 
-def _bracketed(call: Call, layout: Layout) -> str:
-    """The line to paste: the first divided dimension in brackets, or an example where none is divided."""
+def _bracketed(call: Call, layout: Layout) -> Fix | None:
+    """The line to paste where one dimension is divided: that in brackets."""
     dims = [replace(d, bracket=False) for d in layout.dims]
-    i = next((i for i, d in enumerate(dims) if d.axes and len(d.atoms) == 1), None)
-    if i is None:
-        return call.paste("b [s/cp] d")
+    divided = [i for i, d in enumerate(dims) if d.axes and len(d.atoms) == 1]
+    if len(divided) != 1:
+        return None
+    [i] = divided
     dims[i] = replace(dims[i], bracket=True)
-    return call.paste(Layout.from_dims(dims).short)
+    return call.paste(Layout.from_dims(dims))
 
 
 def _checked(call: Call, perm: list[tuple[int, int]], blocks: int) -> list[tuple[int, int]]:
@@ -133,16 +139,18 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
     [layout] = call.pattern.inputs
     marked = [d for d in layout.dims if d.bracket]
     if len(marked) != 1:
+        fix = _bracketed(call, layout)
         call.fail(
             f"{call.name} moves the blocks of one dimension: put it in brackets.",
-            fix=_bracketed(call, layout),
+            fix=fix,
+            advice=None if fix else f'as in {call.name}(x, "[b/dp] d", ...)',
             error=LayoutError,
         )
     if len(marked[0].atoms) != 1:
         call.fail(
             f"{call.name} moves the blocks of a dimension with one name, and this one has {len(marked[0].atoms)}.",
             at=marked[0].span,
-            fix="rearrange it into dimensions of their own first",
+            advice="rearrange it into dimensions of their own first",
             error=LayoutError,
         )
     axes = marked[0].axes

@@ -76,7 +76,9 @@ def relayout(
       layout as slices, all_to_alls, one permutation and gathers, none larger than both ends. Here all_to_all is more
       general, partial sums take part, and the search is exact (A* with the lower bound as its estimate).
     """
-    call = open_call("relayout", pattern, names, arrays=(x,))
+    example = 'relayout(x, "b/dp d -> b d/dp")'
+    also = {} if to == "varying" else {"to": to}
+    call = open_call("relayout", pattern, names, arrays=(x,), example=example, also=also)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     check_sides(call)
     check_to(call, to)

@@ -92,20 +92,20 @@ def named_jit(
         return lambda fn: named_jit(fn, **options)
     if not callable(fn):
         rule = f"named_jit takes a function, not {type(fn).__name__}."
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix="named_jit(axis_resources=...)(fn)"))
+        raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice="named_jit(axis_resources=...)(fn)"))
     if taken := next((option for option in _TAKEN if option in jit_options), None):
         rule = f"{taken} is not for named_jit: what is no array is static, and names and mappings say where arrays lie."
-        fix = "donate_args=... or donate_kwargs=..." if "donate" in taken else f"leave out {taken}"
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix=fix))
+        advice = "donate_args=... or donate_kwargs=..." if "donate" in taken else f"leave out {taken}"
+        raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice=advice))
     for what, rules, names in (("in", in_axis_resources, in_names), ("out", out_axis_resources, out_names)):
         if rules is not None and names is None:
             rule = f"{what}_axis_resources places named dimensions, and {what}_names does not name any."
-            fix = 'in_names=("batch embed",)' if what == "in" else 'out_names="batch embed"'
-            raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix=fix))
+            advice = 'as in in_names=("batch embed",)' if what == "in" else 'as in out_names="batch embed"'
+            raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice=advice))
     if in_names is not None and not isinstance(in_names, (tuple, dict)):
         rule = "in_names is a tuple with an entry for each parameter, or a dict by their names."
         got = [f"in_names: {type(in_names).__name__}"]
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=got, fix='in_names=("batch embed",)'))
+        raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=got, advice='as in in_names=("batch embed",)'))
     return _NamedJit(
         fn,
         axis_resources,
@@ -166,7 +166,7 @@ def fsdp(
         fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping
     if parameter_mapping is None or compute_mapping is None:
         rule = "fsdp has two mappings: where parameters rest, and where they compute."
-        raise LayoutError(compose(rule, call="fsdp(fn, ...)", fix="parameter_mapping=..., compute_mapping=..."))
+        raise LayoutError(compose(rule, call="fsdp(fn, ...)", advice="parameter_mapping=..., compute_mapping=..."))
     return named_jit(
         fn,
         compute_mapping,
@@ -253,7 +253,7 @@ class _NamedJit(ByName):
             later[name] is not None for name in later.keys() - kwargs.keys()
         ):
             rule = f"in_names has an entry for each parameter in order: {passed}, not {len(given)}."
-            raise LayoutError(compose(rule, call=f"{self._call}(...)", fix="None for one left alone"))
+            raise LayoutError(compose(rule, call=f"{self._call}(...)", advice="None for one left alone"))
         return list(given[: len(args)]), later
 
     @functools.cached_property
@@ -326,6 +326,6 @@ def _rules(given: Any, inside: AxisMapping | None, side: str) -> AxisMapping:
     rules = inside if given is None else AxisMapping.of(given)
     if rules is None:
         rule = f"{side}_names names dimensions, and no mapping says where they live."
-        fix = f"{side}_axis_resources=..., axis_resources=..., or with axis_mapping(...): around the call"
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", fix=fix))
+        advice = f"{side}_axis_resources=..., axis_resources=..., or with axis_mapping(...): around the call"
+        raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice=advice))
     return rules

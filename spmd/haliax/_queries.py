@@ -171,7 +171,7 @@ def _specs(who: str, names: Any, mapping: Any) -> Any:
             if isinstance(one, (Each, Unknown)):
                 what = "a container in an annotation, whose length only a tree tells"
             rule = f"{who} is given no arrays, so names are layouts, a tree of them, or a class of them, not {what}."
-            raise LayoutError(compose(rule, call=f"{who}(names)", fix=f'{who}("batch embed")'))
+            raise LayoutError(compose(rule, call=f"{who}(names)", advice=f'as in {who}("batch embed")'))
         layout = Layout(one)
         for name in rules.lacks(layout):
             _known(who, name, rules, str(one))
@@ -187,7 +187,7 @@ def _axes(who: str, name: Any, mapping: Any) -> tuple[str, ...]:
     rules = mapping_of(who, mapping)
     if not isinstance(name, str):
         rule = f"a dimension is named by a str, not by {type(name).__name__}."
-        raise LayoutError(compose(rule, call=f"{who}(name)", fix=f'{who}("batch")'))
+        raise LayoutError(compose(rule, call=f"{who}(name)", advice=f'as in {who}("batch")'))
     _known(who, name, rules, name)
     return rules[name]
 
@@ -196,4 +196,6 @@ def _known(who: str, name: str, rules: AxisMapping, text: str) -> None:
     if name not in rules:
         rule = f"the mapping says nothing of {name}{did_you_mean(name, rules) or '.'}"
         got = [f"mapping: {', '.join(rules) or '(empty)'}"]
-        raise LayoutError(compose(rule, call=f'{who}("{text}")', got=got, fix=f'"{name}": None for a whole dimension'))
+        raise LayoutError(
+            compose(rule, call=f'{who}("{text}")', got=got, advice=f'"{name}": None for a whole dimension')
+        )

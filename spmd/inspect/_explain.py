@@ -191,7 +191,9 @@ def explain(
     missing: list[str] = []
     if compiled is True and not program.has_devices:
         rule = "a program is compiled for devices, and this mesh has none."
-        raise MeshError(compose(rule, call="explain(..., compiled=True)", fix="compiled=None, or a mesh with devices"))
+        raise MeshError(
+            compose(rule, call="explain(..., compiled=True)", advice="compiled=None, or a mesh with devices")
+        )
     stats = _compiled(program, compiled, missing)
     found = program.mesh if found is None else found
     sizes = {} if found is None else mesh_sizes(found)
@@ -221,7 +223,9 @@ def _check_compiled(compiled: Any) -> None:
     if compiled is None or isinstance(compiled, bool) or hasattr(compiled, "memory_analysis"):
         return
     rule = f"compiled is None, True, False or a compiled program, got {type(compiled).__name__}."
-    raise SpmdError(compose(rule, call="explain(..., compiled=...)", fix="compiled=jax.jit(fn).lower(x).compile()"))
+    raise SpmdError(
+        compose(rule, call="explain(..., compiled=...)", advice="as in compiled=jax.jit(fn).lower(x).compile()")
+    )
 
 
 def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
@@ -231,8 +235,8 @@ def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
             named = [", ".join(f"{k}={v}" for k, v in sizes.items()) for sizes in (mesh_sizes(mesh), given)]
             rule = "the program has a mesh of its own, and it is not the one that mesh= says."
             got = [f"the program's: {named[0]}", f"mesh=: {named[1]}"]
-            fix = "without mesh=, or a program made for that mesh"
-            raise MeshError(compose(rule, call="explain(..., mesh=...)", got=got, fix=fix))
+            advice = "without mesh=, or a program made for that mesh"
+            raise MeshError(compose(rule, call="explain(..., mesh=...)", got=got, advice=advice))
         return
 
 

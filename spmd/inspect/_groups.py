@@ -117,7 +117,7 @@ def _differing(groups: Groups, mesh: Mapping[str, int]) -> set[str]:
         raise SpmdError(
             f"The compiled program has a device {max(members)}, and the mesh "
             f"({', '.join(f'{k}={v}' for k, v in mesh.items())}) has only {math.prod(shape)} devices.\n"
-            "fix: pass mesh= the mesh that the program was compiled for"
+            "advice: mesh= is the mesh that the program was compiled for"
         )
     found: set[str] = set()
     for group in groups:

@@ -218,7 +218,7 @@ def known_sizes(layout: Layout, shape: Any, call: str) -> tuple[dict[str, int], 
     wrong = [f"{name}={size!r}" for name, size in given.items() if not _is_size(size)]
     if wrong:
         rule = "Sizes are global sizes, integers of at least 0."
-        raise SizeError(compose(rule, call=call, got=wrong, fix='{"b": 8, "d": 16}, or (8, 16) by position'))
+        raise SizeError(compose(rule, call=call, got=wrong, advice='{"b": 8, "d": 16}, or (8, 16) by position'))
     if not isinstance(shape, Mapping):
         return {}, [int(size) for size in given.values()]
     stray = [name for name in given if name not in layout.names]
@@ -361,6 +361,6 @@ def _scattered(dim: Dim, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> s
 def no_arrow(text: Any, call: str) -> None:
     """A pattern is no layout; its picture is that of its plan."""
     if isinstance(text, str) and "->" in text:
-        fix = f'spmd.visualize(spmd.plan("{text}", sizes=..., mesh=mesh, dtype=...))'
+        advice = f'spmd.visualize(spmd.plan("{text}", sizes=..., mesh=mesh, dtype=...))'
         rule = "A picture shows one layout; a pattern's picture is that of its plan."
-        raise LayoutError(compose(rule, call=call, fix=fix))
+        raise LayoutError(compose(rule, call=call, advice=advice))

@@ -207,7 +207,7 @@ class Walk:
         if dict(mesh.shape) != self.sizes:
             rule = "what is looked at has one mesh, and the kernels of this program are on two."
             got = ["mesh " + ", ".join(f"{a}={n}" for a, n in sizes.items()) for sizes in (self.sizes, mesh.shape)]
-            raise MeshError(compose(rule, call="explain(...)", got=got, fix="explain(...) of each kernel by itself"))
+            raise MeshError(compose(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself"))
         new = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
         if not site.manual:
             specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]

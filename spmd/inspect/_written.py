@@ -55,7 +55,7 @@ def written(
         jaxpr = stage("explain", *asked, mesh).jaxpr
     if jaxpr is None:
         rule = "the written view is read off the trace, which a lowered or compiled program does not have any more."
-        raise SpmdError(compose(rule, call="explain(fn, ...)", fix="the function itself, or fn.trace(...)"))
+        raise SpmdError(compose(rule, call="explain(fn, ...)", advice="the function itself, or fn.trace(...)"))
     jaxpr = _compat.live_jaxpr(getattr(jaxpr, "jaxpr", jaxpr))
     leaves = _leaves(fn, args, kwargs, len(jaxpr.invars))
     sizes = _sizes(fn, jaxpr, [leaf for _, leaf in leaves], mesh)

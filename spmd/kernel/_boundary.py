@@ -36,7 +36,7 @@ def check_boundary(plan: Plan, leaves: Sequence[Any]) -> None:
         plan.signature.fail(
             'an argument lies elsewhere than its layout says, and boundary="error" forbids moving it.',
             got=wrong,
-            fix="shard(x, layout) before the call",
+            advice="shard(x, layout) before the call",
             error=PlacementError,
         )
 

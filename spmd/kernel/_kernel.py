@@ -139,7 +139,7 @@ class Kernel(ByName):
                 f"the body that calls this kernel runs in {frame.mode} mode, so the kernel "
                 f"cannot run in {chosen} mode there."
             )
-            raise ModeError(compose(rule, call=self.signature.text, fix="with spmd.mode(...) around the outer call"))
+            raise ModeError(compose(rule, call=self.signature.text, advice="with spmd.mode(...) around the outer call"))
         mesh = self.mesh if self.mesh is not None else frame.mesh
         plan, leaves = self._prepare((frame.mode, frame.constrain), args, kwargs, mesh=mesh)
         if not frame.explicit or all(a in manual for a in plan.sizes):
@@ -168,7 +168,7 @@ class Kernel(ByName):
                 self._matched(name, value)  # what is not hashable may be meant as an array
             return signature.fail(
                 "static arguments and the non-array leaves of arguments are hashable.",
-                fix="static=(...) only for hashable values",
+                advice="static=(...) only for hashable values",
             )
         if plan is None:
             plan = self._plan(mode, mesh, mapping, tuple(values), statics, structure, fixed)
@@ -185,7 +185,7 @@ class Kernel(ByName):
                 compose(
                     "no mesh: the kernel has none, no argument lives on one, and no jax.set_mesh surrounds the call.",
                     call=self.signature.text,
-                    fix="kernel(..., mesh=spmd.make_mesh(dp=2, tp=4))",
+                    advice="as in kernel(..., mesh=spmd.make_mesh(dp=2, tp=4))",
                 )
             )
         return mesh
@@ -252,12 +252,12 @@ class Kernel(ByName):
         missing = () if mapping is None else mapping.lacks(layout)
         if mapping is not None and missing:
             own = signature.mapping is not None or mapping in signature.arg_mapping.values()
-            fix = f'"{missing[0]}": None for a whole dimension, or "{missing[0]}/1" in the string'
+            advice = f'"{missing[0]}": None for a whole dimension, or "{missing[0]}/1" in the string'
             signature.fail(
                 f"the {'' if own else 'surrounding '}mapping says nothing of {', '.join(missing)}, a bare name of the "
                 f"signature{did_you_mean(missing[0], mapping)}{'' if did_you_mean(missing[0], mapping) else '.'}",
                 got=[f"mapping: {', '.join(mapping)}"],
-                fix=fix if own else f"{fix};\nwith spmd.axis_mapping(None): around a call that is not meant",
+                advice=advice if own else f"{advice};\nwith spmd.axis_mapping(None): around a call that is not meant",
             )
         return layout.resolve(mapping)
 
@@ -275,7 +275,7 @@ class Kernel(ByName):
         if unused:
             signature.fail(
                 f"the mapping has a rule for {', '.join(unused)}, which no layout of the signature uses.",
-                fix="leave it out; a mapping shared by several kernels is an spmd.AxisMapping, which may hold more",
+                advice="leave it out; a mapping shared by several kernels is an spmd.AxisMapping, which may hold more",
             )
 
 
@@ -378,13 +378,13 @@ def kernel(
         raise PlacementError(compose(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)"))
     if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
         rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
-        raise MeshError(compose(rule, call="kernel(...)", fix="mesh=spmd.make_mesh(dp=2, tp=4)"))
+        raise MeshError(compose(rule, call="kernel(...)", advice="as in mesh=spmd.make_mesh(dp=2, tp=4)"))
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(
             compose(
                 "a kernel needs its pattern before the function.",
                 call="kernel(fn)",
-                fix='@spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
+                advice='as in @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,13 +14,12 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd._trees import Static, matched, unwrapped
 from spmd.check import check_jaxpr, explain_output
-from spmd.comm._call import verb_between
 from spmd.comm._lax import to_reduced
 from spmd.comm._marks import mark, same_axes, tag_of
-from spmd.errors import ReplicationError, SpmdError, compose
+from spmd.errors import Fix, ReplicationError, SpmdError, compose
 from spmd.kernel._signature import Signature
 from spmd.kernel._sizes import bind_sizes
-from spmd.language import Layout
+from spmd.language import Layout, verb_for
 from spmd.mode import Frame
 
 __all__ = ["Outputs", "Unequal", "diagnose"]
@@ -80,7 +80,7 @@ class Outputs:
     def collect(self, out: Any, signature: Signature, frame: Frame, *, local: bool) -> list[Any]:
         """The results flat; ranks, sizes and tags checked; marked with their layouts."""
         if out is None and self._prefix_leaves:
-            signature.fail("the body returned None, and the right side declares results.", fix="return them")
+            signature.fail("the body returned None, and the right side declares results.", advice="return them")
         found, faults = matched(signature.outputs, out, "result")
         if faults:
             rule = "the body's results do not have the structure that the right side declares."
@@ -103,31 +103,29 @@ class Outputs:
         source = signature.source if signature.written else None
         bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=bound)
         return [
-            mark(x, lay, f"{p} of {signature.text}", role="output", frame=frame)
+            mark(x, lay, f"{p} of {signature.text}", role="output", frame=frame, name=p)
             for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)
         ]
 
     def _check_tags(self, arrays: Sequence[Any], signature: Signature) -> None:
-        wrong = []
-        fix = None
+        wrong: list[str] = []
+        fixes: list[Fix] = []
         for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
             known = tag_of(x)
             if known is None:
                 continue
-            have = known[0]
+            have = known.layout
             if set(have.unreduced) - set(layout.unreduced):
-                wrong.append(f'{path} is a partial sum, "{have.short}" ({known[1]}); declared "{layout.short}"')
-                fix = fix or f'psum(x, "{have.short} -> {layout.short}")'
+                wrong.append(f'{path} is a partial sum, "{have.short}" ({known.origin}); declared "{layout.short}"')
+                fixes += _moved(have, layout, known.name or path)
             elif same_axes(have, layout, marks=False) is False:
-                wrong.append(f'{path} holds "{have.short}" ({known[1]}); declared "{layout.short}"')
-                verb = verb_between(have, layout)
-                whole = ', to="invarying"' if verb != "split" else ""
-                fix = fix or f'{verb}(x, "{have.short} -> {layout.short}"{whole})'
+                wrong.append(f'{path} holds "{have.short}" ({known.origin}); declared "{layout.short}"')
+                fixes += _moved(have, layout, known.name or path)
         if wrong:
             signature.fail(
                 "a result has another layout than the right side declares.",
                 got=wrong,
-                fix=fix,
+                fix=tuple(dict.fromkeys(fixes)),
                 error=ReplicationError,
             )
 
@@ -175,6 +173,21 @@ class Outputs:
         return unwrapped(out) if self.wraps else out
 
 
+def _moved(have: Layout, wanted: Layout, shown: str) -> list[Fix]:
+    """The call that brings a result to its layout, with the names that it has; none where the two do not correspond."""
+    here, there = ([len(dim.atoms) for dim in layout.dims] for layout in (have, wanted))
+    if here != there:
+        return []
+    dims = [
+        replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)), bracket=False)
+        for h, w in zip(have.dims, wanted.dims, strict=True)
+    ]
+    result = Layout.from_dims(tuple(dims), wanted.unreduced, wanted.reduced)
+    verb = verb_for(have, result)
+    also = {"to": "invarying"} if verb in ("all_gather", "relayout") else {}
+    return [Fix(verb, (shown,), f"{have.short} -> {result.short}", also)]
+
+
 def _rank_matters(layout: Layout) -> bool:
     """Whether a divided dimension stands behind `...`, so that its position depends on the rank."""
     seen = False
@@ -214,12 +227,12 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
 
     mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
     jaxpr = jax.make_jaxpr(mapped)(*leaves)
-    names = [leaf.path for leaf in plan.leaves]
-    known = {"mesh_axes": everywhere, "kernel": plan.signature.text, "arg_names": names}
+    known = {"mesh_axes": everywhere, "kernel": plan.signature.text, **plan.arguments()}
     check_jaxpr(jaxpr, **known)  # a fault inside the body is the cause, and says more
     facts = explain_output(jaxpr, **known)
     got: list[str] = []
-    fixes: list[str] = []
+    fixes: list[Fix] = []
+    advice: list[str] = []
     copy_only = True
     for i, axes in unequal.faults:
         fact, path, layout = facts[i], outputs.paths[i], outputs.layouts[i]
@@ -231,7 +244,7 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
                     f'{path}: "{layout.short}" says equal on {axis}, and it differs there'
                     + (f": {reason}" if reason else "")
                 )
-                fixes.append(_close(layout, axis))
+                advice.append(_close(layout, axis))
             else:
                 lines = ", ".join(x for x in fact.copies.get(axis, ()) if x)
                 how = (
@@ -240,7 +253,9 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
                     else f"is equal on {axis}, and typed varying"
                 )
                 got.append(f"{path} {how}")
-                fixes += fact.calls.get(axis, ()) or [_retype(layout, axis)]
+                calls = fact.calls.get(axis, ()) or _retype(layout, axis, path)
+                fixes += calls
+                advice += [] if calls else [f'a gather over {axis} with to="invarying"']
     rule = (
         'a gathered copy leaves the kernel whole: gather it to="invarying", so that JAX too knows that it is equal.'
         if copy_only
@@ -252,24 +267,24 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
         call=plan.signature.text,
         source=plan.signature.source,
         got=[*got, frame.describe()],
-        fix="; ".join(dict.fromkeys(fixes)),
+        fix=tuple(dict.fromkeys(fixes)),
+        advice="; ".join(dict.fromkeys(advice)) or None,
     )
     return ReplicationError(text)
 
 
-def _retype(layout: Layout, axis: str) -> str:
+def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:
     """How a copy that came from no gather (a carry born varying) becomes equal by JAX's type."""
     if layout.is_scalar:
-        return 'reduce(x, "scalar -> scalar", "mean")'
-    atom = next((a for a in layout.atoms if a.named), None)
-    if atom is None:
-        return f'a gather over {axis} with to="invarying"'
-    block = (
-        layout.short.replace(atom.name, f"{atom.name}/{axis}", 1)
-        if not atom.axes
-        else f"... {atom.name}/.../{axis} ..."
-    )
-    return f'all_gather(split(x, "{layout.short} -> {block}"), "{block} -> {layout.short}", to="invarying")'
+        return [Fix("reduce", (path,), "scalar -> scalar", {"op": "mean"})]
+    i = next((i for i, dim in enumerate(layout.dims) if len(dim.atoms) == 1 and dim.atoms[0].named), None)
+    if i is None:
+        return []
+    [atom] = layout.dims[i].atoms
+    cut = replace(layout.dims[i], atoms=(replace(atom, axes=(*(atom.axes or ()), axis)),))
+    block = Layout.from_dims((*layout.dims[:i], cut, *layout.dims[i + 1 :]), layout.unreduced, layout.reduced)
+    whole = Fix("split", (path,), f"{layout.short} -> {block.short}")
+    return [Fix("all_gather", (whole,), f"{block.short} -> {layout.short}", {"to": "invarying"})]
 
 
 def _close(layout: Layout, axis: str) -> str:

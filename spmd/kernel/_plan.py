@@ -118,7 +118,9 @@ class Plan:
         except Exception:  # of many kinds, since arrays on another mesh may have types of that mesh
             self._check_alive(leaves)
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-                self.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", fix=".trace(...) or .lower(...)")
+                self.signature.fail(
+                    "a jax.ShapeDtypeStruct has no values to run on.", advice=".trace(...) or .lower(...)"
+                )
             moved = self._moved(leaves)
             if all(a is b for a, b in zip(moved, leaves, strict=True)):
                 raise
@@ -136,7 +138,7 @@ class Plan:
             self.signature.fail(
                 "an abstract mesh has no devices to run on.",
                 got=[self.frame({}).describe()],
-                fix=".trace(...), .lower(...) or .reference(...), or a mesh of devices",
+                advice=".trace(...), .lower(...) or .reference(...), or a mesh of devices",
                 error=MeshError,
             )
         traced = not concrete(leaves) and any(isinstance(x, jax.core.Tracer) for x in leaves)
@@ -169,8 +171,11 @@ class Plan:
         return self._traced(*leaves)
 
     def _check(self, jaxpr: Any) -> None:
-        names = [leaf.path for leaf in self.leaves]
-        check_jaxpr(jaxpr, mesh_axes=tuple(self.sizes), kernel=self.signature.text, arg_names=names)
+        check_jaxpr(jaxpr, mesh_axes=tuple(self.sizes), kernel=self.signature.text, **self.arguments())
+
+    def arguments(self) -> dict[str, Any]:
+        """What the pass is told of the arguments: how messages call them, and their layouts."""
+        return {"arg_names": [x.path for x in self.leaves], "arg_layouts": [x.layout for x in self.leaves]}
 
     # --- before any trace ---------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class Plan:
                     f'"{layout.short}" divides several factors of one dimension: that is legal '
                     f"inside a kernel, not at its boundary, "
                     "where a device holds one block of each dimension.",
-                    fix="two dimensions, and rearrange inside",
+                    advice="two dimensions, and rearrange inside",
                 )
             if any(d.margin != (0, 0) for d in layout.dims):
                 self.signature.fail(
@@ -203,7 +208,7 @@ class Plan:
                     "mesh "
                     + ", ".join(f"{n} ({t})" for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
                 ],
-                fix="psum before the value leaves the kernel",
+                advice="psum before the value leaves the kernel",
                 error=ModeError,
             )
 
@@ -254,9 +259,10 @@ class Plan:
             for leaf, spec in zip(leaves, self.leaves, strict=True):
                 origin = f"argument {spec.path}"
                 if frame.explicit:  # where the body works with it, a reduced value is a copy like any other
-                    tagged.append(tag(_compat.pvary(leaf, spec.layout.reduced), spec.layout, origin))
+                    value = _compat.pvary(leaf, spec.layout.reduced)
+                    tagged.append(tag(value, spec.layout, origin, spec.path))
                 else:
-                    tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame))
+                    tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame, name=spec.path))
             out = self.signature.call(self.rebuild(tagged))
             flat = self.outputs.collect(out, self.signature, frame, local=local)
         self._check_keywords(frame.unmet - self.signature.named)
@@ -270,7 +276,7 @@ class Plan:
         ):
             for name in (name for name, _ in given if name in unused):
                 rule = f"{what} {name}, which no string of the kernel names{did_you_mean(name, sorted(names)) or '.'}"
-                self.signature.fail(rule, got=[f"{name}={dict(given)[name]!r}"], fix="leave it out")
+                self.signature.fail(rule, got=[f"{name}={dict(given)[name]!r}"], advice="leave it out")
 
     def _layouts(self) -> list[Layout]:
         return [*(leaf.layout for leaf in self.leaves), *self.outputs.declared()]
@@ -410,7 +416,7 @@ class Plan:
             self.signature.fail(
                 "inside a kernel the arguments of another kernel are shards as they are: nothing is moved.",
                 got=wrong,
-                fix="all_gather, split or relayout before the call",
+                advice="all_gather, split or relayout before the call",
                 error=LayoutError,
             )
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spmd.errors import LayoutError, compose, did_you_mean
+from spmd.errors import Fix, LayoutError, compose, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
 __all__ = ["Signature"]
@@ -64,11 +64,13 @@ class Signature:
         rule: str,
         *,
         got: Sequence[str] = (),
-        fix: str | None = None,
+        fix: str | Fix | Sequence[str | Fix] | None = None,
+        advice: str | None = None,
         error: type[ValueError] = LayoutError,
         span: Any = None,
     ) -> NoReturn:
-        raise error(compose(rule, call=self.text, source=self.source, span=span, got=list(got), fix=fix))
+        shown = {"call": self.text, "source": self.source, "span": span}
+        raise error(compose(rule, **shown, got=list(got), fix=fix, advice=advice))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments in parameter order, defaults filled in."""
@@ -175,13 +177,13 @@ def _names(what: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, Collection) and all(isinstance(name, str) for name in value):
         return tuple(value)
     rule = f"{what} is the name of an argument, or several, not {value!r}."
-    raise LayoutError(compose(rule, call="kernel(...)", fix=f'{what}="x"'))
+    raise LayoutError(compose(rule, call="kernel(...)", advice=f'as in {what}="x"'))
 
 
 def _check_dict(what: str, value: Any, example: str) -> None:
     if value is not None and not isinstance(value, Mapping):
         rule = f"{what} is a dict, not {type(value).__name__}."
-        raise LayoutError(compose(rule, call="kernel(...)", fix=f"{what}={example}"))
+        raise LayoutError(compose(rule, call="kernel(...)", advice=f"as in {what}={example}"))
 
 
 def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any) -> Pattern | None:
@@ -189,7 +191,9 @@ def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts:
     if pattern is None:
         if in_layouts is None or out_layouts is None:
             rule = "a kernel declares its layouts: a pattern string, or both in_layouts and out_layouts."
-            raise LayoutError(compose(rule, call=f"{name}: kernel(...)", fix='@kernel("b/dp d -> b/dp d", mesh=mesh)'))
+            raise LayoutError(
+                compose(rule, call=f"{name}: kernel(...)", advice='as in @kernel("b/dp d -> b/dp d", mesh=mesh)')
+            )
         return None
     if in_layouts is not None or out_layouts is not None:
         raise LayoutError(
@@ -202,7 +206,9 @@ def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts:
         return pattern
     if not isinstance(pattern, str):
         rule = f"the pattern is a string, not {type(pattern).__name__}."
-        raise LayoutError(compose(rule, call=f"{name}: kernel(...)", fix='kernel("b/dp d -> b/dp d", mesh=mesh)(fn)'))
+        raise LayoutError(
+            compose(rule, call=f"{name}: kernel(...)", advice='as in kernel("b/dp d -> b/dp d", mesh=mesh)(fn)')
+        )
     return Pattern(pattern, call=f'{name}: kernel("{pattern}")')
 
 
@@ -252,7 +258,7 @@ def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
                 f"the left side {len(inputs)} "
                 f"layout{'s' * (len(inputs) != 1)}.",
                 got=[f"arguments: {', '.join(arrays) or 'none'}"],
-                fix="one layout per argument; static=(...) for those that are no arrays",
+                advice="one layout per argument; static=(...) for those that are no arrays",
             )
         by_name = {n: _as_layouts(v) for n, v in zip(arrays, inputs, strict=True)}
     elif len(arrays) == 1:
@@ -263,7 +269,7 @@ def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
     if missing:
         signature.fail(
             f"no layout for the argument{'s' * (len(missing) > 1)} {', '.join(missing)}.",
-            fix="a layout, or static=(...)",
+            advice="a layout, or static=(...)",
         )
     return by_name
 
@@ -282,7 +288,7 @@ def _check_names(signature: Signature) -> None:
     for name, size in signature.sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             rule = f"the keyword {name} binds a size, a positive int, not {size!r}; mesh axes are renamed with axes=."
-            signature.fail(rule, fix=f'axes={{"{name}": ...}}')
+            signature.fail(rule, advice=f'axes={{"{name}": ...}}')
     for what, names in (
         ("static", signature.static),
         ("donate", signature.donate),

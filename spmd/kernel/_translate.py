@@ -41,17 +41,17 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
             return ReplicationError(_carry(text, got, shown, frame))
         if text.startswith(("cond branches", "switch branches")):
             rule = "the branches give values of different types: equal on an axis in one, varying on it in another."
-            fix = "spmd.cond(predicate, true_fn, false_fn, *operands), which types them alike"
+            fix = "spmd.cond(predicate, true_fn, false_fn, *operands)"
             return ReplicationError(compose(rule, **shown, got=[*got, frame.describe()], fix=fix))
     if "should be of type `Manual`" in text:
         rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays, and these are shards."
-        fix = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
-        return ModeError(compose(rule, **shown, got=got, fix=fix))
+        advice = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
+        return ModeError(compose(rule, **shown, got=got, advice=advice))
     if "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be" in text:
         rule = "a Pallas call in a kernel says on which mesh axes its results vary, and this one does not."
         kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
-        fix = f'spmd.opaque(fn, "in -> out"), with out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})'
-        return ModeError(compose(rule, **shown, got=got, fix=fix))
+        advice = f'spmd.opaque(fn, "in -> out"), with out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})'
+        return ModeError(compose(rule, **shown, got=got, advice=advice))
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
     empty = isinstance(error, AssertionError) and not text and _in_jax(error)
     if unbound or empty:
@@ -66,7 +66,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
                     rule,
                     **shown,
                     got=got,
-                    fix='an spmd operation, or spmd.local(fn, "in -> out") around the raw code',
+                    advice='an spmd operation, or spmd.local(fn, "in -> out") around the raw code',
                 )
             )
         name = f" {axis!r}" if axis else ""
@@ -91,11 +91,11 @@ def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> st
     )
     marks = [set(re.findall(r"\w+", found)) for _, _, after in facts for found in re.findall(r"V:\(?([\w,]+)", after)]
     axes = ",".join(frame.in_mesh_order(set().union(*marks))) or "..."
-    fix = (
+    advice = (
         'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; where it becomes a '
         f'gathered copy, also on those of the mark in spmd.zeros("<its layout> {{R:{axes}}}")'
     )
-    return compose(rule, **shown, got=[*lines, *got, frame.describe()], fix=fix)
+    return compose(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
 
 
 def _named_axis(error: BaseException, frame: Frame) -> str | None:

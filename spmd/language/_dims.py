@@ -65,9 +65,9 @@ class Parsed(NamedTuple):
 class Fault(Exception):
     """What is wrong with a string; becomes a LayoutError where the call is known."""
 
-    def __init__(self, rule: str, span: Span | None, fix: str | None = None):
+    def __init__(self, rule: str, span: Span | None, fix: str | None = None, advice: str | None = None):
         super().__init__(rule)
-        self.rule, self.span, self.fix = rule, span, fix
+        self.rule, self.span, self.fix, self.advice = rule, span, fix, advice
 
 
 def _dim_text(dim: Dim, *, explicit: bool) -> str:
@@ -162,7 +162,7 @@ def _check_factors(dim: Dim) -> None:
                 f"A composite dimension is divided on its leading factors, but '{divided(atom)}' comes after "
                 f"the whole factor '{whole.name}'.",
                 atom.span,
-                f"divide '{whole.name}' too, or put '{atom.name}' first: {_dim_text(moved, explicit=False)}",
+                advice=f"divide '{whole.name}' too, or put '{atom.name}' first: {_dim_text(moved, explicit=False)}",
             )
 
 

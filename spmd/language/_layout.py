@@ -105,7 +105,9 @@ class Layout:
         except Fault as fault:
             text = _text(dims, unreduced, reduced)
             if source is None:
-                raise LayoutError(compose(fault.rule, call=f'the layout "{text}"', fix=fault.fix)) from None
+                raise LayoutError(
+                    compose(fault.rule, call=f'the layout "{text}"', fix=fault.fix, advice=fault.advice)
+                ) from None
             raise_fault(fault, source, f'"{source}", read as "{text}"')
         return make(dims, tuple(sorted(unreduced)), tuple(sorted(reduced)), source)
 
@@ -400,11 +402,11 @@ class Layout:
 
     # --- faults
 
-    def _fault(self, span: Span, rule: str, fix: str | None = None) -> NoReturn:
+    def _fault(self, span: Span, rule: str, advice: str | None = None) -> NoReturn:
         """Raise a LayoutError that points at a part of this layout."""
         if self.source is None:
-            raise LayoutError(compose(rule, call=repr(self), fix=fix))
-        raise LayoutError(compose(rule, source=self.source, span=span, fix=fix))
+            raise LayoutError(compose(rule, call=repr(self), advice=advice))
+        raise LayoutError(compose(rule, source=self.source, span=span, advice=advice))
 
     def _need_rank(self) -> None:
         for dim in self.dims:
@@ -412,7 +414,7 @@ class Layout:
                 self._fault(
                     dim.span,
                     "The number of dimensions that '...' stands for is not known here.",
-                    ".with_rank(n)",
+                    advice=".with_rank(n)",
                 )
 
     def _need_axes(self, sizes: Mapping[str, int]) -> None:
@@ -450,7 +452,8 @@ def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 def raise_fault(fault: Fault, source: str, call: str) -> NoReturn:
     """Raise what the parser found as a LayoutError, with the call it happened in."""
-    raise LayoutError(compose(fault.rule, call=call, source=source, span=fault.span, fix=fault.fix)) from None
+    shown = {"call": call, "source": source, "span": fault.span}
+    raise LayoutError(compose(fault.rule, **shown, fix=fault.fix, advice=fault.advice)) from None
 
 
 @lru_cache(maxsize=4096)

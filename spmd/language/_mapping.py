@@ -41,7 +41,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
             pairs = dict(rules)
         except (TypeError, ValueError):
             rule = f"The rules of a mapping are a dict, but this is of type {type(rules).__name__}."
-            raise LayoutError(compose(rule, fix='AxisMapping({"batch": "dp"})')) from None
+            raise LayoutError(compose(rule, advice='as in AxisMapping({"batch": "dp"})')) from None
         found = {str(name): _checked(name, value) for name, value in pairs.items()}
         object.__setattr__(self, "_rules", found)
         object.__setattr__(self, "_hash", hash(frozenset(found.items())))
@@ -59,7 +59,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
             return _EMPTY
         if not isinstance(rules, Mapping):
             rule = f"A mapping is an AxisMapping or a dict, but this is of type {type(rules).__name__}."
-            raise LayoutError(compose(rule, fix='AxisMapping({"batch": "dp"})'))
+            raise LayoutError(compose(rule, advice='as in AxisMapping({"batch": "dp"})'))
         return AxisMapping(rules)
 
     @property
@@ -153,7 +153,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         if missing:
             rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
             shown = [*(got or [f'"{layout.short}"']), f"mapping: {', '.join(self)}"]
-            raise LayoutError(compose(rule, call=call, got=shown, fix=f'"{missing[0]}": None for a whole dimension'))
+            raise LayoutError(compose(rule, call=call, got=shown, advice=f'"{missing[0]}": None for a whole dimension'))
         return self.resolve(layout)
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
@@ -283,10 +283,10 @@ def _need_leading(mapping: AxisMapping, layout: Layout, dim: Dim, ruled: set[str
             _raise(layout, atom, rule, got, f"{bare.text}, or a rule that divides '{whole.name}' too")
 
 
-def _raise(layout: Layout, atom: Atom, rule: str, got: list[str], fix: str | None = None) -> NoReturn:
+def _raise(layout: Layout, atom: Atom, rule: str, got: list[str], advice: str | None = None) -> NoReturn:
     source = layout.source
     shown = {"call": repr(layout)} if source is None else {"source": source, "span": atom.span}
-    raise LayoutError(compose(rule, got=got, fix=fix, **shown))  # type: ignore[arg-type]
+    raise LayoutError(compose(rule, got=got, advice=advice, **shown))  # type: ignore[arg-type]
 
 
 _EMPTY = AxisMapping()

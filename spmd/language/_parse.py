@@ -170,7 +170,7 @@ class Parser:
             raise Fault(
                 "Which of the two numbers is the margin? Name the dimension, or write both margins.",
                 span,
-                f"'{parts[0].text}+{parts[1].text}+0' or '0+{parts[0].text}+{parts[1].text}'",
+                advice=f"'{parts[0].text}+{parts[1].text}+0' or '0+{parts[0].text}+{parts[1].text}'",
             )
         if len(parts) > 3 or low is None or high is None:
             raise Fault("A dimension has at most one margin on each side, and a margin is a number: '1+x/a+1'.", span)
@@ -252,7 +252,7 @@ class Parser:
             fix = None
             if self.token.kind == "{" and (brace := self.source.find("}", token.start)) > 0:
                 mark = self.source[self.token.start : brace + 1]
-                fix = f"{self.fixed(token.start, brace + 1, mark)} (marks alone are a marked scalar)"
+                fix = self.fixed(token.start, brace + 1, mark)
             raise Fault("'scalar' is a whole layout: no dimension, axis or mark stands beside it.", token.span, fix)
         if not token.text.strip("_") and token.text != "_":
             raise Fault("A name has a letter in it; '_' alone is an unnamed dimension.", token.span)
@@ -370,7 +370,7 @@ class Parser:
         raise Fault(
             f"Strings are constants, braces hold the marks {{U:axis}} and {{R:axis}}; keywords bind {what}.",
             (opening.start, end),
-            f"{self.fixed(opening.start, end, word)}, {word}=...",
+            advice=f"{self.fixed(opening.start, end, word)}, {word}=...",
         )
 
     def mark(self, marks: dict[str, tuple[str, ...]], spans: dict[str, Span]) -> None:
@@ -399,7 +399,7 @@ class Parser:
             raise Fault(
                 f"A layout has one {{{kind.text}:...}}; it lists all its axes.",
                 (opening.start, self.end),
-                f"{{{kind.text}:{both}}}",
+                advice=f"{{{kind.text}:{both}}}",
             )
         marks[kind.text] = axes
 

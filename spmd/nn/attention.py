@@ -106,7 +106,9 @@ def dot_product_attention(
         raise LayoutError(compose(rule, call="dot_product_attention(q, k, v, softcap=...)", fix="implementation=None"))
     if mask is not None and mask.dtype != bool:
         rule = f"a mask is True where a query sees a key, and not of {mask.dtype}; what is added to scores is the bias."
-        raise LayoutError(compose(rule, call="dot_product_attention(q, k, v, mask=...)", fix="bias="))
+        raise LayoutError(
+            compose(rule, call="dot_product_attention(q, k, v, mask=...)", advice="what is added is bias=")
+        )
     check_positive("dot_product_attention(q, k, v)", window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = positions
@@ -245,15 +247,15 @@ def multi_head_attention(
     """
     if attend is None and cp is not None:
         rule = "dot_product_attention works on whole sequences, and cp divides this one."
-        fix = "attend=lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp=..., tp=..., causal=True)"
-        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., cp=...)", fix=fix))
+        advice = "attend=lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp=..., tp=..., causal=True)"
+        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., cp=...)", advice=advice))
     if attend is not None and options:
         rule = f"attend is given, so {', '.join(sorted(options))} would not be used: pass them in it."
         raise LayoutError(compose(rule, call="multi_head_attention(x, ..., attend=...)"))
     if positions is not None and frequencies is None:
         rule = "positions are those of the rotary embedding, and without frequencies there is none."
-        fix = "frequencies=spmd.nn.rotary_frequencies(k)"
-        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., positions=...)", fix=fix))
+        advice = "as in frequencies=spmd.nn.rotary_frequencies(k)"
+        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., positions=...)", advice=advice))
     if _is_whole(kv_heads, "multi_head_attention"):
         wk, wv = spread_heads((wk, wv), tp=tp)  # the weights, so that no head is computed that is not used
         biases = biases and (biases[0], *spread_heads(biases[1:], tp=tp))
@@ -346,7 +348,7 @@ def _check_counted(q: Any, k: Any) -> None:
                 "query stands where?",
                 call="dot_product_attention(q, k, v, causal=True)",
                 got=_shapes(q=q, k=k),
-                fix="positions=(q_positions, k_positions)",
+                advice="positions=(q_positions, k_positions)",
             )
         )
 

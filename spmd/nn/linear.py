@@ -317,7 +317,9 @@ def gated_mlp(
     else:
         rule = 'w_in is the pair (gate, up) of "d f/tp" each, or fused "d 2 f/tp".'
         got = [f"w_in: {type(w_in).__name__ if shape is None else f'shape {shape}'}"]
-        raise LayoutError(compose(rule, call="gated_mlp(x, w_in, w_out)", got=got, fix="jnp.stack((gate, up), 1)"))
+        raise LayoutError(
+            compose(rule, call="gated_mlp(x, w_in, w_out)", got=got, advice="as in jnp.stack((gate, up), 1)")
+        )
     return row_linear(activation(gate) * up, w_out, b_out, tp=tp, sp=sp, cp=cp, overlap=overlap)
 
 
@@ -345,8 +347,10 @@ def _plus(y: Any, b: Any) -> Any:
 def _check_same(name: str, tp: Axes, sp: Axes) -> None:
     if (tp if isinstance(tp, tuple) else (tp,)) != (sp if isinstance(sp, tuple) else (sp,)):
         rule = "a ring over the devices of tp moves a sequence that is divided over the same."
-        fix = f"sp={tp!r}, or overlap=False"
-        raise LayoutError(compose(rule, call=f"{name}(x, w, overlap=True)", got=[f"tp={tp!r}", f"sp={sp!r}"], fix=fix))
+        advice = f"sp={tp!r}, or overlap=False"
+        raise LayoutError(
+            compose(rule, call=f"{name}(x, w, overlap=True)", got=[f"tp={tp!r}", f"sp={sp!r}"], advice=advice)
+        )
 
 
 def _check_rank(name: str, x: Any, rank: int, layout: str, which: str = "w") -> None:

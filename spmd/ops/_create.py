@@ -183,7 +183,7 @@ def index_dtype(call: Call, dim: Dim) -> Any:
 def open_made(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
     if not isinstance(layout, str) and hasattr(layout, "shape"):
         raise LayoutError(f'{who} makes an array, so its first argument is a layout: {who}("b/dp d").')
-    call = open_call(who, layout, names, inputs=1, arrow=False)
+    call = open_call(who, layout, names, inputs=1, arrow=False, example=f'{who}("b/dp", b=8)')
     [made] = call.pattern.inputs
     for dim in made.dims:
         if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
@@ -202,7 +202,7 @@ def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names
     if made.unreduced and not (isinstance(value, (int, float)) and value == 0):
         n = call.frame.axis_size(made.unreduced)
         rule = f"a partial sum starts from zeros: {n} equal parts would add up to {n} times the value."
-        call.fail(rule, at=_mark_span(call), fix=f'zeros("{made.short}")')
+        call.fail(rule, at=_mark_span(call), advice=f'as in zeros("{made.short}")')
     x = jnp.full(call.local_shape(made), value, dtype)
     if call.frame.explicit:
         axes = call.frame.axis_names if to == "varying" else call.frame.in_mesh_order(made.axis_names)

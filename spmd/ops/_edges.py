@@ -99,7 +99,7 @@ class Edge:
         unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_
         if self.odd and unsigned:
             rule = f'an edge "{self.kind}" has the opposite sign, and {x.dtype} has no negative numbers.'
-            call.fail(rule, fix="convert the array to signed numbers first", error=LayoutError)
+            call.fail(rule, advice="convert the array to signed numbers first", error=LayoutError)
         if self.kind != "constant":
             return self
         if not _holds(x.dtype, self.value):
@@ -142,8 +142,8 @@ def read_edges(call: Call, edge: Any, layouts: Iterable[Layout], wide: Iterable[
     if missing is not None:
         name = missing.atoms[0].name
         rule = f"edge says for each dimension with margins what lies beyond its ends, and {name} is not in it."
-        fix = f'an entry for "{name}" in edge' if missing.atoms[0].named else "give the dimension a name"
-        call.fail(rule, at=missing.span, got=[f"edge: {', '.join(edge) or 'empty'}"], fix=fix, error=LayoutError)
+        advice = f'an entry for "{name}" in edge' if missing.atoms[0].named else "give the dimension a name"
+        call.fail(rule, at=missing.span, got=[f"edge: {', '.join(edge) or 'empty'}"], advice=advice, error=LayoutError)
     return Edges({name: _ends(call, one, f"edge[{name!r}]") for name, one in edge.items()})
 
 
@@ -154,7 +154,7 @@ def _ends(call: Call, edge: Any, what: str) -> Ends:
         return both, both
     if len(edge) != 2:
         rule = f"{what} is one edge, or a pair for the low and the high end, and this tuple has {len(edge)}."
-        call.fail(rule, fix='("zero", "edge")', error=LayoutError)
+        call.fail(rule, advice='as in ("zero", "edge")', error=LayoutError)
     low, high = _one(call, edge[0], f"{what}[0]"), _one(call, edge[1], f"{what}[1]")
     if (low.kind == "periodic") != (high.kind == "periodic"):
         rule = f"a dimension is periodic at both ends or at neither, and {what} says it of one."
@@ -166,16 +166,16 @@ def _one(call: Call, edge: Any, what: str) -> Edge:
     if isinstance(edge, str):
         if edge in EDGES:
             return Edge(edge)
-        got, fix = repr(edge), _ELSEWHERE.get(edge.lower())
-        hint = "" if fix else did_you_mean(edge, EDGES)
+        got, advice = repr(edge), _ELSEWHERE.get(edge.lower())
+        hint = "" if advice else did_you_mean(edge, EDGES)
     elif _is_number(edge):
         return Edge("zero") if not _is_array(edge) and edge == 0 else Edge("constant", edge)
     else:
-        got, fix, hint = kind_of(edge), None, ""
+        got, advice, hint = kind_of(edge), None, ""
         if _is_array(edge):
             got = f"an array of shape {jnp.shape(edge)} and dtype {edge.dtype}"
     rule = f"{what} is one of {', '.join(map(repr, EDGES))}, or a number, not {got}{hint or '.'}"
-    return call.fail(rule, fix=fix, error=LayoutError)
+    return call.fail(rule, advice=advice, error=LayoutError)
 
 
 def _is_array(value: Any) -> bool:

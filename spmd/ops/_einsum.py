@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import LayoutError
+from spmd.language import Layout, verb_for
 from spmd.ops._landing import finish, land, placed, plain_dims, right_names
 
 __all__ = ["einsum"]
@@ -60,7 +62,15 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
     if not operands:
         raise LayoutError('einsum takes arrays, then the pattern: einsum(x, w, "b d, d f -> b f").')
     *arrays, pattern = operands
-    call = open_call("einsum", pattern, names, arrays=arrays, inputs=None)
+    call = open_call(
+        "einsum",
+        pattern,
+        names,
+        arrays=arrays,
+        inputs=None,
+        example='einsum(x, y, "b/dp d, d f -> b/dp f")',
+        also={} if preferred_element_type is None and precision is None else None,
+    )
     dst = call.pattern.outputs[0]
     for layout in (*call.pattern.inputs, dst):
         plain_dims(call, layout)
@@ -101,19 +111,43 @@ def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:
                 f"{two} in operand {i}.",
                 at=factor.span,
                 got=[f'operand {n}: "{opened[n].layout.short}"' for n in (at, i)],
-                fix=_agree(factor.name, known.axes, factor.axes, at, i),
+                **_agree(call, opened, factor.name, (at, i)),
             )
     return have
 
 
-def _agree(name: str, one: tuple[str, ...], two: tuple[str, ...], at: int, i: int) -> str:
-    """Which verb on which operand makes two placements one."""
-    longer, where = (one, at) if len(one) > len(two) else (two, i)
-    shorter, other = (two, i) if longer is one else (one, at)
-    if longer[: len(shorter)] != shorter:
-        return f'relayout(operand {i}, "{placed(name, two)} -> {placed(name, one)}")'
-    gather = f'all_gather(operand {where}, "... {placed(name, longer)} ... -> ... {placed(name, shorter)} ...")'
-    return f"{gather}, or split operand {other}"
+def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, int]) -> dict[str, Any]:
+    """The fix that places a dimension of one operand as the other has it, where the right side goes with that."""
+    first, second = (opened[n].factors[opened[n].position(name)].axes for n in pair)
+    [dst] = call.pattern.outputs
+    right = next((atom.axes or () for atom in dst.atoms if atom.name == name), None)
+    for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
+        new = set(wanted) - set(have)
+        layout = opened[index].layout.without_brackets()
+        if right not in (None, wanted) or new & {*layout.axis_names} or have != wanted[: len(have)]:
+            continue
+        # What is whole is cut into blocks, which costs nothing; a sum over them is the right side's to say.
+        return {"fix": _placed_as(call, opened, name, index, wanted)}
+    for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
+        lost = set(have) - set(wanted)
+        if right in (None, wanted) and have[: len(wanted)] == wanted and not lost & {*dst.axis_names}:
+            return {"fix": _placed_as(call, opened, name, index, wanted)}
+    return {"advice": f"relayout one of them: {placed(name, first)} and {placed(name, second)} are to be the same"}
+
+
+def _placed_as(call: Call, opened: Sequence[Operand], name: str, index: int, wanted: tuple[str, ...]) -> Any:
+    layout = opened[index].layout.without_brackets()
+    dims = [
+        replace(dim, atoms=tuple(replace(a, axes=wanted) if a.name == name else a for a in dim.atoms))
+        for dim in layout.dims
+    ]
+    moved = Layout.from_dims(dims, layout.unreduced, layout.reduced)
+    verb = verb_for(layout, moved)
+    first = call.first(verb, layout, moved, index=index)
+    if verb != "split":  # equal by JAX's type: the product may be what leaves the kernel
+        first = replace(first, keywords={**first.keywords, "to": "invarying"})
+    inputs = ", ".join((moved if i == index else one.layout).short for i, one in enumerate(opened))
+    return call.around(first, inputs, call.pattern.outputs[0], index=index)
 
 
 def _check_dots(call: Call, arrays: Sequence[Any]) -> None:
@@ -141,7 +175,7 @@ def _owners(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict
                 f"would hold products of unequal blocks only.",
                 at=factor.span,
                 got=[f"{placed(f.name, f.axes)}" for f in (known, factor)] + [call.frame.describe()],
-                fix=f"gather one of them over {axis} first: all_gather",
+                advice=f"gather one of them over {axis} first: all_gather",
             )
     return owners
 
@@ -153,7 +187,7 @@ def _marked(call: Call, opened: Sequence[Operand], owners: Mapping[str, Factor])
         for axis in operand.layout.unreduced:
             if axis in partial:
                 rule = f"the product of two partial sums on {axis} is no partial sum: psum one of the operands first."
-                call.fail(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=_psum(operand, axis))
+                call.fail(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
             if axis in owners:
                 factor = owners[axis]
                 call.fail(
@@ -161,14 +195,10 @@ def _marked(call: Call, opened: Sequence[Operand], owners: Mapping[str, Factor])
                     f"would meet one block of {factor.name} only.",
                     at=factor.span,
                     got=[f'operand {i}: "{operand.layout.short}"', placed(factor.name, factor.axes)],
-                    fix=_psum(operand, axis),
+                    fix=call.summed_first(i),
                 )
             partial[axis] = f"operand {i} is {{U:{axis}}}"
     return partial
-
-
-def _psum(operand: Operand, axis: str) -> str:
-    return f'psum(x, "{operand.layout.short} -> {operand.layout.without(axis).short}")'
 
 
 def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm.collectives import check_to
 from spmd.comm.relayout import relayout
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.mode import inner
 from spmd.ops._fft_freq import frequencies
@@ -192,7 +192,9 @@ class _How(NamedTuple):
 
 
 def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any]) -> Any:
-    call = open_call(who, pattern, names, arrays=(x,))
+    also = {k: v for k, v in how._asdict().items() if v != _How("backward", "varying")._asdict()[k]}
+    example = f'{who}(x, "b/dp d -> b/dp k")'
+    call = open_call(who, pattern, names, arrays=(x,), example=example, also=also)
     check_to(call, how.to)
     if how.norm not in NORMS:
         shown = ", ".join(f'"{one}"' for one in NORMS)
@@ -225,14 +227,15 @@ def _nowhere(call: Call, job: Job) -> NoReturn:
         "that is alone is transformed in place where it is complex and divided alike on both sides."
     )
     got = [f'"{src.short}", of size {job.before[-1]}', call.frame.describe()]
-    call.fail(rule, got=got, fix="gather it first, or give the array another dimension", error=LayoutError)
+    call.fail(rule, got=got, advice="gather it first, or give the array another dimension", error=LayoutError)
 
 
 def _inexact(call: Call, x: Any) -> Any:
     """Numbers that XLA transforms: floats of less than float32 become that, integers and booleans JAX's default."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         if call.name == "fft.rfft":
-            call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix="fft", error=LayoutError)
+            fix = call.paste(call.pattern.inputs[0], call.pattern.outputs[0], name="fft.fft")
+            call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix=fix, error=LayoutError)
         return x
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
     return x if x.dtype in (jnp.float32, jnp.float64) else x.astype(wide)
@@ -245,7 +248,7 @@ def _renamed(call: Call) -> tuple[int, ...]:
         plain_dims(call, layout)
         if layout.unreduced or layout.reduced:
             rule = "a Fourier transform is of complete values, without marks."
-            call.fail(rule, fix=f"psum them first, then {call.name}", error=LayoutError)
+            call.fail(rule, advice=f"psum them first, then {call.name}", error=LayoutError)
     same = len(src.dims) == len(dst.dims)
     if not same or [d.ellipsis for d in src.dims] != [d.ellipsis for d in dst.dims]:
         rule = "the dimensions of both sides match by position, so there are as many, and '...' stands in one place."
@@ -261,7 +264,7 @@ def _renamed(call: Call) -> tuple[int, ...]:
             call.fail(rule, at=dst.dims[i].span, error=LayoutError)
     if not moved:
         rule = "a renamed dimension is transformed, and none is renamed."
-        call.fail(rule, fix=call.paste(_renaming(src)), error=LayoutError)
+        call.fail(rule, fix=call.paste(src, _renaming(src)), error=LayoutError)
     _check_order(call, [(src.dims[i], dst.dims[i]) for i in moved])
     return tuple(moved)
 
@@ -287,8 +290,8 @@ def _check_order(call: Call, pairs: list[tuple[Dim, Dim]]) -> None:
     by_name = (of[name].atoms[0].name for name in left)
     by_position = f"by position: {_arrows(left, right)}; any other names would say so"
     got = [by_position, f"by name: {_arrows(left, by_name)}, and transposed"]
-    in_order = call.paste(f"{src.short} -> {ordered.short}")
-    fix = f'rearrange({in_order}, "{ordered.short} -> {dst.short}")'
+    in_order = call.paste(src, ordered)
+    fix = None if in_order is None else Fix("rearrange", (in_order,), f"{ordered.short} -> {dst.short}")
     call.fail(rule, at=pairs[i][1].span, got=got, fix=fix, error=LayoutError)
 
 
@@ -305,13 +308,13 @@ def _arrows(left: Iterable[str], right: Iterable[str]) -> str:
     return ", ".join(f"{a} -> {b}" for a, b in zip(left, right, strict=True))
 
 
-def _renaming(src: Layout) -> str:
-    """The pattern that transforms the last dimension, to paste."""
+def _renaming(src: Layout) -> Layout:
+    """The right side that transforms the last dimension."""
     i = max(i for i, dim in enumerate(src.dims) if not dim.ellipsis) if src.names else 0
     dims = list(src.dims)
     if dims and len(dims[i].atoms) == 1:
         dims[i] = Dim((Atom(f"k{dims[i].atoms[0].name}", dims[i].atoms[0].axes),))
-    return f"{src.short} -> {Layout.from_dims(dims).short}"
+    return Layout.from_dims(dims)
 
 
 def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad: bool) -> Job:
@@ -336,7 +339,7 @@ def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad: 
             fix = None
             if place == last and call.name == "fft.rfft":
                 size = frequencies(call, atom, size, pad)
-                fix = None if pad else call.paste(f"{src.short} -> {dst.short}", pad=True)
+                fix = None if pad else call.paste(src, dst, pad=True)
             elif place == last and call.name == "fft.irfft":
                 size = _samples(call, atom, size, pad)
             call.bind(atom.name, size, f"{call.name} of {operand.factors[place + k].name}", atom.span)
@@ -367,7 +370,7 @@ def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
     known = call.sizes.get(atom.name)
     if pad and known is None:
         rule = f"how many of {size} entries are frequencies, and not padding, follows from the size of {atom.name}."
-        call.fail(rule, at=atom.span, fix=f"{atom.name}={2 * size - 2}, if nothing is padding", error=SizeError)
+        call.fail(rule, at=atom.span, advice=f"{atom.name}={2 * size - 2}, if nothing is padding", error=SizeError)
     n = known[0] if known else 2 * (size - 1)
     if n < 1:
         rule = "one frequency belongs to one sample, and without a size there are 2 (1 - 1), none."
@@ -376,8 +379,10 @@ def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
     if padded < 0 or (padded and not pad):
         rule = f"{size} frequencies belong to {2 * size - 2} or {2 * size - 1} samples, not to {n}."
         got = [f"{atom.name} = {n}: {known[1]}"] if known else []
-        fix = f"{atom.name}={2 * size - 2}" + (f", or pad=True if the last {padded} are padding" if padded > 0 else "")
-        call.fail(rule, at=atom.span, got=got, fix=fix, error=SizeError)
+        advice = f"{atom.name}={2 * size - 2}" + (
+            f", or pad=True if the last {padded} are padding" if padded > 0 else ""
+        )
+        call.fail(rule, at=atom.span, got=got, advice=advice, error=SizeError)
     return n
 
 

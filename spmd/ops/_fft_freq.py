@@ -90,15 +90,15 @@ def frequencies(call: Call, atom: Atom, n: int, pad: bool) -> int:
         return least
     if known[0] < count or (known[0] > count and not pad):
         rule = f"{n} samples have {count} frequencies, and {atom.name} is of size {known[0]}."
-        fix = f"{atom.name}={least}" + (", or pad=True for zeros behind them" if known[0] > count else "")
-        call.fail(rule, at=atom.span, got=[f"{atom.name} = {known[0]}: {known[1]}"], fix=fix, error=SizeError)
+        advice = f"{atom.name}={least}" + (", or pad=True for zeros behind them" if known[0] > count else "")
+        call.fail(rule, at=atom.span, got=[f"{atom.name} = {known[0]}: {known[1]}"], advice=advice, error=SizeError)
     return known[0]
 
 
 def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
-    call = open_call(who, layout, names, arrow=False, outputs=None)
+    call = open_call(who, layout, names, arrow=False, outputs=None, example=f'{who}("kx", kx=8)')
     [asked] = call.pattern.inputs
     plain_dims(call, asked)
     if len(asked.dims) != 1 or asked.dims[0].ellipsis or asked.dims[0].composite:
-        call.fail(f"{who} is about one dimension with one name.", fix=f'{who}("kx")', error=LayoutError)
+        call.fail(f"{who} is about one dimension with one name.", advice=f'as in {who}("kx")', error=LayoutError)
     return call

@@ -74,7 +74,7 @@ def value_and_grad(
 def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bool) -> Callable[..., Any]:
     if not callable(fn):
         rule = f"{name} takes a function to a scalar loss, not {type(fn).__name__}."
-        raise LayoutError(compose(rule, call=f"{name}(...)", fix=f"{name}(loss_fn)(w)"))
+        raise LayoutError(compose(rule, call=f"{name}(...)", advice=f"as in {name}(loss_fn)(w)"))
     marked = _loss_axes(loss, name)
     text = _text(name, fn, loss)
 
@@ -145,7 +145,7 @@ def _loss_of(out: Any, has_aux: bool, text: str) -> Any:
         out = out[0]
     elif isinstance(out, (tuple, list, dict)):
         rule = f"the loss is one scalar, and the function returns a {type(out).__name__}."
-        raise LayoutError(compose(rule, call=text, fix="has_aux=True for (loss, aux)"))
+        raise LayoutError(compose(rule, call=text, fix="has_aux=True"))
     return out
 
 
@@ -186,7 +186,7 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
                 f"{n} devices' scalars.",
                 call=text,
                 got=[f"the loss: {jax.typeof(value)}", frame.describe()],
-                fix=(
+                advice=(
                     f'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
                     f'loss="{{U:{",".join(loose)}}}" if the sum is meant'
                 ),

@@ -21,6 +21,8 @@ from spmd.language import Atom, Dim, Layout
 from spmd.ops._create import counted, index_dtype, iota, open_made, positions
 from spmd.ops._landing import placed, plain_dims
 
+_EXAMPLE = 'meshgrid(x, y, "x/a, y/b -> x/a y/b")'
+
 __all__ = ["born", "linspace", "meshgrid"]
 
 
@@ -61,8 +63,8 @@ def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype
             call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
     dtype = _dtype_between(start, stop) if dtype is None else dtype
     if not jnp.issubdtype(dtype, jnp.floating):
-        fix = 'iota("x/a") counts in integers'
-        call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", fix=fix, error=LayoutError)
+        advice = 'iota("x/a") counts in integers'
+        call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", advice=advice, error=LayoutError)
     along = made.dims[counted(call, made)]
     steps = math.prod(call.factor(atom).size for atom in along.atoms) - endpoint
     wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
@@ -125,7 +127,7 @@ def meshgrid(*arrays: Any, sparse: bool = False, **names: Any) -> tuple[Any, ...
        [3. 5.]]
     """
     *given, pattern = arrays or (None,)
-    call = open_call("meshgrid", pattern, names, arrays=tuple(given), inputs=None)
+    call = open_call("meshgrid", pattern, names, arrays=tuple(given), inputs=None, example=_EXAMPLE, also={})
     [grid] = call.pattern.outputs
     _check_sides(call, grid)
     order = [dim.atoms[0].name for dim in grid.dims]
@@ -150,7 +152,7 @@ def _check_sides(call: Call, grid: Layout) -> None:
         single = all(len(dim.atoms) == 1 and not dim.ellipsis for dim in layout.dims)
         if not single or layout.unreduced or layout.reduced or (layout is not grid and len(layout.dims) != 1):
             rule = "each array has one dimension with one name, and the grid has all of them."
-            call.fail(rule, fix='meshgrid(x, y, "x/a, y/b -> x/a y/b")', error=LayoutError)
+            call.fail(rule, advice=f"as in {_EXAMPLE}", error=LayoutError)
         if layout is not grid:
             axes[layout.dims[0].atoms[0].name] = layout.dims[0].axes
     wanted = [dim.atoms[0].name for dim in grid.dims]
@@ -162,7 +164,7 @@ def _check_sides(call: Call, grid: Layout) -> None:
         if dim.axes != axes[name]:
             one, two = placed(name, axes[name]), placed(name, dim.axes)
             rule = f"meshgrid moves nothing: {one} on the left is {two} on the right."
-            call.fail(rule, at=dim.span, fix=f'relayout(x, "{one} -> {two}") in a line of its own')
+            call.fail(rule, at=dim.span, advice=f'relayout(x, "{one} -> {two}") in a line of its own')
 
 
 def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
@@ -173,7 +175,7 @@ def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
         call.fail("from_function makes complete values, without marks.", error=LayoutError)
     if not callable(fn):
         rule = f"fn is a function of positions, not {kind_of(fn)}."
-        call.fail(rule, fix='from_function(lambda i, j: i + j, "x/a y")', error=LayoutError)
+        call.fail(rule, advice='as in from_function(lambda i, j: i + j, "x/a y")', error=LayoutError)
     shape = call.local_shape(made)
     places = [
         lax.expand_dims(positions(call, dim, index_dtype(call, dim)), [k for k in range(len(shape)) if k != i])
@@ -183,7 +185,7 @@ def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
         inspect.signature(fn).bind(*places)
     except TypeError:
         rule = f"fn takes one array of positions for each dimension, {len(places)} here."
-        call.fail(rule, got=[f"fn{inspect.signature(fn)}"], fix='lambda i, j: ... for "x/a y"', error=LayoutError)
+        call.fail(rule, got=[f"fn{inspect.signature(fn)}"], advice='lambda i, j: ... for "x/a y"', error=LayoutError)
     except ValueError:  # of something built in, which does not tell
         pass
     out = as_array(fn(*places), "what fn gives", functools.partial(call.fail, error=LayoutError))

@@ -12,7 +12,7 @@ from jax import lax
 
 from spmd.comm import _lax
 from spmd.comm._call import Call, open_call
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Dim, Layout
 from spmd.ops._edges import EDGES, Edge, read_edges
 
@@ -74,7 +74,9 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
       >>> print(neighbours(jnp.arange(8)))
       [ 8  2  4  6  8 10 12  6]
     """
-    call = open_call("stencil.halo", pattern, names, arrays=(x,))
+    example = 'stencil.halo(x, "b/dp d -> 1+b/dp+1 d")'
+    also = {} if isinstance(edge, str) and edge == "periodic" and corners else None
+    call = open_call("stencil.halo", pattern, names, arrays=(x,), example=example, also=also)
     _check_sides(call)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     edges = read_edges(call, edge, (src,), _widened(src, dst))
@@ -114,10 +116,10 @@ def _check_sides(call: Call) -> None:
     for given, dim in zip(src.dims, dst.dims, strict=True):
         if any(have > want for have, want in zip(given.margin, dim.margin, strict=True)):
             rule = f"halo makes margins wider, and {dim.short} is narrower than {given.short}."
-            call.fail(rule, at=dim.span, fix="slice the array to cut margins off", error=LayoutError)
+            call.fail(rule, at=dim.span, advice="slice the array to cut margins off", error=LayoutError)
     if src.unreduced:
         rule = "the margins of a partial sum would be partial sums of the neighbours: psum first."
-        call.fail(rule, fix=f'psum(x, "{src.short} -> {src.without(*src.unreduced).short}")')
+        call.fail(rule, fix=call.summed_first())
     wide = _widened(src, dst)
     if not wide:
         rule = "no dimension has a wider margin on the right, so there is nothing to add."
@@ -125,7 +127,7 @@ def _check_sides(call: Call) -> None:
     fault = next((d for d in dst.dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
         rule = "a dimension in several parts has no neighbours of its own."
-        call.fail(rule, at=fault.span, fix="rearrange it into one dimension first", error=LayoutError)
+        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first", error=LayoutError)
 
 
 def with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout:
@@ -141,14 +143,14 @@ def without_margins(layout: Layout) -> Layout:
     return with_margins(layout, dict.fromkeys(range(len(layout.dims)), (0, 0)))
 
 
-def _with_margin(call: Call, src: Layout) -> str:
+def _with_margin(call: Call, src: Layout) -> Fix | None:
     """The call with margins wider by one around the first divided dimension, to paste."""
     i = next((i for i, d in enumerate(src.dims) if d.axes), 0)
     if not src.dims or src.dims[i].ellipsis or len(src.dims[i].atoms) != 1:
-        return 'halo(x, "x/a -> 1+x/a+1")'
+        return None
     plain = with_margins(src, {})
     low, high = plain.dims[i].margin
-    return call.paste(f"{plain.short} -> {with_margins(src, {i: (low + 1, high + 1)}).short}")
+    return call.paste(plain, with_margins(src, {i: (low + 1, high + 1)}))
 
 
 def _check_mirrors(one: _Margins, dim: Dim) -> None:

@@ -152,11 +152,20 @@ class _Job:
         for what, fn in (("fn", self.fn), ("reference", self.reference)):
             if not callable(fn) and not (fn is None and what == "reference"):
                 rule = f"{what} is a function, not {kind_of(fn)}."
-                raise LayoutError(compose(rule, call=f"{self.name}(fn, ...)", fix=f'{self.name}(fn, "in -> out")(x)'))
+                raise LayoutError(
+                    compose(rule, call=f"{self.name}(fn, ...)", advice=f'as in {self.name}(fn, "in -> out")(x)')
+                )
 
     def open(self, args: Sequence[Any], frame: Frame) -> Call:
         call = open_call(
-            self.name, self.pattern, self.names, arrays=args, inputs=None if args else 1, outputs=None, frame=frame
+            self.name,
+            self.pattern,
+            self.names,
+            arrays=args,
+            inputs=None if args else 1,
+            outputs=None,
+            frame=frame,
+            example=f'{self.name}(fn, "b/dp d -> b/dp d")(x)',
         )
         shown = getattr(self.fn, "__name__", "fn")
         call.text = f'{self.name}({"fn" if shown == "<lambda>" else shown}, "{self.pattern}")'
@@ -236,11 +245,11 @@ def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> N
     held = {a for x in traced.consts if isinstance(x, jax.Array) for a in _compat.varying_axes(x)}
     if held:
         rule = f"the function closes over a value that varies along {', '.join(call.frame.in_mesh_order(held))}."
-        call.fail(rule, fix="pass that value as an argument, with its layout")
+        call.fail(rule, advice="pass that value as an argument, with its layout")
     named = {a for a in _axes_named(traced) if a in call.frame.axis_names}
     if named:
         rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(named))}."
-        call.fail(rule, fix=call.text.replace("opaque(", "local(", 1), error=CommunicationError)
+        call.fail(rule, advice="spmd.local, which tells the modes what its collectives do", error=CommunicationError)
 
 
 def _axes_named(jaxpr: Any) -> Iterator[str]:
@@ -313,10 +322,10 @@ def _check_blocks(call: Call, layouts: Sequence[Layout]) -> None:
             if any(dim.margin) or scattered:
                 what = "has no margins" if any(dim.margin) else "cannot be cut into scattered blocks"
                 rule = f"in {call.frame.mode} mode a body sees whole arrays, and a whole array {what}."
-                fix = (
+                advice = (
                     "add the margins inside the function" if any(dim.margin) else "two dimensions, and rearrange inside"
                 )
-                call.fail(rule, at=dim.span, fix=fix, error=ModeError)
+                call.fail(rule, at=dim.span, advice=advice, error=ModeError)
 
 
 def _spec(layout: Layout, rank: int) -> P:
@@ -356,7 +365,7 @@ def _whole(job: _Job, frame: Frame, args: Sequence[Any], reference: Callable[...
     if reference is None:
         call.fail(
             "reference mode runs on whole arrays, and nobody said what this call computes on them.",
-            fix=f"{call.text[:-1]}, reference=global_fn), or the kernel's explicit mode",
+            advice=f"{call.text[:-1]}, reference=global_fn), or the kernel's explicit mode",
             error=ModeError,
         )
     arrays = [
@@ -392,7 +401,7 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
         call.fail(
             "reference mode runs per-shard code under jax.vmap(axis_name=...), and JAX has no such collective there.",
             got=[f"JAX: {first}"],
-            fix='the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call',
+            advice='the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call',
             error=ModeError,
         )
     return _finish(call, [_join(call, y, o) for y, o in zip(outs, call.pattern.outputs, strict=True)], "result")
@@ -402,7 +411,7 @@ def _check_undifferentiated(call: Call, fn: Callable[..., Any], shards: Sequence
     """No gradient taken inside: under vmap JAX sums cotangents over axes otherwise than on a mesh, in silence."""
     if any("transpose(" in str(e.source_info.name_stack) for e in equations(jax.make_jaxpr(fn)(*shards))):
         rule = "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients."
-        call.fail(rule, fix="jax.grad around the kernel, or the kernel's explicit mode", error=ModeError)
+        call.fail(rule, advice="jax.grad around the kernel, or the kernel's explicit mode", error=ModeError)
 
 
 def _jax_cannot(error: Exception) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand
-from spmd.errors import LayoutError, did_you_mean
+from spmd.errors import Fix, LayoutError, did_you_mean
 from spmd.language import Atom, Layout
 from spmd.mode import Frame
 
@@ -67,7 +67,7 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
     dots = [name for name in have if name.startswith("...")]
     if dots and not dst.has_ellipsis:
         rule = f"{call.name} keeps the dimensions of '...', since the pattern does not say how they are placed."
-        call.fail(rule, fix="name them, or write ... on the right too", error=LayoutError)
+        call.fail(rule, advice="name them, or write ... on the right too", error=LayoutError)
     names: list[str] = []
     for dim in dst.dims:
         if dim.ellipsis:
@@ -155,15 +155,18 @@ def _check_step(
         _refuse(call, atom, rule, partial, _in_two_lines(call, axes, verb))
 
 
-def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: str) -> NoReturn:
+def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: Fix | None) -> NoReturn:
     call.fail(rule, at=atom.span, got=_got(call, partial), fix=fix)
 
 
-def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> str:
-    """The operation without the change, and the verb that makes it."""
+def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
+    """The operation without the change, and the verb that makes it of the result."""
     dst = call.pattern.outputs[0]
     old = _with_axes(dst, axes)
-    return f'{call.name}(..., "... -> {old}"), then {verb}(y, "{old} -> {dst.short}")'
+    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), old)
+    # equal by JAX's type: the result may be what leaves the kernel
+    also = {} if verb == "split" else {"to": "invarying"}
+    return None if first is None else Fix(verb, (first,), f"{old} -> {dst.short}", also)
 
 
 def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:
@@ -176,7 +179,7 @@ def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: boo
                 f"{{U:{axis}}} on the right, and the result is no partial sum on {axis}.",
                 at=at,
                 got=_got(call, partial),
-                fix=f"leave {axis} out of the mark",
+                advice=f"leave {axis} out of the mark",
             )
 
 

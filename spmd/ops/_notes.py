@@ -54,7 +54,7 @@ def annotate(x: T, layout: str, **names: Any) -> T:
       >>> print(norms(jnp.ones((4, 9))))
       [3. 3. 3. 3.]
     """
-    call = open_call("annotate", layout, names, arrays=(x,), arrow=False)
+    call = open_call("annotate", layout, names, arrays=(x,), arrow=False, example='annotate(x, "b/dp d")', also={})
     [stated] = call.pattern.inputs
 
     def leaf(value: Any) -> Any:
@@ -103,7 +103,7 @@ def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
     call = f"assert_equal(x, {axes!r})"
     frame = current_frame("spmd.assert_equal")
     if not isinstance(why, str) or not why.strip():
-        raise LayoutError(compose("a reader wants to know why the value is equal.", call=call, fix='why="..."'))
+        raise LayoutError(compose("a reader wants to know why the value is equal.", call=call, advice='why="..."'))
     chosen = frame.in_mesh_order(named_axes(axes, frame, call))
     if not frame.explicit:
         return x

@@ -161,7 +161,7 @@ def _key_words(call: Call, key: Any) -> Any:
     if not typed and dtype != np.uint32:
         got = [type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"]
         rule = "the first argument is a random key."
-        call.fail(rule, got=got, fix="jax.random.key(seed)", error=LayoutError)
+        call.fail(rule, got=got, advice="as in jax.random.key(seed)", error=LayoutError)
     kind = str(jax.random.key_impl(key)) if typed else jax.config.jax_default_prng_impl
     if kind != THREEFRY:
         call.fail(
@@ -182,7 +182,7 @@ def _key_words(call: Call, key: Any) -> Any:
         call.fail(
             "one key draws one array.",
             got=[f"keys of shape {key.shape if typed else key.shape[:-1]}"],
-            fix="jax.vmap over the keys; the string does not mention the mapped dimension",
+            advice="jax.vmap over the keys; the string does not mention the mapped dimension",
             error=LayoutError,
         )
     return jax.random.key_data(key) if typed else jnp.asarray(key)
@@ -195,7 +195,7 @@ def _check_equal(call: Call, data: Any, layout: Layout) -> None:
             f"the key must be the same on every device: it varies along {', '.join(different)}, which "
             "divides the array, and the shards would not be those of one array.",
             got=[f"key: {jax.typeof(data)}", call.frame.describe()],
-            fix="pass one key, undivided; the shards differ by themselves",
+            advice="pass one key, undivided; the shards differ by themselves",
             error=ReplicationError,
         )
 
@@ -204,14 +204,14 @@ def _check_layout(call: Call, layout: Layout) -> None:
     for dim in layout.dims:
         if any(dim.margin):
             rule = "random values have no margins: those are copies of the neighbours'."
-            call.fail(rule, at=dim.span, fix="draw without, then add the margins", error=LayoutError)
+            call.fail(rule, at=dim.span, advice="draw without, then add the margins", error=LayoutError)
         if dim.ellipsis or any(a.name == "_" for a in dim.atoms):
             rule = f"the size of {'...' if dim.ellipsis else '_'} is not known here."
-            call.fail(rule, at=dim.span, fix="name every dimension", error=LayoutError)
+            call.fail(rule, at=dim.span, advice="name every dimension", error=LayoutError)
     if layout.unreduced or layout.reduced:
-        plain = Layout.from_dims(layout.dims).short
+        plain = Layout.from_dims(layout.dims)
         rule = "random values are complete, so the layout has no marks."
-        call.fail(rule, fix=call.paste(plain).replace("(x, ", "(key, "), error=LayoutError)
+        call.fail(rule, advice=f'"{plain.short}"', error=LayoutError)
 
 
 def _check_number(call: Call, **numbers: Any) -> None:
@@ -220,7 +220,7 @@ def _check_number(call: Call, **numbers: Any) -> None:
             call.fail(
                 f"{name} is one number for the whole array, not an array.",
                 got=[f"{name}: shape {np.shape(value)}"],
-                fix="draw with the default and scale the result",
+                advice="draw with the default and scale the result",
                 error=LayoutError,
             )
 
@@ -236,7 +236,7 @@ def _draw(
     numbers: dict[str, Any],
     sample: Callable[..., Any],
 ) -> Any:
-    call = open_call(name, layout, names, arrays=(key,), arrow=False)
+    call = open_call(name, layout, names, arrays=(key,), arrow=False, example=f'{name}(key, "b/dp", b=8)')
     [placed] = call.pattern.inputs
     _check_layout(call, placed)
     _check_number(call, **numbers)

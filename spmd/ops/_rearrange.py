@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jax import lax
@@ -50,7 +51,7 @@ def rearrange(x: Any, pattern: str, **names: Any) -> Any:
       >>> heads(jnp.zeros((5, 12))).shape
       (4, 5, 3)
     """
-    call = open_call("rearrange", pattern, names, arrays=(x,))
+    call = open_call("rearrange", pattern, names, arrays=(x,), example='rearrange(x, "b/dp d -> d b/dp")', also={})
     operand, have = _open(call, x)
     dst = call.pattern.outputs[0]
     missing = [f for f in operand.factors if f.name not in _names(dst, have) and not _is_one(f)]
@@ -59,7 +60,7 @@ def rearrange(x: Any, pattern: str, **names: Any) -> Any:
         call.fail(
             f"rearrange keeps every dimension, and {gone.name} is on the left only.",
             at=gone.span,
-            fix=call.paste(f"{operand.layout.short} -> {dst.short}", "reduce"),
+            advice=f"{call.paste(operand.layout, dst, name='reduce')}, where its sum is meant",
             error=LayoutError,
         )
     _check_new(call, dst, have, known=False)
@@ -103,7 +104,7 @@ def repeat(x: Any, pattern: str, **names: Any) -> Any:
        [0 1 2]
        [0 1 2]]
     """
-    call = open_call("repeat", pattern, names, arrays=(x,))
+    call = open_call("repeat", pattern, names, arrays=(x,), example='repeat(x, "b/dp d -> b/dp d e", e=2)', also={})
     operand, have = _open(call, x)
     dst = call.pattern.outputs[0]
     kept = _names(dst, have)
@@ -148,7 +149,8 @@ def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
     if (src.unreduced, src.reduced) != (dst.unreduced, dst.reduced):
         verb = "psum" if set(src.unreduced) - set(dst.unreduced) else "defer" if dst.reduced else "relayout"
         rule = f"{call.name} keeps the marks, which are those of the left side; that is a {verb}."
-        call.fail(rule, fix=call.paste(f"{src.short} -> {_marked(src, dst).short}", verb))
+        marked = _marked(src, dst)
+        call.fail(rule, fix=call.around(call.first(verb, src, marked), marked, dst))
     if call.frame.explicit and _closes(dst):  # copies may be blocks of a divided dimension, which only shows here
         x = mark(x, src, call.text, role="operand", frame=call.frame)
     operand = call.operand(x)
@@ -182,7 +184,7 @@ def _check_new(call: Call, dst: Layout, have: Mapping[str, Factor], *, known: bo
             call.fail(
                 f"{atom.name} is on the right only, and rearrange makes no new dimensions{hint or '.'}",
                 at=atom.span,
-                fix=f"{verb}",
+                advice=f"{verb}",
                 error=LayoutError,
             )
 
@@ -202,12 +204,15 @@ def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Fa
     verb = _verb(list(changes.values()))
     one, two = changes[first.name]
     moved = _relaid(operand.layout, {name: axes for name, (_, axes) in changes.items()})
+    before = call.first(verb, operand.layout, moved)
+    if verb in ("all_gather", "relayout"):  # the result may be what leaves the kernel
+        before = replace(before, keywords={**before.keywords, "to": "invarying"})
     call.fail(
         f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
         f"the right. That is {verb}.",
         at=first.span,
         got=[call.frame.describe()],
-        fix=f'{verb}(x, "{operand.layout.short} -> {moved}") first',
+        fix=call.around(before, moved, dst),
     )
 
 

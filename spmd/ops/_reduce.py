@@ -64,7 +64,8 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
       >>> print(mean, largest)
       [3. 4.] 7.0
     """
-    call = open_call("reduce", pattern, names, arrays=(x,))
+    also = {} if op == "sum" else {"op": op} if isinstance(op, str) else None
+    call = open_call("reduce", pattern, names, arrays=(x,), example='reduce(x, "b/dp d -> d", "mean")', also=also)
     if not isinstance(op, str) or op not in RUN:
         hint = did_you_mean(op, RUN) if isinstance(op, str) else ""
         shown = repr(op) if isinstance(op, str) else kind_of(op)
@@ -77,7 +78,7 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
     right = right_names(call, dst, have)
     if op not in LINEAR and src.unreduced:
         rule = f"{op} of a partial sum is not {op} of its parts: psum first."
-        call.fail(rule, fix=f'psum(x, "{src.short} -> {src.without(*src.unreduced).short}")')
+        call.fail(rule, fix=call.summed_first())
     landing = land(call, have, _partial(have, right, src.unreduced), right, linear=op in LINEAR)
     _check_kind(call, operand.x, op)
     gone = tuple(i for i, name in enumerate(operand.names) if name not in right)

@@ -51,7 +51,7 @@ def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) ->
     dims = bracketed(call, operand, name="roll")
     if fault := next((d for d in operand.layout.dims if d.bracket and len(d.atoms) > 1), None):
         rule = f"roll works along a dimension with one name, and this one has {len(fault.atoms)}."
-        call.fail(rule, at=fault.span, fix="rearrange it into dimensions of their own first", error=LayoutError)
+        call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first", error=LayoutError)
     out = operand.x
     with call.scope():
         for dim, by in zip(dims, _shifts(call, shift, len(dims)), strict=True):
@@ -87,7 +87,7 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
         call.fail(f"shift is a number of elements, a Python int, not {kind_of(fault[0])}.", error=LayoutError)
     if len(shifts) != count:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
-        call.fail(rule, fix="one int, for all of them", error=LayoutError)
+        call.fail(rule, advice="one int, for all of them", error=LayoutError)
     return shifts
 
 

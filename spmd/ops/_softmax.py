@@ -170,7 +170,7 @@ def _kept(call: Call, operand: Operand, dim: int) -> tuple[Layout, tuple[int, ..
         if factor.axes != (atom.axes or ()):
             one, two = placed(factor.name, factor.axes), placed(factor.name, atom.axes or ())
             rule = f"argmax keeps the placement of the other dimensions: {one} on the left is {two} on the right."
-            call.fail(rule, at=atom.span, fix="all_gather, split or relayout the result in a line of its own")
+            call.fail(rule, at=atom.span, advice="all_gather, split or relayout the result in a line of its own")
     return dst, tuple(rest.index(name) for name in names)
 
 
@@ -225,18 +225,26 @@ def _before(call: Call, sums: Any, dim: int, axes: Axes, reverse: bool) -> Any:
 # --- brackets -----------------------------------------------------------------------------------------------
 
 
+_EXAMPLES = {
+    "argmax": 'argmax(x, "b/dp [d] -> b/dp")',
+    "top_k": 'top_k(x, "b/dp [d]", 2)',
+    "roll": 'roll(x, "b/dp [d]", 1)',
+    "stencil.convolve": 'stencil.convolve(x, weights, "b/dp [d]")',
+}
+
+
 def open_bracketed(
     who: str, x: Any, pattern: Any, names: Mapping[str, Any], *, arrow: bool = False, linear: bool = False
 ) -> tuple[Call, Operand]:
     """The call and its operand; only what is linear may be of a partial sum."""
     if isinstance(pattern, Pattern):
         arrow = pattern.arrow
-    call = open_call(who, pattern, names, arrays=(x,), arrow=arrow)
+    call = open_call(who, pattern, names, arrays=(x,), arrow=arrow, example=_EXAMPLES.get(who, f'{who}(x, "b/dp [d]")'))
     [src] = call.pattern.inputs
     plain_dims(call, src, unnamed=True, literals=True)
     if src.unreduced and not linear:
         rule = f"{who} of a partial sum is not {who} of its parts: psum first."
-        call.fail(rule, fix=f'psum(x, "{src.short} -> {src.without(*src.unreduced).short}")')
+        call.fail(rule, fix=call.summed_first())
     return call, call.operand(x)
 
 
@@ -250,7 +258,7 @@ def bracketed(call: Call, operand: Operand, *, most: int | None = None, name: st
         call.fail(
             f"{name} works along the {several} in brackets.",
             got=[got],
-            fix=f"[{last}]" if not dims else "one pair of brackets around one dimension",
+            advice=f"as in [{last}]" if not dims else "one pair of brackets around one dimension",
             error=LayoutError,
         )
     return dims

@@ -75,10 +75,11 @@ def stencil(
     """
     if not callable(fn):
         rule = f"fn is a function, not {kind_of(fn)}."
-        raise LayoutError(compose(rule, call="stencil(fn, ...)", fix='stencil(fn, "1+x/a+1 -> x/a")(u)'))
+        raise LayoutError(compose(rule, call="stencil(fn, ...)", advice='as in stencil(fn, "1+x/a+1 -> x/a")(u)'))
 
     def run(*arrays: Any) -> Any:
-        call = open_call("stencil.stencil", pattern, names, arrays=arrays, inputs=None)
+        example = 'stencil.stencil(fn, "1+x/a+1 -> x/a")(u)'
+        call = open_call("stencil.stencil", pattern, names, arrays=arrays, inputs=None, example=example)
         wide = [d for layout in call.pattern.inputs for d in layout.dims if any(d.margin)]
         job = _Job(call, fn, read_edges(call, edge, call.pattern.inputs, wide), corners)
         return job.in_parts(arrays) if overlap else job.at_once(arrays)

@@ -49,7 +49,16 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
        [ 0.  1.]
        [ 6.  7.]]
     """
-    call = open_call("take", pattern, names, arrays=(table, ids), inputs=2)
+    call = open_call(
+        "take",
+        pattern,
+        names,
+        arrays=(table, ids),
+        inputs=2,
+        example='take(table, ids, "[v/tp] d, b -> b d")',
+        also={},
+        shown=("table", "ids"),
+    )
     for layout in (*call.pattern.inputs, *call.pattern.outputs):
         plain_dims(call, layout)
     rows = call.operand(table, 0, name="the table")
@@ -93,8 +102,8 @@ def _indexed(call: Call, rows: Operand) -> int:
     if len(dims) != 1:
         rule = "take looks up along the one dimension of the table that is in brackets."
         got = f"{len(dims)} dimensions in brackets"
-        fix = "[v/tp] d, b s -> b s d" if not dims else "a pair of brackets around one name"
-        call.fail(rule, got=[got], fix=fix, error=LayoutError)
+        advice = 'as in "[v/tp] d, b s -> b s d"' if not dims else "a pair of brackets around one name"
+        call.fail(rule, got=[got], advice=advice, error=LayoutError)
     return dims[0]
 
 
@@ -107,7 +116,7 @@ def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str,
     table, ids = factors_by_name(rows), factors_by_name(numbers)
     if both := [name for name in ids if name in table]:
         rule = f"{both[0]} is in the table and in ids: take has no batch dimensions."
-        call.fail(rule, at=ids[both[0]].span, fix="jax.vmap over it", error=LayoutError)
+        call.fail(rule, at=ids[both[0]].span, advice="jax.vmap over it", error=LayoutError)
     owners = {axis: factor for factor in rows.factors for axis in factor.axes}
     for factor in numbers.factors:
         for axis in factor.axes:
@@ -118,7 +127,7 @@ def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str,
                     "its own part of the table only.",
                     at=factor.span,
                     got=[f"the table: {other}", f"ids: {placed(factor.name, factor.axes)}"],
-                    fix=f'all_gather(ids, "{numbers.layout.short} -> {numbers.layout.without(axis).short}") first, '
+                    advice=f'all_gather(ids, "{numbers.layout.short} -> {numbers.layout.without(axis).short}") first, '
                     f"or gather the table",
                 )
     rest = {name: factor for i, (name, factor) in enumerate(zip(rows.names, rows.factors, strict=True)) if i != dim}

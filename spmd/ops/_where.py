@@ -56,16 +56,19 @@ def size(*args: Any, **names: Any) -> int:
     """
     if len(args) not in (1, 2):
         raise LayoutError(
-            compose(f"size takes a dimension, or an array and its layout, not {len(args)} arguments.", fix='size("b")')
+            compose(
+                f"size takes a dimension, or an array and its layout, not {len(args)} arguments.",
+                advice='as in size("b"), or size(x, "b/dp [d]")',
+            )
         )
     if len(args) == 2:
         x, layout = args
-        call = open_call("size", layout, names, arrays=(x,), arrow=False)
+        call = open_call("size", layout, names, arrays=(x,), arrow=False, example='size(x, "[b/dp] d")', also={})
         factors = [factor for factor in call.operand(x, margins=True).factors if factor.bracket]
         if sum(dim.bracket for dim in call.pattern.inputs[0].dims) != 1:
             call.fail(
                 "size asks for one dimension of the array: put it in brackets.",
-                fix='size(x, "... [d]")',
+                advice='as in size(x, "... [d]")',
                 error=LayoutError,
             )
         return math.prod(factor.size for factor in factors)
@@ -209,12 +212,12 @@ def axis_index(axes: Axes) -> Any:
     order = named_axes(axes, frame, call)
     if not frame.explicit:
         rule = f"in {frame.mode} mode the body sees whole arrays, so it runs at no place along {', '.join(order)}."
-        fix = (
+        advice = (
             'iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
             'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'
             'else local(fn, "in -> out") around the per-shard code'
         )
-        raise ModeError(compose(rule, call=call, fix=fix))
+        raise ModeError(compose(rule, call=call, advice=advice))
     return jnp.asarray(_lax.axis_index(order, dict(frame.sizes)), jnp.int32)
 
 
@@ -236,11 +239,11 @@ def named_axes(axes: Any, frame: Frame, call: str) -> tuple[str, ...]:
 
 def _open(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call, Dim]:
     """The call, and its one dimension."""
-    call = open_call(who, layout, names, inputs=1, arrow=False)
+    call = open_call(who, layout, names, inputs=1, arrow=False, example=f'{who}("b/dp")')
     [asked] = call.pattern.inputs
     if len(asked.dims) != 1 or asked.unreduced or asked.reduced:
-        fix = f'{who}("{next(iter(asked.names), "b")}")'
-        call.fail(f"{who} asks for one dimension.", fix=fix, error=LayoutError)
+        advice = f'as in {who}("{next(iter(asked.names), "b")}")'
+        call.fail(f"{who} asks for one dimension.", advice=advice, error=LayoutError)
     [dim] = asked.dims
     if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
         call.fail("a dimension without a name has no size of its own.", at=dim.span, error=LayoutError)

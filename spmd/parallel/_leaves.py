@@ -21,7 +21,7 @@ def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
     """One mesh axis, several, or None, as a tuple."""
     if axes is not None and not isinstance(axes, (str, tuple, list)):
         rule = f"{what} is a mesh axis, a tuple of them, or None, not {type(axes).__name__}."
-        raise MeshError(compose(rule, call=call, fix=f'{what}="dp"'))
+        raise MeshError(compose(rule, call=call, advice=f'as in {what}="dp"'))
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 

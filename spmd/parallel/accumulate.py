@@ -81,7 +81,7 @@ def accumulate(
     axes = axes_tuple(data, "data", call)
     if not axes:
         rule = "data names the mesh axes that divide the batch, and here is none."
-        raise LayoutError(compose(rule, call=call, fix='data="dp", or plain spmd.value_and_grad'))
+        raise LayoutError(compose(rule, call=call, advice='data="dp", or plain spmd.value_and_grad'))
     _check_batches(micro_batches, call)
     leaves, structure = jax.tree.flatten(params)
     found = moves(params, at_rest, compute, axes, call)
@@ -131,8 +131,8 @@ def _check_partial(value: Any, axes: Axes, call: str) -> None:
     if complete:
         over = ", ".join(complete)
         rule = f"loss_fn returns this device's part of a sum, and on {over} it is complete: each device would add it."
-        fix = f'reduce(x, "<layout> -> {{U:{",".join(axes)}}}") as the last step of loss_fn'
-        raise ReplicationError(compose(rule, call=call, got=[f"the loss: {kind}"], fix=fix))
+        advice = f'reduce(x, "<layout> -> {{U:{",".join(axes)}}}") as the last step of loss_fn'
+        raise ReplicationError(compose(rule, call=call, got=[f"the loss: {kind}"], advice=advice))
 
 
 @spmd.scope(mapping=None)

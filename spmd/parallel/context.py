@@ -98,7 +98,7 @@ def ring_attention(
     check_positive(call, window=window, softcap=softcap, chunk=chunk)
     if isinstance(segments, tuple):
         rule = "queries and keys are the same tokens here, and have the same segments."
-        raise LayoutError(compose(rule, call="ring_attention(q, k, v, segments=...)", fix="segments of one array"))
+        raise LayoutError(compose(rule, call="ring_attention(q, k, v, segments=...)", advice="segments of one array"))
     groups = size(k, "... t/cp [g/tp] k", cp=cp, tp=tp)
     q = rearrange(q, "... (c l)/cp (g r)/tp k -> c/cp ... g/tp r l k", c=blocks, g=groups, cp=cp, tp=tp)
     k = rearrange(k, "... (c m)/cp g/tp k -> c/cp ... g/tp m k", c=blocks, cp=cp, tp=tp)
@@ -206,7 +206,7 @@ def ulysses_attention(
     here = heads // (axis_size(tp) if tp else 1)
     if here % blocks:
         rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, and these are {here}."
-        raise SizeError(compose(rule, call=call, fix="fewer devices for cp, the others in ring=..."))
+        raise SizeError(compose(rule, call=call, advice="fewer devices for cp, the others in ring=..."))
     groups = size(k, "... s/ring/cp [g/tp] k", ring=ring, cp=cp, tp=tp) // (axis_size(tp) if tp else 1)
     copies = math.lcm(groups, blocks) // groups
     names = {"ring": ring, "cp": cp, "tp": tp}

@@ -266,7 +266,7 @@ def moe(
     """
     if capacity_factor is not None and not capacity_factor > 0:
         rule = f"experts have places: capacity_factor is above zero (None: as many as tokens), not {capacity_factor}."
-        raise SizeError(compose(rule, call="moe(x, routing, gate, up, down)", fix="capacity_factor=1.25"))
+        raise SizeError(compose(rule, call="moe(x, routing, gate, up, down)", advice="as in capacity_factor=1.25"))
     at = _places(dp, sp, ep, tp, shared is not None)
     n, m = _groups(x, groups, dp, sp)
     # Blocks first: what is inside a group is whole, so its size is the same in every mode.
@@ -443,15 +443,15 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
     if experts and not by_b and not by_s:
         rule = "the axes of ep divide the experts, and tokens too: they are the last of dp, or the last of sp."
         last = (*(axis for axis in batch if axis not in experts), *experts)
-        raise MeshError(compose(rule, call=call, fix=f"dp={last!r}, and x divided so"))
+        raise MeshError(compose(rule, call=call, advice=f"dp={last!r}, and x divided so"))
     rest = sequence[: len(sequence) - len(experts)] if by_s else sequence
     tp_s = ends(rest, hidden)
     if set(hidden) & {*batch, *experts} or (set(hidden) & set(sequence) and not tp_s):
         rule = "the axes of tp divide hidden units, and no tokens, or the sequence as the last of sp (before ep)."
-        raise MeshError(compose(rule, call=call, fix="other axes for tp, or sp ending in them"))
+        raise MeshError(compose(rule, call=call, advice="other axes for tp, or sp ending in them"))
     if shared and tp_s and by_s:
         rule = "the shared expert would gather the sequence over tp across the axes of ep."
-        raise MeshError(compose(rule, call=call, fix="add a gated MLP of x beside moe, and leave out shared="))
+        raise MeshError(compose(rule, call=call, advice="add a gated MLP of x beside moe, and leave out shared="))
     return {
         "dp": batch[: len(batch) - len(experts)] if by_b else batch,
         "sp": rest[: len(rest) - len(hidden)] if tp_s else rest,

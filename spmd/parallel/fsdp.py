@@ -192,7 +192,7 @@ def _check_stack(params: Any, stacked: tuple[Move, ...], call: str) -> None:
     ]
     if divided:
         rule = "the first dimension of each parameter counts the layers, and is whole."
-        raise LayoutError(compose(rule, call=call, got=divided, fix='"l d/dp f", with l undivided'))
+        raise LayoutError(compose(rule, call=call, got=divided, advice='"l d/dp f", with l undivided'))
     sizes = [f"{path}: {leaf.shape[0]} layers" for path, leaf in named]
     if len({leaf.shape[0] for _, leaf in named}) != 1:
         rule = "all parameters are stacks of equally many layers."

@@ -80,7 +80,7 @@ class FSDPLayouts:
         """
         if stage not in (1, 2, 3):
             rule = f"the stages of ZeRO are 1, 2 and 3, not {stage!r}."
-            raise LayoutError(compose(rule, call="FSDPLayouts.zero(stage)", fix=".zero(3)"))
+            raise LayoutError(compose(rule, call="FSDPLayouts.zero(stage)", advice="as in .zero(3)"))
         return ZeroLayouts(
             self.at_rest if stage > 2 else self.compute, self.at_rest if stage > 1 else self.compute, self.at_rest
         )
@@ -192,7 +192,7 @@ def fsdp_layouts(
     if rows and all(row.why for row in rows):
         rule = f"of these parameters none is divided over {'/'.join(axes)}."
         got = [f"{row.path}: {row.why}" for row in rows]
-        raise LayoutError(compose(rule, call=call, got=got, fix="a smaller min_size, or no FSDP"))
+        raise LayoutError(compose(rule, call=call, got=got, advice="a smaller min_size, or no FSDP"))
     build = lambda found: jax.tree.unflatten(structure, found)
     return FSDPLayouts(build(at_rest), build(compute), axes, tuple(rows))
 
@@ -289,7 +289,9 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
     if missing:
         rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(next(iter(missing)), rules) or '.'}"
         got = [f"mapping: {', '.join(rules)}"]
-        raise LayoutError(compose(rule, call=call, got=got, fix=f'"{next(iter(missing))}": None for a whole dimension'))
+        raise LayoutError(
+            compose(rule, call=call, got=got, advice=f'"{next(iter(missing))}": None for a whole dimension')
+        )
     return jax.tree.unflatten(jax.tree.structure(tree), [layout and layout.resolve(rules) for layout in found])
 
 

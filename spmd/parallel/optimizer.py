@@ -61,8 +61,8 @@ def global_norm(tree: Any, layouts: Any) -> jax.Array:
             continue
         if layout.unreduced or layout.reduced:
             rule = "the norm is that of complete values, and a mark says that this one is not."
-            fix = f'psum(x, "{layout.short} -> {Layout.from_dims(layout.dims).short}") first'
-            raise LayoutError(compose(rule, call=call, got=[f'{path}: "{layout.short}"'], fix=fix))
+            advice = f'psum(x, "{layout.short} -> {Layout.from_dims(layout.dims).short}") of the leaf, and its layout'
+            raise LayoutError(compose(rule, call=call, got=[f'{path}: "{layout.short}"'], advice=advice))
         axes = tuple(sorted(layout.axes))
         sums.setdefault(axes, []).append(_squares(leaf, layout))
     total = jnp.zeros((), jnp.float32)

@@ -12,7 +12,7 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
-from spmd.errors import compose
+from spmd.errors import Fix, compose
 from spmd.parallel._leaves import is_array, paths
 from spmd.parallel.schedule import PipelineSchedule
 
@@ -272,7 +272,7 @@ def _check_options(save: Any, result: Any, repeats: Any) -> None:
             raise LayoutError(compose(rule, call=_CALL, fix=f'{name}="{known[0]}"'))
     if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
         rule = f"repeats is a Python int, at least 1, or None, not {repeats!r}."
-        raise SizeError(compose(rule, call=_CALL, fix="repeats=2"))
+        raise SizeError(compose(rule, call=_CALL, advice="as in repeats=2"))
 
 
 def _micro_batches(x: Tree) -> int:
@@ -282,7 +282,9 @@ def _micro_batches(x: Tree) -> int:
         rule = "the first dimension of each array of x counts the micro-batches."
         got = [f"{path}: shape {leaf.shape}" if is_array(leaf) else f"{path}: no array" for path, leaf in named]
         raise SizeError(
-            compose(rule, call=_CALL, got=got or ["no arrays"], fix='rearrange(x, "(m b) ... -> m b ...", m=8)')
+            compose(
+                rule, call=_CALL, got=got or ["no arrays"], advice='as in rearrange(x, "(m b) ... -> m b ...", m=8)'
+            )
         )
     return counts.pop()
 
@@ -300,8 +302,8 @@ def _check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None) -> N
     if wrong:
         rounds = "" if repeats is None else f" and {repeats} rounds"
         rule = f'parameters lie as "{layout}", one stage on each of the {stages} devices of pp{rounds}.'
-        fix = "several layers of a stage are a dimension of their own, and a scan in the stage: "
-        raise SizeError(compose(rule, call=_CALL, got=wrong, fix=f'{fix}"{layout.replace("...", "l ...")}"'))
+        advice = "several layers of a stage are a dimension of their own, and a scan in the stage: "
+        raise SizeError(compose(rule, call=_CALL, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"'))
 
 
 def _check_result(given: Tree, out: Tree) -> None:
@@ -312,6 +314,6 @@ def _check_result(given: Tree, out: Tree) -> None:
         return
     more = {axis for one in after for axis in one.varying} - {axis for one in before for axis in one.varying}
     rule = "a stage returns what it gets: the same tree, shapes, dtypes, and axes along which JAX types it varying."
-    fix = f'spmd.defer(x, "... -> ... {{R:{",".join(sorted(more))}}}") before the pipeline' if more else None
+    fix = Fix("defer", pattern=f"... -> ... {{R:{','.join(sorted(more))}}}") if more else None
     got = [f"{name}: {', '.join(map(str, kind))}" for name, kind in (("it gets", before), ("it returns", after))]
     raise LayoutError(compose(rule, call=_CALL, got=got, fix=fix))

@@ -212,7 +212,7 @@ def check_placement(placement: str, call: str, length: int, blocks: int) -> None
                 f"{placement} divides a sequence over {blocks} blocks into {chunks} chunks, and {length} does not "
                 f"divide by {chunks}.",
                 call=call,
-                fix=f"pad the sequence by {pad} to {length + pad}",
+                advice=f"pad the sequence by {pad} to {length + pad}",
             )
         )
 
@@ -230,7 +230,7 @@ def _opened(x: Any, who: str, placement: str, cp: Axes, axis: int) -> tuple[int,
             f"every one of the {blocks} blocks sends each other an equal share of its tokens, and {length} does not "
             f"divide by {blocks} x {blocks}."
         )
-        raise SizeError(compose(rule, call=call, fix=f"pad the sequence by {pad} to {length + pad}"))
+        raise SizeError(compose(rule, call=call, advice=f"pad the sequence by {pad} to {length + pad}"))
     return blocks, x
 
 

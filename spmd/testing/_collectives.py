@@ -61,7 +61,7 @@ def assert_collectives(
     """
     if bytes is not None and (isinstance(bytes, bool) or not isinstance(bytes, SupportsIndex) or index(bytes) < 0):
         rule = f"bytes is what one device may send, a number from 0 on, not {bytes!r}."
-        raise SpmdError(compose(rule, call="assert_collectives(...)", fix="bytes=768"))
+        raise SpmdError(compose(rule, call="assert_collectives(...)", advice="as in bytes=768"))
     found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
     wanted = _wanted(expected, found)
     got = _counted(found, view)
@@ -101,15 +101,16 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
         raise SpmdError(compose(rule, call=f"{call}(...)"))
     if not isinstance(args, tuple | list):
         rule = f"the arguments of the function come as one tuple, not as {type(args).__name__}."
-        raise SpmdError(compose(rule, call=f"{call}(fn, args, ...)", fix=f"{call}(fn, (x, w), ...)"))
+        raise SpmdError(compose(rule, call=f"{call}(fn, args, ...)", advice=f"as in {call}(fn, (x, w), ...)"))
     found = explain(fn, *args, mesh=mesh, compiled=None if view == "compiled" else False, **dict(kwargs or {}))
     if view == "compiled" and found.compiled is None:
         rule = "a program is compiled for devices, and this mesh has none."
-        fix = 'view="written"' if call == "assert_collectives" else "a mesh with devices"
-        raise MeshError(compose(rule, call=f"{call}(...)", fix=fix))
+        written = call == "assert_collectives"
+        fix, advice = ('view="written"', None) if written else (None, "a mesh with devices")
+        raise MeshError(compose(rule, call=f"{call}(...)", fix=fix, advice=advice))
     if view == "written" and found.written is None:
         rule = "what the strings say is read off the trace, which a lowered or compiled program does not have any more."
-        raise SpmdError(compose(rule, call=f"{call}(...)", fix="the function itself with its arguments"))
+        raise SpmdError(compose(rule, call=f"{call}(...)", advice="the function itself with its arguments"))
     return found
 
 
@@ -139,14 +140,14 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
 def _times(times: Any) -> int:
     if isinstance(times, bool) or not isinstance(times, SupportsIndex) or index(times) < 0:
         rule = f"how often a collective runs is a number from 0 on, not {times!r}."
-        raise SpmdError(compose(rule, call="assert_collectives(...)", fix='{"all_gather": {"tp": 2}}'))
+        raise SpmdError(compose(rule, call="assert_collectives(...)", advice='as in {"all_gather": {"tp": 2}}'))
     return index(times)
 
 
 def _malformed(expected: Any) -> NoReturn:
     rule = "what is expected is a dict of kinds, in it a number or a dict of axes as a layout writes them."
-    fix = '{"all_gather": {"tp": 2}, "psum": {"dp/tp": 1}}'
-    raise SpmdError(compose(rule, call="assert_collectives(...)", got=[repr(expected)], fix=fix))
+    advice = 'as in {"all_gather": {"tp": 2}, "psum": {"dp/tp": 1}}'
+    raise SpmdError(compose(rule, call="assert_collectives(...)", got=[repr(expected)], advice=advice))
 
 
 def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:

@@ -57,7 +57,9 @@ def assert_modes_agree(
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = [f"args{jax.tree_util.keystr(path)}: {leaf.dtype}{list(leaf.shape)} without values"]
             rule = "the modes are compared by running them, so arguments have values."
-            raise LayoutError(compose(rule, call="assert_modes_agree(...)", got=got, fix="jnp.ones(shape, dtype)"))
+            raise LayoutError(
+                compose(rule, call="assert_modes_agree(...)", got=got, advice="as in jnp.ones(shape, dtype)")
+            )
     found = {}
     for name in names:
         with mode(name):

@@ -67,7 +67,7 @@ def assert_sharded(
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
         rule = f"tolerance is the part that one device may hold too much, a number from 0 on, not {tolerance!r}."
-        raise SpmdError(compose(rule, call=_CALL, fix="tolerance=0.02, or layouts=..."))
+        raise SpmdError(compose(rule, call=_CALL, advice="tolerance=0.02, or layouts=..."))
     axes = (axes,) if isinstance(axes, str) else axes
     leaves = _leaves(tree)
     mesh = _mesh(leaves)
@@ -109,7 +109,9 @@ def _leaves(tree: Any) -> list[_Leaf]:
                 continue
             got = f"{shown}: {type(sharding).__name__ if sharding is not None else type(leaf).__name__}"
             rule = "every leaf is an array, or a jax.ShapeDtypeStruct, that lies on a mesh."
-            raise SpmdError(compose(rule, call=_CALL, got=[got], fix='spmd.shard(tree, "d/fsdp f/tp", mesh=mesh)'))
+            raise SpmdError(
+                compose(rule, call=_CALL, got=[got], advice='as in spmd.shard(tree, "d/fsdp f/tp", mesh=mesh)')
+            )
         size = leaf.dtype.itemsize
         local = math.prod(sharding.shard_shape(leaf.shape)) * size
         found.append(_Leaf(shown, sharding, tuple(leaf.shape), math.prod(leaf.shape) * size, local))

@@ -16,7 +16,7 @@ from spmd.check import check_jaxpr
 from spmd.comm._lax import _split_p
 from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError
-from spmd.language import Layout
+from spmd.language import Layout, Pattern
 
 # Here stand the operations' markers, so this file is no user's code either.
 source_info_util.register_exclusion(__file__)
@@ -29,10 +29,27 @@ def mesh(dp: int = 2, tp: int = 4, kind: AxisType = AxisType.Auto) -> jax.shardi
     return jax.make_mesh((dp, tp), AXES, axis_types=(kind,) * 2, devices=jax.devices()[: dp * tp])
 
 
-def mark(x: jax.Array, layout: str, role: str = "annotate", call: str | None = None) -> jax.Array:
+def mark(x: jax.Array, layout: str, role: str = "annotate", call: str | None = None, **said: Any) -> jax.Array:
     """What an operation leaves on a value."""
     text = call or f'{role}(x, "{layout}")'
-    return layout_p.bind(x, layout=Layout(layout), call=text, role=role)
+    return layout_p.bind(x, layout=_in(text, Layout(layout), role), call=text, role=role, **said)
+
+
+def _in(call: str, layout: Layout, role: str) -> Layout:
+    """The layout as the call's own string has it, with its place there: operations take theirs from the pattern."""
+    [source] = re.findall('"([^"]*)"', call)[:1] or [call]
+    pattern = Pattern(source, arrow="->" in source) if source else None
+    sides = () if pattern is None else pattern.inputs if role == "operand" else pattern.layouts
+    return next((one for one in sides if one.without_brackets() == layout), layout)
+
+
+def layouts_of(specs: Any) -> list[Layout]:
+    """The arguments' layouts, as a kernel knows them."""
+    entries = [[*spec, None, None][:2] for spec in specs]
+    joined = [["/".join((entry,) if isinstance(entry, str) else entry or ()) for entry in pair] for pair in entries]
+    return [
+        Layout(" ".join(f"{n}/{axes}" if axes else n for n, axes in zip("ab", pair, strict=True))) for pair in joined
+    ]
 
 
 def assert_equal(x: jax.Array, *axes: str) -> jax.Array:
@@ -63,7 +80,8 @@ def check(body: Callable[..., Any], *specs: Any, **kwargs: Any) -> None:
         return jax.tree.map(lambda x: varying(jnp.atleast_1d(x)), body(*args))
 
     check_jaxpr(
-        trace(body if "out" in kwargs else returned, *specs, **kwargs),
+        arg_layouts=layouts_of(specs or (P("dp", "tp"), P())),
+        closed_jaxpr=trace(body if "out" in kwargs else returned, *specs, **kwargs),
         mesh_axes=AXES,
         kernel="kernel",
         arg_names=("x", "w"),

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.check import _collectives, _dataflow, _rules, check_jaxpr, explain_output
 from spmd.check._dataflow import Walk, walk_closed
 from spmd.check._state import EVERYWHERE, State
-from spmd.errors import ReplicationError
+from spmd.errors import Fix, ReplicationError
 from tests.check import wrong_programs
 from tests.check.harness import AXES, check, mark, mesh, trace, varying
 from tests.check.test_correct_programs import PROGRAMS, gathered_softmax, polluted_carry, shifted_equal
@@ -223,12 +223,14 @@ def test_explain_output_names_the_gathers() -> None:
 
 
 def test_explain_output_gives_the_line_to_paste() -> None:
+    again = Fix("all_gather", ("x",), "a/dp b/tp -> a/dp b", {"to": "invarying"})
+
     def body(x, w):
-        x = mark(x, "a/dp b/tp", "operand", 'all_gather(x, "a/dp b/tp -> a/dp b")'); y = lax.all_gather(x, "tp", axis=1, tiled=True)  # noqa: E702  # fmt: skip
+        x = mark(x, "a/dp b/tp", "operand", 'all_gather(x, "a/dp b/tp -> a/dp b")', again=again); y = lax.all_gather(x, "tp", axis=1, tiled=True)  # noqa: E702  # fmt: skip
         return y * 2.0, x, polluted_carry(x, w)[None], shifted_equal(x, w)[:1]
 
     facts = explain_output(trace(body, out=P(AXES)), mesh_axes=AXES)
-    assert facts[0].calls == {"tp": ('all_gather(x, "a/dp b/tp -> a/dp b", to="invarying")',)}
+    assert facts[0].calls == {"tp": (again,)}
     assert facts[1].different == AXES and facts[1].copies == {}
     assert "divided by P('dp', 'tp')" in facts[1].reasons["tp"][0]
     assert facts[2].different == () and facts[3].different == ()

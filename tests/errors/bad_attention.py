@@ -1,16 +1,17 @@
 """Bad calls of attention, of rings, of placements and of caches."""
 
 import jax.numpy as jnp
+import numpy as np
 
 import spmd
 from spmd import nn, parallel
-from tests.errors.registry import bad
+from tests.errors.registry import bad, fixed
 
 HEADS = "b s h k, b s g k -> b s h k"
 
 
 def run(mesh, body, signature=HEADS, q=(2, 8, 4, 2), k=(2, 8, 2, 2)):
-    spmd.kernel(signature, mesh=mesh)(body)(jnp.ones(q), jnp.ones(k))
+    return spmd.kernel(signature, mesh=mesh)(body)(jnp.ones(q), jnp.ones(k))
 
 
 @bad
@@ -26,6 +27,12 @@ def causal_and_not_as_many_queries(mesh):
 @bad
 def a_soft_cap_in_a_kernel_without(mesh):
     run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, softcap=5.0, implementation="cudnn"))
+
+
+@fixed
+def a_soft_cap_in_a_kernel_without_fixed(mesh, fix):
+    out = run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, softcap=5.0, **fix()))
+    np.testing.assert_allclose(out, np.ones((2, 8, 4, 2)), rtol=1e-6)
 
 
 @bad

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd import all_gather, psum, reduce, split
+from spmd import all_gather, reduce, split
 from tests.errors.registry import V, X, bad, body, fixed
 
 # --- the first programs --------------------------------------------------------------------------------------
@@ -18,14 +18,18 @@ def gathered_copy_leaves(mesh):
 
 
 @fixed
-def gathered_copy_leaves_fixed(mesh):
-    out = spmd.kernel("x/dp -> x", mesh=mesh)(lambda x: all_gather(x, "x/dp -> x", to="invarying"))(V)
-    np.testing.assert_array_equal(out, V)
+def gathered_copy_leaves_fixed(mesh, fix):
+    np.testing.assert_array_equal(spmd.kernel("x/dp -> x", mesh=mesh)(lambda x: fix(x=x))(V), V)
 
 
 @bad
 def block_leaves_as_whole(mesh):
     body("x/dp -> x", lambda x: x, mesh, V)
+
+
+@fixed
+def block_leaves_as_whole_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("x/dp -> x", lambda x: fix(x=x), mesh, V), V)
 
 
 @bad
@@ -34,9 +38,8 @@ def partial_sum_leaves(mesh):
 
 
 @fixed
-def partial_sum_leaves_fixed(mesh):
-    out = body("b/dp d -> d", lambda x: psum(x.sum(0), "d {U:dp} -> d"), mesh)
-    np.testing.assert_allclose(out, X.sum(0))
+def partial_sum_leaves_fixed(mesh, fix):
+    np.testing.assert_allclose(body("b/dp d -> d", lambda x: fix(result=x.sum(0)), mesh), X.sum(0))
 
 
 @bad
@@ -45,8 +48,8 @@ def marked_partial_sum_leaves(mesh):
 
 
 @fixed
-def marked_partial_sum_leaves_fixed(mesh):
-    out = body("b/dp d -> d", lambda x: psum(reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), mesh)
+def marked_partial_sum_leaves_fixed(mesh, fix):
+    out = body("b/dp d -> d", lambda x: fix(result=reduce(x, "b/dp d -> d {U:dp}")), mesh)
     np.testing.assert_allclose(out, X.sum(0))
 
 
@@ -56,8 +59,8 @@ def arange_of_local_length(mesh):
 
 
 @fixed
-def arange_of_local_length_fixed(mesh):
-    np.testing.assert_array_equal(body("b/dp d -> b/dp", lambda x: spmd.iota("b/dp"), mesh), np.arange(8))
+def arange_of_local_length_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b/dp", lambda x: fix(), mesh), np.arange(8))
 
 
 @bad
@@ -177,6 +180,11 @@ def results_of_another_structure(mesh):
 @bad
 def result_of_another_layout(mesh):
     body("b/dp d -> b d/dp", lambda x: x, mesh)
+
+
+@fixed
+def result_of_another_layout_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b d/dp", lambda x: fix(x=x), mesh), X)
 
 
 @bad

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd import all_gather, all_to_all, einsum, psum, psum_scatter, reduce, split
+from spmd import all_gather, all_to_all, einsum, psum, psum_scatter, reduce
 from tests.errors.registry import V, X, bad, body, fixed
 
 # --- verbs ---------------------------------------------------------------------------------------------------
@@ -20,7 +20,12 @@ def outside_a_kernel(mesh):
 
 @bad
 def string_first(mesh):
-    body("b/dp d -> b/dp d", lambda x: all_gather("b/dp d -> b d", x), mesh)
+    body("b/dp d -> b d", lambda x: all_gather("b/dp d -> b d", x, to="invarying"), mesh)
+
+
+@fixed
+def string_first_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: fix(x=x), mesh), X)
 
 
 @bad
@@ -29,9 +34,8 @@ def gathers_the_major_axis(mesh):
 
 
 @fixed
-def gathers_the_major_axis_fixed(mesh):
-    fn = lambda x: spmd.relayout(x, "b/dp/tp d -> b/tp d", to="invarying")
-    np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", fn, mesh), X)
+def gathers_the_major_axis_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", lambda x: fix(x=x), mesh), X)
 
 
 @bad
@@ -40,8 +44,8 @@ def gather_that_is_a_slice(mesh):
 
 
 @fixed
-def gather_that_is_a_slice_fixed(mesh):
-    np.testing.assert_array_equal(body("b d -> b/dp d", lambda x: split(x, "b d -> b/dp d"), mesh), X)
+def gather_that_is_a_slice_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b d -> b/dp d", lambda x: fix(x=x), mesh), X)
 
 
 @bad
@@ -50,13 +54,19 @@ def gather_that_is_an_all_to_all(mesh):
 
 
 @fixed
-def gather_that_is_an_all_to_all_fixed(mesh):
-    np.testing.assert_array_equal(body("b/tp d -> b d/tp", lambda x: all_to_all(x, "b/tp d -> b d/tp"), mesh), X)
+def gather_that_is_an_all_to_all_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/tp d -> b d/tp", lambda x: fix(x=x), mesh), X)
 
 
 @bad
 def gather_of_a_partial_sum(mesh):
     body("b/dp d -> d", lambda x: all_gather(reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), mesh)
+
+
+@fixed
+def gather_of_a_partial_sum_fixed(mesh, fix):
+    out = body("b/dp d -> d", lambda x: fix(x=reduce(x, "b/dp d -> d {U:dp}")), mesh)
+    np.testing.assert_allclose(out, X.sum(0))
 
 
 @bad
@@ -67,6 +77,11 @@ def verb_that_moves_nothing(mesh):
 @bad
 def other_dimensions_on_the_right(mesh):
     body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> d b"), mesh)
+
+
+@fixed
+def other_dimensions_on_the_right_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> d b", lambda x: fix(x=x), mesh), X.T)
 
 
 @bad
@@ -86,6 +101,11 @@ def psum_of_a_copy(mesh):
 @bad
 def read_with_another_layout(mesh):
     body("b/dp d -> b d/dp", lambda x: all_to_all(x, "b d/dp -> b/dp d"), mesh)
+
+
+@fixed
+def read_with_another_layout_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b d/dp", lambda x: fix(x=x), mesh), X)
 
 
 @bad
@@ -123,6 +143,11 @@ def shift_without_a_bracket(mesh):
     body("b/dp d -> b/dp d", lambda x: spmd.shift(x, "b/dp d"), mesh)
 
 
+@fixed
+def shift_without_a_bracket_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b/dp d", lambda x: fix(x=x), mesh), np.roll(X, 4, 0))
+
+
 @bad
 def permutation_out_of_range(mesh):
     body("b/dp d -> b/dp d", lambda x: spmd.ppermute(x, "[b/dp] d", [(0, 2)]), mesh)
@@ -137,16 +162,35 @@ def einsum_of_two_placements(mesh):
     body("b/dp d, d/tp f -> b/dp f", fn, mesh, X, np.ones((4, 6), np.float32))
 
 
+@fixed
+def einsum_of_two_placements_fixed(mesh, fix):
+    w = np.arange(24, dtype=np.float32).reshape(4, 6)
+    out = body("b/dp d, d/tp f -> b/dp f", lambda x, w: fix(x=x, y=w), mesh, X, w)
+    np.testing.assert_allclose(out, X @ w)
+
+
 @bad
 def einsum_that_would_gather(mesh):
     fn = lambda x, w: einsum(x, w, "b/dp d, d f -> b f")
     body("b/dp d, d f -> b f", fn, mesh, X, np.ones((4, 6), np.float32))
 
 
+@fixed
+def einsum_that_would_gather_fixed(mesh, fix):
+    w = np.arange(24, dtype=np.float32).reshape(4, 6)
+    np.testing.assert_allclose(body("b/dp d, d f -> b f", lambda x, w: fix(x=x, y=w), mesh, X, w), X @ w)
+
+
 @bad
 def einsum_with_nothing_to_scatter(mesh):
     fn = lambda x, w: einsum(x, w, "b/dp d, d f -> b/dp f/tp")
     body("b/dp d, d f -> b/dp f/tp", fn, mesh, X, np.ones((4, 8), np.float32))
+
+
+@fixed
+def einsum_with_nothing_to_scatter_fixed(mesh, fix):
+    out = body("b/dp d, d f -> b/dp f/tp", lambda x, w: fix(x=x, y=w), mesh, X, X.T)
+    np.testing.assert_allclose(out, X @ X.T)
 
 
 @bad
@@ -178,6 +222,11 @@ def reduce_of_a_different_value(mesh):
 @bad
 def rearrange_that_would_gather(mesh):
     body("b/dp d -> (b d)", lambda x: spmd.rearrange(x, "b/dp d -> (b d)"), mesh)
+
+
+@fixed
+def rearrange_that_would_gather_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> (b d)", lambda x: fix(x=x), mesh), X.reshape(-1))
 
 
 @bad
@@ -230,7 +279,20 @@ def annotation_that_is_wrong(mesh):
     body("b/dp d -> b/dp d", lambda x: x + spmd.annotate(jnp.sum(x), "scalar"), mesh)
 
 
+@fixed
+def annotation_that_is_wrong_fixed(mesh, fix):
+    out = body("b/dp d -> b/dp d", lambda x: x + spmd.annotate(fix(x=jnp.sum(x)), "scalar"), mesh)
+    np.testing.assert_allclose(out, X + X.sum())
+
+
 @bad
 def random_with_an_rbg_key(mesh):
     key = jax.random.key(0, impl="rbg")
     body("b/dp d -> b/dp d", lambda x: x + spmd.random.normal(key, "b/dp d"), mesh)
+
+
+@fixed
+def random_with_an_rbg_key_fixed(mesh, fix):
+    key = fix(seed=0)
+    out = body("b/dp d -> b/dp d", lambda x: x * 0 + spmd.random.normal(key, "b/dp d"), mesh)
+    np.testing.assert_array_equal(out, jax.random.normal(key, (8, 4)))

@@ -32,8 +32,8 @@ def top_k_of_a_partial_sum(mesh):
 
 
 @fixed
-def top_k_of_a_partial_sum_fixed(mesh):
-    fn = lambda x: spmd.top_k(spmd.psum(x.sum(0), "d {U:dp} -> d"), "[d]", 2)[0]
+def top_k_of_a_partial_sum_fixed(mesh, fix):
+    fn = lambda x: spmd.top_k(fix(x=x.sum(0)), fix(1), 2)[0]
     np.testing.assert_array_equal(body("b/dp d -> k", fn, mesh), np.sort(X.sum(0))[:-3:-1])
 
 
@@ -101,14 +101,37 @@ def groups_that_cut_blocks(mesh):
     experts("b/dp s/tp d", "e/tp {}", mesh, dp="dp", sp="tp", ep="tp", groups=(2, 2))
 
 
+@fixed
+def groups_that_cut_blocks_fixed(mesh, fix):
+    out = experts("b/dp s/tp d", "e/tp {}", mesh, dp="dp", sp="tp", ep="tp", **fix())
+    with spmd.mode("reference"):
+        np.testing.assert_allclose(
+            out, experts("b/dp s/tp d", "e/tp {}", mesh, dp="dp", sp="tp", ep="tp", **fix()), rtol=1e-5
+        )
+
+
 @bad
 def groups_as_one_number(mesh):
     experts("b/dp s d", "e {}", mesh, dp="dp", groups=4)
 
 
+@fixed
+def groups_as_one_number_fixed(mesh, fix):
+    out = experts("b/dp s d", "e {}", mesh, dp="dp", **fix())
+    with spmd.mode("reference"):
+        np.testing.assert_allclose(out, experts("b/dp s d", "e {}", mesh, dp="dp", **fix()), rtol=1e-5)
+
+
 @bad
 def groups_that_do_not_divide_the_batch(mesh):
     experts("b/dp s d", "e {}", mesh, dp="dp", groups=(6, 1))
+
+
+@fixed
+def groups_that_do_not_divide_the_batch_fixed(mesh, fix):
+    out = experts("b/dp s d", "e {}", mesh, dp="dp", **fix())
+    with spmd.mode("reference"):
+        np.testing.assert_allclose(out, experts("b/dp s d", "e {}", mesh, dp="dp", **fix()), rtol=1e-5)
 
 
 @bad

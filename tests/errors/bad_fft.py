@@ -17,8 +17,8 @@ def nothing_renamed(mesh):
 
 
 @fixed
-def nothing_renamed_fixed(mesh):
-    out = spmd.kernel("b/dp d -> b/dp kd", mesh=mesh)(lambda x: fft.fft(x, "b/dp d -> b/dp kd"))(X)
+def nothing_renamed_fixed(mesh, fix):
+    out = spmd.kernel("b/dp d -> b/dp kd", mesh=mesh)(lambda x: fix(x=x))(X)
     np.testing.assert_allclose(out, np.fft.fft(X), atol=1e-4)
 
 
@@ -42,8 +42,8 @@ def half_a_spectrum_divided(mesh):
 
 
 @fixed
-def half_a_spectrum_divided_fixed(mesh):
-    half = spmd.kernel("x/dp y -> x ky/dp", mesh=mesh)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp", pad=True))
+def half_a_spectrum_divided_fixed(mesh, fix):
+    half = spmd.kernel("x/dp y -> x ky/dp", mesh=mesh)(lambda x: fix(x=x))
     want = np.fft.rfft(X)
     np.testing.assert_allclose(half(X)[:, : want.shape[1]], want, atol=1e-4)
 
@@ -68,6 +68,12 @@ def a_spectrum_of_complex_numbers_halved(mesh):
     body("b/dp d -> b/dp d", lambda x: fft.rfft(jax.lax.complex(x, x), "b/dp d -> b/dp kd"), mesh)
 
 
+@fixed
+def a_spectrum_of_complex_numbers_halved_fixed(mesh, fix):
+    out = body("b/dp d -> b/dp d", lambda x: fix(x=jax.lax.complex(x, x)), mesh)
+    np.testing.assert_allclose(out, np.fft.fft(X + 1j * X), atol=1e-4)
+
+
 @bad
 def samples_that_fit_no_spectrum(mesh):
     body("b/dp d -> b/dp d", lambda x: fft.irfft(x, "b/dp kd -> b/dp d", d=99), mesh)
@@ -84,11 +90,8 @@ def a_transform_whose_names_say_that_it_transposes(mesh):
 
 
 @fixed
-def a_transform_whose_names_say_that_it_transposes_fixed(mesh):
-    def transposed(x):
-        return spmd.rearrange(fft.fft(x, "b/dp d -> kb kd/dp"), "kb kd/dp -> kd/dp kb")
-
-    out = spmd.kernel("b/dp d -> kd/dp kb", mesh=mesh)(transposed)(X)
+def a_transform_whose_names_say_that_it_transposes_fixed(mesh, fix):
+    out = spmd.kernel("b/dp d -> kd/dp kb", mesh=mesh)(lambda x: fix(x=x))(X)
     np.testing.assert_allclose(out, np.fft.fft2(X).T, atol=1e-4)
 
 
@@ -128,6 +131,6 @@ def samples_of_one_frequency(mesh):
 
 
 @fixed
-def samples_of_one_frequency_fixed(mesh):
-    kernel = spmd.kernel("x/dp k -> x/dp y", mesh=mesh)(lambda f: fft.irfft(f, "x/dp k -> x/dp y", y=1))
+def samples_of_one_frequency_fixed(mesh, fix):
+    kernel = spmd.kernel("x/dp k -> x/dp y", mesh=mesh)(lambda f: fft.irfft(f, "x/dp k -> x/dp y", **fix()))
     np.testing.assert_allclose(kernel(jnp.ones((4, 1))), np.ones((4, 1)))

@@ -13,7 +13,7 @@ W = {"w": X, "scale": V}
 
 
 def gathering(mesh, at_rest, compute, **options):
-    spmd.kernel(in_layouts=({"w": "d/dp f", "scale": "d"},), out_layouts="scalar", mesh=mesh)(
+    return spmd.kernel(in_layouts=({"w": "d/dp f", "scale": "d"},), out_layouts="scalar", mesh=mesh)(
         lambda w: parallel.gather(w, at_rest, compute, **options)["w"].sum()
     )(W)
 
@@ -74,6 +74,16 @@ def gathered_axis_that_divides_no_data(mesh):
     gathering(mesh, {"w": "d/dp f", "scale": "d"}, {"w": "d f", "scale": "d"}, data="tp")
 
 
+@fixed
+def gathered_axis_that_divides_no_data_fixed(mesh, fix):
+    def fn(w):
+        whole = parallel.gather(w, {"w": "d/dp f", "scale": "d"}, {"w": "d f", "scale": "d"}, **fix())
+        return spmd.reduce(whole["w"], "d f -> scalar", "mean")
+
+    out = spmd.kernel(in_layouts=({"w": "d/dp f", "scale": "d"},), out_layouts="scalar", mesh=mesh)(fn)(W)
+    np.testing.assert_allclose(out, X.mean())
+
+
 @bad
 def mapping_without_a_name(mesh):
     parallel.mapped_layouts({"w": X}, {"w": "embed mlp"}, {"embed": "dp"})
@@ -92,6 +102,13 @@ def state_of_parameters_of_another_rank(mesh):
 @bad
 def unknown_way_to_save(mesh):
     parallel.fsdp(lambda w, x: x, "d/dp f", "d f", save="nothing")
+
+
+@fixed
+def unknown_way_to_save_fixed(mesh, fix):
+    layer = parallel.fsdp(lambda w, x: jnp.tanh(x @ w), "d/dp f", "d f", **fix())
+    out = body("d/dp f, b/dp d -> b/dp f", layer, mesh, X.T, X)
+    np.testing.assert_allclose(out, np.tanh(X @ X.T), rtol=1e-5)
 
 
 @bad
@@ -137,7 +154,7 @@ def norm_of_a_partial_sum_fixed(mesh):
 
 
 def accumulating(mesh, loss, batches=X, **options):
-    spmd.kernel("d/dp, n b/dp -> scalar, d/dp", mesh=mesh)(
+    return spmd.kernel("d/dp, n b/dp -> scalar, d/dp", mesh=mesh)(
         lambda w, x: parallel.accumulate(
             loss, w, batches(x) if callable(batches) else x, at_rest="d/dp", compute="d", **{"data": "dp", **options}
         )
@@ -161,6 +178,13 @@ def accumulation_without_batches(mesh):
 @bad
 def accumulated_mean_without_a_count(mesh):
     accumulating(mesh, square, mean=True)
+
+
+@fixed
+def accumulated_mean_without_a_count_fixed(mesh, fix):
+    value, gradient = accumulating(mesh, square, **fix())
+    np.testing.assert_allclose(value, (X**2).sum() * V.sum())
+    np.testing.assert_allclose(gradient, np.full(8, (X**2).sum()))
 
 
 @bad

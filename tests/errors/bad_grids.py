@@ -31,6 +31,12 @@ def a_sort_of_a_partial_sum(mesh):
     body("b/dp d -> d", lambda x: spmd.sort(x.sum(0), "[d] {U:dp}"), mesh)
 
 
+@fixed
+def a_sort_of_a_partial_sum_fixed(mesh, fix):
+    out = body("b/dp d -> d", lambda x: spmd.sort(fix(x=-x.sum(0)), fix(1)), mesh)
+    np.testing.assert_array_equal(out, np.sort(-X.sum(0)))
+
+
 @bad
 def a_flip_along_nothing(mesh):
     body(SAME, lambda x: spmd.flip(x, "b/dp d"), mesh)

@@ -42,6 +42,12 @@ def column_linear_of_a_whole_weight(mesh):
     body("b/dp d, d f -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, X.T)
 
 
+@fixed
+def column_linear_of_a_whole_weight_fixed(mesh, fix):
+    out = body("b/dp d, d f -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, fix(w=w), tp="tp"), mesh, X, X.T)
+    np.testing.assert_allclose(out, X @ X.T)
+
+
 @bad
 def row_linear_of_too_few_dimensions(mesh):
     body("d, h k d -> d", lambda x, w: spmd.nn.row_linear(x, w), mesh, X[0], X.reshape(2, 4, 4))
@@ -72,6 +78,12 @@ def embedding_over_rows(mesh):
 def embedding_of_divided_ids(mesh):
     """Ids divided over the axis of the vocabulary."""
     body("s/tp, v/tp d -> s/tp d", lambda i, e: spmd.nn.embedding(i, e, tp="tp", sp="tp"), mesh, I, X)
+
+
+@fixed
+def embedding_of_divided_ids_fixed(mesh, fix):
+    fn = lambda i, e: spmd.nn.embedding(fix(i=i), e, tp="tp", sp="tp")
+    np.testing.assert_array_equal(body("s/tp, v/tp d -> s/tp d", fn, mesh, I, X), X[I])
 
 
 # --- losses and dropout ---------------------------------------------------------------------------------------
@@ -106,9 +118,12 @@ def cross_entropy_with_one_mask_for_all_rows(mesh):
 
 
 @fixed
-def cross_entropy_with_one_mask_for_all_rows_fixed(mesh):
-    fn = lambda z, y, mask: spmd.nn.cross_entropy(z, y, jnp.broadcast_to(mask, y.shape))
-    body("b s v, b s, s -> scalar", fn, mesh, X.reshape(2, 4, 4), np.zeros((2, 4), int), np.ones(4, bool))
+def cross_entropy_with_one_mask_for_all_rows_fixed(mesh, fix):
+    fn = lambda z, y, mask: spmd.nn.cross_entropy(z, y, fix(mask=mask, labels=y))
+    z, y = X.reshape(2, 4, 4), np.arange(8).reshape(2, 4) % 4
+    out = body("b s v, b s, s -> scalar", fn, mesh, z, y, np.arange(4) != 1)
+    each = -np.take_along_axis(np.asarray(jax.nn.log_softmax(z)), y[..., None], -1)[..., 0]
+    np.testing.assert_allclose(out, each[:, [0, 2, 3]].mean(), rtol=1e-6)
 
 
 @bad
@@ -134,6 +149,17 @@ def cross_entropy_of_gathered_scores(mesh):
         return spmd.nn.cross_entropy(z, y, tp="tp", dp="dp")
 
     body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, np.zeros(8, int))
+
+
+@fixed
+def cross_entropy_of_gathered_scores_fixed(mesh, fix):
+    def fn(z, y):
+        z = spmd.all_gather(z, "b/dp v/tp -> b/dp v")
+        return spmd.nn.cross_entropy(fix(x=z), y, tp="tp", dp="dp")
+
+    out = body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, np.arange(8) % 4)
+    each = -np.take_along_axis(np.asarray(jax.nn.log_softmax(X)), np.arange(8)[:, None] % 4, -1)
+    np.testing.assert_allclose(out, each.mean(), rtol=1e-6)
 
 
 @bad

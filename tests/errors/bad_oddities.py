@@ -25,10 +25,9 @@ def the_first_program(mesh):
 
 
 @fixed
-def the_first_program_fixed(mesh):
+def the_first_program_fixed(mesh, fix):
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    out = spmd.kernel("x/i -> x", mesh=mesh)(lambda x: all_gather(x, "x/i -> x", to="invarying"))(V)
-    np.testing.assert_array_equal(out, V)
+    np.testing.assert_array_equal(spmd.kernel("x/i -> x", mesh=mesh)(lambda x: fix(x=x))(V), V)
 
 
 # --- verbs ---------------------------------------------------------------------------------------------------
@@ -40,23 +39,13 @@ def copy_made_by_relayout_leaves(mesh):
 
 
 @fixed
-def copy_made_by_relayout_leaves_fixed(mesh):
-    fn = lambda x: spmd.relayout(x, "b/dp/tp d -> b/tp d", to="invarying")
-    np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", fn, mesh), X)
+def copy_made_by_relayout_leaves_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", lambda x: fix(x=x), mesh), X)
 
 
 @bad
 def partial_sum_out_of_nothing(mesh):
     body(SAME, lambda x: spmd.relayout(x, "b/dp d -> b/dp d {U:tp}"), mesh)
-
-
-@fixed
-def other_dimensions_on_the_right_fixed(mesh):
-    def fn(x):
-        x = spmd.rearrange(x, "b/dp d -> d b/dp")
-        return all_gather(x, "d b/dp -> d b", to="invarying")
-
-    np.testing.assert_array_equal(body("b/dp d -> d b", fn, mesh), X.T)
 
 
 @bad
@@ -165,8 +154,9 @@ def raw_branches_of_two_types(mesh):
 
 
 @fixed
-def raw_branches_of_two_types_fixed(mesh):
-    out = body(SAME, lambda x: spmd.cond(True, lambda: x, lambda: jnp.zeros((4, 4))), mesh)
+def raw_branches_of_two_types_fixed(mesh, fix):
+    other = lambda: jnp.zeros((4, 4))
+    out = body(SAME, lambda x: fix(predicate=True, true_fn=lambda: x, false_fn=other, operands=()), mesh)
     np.testing.assert_array_equal(out, X)
 
 
@@ -191,8 +181,8 @@ def loss_with_aux_undeclared(mesh):
 
 
 @fixed
-def loss_with_aux_undeclared_fixed(mesh):
-    out = body("d -> d", lambda w: grad(lambda w: (w.sum(), w), has_aux=True)(w)[0], mesh, V)
+def loss_with_aux_undeclared_fixed(mesh, fix):
+    out = body("d -> d", lambda w: grad(lambda w: (w.sum(), w), **fix())(w)[0], mesh, V)
     np.testing.assert_array_equal(out, np.ones(8))
 
 
@@ -251,6 +241,11 @@ def number_with_a_dimension(mesh):
 @bad
 def partial_sum_placed(mesh):
     spmd.shard(X, "b d {U:dp}", mesh=mesh)
+
+
+@fixed
+def partial_sum_placed_fixed(mesh, fix):
+    np.testing.assert_array_equal(spmd.shard(X, fix(), mesh=mesh), X)
 
 
 @bad

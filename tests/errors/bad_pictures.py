@@ -92,6 +92,11 @@ def picture_of_an_array_with_a_mesh(mesh):
     spmd.visualize(jax.numpy.ones((2, 2)), mesh=mesh)
 
 
+@fixed
+def picture_of_an_array_with_a_mesh_fixed(mesh, fix):
+    assert "2" in str(fix(x=jax.numpy.ones((2, 2))))
+
+
 @bad
 def picture_of_a_numpy_array(mesh):
     spmd.visualize(X)
@@ -100,6 +105,11 @@ def picture_of_a_numpy_array(mesh):
 @bad
 def picture_of_a_tree(mesh):
     spmd.visualize({"w": X})
+
+
+@fixed
+def picture_of_a_tree_fixed(mesh, fix):
+    fix(tree={"w": jax.numpy.asarray(X)})
 
 
 @bad

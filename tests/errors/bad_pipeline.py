@@ -21,6 +21,12 @@ def pipeline_of_whole_parameters(mesh):
     run(mesh, pattern="p d, m d -> m d")
 
 
+@fixed
+def pipeline_of_whole_parameters_fixed(mesh, fix):
+    fn = lambda w, x: parallel.pipeline(lambda w, x: x * w, fix(w=w), x, pp="tp")
+    np.testing.assert_array_equal(body("p d, m d -> m d", fn, mesh, 2 * W, X), 16 * X)
+
+
 @bad
 def pipeline_without_rounds(mesh):
     run(mesh, repeats=2)
@@ -50,13 +56,12 @@ def pipeline_stage_that_varies(mesh):
 
 
 @fixed
-def pipeline_stage_that_varies_fixed(mesh):
+def pipeline_stage_that_varies_fixed(mesh, fix):
     def stage(w, x):
         return x * spmd.all_gather(w, "d/dp -> d")
 
     def whole(w, x):
-        x = spmd.defer(x, "... -> ... {R:dp}")
-        return spmd.reduce(parallel.pipeline(stage, w, x, pp="tp"), "m d -> scalar", "mean")
+        return spmd.reduce(parallel.pipeline(stage, w, fix(x=x), pp="tp"), "m d -> scalar", "mean")
 
     assert np.allclose(body("p/tp d/dp, m d -> scalar", whole, mesh, W, X), X.mean())
 
@@ -66,9 +71,19 @@ def pipeline_that_saves_something_else(mesh):
     run(mesh, save="nothing")
 
 
+@fixed
+def pipeline_that_saves_something_else_fixed(mesh, fix):
+    np.testing.assert_array_equal(run(mesh, args=(2 * W, X), **fix()), 16 * X)
+
+
 @bad
 def pipeline_with_a_result_elsewhere(mesh):
     run(mesh, result="scattered")
+
+
+@fixed
+def pipeline_with_a_result_elsewhere_fixed(mesh, fix):
+    np.testing.assert_array_equal(run(mesh, args=(2 * W, X), **fix()), 16 * X)
 
 
 @bad

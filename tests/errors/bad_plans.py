@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import spmd
-from tests.errors.registry import bad, body, fixed
+from tests.errors.registry import X, bad, body, fixed
 
 SIZES = {"a": 8, "b": 16}
 SWAP = "a/dp b -> a b/dp"
@@ -39,6 +39,11 @@ def plan_of_an_axis_that_is_not_there(mesh):
 @bad
 def plan_of_other_dimensions(mesh):
     spmd.plan("a/dp b -> b a/dp", sizes=SIZES, mesh=mesh)
+
+
+@fixed
+def plan_of_other_dimensions_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("a/dp b -> b a/dp", lambda x: fix(x=x), mesh, X), X.T)
 
 
 @bad

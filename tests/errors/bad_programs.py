@@ -62,6 +62,12 @@ def loss_declared_partial_and_equal(mesh):
     body("d -> d", fn, mesh, V)
 
 
+@fixed
+def loss_declared_partial_and_equal_fixed(mesh, fix):
+    fn = lambda w: spmd.grad(lambda w: (w**2).sum(), **fix())(w)
+    np.testing.assert_array_equal(body("d -> d", fn, mesh, V), 2 * V)
+
+
 @bad
 def loss_mark_that_is_malformed(mesh):
     body("d -> d", lambda w: spmd.grad(lambda w: (w**2).sum(), loss="dp")(w), mesh, V)
@@ -177,3 +183,8 @@ def layout_with_an_axis_in_dim_and_mark(mesh):
 @bad
 def layout_of_empty_parentheses(mesh):
     spmd.Layout("()")
+
+
+@fixed
+def layout_of_empty_parentheses_fixed(mesh, fix):
+    assert spmd.Layout(fix()).is_scalar

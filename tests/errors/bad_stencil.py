@@ -17,14 +17,18 @@ def a_halo_without_margins(mesh):
 
 
 @fixed
-def a_halo_without_margins_fixed(mesh):
-    out = body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d")[2:], mesh)
-    np.testing.assert_array_equal(out, np.roll(X, -1, 0))
+def a_halo_without_margins_fixed(mesh, fix):
+    np.testing.assert_array_equal(body(SAME, lambda x: fix(x=x)[2:], mesh), np.roll(X, -1, 0))
 
 
 @bad
 def a_halo_that_moves_more(mesh):
     body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b+1 d"), mesh)
+
+
+@fixed
+def a_halo_that_moves_more_fixed(mesh, fix):
+    np.testing.assert_array_equal(body(SAME, lambda x: fix(x=x)[2:], mesh), np.roll(X, -1, 0))
 
 
 @bad
@@ -38,7 +42,14 @@ def a_halo_narrower_than_it_was(mesh):
 
 @bad
 def a_halo_of_a_halo_that_adds_nothing(mesh):
-    body(SAME, lambda x: stencil.halo(x, "1+b/dp+1 d -> 1+b/dp+1 d"), mesh)
+    wide = lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d")
+    body(SAME, lambda x: stencil.halo(wide(x), "1+b/dp+1 d -> 1+b/dp+1 d")[1:-1], mesh)
+
+
+@fixed
+def a_halo_of_a_halo_that_adds_nothing_fixed(mesh, fix):
+    wide = lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d")
+    np.testing.assert_array_equal(body(SAME, lambda x: fix(x=wide(x))[4:], mesh), np.roll(X, -2, 0))
 
 
 @bad
@@ -128,6 +139,12 @@ def a_halo_of_a_partial_sum(mesh):
     body(SAME, fn, mesh)
 
 
+@fixed
+def a_halo_of_a_partial_sum_fixed(mesh, fix):
+    out = body(SAME, lambda x: x + fix(x=x.sum(0))[None, 2:], mesh)
+    np.testing.assert_allclose(out, X + np.roll(X.sum(0), -1))
+
+
 @bad
 def a_stencil_that_keeps_its_margins(mesh):
     body(SAME, stencil.stencil(lambda u: u, "1+b/dp+1 d -> b/dp d"), mesh)
@@ -149,8 +166,8 @@ def weights_of_another_dtype(mesh):
 
 
 @fixed
-def weights_of_another_dtype_fixed(mesh):
-    fn = lambda x: stencil.convolve(x, jnp.arange(3).astype(x.dtype), "[x/dp]")
+def weights_of_another_dtype_fixed(mesh, fix):
+    fn = lambda x: stencil.convolve(x, fix(weights=jnp.arange(3), x=x), "[x/dp]")
     np.testing.assert_allclose(body("x/dp -> x/dp", fn, mesh, V), np.convolve(V, np.float32([0, 1, 2]), "same"))
 
 

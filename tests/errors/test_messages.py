@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from tests.errors.registry import BAD, FIXED
+from tests.errors.registry import BAD, FIXED, Pasted, fixes_of, read
 
 for _file in sorted(Path(__file__).parent.glob("bad_*.py")):  # they fill the registry, in this order
     importlib.import_module(f"tests.errors.{_file.stem}")
@@ -22,8 +23,17 @@ GOLDEN = Path(__file__).with_name("golden.txt")
 HEADER = "=== "
 
 
+_MESSAGES: dict[object, str] = {}
+
+
 def message(name: str, mesh) -> str:
     """Class and text of the error that a bad input raises; lines of this machine's files without path or number."""
+    if BAD[name] not in _MESSAGES:
+        _MESSAGES[BAD[name]] = _raised(name, mesh)
+    return _MESSAGES[BAD[name]]
+
+
+def _raised(name: str, mesh) -> str:
     with pytest.raises(spmd.SpmdError) as caught:
         BAD[name](mesh)
     text = str(caught.value).strip("\n")
@@ -60,22 +70,37 @@ def test_there_are_many_and_each_says_something_else():
     assert 'all_gather(x, "x/dp -> x", to="invarying")' in texts["gathered_copy_leaves"]
 
 
+def takes_the_fix(name: str) -> bool:
+    return "fix" in inspect.signature(FIXED[name]).parameters
+
+
 @pytest.mark.parametrize("name", FIXED)
 def test_the_program_as_the_message_says(name, mesh):
+    """With the lines of the message as it is now, where it has some; else with what its words say."""
     assert name in BAD
-    FIXED[name](mesh)
+    if not takes_the_fix(name):
+        FIXED[name](mesh)
+        return
+    fix = Pasted(message(name, mesh))
+    FIXED[name](mesh, fix)
+    assert fix.used == set(range(len(fix.lines))), "a program that pastes some of the lines only"
 
 
-def test_many_fixes_are_run():
-    assert len(FIXED) >= 15
+@pytest.mark.parametrize("name", BAD)
+def test_each_fix_is_code_and_is_run(name):
+    """`fix:` is a line to paste: what is none is `advice:`. No exceptions: a message with a new one needs its `@fixed`
+    program, which takes `fix`, runs it as Python and compares the numbers."""
+    text = golden()[name]
+    for line in fixes_of(text):
+        read(line)  # a SyntaxError where it is no Python
+        assert "..." not in re.sub(r'"[^"]*"', "", line), "a blank to fill in is no line to paste"
+    assert bool(fixes_of(text)) == (name in FIXED and takes_the_fix(name))
+
+
+def test_advice_that_is_run_is_in_the_message():
     texts = golden()
-    assert all(
-        "fix: " in texts[name]
-        or "pad it" in texts[name]
-        or "numpy.asarray" in texts[name]
-        or "did you mean" in texts[name]
-        for name in FIXED
-    )
+    words = ("advice: ", "pad it", "numpy.asarray", "did you mean")
+    assert all(takes_the_fix(name) or any(word in texts[name] for word in words) for name in FIXED)
     assert 'fix: all_gather(x, "x/i -> x", to="invarying")' in texts["the_first_program"]
 
 

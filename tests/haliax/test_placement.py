@@ -318,7 +318,7 @@ a big array lies whole on every device: nothing that its names say divides it.
 got:
 - tree['w']: float32[1024, 512], 2 MiB
 - mapping: embed -> whole, mlp -> whole, batch -> data
-fix: "embed": "data" in the mapping for one of its names, or big=... to allow it"""
+advice: "embed": "data" in the mapping for one of its names, or big=... to allow it"""
 WHOLE = {"embed": None, "mlp": None, "batch": "data"}
 
 

@@ -203,7 +203,7 @@ def test_wrong_programs_are_errors():
         collectives(fn.lower(X), X)
     with pytest.raises(SpmdError, match="got: int"):
         collectives(3)
-    with pytest.raises(SpmdError, match="fix: pass mesh="):
+    with pytest.raises(SpmdError, match="advice: mesh="):
         collectives(fn, X, mesh={"dp": 2})
 
 

@@ -72,7 +72,7 @@ def test_a_local_kernel():
     local = spmd.kernel("b/dp d -> b/dp d", mesh=MESH)(lambda x: x)
     assert copy.deepcopy({"kernel": local})["kernel"] is local
     with pytest.raises(
-        pickle.PicklingError, match=r"by its name in a module.*\n.*made inside a function\nfix: make it"
+        pickle.PicklingError, match=r"by its name in a module.*\n.*made inside a function\nadvice: make it"
     ):
         pickle.dumps(local)
 

@@ -109,7 +109,7 @@ CASES = {
         """
         identity: kernel("b/dp -> b/dp")
         the keyword h binds a size, a positive int, not 0; mesh axes are renamed with axes=.
-        fix: axes={"h": ...}
+        advice: axes={"h": ...}
         """,
     ),
     "no result": (
@@ -118,7 +118,7 @@ CASES = {
         """
         <lambda>: kernel("b/dp d -> b/dp d")
         the body returned None, and the right side declares results.
-        fix: return them
+        advice: return them
         """,
     ),
     "a result that is no array": (
@@ -139,7 +139,7 @@ CASES = {
         identity: kernel("b/dp d -> b/dp d")
         an argument lies elsewhere than its layout says, and boundary="error" forbids moving it.
         got: x: P(None, 'tp'); wanted "b/dp d"
-        fix: shard(x, layout) before the call
+        advice: shard(x, layout) before the call
         """,
     ),
     "too few arguments": (
@@ -181,7 +181,7 @@ CASES = {
         """
         kernel(...)
         mesh is a jax.sharding.Mesh or an AbstractMesh, not dict.
-        fix: mesh=spmd.make_mesh(dp=2, tp=4)
+        advice: as in mesh=spmd.make_mesh(dp=2, tp=4)
         """,
     ),
     "a raw collective in auto mode": (
@@ -191,7 +191,7 @@ CASES = {
         <lambda>: kernel("b/dp -> b")
         a raw jax.lax collective needs the per-shard view, and in auto mode the body sees whole arrays.
         got: at PLACE
-        fix: an spmd operation, or spmd.local(fn, "in -> out") around the raw code
+        advice: an spmd operation, or spmd.local(fn, "in -> out") around the raw code
         """,
     ),
 }

@@ -250,7 +250,7 @@ a dimension has one placement in all operands, and f is f/tp in operand 0 and f 
 got:
 - operand 0: "b/dp f/tp"
 - operand 1: "f d"
-fix: all_gather(operand 0, "... f/tp ... -> ... f ..."), or split operand 1""",
+fix: einsum(x, split(y, "f d -> f/tp d"), "b/dp f/tp, f/tp d -> b/dp d")""",
     ),
     (
         "b/dp f/tp, f/tp d/dp -> b/dp d",
@@ -262,7 +262,7 @@ got:
 - b/dp
 - d/dp
 - mesh dp=2, tp=4
-fix: gather one of them over dp first: all_gather""",
+advice: gather one of them over dp first: all_gather""",
     ),
     (
         "b/dp f/tp, f/tp d -> b d",
@@ -273,7 +273,7 @@ einsum never gathers: b/dp on the left is b on the right. Gather dp in a line of
 got:
 - partial sum on tp: f/tp is summed over
 - mesh dp=2, tp=4
-fix: einsum(..., "... -> b/dp d"), then all_gather(y, "b/dp d -> b d")""",
+fix: all_gather(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b d", to="invarying")""",
     ),
     (
         "b/dp f, f d -> b/dp d/tp",
@@ -284,7 +284,7 @@ tp on d/tp has nothing to scatter: nothing is a partial sum along it. That is a 
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: einsum(..., "... -> b/dp d"), then split(y, "b/dp d -> b/dp d/tp")""",
+fix: split(einsum(x, y, "b/dp f, f d -> b/dp d"), "b/dp d -> b/dp d/tp")""",
     ),
     (
         "b/dp f/tp, f/tp d -> b/tp d/dp",
@@ -295,7 +295,7 @@ einsum adds axes at the end of a dimension only: b/dp on the left cannot become 
 got:
 - partial sum on tp: f/tp is summed over
 - mesh dp=2, tp=4
-fix: einsum(..., "... -> b/dp d"), then relayout(y, "b/dp d -> b/tp d/dp")""",
+fix: relayout(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b/tp d/dp", to="invarying")""",
     ),
     (
         "b/dp f {U:tp}, f d/tp -> b/dp d",
@@ -306,7 +306,7 @@ operand 0 is a partial sum on tp, and tp divides d in another: each part would m
 got:
 - operand 0: "b/dp f {U:tp}"
 - d/tp
-fix: psum(x, "b/dp f {U:tp} -> b/dp f")""",
+fix: einsum(psum(x, "b/dp f {U:tp} -> b/dp f"), y, "b/dp f, f d/tp -> b/dp d")""",
     ),
     (
         "b f {U:tp}, f d {U:tp} -> b d",
@@ -316,7 +316,7 @@ the product of two partial sums on tp is no partial sum: psum one of the operand
 got:
 - operand 0 is {U:tp}
 - operand 1 is {U:tp}
-fix: psum(x, "f d {U:tp} -> f d")""",
+fix: einsum(x, psum(y, "f d {U:tp} -> f d"), "b f {U:tp}, f d -> b d")""",
     ),
     (
         "b f, f d -> b d {U:tp}",
@@ -327,7 +327,7 @@ einsum(x, y, "b f, f d -> b d {U:tp}")
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: leave tp out of the mark""",
+advice: leave tp out of the mark""",
     ),
 ]
 

@@ -249,7 +249,7 @@ def test_error_what_vmap_cannot(mesh, fn):
     text = message(wrap(mesh, fn), ModeError, "reference")
     assert text.startswith('local(fn, "b/dp d/tp -> b/dp d/tp")\nreference mode runs per-shard code under jax.vmap(')
     assert text.endswith(
-        'fix: the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call'
+        'advice: the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call'
     )
     assert "\ngot: JAX: " in text
 
@@ -263,7 +263,7 @@ def test_error_gradient_inside_in_reference_mode(mesh):
     assert message(body, ModeError, "reference") == (
         'local(fn, "b/dp d/tp -> b/dp d/tp")\n'
         "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients.\n"
-        "fix: jax.grad around the kernel, or the kernel's explicit mode"
+        "advice: jax.grad around the kernel, or the kernel's explicit mode"
     )
 
 
@@ -387,7 +387,7 @@ def test_error_opaque_without_reference(mesh):
     assert message(wrap(mesh, host, make=opaque), ModeError, "reference") == (
         'opaque(host, "b/dp d/tp -> b/dp d/tp")\n'
         "reference mode runs on whole arrays, and nobody said what this call computes on them.\n"
-        'fix: opaque(host, "b/dp d/tp -> b/dp d/tp", reference=global_fn), or the kernel\'s explicit mode'
+        'advice: opaque(host, "b/dp d/tp -> b/dp d/tp", reference=global_fn), or the kernel\'s explicit mode'
     )
 
 
@@ -396,7 +396,7 @@ def test_error_opaque_communicates(mesh):
     assert message(wrap(mesh, jax.jit(total), make=opaque), CommunicationError) == (
         'opaque(fn, "b/dp d/tp -> b/dp d/tp")\n'
         "opaque code communicates with nobody, and this names tp.\n"
-        'fix: local(fn, "b/dp d/tp -> b/dp d/tp")'
+        "advice: spmd.local, which tells the modes what its collectives do"
     )
 
 

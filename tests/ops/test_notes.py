@@ -89,7 +89,8 @@ def test_error_annotate_against_what_is_known(mesh):
         "got:\n"
         '- "b/dp d/tp": argument x\n'
         "- mesh dp=2, tp=3\n"
-        'fix: all_gather(x, "b/dp d/tp -> b/dp d") first, or "b/dp n/tp" in this string'
+        'fix: all_gather(x, "b/dp d/tp -> b/dp d")\n'
+        'advice: before this call; or "b/dp n/tp" in this string'
     )
 
 
@@ -138,7 +139,7 @@ def test_error_assert_equal(mesh):
     assert message(wrap(mesh, lambda x: assert_equal(x, "tp", why=" ")), LayoutError) == (
         "assert_equal(x, 'tp')\n"
         "a reader wants to know why the value is equal.\n"
-        'fix: why="..."'
+        'advice: why="..."'
     )  # fmt: skip
 
 

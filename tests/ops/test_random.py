@@ -360,7 +360,7 @@ def test_error_unknown_size():
         'random.normal(key, "b/dp d")\n'
         "                         ^\n"
         "the size of d is not known.\n"
-        "fix: d=..."
+        "advice: say it: d=..."
     )  # fmt: skip
 
 
@@ -390,7 +390,7 @@ def test_error_a_key_that_differs():
 
     text = message(body, ReplicationError)
     assert text.startswith('random.normal(key, "b/dp")\nthe key must be the same on every device: it varies along dp,')
-    assert "got:\n- key: uint32[2]{V:dp}\n- mesh dp=2\nfix: pass one key" in text
+    assert "got:\n- key: uint32[2]{V:dp}\n- mesh dp=2\nadvice: pass one key" in text
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_error_a_key_that_differs():
         (lambda k: random.normal(k, "... b/dp", b=4), LayoutError, "the size of ... is not known here."),
         (lambda k: random.normal(k, "_ b/dp", b=4), LayoutError, "the size of _ is not known here."),
         (lambda k: random.normal(k, "1+b/dp+1", b=4), LayoutError, "random values have no margins"),
-        (lambda k: random.normal(k, "b {U:dp}", b=4), LayoutError, 'fix: random.normal(key, "b")'),
+        (lambda k: random.normal(k, "b {U:dp}", b=4), LayoutError, 'advice: "b"'),
         (lambda k: random.uniform(k, "b", b=4, maxval=jnp.ones(4)), LayoutError, "maxval is one number for"),
         (lambda k: random.normal(k, "b/dp", b=3), SizeError, "b of size 3 does not divide into the 2 blocks"),
     ],

@@ -135,7 +135,7 @@ rearrange(x, "b s/tp -> s b")
                         ^
 rearrange never communicates: s/tp on the left is s on the right. That is all_gather.
 got: mesh dp=2, tp=4
-fix: all_gather(x, "b s/tp -> b s") first""",
+fix: rearrange(all_gather(x, "b s/tp -> b s", to="invarying"), "b s -> s b")""",
     ),
     (
         lambda x: rearrange(x, "b s -> (b s)/tp"),
@@ -144,7 +144,7 @@ rearrange(x, "b s -> (b s)/tp")
                       ^
 rearrange never communicates: b on the left is b/tp on the right. That is split.
 got: mesh dp=2, tp=4
-fix: split(x, "b s -> b/tp s") first""",
+fix: rearrange(split(x, "b s -> b/tp s"), "b/tp s -> (b s)/tp")""",
     ),
     (
         lambda x: rearrange(x, "b s/tp -> (b s)/tp"),
@@ -153,7 +153,7 @@ rearrange(x, "b s/tp -> (b s)/tp")
                          ^
 rearrange never communicates: b on the left is b/tp on the right. That is all_to_all.
 got: mesh dp=2, tp=4
-fix: all_to_all(x, "b s/tp -> b/tp s") first""",
+fix: rearrange(all_to_all(x, "b s/tp -> b/tp s"), "b/tp s -> (b s)/tp")""",
     ),
     (
         lambda x: rearrange(x, "b/tp/dp s -> s b/dp/tp"),
@@ -162,7 +162,7 @@ rearrange(x, "b/tp/dp s -> s b/dp/tp")
                              ^^^^^^^
 rearrange never communicates: b/tp/dp on the left is b/dp/tp on the right. That is relayout.
 got: mesh dp=2, tp=4
-fix: relayout(x, "b/tp/dp s -> b/dp/tp s") first""",
+fix: rearrange(relayout(x, "b/tp/dp s -> b/dp/tp s", to="invarying"), "b/dp/tp s -> s b/dp/tp")""",
     ),
     (
         lambda x: rearrange(x, "b s -> b"),
@@ -170,7 +170,7 @@ fix: relayout(x, "b/tp/dp s -> b/dp/tp s") first""",
 rearrange(x, "b s -> b")
                 ^
 rearrange keeps every dimension, and s is on the left only.
-fix: reduce(x, "b s -> b")""",
+advice: reduce(x, "b s -> b"), where its sum is meant""",
     ),
     (
         lambda x: rearrange(x, "b s -> b n s"),
@@ -178,7 +178,7 @@ fix: reduce(x, "b s -> b")""",
 rearrange(x, "b s -> b n s")
                        ^
 n is on the right only, and rearrange makes no new dimensions.
-fix: repeat makes new dimensions""",
+advice: repeat makes new dimensions""",
     ),
 ]
 

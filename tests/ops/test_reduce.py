@@ -309,7 +309,7 @@ reduce never gathers: b/dp on the left is b on the right. Gather dp in a line of
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: reduce(..., "... -> b/dp"), then all_gather(y, "b/dp -> b")""",
+fix: all_gather(reduce(x, "b/dp s -> b/dp"), "b/dp -> b", to="invarying")""",
     ),
     (
         "b/dp s {U:tp} -> b/dp",
@@ -317,7 +317,7 @@ fix: reduce(..., "... -> b/dp"), then all_gather(y, "b/dp -> b")""",
         """\
 reduce(x, "b/dp s {U:tp} -> b/dp")
 max of a partial sum is not max of its parts: psum first.
-fix: psum(x, "b/dp s {U:tp} -> b/dp s")""",
+fix: reduce(psum(x, "b/dp s {U:tp} -> b/dp s"), "b/dp s -> b/dp", op="max")""",
     ),
     (
         "b/dp s/tp -> b/dp {U:tp}",

@@ -188,7 +188,7 @@ GOLDEN = [
 softmax(x, "b k/tp")
 softmax works along the dimensions in brackets.
 got: no brackets
-fix: [k/tp]""",
+advice: as in [k/tp]""",
     ),
     (
         lambda x: argmax(x, "[b] [k/tp]"),
@@ -196,7 +196,7 @@ fix: [k/tp]""",
 argmax(x, "[b] [k/tp]")
 argmax works along the one dimension in brackets.
 got: 2 in brackets
-fix: one pair of brackets around one dimension""",
+advice: one pair of brackets around one dimension""",
     ),
     (
         lambda x: argmax(x, "b [k/tp] -> b/tp"),
@@ -204,7 +204,7 @@ fix: one pair of brackets around one dimension""",
 argmax(x, "b [k/tp] -> b/tp")
                        ^^^^
 argmax keeps the placement of the other dimensions: b on the left is b/tp on the right.
-fix: all_gather, split or relayout the result in a line of its own""",
+advice: all_gather, split or relayout the result in a line of its own""",
     ),
     (
         lambda x: argmax(x, "b [k/tp] -> k"),
@@ -218,7 +218,8 @@ got: right: k""",
         """\
 softmax(x, "b [k] {U:tp}")
 softmax of a partial sum is not softmax of its parts: psum first.
-fix: psum(x, "b [k] {U:tp} -> b [k]")""",
+fix: psum(x, "b k {U:tp} -> b k")
+fix: "b [k]\"""",
     ),
 ]
 

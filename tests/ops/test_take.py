@@ -131,7 +131,7 @@ axis tp divides ids and is used by the table: a device would look up its own num
 got:
 - the table: v/tp
 - ids: b/tp
-fix: all_gather(ids, "b/tp s -> b s") first, or gather the table""",
+advice: all_gather(ids, "b/tp s -> b s") first, or gather the table""",
     ),
     (
         "[v] d, b/dp s -> b/dp s d/tp",
@@ -142,7 +142,7 @@ tp on d/tp has nothing to scatter: nothing is a partial sum along it. That is a 
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: take(..., "... -> b/dp s d"), then split(y, "b/dp s d -> b/dp s d/tp")""",
+fix: split(take(table, ids, "[v] d, b/dp s -> b/dp s d"), "b/dp s d -> b/dp s d/tp")""",
     ),
     (
         "v/tp d, b s -> b s d",
@@ -150,7 +150,7 @@ fix: take(..., "... -> b/dp s d"), then split(y, "b/dp s d -> b/dp s d/tp")""",
 take(x, y, "v/tp d, b s -> b s d")
 take looks up along the one dimension of the table that is in brackets.
 got: 0 dimensions in brackets
-fix: [v/tp] d, b s -> b s d""",
+advice: as in "[v/tp] d, b s -> b s d\"""",
     ),
 ]
 

@@ -190,9 +190,9 @@ def test_error_axis_index_on_whole_arrays(mesh):
     assert message(mesh, lambda: axis_index("tp"), ModeError, "auto") == (
         "axis_index('tp')\n"
         "in auto mode the body sees whole arrays, so it runs at no place along tp.\n"
-        'fix: iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
+        'advice: iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
         'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'
-        '     else local(fn, "in -> out") around the per-shard code'
+        '        else local(fn, "in -> out") around the per-shard code'
     )
 
 
@@ -209,7 +209,7 @@ def test_error_unknown_size(mesh):
         'size("c")\n'
         "      ^\n"
         "the size of c is not known.\n"
-        "fix: c=..."
+        "advice: say it: c=..."
     )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def test_error_scattered_blocks(mesh):
 @pytest.mark.parametrize(
     ("question", "kind", "text"),
     [
-        (lambda: size("b d"), LayoutError, 'size asks for one dimension.\nfix: size("b")'),
+        (lambda: size("b d"), LayoutError, 'size asks for one dimension.\nadvice: as in size("b")'),
         (lambda: size("scalar"), LayoutError, "size asks for one dimension."),
         (lambda: size("b {U:dp}"), LayoutError, "size asks for one dimension."),
         (lambda: size("_"), LayoutError, "a dimension without a name has no size of its own."),

@@ -24,6 +24,8 @@ from spmd.language import Dim, Layout, axis_sizes
 from spmd.mesh import ambient_mesh
 from spmd.mode import Frame, ambient_mapping, try_frame
 
+_EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
+
 __all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan", "summary"]
 
 PREFER = ("collectives", "bytes", "latency")
@@ -215,13 +217,13 @@ def plan(
         _misplaced(pattern, *misplaced)
     if sizes is not None and not isinstance(sizes, Mapping):
         rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
-        raise SizeError(compose(rule, call="plan(...)", fix='sizes={"a": 4096, "b": 4096}'))
+        raise SizeError(compose(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}'))
     here = try_frame()
     mapping = ambient_mapping() if here is None else here.mapping
     frame = Frame("explicit", None, tuple(_mesh_sizes(mesh).items()), mapping)
     profile = check_prefer("plan(...)", prefer, hardware)
     kind = _dtype(dtype)
-    call = open_call("plan", pattern, {**(sizes or {}), **names}, frame=frame)
+    call = open_call("plan", pattern, {**(sizes or {}), **names}, frame=frame, example=_EXAMPLE)
     if mapping is not None and here is None:
         for layout in call.raw.layouts:
             mapping.place(layout, call.text)
@@ -250,7 +252,7 @@ def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
         raise CommunicationError(compose(rule, call=call))
     if profile is None and prefer == "latency":
         rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
-        raise CommunicationError(compose(rule, call=call, fix='hardware="h100", or a spmd.Hardware of your own'))
+        raise CommunicationError(compose(rule, call=call, advice='hardware="h100", or a spmd.Hardware of your own'))
     return None if profile is None else hardware(profile)
 
 
@@ -347,22 +349,22 @@ def _misplaced(pattern: Any, *rest: Any) -> NoReturn:
     elif texts and not isinstance(pattern, str | Layout):
         rule = "plan takes no array: a pattern, and the sizes by keyword."
     got = [", ".join(f'"{one}"' if isinstance(one, str | Layout) else kind_of(one) for one in (pattern, *rest))]
-    fix = f'plan("{shown}", sizes={{...}}, mesh=mesh)'
-    raise LayoutError(compose(rule, call="plan(...)", got=got, fix=fix))
+    advice = f'as in plan("{shown}", sizes={{...}}, mesh=mesh)'
+    raise LayoutError(compose(rule, call="plan(...)", got=got, advice=advice))
 
 
 def _mesh_sizes(mesh: Any) -> dict[str, int]:
     mesh = ambient_mesh() if mesh is None else mesh
     if mesh is None:
         rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
-        raise MeshError(compose(rule, call="plan(...)", fix='mesh=spmd.make_mesh(x=4), or mesh={"x": 4}'))
+        raise MeshError(compose(rule, call="plan(...)", advice='mesh=spmd.make_mesh(x=4), or mesh={"x": 4}'))
     try:
         sizes = axis_sizes(mesh)
     except (TypeError, ValueError):
         sizes = {}
     if not sizes or not all(isinstance(a, str) and isinstance(n, int | np.integer) and n > 0 for a, n in sizes.items()):
         rule = f"mesh is a Mesh, an AbstractMesh or a dict of axis names and their sizes, not {mesh!r}."
-        raise MeshError(compose(rule, call="plan(...)", fix='mesh={"x": 4}'))
+        raise MeshError(compose(rule, call="plan(...)", advice='as in mesh={"x": 4}'))
     return {axis: int(size) for axis, size in sizes.items()}
 
 
@@ -373,7 +375,7 @@ def _dtype(dtype: Any) -> np.dtype:
         return jnp.dtype(dtype)
     except TypeError:
         rule = f"dtype is the type of the elements, not {dtype!r}."
-        raise CommunicationError(compose(rule, call="plan(...)", fix="dtype=jnp.bfloat16")) from None
+        raise CommunicationError(compose(rule, call="plan(...)", advice="as in dtype=jnp.bfloat16")) from None
 
 
 def _complete(call: Call) -> tuple[Layout, Layout]:
@@ -382,13 +384,13 @@ def _complete(call: Call) -> tuple[Layout, Layout]:
     for dim in (*source.dims, *target.dims):
         rule = None
         if dim.ellipsis:
-            rule, fix = "a plan needs every dimension, and '...' stands for any number of them.", "write them out"
+            rule, advice = "a plan needs every dimension, and '...' stands for any number of them.", "write them out"
         elif any(dim.margin):
-            rule, fix = "a plan moves blocks, and a margin is a copy of the neighbours'.", "leave the margins out"
+            rule, advice = "a plan moves blocks, and a margin is a copy of the neighbours'.", "leave the margins out"
         elif any(atom.name == "_" for atom in dim.atoms):
-            rule, fix = "a plan needs every size, and '_' has no name to give it by.", "name the dimension"
+            rule, advice = "a plan needs every size, and '_' has no name to give it by.", "name the dimension"
         if rule:
-            call.fail(rule, at=dim.span, fix=fix, error=LayoutError)
+            call.fail(rule, at=dim.span, advice=advice, error=LayoutError)
     return source.without_brackets(), target.without_brackets()
 
 
