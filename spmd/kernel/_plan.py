@@ -332,7 +332,9 @@ class Plan:
             layouts = self._traced_layouts(frame, leaves)
             specs = [layout.without(*self.free_axes).spec for layout in layouts]
             lies = [NamedSharding(self.mesh, spec) for spec in specs]
-            run = jax.sharding.auto_axes(lambda *x: whole(*self._anchored(x)), axes=self.typed_axes, out_sharding=lies)
+            run: Any = jax.sharding.auto_axes(
+                lambda *x: whole(*self._anchored(x)), axes=self.typed_axes, out_sharding=lies
+            )
             return self.outputs.build(run(*leaves))
 
     def _anchored(self, leaves: Sequence[Any]) -> Sequence[Any]:
