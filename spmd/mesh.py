@@ -65,8 +65,8 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     for name, size in axes.items():
         if not _writable(name):
             rule = f"layouts name the axes of a mesh, and none can name {name!r}."
-            fix = "a name of ASCII letters, digits and '_' that starts with a letter"
-            raise MeshError(compose(rule, call=call, fix=fix))
+            advice = "a name of ASCII letters, digits and '_' that starts with a letter"
+            raise MeshError(compose(rule, call=call, advice=advice))
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or (size < 1 and size != -1):
             raise MeshError(
                 compose(
