@@ -6,6 +6,7 @@ JAX release is absorbed here.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,14 +19,17 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 __all__ = [
     "Primitive",
+    "alone",
     "concrete",
     "identity_primitive",
     "in_jax",
     "linear_primitive",
     "live_jaxpr",
     "manual_axes",
+    "manual_sizes",
     "mapped",
     "name_stack",
+    "of_one",
     "pvary",
     "reduced_axes",
     "to_unreduced",
@@ -47,6 +51,12 @@ def in_jax(filename: str) -> bool:
 def manual_axes() -> tuple[str, ...]:
     """Mesh axes that are manual where the caller runs: those of the enclosing `shard_map`s."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def manual_sizes(axes: Sequence[str]) -> tuple[int, ...]:
+    """The sizes of mesh axes, as far as they are manual; 0 for what is not (`jax.vmap(axis_name=...)`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(mesh.shape[a] if a in mesh.manual_axes else 0 for a in axes)
 
 
 def _manual_type(x: Any) -> Any:
@@ -103,7 +113,7 @@ def as_terms(aval: Any, axes: Sequence[str]) -> Any:
 
 
 def pvary(x: Any, axes: Sequence[str]) -> Any:
-    """`x` typed varying along `axes`: no communication, and a psum as its transpose."""
+    """`x` typed varying along `axes`: no communication, and a psum as its transpose, nothing along axes of size 1."""
     kind = _manual_type(x)
     manual = manual_axes()
     have = frozenset() if kind is None else kind.varying | kind.unreduced
@@ -111,7 +121,10 @@ def pvary(x: Any, axes: Sequence[str]) -> Any:
     if kind is not None and (reduced := tuple(a for a in missing if a in kind.reduced)):
         x = jax.lax.pcast(x, reduced, to="varying")
         missing = tuple(a for a in missing if a not in reduced)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    unit = tuple(a for a, n in zip(missing, manual_sizes(missing), strict=True) if n == 1)
+    wide = tuple(a for a in missing if a not in unit)
+    x = jax.lax.pcast(x, wide, to="varying") if wide else x
+    return _ALONE["pvary"].bind(x, axes=unit, all_gather_dimension=0, tiled=True) if unit else x
 
 
 def to_unreduced(x: Any, axes: Sequence[str]) -> Any:
@@ -210,6 +223,57 @@ def linear_primitive(
     ad.primitive_transposes[op] = transposed
     batching.primitive_batchers[op] = batch
     return op
+
+
+# --- collectives of one device ---------------------------------------------------------------------------------
+
+# Along an axis of size 1 nothing travels, but XLA does not always see that: for CPUs it keeps all-reduces and
+# reduce-scatters of one device, with the copies around them. These primitives have the types of JAX's and compile to
+# nothing. They also have their names, for the checks and `explain` go by names, whatever the sizes of axes.
+_EQUAL = ("psum_invariant", "pmax", "pmin", "all_gather_invariant")
+_TRANSPOSES = {"pvary": "psum_invariant", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+def of_one(axes: Sequence[str]) -> bool:
+    """Whether these are mesh axes along which there is one device."""
+    return bool(axes) and all(size == 1 for size in manual_sizes(axes))
+
+
+def alone(name: str, x: Any, axes: tuple[str, ...], dim: int = 0) -> Any:
+    """The collective that JAX calls `name` along axes of size 1; `dim` is that of an all_gather or reduce_scatter."""
+    return _ALONE[name].bind(pvary(x, axes), axes=axes, all_gather_dimension=dim, tiled=True)
+
+
+def _alone_type(name: str, x: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
+    if name == "pvary":
+        return with_varying(x, axes, x.shape)
+    return without_varying(x, axes) if name in _EQUAL else x
+
+
+def _alone_transpose(name: str, cotangent: Any, *, axes: tuple[str, ...], all_gather_dimension: int, **_: Any) -> Any:
+    if name in _EQUAL:
+        return pvary(cotangent, axes)
+    return alone(_TRANSPOSES.get(name, name), cotangent, axes, all_gather_dimension)
+
+
+def _alone_batch(name: str, args: Any, dims: Any, *, all_gather_dimension: int, **how: Any) -> Any:
+    inner = all_gather_dimension + (dims[0] <= all_gather_dimension)
+    return _ALONE[name].bind(*args, all_gather_dimension=inner, **how), dims[0]
+
+
+_ALONE = {
+    name: linear_primitive(
+        name,
+        abstract=functools.partial(_alone_type, name),
+        run=lambda x, **_: x,
+        transpose=functools.partial(_alone_transpose, name),
+        batch=functools.partial(_alone_batch, name),
+    )
+    for name in (*_EQUAL, *_TRANSPOSES, "all_to_all")
+}
+
+
+# --- jaxprs ----------------------------------------------------------------------------------------------------
 
 
 def live_jaxpr(jaxpr: Any) -> Any:

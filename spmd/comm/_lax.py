@@ -1,4 +1,7 @@
-"""The collectives of `jax.lax` with the types made to fit: what is invarying is cast before it travels."""
+"""The collectives of `jax.lax` with the types made to fit: what is invarying is cast before it travels.
+
+Along axes of size 1 they are those of `_compat.alone`, which compile to nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,31 +39,43 @@ def psum(x: Any, axes: Axes) -> Any:
     rest = tuple(a for a in axes if a not in unreduced)
     if unreduced:
         x = lax.psum(x, unreduced)
+    if _compat.of_one(rest):
+        return _compat.alone("psum_invariant", x, rest)
     return lax.psum(_compat.pvary(x, rest), rest) if rest else x
 
 
 def pmax(x: Any, axes: Axes) -> Any:
     """The maximum over `axes`; no gradient of its own."""
+    if _compat.of_one(axes):
+        return _compat.alone("pmax", x, axes)
     return lax.pmax(_compat.pvary(x, axes), axes) if axes else x
 
 
 def pmin(x: Any, axes: Axes) -> Any:
     """The minimum over `axes`; no gradient of its own."""
+    if _compat.of_one(axes):
+        return _compat.alone("pmin", x, axes)
     return lax.pmin(_compat.pvary(x, axes), axes) if axes else x
 
 
 def all_gather(x: Any, axes: Axes, dim: int, to: str, groups: Groups = None) -> Any:
     """The blocks along `axes`, major axis first, joined in dimension `dim`."""
+    if _compat.of_one(axes):
+        return _compat.alone("all_gather" if to == "varying" else "all_gather_invariant", x, axes, dim)
     return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to, axis_index_groups=groups)
 
 
 def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
     """The sum over `axes`, of which each device keeps its block of dimension `dim`."""
+    if _compat.of_one(axes):
+        return _compat.alone("reduce_scatter", x, axes, dim)
     return lax.psum_scatter(_compat.pvary(x, axes), axes, scatter_dimension=dim, tiled=True)
 
 
 def all_to_all(x: Any, axes: Axes, split: int, concat: int, groups: Groups = None) -> Any:
     """Divide dimension `split` over `axes` and make `concat` whole again, one step inwards."""
+    if _compat.of_one(axes):
+        return _compat.alone("all_to_all", x, axes)
     return lax.all_to_all(_compat.pvary(x, axes), axes, split, concat, tiled=True, axis_index_groups=groups)
 
 

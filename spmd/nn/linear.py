@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import all_gather, defer, einsum, scope
+from spmd import all_gather, axis_size, defer, einsum, scope
 from spmd.errors import LayoutError, compose
 from spmd.nn.overlap import einsum_scatter, ring_columns
 
@@ -133,8 +133,7 @@ def row_linear(
     w = w.reshape(-1, w.shape[-1]).astype(x.dtype)
     if sp is None:
         y = einsum(x, w, "... f/tp, f/tp d -> ... d", tp=tp)
-    elif overlap:
-        _check_same("row_linear", tp, sp)
+    elif overlap and _is_ring("row_linear", tp, sp):
         y = einsum_scatter(x, w, tp=tp, cp=cp)
     else:
         y = einsum(x, w, "... s/cp f/tp, f/tp d -> ... s/cp/sp d", tp=tp, sp=sp, cp=cp)
@@ -328,8 +327,7 @@ def gated_mlp(
 
 def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes, overlap: bool) -> list[Any]:
     """The products of x with weights "d f/tp" or "d n f/tp", the sequence gathered once for all of them."""
-    if overlap and sp is not None:
-        _check_same("column_linear", tp, sp)
+    if overlap and sp is not None and _is_ring("column_linear", tp, sp):
         return ring_columns(x, weights, tp=tp, cp=cp)
     if sp is None:
         # Typed varying once, so that the gradients of several products are added before they are summed over tp.
@@ -344,13 +342,15 @@ def _plus(y: Any, b: Any) -> Any:
     return y if b is None else y + jnp.expand_dims(b.astype(y.dtype), tuple(range(y.ndim - b.ndim)))
 
 
-def _check_same(name: str, tp: Axes, sp: Axes) -> None:
+def _is_ring(name: str, tp: Axes, sp: Axes) -> bool:
+    """Whether a ring moves anything; an error where it cannot."""
     if (tp if isinstance(tp, tuple) else (tp,)) != (sp if isinstance(sp, tuple) else (sp,)):
         rule = "a ring over the devices of tp moves a sequence that is divided over the same."
         advice = f"sp={tp!r}, or overlap=False"
         raise LayoutError(
             compose(rule, call=f"{name}(x, w, overlap=True)", got=[f"tp={tp!r}", f"sp={sp!r}"], advice=advice)
         )
+    return sp is not None and axis_size(sp) > 1
 
 
 def _check_rank(name: str, x: Any, rank: int, layout: str, which: str = "w") -> None:

@@ -57,7 +57,7 @@ def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) ->
         for dim, by in zip(dims, _shifts(call, shift, len(dims)), strict=True):
             factor = operand.factors[dim]
             by %= factor.size
-            if by and call.frame.explicit and factor.axes:
+            if by and factor.local < factor.size:
                 out = _divided(call, out, dim, factor, by)
             elif by:
                 out = roll_p.bind(out, by=by, axis=dim)

@@ -49,7 +49,8 @@ def softmax(x: Any, layout: str, *, where: Any = None, **names: Any) -> Any:
     call, operand = open_bracketed("softmax", x, layout, names)
     dims = bracketed(call, operand)
     mask = None if where is None else _mask(call, where, x, operand)
-    axes = tuple(a for i in dims for a in operand.factors[i].axes) if call.frame.explicit else ()
+    divided = [f for f in (operand.factors[i] for i in dims) if f.local < f.size]
+    axes = tuple(a for f in divided for a in f.axes)
     value = operand.x if jnp.issubdtype(operand.x.dtype, jnp.inexact) else operand.x.astype(jnp.result_type(float))
     with call.scope():
         if axes:
@@ -125,7 +126,9 @@ def argmax(x: Any, pattern: str, **names: Any) -> Any:
         call.fail(f"argmax needs numbers that are ordered, and the array is {value.dtype}.", error=LayoutError)
     local = jnp.argmax(value, axis=dim).astype(jnp.int32)
     factor = operand.factors[dim]
-    if call.frame.explicit and factor.axes:
+    if call.frame.explicit and factor.axes and factor.local == factor.size:
+        local = _lax.pmin(local, factor.axes)  # of one block: it is the type that changes
+    elif call.frame.explicit and factor.axes:
         key = _order_key(jnp.squeeze(jnp.take_along_axis(value, jnp.expand_dims(local, dim), axis=dim), dim))
         start = call.start(factor)
         place = local.astype(start.dtype) + start
@@ -203,7 +206,7 @@ def cumsum(x: Any, layout: str, *, reverse: bool = False, **names: Any) -> Any:
     value = operand.x.astype(jnp.int32) if operand.x.dtype == jnp.bool_ else operand.x
     out = lax.cumsum(value, axis=dim, reverse=reverse)
     factor = operand.factors[dim]
-    if call.frame.explicit and factor.axes:
+    if factor.local < factor.size:
         with call.scope():
             out = out + _before(call, out, dim, factor.axes, reverse)
     return call.result(out, operand.layout.without_brackets())

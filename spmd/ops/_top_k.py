@@ -61,8 +61,9 @@ def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[Any, Any]:
             positions = positions.astype(start.dtype) + start
             # Blocks arrive in the order of their positions: among equals the earlier candidate is the earlier element.
             values, positions = (_lax.all_gather(y, factor.axes, dim, "invarying") for y in (values, positions))
-            values, chosen = _last(values, k, dim)
-            positions = jnp.take_along_axis(positions, chosen, axis=dim)
+            if factor.local < factor.size:
+                values, chosen = _last(values, k, dim)
+                positions = jnp.take_along_axis(positions, chosen, axis=dim)
     out = _result_layout(operand.layout)
     return call.result(values, out), call.result(positions, out)
 
