@@ -47,6 +47,7 @@ _FREE = frozenset(
         "spmd_assert_equal",
         "spmd_split",
         "spmd_roll",
+        "spmd_move",
         "spmd_retype",
         "spmd_untype",
     )

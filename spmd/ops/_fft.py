@@ -20,6 +20,7 @@ from spmd.language import Atom, Dim, Layout
 from spmd.mode import inner
 from spmd.ops._fft_freq import frequencies
 from spmd.ops._fft_line import along, factors, in_two_factors
+from spmd.ops._fft_moves import JOINED, cut, joined, transposed
 from spmd.ops._fft_route import Job, Stage, route
 from spmd.ops._island import local
 from spmd.ops._landing import plain_dims
@@ -27,8 +28,6 @@ from spmd.ops._landing import plain_dims
 __all__ = ["fft", "ifft", "irfft", "rfft"]
 
 NORMS = ("backward", "ortho", "forward")
-JOINED = 16  # pieces of an array that are joined one by one; more would make programs large
-
 _relayout, _local = inner(relayout), inner(local)
 
 
@@ -414,13 +413,8 @@ class _Walk:
         return self.restored(x)
 
     def restored(self, x: Any) -> Any:
-        """The dimensions in their own order again; plane by plane where there are few, which caches like better."""
-        back = [self.order.index(i) for i in range(x.ndim)]
-        place = back.index(0) if back else 0
-        if 0 < place < x.ndim - 1 and x.shape[0] <= JOINED:
-            rest = [i - 1 for i in back if i]
-            return jnp.stack([x[i].transpose(rest) for i in range(x.shape[0])], place)
-        return x.transpose(back)
+        """The dimensions in their own order again."""
+        return transposed(x, tuple(self.order.index(i) for i in range(x.ndim)))
 
     def go(self, x: Any, at: tuple[Any, ...], stage: Stage, left: set[int]) -> Any:
         """A change of layout, between padding and cropping where a dimension does not divide."""
@@ -519,11 +513,5 @@ class _Walk:
 
 
 def _exchanged(x: Any, axes: tuple[str, ...], n: int, giver: int, taker: int) -> Any:
-    """One all-to-all: the dimension `taker` divided by `axes` instead of `giver`.
-
-    Its result is a stack of pieces, one from each device. XLA's compiler for CPUs joins what it finds as slices of that
-    in one pass over the memory, and what is said as a transpose in two.
-    """
-    shape = (*x.shape[:taker], n, x.shape[taker] // n, *x.shape[taker + 1 :])
-    pieces = _lax.all_to_all(jnp.moveaxis(x.reshape(shape), taker, 0), axes, 0, 0)
-    return jax.lax.concatenate([jax.lax.index_in_dim(pieces, i, keepdims=False) for i in range(n)], giver)
+    """One all-to-all: the dimension `taker` divided by `axes` instead of `giver`."""
+    return joined(_lax.all_to_all(cut(x, n, taker), axes, 0, 0), giver)

@@ -99,7 +99,8 @@ def test_many_devices_exchange_in_the_form_that_few_do_not(pattern: str, monkeyp
     x = numbers(np.random.default_rng(0), (8, 16, 24), False)
     few = kernel("fft", pattern, mesh)
     wanted = spmd.inspect.collectives(few, x, mesh=mesh)
-    monkeypatch.setattr("spmd.ops._fft.JOINED", 0)
+    for module in ("_fft", "_fft_moves"):
+        monkeypatch.setattr(f"spmd.ops.{module}.JOINED", 0)
     many = kernel("fft", pattern, mesh)
     found = spmd.inspect.collectives(many, x, mesh=mesh)
     assert (found.counts, found.total_bytes) == (wanted.counts, wanted.total_bytes)
@@ -167,6 +168,26 @@ def test_memory_is_of_the_size_of_shards() -> None:
     run = kernel("fft", "x/a y/b z -> kx ky/a kz/b", mesh)
     memory = jax.jit(run).lower(x).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 4 * x.nbytes / 8  # the whole is 8 shards
+
+
+@pytest.mark.parametrize(("mesh", "pattern"), [(SLAB, "x/a y z -> kx ky/a kz"), (PENCIL, "x/a y/b z -> kx/a ky/b kz")])
+def test_memory_of_gradients_is_of_the_size_of_shards(mesh, pattern: str) -> None:
+    """What an exchange joins piece by piece, its gradient does not add up piece by piece."""
+    mesh = make_mesh(mesh)
+    x, ct = (spmd.shard(jnp.ones((32, 32, 32), jnp.complex64), side, mesh=mesh) for side in pattern.split(" -> "))
+    run = kernel("fft", pattern, mesh)
+    memory = jax.jit(lambda x, ct: jax.vjp(run, x)[1](ct)).lower(x, ct).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 4 * x.nbytes / 8
+
+
+def test_gradients_of_gradients_and_of_batches() -> None:
+    """The pieces of an exchange have transposes of their own, and those have them too."""
+    x, y, by = (numbers(np.random.default_rng(seed), (3, 8, 16), True) for seed in range(3))
+    run = kernel("fft", "x/a y -> kx ky/a", make_mesh({"a": 4}))
+    ours = lambda x, y: (abs(jax.vmap(run)(x * y)) ** 2).sum()
+    theirs = lambda x, y: (abs(jnp.fft.fftn(x * y, axes=(1, 2))) ** 2).sum()
+    twice = lambda f: jax.jit(lambda x, y: jax.grad(lambda y: (jax.grad(f)(x, y) * by).sum())(y))
+    close(twice(ours)(x, y), twice(theirs)(x, y))
 
 
 @pytest.mark.parametrize(
