@@ -29,7 +29,7 @@ class _Cut:
     fixed: bool = False  # whether it undoes a join
 
     def run(self, x: Any) -> Any:
-        # Else XLA would see through both where one follows on the other, for some of the pieces only, and then refuse an
+        # Else XLA sees through both where one follows the other, for some of the pieces only, and then refuses an
         # exchange of pieces that lie in memory in different orders.
         x = _compat.row_major(x) if self.fixed else x
         return jnp.moveaxis(x.reshape(*x.shape[: self.dim], self.n, -1, *x.shape[self.dim + 1 :]), self.dim, 0)
