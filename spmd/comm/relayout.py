@@ -11,6 +11,7 @@ from spmd import _compat
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides, check_to
+from spmd.comm.planner._outside import uneven
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._run import run
 from spmd.comm.planner.plan import check_prefer
@@ -103,11 +104,10 @@ def _before_and_after(call: Call, operand: Operand, dst: Layout) -> tuple[list[A
 
 
 def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
-    """The whole array in auto mode. XLA of jax 0.12 aborts the process on some direct changes between axes of sizes
-    such as 2 and 3 ("Could not slice dimension"), and not on the steps: only there the steps are constraints."""
+    """The whole array in auto mode: where the compiler cannot do the change at once, the steps are constraints."""
     frame = call.frame
     sizes = [frame.axis_size(a) for a in {*src.axes, *dst.axes}]
-    if frame.mode != "auto" or frame.constrain != "all" or all(a % b == 0 or b % a == 0 for a in sizes for b in sizes):
+    if frame.mode != "auto" or frame.constrain != "all" or not uneven(sizes):
         return operand.x
     x = operand.x
     for now in _one_by_one(*_before_and_after(call, operand, dst)):

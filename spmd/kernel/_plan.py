@@ -6,6 +6,7 @@ Everything here runs while JAX traces; a warm call runs none of it.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd.check import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
+from spmd.comm.planner import move, uneven
 from spmd.errors import LayoutError, MeshError, ModeError, SpmdError, did_you_mean
 from spmd.kernel._known import identifier, remember
 from spmd.kernel._outputs import Outputs, diagnose
@@ -95,6 +97,7 @@ class Plan:
         self._sets_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
         self.simple = mode == "explicit" or (mode == "auto" and not self.typed_axes)
         self.simple &= not self._deviceless
+        self._uneven = mode != "reference" and isinstance(mesh, Mesh) and uneven(self.sizes.values())
         self._check_layouts()
         remember(self)
         donated = donate if mode != "reference" else ()
@@ -110,6 +113,8 @@ class Plan:
         for x in leaves if _compat.DELETED_ARRAYS_CRASH else ():
             if x.is_deleted() if warm else _compat.deleted(x):
                 self._check_alive(leaves)
+        if self._uneven:
+            leaves = [self._brought(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True)]
         try:
             leaves = self._moved(leaves) if self.mode == "reference" else leaves
             return self.outputs.returned(self.jitted(*leaves) if warm else self._call(leaves))
@@ -132,6 +137,18 @@ class Plan:
 
     def _moved(self, leaves: Sequence[Any]) -> list[Any]:
         return [self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)]
+
+    def _brought(self, leaf: Any, layout: Layout) -> Any:
+        """An argument that lies otherwise on this mesh, moved by the planned steps: the compiler may not survive it."""
+        held = getattr(_compat.concrete(leaf), "sharding", None)
+        ranked = any(d.ellipsis for d in layout.dims) or len(layout.dims) == leaf.ndim
+        if not (isinstance(held, NamedSharding) and held.mesh == self.mesh and ranked):
+            return leaf
+        wanted = NamedSharding(self.mesh, self.spec(layout, leaf.ndim))
+        parts = [math.prod(self.sizes[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in wanted.spec]
+        fits = all(n % k == 0 for n, k in zip(leaf.shape, parts, strict=False))
+        moved = move(leaf, wanted) if fits and not held.is_equivalent_to(wanted, leaf.ndim) else None
+        return leaf if moved is None else moved
 
     def _call(self, leaves: Sequence[Any]) -> Any:
         if self._deviceless and outside_trace():

@@ -385,3 +385,17 @@ def test_a_reduced_argument_that_leaves_whole():
     kernel = spmd.kernel("d f {R:dp} -> d f", mesh=mesh_of((E, E)))(lambda w: w * 2)
     with pytest.raises(ReplicationError, match="result is equal on dp, and typed varying"):
         kernel(W)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+def test_an_argument_that_the_compiler_cannot_move(mode) -> None:
+    """On axes of 3 and 2 XLA of jax 0.12 ends the process at this change, done at once."""
+    mesh = spmd.make_mesh(x=3, y=2, devices=jax.devices()[:6])
+    x = np.arange(6.0 * 10 * 4, dtype=np.float32).reshape(6, 10, 4)
+    held = spmd.shard(x, "a/y/x b c", mesh=mesh)
+    run = getattr(spmd.kernel("a/x b/y c -> a/x b/y c", mesh=mesh)(lambda x: x * x), mode)
+    np.testing.assert_array_equal(run(held), x * x)
+    np.testing.assert_array_equal(run(held), x * x)  # warm
+    gradient = jax.grad(lambda x: run(x).sum())(held)
+    np.testing.assert_array_equal(gradient, 2 * x)
+    assert gradient.sharding.is_equivalent_to(held.sharding, 3)

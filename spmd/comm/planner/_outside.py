@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,7 +14,13 @@ from spmd import _compat
 from spmd.comm.planner._route import Axes, Request, route
 from spmd.comm.planner._run import run
 
-__all__ = ["move", "program"]
+__all__ = ["move", "program", "uneven"]
+
+
+def uneven(sizes: Iterable[int]) -> bool:
+    """Whether some size of an axis does not divide a larger one. XLA of jax 0.12 then aborts the process on some direct
+    changes of layout ("Could not slice dimension"), and not on steps of one axis at a time."""
+    return any(a % b and b % a for a, b in itertools.combinations(sizes, 2))
 
 
 def move(x: Any, target: NamedSharding) -> Any:
