@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import einops
 import jax.extend.source_info_util as source_info_util
 
 from spmd import _compat
@@ -15,6 +16,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 # JAX skips its own frames when it names a line; ours are skipped in the same way, in JAX's messages too.
 source_info_util.register_exclusion(_PACKAGE)
+source_info_util.register_exclusion(os.path.dirname(os.path.abspath(einops.__file__)) + os.sep)
 
 
 def line_of(eqn: Any, callers: Sequence[Any] = ()) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from spmd._jaxprs import equations
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
+from spmd.comm._local import rearranged
 from spmd.comm._marks import mark
 from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError, compose
 from spmd.language import Dim, Layout
@@ -424,24 +424,12 @@ def _jax_cannot(error: Exception) -> bool:
 
 def _cut(operand: Operand, frame: Frame) -> Any:
     """A whole array as its blocks: one leading dimension per axis that divides it, in mesh order."""
-    shape: list[int] = []
-    place: dict[str, int] = {}
-    rest: list[int] = []
-    blocks: list[int] = []
-    for factor in operand.factors:
-        for axis in factor.axes:
-            place[axis] = len(shape)
-            shape.append(frame.axis_size(axis))
-        rest.append(len(shape))
-        blocks.append(factor.size // (frame.axis_size(factor.axes) if factor.axes else 1))
-        shape.append(blocks[-1])
-    leading = frame.in_mesh_order(place)
-    x = operand.x.reshape(shape).transpose([*(place[a] for a in leading), *rest])
-    sizes = [frame.axis_size(a) for a in leading]
-    for count in _counts(operand.layout, len(operand.factors)):
-        sizes.append(math.prod(blocks[:count]))
-        del blocks[:count]
-    return x.reshape(sizes)
+    have = [(*factor.axes, i) for i, factor in enumerate(operand.factors)]  # a block goes by its number
+    leading = frame.in_mesh_order([axis for factor in operand.factors for axis in factor.axes])
+    blocks = iter(range(len(have)))
+    dims = [[next(blocks) for _ in range(count)] for count in _counts(operand.layout, len(have))]
+    sizes: dict[Any, int] = {axis: frame.axis_size(axis) for axis in leading}
+    return rearranged(operand.x, have, [*([axis] for axis in leading), *dims], sizes)
 
 
 def _counts(layout: Layout, factors: int) -> list[int]:
@@ -463,14 +451,15 @@ def _join(call: Call, y: Any, layout: Layout) -> Any:
             y = jax.lax.index_in_dim(y, 0, i, keepdims=False)
     leading = frame.in_mesh_order(layout.axes)
     dims = layout.with_rank(y.ndim - len(leading)).dims
-    shape, order, whole = [frame.axis_size(a) for a in leading], [], []
+    have: list[Any] = [[axis] for axis in leading]
+    want: list[Any] = []
+    sizes: dict[Any, int] = {}
     for dim, size in zip(dims, y.shape[len(leading) :], strict=True):
-        parts = _parts(call, dim, size)
-        for axes, block in parts:
-            order += [leading.index(a) for a in axes] + [len(shape)]
-            shape.append(block)
-        whole.append(size * (frame.axis_size(dim.axes) if dim.axes else 1))
-    return y.reshape(shape).transpose(order).reshape(whole)
+        parts = {len(sizes) + i: part for i, part in enumerate(_parts(call, dim, size))}
+        sizes |= {number: block for number, (_, block) in parts.items()}
+        have.append([*parts])
+        want.append([name for number, (axes, _) in parts.items() for name in (*axes, number)])
+    return rearranged(y, have, want, sizes)
 
 
 def _parts(call: Call, dim: Dim, size: int) -> list[tuple[Axes, int]]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jax import lax
+import jax.numpy as jnp
 
 from spmd import _compat
 from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.comm._local import rearranged
 from spmd.comm._marks import mark
 from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Atom, Layout
@@ -65,9 +66,7 @@ def rearrange(x: Any, pattern: str, **names: Any) -> Any:
         )
     _check_new(call, dst, have, known=False)
     _check_axes(call, operand, dst, have)
-    order = [operand.position(name) for name in _names(dst, have)]
-    ones = [i for i, factor in enumerate(operand.factors) if _is_one(factor)]
-    return call.result(operand.x.transpose((*order, *ones)))
+    return call.result(rearranged(operand.x, _axes(operand), _dims(dst, have)))
 
 
 def repeat(x: Any, pattern: str, **names: Any) -> Any:
@@ -115,12 +114,8 @@ def repeat(x: Any, pattern: str, **names: Any) -> Any:
     _check_new(call, dst, have, known=True)
     _check_axes(call, operand, dst, have)
     target = _targets(call, operand, dst, have)
-    shape = tuple(f.local for f in target)
-    order = [operand.position(name) for name in kept]
-    ones = [i for i, factor in enumerate(operand.factors) if _is_one(factor)]
-    local = operand.x.transpose((*order, *ones)).reshape(tuple(operand.factors[i].local for i in order))
-    at = tuple(i for i, f in enumerate(target) if f.name in kept)
-    out = lax.broadcast_in_dim(local, shape, at)
+    local = rearranged(operand.x, _axes(operand), [[f.name] if f.name in kept else [] for f in target])
+    out = jnp.broadcast_to(local, tuple(f.local for f in target))
     new = [axis for f in target if f.name not in kept for axis in f.axes]
     if call.frame.explicit:
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
@@ -171,6 +166,20 @@ def _names(dst: Layout, have: Mapping[str, Factor]) -> list[str]:
     for dim in dst.dims:
         names += dots if dim.ellipsis else [a.name for a in dim.atoms if a.name in have and a.name != "1"]
     return names
+
+
+def _axes(operand: Operand) -> list[list[str]]:
+    """What each axis of an operand is, for `rearranged`."""
+    return [[] if _is_one(factor) else [factor.name] for factor in operand.factors]
+
+
+def _dims(dst: Layout, have: Mapping[str, Factor]) -> list[list[str]]:
+    """What each dimension of the right side is composed of."""
+    dims: list[list[str]] = []
+    for dim in dst.dims:
+        dots = [[name] for name in have if name.startswith("...")]
+        dims += dots if dim.ellipsis else [[a.name for a in dim.atoms if a.name != "1"]]
+    return dims
 
 
 def _check_new(call: Call, dst: Layout, have: Mapping[str, Factor], *, known: bool) -> None:

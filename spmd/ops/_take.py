@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.comm._local import rearranged
 from spmd.errors import LayoutError
 from spmd.ops._landing import factors_by_name, finish, land, placed, plain_dims, right_names
 
@@ -76,7 +77,7 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
     made = [*rows.names[:dim], *numbers.names, *rows.names[dim + 1 :]]
     with call.scope():
         out = _rows(call, rows.x, numbers.x, dim, key)
-        out = out.transpose(tuple(made.index(name) for name in right))
+        out = rearranged(out, [[name] for name in made], [[name] for name in right])
         out = finish(out, landing, call.frame)
     return call.result(out)
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd._jaxprs import equations
+from spmd.check._source import line_of
 from spmd.errors import CommunicationError, LayoutError, ReplicationError, SizeError
 from spmd.ops import iota, rearrange, repeat
 from tests import simulator
@@ -241,3 +243,30 @@ def test_copies_of_another_block_are_still_found() -> None:
     for kernel in (indexed, claimed):
         with pytest.raises(ReplicationError, match="but every device along tp holds the same block"):
             kernel(jnp.arange(4.0))
+
+
+# -------------------- einops does the local part
+
+ODD_NAMES = (("_x", "x_"), ("__x__", "if"), ("a1", "a0"), ("dp", "tp"))
+
+
+@pytest.mark.parametrize(("first", "second"), ODD_NAMES)
+def test_names_that_einops_refuses(first: str, second: str) -> None:
+    """Names of a layout are not those that einops sees."""
+    left, right = f"{first}/dp ({second} k)/tp 1 ...", f"... {second}/tp k 1 {first}/dp"
+    x = np.arange(2 * 4 * 24.0, dtype=np.float32).reshape(4, 8, 1, 2, 3)
+    wanted = x.reshape(4, 4, 2, 2, 3).transpose(3, 4, 1, 2, 0)[:, :, :, :, None, :]
+    pattern = f"{left} -> {right}"
+    kernel = spmd.kernel(pattern, mesh=spmd.make_mesh(**MESH), k=2)(lambda x: rearrange(x, pattern, k=2))
+    for mode in MODES:
+        value, (gradient,) = pulled(getattr(kernel, mode), jnp.asarray(x))
+        close(value, wanted)
+        close(gradient, x)
+
+
+def test_lines_are_the_users() -> None:
+    """Neither our frames nor those of einops are where something was written."""
+    kernel = spmd.kernel("a/dp b -> b a/dp", mesh=spmd.make_mesh(dp=2))(lambda x: rearrange(x, "a/dp b -> b a/dp"))
+    jaxpr = kernel.trace(jnp.ones((4, 2))).jaxpr
+    [moved] = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "transpose"]
+    assert line_of(moved).startswith("tests/ops/test_rearrange.py"), line_of(moved)

@@ -1,0 +1,39 @@
+"""What happens to the axes of an array on the device that has it: taken apart, put in order, composed. By einops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import einops
+
+__all__ = ["rearranged"]
+
+Groups = Sequence[Sequence[Hashable]]
+
+
+def rearranged(x: Any, have: Groups, want: Groups, sizes: Mapping[Hashable, int] | None = None) -> Any:
+    """`einops.rearrange` of names that are anything hashable, as those of factors and of mesh axes.
+
+    Args:
+      x: An array.
+      have: For each of its axes the names that it is composed of, the major one first; none for an axis of size 1.
+      want: The same for the result, of the same names.
+      sizes: Of the names; each composed axis may have one of unknown size.
+    """
+    have, want = tuple(map(tuple, have)), tuple(map(tuple, want))
+    pattern, known = _pattern(have, want)
+    return einops.rearrange(x, pattern, **{known[name]: size for name, size in (sizes or {}).items()})
+
+
+@functools.lru_cache(maxsize=4096)
+def _pattern(have: tuple[Any, ...], want: tuple[Any, ...]) -> tuple[str, dict[Hashable, str]]:
+    """The pattern in names of its own: those of einops are Python's, without underscores at their ends."""
+    fresh = {name: f"a{i}" for i, name in enumerate(name for group in have for name in group)}
+    sides = (" ".join(_axis([fresh[name] for name in group]) for group in side) for side in (have, want))
+    return " -> ".join(sides), fresh
+
+
+def _axis(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
