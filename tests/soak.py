@@ -313,74 +313,73 @@ def resident() -> int:
 
 
 def child(options: argparse.Namespace) -> int:
-    """Run programs, each line of the output saying one thing as JSON."""
+    """Run the programs that the parent names, each line of the output saying one thing as JSON."""
+    todo = [(family, int(seed)) for family, seed in json.loads(sys.stdin.read())]
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no line of ours
 
     def say(kind: str, what: Any) -> None:
         print(json.dumps([kind, what]), file=lines, flush=True)
 
-    if options.these:
-        todo = iter([(f, int(s)) for f, s in (one.rsplit(":", 1) for one in options.these.split(","))])
-        most = options.these.count(":")
-    else:
-        todo = itertools.islice(order(options.seed, options.only), options.skip, None)
-        most = min(LIFE, options.programs)
-    for result in work(todo, most, options.until, say):
+    for result in work(iter(todo), len(todo), options.until, say):
         say("result", asdict(result))
     return 0
 
 
-def listen(options: argparse.Namespace, *more: str) -> Iterator[tuple[str, Any]]:
-    """What a child says; at the end its exit status."""
-    command = [sys.executable, "-m", "tests.soak", "--child", "--seed", str(options.seed)]
-    command += ["--only", ",".join(options.only), "--until", str(options.until), *more]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE.parent
-    ) as process:
-        assert process.stdout
-        errors = collections.deque(maxlen=60)
-        drain = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+def listen(todo: Sequence[tuple[str, int]], until: float) -> Iterator[tuple[str, Any]]:
+    """What a child says of these programs; at the end how it ended."""
+    command = [sys.executable, "-m", "tests.soak", "--child", "--until", str(until)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=HERE.parent) as process:
+        assert process.stdin and process.stdout and process.stderr
+        errors: collections.deque[str] = collections.deque(maxlen=60)
+        drain = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
         drain.start()
+        process.stdin.write(json.dumps(todo))
+        process.stdin.close()
         for line in process.stdout:
-            yield tuple(json.loads(line))
+            kind, what = json.loads(line)
+            yield kind, what
         process.wait()
         drain.join(5)
-    yield "end", (process.returncode, [line for line in errors if "heck failed" in line or "Error" in line][:3])
+    yield (
+        "end",
+        (process.returncode, "".join(line for line in errors if "heck failed" in line or "Error" in line)[:500]),
+    )
 
 
 def supervised(options: argparse.Namespace) -> Iterator[Result]:
     """The results of one child after another. What a child died of is run again, each program by itself."""
-    done = 0
-    while time.time() < options.until and done < options.programs:
-        about: list[Any] = []
-        before = done
-        for kind, what in listen(options, "--skip", str(done), "--programs", str(options.programs - done)):
+    rest: list[tuple[str, int]] = []
+    fresh = itertools.islice(order(options.seed, options.only), options.programs)
+    while time.time() < options.until and (rest := rest or list(itertools.islice(fresh, LIFE))):
+        about: list[tuple[str, int]] = []
+        before = len(rest)
+        for kind, what in listen(rest, options.until):
             if kind == "about":
-                about = what
+                about = [(family, seed) for family, seed in what]
             elif kind == "result":
-                done += 1
-                about = [one for one in about if one != [what["family"], what["seed"]]]
-                yield Result(**what)
-            elif what[0] and about:
-                for family, seed in about:
-                    done += 1
-                    yield alone(options, family, seed)
-            elif what[0]:
+                one = Result(**what)
+                rest = [each for each in rest if each != (one.family, one.seed)]
+                about = [each for each in about if each != (one.family, one.seed)]
+                yield one
+            elif what[0] and not about:
                 raise SystemExit(f"the child ended with {what[0]}: {what[1]}")
-        if done == before:
-            break
+            elif what[0]:
+                rest = [each for each in rest if each not in about]
+                yield from itertools.starmap(alone, about)
+        if len(rest) == before:
+            break  # out of time
 
 
-def alone(options: argparse.Namespace, family: str, seed: int) -> Result:
+def alone(family: str, seed: int) -> Result:
     """One program in a child of its own."""
     found = Result(family, seed, "")
-    for kind, what in listen(options, "--these", f"{family}:{seed}"):
+    for kind, what in listen([(family, seed)], float("inf")):
         if kind == "result":
             found = Result(**what)
         elif kind == "end" and what[0]:
-            found.fault = f"the process ended with {what[0]}: {' '.join(what[1])}"
-            found.again = reproduced(family, seed)
+            found.fault, found.again = f"the process ended with {what[0]}: {what[1]}", reproduced(family, seed)
     return found
 
 
@@ -440,8 +439,7 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--choices", default="")
     for hidden in ("--child", "--in-process"):
         parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
-    for hidden in ("--these", "--until", "--skip"):
-        parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--until", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     known = [*FAMILIES, *ALONE]
     options.only = options.only.split(",") if options.only else known
@@ -450,7 +448,6 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no family {', '.join(unknown)}; there are {', '.join(known)}")
     minutes = options.minutes or (1e6 if options.programs < 10**9 else 1)
     options.until = float(options.until) if options.until else time.time() + 60 * minutes
-    options.skip = int(options.skip or 0)
     return options
 
 

@@ -67,3 +67,26 @@ def test_the_suites_own_tests_are_among_them() -> None:
     assert {"tests/comm/test_verbs.py::test_derivatives", "tests/ops/test_fft.py::test_sampled"} <= names
     test, given, name = soak.sampled_call(Choices(5))
     assert given["seed"] >= 5 and str(given["seed"]) in name and test.__name__ in name
+
+
+def test_a_process_that_dies_is_a_failure_of_one_program(monkeypatch, capsys) -> None:
+    """The others of its batch are run again, and those after it too; none twice."""
+    todo = [("verbs", 1), ("verbs", 2), ("calls", 3), ("verbs", 4)]
+    heard: list[list[tuple[str, int]]] = []
+
+    def listen(these, until):
+        heard.append(list(these))
+        if ("verbs", 2) in these:
+            yield "about", [list(one) for one in these[:2]]
+            yield "end", (-6, "Check failed: sliced")
+            return
+        for family, seed in these:
+            yield "result", {"family": family, "seed": seed, "text": "fine"}
+        yield "end", (0, "")
+
+    monkeypatch.setattr(soak, "listen", listen)
+    monkeypatch.setattr(soak, "order", lambda *_: iter(todo))
+    assert soak.main(["--programs", "4"]) == 1
+    assert heard == [todo, todo[:1], todo[1:2], todo[2:]]
+    printed = capsys.readouterr().out
+    assert printed.count("FAILED") == 1 and "ended with -6: Check failed" in printed and "[verbs-2]" in printed
