@@ -65,9 +65,19 @@ def weights_of(x: Any) -> Any:
     return flat.reshape(x.shape).astype(x.dtype)
 
 
-def pulled(fn: Callable[..., Any], args: Sequence[Any], gradient: bool) -> Any:
-    """The values and the gradients along `weights_of` the values."""
-    if not gradient:
+def weights_like(program: Program) -> Any:
+    """The cotangents for a program's values, made outside: they would be compiled for each mode."""
+    if not program.gradient:
+        return ()
+    shapes = jax.eval_shape(program.plain, *program.args)
+    return jax.tree.map(
+        lambda x: ((np.arange(math.prod(x.shape)) * 7 + 3) % 11 - 5).reshape(x.shape).astype(x.dtype), shapes
+    )
+
+
+def pulled(fn: Callable[..., Any], args: Sequence[Any], weights: Any) -> Any:
+    """The values and the gradients along the weights; those alone where there are none."""
+    if not jax.tree.leaves(weights):
         return fn(*args), ()
     moving = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -76,7 +86,7 @@ def pulled(fn: Callable[..., Any], args: Sequence[Any], gradient: bool) -> Any:
         return fn(*(filled.get(i, x) for i, x in enumerate(args)))
 
     values, pull = jax.vjp(of, *(args[i] for i in moving))
-    return values, pull(jax.tree.map(weights_of, values))
+    return values, pull(jax.tree.unflatten(jax.tree.structure(values), jax.tree.leaves(weights)))
 
 
 def attempt(programs: Sequence[Program]) -> list[Exception | None]:
@@ -98,15 +108,17 @@ def attempt(programs: Sequence[Program]) -> list[Exception | None]:
         for mode in which if faults[i] is None else ():
             run = programs[i].runs.get(mode, programs[i].plain)
             try:
-                found[mode] = pulled(run, args[mode], programs[i].gradient)
+                found[mode] = pulled(run, *args[mode])
             except Exception as error:
                 error.add_note(f"in mode {mode}")
                 faults[i] = error
                 return {}
         return found
 
-    every = [dict.fromkeys([*p.runs, "plain"], p.args) for p in programs]  # or they would lie alike in all modes
     try:
+        given = [(p.args, weights_like(p)) for p in programs]
+        # each mode has its own, or they would lie alike in all
+        every = [dict.fromkeys([*p.runs, "plain"], one) for p, one in zip(programs, given, strict=True)]
         found = [jax.device_get(compiled(fn, n, every)) for fn, n in ((modes, programs[0].devices), (alone, 1))]
     except Exception as error:
         return [error] if len(programs) == 1 else [attempt([one])[0] for one in programs]
