@@ -159,7 +159,7 @@ def explain_output(
     return [_facts(walk, state, written) for state in outs]
 
 
-def _facts(walk: Walk, state: State, written: Mapping[str, Fix]) -> OutputFacts:
+def _facts(walk: Walk, state: State, written: Mapping[tuple[str, str], tuple[Fix, ...]]) -> OutputFacts:
     different = walk.axes.names(state.different & walk.wanted)
     copies: dict[str, tuple[str, ...]] = {}
     calls: dict[str, tuple[Fix, ...]] = {}
@@ -167,12 +167,17 @@ def _facts(walk: Walk, state: State, written: Mapping[str, Fix]) -> OutputFacts:
         lines = [line_of(o.eqn, o.callers) for o in walk.origins.of(state.origin, axis, "gather")]
         if lines:
             copies[axis] = tuple(dict.fromkeys(lines))
-            calls[axis] = tuple(dict.fromkeys(written[line] for line in lines if line in written))
+            calls[axis] = tuple(dict.fromkeys(fix for line in lines for fix in written.get((line, axis), ())))
     reasons = {axis: tuple(dict.fromkeys(map(describe, walk.origins.of(state.origin, axis)))) for axis in different}
     return OutputFacts(different, walk.axes.names(state.partial & walk.wanted), copies, calls, reasons)
 
 
-def _gather_calls(jaxpr: Any) -> dict[str, Fix]:
-    """For each user line with a gather the call that leaves the kernel, as the gather itself told its marker."""
-    marks = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "spmd_layout")
-    return {line_of(eqn): eqn.params["again"] for eqn in marks if "again" in eqn.params}
+def _gather_calls(jaxpr: Any) -> dict[tuple[str, str], tuple[Fix, ...]]:
+    """For each user line and axis the gathers as they may leave the kernel; they told their own markers."""
+    found: dict[tuple[str, str], tuple[Fix, ...]] = {}
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "spmd_layout" and "again" in eqn.params:
+            for axis in eqn.params["layout"].axes:
+                key = line_of(eqn), axis
+                found[key] = (*found.get(key, ()), eqn.params["again"])
+    return found

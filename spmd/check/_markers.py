@@ -65,14 +65,17 @@ def layout_marker(walk: Walk, eqn: Any, operands: Any) -> list[State]:
 
 
 def assert_equal_marker(walk: Walk, eqn: Any, operands: Any) -> list[State]:
-    """The user's word that the value is equal on these axes."""
+    """The user's word that the value is equal on these axes, or a plan's: then it is a gathered copy."""
     names = eqn.params["axes"]
     axes = walk.axes.mask(names)
+    copied = 0
+    for name in names if eqn.params.get("copies") else ():
+        copied |= walk.origins.bit(id(eqn), Origin("gather", name, eqn=eqn, callers=tuple(walk.callers)))
     return [
         s._replace(
             different=s.different & ~axes,
             partial=s.partial & ~axes,
-            origin=walk.origins.without(s.origin, names),
+            origin=walk.origins.without(s.origin, names) | copied,
         )
         for s in operands
     ]

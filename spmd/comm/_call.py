@@ -170,6 +170,11 @@ class Call:
         loops and remat, into the jaxpr, the compiled program and the profiler."""
         return jax.named_scope(" ".join(self.text.split()))
 
+    def hidden(self) -> contextlib.AbstractContextManager[Any]:
+        """What this call is made of: an error that tells of gathers names this call, not those inside."""
+        frame = self.frame
+        return frame.replace(diagnosing=False).enter() if frame.diagnosing else contextlib.nullcontext()
+
     def fork(self) -> Call:
         """The same call for another leaf of a pytree: sizes bound by one leaf do not bind the next."""
         other = Call(self.name, self.text, self.raw, self.pattern, self.frame)
@@ -283,6 +288,7 @@ class Call:
                 f"{name} has two sizes: {size} here, and {known[0]} from {known[1]}.",
                 at=at,
                 got=[f"{name} = {known[0]}: {known[1]}", f"{name} = {size}: {origin}", self.frame.describe()],
+                advice=self._another_name([name]),
                 error=SizeError,
             )
 
@@ -377,16 +383,29 @@ class Call:
         extra = len(shape) - fixed
         if extra < 0 or (extra > 0 and not layout.has_ellipsis):
             least = "at least " if layout.has_ellipsis else ""
+            spaced = self._spaced(layout, len(shape))
             self.fail(
                 f'"{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}, and {label} has {len(shape)}.',
                 at=(layout.dims[0].span[0], layout.dims[-1].span[1]) if layout.dims else None,
                 got=[f"{label}: shape {shape}"],
+                fix=spaced,
+                advice="names are separated by spaces" if spaced else None,
                 error=LayoutError,
             )
         dims: list[Dim | str] = []
         for dim in layout.dims:
             dims += [f"...{i}" for i in range(extra)] if dim.ellipsis else [dim]
         return dims
+
+    def _spaced(self, layout: Layout, rank: int) -> Fix | None:
+        """The call with a space between the letters of each name, where its strings are written as NumPy's are."""
+        names = [dim.short for one in self.raw.layouts for dim in one.dims]
+        alone = all(len(one.dims) < 2 for one in self.raw.layouts) and all(name.isalpha() for name in names)
+        if not alone or len(layout.dims) != 1 or len(layout.dims[0].short) != rank or self.given:
+            return None
+        sides = (self.raw.inputs, self.raw.outputs) if self.raw.arrow else (self.raw.inputs,)
+        texts = [", ".join(" ".join(one.short) if one.dims else one.short for one in side) for side in sides]
+        return self.paste(*texts)
 
     def _open(self, dim: Dim | str, size: int, origin: str, position: int) -> list[Factor]:
         """The factors of one dimension; one factor's size may be left to find."""
@@ -441,7 +460,27 @@ class Call:
             f"{a.name} = {self.sizes[a.name][0]}: {self.sizes[a.name][1]}" for a in dim.atoms if a.name in self.sizes
         ]
         rule = f"{Layout.from_dims((dim,)).short} is {math.prod(expected)}{here}, but the array has {size}."
-        self.fail(rule, at=dim.span, got=[*got, self.frame.describe()], error=SizeError)
+        advice = [self._block_of(dim, size, math.prod(expected)), self._another_name([a.name for a in dim.atoms])]
+        said = ";\n".join(one for one in advice if one) or None
+        self.fail(rule, at=dim.span, got=[*got, self.frame.describe()], advice=said, error=SizeError)
+
+    def _another_name(self, names: Sequence[str]) -> str | None:
+        """Advice where a name of the signature, bound for the whole body, meets a dimension of another size."""
+        bound = [name for name, _, _ in self.frame.bound if name in names]
+        if not bound:
+            return None
+        shown = " and ".join(bound)
+        return f"for another dimension another name, or _: the signature binds {shown} for the whole body"
+
+    def _block_of(self, dim: Dim, size: int, expected: int) -> str | None:
+        """Advice where the array has the size of a block over an axis that the string does not name."""
+        used = {axis for layout in self.pattern.layouts for axis in layout.axis_names}
+        free = [axis for axis, n in self.frame.sizes if n > 1 and size * n == expected and axis not in dim.axes]
+        axis = next((axis for axis in free if axis not in used), free[0] if free else None)
+        if axis is None or not self.frame.explicit or len(dim.atoms) != 1 or not dim.atoms[0].named:
+            return None
+        whole = Layout.from_dims((dim,)).short
+        return f'as a block it would be {whole}/{axis}: gather what rests divided, "{whole}/{axis} -> {whole}"'
 
     def _check_type(self, x: Any, layout: Layout, label: str, known: Known | None, index: int) -> None:
         """What JAX's type and the tag of a value already contradict, before the trace ends."""

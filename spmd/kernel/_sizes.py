@@ -41,6 +41,7 @@ def bind_sizes(
     faults: list[tuple[type[SpmdError], Dim | None, str]] = []
     spread = {a: n if local else 1 for a, n in mesh_sizes.items()}
     composites: list[tuple[str, int, Dim]] = []
+    twice: list[str] = []
     for path, shape, layout in leaves:
         for i, (dim, size) in enumerate(zip(_dims(path, shape, layout, faults), shape, strict=True)):
             if dim is None:
@@ -51,11 +52,12 @@ def bind_sizes(
             if len(dim.atoms) != 1:
                 composites.append((where, whole, dim))
             else:
-                _bind(bound, dim.atoms[0], whole, where, dim, faults, mesh_sizes if local else {})
+                fits = _bind(bound, dim.atoms[0], whole, where, dim, faults, mesh_sizes if local else {})
+                twice += [] if fits else [dim.atoms[0].name]
     for where, whole, dim in composites:
         _bind_composite(bound, dim, whole, where, mesh_sizes, faults)
     if faults:
-        _raise(text, source, faults, mesh_sizes)
+        _raise(text, source, faults, mesh_sizes, twice)
     return bound
 
 
@@ -87,18 +89,21 @@ def _divisible(where: str, dim: Dim, whole: int, mesh_sizes: dict[str, int], fau
 
 def _bind(
     bound: Bound, atom: Any, whole: int, where: str, dim: Dim, faults: list[Any], mesh_sizes: dict[str, int]
-) -> None:
+) -> bool:
+    """Whether the name has no other size."""
     if atom.size is not None:
         if atom.size != whole:
             faults.append((SizeError, dim, f"{where}: the layout says {atom.size}, and the size is {whole}"))
-        return
+        return True
     if not atom.named:
-        return
+        return True
     first = bound.setdefault(atom.name, (whole, where))
     if first[0] != whole:
         block = next((a for a, n in mesh_sizes.items() if whole * n == first[0] and a not in dim.axes), None)
         hint = f"; as a block, {'/'.join([atom.name, *dim.axes, block])}, it would be {first[0]}" if block else ""
         faults.append((SizeError, dim, f"{atom.name} is {whole} in {where}, but {first[0]} in {first[1]}{hint}"))
+        return bool(block)
+    return True
 
 
 def _bind_composite(
@@ -124,7 +129,11 @@ def _bind_composite(
 
 
 def _raise(
-    text: str, source: str | None, faults: list[tuple[type[SpmdError], Dim | None, str]], mesh_sizes: dict[str, int]
+    text: str,
+    source: str | None,
+    faults: list[tuple[type[SpmdError], Dim | None, str]],
+    mesh_sizes: dict[str, int],
+    twice: Sequence[str],
 ) -> None:
     kind = next((k for k, _, _ in faults if k is LayoutError), SizeError)
     mesh = "mesh " + ", ".join(f"{a}={n}" for a, n in mesh_sizes.items())
@@ -133,4 +142,8 @@ def _raise(
         span = None
     what = "the arguments do not fit the signature." if len(faults) > 1 else f"{faults[0][2]}."
     got = [*(f for _, _, f in faults), mesh] if len(faults) > 1 else [mesh]
-    raise kind(compose(what, call=text, source=source, span=span, got=got))
+    shown = " and ".join(dict.fromkeys(twice))
+    advice = (
+        f"for another dimension another name, or _: the signature binds {shown} for the whole body" if twice else None
+    )
+    raise kind(compose(what, call=text, source=source, span=span, got=got, advice=advice))

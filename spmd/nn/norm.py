@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import reduce, scope
+from spmd import SizeError, annotate, reduce, scope
+from spmd.errors import compose
 from spmd.nn.dtypes import wide
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -55,7 +56,7 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
     """
     y = x.astype(wide(x))
     y = y * jax.lax.rsqrt(_mean(y**2, tp) + eps)
-    return _scaled(y, scale).astype(x.dtype)
+    return _scaled(y, scale, tp).astype(x.dtype)
 
 
 @scope(mapping=None)
@@ -97,18 +98,24 @@ def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6
     """
     y = x.astype(wide(x))
     y = y - _mean(y, tp)
-    y = _scaled(y * jax.lax.rsqrt(_mean(y**2, tp) + eps), scale)
-    return (y if bias is None else y + _like(bias, y)).astype(x.dtype)
+    y = _scaled(y * jax.lax.rsqrt(_mean(y**2, tp) + eps), scale, tp)
+    return (y if bias is None else y + _like(bias, y, tp, "bias")).astype(x.dtype)
 
 
 def _mean(x: Any, tp: Axes) -> Any:
     return reduce(x, "... d/tp -> ... 1", "mean", tp=tp)
 
 
-def _scaled(x: Any, scale: Any) -> Any:
-    return x if scale is None else x * _like(scale, x)
+def _scaled(x: Any, scale: Any, tp: Axes) -> Any:
+    return x if scale is None else x * _like(scale, x, tp, "scale")
 
 
-def _like(features: Any, x: Any) -> Any:
+def _like(features: Any, x: Any, tp: Axes, what: str) -> Any:
     """One number per feature, with the dtype and the rank of x."""
+    features = annotate(features, "d/tp", tp=tp)
+    if features.shape != x.shape[-1:]:
+        rule = f"{what} has one number for each feature."
+        got = [f"x: {x.shape[-1]} features here", f"{what}: {features.shape[0]} here"]
+        advice = f'what rests divided is gathered first, as in all_gather({what}, "d/fsdp -> d")'
+        raise SizeError(compose(rule, call=f"norm(x, {what})", got=got, advice=advice))
     return jnp.expand_dims(features.astype(x.dtype), tuple(range(x.ndim - 1)))

@@ -202,7 +202,7 @@ def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any])
     x = _inexact(call, operand.x)
     named = _job(call, operand, x.dtype, _renamed(call), how.pad)
     job = named.of_wide_axes()  # what has one block is whole
-    with call.scope():
+    with call.scope(), call.hidden():
         stages = route(job)
         if not _in_place(named) and (stages if job == named else route(named)) is None:
             _nowhere(call, named)  # by the names, whatever the sizes of the axes: as on every other mesh

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.check import wrong_programs
-from tests.check.harness import message
+from tests.check.harness import AXES, SHAPE, check, mark, mesh, message, varying
+from tests.errors.registry import Pasted, fixes_of
 
 GOLDEN = {
     section.split("\n", 1)[0].strip(): section.split("\n", 1)[1].strip("\n")
@@ -23,3 +28,66 @@ def test_message(name: str) -> None:
 def test_every_wrong_program_has_a_message() -> None:
     written = {n for n, f in vars(wrong_programs).items() if getattr(f, "__module__", "") == wrong_programs.__name__}
     assert written - {"helper"} == set(GOLDEN)
+
+
+# --- the lines that messages offer ----------------------------------------------------------------------------
+
+X = np.arange(64, dtype=np.float32).reshape(SHAPE)
+W = np.sin(X)
+
+
+def product(x, w):
+    """Rows of w that belong to the block of x: a partial sum along tp."""
+    start = jax.lax.axis_index("tp") * 2
+    return mark(x @ jax.lax.dynamic_slice_in_dim(w, start, 2), "a/dp b {U:tp}", "result")
+
+
+def softmax(x, axis=-1):
+    return np.exp(x) / np.exp(x).sum(axis, keepdims=True)
+
+
+# Each wrong program as its message says: the mended body, and what the device (i, j) of dp and tp has, by NumPy.
+MENDED = {
+    "equal_claimed_divided": (
+        lambda x, w, fix: mark(fix(w=w), "a b/tp", "operand"),
+        lambda i, j: W[:, 2 * j : 2 * j + 2],
+    ),
+    "different_claimed_equal": (
+        lambda x, w, fix: jax.nn.softmax(mark(fix(x=jnp.exp(x / 64)), "a/dp b", "operand")),
+        lambda i, j: softmax(np.exp(X / 64))[4 * i : 4 * i + 4],
+    ),
+    "partial_claimed_complete": (
+        lambda x, w, fix: mark(fix(x=product(x, w)), "a/dp b", "output"),
+        lambda i, j: (X @ W)[4 * i : 4 * i + 4],
+    ),
+    "partial_claimed_divided": (
+        lambda x, w, fix: mark(fix(x=product(x, w)), "a/dp b/tp", "operand"),
+        lambda i, j: (X @ W)[4 * i : 4 * i + 4, 2 * j : 2 * j + 2],
+    ),
+    "under_a_mapping": (
+        lambda x, w, fix: mark(fix(x=x), "batch/dp embed", "operand").sum(1),
+        lambda i, j: X.sum(1)[4 * i : 4 * i + 4],
+    ),
+    "partial_sum_returned": (
+        lambda x, w, fix: fix(result=product(x, w)),
+        lambda i, j: (X @ W)[4 * i : 4 * i + 4],
+    ),
+    "several": (
+        lambda x, w, fix: mark(fix(1, x=x), "a/dp b", "operand")[:, :2] + mark(fix(w=w), "a b/tp", "operand")[:4],
+        lambda i, j: X[4 * i : 4 * i + 4, :2] + W[:4, 2 * j : 2 * j + 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, text in GOLDEN.items() if fixes_of(text)])
+def test_each_fix_is_run(name: str) -> None:
+    """Inside the user's own `shard_map`, as in the wrong programs; there is one for each message with a line `fix:`."""
+    fix = Pasted(message(getattr(wrong_programs, name)))
+    mended, want = MENDED[name]
+    in_specs = (P("dp", "tp"), P())
+    body = lambda x, w: varying(mended(x, w, fix))[None]
+    found = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=in_specs, out_specs=P(AXES)))(X, W)
+    assert fix.used == set(range(len(fix.lines)))
+    for i, j in np.ndindex(2, 4):
+        np.testing.assert_allclose(found[4 * i + j], want(i, j), rtol=1e-5, atol=1e-4)
+    check(lambda x, w: mended(x, w, fix))  # and the pass has nothing more to say

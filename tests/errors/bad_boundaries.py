@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -71,6 +72,98 @@ def copy_claimed_divided(mesh):
 @fixed
 def copy_claimed_divided_fixed(mesh):
     np.testing.assert_array_equal(body("d -> d/dp", lambda x: split(x, "d -> d/dp"), mesh, V), V)
+
+
+@bad
+def local_mean_leaves(mesh):
+    body("b/dp d -> scalar", jnp.mean, mesh)
+
+
+@fixed
+def local_mean_leaves_fixed(mesh, fix):
+    np.testing.assert_allclose(body("b/dp d -> scalar", lambda x: fix(a=x), mesh), X.mean())
+
+
+@bad
+def local_sum_over_a_number_leaves(mesh):
+    body("b/dp d -> d", lambda x: x.sum(0) / 4, mesh)
+
+
+@bad
+def local_maximum_leaves(mesh):
+    body("b/dp d -> d", lambda x: x.max(0), mesh)
+
+
+@fixed
+def local_maximum_leaves_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> d", lambda x: fix(x=x), mesh), X.max(0))
+
+
+@bad
+def product_over_a_divided_dimension_leaves(mesh):
+    body("b/tp d, b/tp f -> d f", lambda x, y: x.T @ y, mesh, X, X)
+
+
+@fixed
+def product_over_a_divided_dimension_leaves_fixed(mesh, fix):
+    out = body("b/tp d, b/tp f -> d f", lambda x, y: fix(result=x.T @ y), mesh, X, X)
+    np.testing.assert_allclose(out, X.T @ X)
+
+
+@bad
+def copy_of_a_planned_gather_leaves(mesh):
+    """The plan is an all_to_all, not a gather, and its result is equal on tp all the same."""
+    body("x/dp/tp y -> x y/dp", lambda x: spmd.relayout(x, "x/dp/tp y -> x y/dp"), mesh)
+
+
+@fixed
+def copy_of_a_planned_gather_leaves_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("x/dp/tp y -> x y/dp", lambda x: fix(x=x), mesh), X)
+
+
+@bad
+def copy_of_a_transform_leaves(mesh):
+    transform = lambda u: spmd.fft.fft(u, "x/dp y/tp z -> kx ky/dp kz")
+    body("x/dp y/tp z -> kx ky/dp kz", transform, mesh, X.reshape(2, 4, 4))
+
+
+@fixed
+def copy_of_a_transform_leaves_fixed(mesh, fix):
+    out = body("x/dp y/tp z -> kx ky/dp kz", lambda u: fix(x=u), mesh, X.reshape(2, 4, 4))
+    np.testing.assert_allclose(out, np.fft.fftn(X.reshape(2, 4, 4), axes=(0, 1, 2)), atol=1e-4)
+
+
+@bad
+def weight_gathered_over_the_wrong_axis(mesh):
+    def fn(w):
+        w = spmd.annotate(jnp.tanh(all_gather(w, "d/dp f/tp -> d/dp f")), "m n/tp")
+        return reduce(w, "m n/tp -> scalar", "mean")
+
+    body("d/dp f/tp -> scalar", fn, mesh, X.T)
+
+
+@bad
+def weight_gathered_over_the_wrong_axis_and_used(mesh):
+    def fn(x, w):
+        w = jnp.tanh(all_gather(w, "d/dp f/tp -> d/dp f"))
+        return spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")
+
+    body("b/dp d, d/dp f/tp -> b/dp f/tp", fn, mesh, X, X.T)
+
+
+@fixed
+def weight_gathered_over_the_wrong_axis_fixed(mesh, fix):
+    def fn(w):
+        w = spmd.annotate(fix(x=jnp.tanh(all_gather(w, "d/dp f/tp -> d/dp f"))), "m n/tp")
+        return reduce(w, "m n/tp -> scalar", "mean")
+
+    np.testing.assert_allclose(body("d/dp f/tp -> scalar", fn, mesh, X.T), np.tanh(X).mean(), rtol=1e-6)
+
+
+@bad
+def noise_of_a_local_shape(mesh):
+    noise = lambda x: x + spmd.annotate(jax.random.normal(jax.random.key(0), x.shape), "b/dp d")
+    body("b/dp d -> b/dp d", noise, mesh)
 
 
 # --- patterns and kernels ------------------------------------------------------------------------------------
@@ -247,3 +340,9 @@ def renamed_axis_that_nothing_uses(mesh):
 @bad
 def sharding_of_a_function_of_paths(mesh):
     spmd.haliax.sharding_for_axis(lambda path: "embed mlp", {"embed": "dp", "mlp": None}, mesh)
+
+
+@bad
+def layers_of_unequal_sizes(mesh):
+    layers = {"first": {"w": X}, "second": {"w": X.T}}
+    spmd.kernel(in_layouts=("d f",), out_layouts="scalar", mesh=mesh)(lambda w: w["first"]["w"].sum())(layers)

@@ -205,6 +205,22 @@ def einsum_with_an_unknown_name(mesh):
 
 
 @bad
+def einsum_without_spaces(mesh):
+    body("b/dp d, d f -> b/dp f", lambda x, w: einsum(x, w, "bd,df->bf"), mesh, X, X.T)
+
+
+@fixed
+def einsum_without_spaces_fixed(mesh, fix):
+    out = body("b d, d f -> b f", lambda x, w: fix(x=x, y=w), mesh, X, X.T)
+    np.testing.assert_allclose(out, X @ X.T)
+
+
+@bad
+def name_of_the_signature_for_another_dimension(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + einsum(x[:, :2], x[:, :2], "n d, m d -> n m").sum(), mesh)
+
+
+@bad
 def reduce_with_an_unknown_operation(mesh):
     body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d", "avg"), mesh)
 

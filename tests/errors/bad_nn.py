@@ -86,6 +86,22 @@ def embedding_of_divided_ids_fixed(mesh, fix):
     np.testing.assert_array_equal(body("s/tp, v/tp d -> s/tp d", fn, mesh, I, X), X[I])
 
 
+@bad
+def norm_of_a_scale_that_rests_divided(mesh):
+    body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, scale), mesh, X, X[0])
+
+
+@fixed
+def norm_of_a_scale_that_rests_divided_fixed(mesh, fix):
+    out = body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, fix(scale=scale), eps=0), mesh, X, X[0])
+    np.testing.assert_allclose(out, X / np.sqrt((X**2).mean(1, keepdims=True)) * X[0], rtol=1e-5)
+
+
+@bad
+def norm_of_half_a_scale(mesh):
+    body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.layer_norm(x, scale * 2), mesh, X, X[0])
+
+
 # --- losses and dropout ---------------------------------------------------------------------------------------
 
 

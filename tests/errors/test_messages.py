@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from tests.errors.registry import BAD, FIXED, Pasted, fixes_of, read
+from tests.errors.registry import BAD, FIXED, Pasted, X, fixes_of, read
 
 for _file in sorted(Path(__file__).parent.glob("bad_*.py")):  # they fill the registry, in this order
     importlib.import_module(f"tests.errors.{_file.stem}")
@@ -95,6 +95,41 @@ def test_each_fix_is_code_and_is_run(name):
         read(line)  # a SyntaxError where it is no Python
         assert "..." not in re.sub(r'"[^"]*"', "", line), "a blank to fill in is no line to paste"
     assert bool(fixes_of(text)) == (name in FIXED and takes_the_fix(name))
+
+
+OF_ONE = """all_gather split psum psum_scatter all_to_all relayout defer annotate softmax argmax cumsum sort flip reduce
+    rearrange repeat size""".split()
+OF_TWO = ["take", "einsum", "meshgrid"]
+
+
+@pytest.mark.parametrize("verb", [*OF_ONE, *OF_TWO])
+def test_the_example_of_each_verb_is_a_call_that_it_takes(verb, mesh):
+    """A call with what is no string is advised by an example in the verb's own shape, which is run here."""
+    whole = {"split", "defer"}
+    partial = {"psum", "psum_scatter"}
+    found = []
+
+    def fn(x):
+        with pytest.raises(spmd.LayoutError) as caught:
+            getattr(spmd, verb)(*[x] * (1 + (verb in OF_TWO)), 2)
+        [example] = re.findall(r"^advice: as in (.*)$", str(caught.value), re.M)
+        x = spmd.all_gather(x, "b/dp d -> b d") if verb in whole or verb == "meshgrid" else x
+        x = spmd.zeros("b d {U:dp}", d=4) if verb in partial else x
+        known = {"x": x, "y": x, "table": x, "ids": spmd.iota("b", b=8)}
+        if verb == "meshgrid":
+            example = example.replace("/a", "/dp").replace("/b", "/tp")
+            known.update(x=spmd.iota("n/dp", n=8), y=spmd.iota("m/tp", m=8))
+        if verb == "take":
+            known["table"] = spmd.zeros("v/tp d", v=8, d=4)
+        if verb == "einsum":
+            known["y"] = spmd.zeros("d f", d=4, f=3)
+        if verb == "defer":
+            known["x"] = spmd.zeros("d", d=4)
+        found.append(eval(example, vars(spmd) | known))
+        return spmd.zeros("scalar")
+
+    spmd.kernel("b/dp d -> scalar", mesh=mesh)(fn)(X)
+    assert found
 
 
 def test_advice_that_is_run_is_in_the_message():
