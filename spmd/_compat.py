@@ -142,6 +142,16 @@ def row_major(x: Any) -> Any:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if jax.default_backend() == "cpu" else x
 
 
+def apart(x: Any) -> Any:
+    """The same array, which XLA on CPUs does not take for a part of what it was made from.
+
+    XLA there divides an all-to-all into pieces. A piece of what another all-to-all brought in is one of that one's pieces,
+    and gets another memory layout than its neighbours: the program fails (jax 0.12). A gradient has the barrier on the
+    other side, which is between the two all-to-alls as well.
+    """
+    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
+
+
 def concrete(x: Any) -> Any:
     """The array that the tracer of a gradient stands for, where it is taken outside jit; else `x`."""
     while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):

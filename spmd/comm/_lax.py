@@ -76,7 +76,8 @@ def all_to_all(x: Any, axes: Axes, split: int, concat: int, groups: Groups = Non
     """Divide dimension `split` over `axes` and make `concat` whole again, one step inwards."""
     if _compat.of_one(axes):
         return _compat.alone("all_to_all", x, axes)
-    return lax.all_to_all(_compat.pvary(x, axes), axes, split, concat, tiled=True, axis_index_groups=groups)
+    x = _compat.apart(_compat.pvary(x, axes))
+    return lax.all_to_all(x, axes, split, concat, tiled=True, axis_index_groups=groups)
 
 
 def ppermute(x: Any, axes: Axes, sizes: dict[str, int], perm: Sequence[tuple[int, int]]) -> Any:

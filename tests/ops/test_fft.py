@@ -252,6 +252,17 @@ def test_dimensions_that_are_divided_already_take_over_axes_that_do_not_divide_t
     assert set(spmd.inspect.collectives(run, x, mesh=make_mesh(mesh)).counts) == {"all_to_all"}
 
 
+def test_an_exchange_of_what_an_exchange_brought() -> None:
+    """XLA on CPUs took a piece of the first result for the whole piece that came in, and laid it out otherwise."""
+    pattern, shape = "x0 x1/b x2/c -> k0/a/c x1 x2/b", (4, 6, 6)
+    run = kernel("ifft", pattern, make_mesh({"a": 2, "b": 2, "c": 2}))
+    rng = np.random.default_rng(0)
+    x, by = numbers(rng, shape, False), numbers(rng, shape, False)
+    value, [gradient] = pulled(run, jnp.asarray(x), by=by)
+    close(value, np.fft.ifftn(x, axes=(0,)))
+    close(gradient, pulled(lambda x: jnp.fft.ifftn(x, axes=(0,)), jnp.asarray(x), by=by)[1][0])
+
+
 def test_a_gather_after_a_transform() -> None:
     """XLA for CPUs lays the array out for the gather, and its own transform then refuses to run."""
     x = numbers(np.random.default_rng(0), (8, 8, 6), False)
