@@ -294,6 +294,21 @@ def test_partial_sums_send_what_the_plan_says(partial, prefer) -> None:
         np.testing.assert_array_equal(gradient, np.broadcast_to(w, x.shape))
 
 
+@pytest.mark.parametrize("to", ["varying", "invarying"])
+def test_an_exchange_along_parts_of_an_axis_under_vmap(to) -> None:
+    """JAX has no batching rule for it; ours is the primitive's."""
+    pattern, mesh = "x/a y/b -> x/b y/a", {"a": 4, "b": 2}
+    found = spmd.plan(pattern, sizes={"x": 4, "y": 4}, mesh=mesh)
+    assert found.parts and found.steps[0].kind == "all_to_all"
+    run = spmd.kernel(f"n {pattern.replace('->', '-> n')}", mesh=device_mesh(mesh))(
+        jax.vmap(lambda x: spmd.relayout(x, pattern, to=to))
+    )
+    x, by = Sampler(0).array((3, 4, 4)), Sampler(1).array((3, 4, 4))
+    value, pull = jax.vjp(run, x)
+    np.testing.assert_array_equal(value, x)
+    np.testing.assert_array_equal(pull(jnp.asarray(by))[0], by)
+
+
 @pytest.mark.parametrize(
     ("mesh", "pattern", "shape"),
     [

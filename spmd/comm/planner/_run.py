@@ -109,14 +109,15 @@ def _without(request: Request, unit: set[str]) -> Request:
 
 def _is_own_reverse(leg: Leg, mesh: Grid, copies: Copies, there: Copies) -> bool:
     """Whether a step leaves what the plan's end asks for and JAX's transpose of it is the step back, of no more bytes
-    than it needs. A gather of a part of an axis is typed varying along the whole axis."""
+    than it needs. A gather of a part of an axis is typed varying along the whole axis; an exchange within groups, which
+    parts make, has no batching rule in JAX."""
     whole = lambda axes: frozenset(mesh.part_of.get(a, a) for a in axes)
     before, after = _axes(leg.before), _axes(leg.after)
     if leg.kind == "all_gather":
         return whole(a for a in leg.axes if a in mesh.part_of) <= copies | there
     return (
         leg.kind == "split"
-        or (leg.kind == "all_to_all" and whole(before - after) <= copies)
+        or (leg.kind == "all_to_all" and before - after <= copies and mesh.group(leg.axes)[1] is None)
         or (leg.kind == "ppermute" and before == after)
     )
 
