@@ -145,7 +145,7 @@ def row_major(x: Any) -> Any:
 def apart(x: Any) -> Any:
     """The same array, which XLA on CPUs does not take for a part of what it was made from.
 
-    XLA there divides an all-to-all into pieces. A piece of what another all-to-all brought in is one of that one's pieces,
+    XLA there divides an all-to-all into pieces. A piece of what another all-to-all brought in is a piece of that one,
     and gets another memory layout than its neighbours: the program fails (jax 0.12). A gradient has the barrier on the
     other side, which is between the two all-to-alls as well.
     """
