@@ -380,6 +380,9 @@ def match_prefix(
     return found
 
 
+_RULES = "; rules over paths are for layouts: lambda tree: spmd.layouts(tree, {...})"
+
+
 class _Matcher:
     """One walk over layouts and tree together, collecting pairs and failures."""
 
@@ -474,7 +477,8 @@ class _Matcher:
             if node is None or name in keys or not (isinstance(entry, (str, Layout)) or _written_in(spec, entry)):
                 continue
             if isinstance(node, Mapping) or inspect.getattr_static(node, name, None) is None:
-                self.fail(path, f"a layout for {name!r}, but here is {_describe(node)}{did_you_mean(name, keys)}")
+                hint = _RULES if "*" in name else did_you_mean(name, keys)
+                self.fail(path, f"a layout for {name!r}, but here is {_describe(node)}{hint}")
 
     def leaf(self, spec: Any, entries: Mapping[str, Any], node: Any, path: Path) -> None:
         """A container of layouts where the tree has a leaf."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, SizeError, SpmdError, compose
-from spmd.language import Dim, Layout
+from spmd.language import Dim, Layout, spaced
 
 __all__ = ["bind_sizes"]
 
@@ -67,7 +67,9 @@ def _dims(path: str, shape: tuple[int, ...], layout: Layout, faults: list[Any]) 
     extra = len(shape) - fixed
     if extra < 0 or (extra and not layout.has_ellipsis):
         least = "at least " if layout.has_ellipsis else ""
-        rank = f'"{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}'
+        said = spaced(layout, len(shape))
+        hint = f'; names are separated by spaces: "{said}"' if said else ""
+        rank = f'"{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}{hint}'
         faults.append((LayoutError, layout.dims[0] if layout.dims else None, f"{path} of shape {shape}: {rank}"))
         return [None] * len(shape)
     dims: list[Dim | None] = []

@@ -4,6 +4,7 @@ from spmd.language._dims import Atom, Dim
 from spmd.language._layout import Layout, axis_sizes
 from spmd.language._mapping import AxisMapping
 from spmd.language._pattern import Pattern
+from spmd.language._sizes import spaced
 from spmd.language._verbs import factors_of, verb_for
 
-__all__ = ["Atom", "AxisMapping", "Dim", "Layout", "Pattern", "axis_sizes", "factors_of", "verb_for"]
+__all__ = ["Atom", "AxisMapping", "Dim", "Layout", "Pattern", "axis_sizes", "factors_of", "spaced", "verb_for"]

@@ -48,8 +48,16 @@ def _need_fit(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int]) -
     layout._need_axes(mesh)
     if len(shape) != len(layout.dims):
         count = len(layout.dims)
-        rule = f"The layout has {count} dimension{'s' * (count != 1)}, the array has {len(shape)}."
+        said = spaced(layout, len(shape))
+        hint = f'; names are separated by spaces: "{said}"' if said else ""
+        rule = f"The layout has {count} dimension{'s' * (count != 1)}, the array has {len(shape)}{hint}."
         raise SizeError(compose(rule, call=repr(layout), got=[f"shape {shape}"]))
+
+
+def spaced(layout: Layout, rank: int) -> str | None:
+    """The layout with a space between its letters, where it is written as NumPy's are: `bd` of a matrix."""
+    short = layout.short
+    return " ".join(short) if len(layout.dims) == 1 and short.isalpha() and len(short) == rank > 1 else None
 
 
 def _literal(dim: Dim, size: int) -> list[str]:

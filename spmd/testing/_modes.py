@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import LayoutError, ModeError, compose, did_you_mean
+from spmd.mesh import check_arguments_alive
 from spmd.mode import MODES, mode
 from spmd.testing._mismatch import Mismatch, Rows, columns
 
@@ -43,6 +44,7 @@ def assert_modes_agree(
       Mismatch: With, for each result and gradient that differs, its shape and dtype in both modes, and by how much.
       ModeError: On an unknown mode.
       LayoutError: On arguments without values.
+      PlacementError: On an argument that was donated or deleted.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -60,6 +62,7 @@ def assert_modes_agree(
             raise LayoutError(
                 compose(rule, call="assert_modes_agree(...)", got=got, advice="as in jnp.ones(shape, dtype)")
             )
+    check_arguments_alive(args, kwargs, "assert_modes_agree(...)")
     found = {}
     for name in names:
         with mode(name):

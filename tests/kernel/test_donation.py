@@ -74,3 +74,10 @@ def test_a_donated_array_used_again(mesh, square, mode):
             with pytest.raises(PlacementError, match=r"donated to an earlier call(.|\n)*float32\[4, 8\]") as caught:
                 use(x)
             assert call in str(caught.value)
+
+
+def test_a_donated_array_in_a_comparison_of_modes(mesh, square):
+    x = placed(mesh)
+    x.delete()
+    with pytest.raises(PlacementError, match=r"assert_modes_agree\(...\)(.|\n)*argument\[0\]: float32\[4, 8\]"):
+        spmd.testing.assert_modes_agree(square, x)

@@ -55,6 +55,7 @@ CASES = {
                                 ^
         d is 5 in w, dimension 0, but 6 in x, dimension 1.
         got: mesh dp=2, tp=4
+        advice: for another dimension another name, or _: the signature binds d for the whole body
         """,
     ),
     "sizes that do not divide, all at once": (
@@ -157,6 +158,32 @@ CASES = {
         two: kernel("b -> b")
         static names 'kimd', which is no argument of two; did you mean 'kind'?
         got: arguments: x, kind
+        """,
+    ),
+    "layouts without spaces": (
+        lambda: run("bd,df/tp->bd", lambda x, w: x, (8, 16), (16, 4)),
+        errors.LayoutError,
+        """
+        <lambda>: kernel("bd,df/tp->bd")
+                          ^^
+        the arguments do not fit the signature.
+        got:
+        - x of shape (8, 16): "bd" has 1 dimension; names are separated by spaces: "b d"
+        - w of shape (16, 4): "df/tp" has 1 dimension
+        - mesh dp=2, tp=4
+        """,
+    ),
+    "rules over paths for a tree": (
+        lambda: spmd.kernel(in_layouts=({"**/w": "d"}, "d"), out_layouts="d", mesh=mesh())(lambda p, x: x)(
+            {"mlp": {"w": np.ones(4)}}, np.ones(4)
+        ),
+        errors.LayoutError,
+        """
+        <lambda>: kernel(in_layouts=({'**/w': 'd'}, 'd'), out_layouts=d)
+        p does not have the structure of its layouts.
+        got:
+        - p['mlp']: no layout among '**/w', but here is a dict with 'w'
+        - p: a layout for '**/w', but here is a dict with 'mlp'; rules over paths are for layouts: lambda tree: spmd.layouts(tree, {...})
         """,
     ),
     "a donated static argument": (
