@@ -159,14 +159,14 @@ def concrete(x: Any) -> Any:
     return x
 
 
-def mapped(x: Any) -> tuple[jax.Array, int] | None:
-    """The array that a tracer of `jax.vmap` stands for, outside jit, and the dimension that it maps."""
+def mapped(x: Any) -> tuple[Any, tuple[int, ...]]:
+    """What the tracers of `jax.vmap` and of gradients around `x` stand for, with the dimensions that are mapped."""
+    dims: list[int] = []
     x = concrete(x)
-    dim = getattr(x, "batch_dim", None)
-    if not isinstance(x, jax.core.Tracer) or not isinstance(dim, int):
-        return None
-    array = concrete(x.val)
-    return (array, dim) if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) else None
+    while isinstance(x, jax.core.Tracer) and isinstance(dim := getattr(x, "batch_dim", None), int):
+        dims = [*(d + (d >= dim) for d in dims), dim]
+        x = concrete(x.val)  # type: ignore[attr-defined]
+    return x, tuple(dims)
 
 
 # There a compiled function that runs for the second time does not look, and reads memory that is not its own any more.

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from jax import numpy as jnp
-
 from spmd.check._report import mixed_sum, nonlinear_use, scaled_by_different
+from spmd.check._rounding import rounds
 from spmd.check._state import UNKNOWN, ZERO, State
 
 if TYPE_CHECKING:
@@ -40,13 +38,10 @@ def passes(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
 
 
 def converts(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """A change of type is linear unless it rounds to whole numbers."""
+    """A change of type is linear unless it rounds."""
     [operand] = operands
-    if operand.partial and not operand.flags & ZERO:
-        target, source = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
-        exact = jnp.issubdtype(target, np.integer) and jnp.issubdtype(source, np.integer)
-        if not exact and not jnp.issubdtype(target, np.inexact):
-            return nonlinear(walk, eqn, operands)
+    if operand.partial and not operand.flags & ZERO and rounds(eqn):
+        return nonlinear(walk, eqn, operands)
     return operand.partial, bool(operand.flags & ZERO)
 
 
@@ -73,6 +68,15 @@ def sums(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
             walk.fault(eqn, wrong, mixed_sum)
             return FAULT
     return partial, False
+
+
+def fetches(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
+    """As `passes`; what stands in for elements outside of the array is added once per device, if it is a number."""
+    fill = eqn.params.get("fill_value")
+    if operands[0].partial and not operands[0].flags & ZERO and fill and fill == fill:  # NaN remains NaN
+        walk.fault(eqn, operands[0].partial, mixed_sum)
+        return FAULT
+    return passes(walk, eqn, operands)
 
 
 def updates(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
@@ -128,9 +132,11 @@ def product(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
 
 
 def quotient(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """Linear in the numerator only."""
+    """Linear in the numerator only, and of whole numbers not even in that."""
     if operands[1].partial:
         return nonlinear(walk, eqn, operands[1:])
+    if operands[0].partial and not operands[0].flags & ZERO and rounds(eqn):
+        return nonlinear(walk, eqn, operands[:1])
     return product(walk, eqn, operands)
 
 

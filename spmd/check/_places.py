@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 from spmd._jaxprs import call_of, opened
 from spmd._jaxprs import shape_of as _shape
 from spmd.check._collectives import axes_of
+from spmd.check._rounding import rounds
 from spmd.check._source import called_in_jax
 from spmd.language import Layout
 
@@ -182,7 +183,17 @@ def _identity(eqn: Any, ins: Sequence[Found]) -> Found:
 
 def _linear(eqn: Any, ins: Sequence[Found]) -> Found:
     """Another array that lies as this one."""
-    return ins[0] and replace(ins[0], counts=False, name=None, layout=None)
+    return ins[0] and replace(ins[0], made=_changed(ins[0].made), counts=False, name=None, layout=None)
+
+
+def _changed(made: Made | None) -> Made | None:
+    """A reduction after something was done to its result: it is no longer that of the argument alone."""
+    return made and replace(made, name=None, count=0)
+
+
+def _converted(eqn: Any, ins: Sequence[Found]) -> Found:
+    """The sum of rounded parts is not the rounded sum."""
+    return None if ins[0] and ins[0].made and rounds(eqn) else _linear(eqn, ins)
 
 
 def _elementwise(eqn: Any, ins: Sequence[Found]) -> Found:
@@ -222,7 +233,7 @@ def _product(eqn: Any, ins: Sequence[Found]) -> Found:
     if eqn.primitive.name == "mul" and first.made is None:
         first, second = second, first
     made = first.made
-    if made is None or not second.equal:
+    if made is None or not second.equal or (eqn.primitive.name == "div" and rounds(eqn)):
         return None
     dims = tuple(map(_merged, first.dims, second.dims)) if second.dims else first.dims
     if None in dims:
@@ -230,7 +241,7 @@ def _product(eqn: Any, ins: Sequence[Found]) -> Found:
     if made.op == "sum" and made.count and second.value in (made.count, 1 / made.count):
         sure = called_in_jax(eqn, "mean")
         return replace(first, made=replace(made, op="mean" if sure else "scaled"), name=None)
-    return replace(first, made=replace(made, name=None, count=0), name=None)
+    return replace(first, made=_changed(made), name=None)
 
 
 def _arange(eqn: Any, ins: Sequence[Found]) -> Found:
@@ -248,8 +259,7 @@ def _reduction(op: str) -> Rule:
         dims = tuple(axes for d, axes in enumerate(place.dims) if d not in gone)
         if not axes:
             linear = place.made is None or op == "sum"
-            made = place.made and replace(place.made, name=None, count=0)
-            return Place(dims, made) if linear else None
+            return Place(dims, _changed(place.made)) if linear else None
         if place.made is not None:
             return None
         shape = _shape(eqn.invars[0])
@@ -271,14 +281,14 @@ def _broadcast(eqn: Any, ins: Sequence[Found]) -> Found:
 
 def _transpose(eqn: Any, ins: Sequence[Found]) -> Found:
     place = ins[0]
-    return place and Place(tuple(place.dims[d] for d in eqn.params["permutation"]), place.made)
+    return place and Place(tuple(place.dims[d] for d in eqn.params["permutation"]), _changed(place.made))
 
 
 def _squeeze(eqn: Any, ins: Sequence[Found]) -> Found:
     place, gone = ins[0], eqn.params["dimensions"]
     if place is None or any(place.dims[d] not in ((), FREE) for d in gone):
         return None
-    return Place(tuple(axes for d, axes in enumerate(place.dims) if d not in gone), place.made)
+    return Place(tuple(axes for d, axes in enumerate(place.dims) if d not in gone), _changed(place.made))
 
 
 def _dot(eqn: Any, ins: Sequence[Found]) -> Found:
@@ -330,7 +340,8 @@ _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integ
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "spmd_retype", "name"), _identity),
-    **dict.fromkeys(("neg", "real", "imag", "conj", "convert_element_type", "reduce_precision"), _linear),
+    **dict.fromkeys(("neg", "real", "imag", "conj", "reduce_precision"), _linear),
+    "convert_element_type": _converted,
     **dict.fromkeys(_CURVED.split(), _elementwise),
     **dict.fromkeys(("add", "sub", "add_any"), _sum),
     **dict.fromkeys(("mul", "div"), _product),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spmd.check._rounding import rounds
 from spmd.check._source import line_of
 from spmd.check._state import State
 from spmd.check._text import changed, text_of
@@ -305,6 +306,8 @@ def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
         rule = f"{name} of two partial sums {mark}: the product of the parts is no part of the product."
     if name == "div":
         rule = f"div by a partial sum {mark}: dividing by the parts is not dividing by the sum."
+        if rounds(eqn):
+            rule = f"div of whole numbers with a partial sum {mark}: the sum of rounded parts is not the rounded sum."
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."

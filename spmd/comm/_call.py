@@ -43,6 +43,9 @@ Span = tuple[int, int] | None
 # What may give a gathered copy, and takes `to="invarying"`.
 _GATHERS = ("all_gather", "relayout", "fft.fft", "fft.ifft", "fft.rfft", "fft.irfft")
 
+# What changes the layout and nothing else: where its sides are turned, the fix is all that was meant.
+_MOVES = ("all_gather", "all_to_all", "psum", "psum_scatter", "relayout", "split")
+
 
 @dataclass(frozen=True, slots=True)
 class Factor:
@@ -523,7 +526,7 @@ class Call:
             if wanted is None or _misaligned(have, layout)
             else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
         )
-        turned = len(self.pattern.outputs) == 1 and same_axes(have, self.pattern.outputs[0]) is True
+        turned = self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
         instead = "" if meant is None else f'; or "{meant.short}" in this string'
         self.fail(
             f'{label} holds "{have.short}", and is read as "{written.short}".',

@@ -147,3 +147,16 @@ def made_of_many(x, w):
     y = x * lax.axis_index("tp").astype(jnp.float32)
     y = lax.ppermute(y, "tp", [(0, 1)]) + lax.psum_scatter(varying(w), "tp", tiled=True)[0, 0]
     return mark(y, "a/dp b")
+
+
+def number_beside_a_partial_sum(x, w):
+    y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
+    return lax.psum(jnp.take(y, jnp.arange(9), axis=1, mode="fill", fill_value=7.0), "tp")
+
+
+def rounding_of_some_bits(x, w):
+    return lax.psum(mark(x.astype(jnp.int32).sum(), "{U:dp,tp}", "result").astype(jnp.int8).astype(jnp.int32), AXES)
+
+
+def quotient_of_whole_numbers(x, w):
+    return lax.psum(lax.div(mark(x.astype(jnp.int32).sum(), "{U:dp,tp}", "result"), jnp.int32(3)), AXES)

@@ -166,6 +166,23 @@ def noise_of_a_local_shape(mesh):
     body("b/dp d -> b/dp d", noise, mesh)
 
 
+@bad
+def negative_mean_leaves(mesh):
+    """What was done to the mean is not in a line that makes the mean of the argument."""
+    body("b/dp d -> scalar", lambda x: -jnp.mean(x), mesh)
+
+
+@bad
+def transposed_maximum_leaves(mesh):
+    body("b/dp d e -> e d", lambda x: x.max(0).T, mesh, X.reshape(-1, 2, 2))
+
+
+@bad
+def rounded_sum_leaves(mesh):
+    """A psum of it would be a sum of rounded parts."""
+    body("b/dp d -> d", lambda x: x.sum(0).astype(jnp.int32), mesh)
+
+
 # --- patterns and kernels ------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,18 @@ def psum_of_a_copy(mesh):
 
 
 @bad
+def product_of_what_lies_as_the_result(mesh):
+    """The gather goes before the call: in place of it the product would be gone."""
+    body("b/dp d, d e -> b/dp e", lambda x, w: einsum(x, w, "b d, d e -> b/dp e"), mesh, X, X.T)
+
+
+@fixed
+def product_of_what_lies_as_the_result_fixed(mesh, fix):
+    fn = lambda x, w: spmd.split(einsum(fix(x=x), w, "b d, d e -> b e"), "b e -> b/dp e")
+    np.testing.assert_allclose(body("b/dp d, d e -> b/dp e", fn, mesh, X, X.T), X @ X.T)
+
+
+@bad
 def read_with_another_layout(mesh):
     body("b/dp d -> b d/dp", lambda x: all_to_all(x, "b d/dp -> b/dp d"), mesh)
 

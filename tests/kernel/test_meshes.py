@@ -187,6 +187,32 @@ def test_vmap_says_that_it_gathers_what_it_maps():
     np.testing.assert_array_equal(jax.vmap(strict)(whole), 2 * X)  # nothing to gather
 
 
+@pytest.mark.parametrize("kind", [A, E])
+def test_vmap_in_vmap_and_in_jit(kind):
+    """The types of Explicit axes tell in jit too, and JAX itself keeps those; two mapped dimensions are seen as one is."""
+    mesh = mesh_of((kind, kind))
+    strict = spmd.kernel("d/tp -> d/tp", mesh=mesh, boundary="error")(lambda x: 2 * x)
+    cube = np.stack([X, X])
+    put = lambda *spec: jax.device_put(cube, NamedSharding(mesh, P(*spec)))
+    inner = jax.vmap(jax.vmap(strict, spmd_axis_name="dp"))
+    assert inner(put(None, "dp", "tp")).sharding.spec == P(None, "dp", "tp")
+    np.testing.assert_array_equal(inner(put(None, "dp", "tp")), 2 * cube)
+    swapped = jax.vmap(jax.vmap(strict, spmd_axis_name="dp"), in_axes=1, out_axes=1)  # as the advice says
+    assert swapped(put("dp", None, "tp")).sharding.spec == P("dp", None, "tp")
+    for spec in [("dp", None, "tp"), (None, "dp", "tp")]:
+        if kind == A:
+            advice = r'divided over dp\nadvice: jax.vmap\(fn, spmd_axis_name="dp"\), and the innermost'
+            with pytest.raises(PlacementError, match=advice):
+                jax.vmap(jax.vmap(strict))(put(*spec))
+        else:
+            assert jax.jit(jax.vmap(jax.vmap(strict)))(put(*spec)).sharding.spec == P(*spec)
+    with pytest.raises(PlacementError, match='x: .*wanted "d/tp"'):
+        inner(put(None, "dp"))
+    if kind == E:
+        with pytest.raises(PlacementError, match='x: .*wanted "d/tp"'):
+            jax.jit(inner)(put(None, "dp"))
+
+
 def test_arrays_of_fewer_devices():
     """Some of the mesh's devices, or others."""
     small = spmd.make_mesh(dp=2, tp=2)
