@@ -9,6 +9,7 @@ pattern :=  layout (',' layout)* '->' layout (',' layout)*
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import NoReturn
@@ -42,6 +43,21 @@ class Parser:
 
     def fixed(self, start: int, end: int, text: str) -> str:
         return fixed(self.source, start, end, text)
+
+    def spaced(self) -> str:
+        """The rest with a space before each dimension that stands right behind another; what is in parentheses or marks
+        stays as it is."""
+        text, depth = self.source[self.token.start :], 0
+        gaps = []
+        for before, token in itertools.pairwise(self.tokens[self.index - 1 :]):
+            depth += (before.text in ("(", "{")) - (before.text in (")", "}"))
+            ends = before.kind in ("name", "int", "...", ")", "]")
+            begins = token.kind in ("name", "int", "...", "(", "[")
+            if ends and begins and not depth and before.end == token.start:
+                gaps.append(token.start - self.token.start)
+        for gap in reversed(gaps):
+            text = f"{text[:gap]} {text[gap:]}"
+        return fixed(self.source, self.token.start, len(self.source), text)
 
     # layouts and patterns
 
@@ -107,7 +123,7 @@ class Parser:
                 raise Fault(
                     "Dimensions are separated by spaces.",
                     self.token.span,
-                    self.fixed(self.token.start, self.token.start, " "),
+                    self.spaced(),
                 )
             if marks:
                 raise Fault("The marks {U:...} and {R:...} come after all dimensions.", self.token.span)

@@ -74,17 +74,23 @@ class Edge:
             return mirrored
         return -mirrored if self.kind == "antisymmetric" else 2 * last - mirrored
 
-    def beyond(self, x: Any, dim: int, width: int, *, low: bool) -> Any:
-        """The `width` elements beyond one end of the whole array."""
-        shape = (*x.shape[:dim], width, *x.shape[dim + 1 :])
-        if self.kind == "constant":
-            return jnp.broadcast_to(self.value, shape)
+    def continued(self, x: Any, dim: int, width: int, *, low: bool) -> Any:
+        """The whole array with `width` elements more beyond one end.
+
+        Made of `pad` and `where` alone: XLA's partitioner aborts on slices of padded arrays that are joined again.
+        """
+        if not width:
+            return x
         size, widths = x.shape[dim], [(0, 0)] * x.ndim
         widths[dim] = (width, 0) if low else (0, width)
-        start, last = (0, 0) if low else (size, size - 1)
+        if self.kind == "constant":
+            return jnp.pad(x, widths, constant_values=self.value)
         padded = jnp.pad(x, widths, mode=EDGES[self.kind])
-        part = lax.slice_in_dim(padded, start, start + width, axis=dim)
-        return self.turned(part, lax.slice_in_dim(x, last, last + 1, axis=dim))
+        if not self.odd:
+            return padded
+        place = lax.broadcasted_iota(jnp.int32, padded.shape, dim)
+        last = lax.slice_in_dim(x, 0 if low else size - 1, 1 if low else size, axis=dim)
+        return jnp.where(place < width if low else place >= size, self.turned(padded, last), padded)
 
     def inside(self, places: Any, size: int, *, low: bool) -> Any:
         """The places of the array from which those beyond one end are taken; the others as they are."""

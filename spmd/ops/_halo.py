@@ -220,20 +220,22 @@ class _Margins:
     # --- where the dimension is whole
 
     def padded(self, x: Any) -> Any:
-        low, high = self.wider
-        if self.low.plain and self.low.kind == self.high.kind and self.have == (0, 0):
-            widths = [(0, 0)] * x.ndim
-            widths[self.dim] = (low, high)
-            return jnp.pad(x, widths, mode=EDGES[self.low.kind])
-        inner = lax.slice_in_dim(x, self.have[0], self.have[0] + self.size, axis=self.dim)
-        parts = [x]
-        if low:
-            whole = self.low.beyond(inner, self.dim, self.want[0], low=True)
-            parts.insert(0, lax.slice_in_dim(whole, 0, low, axis=self.dim))
-        if high:
-            whole = self.high.beyond(inner, self.dim, self.want[1], low=False)
-            parts.append(lax.slice_in_dim(whole, self.have[1], self.want[1], axis=self.dim))
-        return lax.concatenate(parts, self.dim)
+        (before, after), d = self.want, self.dim
+        inner = lax.slice_in_dim(x, self.have[0], self.have[0] + self.size, axis=d) if any(self.have) else x
+        if self.low.plain and self.low.kind == self.high.kind:
+            out = jnp.pad(inner, self.widths(x, before, after), mode=EDGES[self.low.kind])
+        else:
+            out = self.high.continued(self.low.continued(inner, d, before, low=True), d, after, low=False)
+        if not any(self.have):
+            return out
+        low, high = self.wider  # what is there already stays
+        place = lax.broadcasted_iota(jnp.int32, out.shape, d)
+        there = (place >= low) & (place < low + x.shape[d])
+        return jnp.where(there, jnp.pad(x, self.widths(x, low, high)), out)
+
+    def widths(self, x: Any, before: int, after: int) -> list[tuple[int, int]]:
+        """What `pad` is told to add to this dimension."""
+        return [(before, after) if i == self.dim else (0, 0) for i in range(x.ndim)]
 
     # --- where it is divided
 

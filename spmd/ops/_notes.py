@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 
 from spmd import _compat
 from spmd.comm._call import open_call
-from spmd.comm._keywords import as_array, check_array, misfit
+from spmd.comm._keywords import as_array, check_array, kind_of, misfit
 from spmd.comm._marks import assert_equal_p, mark, tag_of
 from spmd.errors import LayoutError, compose
 from spmd.language import Layout
@@ -126,6 +128,7 @@ def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:
 
     Raises:
       ModeError: Outside a kernel, where `jax.debug.print` does it.
+      LayoutError: If the string does not come first, or its braces and the values do not go together.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -138,12 +141,32 @@ def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:
       [dp=0] sum 6
     """
     frame = current_frame("spmd.debug_print")
+    _check_format(fmt, arrays, named)
     place: dict[str, Any] = {}
     if frame.explicit:
         place = {f"_at_{axis}": jax.lax.axis_index(axis) for axis in frame.axis_names}
         shown = " ".join(f"{axis}={{_at_{axis}}}" for axis in frame.axis_names)
         fmt = f"[{shown}] {fmt}"
     jax.debug.print(fmt, *arrays, **named, **place)
+
+
+def _check_format(fmt: Any, arrays: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """The string comes first, and each pair of braces has its value."""
+    call, advice = "debug_print(...)", 'a format string, then the values: debug_print("loss {}", loss)'
+    if not isinstance(fmt, str):
+        rule = f"the format string comes first, and this is {kind_of(fmt)}."
+        raise LayoutError(compose(rule, call=call, advice=advice))
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(fmt) if name is not None]
+    except ValueError as error:
+        raise LayoutError(compose(f"this is not a format string: {error}.", call=call, advice=advice)) from None
+    roots = [re.split(r"[.\[]", name)[0] for name in fields]
+    given = {*map(str, range(len(arrays))), *named}
+    lacking = [name for name in roots if name and name not in given]
+    if lacking or roots.count("") > len(arrays):
+        shown = f"{{{lacking[0]}}}" if lacking else "{}"
+        got = [f"by position: {len(arrays)}; by name: {', '.join(named) or 'none'}"]
+        raise LayoutError(compose(f"no value fills {shown}.", call=call, got=got, advice=advice))
 
 
 @dataclass(frozen=True)

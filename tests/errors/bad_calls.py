@@ -324,3 +324,18 @@ def random_with_an_rbg_key_fixed(mesh, fix):
     key = fix(seed=0)
     out = body("b/dp d -> b/dp d", lambda x: x * 0 + spmd.random.normal(key, "b/dp d"), mesh)
     np.testing.assert_array_equal(out, jax.random.normal(key, (8, 4)))
+
+
+@bad
+def debug_print_of_an_array_first(mesh):
+    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print(x, "b/dp d"), x)[1], mesh)
+
+
+@bad
+def debug_print_of_too_few(mesh):
+    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print("{} of {}", x.sum()), x)[1], mesh)
+
+
+@bad
+def debug_print_of_a_name(mesh):
+    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print("{loss}", x.sum(), lost=x), x)[1], mesh)

@@ -564,6 +564,16 @@ GOLDEN = [
         ],
     ),
     (
+        "Pattern('...d/dp,(h k)f->...f')",
+        "LayoutError",
+        [
+            'Pattern("...d/dp,(h k)f->...f")',
+            "            ^",
+            "Dimensions are separated by spaces.",
+            'fix: "... d/dp,(h k) f->... f"',
+        ],
+    ),
+    (
         "Layout('b/(dp tp)')",
         "LayoutError",
         [

@@ -234,6 +234,22 @@ def test_halos_compose(seed: int) -> None:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(gradient))
 
 
+@pytest.mark.parametrize("edge", ["antireflect", "reflect", "edge", 2.0])
+def test_one_end_of_one_dimension_beside_both_of_another(edge) -> None:
+    """In auto mode XLA's partitioner ended the process where slices of padded arrays were joined."""
+    mesh, pattern = make_mesh({"a": 2, "b": 4}), "x/a y/b -> x/a+1 4+y/b+1"
+
+    @spmd.kernel("x/a y/b -> x/a y/b", mesh=mesh)
+    def body(u):
+        wide = stencil.halo(u, pattern, edge={"x": (edge, "zero"), "y": "symmetric"})
+        return wide[1:, 4:-1] + wide[:-1, :-5]
+
+    u = numbers(0, (10, 8))
+    whole = padded(np.asarray(u), ((0, 1), (4, 1)), ((edge, "zero"), ("symmetric", "symmetric")))
+    for mode in MODES:
+        close(getattr(body, mode)(u), whole[1:, 4:-1] + whole[:-1, :-5])
+
+
 def test_margins_stay_where_another_dimension_moves() -> None:
     def body(u):
         rows = stencil.halo(u, "x/a y/b -> 1+x/a+1 y/b")
