@@ -76,7 +76,7 @@ def _unlike(array: Any, wanted: NamedSharding) -> str:
 
 def _axes(array: Any, dim: int) -> tuple[str, ...]:
     """The axes that divide one dimension of an array."""
-    sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else array.sharding
+    sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     partitions = getattr(getattr(sharding, "spec", None), "partitions", ())
     entry = partitions[dim] if dim < len(partitions) else None
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
