@@ -17,7 +17,7 @@ from spmd import nn, stencil
 
 # What is counted of a compiled program: all that moves or copies an array, between devices or on one.
 COUNTED = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute|collective-broadcast"
-COUNTED += "|copy|transpose|concatenate|sort|fusion|custom-call|while|dot|conditional|partition-id"
+COUNTED += "|copy|transpose|concatenate|sort|fusion|custom-call|while|dot|conditional|partition-id|reduce|broadcast"
 
 PROGRAMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "all_gather": ("x/b y/a -> x y/a", lambda x: spmd.all_gather(x, "x/b y/a -> x y/a", to="invarying")),
