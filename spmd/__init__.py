@@ -6,6 +6,7 @@ program, and the documentation for the language, the three modes and each operat
 
 from spmd import fft, inspect, random, stencil, testing
 from spmd._trees import layouts
+from spmd.accelerators import Hardware, Link, hardware
 from spmd.comm import (
     Plan,
     Step,
@@ -30,13 +31,12 @@ from spmd.errors import (
     SizeError,
     SpmdError,
 )
-from spmd.hardware import Hardware, Link, hardware
 from spmd.inspect._explain import explain
 from spmd.inspect._picture import Picture, visualize
-from spmd.kernel import Kernel, VmapWarning, kernel
+from spmd.kernels import Kernel, VmapWarning, kernel
 from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import make_mesh, use_cpu_devices
-from spmd.mode import axis_mapping, mode, scope
+from spmd.modes import axis_mapping, mode, scope
 from spmd.ops import (
     annotate,
     argmax,

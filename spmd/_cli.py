@@ -14,10 +14,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmd.accelerators import PRESETS
 from spmd.comm.planner import plan
-from spmd.comm.planner.plan import PREFER
+from spmd.comm.planner.plans import PREFER
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, compose, did_you_mean
-from spmd.hardware import PRESETS
 from spmd.inspect._picture import Picture, visualize
 from spmd.language import Layout, Pattern
 

@@ -17,10 +17,10 @@ from spmd._recent import Recent
 from spmd._trees import Static, check_hashable, is_array, is_number, match_prefix, unwrapped, wrapped
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
-from spmd.kernel import kernel
+from spmd.kernels import kernel
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, check_alive, check_arguments_alive, check_axes, made_whole, mesh_of, outside_trace
-from spmd.mode import ambient_mapping, ambient_mode, try_frame
+from spmd.modes import ambient_mapping, ambient_mode, try_frame
 from spmd.ops._grids import born
 
 __all__ = ["Init", "from_function", "from_process_local", "init", "shard"]

@@ -13,7 +13,7 @@ import pytest
 
 import spmd
 from spmd import AxisMapping, axis_mapping, mode
-from spmd.mode import ambient_mapping, ambient_mode
+from spmd.modes import ambient_mapping, ambient_mode
 
 MESH = spmd.make_mesh(dp=2, tp=4)
 

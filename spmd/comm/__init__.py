@@ -3,7 +3,7 @@
 from spmd.comm.collectives import all_gather, all_to_all, defer, psum, psum_scatter, split
 from spmd.comm.permute import ppermute, shift
 from spmd.comm.planner import Plan, Step, plan
-from spmd.comm.relayout import relayout
+from spmd.comm.resharding import relayout
 
 __all__ = [
     "Plan",

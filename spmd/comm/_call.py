@@ -34,7 +34,7 @@ from spmd.errors import (
 )
 from spmd.language import Dim, Layout, Pattern, verb_for
 from spmd.mesh import axis_span
-from spmd.mode import Frame, current_frame
+from spmd.modes import Frame, current_frame
 
 __all__ = ["Call", "Factor", "Operand", "open_call"]
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd.language import Layout
-from spmd.mode import Frame
+from spmd.modes import Frame
 
 __all__ = ["Known", "assert_equal_p", "constrain", "layout_p", "mark", "same_axes", "tag", "tag_of"]
 

@@ -20,7 +20,7 @@ from spmd.haliax._queries import (
     round_axis_for_partitioning,
     sharding_for_axis,
 )
-from spmd.mode import axis_mapping
+from spmd.modes import axis_mapping
 
 ResourceMapping: TypeAlias = Mapping[str, str | Sequence[str] | None]
 """Where named dimensions live: a mesh axis, several, or None for whole. An `AxisMapping` or a dict."""

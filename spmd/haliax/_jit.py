@@ -16,7 +16,7 @@ from spmd._trees import Static, check_hashable, is_array
 from spmd.errors import LayoutError, compose, did_you_mean
 from spmd.haliax._placement import shard
 from spmd.mesh import check_arguments_alive
-from spmd.mode import ambient_mapping, ambient_mode
+from spmd.modes import ambient_mapping, ambient_mode
 
 __all__ = ["fsdp", "named_jit"]
 

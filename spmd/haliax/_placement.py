@@ -17,7 +17,7 @@ from spmd._trees import by_path, is_array
 from spmd._units import bytes_text
 from spmd.errors import LayoutError, MeshError, compose, warn
 from spmd.mesh import ambient_mesh
-from spmd.mode import ambient_mapping, ambient_mode
+from spmd.modes import ambient_mapping, ambient_mode
 
 __all__ = ["WholeArrayWarning", "auto_sharded", "mapping_of", "mesh_of", "shard", "shard_with_axis_mapping"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from spmd._units import bytes_text
-from spmd.inspect._holdings import Block, Holdings
+from spmd.inspect._blocks import Block, Holdings
 
 __all__ = [
     "MOST_DEVICES",

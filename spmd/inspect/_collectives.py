@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, overload
 
-from spmd._cells import shown_file
+from spmd._notebook import shown_file
 from spmd._units import bytes_text
 from spmd.inspect._groups import (
     axes_of_groups,

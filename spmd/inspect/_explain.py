@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError, compose
-from spmd.hardware import Hardware, hardware
 from spmd.inspect._collectives import CollectiveReport, collectives_of_text, counts_by_kind
 from spmd.inspect._groups import axes_text, mesh_sizes
 from spmd.inspect._match import Communication, communications
@@ -15,7 +15,7 @@ from spmd.inspect._records import Written
 from spmd.inspect._render import as_html, as_rich, as_text
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of
 from spmd.inspect._written import written as read
-from spmd.kernel import Kernel
+from spmd.kernels import Kernel
 
 __all__ = ["Explanation", "explain"]
 

@@ -16,14 +16,14 @@ from spmd import _compat
 from spmd.comm._marks import tag_of
 from spmd.comm.planner import Plan
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError, compose
-from spmd.inspect._holdings import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
+from spmd.inspect._blocks import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
 from spmd.inspect._picture_plan import PlanDrawing
 from spmd.inspect._picture_svg import holdings_svg
 from spmd.inspect._picture_text import Line, holdings_lines, plain
 from spmd.inspect._svg import FILLS, INK, below, card, paragraph
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, mesh_sizes
-from spmd.mode import Frame, ambient_mapping, try_frame
+from spmd.modes import Frame, ambient_mapping, try_frame
 
 __all__ = ["Picture", "visualize"]
 

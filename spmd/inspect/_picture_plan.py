@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh
 
 from spmd._units import bytes_text, seconds_text
 from spmd.comm.planner import Plan, Step
-from spmd.comm.planner.plan import summary
+from spmd.comm.planner.plans import summary
 from spmd.inspect import _svg
 from spmd.inspect._arrange import MOST_DEVICES, cell_parts, tints
-from spmd.inspect._holdings import Holdings, of_layout
+from spmd.inspect._blocks import Holdings, of_layout
 from spmd.inspect._picture_svg import grid_box
 from spmd.inspect._picture_text import Line, grid_lines, heading_lines, text_lines
 from spmd.inspect._svg import Box, text

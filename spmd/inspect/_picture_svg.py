@@ -21,7 +21,7 @@ from spmd.inspect._arrange import (
     tints,
     wrapped,
 )
-from spmd.inspect._holdings import Block, Holdings
+from spmd.inspect._blocks import Block, Holdings
 from spmd.inspect._svg import Box, text
 
 __all__ = ["grid_box", "holdings_svg"]

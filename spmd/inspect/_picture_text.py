@@ -19,7 +19,7 @@ from spmd.inspect._arrange import (
     tints,
     wrapped,
 )
-from spmd.inspect._holdings import Holdings
+from spmd.inspect._blocks import Holdings
 
 __all__ = ["Line", "Segment", "grid_lines", "heading_lines", "holdings_lines", "plain", "text_lines"]
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd._jaxprs import equations
 from spmd._trees import is_array, is_number
 from spmd.errors import SpmdError, compose
-from spmd.kernel import Kernel
+from spmd.kernels import Kernel
 from spmd.mesh import ambient_mesh, outside_trace
 
 __all__ = ["Program", "meshes_of_jaxpr", "stage"]

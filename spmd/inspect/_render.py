@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spmd._units import bytes_text, seconds_text, si_text
-from spmd.hardware import Hardware
+from spmd.accelerators import Hardware
 from spmd.inspect._groups import axes_text
 from spmd.inspect._match import Communication, moved_text
 from spmd.inspect._records import Written

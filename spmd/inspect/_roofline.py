@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd.hardware import Hardware
+from spmd.accelerators import Hardware
 from spmd.inspect._groups import axes_text
 from spmd.inspect._match import Communication
 from spmd.inspect._records import Written

@@ -14,8 +14,8 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs import Held, call_of, held, is_unknown, opened
-from spmd.check._collectives import COMMUNICATES, axes_of
-from spmd.check._source import line_of
+from spmd.checker._collectives import COMMUNICATES, axes_of
+from spmd.checker._source import line_of
 from spmd.errors import MeshError, compose
 from spmd.inspect._collectives import sent_bytes
 from spmd.inspect._groups import axes_of_pairs
@@ -44,7 +44,7 @@ from spmd.inspect._values import (
     typed_place,
 )
 from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes, writes_results
-from spmd.kernel import arguments_of
+from spmd.kernels import arguments_of
 from spmd.language import Layout
 
 __all__ = ["Walk"]

@@ -20,7 +20,7 @@ from spmd.inspect._records import Boundary, Constraint, Island, Written, Written
 from spmd.inspect._values import Value
 from spmd.inspect._walk import Walk
 from spmd.inspect._work import size_bytes
-from spmd.kernel import Kernel
+from spmd.kernels import Kernel
 
 __all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective", "written"]
 

@@ -1,10 +1,10 @@
 """The layout language: strings that say shape, placement and communication.  Pure Python."""
 
-from spmd.language._dims import Atom, Dim
 from spmd.language._layout import Layout, axis_sizes
 from spmd.language._mapping import AxisMapping
 from spmd.language._pattern import Pattern
 from spmd.language._sizes import spaced
+from spmd.language._syntax import Atom, Dim
 from spmd.language._verbs import factors_of, verb_for
 
 __all__ = ["Atom", "AxisMapping", "Dim", "Layout", "Pattern", "axis_sizes", "factors_of", "spaced", "verb_for"]

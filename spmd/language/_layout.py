@@ -9,8 +9,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from spmd.errors import LayoutError, MeshError, SizeError, compose, did_you_mean
-from spmd.language._dims import Atom, Dim, Fault, Span, check, check_form, normal
 from spmd.language._parse import Parser
+from spmd.language._syntax import Atom, Dim, Fault, Span, check, check_form, normal
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec

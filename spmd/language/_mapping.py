@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 from spmd.errors import LayoutError, MeshError, compose, did_you_mean
-from spmd.language._dims import Atom, Dim, Span, divided, writable
 from spmd.language._layout import Axes, Layout
+from spmd.language._syntax import Atom, Dim, Span, divided, writable
 
 __all__ = ["AxisMapping"]
 

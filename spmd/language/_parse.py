@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from typing import NoReturn
 
-from spmd.language._dims import Atom, Dim, Fault, Parsed, Span, check, normal
+from spmd.language._syntax import Atom, Dim, Fault, Parsed, Span, check, normal
 from spmd.language._tokens import Token, fixed, tokenize
 
 _MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from spmd.errors import LayoutError, compose
-from spmd.language._dims import Fault, Parsed
 from spmd.language._layout import Axes, Layout, make, raise_fault
 from spmd.language._parse import Parser
+from spmd.language._syntax import Fault, Parsed
 
 if TYPE_CHECKING:
     from spmd.language._mapping import AxisMapping

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spmd.errors import SizeError, compose
-from spmd.language._dims import Dim, divided
 from spmd.language._layout import axes_product
+from spmd.language._syntax import Dim, divided
 
 if TYPE_CHECKING:
     from spmd.language._layout import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, NoReturn
 
-from spmd.language._dims import Fault, Span
+from spmd.language._syntax import Fault, Span
 
 _TOKEN = re.compile(
     r"(?P<space>\s+)|(?P<ellipsis>\.\.\.)|(?P<arrow>->)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"

@@ -2,13 +2,13 @@
 
 from spmd.nn.attention import dot_product_attention, multi_head_attention, spread_heads
 from spmd.nn.cache import cached_attention, kv_cache, kv_cache_append
-from spmd.nn.dropout import dropout
-from spmd.nn.embedding import embedding, unembedding
 from spmd.nn.linear import column_linear, gated_mlp, mlp, qkv_linear, row_linear
 from spmd.nn.loss import cross_entropy, linear_cross_entropy
 from spmd.nn.masks import attention_mask
 from spmd.nn.norm import layer_norm, rms_norm
+from spmd.nn.regularization import dropout
 from spmd.nn.rope import rotary_embedding, rotary_frequencies
+from spmd.nn.vocabulary import embedding, unembedding
 
 __all__ = [
     "attention_mask",

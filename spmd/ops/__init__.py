@@ -1,20 +1,20 @@
 """Operations on arrays: their strings say shape, placement and communication."""
 
+from spmd.ops._annotate import annotate, assert_equal, debug_print, typeof
 from spmd.ops._control import cond
 from spmd.ops._create import full, iota, ones, zeros
 from spmd.ops._einsum import einsum
 from spmd.ops._gradients import custom_vjp, grad, value_and_grad
 from spmd.ops._grids import linspace, meshgrid
-from spmd.ops._island import local, opaque
-from spmd.ops._notes import annotate, assert_equal, debug_print, typeof
+from spmd.ops._local import local, opaque
 from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
 from spmd.ops._roll import flip, roll
+from spmd.ops._sizes import axis_index, axis_size, local_size, offset, size
 from spmd.ops._softmax import argmax, cumsum, softmax
 from spmd.ops._sort import sort
 from spmd.ops._take import take
 from spmd.ops._top_k import top_k
-from spmd.ops._where import axis_index, axis_size, local_size, offset, size
 
 __all__ = [
     "annotate",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from spmd import _compat
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, compose
-from spmd.mode import current_frame
+from spmd.modes import current_frame
 
 __all__ = ["cond"]
 

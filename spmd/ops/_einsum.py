@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import LayoutError
 from spmd.language import Layout, verb_for
-from spmd.ops._landing import finish, land, placed, plain_dims, right_names
+from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
 
 __all__ = ["einsum"]
 

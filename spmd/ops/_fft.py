@@ -14,16 +14,16 @@ import numpy as np
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm.collectives import check_to
-from spmd.comm.relayout import relayout
+from spmd.comm.resharding import relayout
 from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
-from spmd.mode import inner
+from spmd.modes import inner
 from spmd.ops._fft_freq import frequencies
 from spmd.ops._fft_line import along, factors, in_two_factors
 from spmd.ops._fft_moves import JOINED, cut, joined, transposed
 from spmd.ops._fft_route import Job, Stage, route
-from spmd.ops._island import local
-from spmd.ops._landing import plain_dims
+from spmd.ops._local import local
+from spmd.ops._partial_sums import plain_dims
 
 __all__ = ["fft", "ifft", "irfft", "rfft"]
 

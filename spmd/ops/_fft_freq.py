@@ -11,7 +11,7 @@ from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom
 from spmd.ops._create import iota
-from spmd.ops._landing import plain_dims
+from spmd.ops._partial_sums import plain_dims
 
 __all__ = ["fftfreq", "rfftfreq"]
 

@@ -13,10 +13,10 @@ from jax import lax
 
 from spmd import _compat
 from spmd.comm.collectives import all_to_all
-from spmd.mode import scope
+from spmd.modes import scope
 from spmd.ops._create import iota
 from spmd.ops._rearrange import rearrange
-from spmd.ops._where import axis_size
+from spmd.ops._sizes import axis_size
 
 __all__ = ["along", "factors", "in_two_factors"]
 

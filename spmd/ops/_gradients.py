@@ -20,7 +20,7 @@ from spmd.comm import _lax
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, MeshError, ReplicationError, compose, did_you_mean
 from spmd.language import Layout
-from spmd.mode import Frame, current_frame, try_frame
+from spmd.modes import Frame, current_frame, try_frame
 
 __all__ = ["custom_vjp", "grad", "value_and_grad"]
 

@@ -14,7 +14,7 @@ from spmd.comm._local import rearranged
 from spmd.comm._marks import mark
 from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Atom, Layout
-from spmd.ops._landing import factors_by_name, placed, plain_dims
+from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
 
 __all__ = ["rearrange", "repeat"]
 

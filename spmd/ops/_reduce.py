@@ -15,7 +15,7 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, open_call
 from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, did_you_mean
-from spmd.ops._landing import Landing, factors_by_name, finish, land, placed, plain_dims, right_names
+from spmd.ops._partial_sums import Landing, factors_by_name, finish, land, placed, plain_dims, right_names
 
 __all__ = ["reduce"]
 

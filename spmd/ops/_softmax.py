@@ -15,7 +15,7 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError
 from spmd.language import Layout, Pattern
-from spmd.ops._landing import factors_by_name, placed, plain_dims
+from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
 
 __all__ = ["argmax", "bracketed", "cumsum", "open_bracketed", "softmax"]
 

@@ -12,10 +12,10 @@ from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, SizeError, compose
 from spmd.language import Dim, Layout
-from spmd.mode import current_frame, inner
+from spmd.modes import current_frame, inner
 from spmd.ops._edges import Edges, read_edges
 from spmd.ops._halo import halo, with_margins, without_margins
-from spmd.ops._island import local
+from spmd.ops._local import local
 from spmd.ops._softmax import bracketed, open_bracketed
 
 __all__ = ["convolve", "diff", "stencil"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._local import rearranged
 from spmd.errors import LayoutError
-from spmd.ops._landing import factors_by_name, finish, land, placed, plain_dims, right_names
+from spmd.ops._partial_sums import factors_by_name, finish, land, placed, plain_dims, right_names
 
 __all__ = ["take"]
 

@@ -1,16 +1,16 @@
 """Kinds of parallelism as functions on arrays and trees: what moves, when, and what it costs in the docstrings."""
 
 from spmd.nn.overlap import einsum_scatter, gather_einsum
-from spmd.parallel.accumulate import accumulate
 from spmd.parallel.context import ring_attention, ulysses_attention
 from spmd.parallel.experts import MoEReport, Routing, balance_bias, moe, router
-from spmd.parallel.fsdp import fsdp, scan_layers
-from spmd.parallel.gather import gather, reduce_gradients
+from spmd.parallel.fully_sharded import fsdp, scan_layers
 from spmd.parallel.layouts import FSDPLayouts, ZeroLayouts, fsdp_layouts, mapped_layouts, state_layouts
+from spmd.parallel.microbatches import accumulate
 from spmd.parallel.optimizer import ClipByGlobalNorm, clip_by_global_norm, global_norm
-from spmd.parallel.pipeline import pipeline
+from spmd.parallel.pipelining import pipeline
 from spmd.parallel.schedule import PipelineSchedule, pipeline_schedule
 from spmd.parallel.sequence import place_sequence, restore_sequence, sequence_order, sequence_positions
+from spmd.parallel.weights import gather, reduce_gradients
 
 __all__ = [
     "ClipByGlobalNorm",

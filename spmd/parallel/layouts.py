@@ -11,7 +11,7 @@ import jax
 
 from spmd import AxisMapping, Layout
 from spmd.errors import LayoutError, MeshError, compose, did_you_mean
-from spmd.parallel._leaves import Axes, axes_by_dim, axes_tuple, is_array, layout_leaves, paths, text_of
+from spmd.parallel._parameter_moves import Axes, axes_by_dim, axes_tuple, is_array, layout_leaves, paths, text_of
 
 __all__ = ["FSDPLayouts", "ZeroLayouts", "fsdp_layouts", "mapped_layouts", "state_layouts"]
 

@@ -12,7 +12,7 @@ import spmd
 from spmd import Layout
 from spmd.errors import LayoutError, compose
 from spmd.nn.dtypes import wide
-from spmd.parallel._leaves import Axes, layout_leaves, paths
+from spmd.parallel._parameter_moves import Axes, layout_leaves, paths
 
 __all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "global_norm"]
 

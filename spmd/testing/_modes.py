@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.errors import LayoutError, ModeError, compose, did_you_mean
 from spmd.mesh import check_arguments_alive
-from spmd.mode import MODES, mode
+from spmd.modes import MODES, mode
 from spmd.testing._mismatch import Mismatch, Rows, columns
 
 __all__ = ["assert_modes_agree"]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from spmd.check import check_jaxpr
+from spmd.checker import check_jaxpr
 from spmd.comm._lax import _split_p
 from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.check import check_jaxpr
+from spmd.checker import check_jaxpr
 from spmd.language import Layout
 from tests.check.harness import AXES, assert_equal, check, layout_p, mark, mesh, split, trace, varying
 

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spmd.check import InState, check_body, in_states_of
+from spmd.checker import InState, check_body, in_states_of
 from spmd.errors import ReplicationError
 from tests.check.harness import AXES, mark, mesh
 

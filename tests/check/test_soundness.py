@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spmd.check import _collectives, _dataflow, _rules, check_jaxpr, explain_output
-from spmd.check._dataflow import Walk, walk_closed
-from spmd.check._state import EVERYWHERE, State
+from spmd.checker import _collectives, _dataflow, _rules, check_jaxpr, explain_output
+from spmd.checker._dataflow import Walk, walk_closed
+from spmd.checker._state import EVERYWHERE, State
 from spmd.errors import Fix, ReplicationError
 from tests.check import wrong_programs
 from tests.check.harness import AXES, check, mark, mesh, trace, varying

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd._cells import shown_file
+from spmd._notebook import shown_file
 
 CELL = """import spmd, jax
 @spmd.kernel("b/dp -> b", mesh=mesh)

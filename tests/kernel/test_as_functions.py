@@ -15,7 +15,7 @@ import pytest
 
 import spmd
 from spmd import haliax
-from spmd.kernel import _kernel
+from spmd.kernels import _kernel
 
 X = np.ones((4, 8), np.float32)
 MESH = spmd.make_mesh(dp=2, abstract=True)

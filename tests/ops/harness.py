@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.inspect import collectives
 from spmd.language import Layout
-from spmd.mode import Frame
+from spmd.modes import Frame
 
 MODES = ("explicit", "auto", "reference")
 

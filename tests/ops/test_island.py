@@ -11,10 +11,10 @@ from jax import lax
 from spmd import _compat, random
 from spmd.comm import all_gather, psum
 from spmd.errors import CommunicationError, LayoutError, ModeError, ReplicationError
-from spmd.kernel import kernel
+from spmd.kernels import kernel
 from spmd.mesh import make_mesh
-from spmd.ops._island import local, opaque
-from spmd.ops._where import axis_index, size
+from spmd.ops._local import local, opaque
+from spmd.ops._sizes import axis_index, size
 
 MODES = ("explicit", "auto", "reference")
 X = np.asarray(jax.random.normal(jax.random.key(0), (8, 6)))
@@ -216,7 +216,7 @@ def test_inside_scan_vmap_and_jit(mesh):
 def test_auto_mode_communicates_what_the_function_says(mesh):
     ring = lambda x: lax.ppermute(x, "tp", [(i, (i + 1) % 3) for i in range(3)])
     body = kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)(lambda x: local(ring, "b/dp d/tp -> b/dp d/tp")(x))
-    from spmd.mode import mode
+    from spmd.modes import mode
 
     with mode("auto"):
         text = body.lower(X).compile().as_text()

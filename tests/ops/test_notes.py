@@ -10,11 +10,11 @@ from jax import lax
 
 from spmd.comm import all_gather, psum
 from spmd.errors import CommunicationError, LayoutError, MeshError, ModeError, ReplicationError, SizeError
-from spmd.kernel import kernel
+from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.mesh import make_mesh
-from spmd.mode import mode
-from spmd.ops._notes import ValueType, annotate, assert_equal, debug_print, typeof
+from spmd.modes import mode
+from spmd.ops._annotate import ValueType, annotate, assert_equal, debug_print, typeof
 
 MODES = ("explicit", "auto", "reference")
 X = np.arange(48, dtype=np.float32).reshape(8, 6)

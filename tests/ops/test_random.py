@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import random
 from spmd.errors import LayoutError, ModeError, ReplicationError, SizeError
-from spmd.kernel import kernel
+from spmd.kernels import kernel
 from spmd.language import Layout
-from spmd.mode import Frame
+from spmd.modes import Frame
 from spmd.ops._random import _block_prng, _positions, _words
 
 KEY = jax.random.key(7)

@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd._jaxprs import equations
-from spmd.check._source import line_of
+from spmd.checker._source import line_of
 from spmd.errors import CommunicationError, LayoutError, ReplicationError, SizeError
 from spmd.ops import iota, rearrange, repeat
 from tests import simulator

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from spmd.comm.planner._cells import cell_rounds
-from spmd.comm.planner._digits import rounds_between
 from spmd.comm.planner._problem import MOST, Placement, Problem, State, cuts, ordered
+from spmd.comm.planner._sends_by_cell import cell_rounds
+from spmd.comm.planner._sends_by_digit import rounds_between
 
 __all__ = ["Move", "moves"]
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from spmd.comm.planner._digits import primes
+from spmd.accelerators import Hardware
 from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._moves import Move
 from spmd.comm.planner._problem import Placement, Problem, State
 from spmd.comm.planner._search import Route, search
-from spmd.hardware import Hardware
+from spmd.comm.planner._sends_by_digit import primes
 
 __all__ = ["Axes", "Leg", "NamedRoute", "Request", "route"]
 

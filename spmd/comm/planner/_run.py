@@ -22,10 +22,10 @@ from jax.extend.core import jaxpr_as_fun
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._marks import assert_equal_p
-from spmd.comm.planner._cells import schedule_cells
-from spmd.comm.planner._digits import Placement, Round, Rounds, permutation, schedule
 from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._route import Leg, NamedRoute, Request, route
+from spmd.comm.planner._sends_by_cell import schedule_cells
+from spmd.comm.planner._sends_by_digit import Placement, Round, Rounds, permutation, schedule
 
 __all__ = ["run"]
 

@@ -1,0 +1,398 @@
+"""The texts: one function per way to be wrong. Each returns the message without its place in the code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spmd.checker._rounding import rounds
+from spmd.checker._source import line_of
+from spmd.checker._state import State
+from spmd.checker._text import changed, text_of
+from spmd.errors import Fix, ReplicationError, compose
+from spmd.language import Layout, verb_for
+
+if TYPE_CHECKING:
+    from spmd.checker._axes import Origin
+    from spmd.checker._dataflow import Walk
+    from spmd.checker._places import Place
+
+_SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
+
+
+# The names that users know, for the variants that JAX picks by type.
+_KNOWN_AS = {
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "unreduced_psum": "psum",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "psum_scatter",
+    "unreduced_reduce_scatter": "psum_scatter",
+    "add_any": "add",
+    "select_n": "where",
+    "dot_general": "matmul",
+}
+
+
+def _name(of: Any) -> str:
+    name: str = of if isinstance(of, str) else of.primitive.name
+    return _KNOWN_AS.get(name, name)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One finding; equal findings of one line are one."""
+
+    rule: str
+    call: str | None
+    source: str | None
+    span: tuple[int, int] | None
+    got: tuple[str, ...]
+    fix: Fix | None = None
+    advice: str | None = None
+
+    def text(self) -> str:
+        shown = {"call": self.call, "source": self.source, "span": self.span}
+        return compose(self.rule, **shown, got=self.got, fix=self.fix, advice=self.advice)
+
+
+def raise_all(kernel: str, failures: Sequence[Failure]) -> None:
+    """Raise one error with all findings, if there are any."""
+    unique = list(dict.fromkeys(failures))
+    if not unique:
+        return
+    if len(unique) == 1:
+        raise ReplicationError(unique[0].text())
+    head = f"{kernel}: {len(unique)} values are not what their layouts say."
+    raise ReplicationError("\n\n".join([head, *(f"({i}) {f.text()}" for i, f in enumerate(unique, start=1))]))
+
+
+# --- markers ------------------------------------------------------------------------------------------------
+
+
+def claimed_divided(walk: Walk, eqn: Any, state: State, dim: int, axes: Sequence[str], arange: bool) -> Failure:
+    """Equal, and claimed divided."""
+    layout = eqn.params["layout"].without_brackets()
+    shown, along = _dim(eqn, dim), _and(axes)
+    name = " ".join(a.name for a in layout.dims[dim].atoms)
+    says = f'"{shown}" says that {name} is divided over {along}'
+    span, place = layout.dims[dim].span, walk.place(eqn)
+    if arange:
+        rule = f"{says}, but this arange counts from 0 on every device along {along}."
+        fix = _iota(walk, eqn, dim) if place is not None and place.counts else None
+        return _at_marker(walk, eqn, rule, span, (), fix, None if fix else f'spmd.iota("{shown}") in its place')
+    have = None if place is None or place.made else place.like(layout)
+    if have is not None and verb_for(have, layout) != "split":
+        return _lies_otherwise(walk, eqn, state, have, place)
+    rule = f"{says}, but every device along {along} holds the same block."
+    fix = None if place is None else _as_it_says(walk, eqn, place)
+    return _at_marker(walk, eqn, rule, span, (), fix, None if fix else _block_of_what(walk, eqn, state, axes))
+
+
+def partial_claimed_divided(walk: Walk, eqn: Any, dim: int, axes: Sequence[str]) -> Failure:
+    """A partial sum, and claimed divided."""
+    layout = eqn.params["layout"].without_brackets()
+    shown, along = _dim(eqn, dim), _and(axes)
+    rule = f'"{shown}" says that each device along {along} holds a block, but each holds a partial sum.'
+    before = changed(layout, drop=axes, unreduced={*layout.unreduced, *axes})
+    return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), _between(eqn, before, layout))
+
+
+def claimed_partial(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+    """Equal, and claimed to be a partial sum."""
+    layout = eqn.params["layout"]
+    along, mark = _and(axes), _mark(axes)
+    count = 1
+    for axis in axes:
+        count *= walk.axes.sizes.get(axis, 0)
+    n = str(count) if count > 1 else "n"
+    rule = (
+        f'"{mark}" says that each device along {along} holds one term of a sum, '
+        f"but the value is equal on {along}: summing {n} copies multiplies it by {n}."
+    )
+    whole = changed(layout, unreduced=[a for a in layout.unreduced if a not in axes])
+    advice = f'it is complete, "{_text(eqn, whole)}": leave out {mark} and the psum'
+    return _at_marker(walk, eqn, rule, _mark_span(layout), (), advice=advice)
+
+
+def unexpected_partial(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Failure:
+    """A partial sum, and claimed complete."""
+    layout = eqn.params["layout"]
+    along, shown = _and(axes), _text(eqn, layout)
+    rule = f'"{shown}" says that the value is equal on {along}, but it is a partial sum {_mark(axes)}.'
+    whole = layout.without_brackets()
+    fix = _between(eqn, changed(whole, unreduced={*whole.unreduced, *axes}), whole)
+    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, state, axes), fix)
+
+
+def unexpected_difference(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Failure:
+    """Different, and claimed equal."""
+    layout = eqn.params["layout"]
+    along, shown = _and(axes), _text(eqn, layout)
+    place = walk.place(eqn)
+    have = None if place is None or place.made else place.like(layout.without_brackets())
+    if have is not None and verb_for(have, layout.without_brackets()) not in ("all_gather", "nothing"):
+        return _lies_otherwise(walk, eqn, state, have, place)
+    rule = f'"{shown}" says that the value is equal on {along}, but it differs along {along}.'
+    fix = None if place is None else _as_it_says(walk, eqn, place)
+    advice = None if fix else _what_it_may_be(eqn, axes, place)
+    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, state, axes), fix, advice)
+
+
+def _lies_otherwise(walk: Walk, eqn: Any, state: State, have: Layout, place: Place | None) -> Failure:
+    """It is known how the value lies, and that is not as the layout says: one finding, however many axes are wrong."""
+    layout = eqn.params["layout"].without_brackets()
+    rule = f'"{_text(eqn, layout)}" is what the layout says, and the value lies as "{_text(eqn, have)}".'
+    wrong = sorted(set(have.axes) ^ set(layout.axes))
+    gathers = [line_of(o.eqn, o.callers) for axis in wrong for o in walk.origins.of(state.origin, axis, "gather")]
+    got = [*reasons(walk, state, [a for a in wrong if a in have.axes])]
+    got += [f"gathered at {line}" for line in dict.fromkeys(gathers) if line]
+    fix = _between(eqn, have, layout, place and place.name)
+    return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
+
+
+# --- what mends a value ---------------------------------------------------------------------------------------
+
+
+def _as_it_says(walk: Walk, eqn: Any, place: Place) -> Fix | None:
+    """The call that makes a value whose place is known lie as its layout says; None where no call is sure to."""
+    layout = eqn.params["layout"].without_brackets()
+    made = place.made
+    if made is None or made.op == "sum":
+        have = place.like(layout)
+        return None if have is None else _between(eqn, have, layout, place.name)
+    [*kept] = () if made.layout is None else [d for i, d in enumerate(made.layout.dims) if i not in made.dims]
+    if made.name is None or made.layout is None or made.op == "scaled" or len(kept) != len(layout.dims):
+        return None
+    if made.layout.has_ellipsis or any(dim.composite for dim in made.layout.dims) or made.axes & set(layout.axes):
+        return None
+    result = made.layout.from_dims(tuple(kept))
+    if [dim.axes for dim in kept] != [dim.axes for dim in layout.dims]:
+        return None
+    return Fix("reduce", (made.name,), f"{_text(eqn, made.layout)} -> {_text(eqn, result)}", {"op": made.op})
+
+
+def _between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) -> Fix | None:
+    """The verb from one layout to another, on the value of a marker."""
+    verb = verb_for(have, wanted)
+    if verb == "nothing":
+        return None
+    leaves = eqn.params["role"] == "output" and verb in ("all_gather", "relayout")
+    shown = name or eqn.params.get("value", "x")
+    also = {"to": "invarying"} if leaves else {}
+    return Fix(verb, (shown,), f"{_text(eqn, have)} -> {_text(eqn, wanted)}", also)
+
+
+def _iota(walk: Walk, eqn: Any, dim: int) -> Fix | None:
+    """The positions of the whole array, where the arange is as long as a block."""
+    aval, layout = eqn.invars[0].aval, eqn.params["layout"]
+    atoms = layout.dims[dim].atoms
+    if aval.dtype != "int32" or len(layout.dims) != 1 or len(atoms) != 1:
+        return None
+    bound = {name for one in walk.arg_layouts for name in one.names}
+    parts = 1
+    for axis in atoms[0].axes or ():
+        parts *= walk.axes.sizes.get(axis, 0)
+    size = {} if atoms[0].name in bound else {atoms[0].name: aval.shape[0] * parts}
+    return Fix("spmd.iota", (), layout.without_brackets().short, size)
+
+
+def _block_of_what(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> str:
+    """Advice for equal values that stand where blocks are meant: where they became equal, or how blocks are made."""
+    gathers = [line_of(o.eqn, o.callers) for axis in axes for o in walk.origins.of(state.origin, axis, "gather")]
+    if any(gathers):
+        return f"it was gathered over {_and(axes)} at {_and(list(dict.fromkeys(gathers)))}; before that it is divided"
+    layout = eqn.params["layout"].without_brackets()
+    whole = _text(eqn, changed(layout, drop=axes))
+    return (
+        f'split(<the whole array>, "{whole} -> {_text(eqn, layout)}") gives each device its block; '
+        "spmd.random, spmd.iota and the like make blocks of one whole"
+    )
+
+
+def _what_it_may_be(eqn: Any, axes: Sequence[str], place: Place | None) -> str:
+    """Advice for a value that differs: what can be ruled out is not offered."""
+    layout = eqn.params["layout"].without_brackets()
+    plain = _text(eqn, layout)
+    total = f'psum(x, "{_text(eqn, changed(layout, unreduced={*layout.unreduced, *axes}))} -> {plain}")'
+    made = None if place is None else place.made
+    mean = f'a mean of each device\'s own block: reduce(<what is averaged>, "<its layout> -> {plain}", "mean")'
+    if made is not None and made.op in ("mean", "scaled"):
+        scaled = [] if made.op == "mean" else [f"a sum that is divided by a number of all devices: {total}"]
+        return ";\n".join([mean, *scaled])
+    if made is not None and made.op != "sum":
+        return f'the {made.op} of each device\'s own block: reduce(<the array>, "<its layout> -> {plain}", "{made.op}")'
+    lines = []
+    if layout.dims:
+        where = f", with /{axes[0]} on the dimension that is divided" if len(layout.dims) > 1 else ""
+        lines = [f'a block: all_gather(x, "{_text(eqn, changed(layout, add=axes[0]))} -> {plain}"){where}']
+    return ";\n".join(["it depends on what each device holds;", *lines, f"a term of a sum: {total}", mean]).replace(
+        ";;", ":"
+    )
+
+
+def _text(eqn: Any, layout: Layout) -> str:
+    return text_of(layout, eqn.params["layout"], eqn.params["call"])
+
+
+def _dim(eqn: Any, dim: int) -> str:
+    """One dimension of the marker's layout, as it is written."""
+    layout = eqn.params["layout"]
+    return layout.from_dims((layout.dims[dim],)).short
+
+
+def _mark(axes: Sequence[str]) -> str:
+    return f"{{U:{','.join(axes)}}}"
+
+
+Span = tuple[int, int]
+
+
+def _span(layout: Layout) -> Span | None:
+    """Where a whole layout stands in the string that it was read from."""
+    if layout.dims:
+        return layout.dims[0].span[0], layout.dims[-1].span[1]
+    source = layout.source or ""
+    at = source.find("scalar")
+    return (at, at + len("scalar")) if source.count("scalar") == 1 else None
+
+
+def _mark_span(layout: Layout) -> Span | None:
+    """Where its mark of partial sums stands: behind its dimensions."""
+    start = (layout.source or "").find("{U:", layout.dims[-1].span[1] if layout.dims else 0)
+    return None if start < 0 else (start, (layout.source or "").find("}", start) + 1)
+
+
+def _at_marker(
+    walk: Walk,
+    eqn: Any,
+    rule: str,
+    span: Span | None,
+    got: Sequence[str],
+    fix: Fix | None = None,
+    advice: str | None = None,
+) -> Failure:
+    source = eqn.params["layout"].source
+    written = source is not None and source in eqn.params["call"] and span is not None and span[1] > span[0]
+    shown = (source, span) if written else (None, None)
+    return Failure(rule, eqn.params["call"], *shown, (*_value(walk, eqn), *got), fix, advice)
+
+
+def _value(walk: Walk, eqn: Any) -> list[str]:
+    """What it is about: the type of the value, its role, and the user's line."""
+    aval = eqn.invars[0].aval
+    shape = ",".join(str(n) for n in getattr(aval, "shape", ()))
+    role = eqn.params.get("role", "")
+    what = {
+        "argument": "an argument",
+        "operand": "an operand",
+        "output": "an output",
+        "annotate": "annotated",
+    }.get(role, "a result")
+    place = line_of(eqn, walk.callers)
+    return [f"{what}: {getattr(aval, 'dtype', aval)}[{shape}]" + (f", at {place}" if place else "")]
+
+
+# --- equations ----------------------------------------------------------------------------------------------
+
+
+def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+    """Something that is not linear, of a partial sum."""
+    mark, name = _mark(axes), _name(eqn)
+    rule = f"{name} is not linear, so the {name} of the parts of a sum {mark} is no part of its {name}."
+    if name in ("mul", "matmul", "conv_general_dilated"):
+        rule = f"{name} of two partial sums {mark}: the product of the parts is no part of the product."
+    if name == "div":
+        rule = f"div by a partial sum {mark}: dividing by the parts is not dividing by the sum."
+        if rounds(eqn):
+            rule = f"div of whole numbers with a partial sum {mark}: the sum of rounded parts is not the rounded sum."
+    if name == "convert_element_type":
+        dtype = eqn.params["new_dtype"]
+        rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."
+    return Failure(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
+
+
+def _summed_first(mark: str) -> str:
+    return f'psum(<the partial sum>, "... {mark} -> ...") before it, and not after'
+
+
+def mixed_sum(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+    """A partial sum and an equal value in one sum."""
+    mark, along = _mark(axes), _and(axes)
+    rule = (
+        f"{_name(eqn)} of a partial sum {mark} and a value that is equal on {along}: "
+        f"the sum over {along} would count that value once per device."
+    )
+    return Failure(rule, None, None, None, _where(walk, eqn), advice=_summed_first(mark))
+
+
+def scaled_by_different(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+    """A partial sum times a value that is not the same for all its parts."""
+    mark, along = _mark(axes), _and(axes)
+    rule = (
+        f"{_name(eqn)} of a partial sum {mark} and a value that differs along {along}: "
+        "each part would be scaled differently."
+    )
+    return Failure(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
+
+
+def returned_partial(walk: Walk, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Failure:
+    """A partial sum leaves the kernel as if it were complete."""
+    mark, along = _mark(axes), _and(axes)
+    rule = f"The body returned a partial sum over {along}, and the signature does not say {mark}."
+    got = (f"output {index}, {spec}",)
+    return Failure(rule, walk.kernel, None, None, got, Fix("psum", ("result",), f"... {mark} -> ..."))
+
+
+def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], state: State) -> Failure:
+    """Collectives that only some of their devices would enter."""
+    along, names = _and(axes), _and(sorted({_name(one) for one in inner}))
+    if eqn.primitive.name == "while":
+        what, doing = "a while whose condition", "leave the loop at different times"
+        advice = f"make the condition equal on {along}, e.g. pmax of the flag that goes on"
+        if any(caller.primitive.name == "custom_linear_solve" for caller in walk.callers):  # the loop is JAX's own
+            advice = "call the solver outside of the kernel, on whole arrays, with a kernel as its product"
+    else:
+        what, doing = "a cond whose predicate", "take different branches"
+        advice = f"make the predicate equal on {along} (pmax or all_gather it), or compute both and use jnp.where"
+    rule = (
+        f"{names} over {along} inside {what} differs along {along}: "
+        f"the devices would {doing} and wait for each other for ever."
+    )
+    got = (*_where(walk, eqn), *reasons(walk, state, axes))
+    return Failure(rule, walk.kernel, None, None, got, advice=advice)
+
+
+def _where(walk: Walk, eqn: Any) -> tuple[str, ...]:
+    place = line_of(eqn, walk.callers)
+    return (f"{_name(eqn)} at {place}" if place else f"{_name(eqn)} in {walk.kernel}",)
+
+
+def reasons(walk: Walk, state: State, axes: Sequence[str]) -> list[str]:
+    """Why the value differs along these axes: the inputs and the primitives that it was made from."""
+    lines: dict[str, None] = {}
+    for axis in axes:
+        for origin in walk.origins.of(state.origin, axis):
+            lines[describe(origin)] = None
+    found = list(lines)
+    if len(found) > _SHOWN:
+        found = [*found[:_SHOWN], f"and {len(found) - _SHOWN} more"]
+    return found
+
+
+def describe(origin: Origin) -> str:
+    """One reason, as a line."""
+    if origin.kind == "input":
+        return f"made from {origin.label}"
+    place = line_of(origin.eqn, origin.callers)
+    at = f", at {place}" if place else ""
+    if origin.kind == "spmd_layout":
+        return f'made from a value divided by "{origin.eqn.params["layout"]}"{at}'
+    return f"made from {_name(origin.kind)} over {origin.axis}{at}"
+
+
+def _and(names: Sequence[str]) -> str:
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

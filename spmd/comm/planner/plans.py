@@ -1,0 +1,445 @@
+"""`plan`: what a relayout would do, without doing it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Never, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmd._units import bytes_text, seconds_text
+from spmd.accelerators import Hardware, hardware
+from spmd.comm._call import Call, open_call
+from spmd.comm._keywords import kind_of
+from spmd.comm.collectives import check_sides
+from spmd.comm.planner._grid import Axes, Grid
+from spmd.comm.planner._route import NamedRoute, Request, route
+from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, compose, did_you_mean
+from spmd.language import Dim, Layout, axis_sizes
+from spmd.mesh import ambient_mesh
+from spmd.modes import Frame, ambient_mapping, try_frame
+
+_EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
+
+__all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan", "summary"]
+
+PREFER = ("collectives", "bytes", "latency")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a `Plan`.
+
+    Attributes:
+      kind: "split" (a local slice), "all_gather", "all_to_all", "psum_scatter", "psum", "ppermute", or "sends":
+        rounds of ppermutes, each of one piece.
+      axes: The mesh axes whose devices talk to each other, in mesh order; none for a split.
+      before: The layout before it. A composite dimension that is divided otherwise than a layout can say is
+        opened into its factors.
+      after: The layout after it.
+      bytes: What one device sends, by the conventions of `spmd.inspect.Collective`.
+      shape: The local shape after it.
+      collectives: How many it takes: none for a split, one per round of sends.
+      seconds: Its estimated time, where the plan has a hardware profile.
+    """
+
+    kind: str
+    axes: Axes
+    before: Layout
+    after: Layout
+    bytes: int
+    shape: tuple[int, ...]
+    collectives: int = 1
+    seconds: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The step as the call of a verb: `all_to_all(x, "a/x b -> a b/x")`."""
+        return f'{self.kind}(x, "{self.before.short} -> {self.after.short}")'
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "before": self.before.short,
+            "after": self.after.short,
+            "bytes": self.bytes,
+            "shape": list(self.shape),
+            "collectives": self.collectives,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The steps of a relayout, what they send, and what no method could save. Printed, it is a table.
+
+    Attributes:
+      source: The layout before.
+      target: The layout after.
+      sizes: The global size of each name.
+      mesh: All mesh axes with their sizes, in mesh order. Where the plan moves parts of an axis, they take its place
+        here and in the layouts: `y_1` and `y_2`, of 2 each, for an axis y of 4.
+      dtype: The type of the elements.
+      prefer: What it was planned for.
+      steps: The steps, in order.
+      lower_bound: Bytes that some device must receive whatever the method: what its target shard needs and its source
+        shard lacks, on the device where that is most. Of a partial sum of u parts, the larger of the target shard and
+        (u - 1 + q - 1) transfers per element averaged over the devices, for q devices that want it.
+      exceeds: Whether an array on the way is larger per device than both ends; only where no sequence of collectives
+        avoids it.
+      shape: The local shape before.
+      parts: Each part of an axis, with the axis.
+    """
+
+    source: Layout
+    target: Layout
+    sizes: dict[str, int]
+    mesh: dict[str, int]
+    dtype: np.dtype
+    prefer: str
+    steps: tuple[Step, ...]
+    lower_bound: int
+    exceeds: bool
+    shape: tuple[int, ...]
+    parts: dict[str, str]
+
+    @property
+    def bytes(self) -> int:
+        """What one device sends, which is what it receives, in all steps."""
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def ratio(self) -> float:
+        """`bytes` over `lower_bound`; 1 where nothing must travel and nothing does."""
+        return self.bytes / self.lower_bound if self.lower_bound else 1.0
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives the compiled program has."""
+        return sum(step.collectives for step in self.steps)
+
+    @property
+    def peak(self) -> int:
+        """Bytes per device of the largest array between steps, both ends included."""
+        return self.dtype.itemsize * max(math.prod(s) for s in (self.shape, *(step.shape for step in self.steps)))
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimated time of its collectives, where it was planned with a hardware profile."""
+        times = [step.seconds for step in self.steps if step.seconds is not None]
+        return sum(times) if times else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "source": self.source.short,
+            "target": self.target.short,
+            "sizes": dict(self.sizes),
+            "mesh": dict(self.mesh),
+            "parts": dict(self.parts),
+            "dtype": self.dtype.name,
+            "prefer": self.prefer,
+            "steps": [step.to_dict() for step in self.steps],
+            "bytes": self.bytes,
+            "lower_bound": self.lower_bound,
+            "ratio": self.ratio,
+            "peak": self.peak,
+            "exceeds": self.exceeds,
+            "seconds": self.seconds,
+        }
+
+    def table(self, width: int | None = None) -> str:
+        """The plan as text, no wider than `width` columns; by default the terminal's."""
+        return "\n".join(_table(self, width or shutil.get_terminal_size((100, 24)).columns))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(step.kind for step in self.steps) or "nothing to do"
+        return f'Plan("{self.source.short} -> {self.target.short}": {kinds}; {self.bytes} bytes)'
+
+
+def plan(
+    pattern: str,
+    *misplaced: Never,
+    sizes: Mapping[str, int] | None = None,
+    mesh: Any = None,
+    dtype: Any = "float32",
+    prefer: str = "collectives",
+    hardware: str | Hardware | None = None,
+    **names: Any,
+) -> Plan:
+    """The cheapest way from one layout to another: `plan("a/x b -> a b/x", sizes=..., mesh=...)`.
+
+    It is what `relayout` does inside a kernel and `shard` to an array that lies on the mesh already; nothing is
+    run, and no device is needed. See `relayout` for what is compared and for the source of the method. A bare name lies
+    where the surrounding `axis_mapping` says, or inside a kernel the mapping of the kernel.
+
+    Communication: none; the plan says what the steps would send.
+
+    Args:
+      pattern: `"layout -> layout"`, the same dimensions in the same order; the left one may have `{U:axes}`.
+      *misplaced: Nothing; all else is given by keyword.
+      sizes: The global size of each name.
+      mesh: A Mesh, an AbstractMesh or `{"x": 4}`; absent, that of `jax.set_mesh`.
+      dtype: The type of the elements.
+      prefer: As in `relayout`: "collectives", "bytes" or "latency".
+      hardware: A profile or the name of a preset, as `spmd.hardware` takes it: steps then have seconds.
+        `prefer="latency"` needs one.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The `Plan`; printed, a table of its steps, their bytes, the lower bound and the ratio.
+
+    Raises:
+      LayoutError: If the dimensions differ, or a size is not given.
+      SizeError: If a dimension does not divide.
+      MeshError: If there is no mesh, or an axis is unknown.
+
+    Example:
+      >>> import spmd
+      >>> p = spmd.plan("a/x b -> a b/x", sizes={"a": 4096, "b": 4096}, mesh={"x": 4})
+      >>> [step.kind for step in p.steps], p.bytes, p.lower_bound
+      (['all_to_all'], 12582912, 12582912)
+
+    References:
+      arXiv 2112.01075
+    """
+    if misplaced:
+        _misplaced(pattern, *misplaced)
+    if sizes is not None and not isinstance(sizes, Mapping):
+        rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
+        raise SizeError(compose(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}'))
+    here = try_frame()
+    mapping = ambient_mapping() if here is None else here.mapping
+    frame = Frame("explicit", None, tuple(_mesh_sizes(mesh).items()), mapping)
+    profile = check_prefer("plan(...)", prefer, hardware)
+    kind = _dtype(dtype)
+    call = open_call("plan", pattern, {**(sizes or {}), **names}, frame=frame, example=_EXAMPLE)
+    if mapping is not None and here is None:
+        for layout in call.raw.layouts:
+            mapping.place(layout, call.text)
+    check_sides(call)
+    source, target = _complete(call)
+    request = request_of(
+        tuple(call.factor(a).size for a in source.atoms),
+        frame.sizes,
+        (source, target),
+        itemsize=kind.itemsize,
+        prefer=prefer,
+        profile=profile,
+    )
+    for layout in (source, target):
+        for atom in layout.atoms:
+            call.factor(atom)  # divides, or an error
+    known = {atom.name: call.factor(atom).size for atom in source.atoms if atom.named}
+    return as_plan(route(request), request, (source, target), known, kind, profile)
+
+
+def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
+    """The hardware profile that the keywords name; an error where they are none."""
+    if prefer not in PREFER:
+        hint = did_you_mean(prefer, PREFER) if isinstance(prefer, str) else ""
+        rule = f"prefer is one of {', '.join(map(repr, PREFER))}, not {prefer!r}{hint or '.'}"
+        raise CommunicationError(compose(rule, call=call))
+    if profile is None and prefer == "latency":
+        rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
+        raise CommunicationError(compose(rule, call=call, advice='hardware="h100", or a spmd.Hardware of your own'))
+    return None if profile is None else hardware(profile)
+
+
+def request_of(
+    sizes: tuple[int, ...],
+    mesh: tuple[tuple[str, int], ...],
+    sides: tuple[Layout, Layout],
+    *,
+    itemsize: int,
+    prefer: str,
+    profile: Hardware | None,
+) -> Request:
+    """The request that two layouts of opened dimensions make."""
+    source, target = sides
+    return Request(
+        sizes,
+        mesh,
+        tuple(atom.axes or () for atom in source.atoms),
+        tuple(atom.axes or () for atom in target.atoms),
+        tuple(a for a in source.unreduced if a not in target.unreduced),
+        tuple(target.unreduced),
+        itemsize,
+        prefer,
+        profile if prefer == "latency" else None,
+    )
+
+
+def as_plan(
+    found: NamedRoute,
+    request: Request,
+    sides: tuple[Layout, Layout],
+    sizes: dict[str, int],
+    dtype: np.dtype,
+    profile: Hardware | None,
+) -> Plan:
+    """A route with layouts and shapes."""
+    source, target = sides
+    mesh, grid = dict(request.mesh), found.grid
+    if grid.parts:
+        ends = (tuple(map(grid.named, side)) for side in (request.source, request.target))
+        source, target = (_layout(like, end, like.unreduced) for like, end in zip(sides, ends, strict=True))
+    steps, before = [], source
+    for leg in found.legs:
+        last = leg is found.legs[-1]
+        after = target if last else _layout(source, leg.after, (*request.kept, *leg.summed))
+        seconds = None if profile is None else 0.0
+        if profile is not None and leg.collectives:
+            piece = leg.nbytes / leg.collectives
+            seconds = leg.collectives * profile.collective_seconds(leg.kind, piece, grid.whole(leg.axes), mesh)
+        shape = _shape(after, request, grid, leg.after)
+        steps.append(Step(leg.kind, leg.axes, before, after, leg.nbytes, shape, leg.collectives, seconds))
+        before = after
+    return Plan(
+        source,
+        target,
+        sizes,
+        grid.sizes,
+        dtype,
+        request.prefer,
+        tuple(steps),
+        found.bound,
+        found.exceeds,
+        _shape(source, request, grid, tuple(map(grid.named, request.source))),
+        grid.part_of,
+    )
+
+
+def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...]) -> Layout:
+    """The dimensions of `like`, divided otherwise; opened where a composite cannot be written so."""
+    axes = iter(placement)
+    dims = [replace(d, atoms=tuple(replace(a, axes=next(axes)) for a in d.atoms)) for d in like.dims]
+    try:
+        return Layout.from_dims(dims, unreduced)
+    except LayoutError:
+        return Layout.from_dims([Dim((atom,)) for dim in dims for atom in dim.atoms], unreduced)
+
+
+def _shape(like: Layout, request: Request, grid: Grid, placement: tuple[Axes, ...]) -> tuple[int, ...]:
+    """The local shape of an array whose factors lie so."""
+    local = iter(n // grid.count(axes) for n, axes in zip(request.sizes, placement, strict=True))
+    return tuple(math.prod(next(local) for _ in dim.atoms) for dim in like.dims)
+
+
+# --- what plan is given -----------------------------------------------------------------------------------------
+
+
+def _misplaced(pattern: Any, *rest: Any) -> NoReturn:
+    """More than a pattern was given by position: two layouts, an array as for `relayout`, sizes or a mesh."""
+    texts = [str(one) for one in (pattern, *rest) if isinstance(one, str | Layout)]
+    shown = next((one for one in texts if "->" in one), " -> ".join(texts[:2]) if len(texts) > 1 else "a/x b -> a b/x")
+    rule = "plan takes one string, the pattern, and all else by keyword."
+    if len(texts) > 1 and "->" not in "".join(texts):
+        rule = "plan takes both layouts in one string, with '->' between them."
+    elif texts and not isinstance(pattern, str | Layout):
+        rule = "plan takes no array: a pattern, and the sizes by keyword."
+    got = [", ".join(f'"{one}"' if isinstance(one, str | Layout) else kind_of(one) for one in (pattern, *rest))]
+    advice = f'as in plan("{shown}", sizes={{...}}, mesh=mesh)'
+    raise LayoutError(compose(rule, call="plan(...)", got=got, advice=advice))
+
+
+def _mesh_sizes(mesh: Any) -> dict[str, int]:
+    mesh = ambient_mesh() if mesh is None else mesh
+    if mesh is None:
+        rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
+        raise MeshError(compose(rule, call="plan(...)", advice='mesh=spmd.make_mesh(x=4), or mesh={"x": 4}'))
+    try:
+        sizes = axis_sizes(mesh)
+    except (TypeError, ValueError):
+        sizes = {}
+    if not sizes or not all(isinstance(a, str) and isinstance(n, int | np.integer) and n > 0 for a, n in sizes.items()):
+        rule = f"mesh is a Mesh, an AbstractMesh or a dict of axis names and their sizes, not {mesh!r}."
+        raise MeshError(compose(rule, call="plan(...)", advice='as in mesh={"x": 4}'))
+    return {axis: int(size) for axis, size in sizes.items()}
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    try:
+        if dtype is None:  # NumPy's float64
+            raise TypeError
+        return jnp.dtype(dtype)
+    except TypeError:
+        rule = f"dtype is the type of the elements, not {dtype!r}."
+        raise CommunicationError(compose(rule, call="plan(...)", advice="as in dtype=jnp.bfloat16")) from None
+
+
+def _complete(call: Call) -> tuple[Layout, Layout]:
+    """Both layouts, which must say the size of everything: no `...`, no margins, no unnamed dimension."""
+    [source], [target] = call.pattern.inputs, call.pattern.outputs
+    for dim in (*source.dims, *target.dims):
+        rule = None
+        if dim.ellipsis:
+            rule, advice = "a plan needs every dimension, and '...' stands for any number of them.", "write them out"
+        elif any(dim.margin):
+            rule, advice = "a plan moves blocks, and a margin is a copy of the neighbours'.", "leave the margins out"
+        elif any(atom.name == "_" for atom in dim.atoms):
+            rule, advice = "a plan needs every size, and '_' has no name to give it by.", "name the dimension"
+        if rule:
+            call.fail(rule, at=dim.span, advice=advice, error=LayoutError)
+    return source.without_brackets(), target.without_brackets()
+
+
+# --- as text ----------------------------------------------------------------------------------------------------
+
+
+def _table(found: Plan, width: int) -> Iterator[str]:
+    sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
+    mesh = ", ".join(f"{name}={size}" for name, size in found.mesh.items())
+    head = [f"{found.source.short} -> {found.target.short}"]
+    head = head if len(head[0]) <= width else [found.source.short, f"-> {found.target.short}"]
+    head.append(f"{sizes}, {found.dtype.name}; mesh {mesh}")
+    for axis in dict.fromkeys(found.parts.values()):
+        head.append(f"{axis} in parts: {'/'.join(part for part, a in found.parts.items() if a == axis)}")
+    for line in head:
+        yield from _wrapped(line, width)
+    timed = found.seconds is not None
+    rows = [("step", "axes", "layout after", "shard after", "bytes", *(("time",) if timed else ()))]
+    for step in found.steps:
+        kind = f"{step.kind} in {step.collectives}" if step.kind == "sends" else step.kind
+        row = (kind, "/".join(step.axes), step.after.short, "x".join(map(str, step.shape)), bytes_text(step.bytes))
+        rows.append((*row, *((seconds_text(step.seconds or 0),) if timed else ())))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    shown = [i for i in range(len(widths)) if i != 2 or sum(widths) + 2 * len(widths) - 2 <= width]
+    for row in rows if found.steps else []:
+        cells = (row[i].rjust(widths[i]) if i >= 4 else row[i].ljust(widths[i]) for i in shown)
+        yield from _wrapped("  ".join(cells).rstrip(), width)
+        if 2 not in shown and row is not rows[0]:
+            yield from _wrapped(f"    {row[2]}", width)
+    for line in summary(found):
+        yield from _wrapped(line, width)
+
+
+def summary(found: Plan) -> list[str]:
+    """What a plan comes to, one sentence per line."""
+    if not found.steps:
+        return ["nothing to do", f"largest array on the way: {bytes_text(found.peak)} per device"]
+    total = f"total: {bytes_text(found.bytes)} per device, lower bound {bytes_text(found.lower_bound)}"
+    total += f", ratio {found.ratio:.2f}" + ("" if found.seconds is None else f", {seconds_text(found.seconds)}")
+    lines = [total, f"largest array on the way: {bytes_text(found.peak)} per device"]
+    if found.exceeds:
+        lines.append("larger than both ends: no sequence of collectives avoids it for these sizes")
+    return lines
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line.strip(), max(width, 20), initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False
+    )

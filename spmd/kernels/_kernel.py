@@ -1,0 +1,410 @@
+"""`@kernel`: a per-shard body with layout strings, made into a function on whole arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from spmd import _compat
+from spmd._named import ByName
+from spmd._recent import Recent
+from spmd._trees import Static, is_array, is_number, matched, wrapped
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
+from spmd.kernels._boundary import check_boundary, check_mapped
+from spmd.kernels._outputs import Outputs
+from spmd.kernels._plan import Leaf, Plan, concrete
+from spmd.kernels._signature import Signature, read
+from spmd.language import AxisMapping, Layout, Pattern
+from spmd.mesh import ambient_mesh, mesh_of
+from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
+
+__all__ = ["Kernel", "kernel"]
+
+
+# Each is a compiled program with whatever is static in it. More are of a kernel whose static arguments never recur.
+_KEPT = 256
+
+
+class Kernel(ByName):
+    """A function on whole arrays whose body sees one device's shards. Made by `kernel`.
+
+    Call it like the body; `kernel.auto(...)` and `kernel.reference(...)` run one call in another mode;
+    `kernel.trace(...)` and `kernel.lower(...)` are `jax.jit`'s.
+    """
+
+    def __init__(self, signature: Signature, mesh: Any, boundary: str):
+        self.signature = signature
+        self.mesh = mesh
+        self.boundary = boundary
+        self._plans = Recent(_KEPT)
+        self._numbers = Recent(_KEPT)  # which numbers have layouts, by structure and their positions
+        self._warm = Recent(_KEPT)  # the same by mode and structure, for calls that need nothing else
+        self._static = tuple(i for i, n in enumerate(signature.params) if n in signature.static)
+        self._arrays = tuple(n for n in signature.params if n not in signature.static)
+        closes = bool(getattr(signature.fn, "__closure__", None))
+        self._repeats = not (closes or self._static or mesh is None)
+        functools.update_wrapper(self, signature.fn)
+
+    def __repr__(self) -> str:
+        return f"<{self.signature.text}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        around = outermost()
+        if self._warm and around is not None and not kwargs:
+            leaves, structure = jax.tree_util.tree_flatten(args)
+            plan = self._warm.get((around, structure))
+            if plan is not None and concrete(leaves):
+                return plan.call(leaves, warm=True)
+        return self._run(ambient_mode(), args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the instance is the first argument, static or with a layout of its own."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def explicit(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in explicit mode: `jax.shard_map`, the collectives that the strings say."""
+        return self._run(("explicit", "all"), args, kwargs, asked=True)
+
+    def auto(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in auto mode: whole arrays, every layout a `with_sharding_constraint`."""
+        return self._run(("auto", ambient_mode()[1]), args, kwargs, asked=True)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in reference mode: the body on whole arrays, on one device."""
+        return self._run(("reference", "all"), args, kwargs, asked=True)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).trace` of the current mode; arguments may be `jax.ShapeDtypeStruct`s."""
+        jitted, args, kwargs = self._staged(args, kwargs)
+        return jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).lower` of the current mode; arguments may be `jax.ShapeDtypeStruct`s.
+
+        What `.compile()` gives is called like the kernel, without its static arguments.
+        """
+        jitted, args, kwargs = self._staged(args, kwargs)
+        return jitted.lower(*args, **kwargs)
+
+    def _staged(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """A `jax.jit` with the kernel's own arguments, and those; with flat ones where leaves are no arrays."""
+        plan, leaves = self._prepare(ambient_mode(), args, kwargs)
+        signature = self.signature
+        given = {k: v for k, v in kwargs.items() if k not in signature.static}
+        if signature.python is None or len(jax.tree.leaves((args, given))) - len(self._static_given(args)) != len(
+            leaves
+        ):
+            return plan.jitted, leaves, {}
+
+        @functools.wraps(signature.fn)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return wrapped(self(*args, **kwargs))
+
+        donate = signature.donate if plan.mode != "reference" else ()
+        return jax.jit(whole, static_argnames=signature.static, donate_argnames=donate), args, kwargs
+
+    def _static_given(self, args: Any) -> list[Any]:
+        return jax.tree.leaves([args[i] for i in self._static if i < len(args)])
+
+    # --- one call -----------------------------------------------------------------------------------------
+
+    def _run(self, mode: tuple[str, str], args: Any, kwargs: Any, asked: bool = False) -> Any:
+        around = outermost()
+        frame = None if around else try_frame()
+        if frame is not None:
+            return self._inside(mode, frame, _compat.manual_axes(), args, kwargs, asked)
+        plan, leaves = self._prepare(mode, args, kwargs)
+        if self.boundary == "error":
+            check_boundary(plan, leaves)
+        elif self._repeats and plan.simple and not kwargs and len(args) == len(self.signature.params):
+            flat, structure = jax.tree.flatten(args)
+            if concrete(flat) and around == (mode, ambient_mapping()):
+                self._warm[around, structure] = plan
+        out = plan.call(leaves)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            check_mapped(plan, leaves, out, strict=self.boundary == "error")
+        return out
+
+    def _inside(
+        self, mode: tuple[str, str], frame: Any, manual: tuple[str, ...], args: Any, kwargs: Any, asked: bool
+    ) -> Any:
+        """A call inside another kernel, or inside the user's own `shard_map`."""
+        chosen = mode[0] if asked or ambient_mode()[0] != "explicit" else frame.mode
+        if chosen != frame.mode and not frame.island:
+            rule = (
+                f"the body that calls this kernel runs in {frame.mode} mode, so the kernel "
+                f"cannot run in {chosen} mode there."
+            )
+            raise ModeError(compose(rule, call=self.signature.text, advice="with spmd.mode(...) around the outer call"))
+        mesh = self.mesh if self.mesh is not None else frame.mesh
+        plan, leaves = self._prepare((frame.mode, frame.constrain), args, kwargs, mesh=mesh)
+        if not frame.explicit or all(a in manual for a in plan.sizes):
+            return plan.inline(leaves)
+        return plan.nested(tuple(a for a in plan.sizes if a in manual), leaves)
+
+    def _prepare(self, mode: tuple[str, str], args: Any, kwargs: Any, mesh: Any = None) -> tuple[Plan, list[Any]]:
+        signature = self.signature
+        values: Any = args if not kwargs and len(args) == len(signature.params) else signature.bind(args, kwargs)
+        statics: tuple[Any, ...] = ()
+        if self._static:
+            statics = tuple((values[i], type(values[i])) for i in self._static)  # 1 == 1.0 == True
+            values = [v for i, v in enumerate(values) if i not in self._static]
+        leaves, structure = jax.tree.flatten(tuple(values))
+        fixed: Any = None
+        if not concrete(leaves):
+            leaves, fixed = self._partition(leaves, structure, tuple(values))
+        mesh = self._mesh(leaves) if mesh is None else mesh
+        mapping = ambient_mapping() if signature.mapping is None else signature.mapping
+        key = (mode, mesh, mapping, structure, statics, fixed)
+        closed = _closes_over_tracer(signature.fn)
+        try:
+            plan = None if closed else self._plans.used(key)
+        except TypeError:
+            for name, value in zip(self._arrays, values, strict=True):
+                self._matched(name, value)  # what is not hashable may be meant as an array
+            return signature.fail(
+                "static arguments and the non-array leaves of arguments are hashable.",
+                advice="static=(...) only for hashable values",
+            )
+        if plan is None:
+            plan = self._plan(mode, mesh, mapping, tuple(values), statics, structure, fixed)
+            if not closed:
+                self._plans[key] = plan
+        return plan, leaves
+
+    def _mesh(self, leaves: Sequence[Any]) -> Any:
+        mesh = self.mesh
+        if mesh is None:
+            mesh = mesh_of(leaves) or ambient_mesh()
+        if mesh is None:
+            raise MeshError(
+                compose(
+                    "no mesh: the kernel has none, no argument lives on one, and no jax.set_mesh surrounds the call.",
+                    call=self.signature.text,
+                    advice="as in kernel(..., mesh=spmd.make_mesh(dp=2, tp=4))",
+                )
+            )
+        return mesh
+
+    def _partition(self, leaves: list[Any], structure: Any, values: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        """The leaves that a layout places, and all others, static, in their positions.
+
+        A number has a layout where it is an argument, or has one of its own; a module's settings are no arrays."""
+        numbers = tuple(i for i, x in enumerate(leaves) if is_number(x) and not is_array(x))
+        key = (structure, numbers)
+        if numbers and key not in self._numbers:
+            pairs = [
+                pair for name, value in zip(self._arrays, values, strict=True) for pair in self._matched(name, value)
+            ]
+            self._numbers[key] = frozenset(i for i in numbers if pairs[i][2] is not None)
+        placed = self._numbers.get(key, ())
+        split = [(is_array(x) or i in placed, i, x) for i, x in enumerate(leaves)]
+        return [x for own, _, x in split if own], Static(tuple(None if own else x for own, _, x in split))
+
+    # --- a specialisation ---------------------------------------------------------------------------------
+
+    def _plan(
+        self, mode: Any, mesh: Any, mapping: Any, values: tuple[Any, ...], statics: Any, structure: Any, fixed: Any
+    ) -> Plan:
+        signature = self.signature
+        leaves: list[Leaf] = []
+        donate: list[int] = []
+        positions: list[int] = []
+        pairs = [(name, *one) for name, v in zip(self._arrays, values, strict=True) for one in self._matched(name, v)]
+        for i, (name, path, _, layout) in enumerate(pairs):
+            if layout is None:
+                continue
+            if name in signature.donate:
+                donate.append(len(leaves))
+            leaves.append(Leaf(path, self._resolve(layout, signature.arg_mapping.get(name, mapping))))
+            positions.append(i)
+
+        def rebuild(dynamic: Sequence[Any]) -> list[Any]:
+            whole: list[Any] = [None] * structure.num_leaves if fixed is None else list(fixed.parts[0])
+            for i, x in zip(positions, dynamic, strict=True):
+                whole[i] = x
+            rest = list(jax.tree.unflatten(structure, whole))
+            for i, (x, _) in zip(self._static, statics, strict=True):
+                rest.insert(i, x)
+            return rest
+
+        resolve = functools.partial(self._resolve, mapping=mapping)
+        outputs = Outputs(_resolve_tree(signature.outputs, resolve), resolve)
+        self._check_mapping()
+        return Plan(signature, mode[0], mode[1], mesh, mapping, leaves, rebuild, tuple(donate), outputs)
+
+    def _matched(self, name: str, value: Any) -> list[tuple[str, Any, Layout | None]]:
+        found, faults = matched(self.signature.layouts[name], value, name)
+        if faults:
+            self.signature.fail(f"{name} does not have the structure of its layouts.", got=faults)
+        return found
+
+    def _resolve(self, layout: Layout, mapping: AxisMapping | None) -> Layout:
+        """Axes renamed, bare names placed by the mapping; a name that the mapping lacks is an error."""
+        signature = self.signature
+        signature.named.update(layout.names, layout.axis_names)
+        renames = {k: v for k, v in signature.axes if k in layout.axis_names}
+        layout = layout.bind(**renames) if renames else layout
+        missing = () if mapping is None else mapping.lacks(layout)
+        if mapping is not None and missing:
+            own = signature.mapping is not None or mapping in signature.arg_mapping.values()
+            advice = f'"{missing[0]}": None for a whole dimension, or "{missing[0]}/1" in the string'
+            signature.fail(
+                f"the {'' if own else 'surrounding '}mapping says nothing of {', '.join(missing)}, a bare name of the "
+                f"signature{did_you_mean(missing[0], mapping)}{'' if did_you_mean(missing[0], mapping) else '.'}",
+                got=[f"mapping: {', '.join(mapping)}"],
+                advice=advice if own else f"{advice};\nwith spmd.axis_mapping(None): around a call that is not meant",
+            )
+        return layout.resolve(mapping)
+
+    def _check_mapping(self) -> None:
+        """A rule given only to this kernel, and used nowhere in its signature, is a typo."""
+        signature = self.signature
+        if signature.shared_mapping or signature.mapping is None:
+            return
+        trees = [*signature.layouts.values(), signature.outputs]
+        flat = jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, Layout) or callable(x))
+        if not all(isinstance(x, Layout) for x in flat):
+            return
+        used = {n for x in flat for n in x.names}
+        unused = [n for n in signature.mapping if n not in used]
+        if unused:
+            signature.fail(
+                f"the mapping has a rule for {', '.join(unused)}, which no layout of the signature uses.",
+                advice="leave it out; a mapping shared by several kernels is an spmd.AxisMapping, which may hold more",
+            )
+
+
+def _closes_over_tracer(fn: Any) -> bool:
+    """Whether a closure cell holds a tracer: its trace must not outlive this call."""
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a name not assigned yet
+            continue
+        if isinstance(content, jax.core.Tracer) or any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(content)
+        ):
+            return True
+    return False
+
+
+def _resolve_tree(tree: Any, resolve: Callable[[Layout], Layout]) -> Any:
+    if callable(tree) and not isinstance(tree, Layout):
+        return tree
+    return jax.tree.map(
+        lambda x: resolve(x) if isinstance(x, Layout) else x,
+        tree,
+        is_leaf=lambda x: x is None or isinstance(x, Layout) or callable(x),
+    )
+
+
+def kernel(
+    pattern: str | Pattern | None = None,
+    *,
+    in_layouts: Any = None,
+    out_layouts: Any = None,
+    mesh: Any = None,
+    mapping: Any = None,
+    arg_mapping: Mapping[str, Any] | None = None,
+    axes: Mapping[str, Any] | None = None,
+    static: str | Sequence[str] = (),
+    donate: str | Sequence[str] = (),
+    boundary: str = "move",
+    **sizes: int,
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Make a per-shard body into a function on whole arrays: `jit(shard_map(body))`, cached.
+
+    Left of the arrow stands one layout per array argument, right of it the results. The body sees one device's
+    shards, and nothing moves in it but what `spmd`'s verbs say. Names of the signature are bound to their
+    global sizes in the body.
+
+    Communication: what the body's strings say, and at the boundary the moves of arguments that lie elsewhere
+    (none with `boundary="error"`). Backward, differentiated from outside: the transposes of the body's
+    collectives, and one all-reduce for each argument used by divided data where its own layout is whole.
+
+    Args:
+      pattern: `"layout, ... -> layout, ..."`. An empty left side: no arguments; `scalar` is a scalar.
+      in_layouts: Instead of a pattern: a tuple with one prefix tree of layouts per array argument (or a dict by
+        argument name). A tree may be a string for all leaves below, a dict, a dataclass or class whose
+        annotations are layouts, a module, or a function from the argument to one of these. Arrays without
+        dimensions are `scalar` unasked; other leaves of an argument (functions, flags, numbers without a layout of
+        their own) are static, and hashable.
+      out_layouts: The same for the result; a tuple for several.
+      mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or an `AbstractMesh` for `trace`. Absent: the mesh
+        of the arguments' shardings, else that of `jax.set_mesh`, else that of a `with mesh:`.
+      mapping: Where bare names live: an `AxisMapping`, or a dict (then each of its rules must be used). Absent, the
+        surrounding `axis_mapping` at the call, if there is one; without any a bare name is whole.
+      arg_mapping: Another mapping for single arguments, by name.
+      axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None. All of them
+        are used.
+      static: Arguments that are no arrays: hashable values, part of the cache key.
+      donate: Arguments whose buffers the results may take over, in a call from Python with arrays. A call that is
+        being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
+      boundary: "move" brings arguments into their layouts; "error" raises instead, as far as JAX shows where arguments
+        lie: always outside jit; inside, on Explicit axes, which their types name. On Auto axes nothing is known in
+        there before it is compiled, and `explain` lists what is moved.
+      **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`. Each is used.
+
+    Returns:
+      A decorator that gives a `Kernel`.
+
+    Raises:
+      LayoutError: If the pattern is malformed or does not fit the parameters or arguments.
+      SizeError: If sizes contradict each other or do not divide; all of them at once.
+      MeshError: If there is no mesh, or an axis is unknown.
+      ReplicationError: If the body holds different values where a layout says equal, or the reverse.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> @spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)
+      ... def linear(x, w):
+      ...     return spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")
+      >>> x, w = jnp.ones((4, 6)), jnp.ones((6, 8))
+      >>> linear(x, w).sharding.spec
+      P('dp', 'tp')
+      >>> bool((linear(x, w) == linear.reference(x, w)).all())
+      True
+
+    References:
+      https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+    if boundary not in ("move", "error"):
+        raise PlacementError(compose(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)"))
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
+        raise MeshError(compose(rule, call="kernel(...)", advice="as in mesh=spmd.make_mesh(dp=2, tp=4)"))
+    if callable(pattern) and not isinstance(pattern, (str, Pattern)):
+        raise LayoutError(
+            compose(
+                "a kernel needs its pattern before the function.",
+                call="kernel(fn)",
+                advice='as in @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
+            )
+        )
+
+    def decorate(fn: Callable[..., Any]) -> Kernel:
+        if not callable(fn):
+            raise LayoutError(
+                compose(f"a kernel's body is a function, not {type(fn).__name__}.", call=f'kernel("{pattern}")')
+            )
+        signature = read(
+            fn,
+            pattern,
+            in_layouts,
+            out_layouts,
+            mapping=mapping,
+            arg_mapping=arg_mapping,
+            axes=axes,
+            sizes=sizes,
+            static=static,
+            donate=donate,
+        )
+        return Kernel(signature, mesh, boundary)
+
+    return decorate

@@ -1,0 +1,294 @@
+"""The results of a kernel: their structure, their specs, and what must hold before they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd import _compat
+from spmd._trees import Static, matched, unwrapped
+from spmd.checker import check_jaxpr, explain_output
+from spmd.comm._lax import to_reduced
+from spmd.comm._marks import mark, same_axes, tag_of
+from spmd.errors import Fix, ReplicationError, SpmdError, compose
+from spmd.kernels._signature import Signature
+from spmd.kernels._sizes import bind_sizes
+from spmd.language import Layout, verb_for
+from spmd.modes import Frame
+
+__all__ = ["Outputs", "Unequal", "diagnose"]
+
+
+class Unequal(Exception):
+    """Results that JAX types varying where their layout says equal; becomes a ReplicationError."""
+
+    def __init__(self, faults: list[tuple[int, tuple[str, ...]]]):
+        super().__init__("varying results")
+        self.faults = faults
+
+
+def _is_layout(x: Any) -> bool:
+    return x is None or isinstance(x, Layout) or callable(x)
+
+
+class Outputs:
+    """The declared results of a kernel, and after a trace their actual structure.
+
+    Args:
+      tree: A prefix tree of resolved layouts, or a function or class that gives one.
+      resolve: From a declared layout to one without bare names, for trees known only from the results.
+    """
+
+    Unequal = Unequal
+
+    def __init__(self, tree: Any, resolve: Any):
+        self.tree = tree
+        self.resolve = resolve
+        self._prefix_leaves = jax.tree.leaves(tree, is_leaf=_is_layout)
+        self.layouts: list[Layout] = []
+        self.paths: list[str] = []
+        self.ranks: list[int] | None = None
+        self.structure: Any = None
+        self.still: list[Any] = []  # what is no array, in its place; None where an array is
+        self.wraps = False
+
+    def declared(self) -> list[Layout]:
+        return [x for x in self._prefix_leaves if isinstance(x, Layout)]
+
+    def specs(self, without: tuple[str, ...] = ()) -> list[P]:
+        """One spec per result of `leaving`."""
+        return [x.without(*without).spec for x in self.ranked()]
+
+    def shardings(self, mesh: Any) -> Any:
+        """The same as shardings, in the structure of the declaration; None where only a trace tells them."""
+        told = all(x is None or (isinstance(x, Layout) and not _rank_matters(x)) for x in self._prefix_leaves)
+        lie = lambda x: None if x is None else NamedSharding(mesh, P(*_entries(x)))
+        return jax.tree.map(lie, self.tree, is_leaf=_is_layout) if told else None
+
+    def ranked(self) -> list[Layout]:
+        """The layout of each result, `...` written out; known after a trace."""
+        return [x.with_rank(n) for x, n in zip(self.layouts, self.ranks or (), strict=True)]
+
+    # --- while tracing ------------------------------------------------------------------------------------
+
+    def collect(self, out: Any, signature: Signature, frame: Frame, *, local: bool) -> list[Any]:
+        """The results flat; ranks, sizes and tags checked; marked with their layouts."""
+        if out is None and self._prefix_leaves:
+            signature.fail("the body returned None, and the right side declares results.", advice="return them")
+        found, faults = matched(signature.outputs, out, "result")
+        if faults:
+            rule = "the body's results do not have the structure that the right side declares."
+            signature.fail(rule, got=faults)
+        flat, self.structure = jax.tree.flatten(out)
+        arrays: list[Any] = []
+        self.layouts, self.paths = [], []
+        self.still = [leaf if layout is None else None for _, leaf, layout in found]
+        self.wraps |= any(layout is None for *_, layout in found)
+        for (path, leaf, layout), own in zip(found, flat, strict=True):
+            if layout is None:
+                continue
+            self.layouts.append(self.resolve(layout))
+            self.paths.append(path)
+            arrays.append(_as_array(own, path, signature, leaf))
+        self.ranks = [x.ndim for x in arrays]
+        self._check_tags(arrays, signature)  # first: a wrong axis explains a wrong size, not the reverse
+        bound = {name: (size, origin) for name, size, origin in frame.bound}
+        shapes = [(p, x.shape, lay) for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)]
+        source = signature.source if signature.written else None
+        bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=bound)
+        return [
+            mark(x, lay, f"{p} of {signature.text}", role="output", frame=frame, name=p)
+            for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)
+        ]
+
+    def _check_tags(self, arrays: Sequence[Any], signature: Signature) -> None:
+        wrong: list[str] = []
+        fixes: list[Fix] = []
+        for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
+            known = tag_of(x)
+            if known is None:
+                continue
+            have = known.layout
+            if set(have.unreduced) - set(layout.unreduced):
+                wrong.append(f'{path} is a partial sum, "{have.short}" ({known.origin}); declared "{layout.short}"')
+                fixes += _moved(have, layout, known.name or path)
+            elif same_axes(have, layout, marks=False) is False:
+                wrong.append(f'{path} holds "{have.short}" ({known.origin}); declared "{layout.short}"')
+                fixes += _moved(have, layout, known.name or path)
+        if wrong:
+            signature.fail(
+                "a result has another layout than the right side declares.",
+                got=wrong,
+                fix=tuple(dict.fromkeys(fixes)),
+                error=ReplicationError,
+            )
+
+    def check_types(self, flat: Sequence[Any], frame: Frame, exclude: Sequence[str] = ()) -> None:
+        """JAX's own type of each result: invarying wherever the layout says equal."""
+        faults = []
+        for i, (x, layout) in enumerate(zip(flat, self.layouts, strict=True)):
+            free = set(layout.axes) | set(layout.unreduced) | set(layout.reduced) | set(exclude)
+            bad = frame.in_mesh_order(_compat.varying_axes(x) - free)
+            if bad:
+                faults.append((i, bad))
+        if faults:
+            raise Unequal(faults)
+
+    def explained(self, unequal: Unequal, signature: Signature, frame: Frame) -> SpmdError:
+        """Where a body is nested in other axes: which result varies on which axis."""
+        got = [
+            f'{self.paths[i]}: "{self.layouts[i].short}" says equal on {", ".join(axes)}, and JAX '
+            f"types it varying there"
+            for i, axes in unequal.faults
+        ]
+        rule = "a result varies on a mesh axis that its layout does not mention."
+        return ReplicationError(
+            compose(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
+        )
+
+    def leaving(self, flat: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
+        """The results as `specs` expects them: what carries a mark is typed as JAX has it outside."""
+        typed = []
+        for x, layout in zip(flat, self.layouts, strict=True):
+            x = _compat.to_unreduced(x, layout.unreduced) if layout.unreduced else x
+            typed.append(to_reduced(x, tuple(a for a in layout.reduced if a not in without)))
+        return typed
+
+    def build(self, flat: Sequence[Any]) -> Any:
+        """The results as the body returned them; what is no array is a part of their structure, until `returned`."""
+        if not self.wraps:
+            return jax.tree.unflatten(self.structure, flat)
+        rest = iter(flat)
+        whole = [next(rest) if x is None else Static((x,)) for x in self.still]
+        return jax.tree.unflatten(self.structure, whole)
+
+    def returned(self, out: Any) -> Any:
+        """What a caller gets of `build`'s results."""
+        return unwrapped(out) if self.wraps else out
+
+
+def _moved(have: Layout, wanted: Layout, shown: str) -> list[Fix]:
+    """The call that brings a result to its layout, with the names that it has; none where the two do not correspond."""
+    here, there = ([len(dim.atoms) for dim in layout.dims] for layout in (have, wanted))
+    if here != there:
+        return []
+    dims = [
+        replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)), bracket=False)
+        for h, w in zip(have.dims, wanted.dims, strict=True)
+    ]
+    result = Layout.from_dims(tuple(dims), wanted.unreduced, wanted.reduced)
+    verb = verb_for(have, result)
+    also = {"to": "invarying"} if verb in ("all_gather", "relayout") else {}
+    return [Fix(verb, (shown,), f"{have.short} -> {result.short}", also)]
+
+
+def _rank_matters(layout: Layout) -> bool:
+    """Whether a divided dimension stands behind `...`, so that its position depends on the rank."""
+    seen = False
+    for dim in layout.dims:
+        seen |= dim.ellipsis
+        if seen and dim.axes:
+            return True
+    return False
+
+
+def _entries(layout: Layout) -> list[Any]:
+    entries: list[Any] = []
+    for dim in layout.dims:
+        if dim.ellipsis:
+            break
+        entries.append(dim.axes or None)
+    return entries
+
+
+def _as_array(x: Any, path: str, signature: Signature, shown: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        return signature.fail(f"{path} is a {type(shown).__name__}, and the results of a kernel are arrays.")
+
+
+def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal: Unequal) -> SpmdError:
+    """Why a result is varying where its layout says equal: traced once more with outputs that allow it."""
+    everywhere = frame.axis_names
+    outputs = plan.outputs
+
+    def body(*shards: Any) -> Any:
+        flat = plan.run(frame.replace(diagnosing=True), shards, local=True)
+        return tuple(_compat.pvary(x, everywhere)[None] for x in flat)
+
+    mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
+    jaxpr = jax.make_jaxpr(mapped)(*leaves)
+    known = {"mesh_axes": everywhere, "kernel": plan.signature.text, **plan.arguments()}
+    check_jaxpr(jaxpr, **known)  # a fault inside the body is the cause, and says more
+    facts = explain_output(jaxpr, **known)
+    got: list[str] = []
+    fixes: list[Fix] = []
+    advice: list[str] = []
+    copy_only = True
+    for i, axes in unequal.faults:
+        fact, path, layout = facts[i], outputs.paths[i], outputs.layouts[i]
+        for axis in axes:
+            if axis in fact.different:
+                copy_only = False
+                reason = "; ".join(fact.reasons.get(axis, ())[:3])
+                got.append(
+                    f'{path}: "{layout.short}" says equal on {axis}, and it differs there'
+                    + (f": {reason}" if reason else "")
+                )
+                advice.append(_close(layout, axis))
+            else:
+                lines = ", ".join(x for x in fact.copies.get(axis, ()) if x)
+                how = (
+                    f"is a gathered copy on {axis} (gathered at {lines})"
+                    if lines
+                    else f"is equal on {axis}, and typed varying"
+                )
+                got.append(f"{path} {how}")
+                calls = fact.calls.get(axis, ()) or _retype(layout, axis, path)
+                fixes += calls
+                advice += [] if calls else [f'a gather over {axis} with to="invarying"']
+    rule = (
+        'a gathered copy leaves the kernel whole: gather it to="invarying", so that JAX too knows that it is equal.'
+        if copy_only
+        else "a result differs on a mesh axis that its layout does not mention: it would be lost or "
+        "silently replicated."
+    )
+    text = compose(
+        rule,
+        call=plan.signature.text,
+        source=plan.signature.source,
+        got=[*got, frame.describe()],
+        fix=tuple(dict.fromkeys(fixes)),
+        advice="; ".join(dict.fromkeys(advice)) or None,
+    )
+    return ReplicationError(text)
+
+
+def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:
+    """How a copy that came from no gather (a carry born varying) becomes equal by JAX's type."""
+    if layout.is_scalar:
+        return [Fix("reduce", (path,), "scalar -> scalar", {"op": "mean"})]
+    i = next((i for i, dim in enumerate(layout.dims) if len(dim.atoms) == 1 and dim.atoms[0].named), None)
+    if i is None:
+        return []
+    [atom] = layout.dims[i].atoms
+    cut = replace(layout.dims[i], atoms=(replace(atom, axes=(*(atom.axes or ()), axis)),))
+    block = Layout.from_dims((*layout.dims[:i], cut, *layout.dims[i + 1 :]), layout.unreduced, layout.reduced)
+    whole = Fix("split", (path,), f"{layout.short} -> {block.short}")
+    return [Fix("all_gather", (whole,), f"{block.short} -> {layout.short}", {"to": "invarying"})]
+
+
+def _close(layout: Layout, axis: str) -> str:
+    partial = Layout.from_dims(layout.dims, unreduced=(*layout.unreduced, axis), reduced=layout.reduced)
+    return (
+        f'psum(x, "{partial.short} -> {layout.short}") if each device holds a part of a sum; all_gather(...) if a block'
+    )

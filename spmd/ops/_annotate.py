@@ -1,0 +1,237 @@
+"""What a body says about its values, and what it may ask: layouts, equality, types, prints."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from spmd import _compat
+from spmd.comm._call import open_call
+from spmd.comm._keywords import as_array, check_array, kind_of, misfit
+from spmd.comm._marks import assert_equal_p, mark, tag_of
+from spmd.errors import LayoutError, compose
+from spmd.language import Layout
+from spmd.modes import current_frame, try_frame
+from spmd.ops._sizes import named_axes
+
+__all__ = ["ValueType", "annotate", "assert_equal", "debug_print", "typeof"]
+
+T = TypeVar("T")
+
+
+def annotate(x: T, layout: str, **names: Any) -> T:
+    """State the layout of a value, and have it checked: `annotate(x, "b/dp s d")`.
+
+    The results of `spmd` operations are known already; this is for what plain JAX code made. Rank and sizes are
+    checked on the spot, equal and different by the pass after the trace. In auto mode it is the constraint.
+
+    Communication: none in explicit mode, forward and backward; in auto mode the compiler moves the value there.
+
+    Args:
+      x: An array, or a pytree of arrays of this layout.
+      layout: Its layout; `{U:tp}` declares a partial sum.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The same values.
+
+    Raises:
+      LayoutError: If the rank does not fit.
+      SizeError: If a size does not fit.
+      ReplicationError: If the value is different where the layout says equal, or equal where it says different.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("b/dp d -> b/dp", mesh=mesh)
+      ... def norms(x):
+      ...     squares = spmd.annotate(x * x, "b/dp d")
+      ...     return jnp.sqrt(squares.sum(1))
+      >>> print(norms(jnp.ones((4, 9))))
+      [3. 3. 3. 3.]
+    """
+    call = open_call("annotate", layout, names, arrays=(x,), arrow=False, example='annotate(x, "b/dp d")', also={})
+    [stated] = call.pattern.inputs
+
+    def leaf(value: Any) -> Any:
+        own = call.fork()
+        array = own.operand(value).x
+        shape = jnp.shape(value)
+        array = array if array.shape == shape else array.reshape(shape)
+        return mark(array, stated, call.text, role="annotate", frame=call.frame)
+
+    return jax.tree.map(leaf, x)
+
+
+def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
+    """Vouch that a value is equal along mesh axes, where no check can see it: `assert_equal(x, "cp", why="...")`.
+
+    Values that travelled round a whole ring, or were summed in another way than by a collective, may have
+    become equal by arithmetic. This says so to the check after the trace; nothing is compared at run time, and
+    JAX's own type does not change. In modes on whole arrays it says nothing.
+
+    Communication: none, forward and backward.
+
+    Args:
+      x: An array or a pytree of arrays.
+      axes: A mesh axis, or several.
+      why: The reason, for the reader.
+
+    Returns:
+      The same values.
+
+    Raises:
+      MeshError: If the mesh has no such axis.
+      LayoutError: If no reason is given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=2)
+      >>> @spmd.kernel("s/cp -> s/cp", mesh=mesh)
+      ... def centred(x):
+      ...     mine = x.sum()
+      ...     other = jax.lax.ppermute(mine, "cp", [(0, 1), (1, 0)])
+      ...     total = spmd.assert_equal(mine + other, "cp", why="both devices add the same two numbers")
+      ...     return x - spmd.annotate(total, "scalar") / spmd.size("s")
+      >>> print(centred(jnp.array([1.0, 2.0, 3.0, 6.0])))
+      [-2. -1.  0.  3.]
+    """
+    call = f"assert_equal(x, {axes!r})"
+    frame = current_frame("spmd.assert_equal")
+    if not isinstance(why, str) or not why.strip():
+        raise LayoutError(compose("a reader wants to know why the value is equal.", call=call, advice='why="..."'))
+    chosen = frame.in_mesh_order(named_axes(axes, frame, call))
+    if not frame.explicit:
+        return x
+    fail = misfit(call)
+    return jax.tree.map(lambda v: assert_equal_p.bind(as_array(v, "the value", fail), axes=chosen, why=why), x)
+
+
+def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:
+    """Print values while the program runs; in explicit mode each device prints, with its place on the mesh.
+
+    A line reads `[dp=0 tp=3] loss 1.5`, and lines come in any order. Where a body sees whole arrays the line
+    is printed once, without a place.
+
+    Communication: none in explicit mode; where arrays are whole they are brought to the host.
+
+    Args:
+      fmt: A format string as of `jax.debug.print`: `"loss {}"`, `"{x} {y}"`.
+      *arrays: What fills `{}`.
+      **named: What fills `{x}`.
+
+    Raises:
+      ModeError: Outside a kernel, where `jax.debug.print` does it.
+      LayoutError: If the string does not come first, or its braces and the values do not go together.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=1)
+      >>> @spmd.kernel("b/dp -> b/dp", mesh=mesh)
+      ... def body(x):
+      ...     spmd.debug_print("sum {}", x.sum())
+      ...     return x
+      >>> _ = body(jnp.arange(4)); jax.effects_barrier()
+      [dp=0] sum 6
+    """
+    frame = current_frame("spmd.debug_print")
+    _check_format(fmt, arrays, named)
+    place: dict[str, Any] = {}
+    if frame.explicit:
+        place = {f"_at_{axis}": jax.lax.axis_index(axis) for axis in frame.axis_names}
+        shown = " ".join(f"{axis}={{_at_{axis}}}" for axis in frame.axis_names)
+        fmt = f"[{shown}] {fmt}"
+    jax.debug.print(fmt, *arrays, **named, **place)
+
+
+def _check_format(fmt: Any, arrays: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """The string comes first, and each pair of braces has its value."""
+    call, advice = "debug_print(...)", 'a format string, then the values: debug_print("loss {}", loss)'
+    if not isinstance(fmt, str):
+        rule = f"the format string comes first, and this is {kind_of(fmt)}."
+        raise LayoutError(compose(rule, call=call, advice=advice))
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(fmt) if name is not None]
+    except ValueError as error:
+        raise LayoutError(compose(f"this is not a format string: {error}.", call=call, advice=advice)) from None
+    roots = [re.split(r"[.\[]", name)[0] for name in fields]
+    given = {*map(str, range(len(arrays))), *named}
+    lacking = [name for name in roots if name and name not in given]
+    if lacking or roots.count("") > len(arrays):
+        shown = f"{{{lacking[0]}}}" if lacking else "{}"
+        got = [f"by position: {len(arrays)}; by name: {', '.join(named) or 'none'}"]
+        raise LayoutError(compose(f"no value fills {shown}.", call=call, got=got, advice=advice))
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """What is known of a value: as JAX types it, and the layout that `spmd` gave it.
+
+    Attributes:
+      shape: Its shape here: in explicit mode, that of one device's shard.
+      dtype: Its dtype.
+      layout: The layout, if the value came straight out of an `spmd` operation or is an argument, else None.
+      varying: Mesh axes along which JAX types it varying, in mesh order; a gathered copy is varying too.
+      unreduced: Mesh axes along which JAX types it unreduced.
+      reduced: Mesh axes along which JAX types it reduced.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: Layout | None
+    varying: tuple[str, ...]
+    unreduced: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{self.dtype}[{','.join(map(str, self.shape))}]"]
+        if self.layout is not None:
+            parts.append(f'"{self.layout.short}"')
+        kinds = (("V", self.varying), ("U", self.unreduced), ("R", self.reduced))
+        marks = ", ".join(f"{kind}:{','.join(axes)}" for kind, axes in kinds if axes)
+        return " ".join([*parts, f"{{{marks}}}"] if marks else parts)
+
+
+def typeof(x: Any) -> ValueType:
+    """What is known of a value while it is traced: shape, dtype, layout, JAX's manual axis types.
+
+    Communication: none.
+
+    Args:
+      x: An array.
+
+    Returns:
+      A `ValueType`; printed, `float32[4,8] "b/dp s" {V:dp}`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2)
+      >>> @spmd.kernel("b/dp s -> b/dp s", mesh=mesh)
+      ... def body(x):
+      ...     print(spmd.typeof(x))
+      ...     return x
+      >>> _ = body(jnp.ones((4, 3)))
+      float32[2,3] "b/dp s" {V:dp}
+    """
+    check_array(x, "the value", misfit("typeof(x)"))
+    kind = jax.typeof(x)
+    frame = try_frame()
+    known = tag_of(x)
+
+    def order(axes: frozenset[str]) -> tuple[str, ...]:
+        return tuple(sorted(axes)) if frame is None else frame.in_mesh_order(axes)
+
+    return ValueType(
+        tuple(kind.shape),
+        kind.dtype,
+        None if known is None else known[0],
+        order(_compat.varying_axes(x)),
+        order(_compat.unreduced_axes(x)),
+        order(_compat.reduced_axes(x)),
+    )

@@ -1,0 +1,473 @@
+"""Per-shard code inside a body: `local` for raw collectives, `opaque` for what no compiler can divide.
+
+In explicit mode a body is per-shard code already. Where it sees whole arrays, such code is an island: a
+`jax.shard_map` between constraints in auto mode, a nest of `jax.vmap(axis_name=...)` in reference mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from spmd import _compat
+from spmd._jaxprs import equations
+from spmd.comm import _lax
+from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._keywords import kind_of
+from spmd.comm._local import rearranged
+from spmd.comm._marks import mark
+from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError, compose
+from spmd.language import Dim, Layout
+from spmd.mesh import no_mesh
+from spmd.modes import Frame, current_frame
+
+__all__ = ["local", "opaque"]
+
+Axes = tuple[str, ...]
+
+
+def local(fn: Callable[..., Any], pattern: str, **names: Any) -> Callable[..., Any]:
+    """Run per-shard code (raw `jax.lax` collectives, `axis_index`) inside a body, in all modes.
+
+    In explicit mode `fn` simply runs, its arguments and results checked against the pattern. In auto mode it
+    runs in a `jax.shard_map` of its own, in reference mode under `jax.vmap(axis_name=...)` over the mesh axes;
+    string operations work inside as they do in explicit mode. Differentiate around the island: inside it,
+    reference mode cannot.
+
+    Communication: what `fn` does; in explicit mode nothing else, forward and backward. In auto mode the
+    arguments are moved into their layouts, and a result that JAX types varying where its layout is whole (a
+    gathered copy), or that is marked `{U:}`, costs one all-reduce.
+
+    Args:
+      fn: A function from one device's shards, one positional argument per layout, to one shard per layout on
+        the right (a tuple if there are several).
+      pattern: `"layout, ... -> layout, ..."`. An empty left side: no arguments.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      A function on arrays as the body sees them.
+
+    Raises:
+      ModeError: If JAX cannot run `fn` under `vmap` (`pcast`, tiled collectives over several axes), or
+        if `fn` takes a gradient, in reference mode.
+      LayoutError: If an argument or result does not fit its layout.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(x=4)
+      >>> @spmd.kernel("n/x -> n/x", mesh=mesh)
+      ... def neighbour(v):
+      ...     swap = lambda v: jax.lax.ppermute(v, "x", [(0, 1), (1, 0), (2, 3), (3, 2)])
+      ...     return spmd.local(swap, "n/x -> n/x")(v)
+      >>> print(neighbour(jnp.arange(8)), neighbour.reference(jnp.arange(8)))
+      [2 3 0 1 6 7 4 5] [2 3 0 1 6 7 4 5]
+    """
+    job = _Job("local", fn, pattern, names)
+
+    def run(*args: Any) -> Any:
+        frame = current_frame("spmd.local")
+        return {"explicit": _explicit, "auto": _auto, "reference": _reference}[frame.mode](job, frame, args)
+
+    return _named(run, fn)
+
+
+def opaque(
+    fn: Callable[..., Any], pattern: str, *, reference: Callable[..., Any] | None = None, **names: Any
+) -> Callable[..., Any]:
+    """Give a Pallas, FFI or custom call its layouts: code that neither JAX nor a compiler can look into.
+
+    `fn` sees shards without manual axis types, so that a call which knows nothing of them works with JAX's
+    checker on (a Pallas call says `manual_axis_type=jax.typeof(x).manual_axis_type` in its `out_shape`). Its
+    results are typed varying on the axes of their layouts and of the arguments. It communicates with nobody:
+    for raw collectives there is `local`.
+
+    Communication: none forward; backward one all-reduce for each argument that is whole on an axis that
+    another one varies on. In auto mode the arguments are moved into their layouts as well.
+
+    Args:
+      fn: A function from one device's shards to shards; differentiable if the call is.
+      pattern: `"layout, ... -> layout, ..."`.
+      reference: The same on whole arrays, in plain JAX; reference mode runs it.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      A function on arrays as the body sees them.
+
+    Raises:
+      ModeError: In reference mode, if there is no `reference`; for a Pallas call whose `out_shape` has no manual type.
+      CommunicationError: If `fn` names a mesh axis, or closes over a value that varies along one.
+      LayoutError: If an argument or result does not fit its layout.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, spmd
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> def host_sort(x):  # a call that JAX knows nothing about
+      ...     return jax.pure_callback(lambda v: np.sort(v, -1), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+      >>> @spmd.kernel("b/dp n -> b/dp n", mesh=mesh)
+      ... def rows(x):
+      ...     return spmd.opaque(host_sort, "b/dp n -> b/dp n", reference=jnp.sort)(x)
+      >>> print(rows(jnp.array([[3, 1], [2, 0], [5, 4], [7, 6]])).tolist())
+      [[1, 3], [0, 2], [4, 5], [6, 7]]
+    """
+    job = _Job("opaque", fn, pattern, names, typed=False, reference=reference)
+
+    def run(*args: Any) -> Any:
+        frame = current_frame("spmd.opaque")
+        if frame.mode == "reference":
+            return _whole(job, frame, args, reference)
+        return {"explicit": _explicit, "auto": _auto}[frame.mode](job, frame, args)
+
+    return _named(run, fn)
+
+
+def _named(run: Callable[..., Any], fn: Any) -> Callable[..., Any]:
+    run.__name__ = run.__qualname__ = getattr(fn, "__name__", "island")
+    run.__doc__ = getattr(fn, "__doc__", None)
+    return run
+
+
+# --- what all modes share ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A function on shards with its pattern."""
+
+    name: str
+    fn: Callable[..., Any]
+    pattern: Any
+    names: dict[str, Any] = field(default_factory=dict)
+    typed: bool = True  # whether `fn` sees JAX's manual axis types
+    reference: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for what, fn in (("fn", self.fn), ("reference", self.reference)):
+            if not callable(fn) and not (fn is None and what == "reference"):
+                rule = f"{what} is a function, not {kind_of(fn)}."
+                raise LayoutError(
+                    compose(rule, call=f"{self.name}(fn, ...)", advice=f'as in {self.name}(fn, "in -> out")(x)')
+                )
+
+    def open(self, args: Sequence[Any], frame: Frame) -> Call:
+        call = open_call(
+            self.name,
+            self.pattern,
+            self.names,
+            arrays=args,
+            inputs=None if args else 1,
+            outputs=None,
+            frame=frame,
+            example=f'{self.name}(fn, "b/dp d -> b/dp d")(x)',
+        )
+        shown = getattr(self.fn, "__name__", "fn")
+        call.text = f'{self.name}({"fn" if shown == "<lambda>" else shown}, "{self.pattern}")'
+        if not args and not call.pattern.empty_left:
+            call.check_counts(0, None)
+        return call
+
+
+def _operands(call: Call, args: Sequence[Any]) -> list[Operand]:
+    return [call.operand(x, i) for i, x in enumerate(args)]
+
+
+def _closed(call: Call, x: Any, layout: Layout, name: str | None = None, index: int = 0) -> Any:
+    """An array checked against its layout, its composite dimensions closed."""
+    operand = call.operand(x, index, layout=layout, name=name)
+    shape = jnp.shape(x)
+    return operand.x if operand.x.shape == shape else operand.x.reshape(shape)
+
+
+def _results(call: Call, out: Any) -> tuple[Any, ...]:
+    """What a function returned, one array per layout of the right side."""
+    wanted = len(call.pattern.outputs)
+    found = (out,) if wanted == 1 and not isinstance(out, (tuple, list)) else out
+    if not isinstance(found, (tuple, list)) or len(found) != wanted:
+        have = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"one {type(found).__name__}"
+        rule = f"the function returns one array per layout on the right: {wanted}."
+        call.fail(rule, got=[have], error=LayoutError)
+    return tuple(found)
+
+
+def _finish(call: Call, outs: Sequence[Any], role: str) -> Any:
+    """The results checked and marked, in the structure that the caller gets."""
+    done = []
+    for i, (y, layout) in enumerate(zip(outs, call.pattern.outputs, strict=True)):
+        y = _closed(call, y, layout, "the result" if len(outs) == 1 else f"result {i}")
+        done.append(mark(y, layout, call.text, role=role, frame=call.frame))
+    return done[0] if len(done) == 1 else tuple(done)
+
+
+def _inputs(call: Call, args: Sequence[Any]) -> tuple[Layout, ...]:
+    return call.pattern.inputs[: len(args)]
+
+
+# --- explicit ------------------------------------------------------------------------------------------------
+
+
+def _explicit(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
+    call = job.open(args, frame)
+    shards = [
+        _closed(call, x, layout, index=i) for i, (x, layout) in enumerate(zip(args, _inputs(call, args), strict=True))
+    ]
+    run = job.fn if job.typed else functools.partial(_untyped, call, job.fn)
+    with contextlib.nullcontext() if job.typed else call.scope():
+        out = run(*shards)
+    return _finish(call, _results(call, out), "annotate")
+
+
+def _untyped(call: Call, fn: Callable[..., Any], *shards: Any) -> Any:
+    """Run a function on shards that JAX does not know to vary.
+
+    Around it types and gradients are those of an elementwise operation: arguments are made varying on every
+    axis that any of them varies on (whose transpose is a psum), and so are the results.
+    """
+    layouts = call.pattern.outputs
+    said = {a for layout in layouts for a in (*layout.axes, *layout.unreduced, *layout.reduced)}
+    held = {a for x in shards for a in _compat.varying_axes(x)}
+    axes = call.frame.in_mesh_order((said & set(_compat.manual_axes())) | held)
+    bare = [_retype(_compat.pvary(x, axes), lose=axes) for x in shards]
+    _check_alone(call, fn, bare)
+    outs = [_retype(jnp.asarray(y), gain=axes) for y in _results(call, fn(*bare))]
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> None:
+    """No collective and no varying value from outside: their transposes are wrong where types are hidden."""
+    traced = jax.make_jaxpr(fn)(*shards)
+    held = {a for x in traced.consts if isinstance(x, jax.Array) for a in _compat.varying_axes(x)}
+    if held:
+        rule = f"the function closes over a value that varies along {', '.join(call.frame.in_mesh_order(held))}."
+        call.fail(rule, advice="pass that value as an argument, with its layout")
+    named = {a for a in _axes_named(traced) if a in call.frame.axis_names}
+    if named:
+        rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(named))}."
+        call.fail(rule, advice="spmd.local, which tells the modes what its collectives do", error=CommunicationError)
+
+
+def _axes_named(jaxpr: Any) -> Iterator[str]:
+    for eqn in equations(jaxpr):
+        for value in (eqn.params.get("axes"), eqn.params.get("axis_name")):
+            for one in value if isinstance(value, (tuple, list, frozenset, set)) else (value,):
+                if isinstance(one, str):
+                    yield one
+
+
+def _retype(x: Any, *, gain: Axes = (), lose: Axes = ()) -> Any:
+    return _retype_p.bind(x, gain=gain, lose=lose) if gain or lose else x
+
+
+def _retype_abstract(aval: Any, *, gain: Axes, lose: Axes) -> Any:
+    return _compat.without_varying(_compat.with_varying(aval, gain, aval.shape), lose)
+
+
+# A pcast would psum the cotangents; here each device's cotangent is that of its own shard.
+_retype_p = _compat.linear_primitive(
+    "spmd_untype",
+    abstract=_retype_abstract,
+    run=lambda x, **_: x,
+    transpose=lambda cotangent, *, gain, lose: _retype(cotangent, gain=lose, lose=gain),
+    batch=lambda args, dims, **params: (_retype_p.bind(*args, **params), dims[0]),
+)
+
+
+# --- auto ----------------------------------------------------------------------------------------------------
+
+
+def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
+    """The function in a `shard_map` of its own, between constraints."""
+    call = job.open(args, frame)
+    layouts = _inputs(call, args)
+    _check_blocks(call, (*layouts, *call.pattern.outputs))
+    arrays = [
+        mark(_closed(call, x, layout, index=i), layout, call.text, role="operand", frame=frame)
+        for i, (x, layout) in enumerate(zip(args, layouts, strict=True))
+    ]
+    inside = frame.replace(mode="explicit", island=True)
+    mesh = jax.sharding.get_abstract_mesh()
+    free = frozenset(a for a in frame.axis_names if a not in _compat.manual_axes())
+    extra = len(call.ellipsis_shape())
+    ranks = [sum(not d.ellipsis for d in layout.dims) + extra * layout.has_ellipsis for layout in call.pattern.outputs]
+
+    def body(*shards: Any) -> Any:
+        with inside.enter():
+            entered = [_enter(x, layout, frame) for x, layout in zip(shards, layouts, strict=True)]
+            outs = _results(call, _explicit(job, inside, entered))
+            with call.scope():
+                return tuple(_leave(y, o, frame) for y, o in zip(outs, call.pattern.outputs, strict=True))
+
+    mapped = jax.shard_map(
+        body,
+        mesh=frame.mesh if mesh.empty else mesh,
+        in_specs=tuple(_spec(layout, x.ndim) for layout, x in zip(layouts, arrays, strict=True)),
+        out_specs=tuple(_spec(layout, n) for layout, n in zip(call.pattern.outputs, ranks, strict=True)),
+        axis_names=free,
+    )
+    with contextlib.nullcontext() if _compat.manual_axes() else no_mesh():
+        outs = mapped(*arrays)
+    return _finish(call, outs, "result")
+
+
+def _check_blocks(call: Call, layouts: Sequence[Layout]) -> None:
+    for layout in layouts:
+        for dim in layout.dims:
+            scattered = sum(bool(a.axes) for a in dim.atoms) > 1 and call.frame.mode == "auto"
+            if any(dim.margin) or scattered:
+                what = "has no margins" if any(dim.margin) else "cannot be cut into scattered blocks"
+                rule = f"in {call.frame.mode} mode a body sees whole arrays, and a whole array {what}."
+                advice = (
+                    "add the margins inside the function" if any(dim.margin) else "two dimensions, and rearrange inside"
+                )
+                call.fail(rule, at=dim.span, advice=advice, error=ModeError)
+
+
+def _spec(layout: Layout, rank: int) -> P:
+    return Layout.from_dims(layout.with_rank(rank).dims).spec
+
+
+def _first(axes: Axes) -> Any:
+    """Whether this device is the first one along `axes`."""
+    return functools.reduce(jnp.logical_and, [jax.lax.axis_index(a) == 0 for a in axes])
+
+
+def _enter(x: Any, layout: Layout, frame: Frame) -> Any:
+    """A whole array is complete: of a partial sum, one device gets it and the others get zeros."""
+    x = _compat.pvary(x, frame.in_mesh_order(layout.reduced))
+    summed = frame.in_mesh_order(layout.unreduced)
+    return jnp.where(_first(summed), x, jnp.zeros_like(x)) if summed else x
+
+
+def _leave(y: Any, layout: Layout, frame: Frame) -> Any:
+    """The partial sums added up; of gathered copies, which JAX types varying, the first device's."""
+    copies = frame.in_mesh_order(_compat.varying_axes(y) - {*layout.axes, *layout.unreduced})
+    summed = frame.in_mesh_order({*copies, *layout.unreduced})
+    y = _compat.pvary(y, frame.in_mesh_order(layout.axes))
+    if not summed:
+        return y
+    number = y.astype(jnp.int32) if y.dtype == jnp.bool_ else y
+    if copies:
+        number = jnp.where(_first(copies), number, jnp.zeros_like(number))
+    return _lax.psum(number, summed).astype(y.dtype)
+
+
+# --- reference -----------------------------------------------------------------------------------------------
+
+
+def _whole(job: _Job, frame: Frame, args: Sequence[Any], reference: Callable[..., Any] | None) -> Any:
+    call = job.open(args, frame)
+    if reference is None:
+        call.fail(
+            "reference mode runs on whole arrays, and nobody said what this call computes on them.",
+            advice=f"{call.text[:-1]}, reference=global_fn), or the kernel's explicit mode",
+            error=ModeError,
+        )
+    arrays = [
+        _closed(call, x, layout, index=i) for i, (x, layout) in enumerate(zip(args, _inputs(call, args), strict=True))
+    ]
+    return _finish(call, _results(call, reference(*arrays)), "result")
+
+
+def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
+    """The function on blocks, under a nest of `vmap`s whose axis names are the mesh's."""
+    call = job.open(args, frame)
+    layouts = _inputs(call, args)
+    _check_blocks(call, (*layouts, *call.pattern.outputs))
+    inside = frame.replace(mode="explicit", island=True)
+    blocks = [_cut(operand, frame) for operand in _operands(call, args)]
+
+    def body(_: Any, *shards: Any) -> Any:
+        with inside.enter():
+            entered = [_enter(x, layout, frame) for x, layout in zip(shards, layouts, strict=True)]
+            _check_undifferentiated(call, job.fn, entered)
+            return _results(call, _explicit(job, inside, entered))
+
+    mapped = body
+    for axis, size in reversed(frame.sizes):
+        places = (None, *(0 if axis in layout.axes else None for layout in layouts))
+        mapped = jax.vmap(mapped, in_axes=places, axis_name=axis, axis_size=size)
+    try:
+        outs = mapped(jnp.zeros(()), *blocks)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        if isinstance(error, SpmdError) or not _jax_cannot(error):
+            raise
+        first = (str(error) or type(error).__name__).split("\n")[0]
+        call.fail(
+            "reference mode runs per-shard code under jax.vmap(axis_name=...), and JAX has no such collective there.",
+            got=[f"JAX: {first}"],
+            advice='the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call',
+            error=ModeError,
+        )
+    return _finish(call, [_join(call, y, o) for y, o in zip(outs, call.pattern.outputs, strict=True)], "result")
+
+
+def _check_undifferentiated(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> None:
+    """No gradient taken inside: under vmap JAX sums cotangents over axes otherwise than on a mesh, in silence."""
+    if any("transpose(" in str(e.source_info.name_stack) for e in equations(jax.make_jaxpr(fn)(*shards))):
+        rule = "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients."
+        call.fail(rule, advice="jax.grad around the kernel, or the kernel's explicit mode", error=ModeError)
+
+
+def _jax_cannot(error: Exception) -> bool:
+    """Whether JAX raised this for want of a batching rule, and not the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    raised = bool(frames) and _compat.in_jax(frames[-1].filename)
+    texts = ("pvary", "pcast", "under `jax.shard_map`", "under jax.shard_map")
+    return raised and (not isinstance(error, ValueError) or any(t in str(error) for t in texts))
+
+
+def _cut(operand: Operand, frame: Frame) -> Any:
+    """A whole array as its blocks: one leading dimension per axis that divides it, in mesh order."""
+    have = [(*factor.axes, i) for i, factor in enumerate(operand.factors)]  # a block goes by its number
+    leading = frame.in_mesh_order([axis for factor in operand.factors for axis in factor.axes])
+    blocks = iter(range(len(have)))
+    dims = [[next(blocks) for _ in range(count)] for count in _counts(operand.layout, len(have))]
+    sizes: dict[Any, int] = {axis: frame.axis_size(axis) for axis in leading}
+    return rearranged(operand.x, have, [*([axis] for axis in leading), *dims], sizes)
+
+
+def _counts(layout: Layout, factors: int) -> list[int]:
+    """How many factors each dimension has, `...` expanded."""
+    extra = factors - len(layout.atoms)
+    out: list[int] = []
+    for dim in layout.dims:
+        out += [1] * extra if dim.ellipsis else [len(dim.atoms)]
+    return out
+
+
+def _join(call: Call, y: Any, layout: Layout) -> Any:
+    """Blocks, one leading dimension per mesh axis, put together: partial sums added, of copies the first."""
+    frame = call.frame
+    for i, axis in reversed(list(enumerate(frame.axis_names))):
+        if axis in layout.unreduced:
+            y = y.sum(i, dtype=y.dtype)
+        elif axis not in layout.axes:
+            y = jax.lax.index_in_dim(y, 0, i, keepdims=False)
+    leading = frame.in_mesh_order(layout.axes)
+    dims = layout.with_rank(y.ndim - len(leading)).dims
+    have: list[Any] = [[axis] for axis in leading]
+    want: list[Any] = []
+    sizes: dict[Any, int] = {}
+    for dim, size in zip(dims, y.shape[len(leading) :], strict=True):
+        parts = {len(sizes) + i: part for i, part in enumerate(_parts(call, dim, size))}
+        sizes |= {number: block for number, (_, block) in parts.items()}
+        have.append([*parts])
+        want.append([name for number, (axes, _) in parts.items() for name in (*axes, number)])
+    return rearranged(y, have, want, sizes)
+
+
+def _parts(call: Call, dim: Dim, size: int) -> list[tuple[Axes, int]]:
+    """Axes and block of each factor of a dimension that must be told apart to put its blocks together."""
+    if sum(bool(a.axes) for a in dim.atoms) < 2:
+        return [(dim.axes, size)]
+    out = []
+    for atom in dim.atoms:
+        axes = atom.axes or ()
+        out.append((axes, call.factor(atom).size // (call.frame.axis_size(axes) if axes else 1)))
+    return out

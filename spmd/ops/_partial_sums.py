@@ -1,0 +1,222 @@
+"""What becomes of partial sums: the part of `einsum`, `reduce` and `take` that reads the right side.
+
+An operation that works along divided dimensions leaves, on each device, a part of its result. The right
+side says what happens to it: an axis that is absent is reduced, an extra minor-most axis on an output
+dimension is scattered onto it, `{U:axis}` is left. Nothing else may change: what was whole stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from spmd import _compat
+from spmd.comm import _lax
+from spmd.comm._call import Call, Factor, Operand
+from spmd.errors import Fix, LayoutError, did_you_mean
+from spmd.language import Atom, Layout
+from spmd.modes import Frame
+
+__all__ = ["Landing", "finish", "land", "placed", "plain_dims", "right_names"]
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What becomes of each partial axis: `(position, axes)` scattered, then summed, or left."""
+
+    scatters: tuple[tuple[int, Axes], ...]
+    sums: Axes
+    left: Axes
+
+    @property
+    def all_axes(self) -> Axes:
+        """The axes that are reduced, scattered or not."""
+        return (*self.sums, *(axis for _, axes in self.scatters for axis in axes))
+
+
+def placed(name: str, axes: Iterable[str]) -> str:
+    """How a factor is written: `b/dp/fsdp`."""
+    return "/".join((name, *axes))
+
+
+# --- what a pattern may contain -----------------------------------------------------------------------------
+
+
+def plain_dims(call: Call, layout: Layout, *, unnamed: bool = False, literals: bool = False) -> None:
+    """Complain about dimensions that the operation has no meaning for: margins, `_`, literal sizes."""
+    call.no_margins(layout)
+    for dim in layout.dims:
+        for atom in dim.atoms:
+            if (atom.name == "_" and not unnamed) or (atom.size is not None and not literals):
+                what = "an unnamed dimension" if atom.name == "_" else f"the literal size {atom.name}"
+                rule = f"{call.name} follows dimensions by their names, and {what} has none: name it."
+                call.fail(rule, at=atom.span, error=LayoutError)
+
+
+def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
+    """The factors of the right side, one per array axis; literal 1s are left out."""
+    if dst.reduced:
+        call.fail(
+            f"{{R:{','.join(dst.reduced)}}} is made by defer, not by {call.name}.",
+            at=_mark_span(call, dst.reduced[0]),
+            error=LayoutError,
+        )
+    dots = [name for name in have if name.startswith("...")]
+    if dots and not dst.has_ellipsis:
+        rule = f"{call.name} keeps the dimensions of '...', since the pattern does not say how they are placed."
+        call.fail(rule, advice="name them, or write ... on the right too", error=LayoutError)
+    names: list[str] = []
+    for dim in dst.dims:
+        if dim.ellipsis:
+            names += dots
+        for atom in dim.atoms:
+            if atom.size == 1:
+                continue
+            if atom.name not in have:
+                known = [name for name in have if not name.startswith(("_", "..."))]
+                hint = did_you_mean(atom.name, known)
+                rule = f"{atom.name} is on the right and not on the left{hint or '.'}"
+                call.fail(rule, at=atom.span, got=[f"on the left: {', '.join(known) or 'no names'}"], error=LayoutError)
+            names.append(atom.name)
+    return names
+
+
+def _mark_span(call: Call, axis: str) -> tuple[int, int] | None:
+    """Where the mark with this axis stands, the last one if there are several."""
+    source = call.raw.source
+    start = source.rfind("{")
+    return (start, source.find("}", start) + 1) if start >= 0 and axis in source[start:] else None
+
+
+# --- reading the right side ---------------------------------------------------------------------------------
+
+
+def land(
+    call: Call, have: Mapping[str, Factor], partial: Mapping[str, str], names: Sequence[str], *, linear: bool = True
+) -> Landing:
+    """Read off the right side what becomes of each partial axis.
+
+    Args:
+      call: The call, its operands already opened.
+      have: The factors of the left side by name.
+      partial: The axes along which the local result is a part, each with why (for messages).
+      names: The factors of the right side, one per array axis.
+      linear: Whether partial results may be left (`{U:}`): true for sums.
+    """
+    dst = call.pattern.outputs[0]
+    atoms = {atom.name: atom for atom in dst.atoms}
+    scatters: list[tuple[int, Axes]] = []
+    for position, name in enumerate(names):
+        if name not in atoms:  # one of "..."
+            continue
+        before, after = have[name].axes, atoms[name].axes or ()
+        if before == after:
+            continue
+        _check_step(call, atoms[name], before, after, have, partial)
+        gained = after[len(before) :]
+        call.local(have[name].size, after, name, atoms[name].span)
+        scatters.append((position, gained))
+    left = dst.unreduced
+    _check_left(call, dst, partial, linear)
+    gone = {*left, *(axis for _, axes in scatters for axis in axes)}
+    return Landing(tuple(scatters), call.frame.in_mesh_order(set(partial) - gone), call.frame.in_mesh_order(left))
+
+
+def _check_step(
+    call: Call, atom: Atom, before: Axes, after: Axes, have: Mapping[str, Factor], partial: Mapping[str, str]
+) -> None:
+    """An output dimension may gain minor-most axes that carry partial results, and nothing else."""
+    dst = call.pattern.outputs[0]
+    one, two = placed(atom.name, before), placed(atom.name, after)
+    if after == before[: len(after)]:
+        lost = "/".join(before[len(after) :])
+        rule = (
+            f"{call.name} never gathers: {one} on the left is {two} on the right. Gather {lost} in a line of its own."
+        )
+        _refuse(call, atom, rule, partial, _in_two_lines(call, {atom.name: before}, "all_gather"))
+    if before != after[: len(before)]:
+        rule = (
+            f"{call.name} adds axes at the end of a dimension only: {one} on the left cannot become {two}. "
+            "That is a relayout."
+        )
+        axes = {name: have[name].axes for name in dst.names if name in have}
+        _refuse(call, atom, rule, partial, _in_two_lines(call, axes, "relayout"))
+    for axis in after[len(before) :]:
+        if axis in partial:
+            continue
+        owner = next((f for f in have.values() if axis in f.axes), None)
+        verb = "split" if owner is None else "relayout"
+        why = "nothing is a partial sum along it" if owner is None else f"it divides {owner.name} on the left"
+        rule = f"{axis} on {two} has nothing to scatter: {why}. That is a {verb}."
+        axes = {n: have[n].axes for n in (atom.name, *([] if owner is None else [owner.name]))}
+        _refuse(call, atom, rule, partial, _in_two_lines(call, axes, verb))
+
+
+def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: Fix | None) -> NoReturn:
+    call.fail(rule, at=atom.span, got=_got(call, partial), fix=fix)
+
+
+def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
+    """The operation without the change, and the verb that makes it of the result."""
+    dst = call.pattern.outputs[0]
+    old = _with_axes(dst, axes)
+    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), old)
+    # equal by JAX's type: the result may be what leaves the kernel
+    also = {} if verb == "split" else {"to": "invarying"}
+    return None if first is None else Fix(verb, (first,), f"{old} -> {dst.short}", also)
+
+
+def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:
+    for axis in dst.unreduced:
+        at = _mark_span(call, axis)
+        if not linear:
+            call.fail("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
+        if axis not in partial:
+            call.fail(
+                f"{{U:{axis}}} on the right, and the result is no partial sum on {axis}.",
+                at=at,
+                got=_got(call, partial),
+                advice=f"leave {axis} out of the mark",
+            )
+
+
+def _got(call: Call, partial: Mapping[str, str]) -> list[str]:
+    shown = [f"partial sum on {axis}: {why}" for axis, why in partial.items()]
+    return [*(shown or ["no partial sum"]), call.frame.describe()]
+
+
+def _with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
+    """The layout's text with other axes on some names, as it is to be pasted (never checked)."""
+
+    def atom_text(atom: Atom) -> str:
+        return placed(atom.name, axes.get(atom.name, atom.axes or ()))
+
+    parts = []
+    for dim in layout.dims:
+        inside = " ".join(map(atom_text, dim.atoms))
+        parts.append("..." if dim.ellipsis else f"({inside})" if dim.composite else inside)
+    if layout.unreduced:
+        parts.append(f"{{U:{','.join(layout.unreduced)}}}")
+    return " ".join(parts) or "scalar"
+
+
+# --- running it ---------------------------------------------------------------------------------------------
+
+
+def finish(x: Any, landing: Landing, frame: Frame) -> Any:
+    """Scatter first, then sum: the sum then travels in blocks. Whole arrays need neither. In the call's `scope`."""
+    if not frame.explicit:
+        return x
+    for position, axes in landing.scatters:
+        x = _lax.psum_scatter(x, axes, position)
+    x = _lax.psum(x, landing.sums) if landing.sums else x
+    # what is left partial is typed varying also where all operands were equal (zeros): carries need it
+    return _compat.pvary(x, landing.left) if landing.left else x
+
+
+def factors_by_name(operand: Operand) -> dict[str, Factor]:
+    """An operand's factors by name."""
+    return {factor.name: factor for factor in operand.factors}

@@ -1,0 +1,319 @@
+"""Pipeline parallelism: a dimension of stages, a `vmap` over it, and a shift by one stage in each turn of a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import spmd
+from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
+from spmd.errors import Fix, compose
+from spmd.parallel._parameter_moves import is_array, paths
+from spmd.parallel.schedule import PipelineSchedule
+
+__all__ = ["pipeline"]
+
+Axes = str | tuple[str, ...] | None
+Tree = Any
+
+_CALL = "pipeline(stage, params, x, ...)"
+
+
+def pipeline(
+    stage: Callable[[Any, Any], Any],
+    params: Tree,
+    x: Tree,
+    *,
+    pp: Axes,
+    repeats: int | None = None,
+    save: str | Callable[..., Any] = "inputs",
+    result: str = "whole",
+) -> Tree:
+    """`x = stage(params[i], x)` for each stage i in turn, stages on different devices, micro-batches one after another.
+
+    In each tick every device applies its stage to the micro-batch that it has, and passes the result on to the next
+    device. One program does it on all of them: the stages are a dimension, `jax.vmap` goes over it, and `shift` moves
+    along it, in a `lax.scan` over the ticks of `pipeline_schedule(p, m, v)`. Differentiated, the scan runs backward
+    with the same schedule, all forward ticks before all backward ones (GPipe). With `repeats=v` each device has v
+    stages, those of number s, p + s, 2p + s, ..., and each micro-batch goes round v times: the same work in v
+    times as many, shorter ticks, and a bubble v times smaller.
+
+    `stage` sees the parameters and micro-batch of one stage. Strings in it do not mention the dimension of the stages,
+    and may use all other mesh axes. It runs in idle ticks too, where hardware with a program for each device would
+    wait: what it computes then, from real micro-batches, is thrown away. The time is that of the bubble, the energy is
+    spent.
+
+    Layouts: each leaf of params `"p/pp ..."`, with repeats `"v p/pp ..."`, p the devices of pp: a stack of layers in
+    order, reshaped. Each leaf of x, and what `stage` returns, `"m ..."` with m micro-batches of any number, equal on
+    pp. The result likewise; with `result="partial"` it is `"m ... {U:pp}"`, held by one device and zero on all others.
+
+    Embedding and head belong outside, their data divided over pp as well, so that no device computes them twice:
+    `all_gather(x, "m b/dp/pp s d -> m b/dp s d")` before, and after it `psum_scatter(y, "m b/dp s d {U:pp} ->
+    m b/dp/pp s d")`.
+
+    Communication, for micro-batches of B bytes on a device and T ticks: forward T collective-permutes, T B bytes; for
+    the result a psum over pp, 2mB(p-1)/p bytes, none with "partial". Backward T permutes too, and a psum of the
+    gradient of x, as large, unless x is a gathered copy (or deferred) on pp. Gradients of parameters that are equal on
+    axes that divide x are summed once, after the last tick: 2W(n-1)/n bytes for W bytes of them. What `stage` itself
+    communicates, it does in each tick: weights that rest divided (FSDP) are gathered T times inside of it, unless the
+    compiler finds them the same in all ticks, and once outside.
+
+    Memory: m + 2 micro-batches on each device, and for the backward pass the input of each tick, T micro-batches, the
+    stage being computed again ("inputs"); or all that JAX keeps of a stage in each tick, copies and casts of weights
+    too ("activations"); or what a policy of `jax.checkpoint` says, as `jax.checkpoint_policies.dots_saveable`.
+
+    Args:
+      stage: `stage(params, x)` to the next x, of the same shapes and dtypes.
+      params: The parameters of all stages, a tree. Integers are welcome.
+      x: The micro-batches, a tree. Integers and keys of `jax.random` go along.
+      pp: The mesh axis of the stages, or several, or None: one device.
+      repeats: How many stages each device has; absent, one, without the dimension v.
+      save: "inputs", "activations" or a policy.
+      result: "whole" or "partial".
+
+    Returns:
+      The micro-batches after the last stage. Reverse-mode differentiation only.
+
+    Raises:
+      SizeError: If the parameters have not as many stages as there are devices, or the leaves of x not as many
+        micro-batches.
+      LayoutError: If `stage` changes what it gets, or an option is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(pp=4)
+      >>> @spmd.kernel("p/pp d f, m b d -> m b d", mesh=mesh)
+      ... def stack(w, x):
+      ...     def stage(w, x):
+      ...         return spmd.einsum(x, w, "b d, d f -> b f")
+      ...     return spmd.parallel.pipeline(stage, w, x, pp="pp")
+      >>> w, x = 2 * jnp.stack([jnp.eye(3)] * 4), jnp.ones((5, 2, 3))
+      >>> print(stack(w, x)[4], spmd.inspect.collectives(stack, w, x).counts)
+      [[16. 16. 16.]
+       [16. 16. 16.]] {'ppermute': 8, 'psum': 1}
+
+    References:
+      Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Xu et al., "GSPMD", https://arxiv.org/abs/2105.04663
+      (section 3.3) for stages as a vectorized dimension; Narayanan et al., https://arxiv.org/abs/2104.04473, for
+      interleaved stages
+    """
+    _check_options(save, result, repeats)
+    schedule = PipelineSchedule(axis_size(pp) if pp else 1, _micro_batches(x), repeats or 1)
+    _check_stages(params, pp, schedule.stages, repeats)
+    stage, x, keys = _without_keys(stage, x)
+    params = _deferred(params, x)
+    run = _one_stage(stage, repeats, save)
+    here, given, held = _start(x, pp, schedule)
+
+    def tick(carry: Any, now: Any) -> tuple[Any, None]:
+        given, held = carry
+        number, put, take = now
+        turn = jnp.clip((number - here) // schedule.stride, 0, schedule.repeats - 1)
+        out = jax.vmap(run, in_axes=(0 if repeats is None else 1, 0, 0))(params, turn, given)
+        _check_result(given, out)
+        arrived = _passed_on(out, pp)
+        held, fresh = _exchanged(held, arrived, put, take)
+        given = jax.tree.map(lambda new, old: jnp.where(_along(here == 0, old), new, old), fresh, arrived)
+        return (given, held), None
+
+    (_, held), _ = lax.scan(tick, (given, held), _slots(schedule))
+    return keys(_finished(held, here, pp, result))
+
+
+def _without_keys(stage: Callable[..., Any], x: Tree) -> tuple[Callable[..., Any], Tree, Callable[[Tree], Tree]]:
+    """Keys of `jax.random` as the integers that they are made of, which can be selected and summed: the stage, which
+    sees keys, the micro-batches, and the way back."""
+    leaves, structure = jax.tree.flatten(x)
+    kinds = [jax.random.key_impl(one) if _is_key(one) else None for one in leaves]
+
+    def integers(tree: Tree) -> Tree:
+        return jax.tree.map(lambda one: jax.random.key_data(one) if _is_key(one) else one, tree)
+
+    def keys(tree: Tree) -> Tree:
+        pairs = zip(structure.flatten_up_to(tree), kinds, strict=True)
+        found = [one if kind is None else jax.random.wrap_key_data(one, impl=kind) for one, kind in pairs]
+        return structure.unflatten(found)
+
+    if not any(map(_is_key, leaves)):
+        return stage, x, lambda tree: tree
+    return lambda params, x: integers(stage(params, keys(x))), integers(x), keys
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _slots(schedule: PipelineSchedule) -> tuple[Any, ...]:
+    """For each tick its number, where the first stage puts what comes back to it, and what it takes for the next tick.
+
+    A micro-batch has one place, before its first round, between rounds and after the last one. In idle ticks a copy of
+    the first is taken, from a place of its own, and what comes back goes to another one, which nobody reads.
+    """
+    ticks = np.arange(schedule.ticks, dtype=np.int32)
+    begun = ticks - (schedule.stages - 1)
+    put, take = (np.minimum(one % schedule.stride, schedule.microbatches) for one in (begun, ticks + 1))
+    put = np.where((begun < 0) | (put == schedule.microbatches), schedule.microbatches + 1, put)
+    take = np.where(ticks + 1 >= schedule.stride * schedule.repeats, schedule.microbatches, take)
+    return tuple(jnp.asarray(one, jnp.int32) for one in (ticks, put, take))
+
+
+def _exchanged(held: Tree, arrived: Tree, put: Any, take: Any) -> tuple[Tree, Tree]:
+    """The places with what arrived, and what is taken out of them."""
+    leaves, structure = jax.tree.flatten(held)
+    pairs = zip(leaves, structure.flatten_up_to(arrived), strict=True)
+    rule = lambda one: _exchange if jnp.issubdtype(one.dtype, jnp.inexact) else _exchange_run
+    found = [rule(old)(old, new, put, take) for old, new in pairs]
+    return structure.unflatten([one for one, _ in found]), structure.unflatten([one for _, one in found])
+
+
+def _exchange_run(held: Any, arrived: Any, put: Any, take: Any) -> tuple[Any, Any]:
+    held = lax.dynamic_update_index_in_dim(held, arrived, put, 1)
+    return held, lax.dynamic_index_in_dim(held, take, 1, keepdims=False)
+
+
+def _exchange_forward(held: Any, arrived: Any, put: Any, take: Any) -> tuple[Any, Any]:
+    return _exchange_run(held, arrived, put, take), (put, take)
+
+
+def _exchange_backward(places: Any, cotangents: Any) -> tuple[Any, ...]:
+    """What is taken is not read again before something else is put there: its cotangent replaces what stands there.
+
+    Derived, it would be added to what stands there, and that set to zero after it was used: two copies of all
+    places in each tick, for want of an order among these.
+    """
+    (put, take), (held, fresh) = places, cotangents
+    held = lax.dynamic_update_index_in_dim(held, fresh, take, 1)
+    return held, lax.dynamic_index_in_dim(held, put, 1, keepdims=False), None, None
+
+
+_exchange = spmd.custom_vjp(_exchange_run)
+_exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+def _one_stage(stage: Callable[[Any, Any], Any], repeats: int | None, save: Any) -> Callable[..., Any]:
+    """`stage` with the parameters of its round, and what is kept of it for the backward pass."""
+
+    def run(params: Tree, turn: Any, x: Tree) -> Tree:
+        if repeats is not None:
+            params = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, turn, 0, keepdims=False), params)
+        return stage(params, x)
+
+    if save == "activations":
+        return run
+    return jax.checkpoint(run, prevent_cse=False, policy=None if save == "inputs" else save)
+
+
+# --- the strings ------------------------------------------------------------------------------------------------
+
+
+@scope(mapping=None)
+def _start(x: Tree, pp: Axes, schedule: PipelineSchedule) -> tuple[Any, Tree, Tree]:
+    """The numbers of the stages, what each works on first, and the places of all micro-batches.
+
+    All begin with micro-batch 0: an idle stage works on real ones too, for it may divide by what is zero in none.
+    """
+    names = {"p": schedule.stages, "pp": pp}
+    held = jax.tree.map(lambda one: repeat(one, "m ... -> p/pp m ...", **names), x)
+    held = jax.tree.map(lambda one: jnp.concatenate([one, one[:, :1], one[:, :1]], axis=1), held)
+    nothing = jax.tree.map(lambda one: jnp.zeros_like(one[:, 0]), held)
+    put, take = (jnp.int32(place) for place in (schedule.microbatches + 1, 0))
+    held, given = _exchanged(held, nothing, put, take)
+    return iota("p/pp", **names), given, held
+
+
+@scope(mapping=None)
+def _passed_on(x: Tree, pp: Axes) -> Tree:
+    return shift(x, "[p/pp] ...", 1, pp=pp)
+
+
+@scope(mapping=None)
+def _finished(held: Tree, here: Any, pp: Axes, result: str) -> Tree:
+    """After the last tick the first stage has everything."""
+    mark = " {U:pp}" if result == "partial" and pp else ""
+
+    def leaf(one: Any) -> Any:
+        own = jnp.where(_along(here == 0, one[:, :-2]), one[:, :-2], jnp.zeros((), one.dtype))
+        return reduce(own, f"p/pp m ... -> m ...{mark}", pp=pp)
+
+    return jax.tree.map(leaf, held)
+
+
+@scope(mapping=None)
+def _deferred(params: Tree, x: Tree) -> Tree:
+    """Parameters typed varying where the data is: their gradients are summed after the loop, not in it."""
+    axes = {axis for one in jax.tree.leaves(x) for axis in typeof(one).varying}
+
+    def leaf(w: Any) -> Any:
+        floating = jnp.issubdtype(w.dtype, jnp.inexact)  # others have no gradient, and stay equal
+        missing = ",".join(sorted(axes - set(typeof(w).varying))) if floating else ""
+        return defer(w, f"... -> ... {{R:{missing}}}") if missing else w
+
+    return jax.tree.map(leaf, params)
+
+
+def _along(mask: Any, x: Any) -> Any:
+    """A mask over the stages beside an array that has more dimensions."""
+    return mask.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------
+
+
+def _check_options(save: Any, result: Any, repeats: Any) -> None:
+    for name, value, known in (("save", save, ("inputs", "activations")), ("result", result, ("whole", "partial"))):
+        if value not in known and not (name == "save" and callable(value)):
+            more = ", or a policy of jax.checkpoint" if name == "save" else ""
+            rule = f"{name} is {' or '.join(map(repr, known))}{more}, not {value!r}."
+            raise LayoutError(compose(rule, call=_CALL, fix=f'{name}="{known[0]}"'))
+    if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
+        rule = f"repeats is a Python int, at least 1, or None, not {repeats!r}."
+        raise SizeError(compose(rule, call=_CALL, advice="as in repeats=2"))
+
+
+def _micro_batches(x: Tree) -> int:
+    named = list(zip(paths(x), jax.tree.leaves(x), strict=True))
+    counts = {leaf.shape[0] if is_array(leaf) and leaf.shape else 0 for _, leaf in named}
+    if len(counts) != 1 or 0 in counts:
+        rule = "the first dimension of each array of x counts the micro-batches."
+        got = [f"{path}: shape {leaf.shape}" if is_array(leaf) else f"{path}: no array" for path, leaf in named]
+        raise SizeError(
+            compose(
+                rule, call=_CALL, got=got or ["no arrays"], advice='as in rearrange(x, "(m b) ... -> m b ...", m=8)'
+            )
+        )
+    return counts.pop()
+
+
+@scope(mapping=None)
+def _check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None) -> None:
+    at = 0 if repeats is None else 1
+    layout = "p/pp ..." if repeats is None else "v p/pp ..."
+    wrong = []
+    for path, leaf in zip(paths(params), jax.tree.leaves(params), strict=True):
+        if not is_array(leaf) or leaf.ndim <= at:
+            wrong.append(f"{path}: no array of so many dimensions")
+        elif spmd.size(leaf, layout.replace("p/pp", "[p/pp]"), pp=pp) != stages or leaf.shape[:at] != (repeats,)[:at]:
+            wrong.append(f"{path}: shape {leaf.shape} here")
+    if wrong:
+        rounds = "" if repeats is None else f" and {repeats} rounds"
+        rule = f'parameters lie as "{layout}", one stage on each of the {stages} devices of pp{rounds}.'
+        advice = "several layers of a stage are a dimension of their own, and a scan in the stage: "
+        raise SizeError(compose(rule, call=_CALL, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"'))
+
+
+def _check_result(given: Tree, out: Tree) -> None:
+    """The next stage takes what this one returns, with JAX's types, as a loop demands."""
+    before, after = ([typeof(leaf) for leaf in jax.tree.leaves(tree)] for tree in (given, out))
+    kinds = [[(one.shape, one.dtype, one.varying) for one in kind] for kind in (before, after)]
+    if jax.tree.structure(given) == jax.tree.structure(out) and kinds[0] == kinds[1]:
+        return
+    more = {axis for one in after for axis in one.varying} - {axis for one in before for axis in one.varying}
+    rule = "a stage returns what it gets: the same tree, shapes, dtypes, and axes along which JAX types it varying."
+    fix = Fix("defer", pattern=f"... -> ... {{R:{','.join(sorted(more))}}}") if more else None
+    got = [f"{name}: {', '.join(map(str, kind))}" for name, kind in (("it gets", before), ("it returns", after))]
+    raise LayoutError(compose(rule, call=_CALL, got=got, fix=fix))

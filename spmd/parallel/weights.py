@@ -1,0 +1,210 @@
+"""Fully sharded data parallelism: parameters rest divided, and are gathered just before use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import spmd
+from spmd.parallel._parameter_moves import Axes, Move, moves, text_of
+
+__all__ = ["gather", "gather_leaf", "reduce_gradients", "reduce_leaf", "scatter_leaf", "sum_leaf"]
+
+T = TypeVar("T")
+
+
+def gather(params: T, at_rest: Any, compute: Any, *, dtype: Any = None, data: str | Axes | None = None) -> T:
+    """Bring parameters from where they rest to where they are used; the gradient goes back once, in their dtype.
+
+    Layouts: each leaf comes in as `at_rest` says and goes out as `compute` says. Along `data` the results are
+    copies whose gradients are partial sums, so no use of a weight costs a reduction of its own.
+
+    Communication, for a leaf of S bytes (in `dtype`) along its n devices of the gathered axes: forward one
+    all-gather, S(n-1)/n per device. Backward, in the parameter's own dtype (S' bytes): one reduce-scatter over
+    the gathered axes, S'(n-1)/n, then one all-reduce of the shard over the m devices of the other `data` axes,
+    2(S'/n)(m-1)/m. That is the order of hybrid sharding (HSDP): what is replicated is summed last and small. A
+    leaf that is whole at rest has one all-reduce over `data`, 2S'(m-1)/m. Layouts that differ in other ways go
+    through `spmd.relayout`.
+
+    Memory: the gathered copies, kept for the backward pass; `fsdp` and `scan_layers` gather again instead.
+
+    The gather of 2-byte floats travels as 16-bit integers, which no compiler widens: XLA's CPU backend would make
+    it one of float32.
+
+    Reverse-mode differentiation only.
+
+    Args:
+      params: The parameters, a pytree of any kind.
+      at_rest: Their layouts at rest: a tree like `params`, a prefix of one, a layout for all, or a function from
+        the tree to one of these.
+      compute: Their layouts in use, likewise; the same dimensions.
+      dtype: What floating leaves are cast to before they travel, such as `jnp.bfloat16`. Absent, their own.
+      data: The mesh axes that divide the data. Absent, those over which something is gathered.
+
+    Returns:
+      The parameters in use.
+
+    Raises:
+      LayoutError: If layouts and parameters do not fit.
+      MeshError: If a gathered axis is not among `data`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> from spmd import parallel
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("d/dp f, b/dp d -> scalar", mesh=mesh)
+      ... def loss(w, x):
+      ...     w = parallel.gather(w, "d/dp f", "d f")
+      ...     return spmd.reduce(spmd.einsum(x, w, "b/dp d, d f -> b/dp f"), "b/dp f -> scalar")
+      >>> gradient = jax.grad(loss)(jnp.ones((4, 2)), jnp.ones((8, 4)))
+      >>> print(gradient[0], spmd.inspect.collectives(loss, jnp.ones((4, 2)), jnp.ones((8, 4))).counts)
+      [8. 8.] {'all_gather': 1, 'psum': 1}
+
+    References:
+      Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054; Zhao et al., PyTorch FSDP,
+      https://arxiv.org/abs/2304.11277
+    """
+    leaves, structure = jax.tree.flatten(params)
+    found = moves(params, at_rest, compute, data, "gather(params, at_rest, compute)")
+    return jax.tree.unflatten(structure, [gather_leaf(w, m, dtype) for w, m in zip(leaves, found, strict=True)])
+
+
+def reduce_gradients(gradients: T, at_rest: Any, compute: Any, *, data: str | Axes | None = None) -> T:
+    """`gather` backwards, for gradients that are partial sums: they become complete, and lie as parameters rest.
+
+    For reductions put off to the end of a loop over micro-batches; `accumulate` does all of it.
+
+    Communication: the backward pass of `gather`, in the dtype of the gradients: per leaf one reduce-scatter over
+    the gathered axes, then one all-reduce of the shard over the other `data` axes.
+
+    Args:
+      gradients: The gradients in use, partial sums on `data`: what differentiating with respect to the result of
+        `gather` gives.
+      at_rest: The layouts of the parameters at rest.
+      compute: The layouts of the parameters in use.
+      data: The mesh axes that divide the data, as in `gather`.
+
+    Returns:
+      The gradients at rest.
+
+    Raises:
+      LayoutError: If layouts and gradients do not fit.
+      MeshError: If a gathered axis is not among `data`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> from spmd import parallel
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("b/dp d -> d/dp", mesh=mesh)
+      ... def column_sums(x):
+      ...     return parallel.reduce_gradients(x.sum(0), "d/dp", "d")
+      >>> print(column_sums(jnp.ones((8, 4))))
+      [8. 8. 8. 8.]
+    """
+    leaves, structure = jax.tree.flatten(gradients)
+    call = "reduce_gradients(gradients, at_rest, compute)"
+    found = moves(gradients, at_rest, compute, data, call, "gradients")
+    done = [x if m is None else reduce_leaf(m, x) for x, m in zip(leaves, found, strict=True)]
+    return jax.tree.unflatten(structure, done)
+
+
+# --- one leaf -----------------------------------------------------------------------------------------------
+
+
+def gather_leaf(w: Any, move: Move | None, dtype: Any, *, again: bool = False, after: Any = None) -> Any:
+    """One parameter, gathered. `again`: in a backward pass, where the compiler must not find the first gather, and
+    not before the values `after` are there."""
+    if move is None:
+        return w
+    if not jnp.issubdtype(w.dtype, jnp.inexact):  # no gradient to put off; equal integers and keys stay equal
+        return _moved(replace(move, copies=()), w)
+    name = jnp.dtype(dtype or w.dtype).name
+    return _copied(move, name, w, again, after) if again else _gathered(move, name, w.dtype.name, w)
+
+
+@spmd.scope(mapping=None)
+def _moved(move: Move, w: Any, after: Any = None) -> Any:
+    w = _defers(move, w)
+    if after is not None and move.rest != move.use:
+        held, _ = lax.optimization_barrier((w, after))
+        # jax 0.10 types the results of a barrier alike, varying where any operand does, and no cast takes that back
+        w = held if jax.typeof(held) == jax.typeof(w) else w
+    return _gathers(move, w)
+
+
+def _defers(move: Move, w: Any) -> Any:
+    rest = text_of(move.names, move.rest)
+    return spmd.defer(w, f"{rest} -> {text_of(move.names, move.rest, reduced=move.copies)}") if move.copies else w
+
+
+def _gathers(move: Move, w: Any) -> Any:
+    if move.rest == move.use:
+        return w
+    rest, use = (text_of(move.names, axes, reduced=move.copies) for axes in (move.rest, move.use))
+    return spmd.all_gather(w, f"{rest} -> {use}") if move.tiled else spmd.relayout(w, f"{rest} -> {use}")
+
+
+def _copied(move: Move, dtype: str, w: Any, again: bool, after: Any = None) -> Any:
+    """The gather of a floating array, cast first; as bits where it must keep its width, or be another gather.
+
+    In straight-line code XLA merges two equal gathers, the second of them in the backward pass, and keeps the
+    gathered weights in between; on CPU it drops optimization barriers before it does. Gathers of unsigned and of
+    signed integers are not equal.
+    """
+    w = w.astype(dtype)
+    size = w.dtype.itemsize
+    if move.rest == move.use or jnp.issubdtype(w.dtype, jnp.complexfloating) or not (again or size < 4):
+        return _moved(move, w, after)
+    bits = jnp.dtype(f"{'int' if again else 'uint'}{8 * size}")
+    return lax.bitcast_convert_type(_moved(move, lax.bitcast_convert_type(w, bits), after), w.dtype)
+
+
+def reduce_leaf(move: Move, gradient: Any) -> Any:
+    """The gradient of one gathered parameter, a partial sum on its gathered axes and on its copies: made complete."""
+    return sum_leaf(move, scatter_leaf(move, gradient))
+
+
+# The transposes of `_gathers` and `_defers` are differentiated, not written: what a gradient is made of decides
+# whether it is a sum, and a term that is equal everywhere, as that of a regularizer, is one nevertheless.
+
+
+@spmd.scope(mapping=None)
+def scatter_leaf(move: Move, gradient: Any) -> Any:
+    """The first half: what was gathered is summed and divided; a partial sum remains on the copies."""
+    if move.rest == move.use:
+        return gradient
+    resting = _defers(move, _nothing(move, gradient, move.use))
+    return jax.vjp(lambda w: _gathers(move, w), resting)[1](gradient)[0]
+
+
+@spmd.scope(mapping=None)
+def sum_leaf(move: Move, gradient: Any) -> Any:
+    """The second half: summed over the copies."""
+    resting = _nothing(move, gradient, move.rest)
+    return jax.vjp(lambda w: _defers(move, w), resting)[1](gradient)[0] if move.copies else gradient
+
+
+def _nothing(move: Move, like: Any, axes: tuple[Axes, ...]) -> Any:
+    """Zeros in the place of the parameter at rest; `like` is divided over `axes`."""
+    sizes = {}
+    for name, own, local in zip(move.names, axes, like.shape, strict=True):
+        parts = math.prod(spmd.axis_size(axis) for axis in own)
+        held = spmd.local_size("/".join(("n", *own)), n=parts)  # one block, or all where arrays are whole
+        sizes[name] = local * parts // held
+    return spmd.zeros(text_of(move.names, move.rest), dtype=like.dtype, **sizes)
+
+
+def _gather(move: Move, dtype: str, own: str, w: Any) -> Any:
+    return _copied(move, dtype, w, again=False)
+
+
+_gathered = spmd.custom_vjp(_gather, nondiff_argnums=(0, 1, 2))
+_gathered.defvjp(
+    lambda move, dtype, own, w: (_copied(move, dtype, w, again=False), None),
+    lambda move, dtype, own, _, cotangent: (reduce_leaf(move, cotangent.astype(own)),),
+)
