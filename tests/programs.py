@@ -21,10 +21,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import spmd
 from spmd import ops
 from spmd.comm.planner import uneven
+from tests import layers
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.test_permute import Move
-from tests.layers import harness as layers
 from tests.ops import harness, test_einsum, test_fft, test_reduce, test_softmax, test_stencil, test_top_k
 from tests.sampler import Choices, Sampler
 

@@ -41,8 +41,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.check.test_soundness import called_equal
-from tests.kernel import test_sampled_calls
+from tests.checker.test_soundness import called_equal
+from tests.kernels import test_sampled_calls
 from tests.programs import FAMILIES, Program, attempt
 from tests.sampler import Choices
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from spmd import haliax as hax
-from tests.haliax import test_named_jit, test_placement
+from tests.haliax import test_jit, test_placement
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pages" / "haliax.md").read_text()
 
@@ -32,14 +32,14 @@ ROWS = {
     "auto_sharded": [test_placement.test_auto_sharded_does_nothing_without_a_mapping],
     "shard_with_axis_mapping": [test_placement.test_shard_with_axis_mapping],
     "named_jit": [
-        test_named_jit.test_as_a_function_and_as_a_decorator,
-        test_named_jit.test_arguments_keep_their_own_shardings_where_nothing_names_them,
-        test_named_jit.test_which_mapping_places_arguments_and_results,
-        test_named_jit.test_donated_arguments_are_deleted,
-        test_named_jit.test_donated_keywords_are_deleted,
+        test_jit.test_as_a_function_and_as_a_decorator,
+        test_jit.test_arguments_keep_their_own_shardings_where_nothing_names_them,
+        test_jit.test_which_mapping_places_arguments_and_results,
+        test_jit.test_donated_arguments_are_deleted,
+        test_jit.test_donated_keywords_are_deleted,
     ],
-    "WrappedCallable": [test_named_jit.test_lower_compiles_what_a_call_runs],
-    "fsdp": [test_named_jit.test_fsdp_in_each_of_its_forms],
+    "WrappedCallable": [test_jit.test_lower_compiles_what_a_call_runs],
+    "fsdp": [test_jit.test_fsdp_in_each_of_its_forms],
     "round_axis_for_partitioning": [test_placement.test_queries, test_placement.test_what_was_rounded_divides],
     "physical_axis_name": [test_placement.test_queries, test_placement.test_mappings_nest_and_merge],
     "physical_axis_size": [test_placement.test_queries],

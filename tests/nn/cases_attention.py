@@ -11,8 +11,8 @@ import numpy as np
 
 import spmd
 from spmd import nn, parallel
-from tests.layers.dense import dense_attention, plain_rotary
-from tests.layers.harness import LayerCase, cases, fit, placements, total
+from tests.layers import LayerCase, cases, fit, placements, total
+from tests.nn.dense import dense_attention, plain_rotary
 
 # -------------------- the function
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from spmd import parallel
-from tests.layers.dense import dense_attention, placed_order
-from tests.layers.harness import LayerCase, cases, fit, placements, total
+from tests.layers import LayerCase, cases, fit, placements, total
+from tests.nn.dense import dense_attention, placed_order
 
 QUERIES, KEYS, VALUES = "b/dp s/cp h/tp k", "b/dp t/cp g/tp k", "b/dp t/cp g/tp j"
 RESULT = "b/dp s/cp h/tp j"

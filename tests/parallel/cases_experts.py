@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import parallel
-from tests.layers.harness import Axes, LayerCase, cases, fit, placements, total
+from tests.layers import Axes, LayerCase, cases, fit, placements, total
 
 K = 2
 

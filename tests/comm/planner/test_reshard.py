@@ -16,7 +16,7 @@ import spmd
 from spmd.inspect import collectives
 from tests import simulator as sim
 from tests.comm.cases import assert_blocks, device_mesh, written
-from tests.comm.test_relayout import CUBE, EVERY, placements
+from tests.comm.test_resharding import CUBE, EVERY, placements
 from tests.sampler import Sampler, seeds
 
 ODD = [{"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 4, "y": 2}, {"x": 5, "y": 1}, {"x": 1, "y": 2, "z": 3}]

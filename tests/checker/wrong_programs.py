@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.check.harness import AXES, mark, varying
+from tests.checker.harness import AXES, mark, varying
 
 
 def equal_claimed_divided(x, w):

@@ -1,6 +1,7 @@
 """One check for all ready-made layers: values and gradients against plain JAX, collectives against formulas.
 
-A room registers its layers in `tests/layers/cases_<room>.py`, each as an iterator over cases from which a few are drawn:
+A room registers its layers in its files `cases_*.py` (`tests/nn`, `tests/parallel`), each as an iterator over cases from
+which a few are drawn:
 
     @cases("rms_norm")
     def _():
@@ -453,9 +454,10 @@ def _near(case: LayerCase, found: Any, truth: Any, what: str) -> None:
 
 @functools.cache
 def register_all() -> None:
-    """Import every `cases_*.py` beside this file."""
+    """Import every `cases_*.py` of the rooms."""
     import importlib
     from pathlib import Path
 
-    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
-        importlib.import_module(f"tests.layers.{path.stem}")
+    rooms = Path(__file__).parent
+    for path in sorted(rooms.glob("*/cases_*.py")):
+        importlib.import_module(f"tests.{path.parent.name}.{path.stem}")

@@ -11,7 +11,7 @@ import numpy as np
 
 import spmd
 from spmd import nn
-from tests.layers.harness import LayerCase, cases, fit, placements, total
+from tests.layers import LayerCase, cases, fit, placements, total
 
 # -------------------- norms
 

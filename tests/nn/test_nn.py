@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import nn
-from tests.layers.cases_nn import plain_cross_entropy, plain_gated, plain_rms
+from tests.nn.cases_nn import plain_cross_entropy, plain_gated, plain_rms
 
 MODES = ("explicit", "auto", "reference")
 MESH = spmd.make_mesh(dp=2, tp=4)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.checker import check_jaxpr
 from spmd.language import Layout
-from tests.check.harness import AXES, assert_equal, check, layout_p, mark, mesh, split, trace, varying
+from tests.checker.harness import AXES, assert_equal, check, layout_p, mark, mesh, split, trace, varying
 
 
 def gathered_softmax(x, w):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import nn, parallel
-from tests.layers.cases_attention import layer_case
-from tests.layers.cases_nn import STREAM, linear_cases, summed
-from tests.layers.harness import CASES, cases, placements, total
+from tests.layers import CASES, cases, placements, total
+from tests.nn.cases_attention import layer_case
+from tests.nn.cases_nn import STREAM, linear_cases, summed
 
 
 def hops(times=1):

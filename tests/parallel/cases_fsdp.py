@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import Layout, einsum, parallel
-from tests.layers.harness import LayerCase, cases, fit, placements, total
+from tests.layers import LayerCase, cases, fit, placements, total
 
 # rp: groups that hold copies (hybrid sharding), fs: parameters rest divided, tp: tensor parallel
 AT_REST = ("l d/fs f/tp", "l f/tp d/fs", "l d")

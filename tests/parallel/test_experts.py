@@ -14,7 +14,7 @@ import pytest
 import spmd
 from spmd import Layout, parallel
 from spmd.inspect import collectives
-from tests.layers.cases_experts import capacity, plain_choices, plain_moe
+from tests.parallel.cases_experts import capacity, plain_choices, plain_moe
 
 B, S, D, E, F, K = 8, 6, 5, 6, 4, 2
 GROUPS, FACTOR = (4, 2), 1.0

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.checker import InState, check_body, in_states_of
 from spmd.errors import ReplicationError
-from tests.check.harness import AXES, mark, mesh
+from tests.checker.harness import AXES, mark, mesh
 
 
 def body(x, w):

@@ -15,9 +15,9 @@ from spmd.checker import _collectives, _dataflow, _rules, check_jaxpr, explain_o
 from spmd.checker._dataflow import Walk, walk_closed
 from spmd.checker._state import EVERYWHERE, State
 from spmd.errors import Fix, ReplicationError
-from tests.check import wrong_programs
-from tests.check.harness import AXES, check, mark, mesh, trace, varying
-from tests.check.test_correct_programs import PROGRAMS, gathered_softmax, polluted_carry, shifted_equal
+from tests.checker import wrong_programs
+from tests.checker.harness import AXES, check, mark, mesh, trace, varying
+from tests.checker.test_correct_programs import PROGRAMS, gathered_softmax, polluted_carry, shifted_equal
 from tests.sampler import dice, seeds
 
 # --- equal and different --------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.check import wrong_programs
-from tests.check.harness import AXES, SHAPE, check, mark, mesh, message, varying
+from tests.checker import wrong_programs
+from tests.checker.harness import AXES, SHAPE, check, mark, mesh, message, varying
 from tests.errors.registry import Pasted, fixes_of
 
 GOLDEN = {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import nn, parallel
-from tests.layers.harness import LayerCase, cases, fit, placements, total
+from tests.layers import LayerCase, cases, fit, placements, total
 
 # Micro-batches and rounds: odd numbers, fewer micro-batches than stages, None for parameters without rounds.
 SHAPES = list(itertools.product((5, 3, 1), (None, 2, 1, 3)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from dataclasses import replace
@@ -13,10 +12,10 @@ import pytest
 
 import spmd
 from spmd import nn
-from tests.layers.harness import CASES, check, register_all
+from spmd.nn import overlap
+from tests.layers import CASES, check, register_all
 
 register_all()
-overlap = importlib.import_module("spmd.nn.overlap")
 
 
 def compiled(n, ringed):

@@ -19,7 +19,7 @@ import spmd
 from spmd.comm.planner import _route, _search
 from tests import simulator as sim
 from tests.comm.cases import written
-from tests.comm.test_relayout import CUBE, placements
+from tests.comm.test_resharding import CUBE, placements
 from tests.sampler import seeds
 
 MESHES = [{"x": 2, "y": 3}, {"x": 4, "y": 2}, {"x": 3, "y": 4}, {"x": 5, "y": 2}, {"x": 1, "y": 3, "z": 2}, CUBE]

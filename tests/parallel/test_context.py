@@ -13,7 +13,7 @@ import pytest
 import spmd
 from spmd import parallel
 from spmd.parallel import _ring
-from tests.layers.dense import dense_attention, placed_order
+from tests.nn.dense import dense_attention, placed_order
 
 CP, LENGTH = 4, 16
 SIGNATURE = "b s/cp h k, b s/cp g k, b s/cp g k -> b s/cp h k"

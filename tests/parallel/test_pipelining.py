@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 import xml.etree.ElementTree as ET
 
@@ -14,8 +13,8 @@ import pytest
 
 import spmd
 from spmd import nn, parallel
+from spmd.parallel import pipelining
 
-room = importlib.import_module("spmd.parallel.pipeline")  # the function has its name
 SIZES = [(p, m, v) for p in (1, 2, 3, 4) for m in (1, 2, 5, 6, 7) for v in (1, 2, 3)]
 
 
@@ -97,15 +96,15 @@ def test_every_microbatch_meets_every_stage_in_order(p, m, v):
 @pytest.mark.parametrize("fault", ["take", "put", "stride"])
 def test_a_wrong_schedule_is_noticed(fault, monkeypatch):
     """One place off, what is tested above is wrong."""
-    plain = room._slots
+    plain = pipelining._slots
 
     def slots(schedule):
         ticks, put, take = plain(schedule)
         return ticks, jnp.roll(put, 1) if fault == "put" else put, jnp.roll(take, 1) if fault == "take" else take
 
-    monkeypatch.setattr(room, "_slots", slots)
+    monkeypatch.setattr(pipelining, "_slots", slots)
     if fault == "stride":
-        schedule = room.PipelineSchedule
+        schedule = pipelining.PipelineSchedule
         monkeypatch.setattr(schedule, "stride", property(lambda self: self.microbatches))  # not back yet
     with pytest.raises(AssertionError):
         test_every_microbatch_meets_every_stage_in_order(3, 2, 2)

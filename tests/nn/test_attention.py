@@ -12,7 +12,7 @@ import pytest
 
 import spmd
 from spmd import nn, parallel
-from tests.layers.dense import dense_attention, plain_rotary
+from tests.nn.dense import dense_attention, plain_rotary
 
 RNG = np.random.default_rng(5)
 
