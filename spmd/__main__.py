@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from spmd._cli import run_info, run_plan, run_show
-from spmd.comm.planner.plans import PREFER
+from spmd.comm.plans import PREFER
 from spmd.errors import SpmdError
 
 _EXAMPLES = """examples:

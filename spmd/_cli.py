@@ -15,8 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd.accelerators import PRESETS
-from spmd.comm.planner import plan
-from spmd.comm.planner.plans import PREFER
+from spmd.comm.plans import PREFER, plan
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, compose, did_you_mean
 from spmd.inspect._picture import Picture, visualize
 from spmd.language import Layout, Pattern

@@ -27,6 +27,7 @@ FLOORS = {
     "_compat.py": 2,
     "_notebook.py": 0,
     "_jaxprs.py": 2,
+    "_lax.py": 2,
     "_named.py": 2,
     "_recent.py": 0,
     "_trees.py": 2,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.checker._axes import Origin
 from spmd.checker._report import nonlinear_use
+from spmd.checker._rules import compute
 from spmd.checker._state import EVERYWHERE, SCALAR, UNKNOWN, ZERO, State, normal
 
 if TYPE_CHECKING:
@@ -165,8 +166,12 @@ def splits(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def retypes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Our own cast to invarying of what a relayout knows to be equal."""
-    names = eqn.params["axes"]
+    """Our own casts: a relayout knows what is equal, and opaque code tells nothing of its arguments and results."""
+    names, to = eqn.params["axes"], eqn.params["to"]
+    if to in ("hidden", "shown"):
+        return [compute(walk, eqn, operands)]
+    if to != "invarying":
+        return list(operands)
     axes = walk.axes.mask(names)
     return [o._replace(different=o.different & ~axes, origin=walk.origins.without(o.origin, names)) for o in operands]
 

@@ -181,6 +181,11 @@ def _identity(eqn: Any, ins: Sequence[Found]) -> Found:
     return ins[0]
 
 
+def _retyped(eqn: Any, ins: Sequence[Found]) -> Found:
+    """As it is, but for what opaque code is given."""
+    return None if eqn.params["to"] == "hidden" else ins[0]
+
+
 def _linear(eqn: Any, ins: Sequence[Found]) -> Found:
     """Another array that lies as this one."""
     return ins[0] and replace(ins[0], made=_changed(ins[0].made), counts=False, name=None, layout=None)
@@ -339,7 +344,8 @@ _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integ
     eq ne lt le gt ge and or xor not is_finite select_n nextafter"""
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "spmd_retype", "name"), _identity),
+    **dict.fromkeys(("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name"), _identity),
+    "spmd_retype": _retyped,
     **dict.fromkeys(("neg", "real", "imag", "conj", "reduce_precision"), _linear),
     "convert_element_type": _converted,
     **dict.fromkeys(_CURVED.split(), _elementwise),

@@ -36,8 +36,7 @@ def _enter(names: str, linear_rule: linear.LinearRule, uniform_rule: uniform.Uni
 
 
 _IDENTITIES = """neg real imag conj copy stop_gradient reduce_precision name sharding_constraint rev tile
-    pvary pbroadcast pcast preduced reduced_vary_cast reduced_vary_cast_p
-    spmd_recast"""
+    pvary pbroadcast pcast preduced reduced_vary_cast reduced_vary_cast_p"""
 _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integer_pow pow polynomial
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh one_minus_square
     logistic erf erfc erf_inv lgamma digamma max min clamp rem floor ceil round nextafter

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import _compat
-from spmd.comm import _lax
+from spmd import _compat, _lax
 from spmd.comm._keywords import as_array, call_text, kind_of, operand_names, resolve, split_keywords
 from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
 from spmd.errors import (

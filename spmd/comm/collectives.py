@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from spmd import _compat
-from spmd.comm import _lax
+from spmd import _compat, _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import Fix, LayoutError
 from spmd.language import Layout, factors_of, verb_for

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from spmd import _compat
-from spmd.comm import _lax
+from spmd import _compat, _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
 from spmd.errors import Fix, LayoutError

@@ -15,7 +15,7 @@ from spmd.comm.collectives import axes_after, check_sides, check_to
 from spmd.comm.planner._reshard import uneven
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._run import run
-from spmd.comm.planner.plans import check_prefer
+from spmd.comm.plans import check_prefer
 from spmd.language import Atom, Dim, Layout
 
 __all__ = ["relayout"]

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
 from spmd.comm._marks import tag_of
-from spmd.comm.planner import Plan
+from spmd.comm.plans import Plan
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError, compose
 from spmd.inspect._blocks import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
 from spmd.inspect._picture_plan import PlanDrawing

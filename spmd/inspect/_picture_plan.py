@@ -10,8 +10,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from spmd._units import bytes_text, seconds_text
-from spmd.comm.planner import Plan, Step
-from spmd.comm.planner.plans import summary
+from spmd.comm.plans import Plan, Step, summary
 from spmd.inspect import _svg
 from spmd.inspect._arrange import MOST_DEVICES, cell_parts, tints
 from spmd.inspect._blocks import Holdings, of_layout

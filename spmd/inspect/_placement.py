@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from spmd.comm.planner import plan
+from spmd.comm.plans import plan
 from spmd.errors import SpmdError
 from spmd.language import Layout
 

@@ -95,9 +95,7 @@ _RENAMES = frozenset(
         "optimization_barrier",
         "spmd_layout",
         "spmd_assert_equal",
-        "spmd_recast",
         "spmd_retype",
-        "spmd_untype",
     )
 )
 

@@ -49,7 +49,6 @@ _FREE = frozenset(
         "spmd_roll",
         "spmd_move",
         "spmd_retype",
-        "spmd_untype",
     )
 )
 # What writes its result to memory and reads its operands from there; elementwise chains between are fused into it.

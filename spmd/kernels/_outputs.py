@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
+from spmd._lax import to_reduced
 from spmd._trees import Static, matched, unwrapped
 from spmd.checker import check_jaxpr, explain_output
-from spmd.comm._lax import to_reduced
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError, compose
 from spmd.kernels._signature import Signature

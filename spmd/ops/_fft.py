@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.comm import _lax
+from spmd import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm.collectives import check_to
 from spmd.comm.resharding import relayout

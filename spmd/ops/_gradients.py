@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import _compat
+from spmd import _compat, _lax
 from spmd._named import ByName
-from spmd.comm import _lax
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, MeshError, ReplicationError, compose, did_you_mean
 from spmd.language import Layout

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmd import _compat
+from spmd import _compat, _lax
 from spmd._jaxprs import equations
-from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
 from spmd.comm._local import rearranged
@@ -233,9 +232,9 @@ def _untyped(call: Call, fn: Callable[..., Any], *shards: Any) -> Any:
     said = {a for layout in layouts for a in (*layout.axes, *layout.unreduced, *layout.reduced)}
     held = {a for x in shards for a in _compat.varying_axes(x)}
     axes = call.frame.in_mesh_order((said & set(_compat.manual_axes())) | held)
-    bare = [_retype(_compat.pvary(x, axes), lose=axes) for x in shards]
+    bare = [_lax.retype(_compat.pvary(x, axes), axes, "hidden") for x in shards]
     _check_alone(call, fn, bare)
-    outs = [_retype(jnp.asarray(y), gain=axes) for y in _results(call, fn(*bare))]
+    outs = [_lax.retype(jnp.asarray(y), axes, "shown") for y in _results(call, fn(*bare))]
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
@@ -258,24 +257,6 @@ def _axes_named(jaxpr: Any) -> Iterator[str]:
             for one in value if isinstance(value, (tuple, list, frozenset, set)) else (value,):
                 if isinstance(one, str):
                     yield one
-
-
-def _retype(x: Any, *, gain: Axes = (), lose: Axes = ()) -> Any:
-    return _retype_p.bind(x, gain=gain, lose=lose) if gain or lose else x
-
-
-def _retype_abstract(aval: Any, *, gain: Axes, lose: Axes) -> Any:
-    return _compat.without_varying(_compat.with_varying(aval, gain, aval.shape), lose)
-
-
-# A pcast would psum the cotangents; here each device's cotangent is that of its own shard.
-_retype_p = _compat.linear_primitive(
-    "spmd_untype",
-    abstract=_retype_abstract,
-    run=lambda x, **_: x,
-    transpose=lambda cotangent, *, gain, lose: _retype(cotangent, gain=lose, lose=gain),
-    batch=lambda args, dims, **params: (_retype_p.bind(*args, **params), dims[0]),
-)
 
 
 # --- auto ----------------------------------------------------------------------------------------------------

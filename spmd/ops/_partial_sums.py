@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from spmd import _compat
-from spmd.comm import _lax
+from spmd import _compat, _lax
 from spmd.comm._call import Call, Factor, Operand
 from spmd.errors import Fix, LayoutError, did_you_mean
 from spmd.language import Atom, Layout

@@ -22,8 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import define_prng_impl, threefry2x32_p
 
-from spmd import _compat
-from spmd.comm import _lax
+from spmd import _compat, _lax
 from spmd.comm._call import Call, Factor, open_call
 from spmd.comm._marks import mark
 from spmd.errors import LayoutError, ModeError, ReplicationError

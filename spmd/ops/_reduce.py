@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import _compat
-from spmd.comm import _lax
+from spmd import _compat, _lax
 from spmd.comm._call import Call, Factor, open_call
 from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, did_you_mean

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.comm import _lax
+from spmd import _lax
 from spmd.comm._call import Call, Factor
 from spmd.comm._keywords import kind_of
 from spmd.comm.permute import roll_p

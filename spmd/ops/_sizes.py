@@ -9,7 +9,7 @@ from typing import Any, overload
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.comm import _lax
+from spmd import _lax
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, MeshError, ModeError, compose, did_you_mean
 from spmd.language import Dim, Layout

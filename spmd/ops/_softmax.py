@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.comm import _lax
+from spmd import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError
 from spmd.language import Layout, Pattern

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.comm import _lax
+from spmd import _lax
 from spmd.comm._call import Call, Factor
 from spmd.errors import LayoutError
 from spmd.ops._softmax import bracketed, open_bracketed

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from spmd._lax import _split_p
 from spmd.checker import check_jaxpr
-from spmd.comm._lax import _split_p
 from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError
 from spmd.language import Layout, Pattern

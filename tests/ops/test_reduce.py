@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.comm import _lax
+from spmd import _lax
 from spmd.errors import CommunicationError, LayoutError
 from spmd.ops import reduce
 from tests import simulator

@@ -19,8 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from spmd import _compat
-from spmd.comm import _lax
+from spmd import _compat, _lax
 from spmd.comm._marks import assert_equal_p
 from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._route import Leg, NamedRoute, Request, route
@@ -64,7 +63,7 @@ def run(x: Any, request: Request, copies: Copies) -> Any:
     x = _compat.pvary(x, tuple(a for a, _ in request.mesh if a in here))
     x = _lax.psum(x, tuple(a for a in request.summed if a in unit))
     gone = tuple(a for a, n in request.mesh if n == 1 and a in here - there)
-    x = _run(_lax.retype(x, gone), _without(request, unit), copies - unit)
+    x = _run(_lax.to_invarying(x, gone), _without(request, unit), copies - unit)
     x = _compat.pvary(x, tuple(a for a in gone if a in copies))
     for dim, axes in enumerate(request.target):
         for axis in axes:
@@ -91,7 +90,7 @@ def _run(x: Any, request: Request, copies: Copies) -> Any:
     request = replace(request, source=rest[0].before, summed=()) if done else request
     here = _axes(request.source)
     moving = found.grid.whole([a for leg in rest for a in _all_axes(leg)])
-    x = _lax.retype(x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here))
+    x = _lax.to_invarying(x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here))
     x = _bound(x, request, replace(found, legs=rest), moving)
     return _compat.pvary(x, tuple(a for a in moving if a in copies and a not in there))
 
@@ -302,7 +301,7 @@ def _plain(x: Any, *, request: Request, found: NamedRoute, moving: Axes) -> Any:
     for leg in found.legs:
         x = _STEPS[leg.kind](x, leg, found.grid, frozenset(moving))
     there = _axes(request.target)
-    return _lax.retype(_compat.pvary(x, moving), tuple(a for a in moving if a not in there))
+    return _lax.to_invarying(_compat.pvary(x, moving), tuple(a for a in moving if a not in there))
 
 
 def _type(x: Any, *, jaxpr: Any, **_: Any) -> Any:

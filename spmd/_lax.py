@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ __all__ = [
     "psum_scatter",
     "retype",
     "slice_block",
+    "to_invarying",
     "to_reduced",
 ]
 
@@ -142,17 +143,51 @@ _split_p = _compat.linear_primitive(
 )
 
 
-def retype(x: Any, axes: Axes) -> Any:
+def to_invarying(x: Any, axes: Axes) -> Any:
     """`x`, equal along `axes`, typed invarying there: no communication, forward or backward.
 
     The first device along them gets the cotangent and the others zeros, for x is typed varying and the cotangents of
     equal copies are parts of a sum.
     """
-    axes = tuple(a for a in axes if a in _compat.varying_axes(x))
-    return _retype_p.bind(x, axes=axes) if axes else x
+    return retype(x, tuple(a for a in axes if a in _compat.varying_axes(x)), "invarying")
 
 
-def _retype_transpose(cotangent: Any, *, axes: Axes) -> Any:
+def to_reduced(x: Any, axes: Axes) -> Any:
+    """`x`, equal along `axes`, typed as JAX's reduced there: no communication. Backward each device keeps its own term,
+    and where `x` is invarying one all-reduce adds them up."""
+    varying = tuple(a for a in axes if a in _compat.varying_axes(x))
+    rest = tuple(a for a in axes if a not in varying and a not in _compat.reduced_axes(x))
+    x = retype(x, varying, "reduced")
+    return lax.pcast(x, rest, to="reduced") if rest else x
+
+
+def retype(x: Any, axes: Axes, to: str) -> Any:
+    """`x` with another of JAX's types along `axes`, and nothing else: a cast that JAX does not have, or one whose
+    transpose in JAX communicates.
+
+    Args:
+      x: An array.
+      axes: The axes along which its type changes.
+      to: What it becomes. "invarying": it varies and is equal. "reduced": it varies and is equal; and "terms", the
+        transpose, from unreduced, where each device keeps its own term. "hidden": it varies, and JAX is not told; and
+        "shown", the transpose. Both ways each device's cotangent is that of its own shard.
+    """
+    return _retype_p.bind(x, axes=axes, to=to) if axes else x
+
+
+_TYPES: dict[str, Callable[[Any, Axes], Any]] = {
+    "invarying": _compat.without_varying,
+    "reduced": _compat.as_reduced,
+    "terms": _compat.as_terms,
+    "hidden": _compat.without_varying,
+    "shown": lambda x, axes: _compat.with_varying(x, axes, x.shape),
+}
+_TRANSPOSES = {"reduced": "terms", "terms": "reduced", "hidden": "shown", "shown": "hidden"}
+
+
+def _retype_transpose(cotangent: Any, *, axes: Axes, to: str) -> Any:
+    if to != "invarying":
+        return retype(cotangent, axes, _TRANSPOSES[to])
     cotangent = _compat.pvary(cotangent, axes)
     many = [a for a in axes if lax.axis_size(a) > 1]
     if not many:
@@ -163,33 +198,8 @@ def _retype_transpose(cotangent: Any, *, axes: Axes) -> Any:
 
 _retype_p = _compat.linear_primitive(
     "spmd_retype",
-    abstract=lambda x, *, axes: _compat.without_varying(x, axes),
+    abstract=lambda x, *, axes, to: _TYPES[to](x, axes),
     run=lambda x, **_: x,
     transpose=_retype_transpose,
-    batch=lambda args, dims, *, axes: (retype(args[0], axes), dims[0]),
-)
-
-
-def to_reduced(x: Any, axes: Axes) -> Any:
-    """`x`, equal along `axes`, typed as JAX's reduced there: no communication. Backward each device keeps its own term,
-    and where `x` is invarying one all-reduce adds them up."""
-    varying = tuple(a for a in axes if a in _compat.varying_axes(x))
-    rest = tuple(a for a in axes if a not in varying and a not in _compat.reduced_axes(x))
-    x = _recast(x, axes=varying, to="reduced") if varying else x
-    return lax.pcast(x, rest, to="reduced") if rest else x
-
-
-def _recast(x: Any, *, axes: Axes, to: str) -> Any:
-    """From varying to JAX's reduced; or, its transpose, from unreduced to varying, each device with its own term."""
-    return _recast_p.bind(x, axes=axes, to=to)
-
-
-_recast_p = _compat.linear_primitive(
-    "spmd_recast",
-    abstract=lambda x, *, axes, to: (_compat.as_reduced if to == "reduced" else _compat.as_terms)(x, axes),
-    run=lambda x, **_: x,
-    transpose=lambda cotangent, *, axes, to: _recast(
-        cotangent, axes=axes, to="terms" if to == "reduced" else "reduced"
-    ),
-    batch=lambda args, dims, **how: (_recast(*args, **how), dims[0]),
+    batch=lambda args, dims, *, axes, to: (retype(args[0], axes, to), dims[0]),
 )
