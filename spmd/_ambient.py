@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import ModeError, compose
+from spmd.errors import ModeError
 
 __all__ = ["Ambient"]
 
@@ -70,7 +70,7 @@ class Ambient:
             "thread, so it would hold here too."
         )
         advice = f"no `await` inside the block: `with spmd.{self.name}(...)` around each call that it is for"
-        raise ModeError(compose(rule, call=f"with spmd.{self.name}(...)", advice=advice))
+        raise ModeError(rule, call=f"with spmd.{self.name}(...)", advice=advice)
 
 
 class _Thread:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, keystr
 
-from spmd.errors import LayoutError, compose, did_you_mean
+from spmd.errors import LayoutError, did_you_mean, nearest
 from spmd.language import Layout
 
 __all__ = [
@@ -104,7 +104,7 @@ def check_hashable(tree: Any, call: str) -> None:
             hash(leaf) if _is_static(leaf) else None
         except TypeError as error:
             rule = "what is not an array is a part of the compiled program, and must be hashable."
-            raise LayoutError(compose(rule, call=call, got=[str(error)])) from None
+            raise LayoutError(rule, call=call, got=[str(error)]) from None
 
 
 def unwrapped(tree: Any) -> Any:
@@ -224,11 +224,9 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
     """
     if not isinstance(rules, Mapping) or not all(isinstance(rule, str) for rule in rules):
         raise LayoutError(
-            compose(
-                "The rules are a dict from path patterns to layouts.",
-                call="layouts(tree, rules)",
-                advice='layouts(tree, {"**": "b d"}) for one layout everywhere',
-            )
+            "The rules are a dict from path patterns to layouts.",
+            call="layouts(tree, rules)",
+            advice='layouts(tree, {"**": "b d"}) for one layout everywhere',
         )
     read = {rule: Layout(text, call=f"{rule!r}: {text!r}") for rule, text in rules.items()}
     leaves = list(_leaves(tree))
@@ -251,7 +249,7 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
             failures.append(f"rule {rule!r} matches no array{_near(rule, paths)}")
     if failures:
         rule = "Each array needs one layout, and each rule an array that it matches."
-        raise LayoutError(compose(rule, call="layouts(tree, rules)", got=failures))
+        raise LayoutError(rule, call="layouts(tree, rules)", got=failures)
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), found)
 
 
@@ -276,13 +274,21 @@ def _fits(layout: Layout, rank: int) -> bool:
 
 
 def _near(wanted: str, known: list[str]) -> str:
-    """Did-you-mean on paths: compared without the wildcards, which are no part of the spelling."""
-    plain = {re.sub(r"^(\*+/)+|(/\*+)+$", "", one): one for one in reversed(known)}
-    hint = did_you_mean(re.sub(r"^(\*+/)+|(/\*+)+$", "", wanted), plain)
-    if not hint:
-        tails = {one.split("/")[-1]: one for one in reversed(known)}
-        plain, hint = tails, did_you_mean(wanted.split("/")[-1], tails)
-    return f"; did you mean {plain[hint.split(chr(39))[1]]!r}?" if hint else ""
+    """Did-you-mean on paths: compared without the wildcards at their ends, then by the last part alone."""
+    for part in (_without_wildcards, _last_part):
+        whole = {part(one): one for one in reversed(known)}
+        near = nearest(part(wanted), whole)
+        if near is not None:
+            return f"; did you mean {whole[near]!r}?"
+    return ""
+
+
+def _without_wildcards(path: str) -> str:
+    return re.sub(r"^(\*+/)+|(/\*+)+$", "", path)
+
+
+def _last_part(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _matches(rule: str, parts: tuple[str, ...]) -> bool:
@@ -376,7 +382,7 @@ def match_prefix(
     found, faults = matched(layouts_tree, tree, what)
     if faults:
         rule = f"The layouts of {what} follow its structure."
-        raise LayoutError(compose(rule, call=call, got=faults)) from None
+        raise LayoutError(rule, call=call, got=faults) from None
     return found
 
 

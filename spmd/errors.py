@@ -13,9 +13,11 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = [
     "CommunicationError",
+    "Fault",
     "Fix",
     "LayoutError",
     "MeshError",
@@ -26,6 +28,7 @@ __all__ = [
     "SpmdError",
     "compose",
     "did_you_mean",
+    "nearest",
     "warn",
 ]
 
@@ -33,16 +36,27 @@ _WIDTH = 120  # a longer line wraps in a terminal, and its carets then point now
 
 
 class SpmdError(ValueError):
-    """Base of all errors that `spmd` raises on purpose."""
+    """Base of all errors that `spmd` raises on purpose: a `Fault`, whose parts it is given, and its text."""
+
+    def __init__(
+        self,
+        rule: str,
+        *,
+        call: str | None = None,
+        source: str | None = None,
+        span: tuple[int, int] | None = None,
+        got: Sequence[str] = (),
+        fix: Fixes = None,
+        advice: str | None = None,
+    ) -> None:
+        self.fault = Fault(rule, call, source, span, got, fix, advice)
+        super().__init__(str(self.fault))
 
     def __str__(self) -> str:
-        text = super().__str__()
-        lines = text.split("\n", 2)
         # A traceback puts "spmd.errors.LayoutError: " before the first line, which would move it
         # away from its carets; such texts start on a line of their own.
-        if len(lines) > 1 and "^" in lines[1] and not lines[1].strip(" ^"):
-            return "\n" + text
-        return text
+        text = super().__str__()
+        return f"\n{text}" if self.fault.pointed else text
 
 
 class LayoutError(SpmdError):
@@ -101,50 +115,61 @@ class Fix:
         return f"{self.verb}({', '.join(shown)})"
 
 
-def compose(
-    rule: str,
-    *,
-    call: str | None = None,
-    source: str | None = None,
-    span: tuple[int, int] | None = None,
-    got: Sequence[str] = (),
-    fix: str | Fix | Sequence[str | Fix] | None = None,
-    advice: str | None = None,
-) -> str:
-    """Build the text of an error.
+Fixes = str | Fix | Sequence[str | Fix] | None  # of several, each mends another fault
 
-    Args:
-      rule: the rule that was broken, one sentence.
-      call: the call as the user wrote it, with `source` somewhere in it.
-      source: the layout or pattern string; of several lines only the offending one is shown.
-      span: where in `source` the fault lies, as (start, end).
-      got: what was got; several lines become bullets.
-      fix: code to paste, a call or what stands in the call named; of several, each mends another fault.
-      advice: what to do where no line can be pasted, or where only the author knows which.
 
-    Returns:
-      The message.
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong, as facts: an error carries it, and its text is the message.
 
-    >>> print(compose("An axis divides one dimension.", call='psum(x, "b/dp d/dp -> b")',
-    ...               source="b/dp d/dp -> b", span=(7, 9), got=["x: f32[2,4]"], fix='"b/dp d -> b"'))
+    Attributes:
+      rule: The rule that was broken, one sentence.
+      call: The call as the user wrote it, with `source` somewhere in it.
+      source: The layout or pattern string; of several lines only the offending one is shown.
+      span: Where in `source` the fault lies, as (start, end).
+      got: What was got; several become bullets.
+      fix: A call or code to paste; of several, each mends another fault.
+      advice: What to do where no line can be pasted, or where only the author knows which.
+
+    >>> print(Fault("An axis divides one dimension.", call='psum(x, "b/dp d/dp -> b")',
+    ...             source="b/dp d/dp -> b", span=(7, 9), got=["x: f32[2,4]"], fix='"b/dp d -> b"'))
     psum(x, "b/dp d/dp -> b")
                     ^^
     An axis divides one dimension.
     got: x: f32[2,4]
     fix: "b/dp d -> b"
     """
-    lines = _shown(call, source, span)
-    lines.append(rule)
-    if len(got) == 1:
-        lines.append(f"got: {got[0]}")
-    elif got:
-        lines.append("got:")
-        lines.extend(f"- {line}" for line in got)
-    for one in (fix,) if isinstance(fix, str | Fix) else fix or ():
-        lines.append("fix: " + str(one).replace("\n", "\n     "))
-    if advice is not None:
-        lines.append("advice: " + advice.replace("\n", "\n        "))
-    return "\n".join(lines)
+
+    rule: str
+    call: str | None = None
+    source: str | None = None
+    span: tuple[int, int] | None = None
+    got: Sequence[str] = ()
+    fix: Fixes = None
+    advice: str | None = None
+
+    @property
+    def pointed(self) -> bool:
+        """Whether carets stand below the first line."""
+        inside = self.call is None or _position(self.call, self.source or "") is not None
+        return self.source is not None and self.span is not None and inside
+
+    def __str__(self) -> str:
+        lines = [*_shown(self.call, self.source, self.span), self.rule]
+        if len(self.got) == 1:
+            lines.append(f"got: {self.got[0]}")
+        elif self.got:
+            lines += ["got:", *(f"- {line}" for line in self.got)]
+        fixes = (self.fix,) if isinstance(self.fix, str | Fix) else self.fix or ()
+        lines += ["fix: " + str(one).replace("\n", "\n     ") for one in fixes]
+        if self.advice is not None:
+            lines.append("advice: " + self.advice.replace("\n", "\n        "))
+        return "\n".join(lines)
+
+
+def compose(rule: str, **parts: Any) -> str:
+    """The text of a fault, for what is not raised."""
+    return str(Fault(rule, **parts))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -155,11 +180,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("x", ["data", "model"])
     ''
     """
+    near = nearest(name, known)
+    return f"; did you mean '{near}'?" if near is not None else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most like this one; None where none is close."""
     names = [str(one) for one in known]
     folded = {one.lower(): one for one in reversed(names)}
     cutoff = 0.5 if len(name) <= 3 else 0.6
     near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
-    return f"; did you mean '{folded[near[0]]}'?" if near else ""
+    return folded[near[0]] if near else None
 
 
 def warn(text: str, category: type[Warning]) -> None:

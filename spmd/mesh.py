@@ -61,18 +61,16 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     """
     call = f"make_mesh({', '.join(f'{k}={v!r}' for k, v in axes.items())})"
     if not axes:
-        raise MeshError(compose("a mesh needs at least one axis.", call=call, advice="as in make_mesh(dp=2, tp=4)"))
+        raise MeshError("a mesh needs at least one axis.", call=call, advice="as in make_mesh(dp=2, tp=4)")
     for name, size in axes.items():
         if not _writable(name):
             rule = f"layouts name the axes of a mesh, and none can name {name!r}."
             advice = "a name of ASCII letters, digits and '_' that starts with a letter"
-            raise MeshError(compose(rule, call=call, advice=advice))
+            raise MeshError(rule, call=call, advice=advice)
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or (size < 1 and size != -1):
             raise MeshError(
-                compose(
-                    f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.",
-                    call=call,
-                )
+                f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.",
+                call=call,
             )
     pool = None if devices is None else _pool(devices, call)
     sizes = _fill(axes, pool, abstract, call)
@@ -87,11 +85,9 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     if devices is not None:
         if wanted != len(pool):
             raise MeshError(
-                compose(
-                    f"the axes multiply to {wanted}, but {len(pool)} devices were given.",
-                    call=call,
-                    fix=f"devices=devices[:{wanted}]",
-                )
+                f"the axes multiply to {wanted}, but {len(pool)} devices were given.",
+                call=call,
+                fix=f"devices=devices[:{wanted}]",
             )
         return Mesh(np.array(pool, dtype=object).reshape(shape), names, axis_types=kinds)
     return jax.make_mesh(shape, names, axis_types=kinds, devices=pool[:wanted])
@@ -102,12 +98,12 @@ def _pool(devices: Any, call: str) -> list[Any]:
     wrong = [x for x in found if not hasattr(x, "platform")]
     if wrong:
         rule = f"devices are jax.Device objects, and one is of type {type(wrong[0]).__name__}."
-        raise MeshError(compose(rule, call=call, advice="as in devices=jax.devices()[:8]"))
+        raise MeshError(rule, call=call, advice="as in devices=jax.devices()[:8]")
     twice = [str(device) for device in dict.fromkeys(found) if found.count(device) > 1]
     if twice:
         rule = "each device has one place in a mesh."
         got = [f"several times: {', '.join(twice[:3])}{', ...' * (len(twice) > 3)}"]
-        raise MeshError(compose(rule, call=call, got=got, advice="as in devices=jax.devices()[:8]"))
+        raise MeshError(rule, call=call, got=got, advice="as in devices=jax.devices()[:8]")
     return found
 
 
@@ -124,13 +120,13 @@ def _fill(axes: dict[str, int], pool: list[Any] | None, abstract: bool, call: st
     if not free:
         return {name: int(size) for name, size in axes.items()}
     if len(free) > 1:
-        raise MeshError(compose(f"only one axis may be -1, and {', '.join(free)} are.", call=call))
+        raise MeshError(f"only one axis may be -1, and {', '.join(free)} are.", call=call)
     if abstract:
-        raise MeshError(compose("an abstract mesh has no devices to count, so no axis can be -1.", call=call))
+        raise MeshError("an abstract mesh has no devices to count, so no axis can be -1.", call=call)
     known = math.prod(size for size in axes.values() if size != -1)
     count = len(_devices() if pool is None else pool)
     if count % known:
-        raise MeshError(compose(f"{count} devices do not divide by the {known} of the other axes.", call=call))
+        raise MeshError(f"{count} devices do not divide by the {known} of the other axes.", call=call)
     return {name: count // known if size == -1 else int(size) for name, size in axes.items()}
 
 
@@ -166,21 +162,17 @@ def use_cpu_devices(count: int) -> list[Any]:
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise MeshError(
-            compose(
-                f"the number of devices is a positive integer, not {count!r}.",
-                call=f"use_cpu_devices({count!r})",
-            )
+            f"the number of devices is a positive integer, not {count!r}.",
+            call=f"use_cpu_devices({count!r})",
         )
     refused = _ask_for_cpu(count)
     have = jax.devices("cpu")
     if len(have) < count:
         raise MeshError(
-            compose(
-                f"JAX runs already, with {len(have)} CPU device{'s' * (len(have) > 1)}; it cannot grow to {count}.",
-                call=f"use_cpu_devices({count})",
-                got=["the backend starts with the first array or the first question for devices"],
-                advice=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
-            )
+            f"JAX runs already, with {len(have)} CPU device{'s' * (len(have) > 1)}; it cannot grow to {count}.",
+            call=f"use_cpu_devices({count})",
+            got=["the backend starts with the first array or the first question for devices"],
+            advice=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
         ) from refused
     _chosen[:] = have
     if jax.default_backend() != "cpu":  # an accelerator was in use already: new arrays go to the CPU from here on
@@ -258,11 +250,9 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
             found = here
         elif found != here and abstract_of(found) != here:
             raise MeshError(
-                compose(
-                    "the arguments live on two meshes, so the mesh cannot be read off them.",
-                    got=[_show(found) + _devices_text(found), _show(here) + _devices_text(here)],
-                    advice="mesh=mesh, the one to run on; arrays that lie on the other are moved there",
-                )
+                "the arguments live on two meshes, so the mesh cannot be read off them.",
+                got=[_show(found) + _devices_text(found), _show(here) + _devices_text(here)],
+                advice="mesh=mesh, the one to run on; arrays that lie on the other are moved there",
             )
     return found
 
@@ -300,7 +290,7 @@ def check_alive(arrays: Iterable[tuple[str, Any]], call: str, source: str | None
     if gone:
         rule = "an array is used whose buffer was given away: it was donated to an earlier call, or deleted."
         advice = "use what that call returned; or do not donate it there"
-        raise PlacementError(compose(rule, call=call, source=source, got=gone, advice=advice))
+        raise PlacementError(rule, call=call, source=source, got=gone, advice=advice)
 
 
 def check_arguments_alive(args: Any, kwargs: Any, call: str) -> None:
@@ -340,7 +330,7 @@ def made_whole(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         rule = "reference mode runs on one device, and this array spans processes."
-        raise ModeError(compose(rule, got=[f"{x.dtype.name}{list(x.shape)}"], advice='spmd.mode("auto")'))
+        raise ModeError(rule, got=[f"{x.dtype.name}{list(x.shape)}"], advice='spmd.mode("auto")')
     wanted = _whole(mesh)
     return x if wanted is None else jax.device_put(x, wanted)
 
@@ -372,11 +362,9 @@ def check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, *, call: str, sou
         if axis not in mesh.shape:
             span = None if source is None else axis_span(source, axis)
             raise MeshError(
-                compose(
-                    f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.shape) or '.'}",
-                    call=call,
-                    source=source,
-                    span=span,
-                    got=[_show(mesh)],
-                )
+                f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.shape) or '.'}",
+                call=call,
+                source=source,
+                span=span,
+                got=[_show(mesh)],
             )

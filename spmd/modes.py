@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd._ambient import Ambient
-from spmd.errors import ModeError, compose, did_you_mean
+from spmd.errors import ModeError, did_you_mean
 from spmd.language import AxisMapping
 
 __all__ = [
@@ -174,11 +174,9 @@ def current_frame(who: str) -> Frame:
     frame = try_frame()
     if frame is None:
         raise ModeError(
-            compose(
-                f"{who} reads layouts, so it runs inside a kernel (or inside your own "
-                f"jax.shard_map), and none is being traced.",
-                advice='put it in a function decorated with @spmd.kernel("... -> ...", mesh=mesh)',
-            )
+            f"{who} reads layouts, so it runs inside a kernel (or inside your own "
+            f"jax.shard_map), and none is being traced.",
+            advice='put it in a function decorated with @spmd.kernel("... -> ...", mesh=mesh)',
         )
     return frame
 
@@ -215,7 +213,7 @@ def _check_choice(what: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         shown = ", ".join(repr(k) for k in known)
         hint = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise ModeError(compose(f"{what} is one of {shown}, not {value!r}{hint or '.'}"))
+        raise ModeError(f"{what} is one of {shown}, not {value!r}{hint or '.'}")
 
 
 def ambient_mode() -> tuple[str, str]:
@@ -292,11 +290,9 @@ def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
     """
     if mapping is not None and mapping is not _CALLERS:
         raise ModeError(
-            compose(
-                "a scope keeps the kernel's mapping or hides it; it has none of its own.",
-                call="scope(mapping=...)",
-                advice="@scope(mapping=None), or @scope",
-            )
+            "a scope keeps the kernel's mapping or hides it; it has none of its own.",
+            call="scope(mapping=...)",
+            advice="@scope(mapping=None), or @scope",
         )
     if fn is None:
         return functools.partial(_scoped, hide_mapping=mapping is None)

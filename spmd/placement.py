@@ -16,7 +16,7 @@ from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import Static, check_hashable, is_array, is_number, match_prefix, unwrapped, wrapped
 from spmd.comm.planner import move
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, compose
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
 from spmd.kernels import kernel
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, check_alive, check_arguments_alive, check_axes, made_whole, mesh_of, outside_trace
@@ -87,21 +87,19 @@ def _check_outside(name: str, call: str) -> None:
                 'relayout(x, "b/dp d -> b d/dp") to change it'
             )
         rule = f"{name} places whole arrays, and inside a kernel arrays are shards."
-        raise ModeError(compose(rule, call=call, advice=advice))
+        raise ModeError(rule, call=call, advice=advice)
 
 
 def _mesh(mesh: Any, leaves: list[Any], call: str) -> Any:
     if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
         rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
-        raise MeshError(compose(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)"))
+        raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
     found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
     if found is None:
         raise MeshError(
-            compose(
-                "no mesh: none was given, no array lives on one, and no jax.set_mesh surrounds the call.",
-                call=call,
-                advice="as in mesh=spmd.make_mesh(dp=2, tp=4)",
-            )
+            "no mesh: none was given, no array lives on one, and no jax.set_mesh surrounds the call.",
+            call=call,
+            advice="as in mesh=spmd.make_mesh(dp=2, tp=4)",
         )
     return found
 
@@ -132,11 +130,12 @@ def _placements(
         try:
             _ = layout.with_rank(rank) if parts else layout.local_shape(shape, mesh)
         except SizeError as error:
-            faults += [f'{path} of shape {shape} as "{layout.short}": {line}' for line in _reasons(error)]
+            wrong = error.fault.got if rank == len(layout.dims) else [error.fault.rule]
+            faults += [f'{path} of shape {shape} as "{layout.short}": {line}' for line in wrong]
             continue
         out.append(NamedSharding(mesh, layout.spec))
     if faults:
-        raise SizeError(compose("an array does not fit its layout.", call=call, got=faults))
+        raise SizeError("an array does not fit its layout.", call=call, got=faults)
     return out
 
 
@@ -144,27 +143,18 @@ def _matched(layouts: Any, tree: Any, call: str) -> list[tuple[str, Any, Layout 
     """Each leaf with its layout, and complaints that name the call."""
     if isinstance(tree, str) and not isinstance(layouts, (str, Layout)):
         advice = call.replace("tree, layouts", f'x, "{tree}", ...')
-        raise LayoutError(compose("arrays come first, then their layouts.", call=call, advice=f"as in {advice}"))
+        raise LayoutError("arrays come first, then their layouts.", call=call, advice=f"as in {advice}")
     return match_prefix(layouts, tree, "tree", call)
 
 
 def _check_marks(layout: Layout, mesh: Any, call: str, path: str) -> None:
     if (layout.unreduced or layout.reduced) and any(kind is not AxisType.Explicit for kind in mesh.axis_types):
         raise LayoutError(
-            compose(
-                "an array outside a kernel is no partial sum: the marks {U:} and {R:} are for values inside.",
-                call=call,
-                got=[f'{path}: "{layout.short}"'],
-                fix=f'"{Layout.from_dims(layout.dims).short}"',
-            )
+            "an array outside a kernel is no partial sum: the marks {U:} and {R:} are for values inside.",
+            call=call,
+            got=[f'{path}: "{layout.short}"'],
+            fix=f'"{Layout.from_dims(layout.dims).short}"',
         )
-
-
-def _reasons(error: SizeError) -> list[str]:
-    """What is wrong with one array: its sizes one by one, or else the rule."""
-    rule, *rest = str(error.args[0]).split("\n")[1:]
-    found = [line.removeprefix("- ").removeprefix("got: ") for line in rest if line.startswith(("- ", "got: "))]
-    return [line for line in found if "size" in line] or [rule]
 
 
 def resolved(layout: Layout, mapping: AxisMapping | None, call: str, path: str) -> Layout:
@@ -179,10 +169,8 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     if not isinstance(x, jax.core.Tracer) and (isinstance(mesh, Mesh) or outside_trace()):  # inside: a constant
         if not isinstance(mesh, Mesh):
             raise MeshError(
-                compose(
-                    "an array outside jit is placed on devices, and an abstract mesh has none.",
-                    call="shard(tree, layouts)",
-                )
+                "an array outside jit is placed on devices, and an abstract mesh has none.",
+                call="shard(tree, layouts)",
             )
         if _marked(sharding) or _marked(getattr(x, "sharding", None)):
             return _resummed(x, sharding)
@@ -223,13 +211,11 @@ def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> Non
         sorted_axes = sorted(axes, key=lambda a: a not in explicit)
         if list(axes) != sorted_axes:
             raise PlacementError(
-                compose(
-                    f"inside jit, JAX cannot divide a dimension over {'/'.join(axes)}: on a mesh of mixed types the "
-                    "Explicit axes of a dimension stand before the Auto ones.",
-                    call="shard(tree, layouts)",
-                    got=["mesh " + ", ".join(f"{name} ({kind})" for name, kind in kinds.items())],
-                    advice=f"/{'/'.join(sorted_axes)}, or shard outside jit",
-                )
+                f"inside jit, JAX cannot divide a dimension over {'/'.join(axes)}: on a mesh of mixed types the "
+                "Explicit axes of a dimension stand before the Auto ones.",
+                call="shard(tree, layouts)",
+                got=["mesh " + ", ".join(f"{name} ({kind})" for name, kind in kinds.items())],
+                advice=f"/{'/'.join(sorted_axes)}, or shard outside jit",
             )
 
 
@@ -306,11 +292,9 @@ class Init(ByName):
     def _compiled(self, tree: Any, mesh: Any, shardings: list[NamedSharding | None]) -> Any:
         if not isinstance(mesh, Mesh):
             raise MeshError(
-                compose(
-                    "parameters are born on devices, and an abstract mesh has none.",
-                    call=self._text,
-                    advice=".abstract(...)",
-                )
+                "parameters are born on devices, and an abstract mesh has none.",
+                call=self._text,
+                advice=".abstract(...)",
             )
         key = (mesh, jax.tree.structure(tree), tuple(shardings))
         if key not in self._jitted:
@@ -400,7 +384,7 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
     if not callable(fn):
         rule = f"init takes a function that makes the parameters, not {type(fn).__name__}."
         advice = "init(lambda key: ..., layouts)(key); shard(params, layouts) for arrays that exist"
-        raise LayoutError(compose(rule, call="init(fn, layouts)", advice=advice))
+        raise LayoutError(rule, call="init(fn, layouts)", advice=advice)
     return Init(fn, layouts, mesh, mapping)
 
 
@@ -437,11 +421,11 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
     leaves, structure = jax.tree.flatten(tree)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise PlacementError(
-            compose("data comes from the host: call it outside jit.", call=call, advice="as in shard(x, layouts)")
+            "data comes from the host: call it outside jit.", call=call, advice="as in shard(x, layouts)"
         )
     if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves):
         raise PlacementError(
-            compose("an array that spans processes is global already.", call=call, advice="as in shard(x, layouts)")
+            "an array that spans processes is global already.", call=call, advice="as in shard(x, layouts)"
         )
     mesh = _mesh(mesh, [], call)
     if ambient_mode()[0] == "reference":
@@ -491,12 +475,12 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
     if try_frame() is not None:
         if mesh is not None:
             rule = "inside a kernel the mesh is the kernel's."
-            raise MeshError(compose(rule, call="from_function(fn, layout)", advice="leave out mesh="))
+            raise MeshError(rule, call="from_function(fn, layout)", advice="leave out mesh=")
         return born(fn, layout, **names)
     call = "from_function(fn, layout)"
     if not callable(fn) or not isinstance(layout, (str, Layout)):
         rule = "a function of positions comes first, then the layout, a string."
-        raise LayoutError(compose(rule, call=call, advice='as in from_function(lambda i, j: i + j, "x/a y", x=8, y=6)'))
+        raise LayoutError(rule, call=call, advice='as in from_function(lambda i, j: i + j, "x/a y", x=8, y=6)')
     sizes: dict[str, Any] = {key: value for key, value in names.items() if type(value) is int}
     axes = {key: value for key, value in names.items() if key not in sizes}
 

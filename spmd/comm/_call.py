@@ -28,7 +28,6 @@ from spmd.errors import (
     MeshError,
     SizeError,
     SpmdError,
-    compose,
     did_you_mean,
 )
 from spmd.language import Dim, Layout, Pattern, verb_for
@@ -119,7 +118,7 @@ def open_call(
         fix = None
         if first is not None and also is not None:
             fix = Fix(name, shown or operand_names(name, len(arrays)), first, {**also, **binds})
-        raise LayoutError(compose(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}"))
+        raise LayoutError(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}")
     text = call_text(name, pattern, len(arrays))
     parsed = _parse(pattern, text, arrow)
     sizes, axes = split_keywords(text, parsed, binds)
@@ -132,7 +131,9 @@ def open_call(
     try:
         resolved = resolve(parsed, parsed.source, renames, frame.mapping)
     except LayoutError as error:
-        raise LayoutError(f"{text}\n{error.args[0]}") from None
+        said = error.fault
+        shown = {"source": said.source, "span": said.span}
+        raise LayoutError(said.rule, call=text, **shown, got=said.got, fix=said.fix, advice=said.advice) from None
     call = Call(name, text, parsed, resolved, frame)
     call.shown = shown or operand_names(name, len(arrays))
     call.also, call.given = also, sizes
@@ -199,7 +200,7 @@ class Call:
         """Raise `error` with this call, the fault underlined, the mesh, the fix and advice."""
         span = at if at and at[1] > at[0] else None
         shown = {"call": self.text, "source": self.raw.source, "span": span}
-        raise error(compose(rule, **shown, got=list(got), fix=fix, advice=advice))
+        raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
 
     def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
         """Another call of the same arrays, to paste: with the sizes that the user gave for names of the pattern, and,

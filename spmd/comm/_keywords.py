@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._trees import is_foreign
-from spmd.errors import LayoutError, SizeError, compose, did_you_mean
+from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
 __all__ = ["call_text", "kind_of", "operand_names", "resolve", "split_keywords"]
@@ -40,16 +40,16 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
                 f"the keyword {key} binds a size (an int) or a mesh axis (a str, a tuple of str, or None), "
                 f"not {kind_of(value)}."
             )
-            raise LayoutError(compose(rule, call=text, source=pattern.source))
+            raise LayoutError(rule, call=text, source=pattern.source)
         if key not in known:
             rule = (
                 f"the keyword {key}={value!r} binds a {what} that the pattern does not "
                 f"have{did_you_mean(key, known) or '.'}"
             )
             got = [f"{what} names in the pattern: {', '.join(known) or 'none'}"]
-            raise LayoutError(compose(rule, call=text, source=pattern.source, got=got))
+            raise LayoutError(rule, call=text, source=pattern.source, got=got)
         if key in sizes and sizes[key] < 1:
-            raise SizeError(compose(f"the size of {key} is positive, not {value}.", call=text, source=pattern.source))
+            raise SizeError(f"the size of {key} is positive, not {value}.", call=text, source=pattern.source)
     return sizes, axes
 
 
@@ -102,7 +102,7 @@ def misfit(call: str) -> Callable[[str], NoReturn]:
     """What `as_array` says where the caller has no pattern."""
 
     def fail(rule: str) -> NoReturn:
-        raise LayoutError(compose(rule, call=call))
+        raise LayoutError(rule, call=call)
 
     return fail
 

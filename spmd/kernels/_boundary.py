@@ -120,5 +120,5 @@ def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -
     else:
         shown["fix"] = f"jax.vmap(fn, spmd_axis_name={name})"
     if strict:
-        raise PlacementError(compose(f'{rule[:-1]}, and boundary="error" forbids moving it.', **shown))
+        raise PlacementError(f'{rule[:-1]}, and boundary="error" forbids moving it.', **shown)
     warn(compose(rule, **shown), VmapWarning)

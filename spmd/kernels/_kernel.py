@@ -13,7 +13,7 @@ from spmd import _compat
 from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import Static, is_array, is_number, matched, wrapped
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean
 from spmd.kernels._boundary import check_boundary, check_mapped
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Leaf, Plan, concrete
@@ -139,7 +139,7 @@ class Kernel(ByName):
                 f"the body that calls this kernel runs in {frame.mode} mode, so the kernel "
                 f"cannot run in {chosen} mode there."
             )
-            raise ModeError(compose(rule, call=self.signature.text, advice="with spmd.mode(...) around the outer call"))
+            raise ModeError(rule, call=self.signature.text, advice="with spmd.mode(...) around the outer call")
         mesh = self.mesh if self.mesh is not None else frame.mesh
         plan, leaves = self._prepare((frame.mode, frame.constrain), args, kwargs, mesh=mesh)
         if not frame.explicit or all(a in manual for a in plan.sizes):
@@ -182,11 +182,9 @@ class Kernel(ByName):
             mesh = mesh_of(leaves) or ambient_mesh()
         if mesh is None:
             raise MeshError(
-                compose(
-                    "no mesh: the kernel has none, no argument lives on one, and no jax.set_mesh surrounds the call.",
-                    call=self.signature.text,
-                    advice="as in kernel(..., mesh=spmd.make_mesh(dp=2, tp=4))",
-                )
+                "no mesh: the kernel has none, no argument lives on one, and no jax.set_mesh surrounds the call.",
+                call=self.signature.text,
+                advice="as in kernel(..., mesh=spmd.make_mesh(dp=2, tp=4))",
             )
         return mesh
 
@@ -375,24 +373,20 @@ def kernel(
       https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
     if boundary not in ("move", "error"):
-        raise PlacementError(compose(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)"))
+        raise PlacementError(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)")
     if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
         rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
-        raise MeshError(compose(rule, call="kernel(...)", advice="as in mesh=spmd.make_mesh(dp=2, tp=4)"))
+        raise MeshError(rule, call="kernel(...)", advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(
-            compose(
-                "a kernel needs its pattern before the function.",
-                call="kernel(fn)",
-                advice='as in @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
-            )
+            "a kernel needs its pattern before the function.",
+            call="kernel(fn)",
+            advice='as in @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
         )
 
     def decorate(fn: Callable[..., Any]) -> Kernel:
         if not callable(fn):
-            raise LayoutError(
-                compose(f"a kernel's body is a function, not {type(fn).__name__}.", call=f'kernel("{pattern}")')
-            )
+            raise LayoutError(f"a kernel's body is a function, not {type(fn).__name__}.", call=f'kernel("{pattern}")')
         signature = read(
             fn,
             pattern,

@@ -148,9 +148,7 @@ class Outputs:
             for i, axes in unequal.faults
         ]
         rule = "a result varies on a mesh axis that its layout does not mention."
-        return ReplicationError(
-            compose(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
-        )
+        return ReplicationError(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
 
     def leaving(self, flat: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
         """The results as `specs` expects them: what carries a mark is typed as JAX has it outside."""

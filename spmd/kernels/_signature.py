@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spmd.errors import Fix, LayoutError, compose, did_you_mean
+from spmd.errors import Fix, LayoutError, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
 __all__ = ["Signature"]
@@ -70,7 +70,7 @@ class Signature:
         span: Any = None,
     ) -> NoReturn:
         shown = {"call": self.text, "source": self.source, "span": span}
-        raise error(compose(rule, **shown, got=list(got), fix=fix, advice=advice))
+        raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments in parameter order, defaults filled in."""
@@ -177,13 +177,13 @@ def _names(what: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, Collection) and all(isinstance(name, str) for name in value):
         return tuple(value)
     rule = f"{what} is the name of an argument, or several, not {value!r}."
-    raise LayoutError(compose(rule, call="kernel(...)", advice=f'as in {what}="x"'))
+    raise LayoutError(rule, call="kernel(...)", advice=f'as in {what}="x"')
 
 
 def _check_dict(what: str, value: Any, example: str) -> None:
     if value is not None and not isinstance(value, Mapping):
         rule = f"{what} is a dict, not {type(value).__name__}."
-        raise LayoutError(compose(rule, call="kernel(...)", advice=f"as in {what}={example}"))
+        raise LayoutError(rule, call="kernel(...)", advice=f"as in {what}={example}")
 
 
 def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any) -> Pattern | None:
@@ -191,24 +191,18 @@ def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts:
     if pattern is None:
         if in_layouts is None or out_layouts is None:
             rule = "a kernel declares its layouts: a pattern string, or both in_layouts and out_layouts."
-            raise LayoutError(
-                compose(rule, call=f"{name}: kernel(...)", advice='as in @kernel("b/dp d -> b/dp d", mesh=mesh)')
-            )
+            raise LayoutError(rule, call=f"{name}: kernel(...)", advice='as in @kernel("b/dp d -> b/dp d", mesh=mesh)')
         return None
     if in_layouts is not None or out_layouts is not None:
         raise LayoutError(
-            compose(
-                "a pattern string and in_layouts/out_layouts say the same thing twice: give one.",
-                call=f"{name}: kernel(...)",
-            )
+            "a pattern string and in_layouts/out_layouts say the same thing twice: give one.",
+            call=f"{name}: kernel(...)",
         )
     if isinstance(pattern, Pattern):
         return pattern
     if not isinstance(pattern, str):
         rule = f"the pattern is a string, not {type(pattern).__name__}."
-        raise LayoutError(
-            compose(rule, call=f"{name}: kernel(...)", advice='as in kernel("b/dp d -> b/dp d", mesh=mesh)(fn)')
-        )
+        raise LayoutError(rule, call=f"{name}: kernel(...)", advice='as in kernel("b/dp d -> b/dp d", mesh=mesh)(fn)')
     return Pattern(pattern, call=f'{name}: kernel("{pattern}")')
 
 

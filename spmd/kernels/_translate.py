@@ -42,16 +42,16 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
         if text.startswith(("cond branches", "switch branches")):
             rule = "the branches give values of different types: equal on an axis in one, varying on it in another."
             fix = "spmd.cond(predicate, true_fn, false_fn, *operands)"
-            return ReplicationError(compose(rule, **shown, got=[*got, frame.describe()], fix=fix))
+            return ReplicationError(rule, **shown, got=[*got, frame.describe()], fix=fix)
     if "should be of type `Manual`" in text:
         rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays, and these are shards."
         advice = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
-        return ModeError(compose(rule, **shown, got=got, advice=advice))
+        return ModeError(rule, **shown, got=got, advice=advice)
     if "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be" in text:
         rule = "a Pallas call in a kernel says on which mesh axes its results vary, and this one does not."
         kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
         advice = f'spmd.opaque(fn, "in -> out"), with out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})'
-        return ModeError(compose(rule, **shown, got=got, advice=advice))
+        return ModeError(rule, **shown, got=got, advice=advice)
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
     empty = isinstance(error, AssertionError) and not text and _in_jax(error)
     if unbound or empty:
@@ -62,17 +62,15 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
                 f"the body sees whole arrays."
             )
             return ModeError(
-                compose(
-                    rule,
-                    **shown,
-                    got=got,
-                    advice='an spmd operation, or spmd.local(fn, "in -> out") around the raw code',
-                )
+                rule,
+                **shown,
+                got=got,
+                advice='an spmd operation, or spmd.local(fn, "in -> out") around the raw code',
             )
         name = f" {axis!r}" if axis else ""
         hint = did_you_mean(axis, frame.axis_names) if axis else ""
         rule = f"a jax.lax collective names a mesh axis{name} that this kernel's mesh does not have{hint or '.'}"
-        return MeshError(compose(rule, **shown, got=[*got, frame.describe()]))
+        return MeshError(rule, **shown, got=[*got, frame.describe()])
     return None
 
 
