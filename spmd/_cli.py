@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from spmd.accelerators import PRESETS
 from spmd.comm.plans import PREFER, plan
-from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, compose, did_you_mean
+from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
 from spmd.inspect._picture import Picture, visualize
 from spmd.language import Layout, Pattern
 
@@ -45,9 +45,9 @@ def named_numbers(flag: str, texts: Iterable[str]) -> dict[str, int]:
         if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]*", number):
             rule = f"{flag} takes names with positive numbers, '{part.strip()}' is none."
             advice = f"as in {flag} {'dp=2,tp=4' if flag == '--mesh' else 'b=8,d=16'}"
-            raise SizeError(compose(rule, call=call, advice=advice))
+            raise SizeError(rule, call=call, advice=advice)
         if name in found:
-            raise SizeError(compose(f"{flag} says each name once, but '{name}' occurs twice.", call=call))
+            raise SizeError(f"{flag} says each name once, but '{name}' occurs twice.", call=call)
         found[name] = int(number)
     return found
 
@@ -70,7 +70,7 @@ def run_plan(options: Any) -> int:
         _check_choice("--hardware", options.hardware, PRESETS)
     elif options.prefer == "latency":
         rule = "--prefer latency weighs steps by what the links of the mesh take, so it needs a hardware profile."
-        raise CommunicationError(compose(rule, call="--prefer latency", advice=f"as in --hardware {PRESETS[0]}"))
+        raise CommunicationError(rule, call="--prefer latency", advice=f"as in --hardware {PRESETS[0]}")
     _check_all_sizes(options.pattern, sizes)
     found = plan(options.pattern, sizes=sizes, mesh=mesh, dtype=dtype, prefer=options.prefer, hardware=options.hardware)
     picture = visualize(found)
@@ -91,10 +91,10 @@ def run_show(options: Any) -> int:
     if "->" in text:
         rule = "show draws one layout; the picture of a change of layout is that of its plan."
         advice = f'plan "{text}" --mesh {_joined(mesh)} --size ... --picture'
-        raise LayoutError(compose(rule, call=f'show "{text}"', advice=advice))
+        raise LayoutError(rule, call=f'show "{text}"', advice=advice)
     if "..." in text:
         rule = "A picture needs every dimension, and '...' stands for any number of them."
-        raise LayoutError(compose(rule, call=f'show "{text}"', advice="write the dimensions out"))
+        raise LayoutError(rule, call=f'show "{text}"', advice="write the dimensions out")
     _check_names("layout", Layout(text, call=f'show "{text}"').names, sizes)
     picture = visualize(text, sizes, mesh)
     _save(picture, options.svg)
@@ -119,7 +119,7 @@ def _mesh(options: Any) -> dict[str, int]:
     mesh = named_numbers("--mesh", options.mesh)
     if not mesh:
         call = f"--mesh {','.join(options.mesh)}"
-        raise MeshError(compose("A mesh has at least one axis.", call=call, advice="as in --mesh dp=2,tp=4"))
+        raise MeshError("A mesh has at least one axis.", call=call, advice="as in --mesh dp=2,tp=4")
     return mesh
 
 
@@ -129,14 +129,14 @@ def _dtype(text: str) -> str:
         jnp.dtype(name)
     except TypeError:
         rule = f"--dtype is the type of the elements, not '{text}'."
-        raise CommunicationError(compose(rule, call=f"--dtype {text}", advice="as in --dtype bf16")) from None
+        raise CommunicationError(rule, call=f"--dtype {text}", advice="as in --dtype bf16") from None
     return name
 
 
 def _check_choice(flag: str, text: str, known: Sequence[str]) -> None:
     if text not in known:
         rule = f"{flag} is one of {', '.join(known)}, not '{text}'{did_you_mean(text, known) or '.'}"
-        raise CommunicationError(compose(rule, call=f"{flag} {text}"))
+        raise CommunicationError(rule, call=f"{flag} {text}")
 
 
 def _check_all_sizes(text: str, sizes: Mapping[str, int]) -> None:
@@ -147,9 +147,7 @@ def _check_all_sizes(text: str, sizes: Mapping[str, int]) -> None:
     missing = [name for name in pattern.names if name not in sizes and all(name in side for side in sides)]
     if missing:
         rule = f"a plan needs every size, and that of {' and '.join(missing)} is not given."
-        raise SizeError(
-            compose(rule, call=f'plan "{text}"', advice=f"as in --size {','.join(f'{n}=4096' for n in missing)}")
-        )
+        raise SizeError(rule, call=f'plan "{text}"', advice=f"as in --size {','.join(f'{n}=4096' for n in missing)}")
 
 
 def _check_names(what: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
@@ -157,7 +155,7 @@ def _check_names(what: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
         if name not in names:
             rule = f"the {what} has no dimension '{name}'{did_you_mean(name, names) or '.'}"
             got = [f"dimensions of the {what}: {', '.join(names) or 'none'}"]
-            raise SizeError(compose(rule, call=f"--size {_joined(sizes)}", got=got))
+            raise SizeError(rule, call=f"--size {_joined(sizes)}", got=got)
 
 
 def _joined(numbers: Mapping[str, int]) -> str:
@@ -174,9 +172,9 @@ def _save(picture: Picture, path: str | None) -> None:
         picture.save(path)
     except SpmdError:
         rule = "A picture is saved as .svg, .html or .txt."
-        raise SpmdError(compose(rule, call=f"--svg {path}", advice="as in --svg picture.svg")) from None
+        raise SpmdError(rule, call=f"--svg {path}", advice="as in --svg picture.svg") from None
     except OSError as error:
-        raise SpmdError(compose(f"The file cannot be written: {error.strerror}.", call=f"--svg {path}")) from None
+        raise SpmdError(f"The file cannot be written: {error.strerror}.", call=f"--svg {path}") from None
 
 
 def _show(picture: Picture) -> None:

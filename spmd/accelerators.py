@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spmd.errors import MeshError, SpmdError, compose, did_you_mean
+from spmd.errors import MeshError, SpmdError, did_you_mean
 
 __all__ = ["PRESETS", "Hardware", "Link", "hardware"]
 
@@ -81,7 +81,7 @@ class Hardware:
         call = f"Hardware({self.name!r}, ...)"
         if not isinstance(self.flops, Mapping) or not self.flops:
             rule = f"flops are FLOP/s by dtype name, got {self.flops!r}."
-            raise SpmdError(compose(rule, call=call, advice='as in flops={"bfloat16": 989e12, "float32": 494e12}'))
+            raise SpmdError(rule, call=call, advice='as in flops={"bfloat16": 989e12, "float32": 494e12}')
         for name, peak in self.flops.items():
             _check_number(f"flops[{name!r}]", peak, "FLOP/s", call)
         _check_number("hbm_bandwidth", self.hbm_bandwidth, "bytes per second", call)
@@ -91,7 +91,7 @@ class Hardware:
         for what, link in (named if self.node is None else {**named, "node": self.node}).items():
             if not isinstance(link, Link):
                 rule = f"{what} is a Link, got {type(link).__name__}."
-                raise SpmdError(compose(rule, call=call, advice="as in spmd.Link(bandwidth=50e9, latency=4e-6)"))
+                raise SpmdError(rule, call=call, advice="as in spmd.Link(bandwidth=50e9, latency=4e-6)")
 
     def __hash__(self) -> int:
         return hash((self.name, self.hbm_bandwidth, self.default, self.node, self.node_size))
@@ -151,7 +151,7 @@ class Hardware:
         if kind not in _PASSES and kind not in _DIRECT:
             near = did_you_mean(kind, (*_PASSES, *_DIRECT)) or "."
             rule = f"no collective is called {kind!r}{near}"
-            raise SpmdError(compose(rule, call=call, got=[f"known: {', '.join((*_PASSES, *_DIRECT))}"]))
+            raise SpmdError(rule, call=call, got=[f"known: {', '.join((*_PASSES, *_DIRECT))}"])
         phases = self._phases(axes, sizes)
         if not phases:
             return 0.0
@@ -165,7 +165,7 @@ class Hardware:
         for axis in axes:
             if axis not in sizes:
                 got = ["mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())]
-                raise MeshError(compose(f"the mesh has no axis {axis!r}{did_you_mean(axis, sizes) or '.'}", got=got))
+                raise MeshError(f"the mesh has no axis {axis!r}{did_you_mean(axis, sizes) or '.'}", got=got)
         room, found = self.node_size if self.node is not None else 1, []
         for axis, size in reversed(tuple(sizes.items())):
             inside = max(n for n in range(1, min(room, size) + 1) if size % n == 0)
@@ -198,7 +198,7 @@ def _check_number(what: str, value: Any, unit: str, call: str, zero: bool = Fals
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
         rule = f"{what} is a {'number that is not negative' if zero else 'positive number'} ({unit}), not {value!r}."
-        raise SpmdError(compose(rule, call=call))
+        raise SpmdError(rule, call=call)
 
 
 # H100 SXM. NVIDIA H100 Tensor Core GPU data sheet (halved where it counts 2:4 sparsity): BF16 and FP16 989.4, TF32
@@ -269,12 +269,10 @@ def hardware(which: str | Hardware) -> Hardware:
     known = ", ".join(map(repr, _PRESETS))
     if not isinstance(which, str):
         rule = f"hardware is the name of a preset or a spmd.Hardware, got {type(which).__name__}."
-        raise SpmdError(compose(rule, call="hardware(...)", got=[f"presets: {known}"]))
+        raise SpmdError(rule, call="hardware(...)", got=[f"presets: {known}"])
     if which not in _PRESETS:
         rule = f"no hardware preset is called {which!r}{did_you_mean(which, _PRESETS) or '.'}"
         raise SpmdError(
-            compose(
-                rule, call=f"hardware({which!r})", got=[f"presets: {known}"], advice="or your own spmd.Hardware(...)"
-            )
+            rule, call=f"hardware({which!r})", got=[f"presets: {known}"], advice="or your own spmd.Hardware(...)"
         )
     return _PRESETS[which]

@@ -13,7 +13,6 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 __all__ = [
     "CommunicationError",
@@ -26,7 +25,6 @@ __all__ = [
     "ReplicationError",
     "SizeError",
     "SpmdError",
-    "compose",
     "did_you_mean",
     "nearest",
     "warn",
@@ -36,11 +34,11 @@ _WIDTH = 120  # a longer line wraps in a terminal, and its carets then point now
 
 
 class SpmdError(ValueError):
-    """Base of all errors that `spmd` raises on purpose: a `Fault`, whose parts it is given, and its text."""
+    """Base of all errors that `spmd` raises on purpose: a `Fault`, given whole or in its parts, and its text."""
 
     def __init__(
         self,
-        rule: str,
+        rule: str | Fault,
         *,
         call: str | None = None,
         source: str | None = None,
@@ -49,7 +47,7 @@ class SpmdError(ValueError):
         fix: Fixes = None,
         advice: str | None = None,
     ) -> None:
-        self.fault = Fault(rule, call, source, span, got, fix, advice)
+        self.fault = rule if isinstance(rule, Fault) else Fault(rule, call, source, span, got, fix, advice)
         super().__init__(str(self.fault))
 
     def __str__(self) -> str:
@@ -165,11 +163,6 @@ class Fault:
         if self.advice is not None:
             lines.append("advice: " + self.advice.replace("\n", "\n        "))
         return "\n".join(lines)
-
-
-def compose(rule: str, **parts: Any) -> str:
-    """The text of a fault, for what is not raised."""
-    return str(Fault(rule, **parts))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd import _compat
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean
 from spmd.language import Layout
 
 __all__ = [
@@ -81,7 +81,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
     pool = _devices() if pool is None else pool
     wanted = math.prod(shape)
     if wanted > len(pool):
-        raise MeshError(_too_few(call, wanted, pool))
+        raise _too_few(call, wanted, pool)
     if devices is not None:
         if wanted != len(pool):
             raise MeshError(
@@ -130,9 +130,9 @@ def _fill(axes: dict[str, int], pool: list[Any] | None, abstract: bool, call: st
     return {name: count // known if size == -1 else int(size) for name, size in axes.items()}
 
 
-def _too_few(call: str, wanted: int, pool: list[Any]) -> str:
+def _too_few(call: str, wanted: int, pool: list[Any]) -> MeshError:
     platform = pool[0].platform if pool else "no"
-    return compose(
+    return MeshError(
         f"the mesh needs {wanted} devices, and there are {len(pool)} ({platform}).",
         call=call,
         advice=f"spmd.use_cpu_devices({wanted}) at the top of the program for virtual CPU devices, or smaller axes",

@@ -256,7 +256,7 @@ ALLOWED = [
     (upward_imports, Source("spmd/mesh.py", "if TYPE_CHECKING:\n    from spmd.kernels import Kernel")),
     (versioned_names, Source("spmd/_compat.py", "x = aval.mat")),
     (jax_in_the_language, Source("spmd/language/_layout.py", "def spec(self):\n    import jax")),
-    (exceptions_of_many_parts, Source("spmd/mesh.py", "raise MeshError(compose('no axis', got=axis))")),
+    (exceptions_of_many_parts, Source("spmd/mesh.py", "raise MeshError('no axis', got=[axis])")),
 ]
 DISTINCT = list({rule: None for rule, _ in RULES})
 

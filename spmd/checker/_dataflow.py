@@ -15,10 +15,10 @@ from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._control import CONTROL, call, collectives_of
 from spmd.checker._markers import assert_equal_marker, layout_marker
 from spmd.checker._places import Place, Places
-from spmd.checker._report import Failure
 from spmd.checker._rules import TABLE, compute
 from spmd.checker._source import is_transposed
 from spmd.checker._state import EVERYWHERE, UNKNOWN, State, constant_state, literal_state, normal
+from spmd.errors import Fault
 from spmd.language import Layout
 
 # Rules that give one state per output. What is in no table and holds no jaxpr is a plain computation.
@@ -63,7 +63,7 @@ class Walk:
         self.root: Any = None
         self._places: Places | None = None
         self.callers: list[Any] = []
-        self.failures: list[Failure] = []
+        self.failures: list[Fault] = []
         self.faults = 0
         self.outputs: list[list[State]] = []
         self._memo: dict[Any, tuple[Any, list[State]]] = {}
@@ -77,12 +77,12 @@ class Walk:
 
     # --- findings -----------------------------------------------------------------------------------------
 
-    def report(self, eqn: Any, failure: Failure) -> None:
+    def report(self, eqn: Any, failure: Fault) -> None:
         """Note a finding."""
         self.failures.append(failure)
         self.faults += 1
 
-    def fault(self, eqn: Any, axes: int, describe: Callable[[Walk, Any, Sequence[str]], Failure]) -> None:
+    def fault(self, eqn: Any, axes: int, describe: Callable[[Walk, Any, Sequence[str]], Fault]) -> None:
         """Note a wrong use of a partial sum, unless JAX wrote it: layouts claim nothing about cotangents."""
         axes &= self.checked
         if self.active and axes and not is_transposed(eqn, self.callers):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spmd.checker._rounding import rounds
 from spmd.checker._source import line_of
 from spmd.checker._state import State
 from spmd.checker._text import changed, text_of
-from spmd.errors import Fix, ReplicationError, compose
+from spmd.errors import Fault, Fix, ReplicationError
 from spmd.language import Layout, verb_for
 
 if TYPE_CHECKING:
@@ -41,38 +40,21 @@ def _name(of: Any) -> str:
     return _KNOWN_AS.get(name, name)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One finding; equal findings of one line are one."""
-
-    rule: str
-    call: str | None
-    source: str | None
-    span: tuple[int, int] | None
-    got: tuple[str, ...]
-    fix: Fix | None = None
-    advice: str | None = None
-
-    def text(self) -> str:
-        shown = {"call": self.call, "source": self.source, "span": self.span}
-        return compose(self.rule, **shown, got=self.got, fix=self.fix, advice=self.advice)
-
-
-def raise_all(kernel: str, failures: Sequence[Failure]) -> None:
+def raise_all(kernel: str, failures: Sequence[Fault]) -> None:
     """Raise one error with all findings, if there are any."""
     unique = list(dict.fromkeys(failures))
     if not unique:
         return
     if len(unique) == 1:
-        raise ReplicationError(unique[0].text())
+        raise ReplicationError(unique[0])
     head = f"{kernel}: {len(unique)} values are not what their layouts say."
-    raise ReplicationError("\n\n".join([head, *(f"({i}) {f.text()}" for i, f in enumerate(unique, start=1))]))
+    raise ReplicationError("\n\n".join([head, *(f"({i}) {f}" for i, f in enumerate(unique, start=1))]))
 
 
 # --- markers ------------------------------------------------------------------------------------------------
 
 
-def claimed_divided(walk: Walk, eqn: Any, state: State, dim: int, axes: Sequence[str], arange: bool) -> Failure:
+def claimed_divided(walk: Walk, eqn: Any, state: State, dim: int, axes: Sequence[str], arange: bool) -> Fault:
     """Equal, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
     shown, along = _dim(eqn, dim), _and(axes)
@@ -91,7 +73,7 @@ def claimed_divided(walk: Walk, eqn: Any, state: State, dim: int, axes: Sequence
     return _at_marker(walk, eqn, rule, span, (), fix, None if fix else _block_of_what(walk, eqn, state, axes))
 
 
-def partial_claimed_divided(walk: Walk, eqn: Any, dim: int, axes: Sequence[str]) -> Failure:
+def partial_claimed_divided(walk: Walk, eqn: Any, dim: int, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
     shown, along = _dim(eqn, dim), _and(axes)
@@ -100,7 +82,7 @@ def partial_claimed_divided(walk: Walk, eqn: Any, dim: int, axes: Sequence[str])
     return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), _between(eqn, before, layout))
 
 
-def claimed_partial(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+def claimed_partial(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     """Equal, and claimed to be a partial sum."""
     layout = eqn.params["layout"]
     along, mark = _and(axes), _mark(axes)
@@ -117,7 +99,7 @@ def claimed_partial(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
     return _at_marker(walk, eqn, rule, _mark_span(layout), (), advice=advice)
 
 
-def unexpected_partial(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Failure:
+def unexpected_partial(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed complete."""
     layout = eqn.params["layout"]
     along, shown = _and(axes), _text(eqn, layout)
@@ -127,7 +109,7 @@ def unexpected_partial(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) 
     return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, state, axes), fix)
 
 
-def unexpected_difference(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Failure:
+def unexpected_difference(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
     """Different, and claimed equal."""
     layout = eqn.params["layout"]
     along, shown = _and(axes), _text(eqn, layout)
@@ -141,7 +123,7 @@ def unexpected_difference(walk: Walk, eqn: Any, state: State, axes: Sequence[str
     return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, state, axes), fix, advice)
 
 
-def _lies_otherwise(walk: Walk, eqn: Any, state: State, have: Layout, place: Place | None) -> Failure:
+def _lies_otherwise(walk: Walk, eqn: Any, state: State, have: Layout, place: Place | None) -> Fault:
     """It is known how the value lies, and that is not as the layout says: one finding, however many axes are wrong."""
     layout = eqn.params["layout"].without_brackets()
     rule = f'"{_text(eqn, layout)}" is what the layout says, and the value lies as "{_text(eqn, have)}".'
@@ -273,11 +255,11 @@ def _at_marker(
     got: Sequence[str],
     fix: Fix | None = None,
     advice: str | None = None,
-) -> Failure:
+) -> Fault:
     source = eqn.params["layout"].source
     written = source is not None and source in eqn.params["call"] and span is not None and span[1] > span[0]
     shown = (source, span) if written else (None, None)
-    return Failure(rule, eqn.params["call"], *shown, (*_value(walk, eqn), *got), fix, advice)
+    return Fault(rule, eqn.params["call"], *shown, (*_value(walk, eqn), *got), fix, advice)
 
 
 def _value(walk: Walk, eqn: Any) -> list[str]:
@@ -298,7 +280,7 @@ def _value(walk: Walk, eqn: Any) -> list[str]:
 # --- equations ----------------------------------------------------------------------------------------------
 
 
-def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     """Something that is not linear, of a partial sum."""
     mark, name = _mark(axes), _name(eqn)
     rule = f"{name} is not linear, so the {name} of the parts of a sum {mark} is no part of its {name}."
@@ -311,42 +293,42 @@ def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."
-    return Failure(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
 
 
 def _summed_first(mark: str) -> str:
     return f'psum(<the partial sum>, "... {mark} -> ...") before it, and not after'
 
 
-def mixed_sum(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+def mixed_sum(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum and an equal value in one sum."""
     mark, along = _mark(axes), _and(axes)
     rule = (
         f"{_name(eqn)} of a partial sum {mark} and a value that is equal on {along}: "
         f"the sum over {along} would count that value once per device."
     )
-    return Failure(rule, None, None, None, _where(walk, eqn), advice=_summed_first(mark))
+    return Fault(rule, None, None, None, _where(walk, eqn), advice=_summed_first(mark))
 
 
-def scaled_by_different(walk: Walk, eqn: Any, axes: Sequence[str]) -> Failure:
+def scaled_by_different(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum times a value that is not the same for all its parts."""
     mark, along = _mark(axes), _and(axes)
     rule = (
         f"{_name(eqn)} of a partial sum {mark} and a value that differs along {along}: "
         "each part would be scaled differently."
     )
-    return Failure(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
 
 
-def returned_partial(walk: Walk, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Failure:
+def returned_partial(walk: Walk, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Fault:
     """A partial sum leaves the kernel as if it were complete."""
     mark, along = _mark(axes), _and(axes)
     rule = f"The body returned a partial sum over {along}, and the signature does not say {mark}."
     got = (f"output {index}, {spec}",)
-    return Failure(rule, walk.kernel, None, None, got, Fix("psum", ("result",), f"... {mark} -> ..."))
+    return Fault(rule, walk.kernel, None, None, got, Fix("psum", ("result",), f"... {mark} -> ..."))
 
 
-def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], state: State) -> Failure:
+def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], state: State) -> Fault:
     """Collectives that only some of their devices would enter."""
     along, names = _and(axes), _and(sorted({_name(one) for one in inner}))
     if eqn.primitive.name == "while":
@@ -362,7 +344,7 @@ def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], s
         f"the devices would {doing} and wait for each other for ever."
     )
     got = (*_where(walk, eqn), *reasons(walk, state, axes))
-    return Failure(rule, walk.kernel, None, None, got, advice=advice)
+    return Fault(rule, walk.kernel, None, None, got, advice=advice)
 
 
 def _where(walk: Walk, eqn: Any) -> tuple[str, ...]:

@@ -131,9 +131,7 @@ def open_call(
     try:
         resolved = resolve(parsed, parsed.source, renames, frame.mapping)
     except LayoutError as error:
-        said = error.fault
-        shown = {"source": said.source, "span": said.span}
-        raise LayoutError(said.rule, call=text, **shown, got=said.got, fix=said.fix, advice=said.advice) from None
+        raise LayoutError(replace(error.fault, call=text)) from None
     call = Call(name, text, parsed, resolved, frame)
     call.shown = shown or operand_names(name, len(arrays))
     call.also, call.given = also, sizes

@@ -19,7 +19,7 @@ from spmd.comm._keywords import kind_of
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._route import NamedRoute, Request, route
-from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, compose, did_you_mean
+from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language import Dim, Layout, axis_sizes
 from spmd.mesh import ambient_mesh
 from spmd.modes import Frame, ambient_mapping, try_frame
@@ -217,7 +217,7 @@ def plan(
         _misplaced(pattern, *misplaced)
     if sizes is not None and not isinstance(sizes, Mapping):
         rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
-        raise SizeError(compose(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}'))
+        raise SizeError(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}')
     here = try_frame()
     mapping = ambient_mapping() if here is None else here.mapping
     frame = Frame("explicit", None, tuple(_mesh_sizes(mesh).items()), mapping)
@@ -249,10 +249,10 @@ def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
     if prefer not in PREFER:
         hint = did_you_mean(prefer, PREFER) if isinstance(prefer, str) else ""
         rule = f"prefer is one of {', '.join(map(repr, PREFER))}, not {prefer!r}{hint or '.'}"
-        raise CommunicationError(compose(rule, call=call))
+        raise CommunicationError(rule, call=call)
     if profile is None and prefer == "latency":
         rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
-        raise CommunicationError(compose(rule, call=call, advice='hardware="h100", or a spmd.Hardware of your own'))
+        raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.Hardware of your own')
     return None if profile is None else hardware(profile)
 
 
@@ -350,21 +350,21 @@ def _misplaced(pattern: Any, *rest: Any) -> NoReturn:
         rule = "plan takes no array: a pattern, and the sizes by keyword."
     got = [", ".join(f'"{one}"' if isinstance(one, str | Layout) else kind_of(one) for one in (pattern, *rest))]
     advice = f'as in plan("{shown}", sizes={{...}}, mesh=mesh)'
-    raise LayoutError(compose(rule, call="plan(...)", got=got, advice=advice))
+    raise LayoutError(rule, call="plan(...)", got=got, advice=advice)
 
 
 def _mesh_sizes(mesh: Any) -> dict[str, int]:
     mesh = ambient_mesh() if mesh is None else mesh
     if mesh is None:
         rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
-        raise MeshError(compose(rule, call="plan(...)", advice='mesh=spmd.make_mesh(x=4), or mesh={"x": 4}'))
+        raise MeshError(rule, call="plan(...)", advice='mesh=spmd.make_mesh(x=4), or mesh={"x": 4}')
     try:
         sizes = axis_sizes(mesh)
     except (TypeError, ValueError):
         sizes = {}
     if not sizes or not all(isinstance(a, str) and isinstance(n, int | np.integer) and n > 0 for a, n in sizes.items()):
         rule = f"mesh is a Mesh, an AbstractMesh or a dict of axis names and their sizes, not {mesh!r}."
-        raise MeshError(compose(rule, call="plan(...)", advice='as in mesh={"x": 4}'))
+        raise MeshError(rule, call="plan(...)", advice='as in mesh={"x": 4}')
     return {axis: int(size) for axis, size in sizes.items()}
 
 
@@ -375,7 +375,7 @@ def _dtype(dtype: Any) -> np.dtype:
         return jnp.dtype(dtype)
     except TypeError:
         rule = f"dtype is the type of the elements, not {dtype!r}."
-        raise CommunicationError(compose(rule, call="plan(...)", advice="as in dtype=jnp.bfloat16")) from None
+        raise CommunicationError(rule, call="plan(...)", advice="as in dtype=jnp.bfloat16") from None
 
 
 def _complete(call: Call) -> tuple[Layout, Layout]:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from spmd import AxisMapping, axis_mapping
 from spmd._named import ByName
 from spmd._trees import Static, check_hashable, is_array
-from spmd.errors import LayoutError, compose, did_you_mean
+from spmd.errors import LayoutError, did_you_mean
 from spmd.haliax._placement import shard
 from spmd.mesh import check_arguments_alive
 from spmd.modes import ambient_mapping, ambient_mode
@@ -92,20 +92,20 @@ def named_jit(
         return lambda fn: named_jit(fn, **options)
     if not callable(fn):
         rule = f"named_jit takes a function, not {type(fn).__name__}."
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice="named_jit(axis_resources=...)(fn)"))
+        raise LayoutError(rule, call="named_jit(fn, ...)", advice="named_jit(axis_resources=...)(fn)")
     if taken := next((option for option in _TAKEN if option in jit_options), None):
         rule = f"{taken} is not for named_jit: what is no array is static, and names and mappings say where arrays lie."
         advice = "donate_args=... or donate_kwargs=..." if "donate" in taken else f"leave out {taken}"
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice=advice))
+        raise LayoutError(rule, call="named_jit(fn, ...)", advice=advice)
     for what, rules, names in (("in", in_axis_resources, in_names), ("out", out_axis_resources, out_names)):
         if rules is not None and names is None:
             rule = f"{what}_axis_resources places named dimensions, and {what}_names does not name any."
             advice = 'as in in_names=("batch embed",)' if what == "in" else 'as in out_names="batch embed"'
-            raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice=advice))
+            raise LayoutError(rule, call="named_jit(fn, ...)", advice=advice)
     if in_names is not None and not isinstance(in_names, (tuple, dict)):
         rule = "in_names is a tuple with an entry for each parameter, or a dict by their names."
         got = [f"in_names: {type(in_names).__name__}"]
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=got, advice='as in in_names=("batch embed",)'))
+        raise LayoutError(rule, call="named_jit(fn, ...)", got=got, advice='as in in_names=("batch embed",)')
     return _NamedJit(
         fn,
         axis_resources,
@@ -166,7 +166,7 @@ def fsdp(
         fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping
     if parameter_mapping is None or compute_mapping is None:
         rule = "fsdp has two mappings: where parameters rest, and where they compute."
-        raise LayoutError(compose(rule, call="fsdp(fn, ...)", advice="parameter_mapping=..., compute_mapping=..."))
+        raise LayoutError(rule, call="fsdp(fn, ...)", advice="parameter_mapping=..., compute_mapping=...")
     return named_jit(
         fn,
         compute_mapping,
@@ -244,7 +244,7 @@ class _NamedJit(ByName):
                     f"in_names names parameters, and there is no {unknown[0]}{did_you_mean(unknown[0], kinds) or '.'}"
                 )
                 got = [f"parameters: {', '.join(kinds)}"]
-                raise LayoutError(compose(rule, call=f"{self._call}(...)", got=got))
+                raise LayoutError(rule, call=f"{self._call}(...)", got=got)
             return [given.get(name) for name in (*positional, *[None] * len(args))][: len(args)], given
         others = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
         later = dict(zip([*positional[len(args) :], *others], given[len(args) :], strict=False))
@@ -253,7 +253,7 @@ class _NamedJit(ByName):
             later[name] is not None for name in later.keys() - kwargs.keys()
         ):
             rule = f"in_names has an entry for each parameter in order: {passed}, not {len(given)}."
-            raise LayoutError(compose(rule, call=f"{self._call}(...)", advice="None for one left alone"))
+            raise LayoutError(rule, call=f"{self._call}(...)", advice="None for one left alone")
         return list(given[: len(args)]), later
 
     @functools.cached_property
@@ -317,7 +317,7 @@ def _each(prefix: Any, tree: Any, what: str) -> list[bool]:
         rule = f"{what} follows the arguments: a boolean, or a function from an array to one, for each or all below."
         shown = [str(jax.tree.structure(one))[len("PyTreeDef(") : -1] for one in (prefix, tree)]
         got = [f"{what}: {shown[0]}", f"arguments: {shown[1]}"]
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", got=got)) from None
+        raise LayoutError(rule, call="named_jit(fn, ...)", got=got) from None
     leaves = jax.tree.leaves(tree)
     return [is_array(x) and bool(flag(x) if callable(flag) else flag) for x, flag in zip(leaves, flags, strict=True)]
 
@@ -327,5 +327,5 @@ def _rules(given: Any, inside: AxisMapping | None, side: str) -> AxisMapping:
     if rules is None:
         rule = f"{side}_names names dimensions, and no mapping says where they live."
         advice = f"{side}_axis_resources=..., axis_resources=..., or with axis_mapping(...): around the call"
-        raise LayoutError(compose(rule, call="named_jit(fn, ...)", advice=advice))
+        raise LayoutError(rule, call="named_jit(fn, ...)", advice=advice)
     return rules

@@ -15,7 +15,7 @@ import spmd
 from spmd import AxisMapping
 from spmd._trees import by_path, is_array
 from spmd._units import bytes_text
-from spmd.errors import LayoutError, MeshError, compose, warn
+from spmd.errors import Fault, LayoutError, MeshError, warn
 from spmd.mesh import ambient_mesh
 from spmd.modes import ambient_mapping, ambient_mode
 
@@ -124,7 +124,7 @@ def mapping_of(who: str, mapping: Any) -> AxisMapping:
     if found is None:
         rule = "no mapping: none was given, and no axis_mapping surrounds the call."
         advice = 'mapping={"batch": "data"}, or with axis_mapping({"batch": "data"}): around the call'
-        raise LayoutError(compose(rule, call=f"{who}(...)", advice=advice))
+        raise LayoutError(rule, call=f"{who}(...)", advice=advice)
     return found
 
 
@@ -133,10 +133,10 @@ def mesh_of(who: str, mesh: Any, *, sizes: bool = False) -> Any:
     found = ambient_mesh() if mesh is None else mesh
     if found is None:
         rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
-        raise MeshError(compose(rule, call=f"{who}(...)", advice="as in mesh=spmd.make_mesh(data=8)"))
+        raise MeshError(rule, call=f"{who}(...)", advice="as in mesh=spmd.make_mesh(data=8)")
     if not isinstance(found, (Mesh, AbstractMesh, Mapping) if sizes else (Mesh, AbstractMesh)):
         rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(found).__name__}."
-        raise MeshError(compose(rule, call=f"{who}(...)", advice="as in mesh=spmd.make_mesh(data=8)"))
+        raise MeshError(rule, call=f"{who}(...)", advice="as in mesh=spmd.make_mesh(data=8)")
     return found
 
 
@@ -164,7 +164,7 @@ def _warn_of_whole(tree: Any, layouts: Any, mapping: AxisMapping, mesh: Any, big
         rule = "a big array lies whole on every device: nothing that its names say divides it."
         got = [*whole, f"mapping: {_rules_text(mapping)}"]
         advice = '"embed": "data" in the mapping for one of its names, or big=... to allow it'
-        warn(compose(rule, call="shard(tree, names)", got=got, advice=advice), WholeArrayWarning)
+        warn(str(Fault(rule, call="shard(tree, names)", got=got, advice=advice)), WholeArrayWarning)
 
 
 def _abstract(x: Any) -> Any:

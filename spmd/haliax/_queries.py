@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd import AxisMapping, Layout
 from spmd._trees import Each, Unknown, annotated
-from spmd.errors import LayoutError, SizeError, compose, did_you_mean
+from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.haliax._placement import mapping_of, mesh_of
 from spmd.language import axis_sizes
 
@@ -49,7 +49,7 @@ def round_axis_for_partitioning(name: str, size: int, mapping: Any = None, mesh:
     """
     if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
         rule = f"the size of a dimension is an int of at least 0, not {size!r}."
-        raise SizeError(compose(rule, call=f"round_axis_for_partitioning({name!r}, size)"))
+        raise SizeError(rule, call=f"round_axis_for_partitioning({name!r}, size)")
     parts = physical_axis_size(name, mapping, mesh) or 1
     return -(-size // parts) * parts
 
@@ -171,7 +171,7 @@ def _specs(who: str, names: Any, mapping: Any) -> Any:
             if isinstance(one, (Each, Unknown)):
                 what = "a container in an annotation, whose length only a tree tells"
             rule = f"{who} is given no arrays, so names are layouts, a tree of them, or a class of them, not {what}."
-            raise LayoutError(compose(rule, call=f"{who}(names)", advice=f'as in {who}("batch embed")'))
+            raise LayoutError(rule, call=f"{who}(names)", advice=f'as in {who}("batch embed")')
         layout = Layout(one)
         for name in rules.lacks(layout):
             _known(who, name, rules, str(one))
@@ -187,7 +187,7 @@ def _axes(who: str, name: Any, mapping: Any) -> tuple[str, ...]:
     rules = mapping_of(who, mapping)
     if not isinstance(name, str):
         rule = f"a dimension is named by a str, not by {type(name).__name__}."
-        raise LayoutError(compose(rule, call=f"{who}(name)", advice=f'as in {who}("batch")'))
+        raise LayoutError(rule, call=f"{who}(name)", advice=f'as in {who}("batch")')
     _known(who, name, rules, name)
     return rules[name]
 
@@ -196,6 +196,4 @@ def _known(who: str, name: str, rules: AxisMapping, text: str) -> None:
     if name not in rules:
         rule = f"the mapping says nothing of {name}{did_you_mean(name, rules) or '.'}"
         got = [f"mapping: {', '.join(rules) or '(empty)'}"]
-        raise LayoutError(
-            compose(rule, call=f'{who}("{text}")', got=got, advice=f'"{name}": None for a whole dimension')
-        )
+        raise LayoutError(rule, call=f'{who}("{text}")', got=got, advice=f'"{name}": None for a whole dimension')

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.errors import LayoutError, SizeError, compose, did_you_mean
+from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.language import Dim, Layout
 from spmd.mesh import check_axes, mesh_sizes
 
@@ -218,14 +218,14 @@ def known_sizes(layout: Layout, shape: Any, call: str) -> tuple[dict[str, int], 
     wrong = [f"{name}={size!r}" for name, size in given.items() if not _is_size(size)]
     if wrong:
         rule = "Sizes are global sizes, integers of at least 0."
-        raise SizeError(compose(rule, call=call, got=wrong, advice='{"b": 8, "d": 16}, or (8, 16) by position'))
+        raise SizeError(rule, call=call, got=wrong, advice='{"b": 8, "d": 16}, or (8, 16) by position')
     if not isinstance(shape, Mapping):
         return {}, [int(size) for size in given.values()]
     stray = [name for name in given if name not in layout.names]
     if stray:
         hints = [f"'{name}'{did_you_mean(str(name), layout.names) or ' is not among them'}" for name in stray]
         rule = f"Sizes are given for names of the layout: {', '.join(layout.names) or 'it has none'}."
-        raise SizeError(compose(rule, call=call, got=hints))
+        raise SizeError(rule, call=call, got=hints)
     return {name: int(size) for name, size in given.items()}, None
 
 
@@ -363,4 +363,4 @@ def no_arrow(text: Any, call: str) -> None:
     if isinstance(text, str) and "->" in text:
         advice = f'spmd.visualize(spmd.plan("{text}", sizes=..., mesh=mesh, dtype=...))'
         rule = "A picture shows one layout; a pattern's picture is that of its plan."
-        raise LayoutError(compose(rule, call=call, advice=advice))
+        raise LayoutError(rule, call=call, advice=advice)

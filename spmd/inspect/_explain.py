@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from spmd.accelerators import Hardware, hardware
-from spmd.errors import MeshError, SpmdError, compose
+from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import CollectiveReport, collectives_of_text, counts_by_kind
 from spmd.inspect._groups import axes_text, mesh_sizes
 from spmd.inspect._match import Communication, communications
@@ -191,9 +191,7 @@ def explain(
     missing: list[str] = []
     if compiled is True and not program.has_devices:
         rule = "a program is compiled for devices, and this mesh has none."
-        raise MeshError(
-            compose(rule, call="explain(..., compiled=True)", advice="compiled=None, or a mesh with devices")
-        )
+        raise MeshError(rule, call="explain(..., compiled=True)", advice="compiled=None, or a mesh with devices")
     stats = _compiled(program, compiled, missing)
     found = program.mesh if found is None else found
     sizes = {} if found is None else mesh_sizes(found)
@@ -223,9 +221,7 @@ def _check_compiled(compiled: Any) -> None:
     if compiled is None or isinstance(compiled, bool) or hasattr(compiled, "memory_analysis"):
         return
     rule = f"compiled is None, True, False or a compiled program, got {type(compiled).__name__}."
-    raise SpmdError(
-        compose(rule, call="explain(..., compiled=...)", advice="as in compiled=jax.jit(fn).lower(x).compile()")
-    )
+    raise SpmdError(rule, call="explain(..., compiled=...)", advice="as in compiled=jax.jit(fn).lower(x).compile()")
 
 
 def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
@@ -236,7 +232,7 @@ def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
             rule = "the program has a mesh of its own, and it is not the one that mesh= says."
             got = [f"the program's: {named[0]}", f"mesh=: {named[1]}"]
             advice = "without mesh=, or a program made for that mesh"
-            raise MeshError(compose(rule, call="explain(..., mesh=...)", got=got, advice=advice))
+            raise MeshError(rule, call="explain(..., mesh=...)", got=got, advice=advice)
         return
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from spmd import _compat
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
-from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError, compose
+from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
 from spmd.inspect._blocks import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
 from spmd.inspect._picture_plan import PlanDrawing
 from spmd.inspect._picture_svg import holdings_svg
@@ -82,7 +82,7 @@ class Picture:
         make = written.get(os.path.splitext(name)[1].lower())
         if make is None:
             rule = "A picture is saved as .svg, .html or .txt."
-            raise SpmdError(compose(rule, call=f'.save("{os.path.basename(name)}")', advice='.save("picture.svg")'))
+            raise SpmdError(rule, call=f'.save("{os.path.basename(name)}")', advice='.save("picture.svg")')
         with open(name, "w", encoding="utf-8") as file:
             file.write(make() + "\n")
 
@@ -164,7 +164,7 @@ def visualize(
         return Picture(_Drawn(_of_text(what, shape, mesh)))
     if (shape is not None or mesh is not None) and (isinstance(what, Plan) or hasattr(what, "sharding")):
         rule = "An array brings its shape and its mesh along; only a layout is given them."
-        raise LayoutError(compose(rule, call=_CALL, fix=Fix("visualize")))
+        raise LayoutError(rule, call=_CALL, fix=Fix("visualize"))
     if isinstance(what, Plan):
         return Picture(PlanDrawing(what))
     if isinstance(what, jax.core.Tracer):
@@ -222,7 +222,7 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
         layout = layout.with_rank(len(shape)) if layout.has_ellipsis else layout
     if layout.has_ellipsis:
         rule = "A picture needs every dimension, and only a shape tells how many '...' stands for."
-        raise LayoutError(compose(rule, call=call, advice="shape=(8, 16), or write the dimensions out"))
+        raise LayoutError(rule, call=call, advice="shape=(8, 16), or write the dimensions out")
     sizes, dims = known_sizes(layout, shape, call)
     if mesh is not None:
         return of_layout(_ambient(layout, call), sizes, _given_mesh(mesh, call), dims=dims, call=call)
@@ -231,7 +231,7 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
         if found is None:
             rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
             advice = f'as in visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
-            raise MeshError(compose(rule, call=call, advice=advice))
+            raise MeshError(rule, call=call, advice=advice)
         return of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
     layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
     bound = {name: size for name, size, _ in frame.bound if name in layout.names}
@@ -252,7 +252,7 @@ def _sequence(shape: Any, call: str) -> tuple[Any, ...]:
         return tuple(shape)
     except TypeError:
         rule = f"The shape is a tuple of global sizes or a mapping from names to them, not {type(shape).__name__}."
-        raise LayoutError(compose(rule, call=call, advice="as in (8, 16)")) from None
+        raise LayoutError(rule, call=call, advice="as in (8, 16)") from None
 
 
 def _given_mesh(mesh: Any, call: str) -> Mesh | AbstractMesh:
@@ -262,11 +262,11 @@ def _given_mesh(mesh: Any, call: str) -> Mesh | AbstractMesh:
         ]
         if wrong or not mesh:
             rule = "A mesh has at least one axis, each of a positive integer size."
-            raise MeshError(compose(rule, call=call, got=wrong, advice='as in mesh={"dp": 2, "tp": 4}'))
+            raise MeshError(rule, call=call, got=wrong, advice='as in mesh={"dp": 2, "tp": 4}')
         return _abstract({axis: int(size) for axis, size in mesh.items()})
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         rule = f"The mesh is a jax Mesh, an AbstractMesh or sizes by axis, not {type(mesh).__name__}."
-        raise MeshError(compose(rule, call=call, advice='as in mesh={"dp": 2, "tp": 4}'))
+        raise MeshError(rule, call=call, advice='as in mesh={"dp": 2, "tp": 4}')
     return mesh
 
 
@@ -356,7 +356,7 @@ def _of_typed(x: Any, call: str) -> Holdings:
     if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
         rule = "While jit traces, the compiler has not decided yet where a value lies."
         advice = 'visualize("b/dp d", x.shape, mesh=mesh), or visualize the result outside jit'
-        raise PlacementError(compose(rule, call=call, advice=advice))
+        raise PlacementError(rule, call=call, advice=advice)
     auto = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is not AxisType.Explicit]
     notes = [f"along {', '.join(auto)} the compiler decides"] if auto else []
     return _of_named(x, cast(NamedSharding, sharding), call, notes)
@@ -391,12 +391,12 @@ def _of_named(x: Any, sharding: NamedSharding, call: str, notes: list[str]) -> H
 def _nowhere(x: Any, call: str) -> SpmdError:
     if hasattr(x, "shape"):
         rule = f"A picture is of an array on devices; one of type {type(x).__name__} without a sharding lies on none."
-        return PlacementError(compose(rule, call=call, advice='as in visualize("b/dp d", x.shape, mesh=mesh)'))
+        return PlacementError(rule, call=call, advice='as in visualize("b/dp d", x.shape, mesh=mesh)')
     rule = f"What can be drawn is a layout, an array on devices or a plan, not {type(x).__name__}."
     fix, advice = None, 'as in visualize("b/dp d", (8, 16), mesh=mesh)'
     if isinstance(x, (dict, list, tuple)):
         fix, advice = "for x in jax.tree.leaves(tree): print(visualize(x))", None
-    return LayoutError(compose(rule, call=call, fix=fix, advice=advice))
+    return LayoutError(rule, call=call, fix=fix, advice=advice)
 
 
 def _kind(x: Any) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd._jaxprs import equations
 from spmd._trees import is_array, is_number
-from spmd.errors import SpmdError, compose
+from spmd.errors import SpmdError
 from spmd.kernels import Kernel
 from spmd.mesh import ambient_mesh, outside_trace
 
@@ -78,13 +78,13 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
     staged = hasattr(fn, "as_text") or (hasattr(fn, "jaxpr") and hasattr(fn, "lower"))
     if staged and (args or kwargs):
         rule = "a traced, lowered or compiled program has its arguments already: pass it alone."
-        raise SpmdError(compose(rule, call=f"{verb}({type(fn).__name__}, ...)", advice=f"{verb}(program)"))
+        raise SpmdError(rule, call=f"{verb}({type(fn).__name__}, ...)", advice=f"{verb}(program)")
     if staged:
         return _staged(fn)
     if not callable(fn):
         rule = f"{verb} takes a kernel, a function, or a traced, lowered or compiled program."
         advice = f"{verb}(fn, x) with the function itself, not what it returns"
-        raise SpmdError(compose(rule, call=f"{verb}(...)", got=[type(fn).__name__], advice=advice))
+        raise SpmdError(rule, call=f"{verb}(...)", got=[type(fn).__name__], advice=advice)
     with _under(mesh):
         traced = _traceable(fn, args, kwargs)
         jaxpr = getattr(traced, "jaxpr", None)

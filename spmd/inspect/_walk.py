@@ -16,7 +16,7 @@ from spmd import _compat
 from spmd._jaxprs import Held, call_of, held, is_unknown, opened
 from spmd.checker._collectives import COMMUNICATES, axes_of
 from spmd.checker._source import line_of
-from spmd.errors import MeshError, compose
+from spmd.errors import MeshError
 from spmd.inspect._collectives import sent_bytes
 from spmd.inspect._groups import axes_of_pairs
 from spmd.inspect._placement import (
@@ -207,7 +207,7 @@ class Walk:
         if dict(mesh.shape) != self.sizes:
             rule = "what is looked at has one mesh, and the kernels of this program are on two."
             got = ["mesh " + ", ".join(f"{a}={n}" for a, n in sizes.items()) for sizes in (self.sizes, mesh.shape)]
-            raise MeshError(compose(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself"))
+            raise MeshError(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself")
         new = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
         if not site.manual:
             specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd._trees import is_array
-from spmd.errors import SpmdError, compose
+from spmd.errors import SpmdError
 from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
 from spmd.inspect._program import meshes_of_jaxpr, stage
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
@@ -55,7 +55,7 @@ def written(
         jaxpr = stage("explain", *asked, mesh).jaxpr
     if jaxpr is None:
         rule = "the written view is read off the trace, which a lowered or compiled program does not have any more."
-        raise SpmdError(compose(rule, call="explain(fn, ...)", advice="the function itself, or fn.trace(...)"))
+        raise SpmdError(rule, call="explain(fn, ...)", advice="the function itself, or fn.trace(...)")
     jaxpr = _compat.live_jaxpr(getattr(jaxpr, "jaxpr", jaxpr))
     leaves = _leaves(fn, args, kwargs, len(jaxpr.invars))
     sizes = _sizes(fn, jaxpr, [leaf for _, leaf in leaves], mesh)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd.errors import PlacementError, compose, warn
+from spmd.errors import Fault, PlacementError, warn
 from spmd.language import Layout
 from spmd.mesh import abstract_of
 
@@ -121,4 +121,4 @@ def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -
         shown["fix"] = f"jax.vmap(fn, spmd_axis_name={name})"
     if strict:
         raise PlacementError(f'{rule[:-1]}, and boundary="error" forbids moving it.', **shown)
-    warn(compose(rule, **shown), VmapWarning)
+    warn(str(Fault(rule, **shown)), VmapWarning)

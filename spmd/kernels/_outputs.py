@@ -16,7 +16,7 @@ from spmd._lax import to_reduced
 from spmd._trees import Static, matched, unwrapped
 from spmd.checker import check_jaxpr, explain_output
 from spmd.comm._marks import mark, same_axes, tag_of
-from spmd.errors import Fix, ReplicationError, SpmdError, compose
+from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.language import Layout, verb_for
@@ -260,7 +260,7 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
         else "a result differs on a mesh axis that its layout does not mention: it would be lost or "
         "silently replicated."
     )
-    text = compose(
+    return ReplicationError(
         rule,
         call=plan.signature.text,
         source=plan.signature.source,
@@ -268,7 +268,6 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
         fix=tuple(dict.fromkeys(fixes)),
         advice="; ".join(dict.fromkeys(advice)) or None,
     )
-    return ReplicationError(text)
 
 
 def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spmd.errors import Fix, LayoutError, did_you_mean
+from spmd.errors import Fix, LayoutError, SpmdError, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
 __all__ = ["Signature"]
@@ -66,7 +66,7 @@ class Signature:
         got: Sequence[str] = (),
         fix: str | Fix | Sequence[str | Fix] | None = None,
         advice: str | None = None,
-        error: type[ValueError] = LayoutError,
+        error: type[SpmdError] = LayoutError,
         span: Any = None,
     ) -> NoReturn:
         shown = {"call": self.text, "source": self.source, "span": span}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import LayoutError, SizeError, SpmdError, compose
+from spmd.errors import LayoutError, SizeError, SpmdError
 from spmd.language import Dim, Layout, spaced
 
 __all__ = ["bind_sizes"]
@@ -148,4 +148,4 @@ def _raise(
     advice = (
         f"for another dimension another name, or _: the signature binds {shown} for the whole body" if twice else None
     )
-    raise kind(compose(what, call=text, source=source, span=span, got=got, advice=advice))
+    raise kind(what, call=text, source=source, span=span, got=got, advice=advice)

@@ -12,7 +12,7 @@ from typing import Any
 
 from spmd import _compat
 from spmd._notebook import shown_file
-from spmd.errors import MeshError, ModeError, ReplicationError, compose, did_you_mean
+from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
 from spmd.kernels._signature import Signature
 from spmd.modes import Frame
 
@@ -38,7 +38,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
     shown: dict[str, Any] = {"call": signature.text, "source": signature.source}
     if "manual axis types do not match" in text:
         if "carry" in text:
-            return ReplicationError(_carry(text, got, shown, frame))
+            return _carry(text, got, shown, frame)
         if text.startswith(("cond branches", "switch branches")):
             rule = "the branches give values of different types: equal on an axis in one, varying on it in another."
             fix = "spmd.cond(predicate, true_fn, false_fn, *operands)"
@@ -74,7 +74,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> Exception |
     return None
 
 
-def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> str:
+def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> ReplicationError:
     facts = re.findall(
         r"[Tt]he input carry (?:component )?(\S+) has type (\S+)\s+but[^;]*?component has type (\S+?),? so the manual",
         text,
@@ -93,7 +93,7 @@ def _carry(text: str, got: list[str], shown: dict[str, Any], frame: Frame) -> st
         'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; where it becomes a '
         f'gathered copy, also on those of the mark in spmd.zeros("<its layout> {{R:{axes}}}")'
     )
-    return compose(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
+    return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
 
 
 def _named_axis(error: BaseException, frame: Frame) -> str | None:

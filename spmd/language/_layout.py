@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
-from spmd.errors import LayoutError, MeshError, SizeError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language._parse import Parser
 from spmd.language._syntax import Atom, Dim, Fault, Span, check, check_form, normal
 
@@ -61,10 +61,8 @@ class Layout:
             return text
         if not isinstance(text, str):
             raise LayoutError(
-                compose(
-                    f"A layout is a string such as 'b/dp s d', but this is of type {type(text).__name__}.",
-                    call=call,
-                )
+                f"A layout is a string such as 'b/dp s d', but this is of type {type(text).__name__}.",
+                call=call,
             )
         try:
             return _parsed(str(text))
@@ -98,16 +96,14 @@ class Layout:
         try:
             check_form(dims, (*unreduced, *reduced))
         except Fault as fault:
-            raise LayoutError(compose(fault.rule, call="Layout.from_dims(...)")) from None
+            raise LayoutError(fault.rule, call="Layout.from_dims(...)") from None
         dims = tuple(normal(dim) for dim in dims)
         try:
             check(dims, unreduced, reduced, {})
         except Fault as fault:
             text = _text(dims, unreduced, reduced)
             if source is None:
-                raise LayoutError(
-                    compose(fault.rule, call=f'the layout "{text}"', fix=fault.fix, advice=fault.advice)
-                ) from None
+                raise LayoutError(fault.rule, call=f'the layout "{text}"', fix=fault.fix, advice=fault.advice) from None
             raise_fault(fault, source, f'"{source}", read as "{text}"')
         return make(dims, tuple(sorted(unreduced)), tuple(sorted(reduced)), source)
 
@@ -185,7 +181,7 @@ class Layout:
             if atom.name == name and atom.named:
                 return atom.axes or ()
         hint = did_you_mean(name, self.names)
-        raise LayoutError(compose(f"The layout has no dimension '{name}'{hint or '.'}", call=repr(self)))
+        raise LayoutError(f"The layout has no dimension '{name}'{hint or '.'}", call=repr(self))
 
     @property
     def short(self) -> str:
@@ -294,7 +290,7 @@ class Layout:
         if missing < 0 or (missing and not self.has_ellipsis):
             least = "at least " if self.has_ellipsis else ""
             named = sum(not dim.ellipsis for dim in self.dims)
-            raise SizeError(compose(f"The layout has rank {least}{named}, not {rank}.", call=repr(self)))
+            raise SizeError(f"The layout has rank {least}{named}, not {rank}.", call=repr(self))
         dims: list[Dim] = []
         for dim in self.dims:
             unnamed = Dim((Atom("_", (), None, dim.span),), span=dim.span)
@@ -326,7 +322,7 @@ class Layout:
         """
         front = Layout(dims)
         if front.unreduced or front.reduced:
-            raise LayoutError(compose("Only dimensions can be prepended, not marks.", call=f'.prepend("{front}")'))
+            raise LayoutError("Only dimensions can be prepended, not marks.", call=f'.prepend("{front}")')
         return Layout.from_dims((*front.dims, *self.dims), self.unreduced, self.reduced)
 
     def bind(self, **axes: Axes) -> Layout:
@@ -405,8 +401,8 @@ class Layout:
     def _fault(self, span: Span, rule: str, advice: str | None = None) -> NoReturn:
         """Raise a LayoutError that points at a part of this layout."""
         if self.source is None:
-            raise LayoutError(compose(rule, call=repr(self), advice=advice))
-        raise LayoutError(compose(rule, source=self.source, span=span, advice=advice))
+            raise LayoutError(rule, call=repr(self), advice=advice)
+        raise LayoutError(rule, source=self.source, span=span, advice=advice)
 
     def _need_rank(self) -> None:
         for dim in self.dims:
@@ -427,7 +423,7 @@ class Layout:
                 if len(hints) == 1
                 else "The mesh lacks mesh axes of the layout."
             )
-            raise MeshError(compose(rule, call=repr(self), got=[*hints, f"mesh {mesh or 'without axes'}"]))
+            raise MeshError(rule, call=repr(self), got=[*hints, f"mesh {mesh or 'without axes'}"])
 
 
 def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], source: str | None) -> Layout:
@@ -453,7 +449,7 @@ def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 def raise_fault(fault: Fault, source: str, call: str) -> NoReturn:
     """Raise what the parser found as a LayoutError, with the call it happened in."""
     shown = {"call": call, "source": source, "span": fault.span}
-    raise LayoutError(compose(fault.rule, **shown, fix=fault.fix, advice=fault.advice)) from None
+    raise LayoutError(fault.rule, **shown, fix=fault.fix, advice=fault.advice) from None
 
 
 @lru_cache(maxsize=4096)
@@ -474,5 +470,5 @@ def _bound(axis: str, value: Axes) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) and name.isidentifier() for name in names):
         rule = "A mesh axis is bound to a name, a tuple of names, or None."
-        raise LayoutError(compose(rule, got=[f"{axis}={value!r} of type {type(value).__name__}"]))
+        raise LayoutError(rule, got=[f"{axis}={value!r} of type {type(value).__name__}"])
     return tuple(names)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from spmd.errors import LayoutError, MeshError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, did_you_mean
 from spmd.language._layout import Axes, Layout
 from spmd.language._syntax import Atom, Dim, Span, divided, writable
 
@@ -41,7 +41,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
             pairs = dict(rules)
         except (TypeError, ValueError):
             rule = f"The rules of a mapping are a dict, but this is of type {type(rules).__name__}."
-            raise LayoutError(compose(rule, advice='as in AxisMapping({"batch": "dp"})')) from None
+            raise LayoutError(rule, advice='as in AxisMapping({"batch": "dp"})') from None
         found = {str(name): _checked(name, value) for name, value in pairs.items()}
         object.__setattr__(self, "_rules", found)
         object.__setattr__(self, "_hash", hash(frozenset(found.items())))
@@ -59,7 +59,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
             return _EMPTY
         if not isinstance(rules, Mapping):
             rule = f"A mapping is an AxisMapping or a dict, but this is of type {type(rules).__name__}."
-            raise LayoutError(compose(rule, advice='as in AxisMapping({"batch": "dp"})'))
+            raise LayoutError(rule, advice='as in AxisMapping({"batch": "dp"})')
         return AxisMapping(rules)
 
     @property
@@ -89,7 +89,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         for name in names:
             if name not in self._rules:
                 hint = did_you_mean(name, self._rules) or "."
-                raise LayoutError(compose(f"The mapping has no rule for '{name}'{hint}", call=repr(self)))
+                raise LayoutError(f"The mapping has no rule for '{name}'{hint}", call=repr(self))
         return AxisMapping({name: self._rules[name] for name in names})
 
     def check(self, mesh_axis_names: Iterable[str]) -> None:
@@ -109,7 +109,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         ]
         if missing:
             got = [*missing, f"mesh axes {', '.join(known) or '(none)'}"]
-            raise MeshError(compose("The rules of a mapping name axes of the mesh.", call=repr(self), got=got))
+            raise MeshError("The rules of a mapping name axes of the mesh.", call=repr(self), got=got)
 
     def lacks(self, layout: Layout | str) -> tuple[str, ...]:
         """Return the bare names of a layout that have no rule, in order.
@@ -153,7 +153,7 @@ class AxisMapping(Mapping[str, tuple[str, ...]]):
         if missing:
             rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
             shown = [*(got or [f'"{layout.short}"']), f"mapping: {', '.join(self)}"]
-            raise LayoutError(compose(rule, call=call, got=shown, advice=f'"{missing[0]}": None for a whole dimension'))
+            raise LayoutError(rule, call=call, got=shown, advice=f'"{missing[0]}": None for a whole dimension')
         return self.resolve(layout)
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
@@ -206,17 +206,15 @@ def _checked(name: object, value: object) -> tuple[str, ...]:
         else f"{name!r}: {type(value).__name__}"
     )
     if not writable(name) or name == "scalar":
-        raise LayoutError(
-            compose("The keys of a mapping are names of dimensions.", call="AxisMapping(...)", got=[shown])
-        )
+        raise LayoutError("The keys of a mapping are names of dimensions.", call="AxisMapping(...)", got=[shown])
     axes = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(axes, (tuple, list)) or not all(map(writable, axes)):
         rule = "A rule says a mesh axis, a tuple of mesh axes (major first), or None for whole."
-        raise LayoutError(compose(rule, call="AxisMapping(...)", got=[shown]))
+        raise LayoutError(rule, call="AxisMapping(...)", got=[shown])
     for place, axis in enumerate(axes):
         if axis in axes[:place]:
             rule = f"A rule divides over each mesh axis once, but '{axis}' occurs twice."
-            raise LayoutError(compose(rule, call="AxisMapping(...)", got=[shown]))
+            raise LayoutError(rule, call="AxisMapping(...)", got=[shown])
     return tuple(map(str, axes))  # NumPy's strings have a repr of their own
 
 
@@ -286,7 +284,7 @@ def _need_leading(mapping: AxisMapping, layout: Layout, dim: Dim, ruled: set[str
 def _raise(layout: Layout, atom: Atom, rule: str, got: list[str], advice: str | None = None) -> NoReturn:
     source = layout.source
     shown = {"call": repr(layout)} if source is None else {"source": source, "span": atom.span}
-    raise LayoutError(compose(rule, got=got, advice=advice, **shown))  # type: ignore[arg-type]
+    raise LayoutError(rule, got=got, advice=advice, **shown)  # type: ignore[arg-type]
 
 
 _EMPTY = AxisMapping()

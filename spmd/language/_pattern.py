@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError
 from spmd.language._layout import Axes, Layout, make, raise_fault
 from spmd.language._parse import Parser
 from spmd.language._syntax import Fault, Parsed
@@ -56,7 +56,7 @@ class Pattern:
             return text
         if not isinstance(text, str):
             rule = f"A pattern is a string such as 'b/dp d -> b d', but this is of type {type(text).__name__}."
-            raise LayoutError(compose(rule, call=call))
+            raise LayoutError(rule, call=call)
         try:
             return _parsed(str(text), bool(arrow))
         except Fault as fault:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError
 
 if TYPE_CHECKING:
     from spmd.language._layout import Layout
@@ -20,10 +20,10 @@ def read(array: Any, names: Layout) -> Layout:
     dims = names.with_rank(len(shape)) if names.has_ellipsis and len(shape) + 1 >= len(names.dims) else names
     if len(dims.dims) != len(shape):
         rule = f"The names are of {len(dims.dims)} dimensions, the array has {len(shape)}."
-        raise LayoutError(compose(rule, call=call, got=[f"shape {shape}"]))
+        raise LayoutError(rule, call=call, got=[f"shape {shape}"])
     if names.axis_names:
         fix = f'"{names.without(*names.axis_names).short}"'
-        raise LayoutError(compose("Layout.of reads the mesh axes; give it names only.", call=call, fix=fix))
+        raise LayoutError("Layout.of reads the mesh axes; give it names only.", call=call, fix=fix)
     sharding = getattr(array, "sharding", None)
     if sharding is None:
         sharding = getattr(_type(array, call), "sharding", None)
@@ -31,7 +31,7 @@ def read(array: Any, names: Layout) -> Layout:
         if sharding is None or sharding.is_fully_replicated:
             return dims
         rule = "Only an array with a NamedSharding has a layout; this one is divided otherwise."
-        raise LayoutError(compose(rule, call=call, got=[f"a {type(sharding).__name__}"]))
+        raise LayoutError(rule, call=call, got=[f"a {type(sharding).__name__}"])
     spec = sharding.spec
     entries = [_axes(entry, call) for entry in spec.partitions] + [()] * (len(shape) - len(spec))
     placed = [
@@ -48,7 +48,7 @@ def _type(array: Any, call: str) -> Any:
         return jax.typeof(array)
     except TypeError:
         kind = f"one of dtype {array.dtype}" if hasattr(array, "dtype") else f"of type {type(array).__name__}"
-        raise LayoutError(compose(f"Layout.of reads an array, and this is {kind}.", call=call)) from None
+        raise LayoutError(f"Layout.of reads an array, and this is {kind}.", call=call) from None
 
 
 def _axes(entry: Any, call: str) -> tuple[str, ...]:
@@ -58,4 +58,4 @@ def _axes(entry: Any, call: str) -> tuple[str, ...]:
         return (entry,)
     if isinstance(entry, tuple):
         return entry
-    raise LayoutError(compose("A dimension that JAX left unconstrained has no layout.", call=call))
+    raise LayoutError("A dimension that JAX left unconstrained has no layout.", call=call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from spmd.errors import SizeError, compose
+from spmd.errors import SizeError
 from spmd.language._layout import axes_product
 from spmd.language._syntax import Dim, divided
 
@@ -51,7 +51,7 @@ def _need_fit(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int]) -
         said = spaced(layout, len(shape))
         hint = f'; names are separated by spaces: "{said}"' if said else ""
         rule = f"The layout has {count} dimension{'s' * (count != 1)}, the array has {len(shape)}{hint}."
-        raise SizeError(compose(rule, call=repr(layout), got=[f"shape {shape}"]))
+        raise SizeError(rule, call=repr(layout), got=[f"shape {shape}"])
 
 
 def spaced(layout: Layout, rank: int) -> str | None:
@@ -90,4 +90,4 @@ def _one(text: str, name: str, size: int, axes: tuple[str, ...], mesh: Mapping[s
 
 def _raise(layout: Layout, shape: tuple[int, ...], failures: list[str], rule: str) -> None:
     if failures:
-        raise SizeError(compose(rule, call=f"{layout.short!r} with shape {shape}", got=failures))
+        raise SizeError(rule, call=f"{layout.short!r} with shape {shape}", got=failures)

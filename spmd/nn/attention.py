@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError, axis_size, einsum, iota, scope, size, softmax, take
-from spmd.errors import compose, did_you_mean
+from spmd.errors import did_you_mean
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
 from spmd.nn.masks import attention_mask, check_positive
@@ -100,15 +100,13 @@ def dot_product_attention(
     k, v = spread_heads((k, v), tp=tp) if _is_whole(kv_heads, "dot_product_attention") else (k, v)
     if q.shape[-2] % k.shape[-2]:
         rule = f"each key head serves equally many query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
-        raise SizeError(compose(rule, call="dot_product_attention(q, k, v)", got=_shapes(q=q, k=k)))
+        raise SizeError(rule, call="dot_product_attention(q, k, v)", got=_shapes(q=q, k=k))
     if softcap is not None and implementation is not None:
         rule = f"the implementation {implementation!r} knows no soft cap."
-        raise LayoutError(compose(rule, call="dot_product_attention(q, k, v, softcap=...)", fix="implementation=None"))
+        raise LayoutError(rule, call="dot_product_attention(q, k, v, softcap=...)", fix="implementation=None")
     if mask is not None and mask.dtype != bool:
         rule = f"a mask is True where a query sees a key, and not of {mask.dtype}; what is added to scores is the bias."
-        raise LayoutError(
-            compose(rule, call="dot_product_attention(q, k, v, mask=...)", advice="what is added is bias=")
-        )
+        raise LayoutError(rule, call="dot_product_attention(q, k, v, mask=...)", advice="what is added is bias=")
     check_positive("dot_product_attention(q, k, v)", window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = positions
@@ -248,14 +246,14 @@ def multi_head_attention(
     if attend is None and cp is not None:
         rule = "dot_product_attention works on whole sequences, and cp divides this one."
         advice = "attend=lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp=..., tp=..., causal=True)"
-        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., cp=...)", advice=advice))
+        raise LayoutError(rule, call="multi_head_attention(x, ..., cp=...)", advice=advice)
     if attend is not None and options:
         rule = f"attend is given, so {', '.join(sorted(options))} would not be used: pass them in it."
-        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., attend=...)"))
+        raise LayoutError(rule, call="multi_head_attention(x, ..., attend=...)")
     if positions is not None and frequencies is None:
         rule = "positions are those of the rotary embedding, and without frequencies there is none."
         advice = "as in frequencies=spmd.nn.rotary_frequencies(k)"
-        raise LayoutError(compose(rule, call="multi_head_attention(x, ..., positions=...)", advice=advice))
+        raise LayoutError(rule, call="multi_head_attention(x, ..., positions=...)", advice=advice)
     if _is_whole(kv_heads, "multi_head_attention"):
         wk, wv = spread_heads((wk, wv), tp=tp)  # the weights, so that no head is computed that is not used
         biases = biases and (biases[0], *spread_heads(biases[1:], tp=tp))
@@ -336,20 +334,18 @@ def _is_whole(kv_heads: str, call: str) -> bool:
     if kv_heads not in ("divided", "whole"):
         hint = did_you_mean(str(kv_heads), ("divided", "whole")) or "."
         rule = f"kv_heads is 'divided' or 'whole', not {kv_heads!r}{hint}"
-        raise LayoutError(compose(rule, call=f"{call}(..., kv_heads={kv_heads!r})"))
+        raise LayoutError(rule, call=f"{call}(..., kv_heads={kv_heads!r})")
     return kv_heads == "whole"
 
 
 def _check_counted(q: Any, k: Any) -> None:
     if q.shape[-3] != k.shape[-3]:
         raise SizeError(
-            compose(
-                "causal masks and windows compare positions, and there are not as many queries as keys: which "
-                "query stands where?",
-                call="dot_product_attention(q, k, v, causal=True)",
-                got=_shapes(q=q, k=k),
-                advice="positions=(q_positions, k_positions)",
-            )
+            "causal masks and windows compare positions, and there are not as many queries as keys: which "
+            "query stands where?",
+            call="dot_product_attention(q, k, v, causal=True)",
+            got=_shapes(q=q, k=k),
+            advice="positions=(q_positions, k_positions)",
         )
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, axis_size, einsum, full, iota, rearrange, scope, size, softmax, zeros
-from spmd.errors import compose
 from spmd.nn.dtypes import wide
 from spmd.nn.masks import attention_mask, check_positive
 
@@ -125,7 +124,7 @@ def kv_cache_append(
     """
     if tokens not in ("whole", "striped"):
         rule = f"tokens are 'whole' on each device of cp or 'striped' over it, not {tokens!r}."
-        raise LayoutError(compose(rule, call="kv_cache_append(cache, k, v, positions)"))
+        raise LayoutError(rule, call="kv_cache_append(cache, k, v, positions)")
     blocks = axis_size(cp) if cp else 1
     names = {"cp": cp, "tp": tp}
     opened = {

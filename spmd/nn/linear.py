@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import all_gather, axis_size, defer, einsum, scope
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError
 from spmd.nn.overlap import einsum_scatter, ring_columns
 
 __all__ = ["column_linear", "gated_mlp", "mlp", "qkv_linear", "row_linear"]
@@ -185,7 +185,7 @@ def qkv_linear(
     """
     if w.ndim != 4 or w.shape[2] < 3:
         rule = 'a fused weight has for each group its queries, its key and its value: "d g/tp j k" with j = r + 2.'
-        raise LayoutError(compose(rule, call="qkv_linear(x, w)", got=[f"w: shape {w.shape}"]))
+        raise LayoutError(rule, call="qkv_linear(x, w)", got=[f"w: shape {w.shape}"])
     y = column_linear(x, w, b, tp=tp, sp=sp, cp=cp, overlap=overlap)
     queries = y[..., :-2, :]
     return queries.reshape(*y.shape[:-3], -1, y.shape[-1]), y[..., -2, :], y[..., -1, :]
@@ -316,9 +316,7 @@ def gated_mlp(
     else:
         rule = 'w_in is the pair (gate, up) of "d f/tp" each, or fused "d 2 f/tp".'
         got = [f"w_in: {type(w_in).__name__ if shape is None else f'shape {shape}'}"]
-        raise LayoutError(
-            compose(rule, call="gated_mlp(x, w_in, w_out)", got=got, advice="as in jnp.stack((gate, up), 1)")
-        )
+        raise LayoutError(rule, call="gated_mlp(x, w_in, w_out)", got=got, advice="as in jnp.stack((gate, up), 1)")
     return row_linear(activation(gate) * up, w_out, b_out, tp=tp, sp=sp, cp=cp, overlap=overlap)
 
 
@@ -347,13 +345,11 @@ def _is_ring(name: str, tp: Axes, sp: Axes) -> bool:
     if (tp if isinstance(tp, tuple) else (tp,)) != (sp if isinstance(sp, tuple) else (sp,)):
         rule = "a ring over the devices of tp moves a sequence that is divided over the same."
         advice = f"sp={tp!r}, or overlap=False"
-        raise LayoutError(
-            compose(rule, call=f"{name}(x, w, overlap=True)", got=[f"tp={tp!r}", f"sp={sp!r}"], advice=advice)
-        )
+        raise LayoutError(rule, call=f"{name}(x, w, overlap=True)", got=[f"tp={tp!r}", f"sp={sp!r}"], advice=advice)
     return sp is not None and axis_size(sp) > 1
 
 
 def _check_rank(name: str, x: Any, rank: int, layout: str, which: str = "w") -> None:
     if jnp.ndim(x) < rank:
         rule = f"{which} lies as {layout}: it has at least {rank} dimension{'s' * (rank != 1)}."
-        raise LayoutError(compose(rule, call=f"{name}(x, w)", got=[f"{which}: shape {jnp.shape(x)}"]))
+        raise LayoutError(rule, call=f"{name}(x, w)", got=[f"{which}: shape {jnp.shape(x)}"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_gather, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size
-from spmd.errors import LayoutError, SizeError, compose, did_you_mean
+from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.nn.dtypes import wide
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -160,7 +160,7 @@ def linear_cross_entropy(
     """
     if not isinstance(chunks, int) or chunks < 1:
         rule = f"chunks is a positive number of parts, not {chunks!r}."
-        raise LayoutError(compose(rule, call="linear_cross_entropy(x, table, labels)"))
+        raise LayoutError(rule, call="linear_cross_entropy(x, table, labels)")
     if sp is None:
         x = defer(x, "... d -> ... d {R:tp}", tp=tp)
     else:
@@ -267,16 +267,16 @@ def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, r
     if reduction not in REDUCTIONS:
         hint = did_you_mean(reduction, REDUCTIONS) if isinstance(reduction, str) else ""
         rule = f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}{hint or '.'}"
-        raise LayoutError(compose(rule, call=call))
+        raise LayoutError(rule, call=call)
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         got = [f"labels: {jnp.result_type(labels)}{list(jnp.shape(labels))}"]
-        raise LayoutError(compose("labels are integers, the numbers of tokens in the vocabulary.", call=call, got=got))
+        raise LayoutError("labels are integers, the numbers of tokens in the vocabulary.", call=call, got=got)
     if not 0 <= smoothing <= 1:
-        raise LayoutError(compose(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=call))
+        raise LayoutError(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=call)
     tokens, marks = scores.shape[:-1], jnp.shape(labels if mask is None else mask)
     if not tokens == jnp.shape(labels) == marks:
         rule = "each token has its own label, and its own number in a mask: broadcast, they would be counted once."
         got = [f"tokens: shape {tokens}", f"labels: shape {jnp.shape(labels)}", f"mask: shape {marks}"]
         fix = "jnp.broadcast_to(mask, labels.shape)" if tokens == jnp.shape(labels) else None
-        raise SizeError(compose(rule, call=call, got=got if mask is not None else got[:2], fix=fix))
+        raise SizeError(rule, call=call, got=got if mask is not None else got[:2], fix=fix)
     return labels.astype(jnp.int32)

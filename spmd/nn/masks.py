@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import SizeError
-from spmd.errors import compose
 
 __all__ = ["attention_mask", "check_positive"]
 
@@ -81,4 +80,4 @@ def check_positive(call: str, **given: Any) -> None:
             continue
         kinds, what = ((int, float, np.number), "a number") if name == "softcap" else ((int, np.integer), "an int")
         if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
-            raise SizeError(compose(f"{name} is {what} above zero, or None, not {value!r}.", call=call))
+            raise SizeError(f"{name} is {what} above zero, or None, not {value!r}.", call=call)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd import SizeError, annotate, reduce, scope
-from spmd.errors import compose
 from spmd.nn.dtypes import wide
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -117,5 +116,5 @@ def _like(features: Any, x: Any, tp: Axes, what: str) -> Any:
         rule = f"{what} has one number for each feature."
         got = [f"x: {x.shape[-1]} features here", f"{what}: {features.shape[0]} here"]
         advice = f'what rests divided is gathered first, as in all_gather({what}, "d/fsdp -> d")'
-        raise SizeError(compose(rule, call=f"norm(x, {what})", got=got, advice=advice))
+        raise SizeError(rule, call=f"norm(x, {what})", got=got, advice=advice)
     return jnp.expand_dims(features.astype(x.dtype), tuple(range(x.ndim - 1)))

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import LayoutError, axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
-from spmd.errors import compose
 from spmd.nn.dtypes import wide
 
 __all__ = ["einsum_scatter", "gather_einsum", "ring_columns"]
@@ -157,7 +156,7 @@ def _check_ranks(call: str, arrays: dict[str, Any]) -> None:
     short = [f"{name}: shape {jnp.shape(x)}" for name, x in arrays.items() if jnp.ndim(x) < 2]
     if short:
         rule = 'x lies as "... s d" and w as "d f": both have at least two dimensions.'
-        raise LayoutError(compose(rule, call=call, got=short))
+        raise LayoutError(rule, call=call, got=short)
 
 
 # --- the products and their gradients ---------------------------------------------------------------------------

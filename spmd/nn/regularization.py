@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd import Layout, annotate, random, size
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError
 
 __all__ = ["dropout"]
 
@@ -58,7 +58,7 @@ def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
     """
     if not 0 <= rate < 1:
         rule = f"rate is the part that is dropped, at least 0 and below 1, not {rate!r}."
-        raise LayoutError(compose(rule, call=f'dropout(x, key, "{layout}")'))
+        raise LayoutError(rule, call=f'dropout(x, key, "{layout}")')
     x = annotate(x, layout, **names)  # a mask of another rank would broadcast
     if rate == 0:
         return x

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError
-from spmd.errors import compose, did_you_mean
+from spmd.errors import did_you_mean
 from spmd.nn.dtypes import wide
 
 __all__ = ["rotary_embedding", "rotary_frequencies"]
@@ -55,7 +55,7 @@ def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: b
     turned = 2 * frequencies.shape[-1]
     if turned > x.shape[-1]:
         rule = f"{turned // 2} frequencies turn {turned} features, and x has {x.shape[-1]}."
-        raise SizeError(compose(rule, call="rotary_embedding(x, positions, frequencies)"))
+        raise SizeError(rule, call="rotary_embedding(x, positions, frequencies)")
     at, turns = positions.astype(wide(x)), frequencies.astype(wide(x))
     angles = at[..., None, None] * turns.reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
@@ -115,11 +115,11 @@ def rotary_frequencies(
     """
     call = f"rotary_frequencies({k!r})"
     if k % 2:
-        raise SizeError(compose(f"features are turned in pairs, and {k} is odd.", call=call))
+        raise SizeError(f"features are turned in pairs, and {k} is odd.", call=call)
     if scaling not in (None, *SCALINGS):
         shown = ", ".join(map(repr, SCALINGS))
         hint = did_you_mean(str(scaling), SCALINGS) or "."
-        raise LayoutError(compose(f"scaling is None or one of {shown}, not {scaling!r}{hint}", call=call))
+        raise LayoutError(f"scaling is None or one of {shown}, not {scaling!r}{hint}", call=call)
     if scaling == "ntk" and k > 2:
         theta = theta * factor ** (k / (k - 2))
     frequencies = theta ** (-jnp.arange(0, k, 2, dtype=float) / k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd import all_gather, all_to_all, defer, einsum, scope, take
-from spmd.errors import LayoutError, compose, did_you_mean
+from spmd.errors import LayoutError, did_you_mean
 
 __all__ = ["embedding", "unembedding"]
 
@@ -67,7 +67,7 @@ def embedding(
     if over not in PARTS:
         hint = did_you_mean(over, PARTS) if isinstance(over, str) else ""
         rule = f"over is {' or '.join(map(repr, PARTS))}, not {over!r}{hint or '.'}"
-        raise LayoutError(compose(rule, call="embedding(ids, table)"))
+        raise LayoutError(rule, call="embedding(ids, table)")
     if over == "vocabulary":
         if sp is None:
             return take(table, ids, "[v/tp] d, ... -> ... d", tp=tp)

@@ -15,7 +15,7 @@ from spmd import _compat
 from spmd.comm._call import open_call
 from spmd.comm._keywords import as_array, check_array, kind_of, misfit
 from spmd.comm._marks import assert_equal_p, mark, tag_of
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError
 from spmd.language import Layout
 from spmd.modes import current_frame, try_frame
 from spmd.ops._sizes import named_axes
@@ -105,7 +105,7 @@ def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
     call = f"assert_equal(x, {axes!r})"
     frame = current_frame("spmd.assert_equal")
     if not isinstance(why, str) or not why.strip():
-        raise LayoutError(compose("a reader wants to know why the value is equal.", call=call, advice='why="..."'))
+        raise LayoutError("a reader wants to know why the value is equal.", call=call, advice='why="..."')
     chosen = frame.in_mesh_order(named_axes(axes, frame, call))
     if not frame.explicit:
         return x
@@ -155,18 +155,18 @@ def _check_format(fmt: Any, arrays: Sequence[Any], named: Mapping[str, Any]) -> 
     call, advice = "debug_print(...)", 'a format string, then the values: debug_print("loss {}", loss)'
     if not isinstance(fmt, str):
         rule = f"the format string comes first, and this is {kind_of(fmt)}."
-        raise LayoutError(compose(rule, call=call, advice=advice))
+        raise LayoutError(rule, call=call, advice=advice)
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(fmt) if name is not None]
     except ValueError as error:
-        raise LayoutError(compose(f"this is not a format string: {error}.", call=call, advice=advice)) from None
+        raise LayoutError(f"this is not a format string: {error}.", call=call, advice=advice) from None
     roots = [re.split(r"[.\[]", name)[0] for name in fields]
     given = {*map(str, range(len(arrays))), *named}
     lacking = [name for name in roots if name and name not in given]
     if lacking or roots.count("") > len(arrays):
         shown = f"{{{lacking[0]}}}" if lacking else "{}"
         got = [f"by position: {len(arrays)}; by name: {', '.join(named) or 'none'}"]
-        raise LayoutError(compose(f"no value fills {shown}.", call=call, got=got, advice=advice))
+        raise LayoutError(f"no value fills {shown}.", call=call, got=got, advice=advice)
 
 
 @dataclass(frozen=True)

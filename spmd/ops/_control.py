@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from spmd import _compat
 from spmd.comm._keywords import check_array, misfit
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError
 from spmd.modes import current_frame
 
 __all__ = ["cond"]
@@ -51,16 +51,14 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
     for branch in (true_fn, false_fn):
         if not callable(branch):
             rule = f"the branches of cond are functions, and this one is a {type(branch).__name__}."
-            raise LayoutError(compose(rule, call="cond(predicate, true_fn, false_fn, *operands)"))
+            raise LayoutError(rule, call="cond(predicate, true_fn, false_fn, *operands)")
     for what, value in [("the predicate", predicate), *(("an operand", x) for x in jax.tree.leaves(operands))]:
         check_array(value, what, misfit("cond(predicate, true_fn, false_fn, *operands)"))
     shape = jnp.shape(predicate)
     if shape != ():
         raise LayoutError(
-            compose(
-                f"the predicate of cond is a scalar, and this one has shape {shape}.",
-                call="cond(predicate, ...)",
-            )
+            f"the predicate of cond is a scalar, and this one has shape {shape}.",
+            call="cond(predicate, ...)",
         )
     varying = frame.in_mesh_order(_compat.varying_axes(predicate)) if frame.explicit else ()
 
@@ -86,9 +84,7 @@ def _check_alike(yes: Any, no: Any) -> None:
     """The same structure, shapes and dtypes, as `lax.cond` demands: a selection would broadcast in silence."""
     if jax.tree.structure(yes) != jax.tree.structure(no):
         got = [f"true_fn: {jax.tree.structure(yes)}", f"false_fn: {jax.tree.structure(no)}"]
-        raise LayoutError(
-            compose("the branches of cond return the same structure.", call="cond(predicate, ...)", got=got)
-        )
+        raise LayoutError("the branches of cond return the same structure.", call="cond(predicate, ...)", got=got)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(yes)]
     wrong = []
     for path, a, b in zip(paths, jax.tree.leaves(yes), jax.tree.leaves(no), strict=True):
@@ -98,4 +94,4 @@ def _check_alike(yes: Any, no: Any) -> None:
             wrong.append(f"result{path}: {kinds[0]} from true_fn, {kinds[1]} from false_fn")
     if wrong:
         rule = "the branches of cond return the same shapes and dtypes."
-        raise LayoutError(compose(rule, call="cond(predicate, ...)", got=wrong))
+        raise LayoutError(rule, call="cond(predicate, ...)", got=wrong)

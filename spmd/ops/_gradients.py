@@ -17,7 +17,7 @@ import numpy as np
 from spmd import _compat, _lax
 from spmd._named import ByName
 from spmd.comm._keywords import check_array, misfit
-from spmd.errors import LayoutError, MeshError, ReplicationError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, ReplicationError, did_you_mean
 from spmd.language import Layout
 from spmd.modes import Frame, current_frame, try_frame
 
@@ -73,7 +73,7 @@ def value_and_grad(
 def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bool) -> Callable[..., Any]:
     if not callable(fn):
         rule = f"{name} takes a function to a scalar loss, not {type(fn).__name__}."
-        raise LayoutError(compose(rule, call=f"{name}(...)", advice=f"as in {name}(loss_fn)(w)"))
+        raise LayoutError(rule, call=f"{name}(...)", advice=f"as in {name}(loss_fn)(w)")
     marked = _loss_axes(loss, name)
     text = _text(name, fn, loss)
 
@@ -84,7 +84,7 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
         unknown = [a for a in partial if a not in frame.axis_names]
         if unknown:
             rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], frame.axis_names) or '.'}"
-            raise MeshError(compose(rule, call=text, got=[frame.describe()]))
+            raise MeshError(rule, call=text, got=[frame.describe()])
 
         @functools.wraps(fn)
         def checked(*inner: Any, **named: Any) -> Any:
@@ -140,11 +140,11 @@ def _loss_of(out: Any, has_aux: bool, text: str) -> Any:
     """The scalar among what the function returns; an error of ours where it returns something else."""
     if has_aux:
         if not isinstance(out, tuple) or len(out) != 2:
-            raise LayoutError(compose("with has_aux=True the function returns (loss, aux).", call=text))
+            raise LayoutError("with has_aux=True the function returns (loss, aux).", call=text)
         out = out[0]
     elif isinstance(out, (tuple, list, dict)):
         rule = f"the loss is one scalar, and the function returns a {type(out).__name__}."
-        raise LayoutError(compose(rule, call=text, fix="has_aux=True"))
+        raise LayoutError(rule, call=text, fix="has_aux=True")
     return out
 
 
@@ -156,10 +156,8 @@ def _text(name: str, fn: Any, loss: str) -> str:
 def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
     if not isinstance(loss, str) or not re.fullmatch(r"\s*(\{U:[^{}]*\})?\s*", loss):
         raise LayoutError(
-            compose(
-                f'loss is "" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.',
-                call=f"{name}(fn, ...)",
-            )
+            f'loss is "" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.',
+            call=f"{name}(fn, ...)",
         )
     return Layout(loss.strip()).unreduced if loss.strip() else ()
 
@@ -167,9 +165,9 @@ def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
 def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) -> None:
     shape = getattr(value, "shape", ())
     if shape != ():
-        raise ReplicationError(compose(f"the loss is a scalar, and this one has shape {shape}.", call=text))
+        raise ReplicationError(f"the loss is a scalar, and this one has shape {shape}.", call=text)
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise LayoutError(compose(f"the loss is a real number, and this one is {jnp.result_type(value)}.", call=text))
+        raise LayoutError(f"the loss is a real number, and this one is {jnp.result_type(value)}.", call=text)
     if not frame.explicit or frame.island:
         return
     varying = _compat.varying_axes(value) | _compat.unreduced_axes(value)
@@ -179,28 +177,24 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
         axes = ", ".join(loose)
         n = frame.axis_size(loose)
         raise ReplicationError(
-            compose(
-                f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would "
-                f"differentiate the sum of the "
-                f"{n} devices' scalars.",
-                call=text,
-                got=[f"the loss: {jax.typeof(value)}", frame.describe()],
-                advice=(
-                    f'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
-                    f'loss="{{U:{",".join(loose)}}}" if the sum is meant'
-                ),
-            )
+            f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would "
+            f"differentiate the sum of the "
+            f"{n} devices' scalars.",
+            call=text,
+            got=[f"the loss: {jax.typeof(value)}", frame.describe()],
+            advice=(
+                f'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
+                f'loss="{{U:{",".join(loose)}}}" if the sum is meant'
+            ),
         )
     if equal:
         raise ReplicationError(
-            compose(
-                f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: "
-                f"the sum would count it "
-                f"{frame.axis_size(equal)} times.",
-                call=text,
-                got=[f"the loss: {jax.typeof(value)}", frame.describe()],
-                fix='loss=""',
-            )
+            f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: "
+            f"the sum would count it "
+            f"{frame.axis_size(equal)} times.",
+            call=text,
+            got=[f"the loss: {jax.typeof(value)}", frame.describe()],
+            fix='loss=""',
         )
 
 

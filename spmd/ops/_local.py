@@ -23,7 +23,7 @@ from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
 from spmd.comm._local import rearranged
 from spmd.comm._marks import mark
-from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError, compose
+from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError
 from spmd.language import Dim, Layout
 from spmd.mesh import no_mesh
 from spmd.modes import Frame, current_frame
@@ -151,9 +151,7 @@ class _Job:
         for what, fn in (("fn", self.fn), ("reference", self.reference)):
             if not callable(fn) and not (fn is None and what == "reference"):
                 rule = f"{what} is a function, not {kind_of(fn)}."
-                raise LayoutError(
-                    compose(rule, call=f"{self.name}(fn, ...)", advice=f'as in {self.name}(fn, "in -> out")(x)')
-                )
+                raise LayoutError(rule, call=f"{self.name}(fn, ...)", advice=f'as in {self.name}(fn, "in -> out")(x)')
 
     def open(self, args: Sequence[Any], frame: Frame) -> Call:
         call = open_call(

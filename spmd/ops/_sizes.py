@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd import _lax
 from spmd.comm._call import Call, open_call
-from spmd.errors import LayoutError, MeshError, ModeError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, did_you_mean
 from spmd.language import Dim, Layout
 from spmd.modes import Frame, current_frame
 
@@ -56,10 +56,8 @@ def size(*args: Any, **names: Any) -> int:
     """
     if len(args) not in (1, 2):
         raise LayoutError(
-            compose(
-                f"size takes a dimension, or an array and its layout, not {len(args)} arguments.",
-                advice='as in size("b"), or size(x, "b/dp [d]")',
-            )
+            f"size takes a dimension, or an array and its layout, not {len(args)} arguments.",
+            advice='as in size("b"), or size(x, "b/dp [d]")',
         )
     if len(args) == 2:
         x, layout = args
@@ -217,7 +215,7 @@ def axis_index(axes: Axes) -> Any:
             'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'
             'else local(fn, "in -> out") around the per-shard code'
         )
-        raise ModeError(compose(rule, call=call, advice=advice))
+        raise ModeError(rule, call=call, advice=advice)
     return jnp.asarray(_lax.axis_index(order, dict(frame.sizes)), jnp.int32)
 
 
@@ -226,14 +224,14 @@ def named_axes(axes: Any, frame: Frame, call: str) -> tuple[str, ...]:
     given = (axes,) if isinstance(axes, str) else axes
     if not isinstance(given, (tuple, list)) or not all(isinstance(a, str) for a in given):
         rule = f"a mesh axis is a str, or several a tuple of str, not {type(axes).__name__}."
-        raise MeshError(compose(rule, call=call))
+        raise MeshError(rule, call=call)
     out = frame.renamed(given)
     for axis in out:
         if axis not in frame.axis_names:
             rule = f"the mesh has no axis {axis!r}{did_you_mean(axis, frame.axis_names) or '.'}"
-            raise MeshError(compose(rule, call=call, got=[frame.describe()]))
+            raise MeshError(rule, call=call, got=[frame.describe()])
     if len(set(out)) < len(out):
-        raise MeshError(compose("a mesh axis is named twice.", call=call, got=[", ".join(out)]))
+        raise MeshError("a mesh axis is named twice.", call=call, got=[", ".join(out)])
     return out
 
 

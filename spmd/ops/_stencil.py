@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
-from spmd.errors import LayoutError, SizeError, compose
+from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 from spmd.modes import current_frame, inner
 from spmd.ops._edges import Edges, read_edges
@@ -75,7 +75,7 @@ def stencil(
     """
     if not callable(fn):
         rule = f"fn is a function, not {kind_of(fn)}."
-        raise LayoutError(compose(rule, call="stencil(fn, ...)", advice='as in stencil(fn, "1+x/a+1 -> x/a")(u)'))
+        raise LayoutError(rule, call="stencil(fn, ...)", advice='as in stencil(fn, "1+x/a+1 -> x/a")(u)')
 
     def run(*arrays: Any) -> Any:
         example = 'stencil.stencil(fn, "1+x/a+1 -> x/a")(u)'

@@ -10,7 +10,7 @@ import jax
 
 from spmd import Layout
 from spmd._trees import is_array, match_prefix
-from spmd.errors import LayoutError, MeshError, compose
+from spmd.errors import LayoutError, MeshError
 
 __all__ = ["Axes", "Move", "axes_by_dim", "axes_tuple", "is_array", "layout_leaves", "moves", "paths", "text_of"]
 
@@ -21,7 +21,7 @@ def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
     """One mesh axis, several, or None, as a tuple."""
     if axes is not None and not isinstance(axes, (str, tuple, list)):
         rule = f"{what} is a mesh axis, a tuple of them, or None, not {type(axes).__name__}."
-        raise MeshError(compose(rule, call=call, advice=f'as in {what}="dp"'))
+        raise MeshError(rule, call=call, advice=f'as in {what}="dp"')
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
@@ -115,13 +115,13 @@ def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str, what: str
             found.append(Move(_names(rest), axes_by_dim(rest), axes_by_dim(use), ()))
     if faults:
         rule = "each parameter has the same dimensions at rest and in use, and no marks."
-        raise LayoutError(compose(rule, call=call, got=faults))
+        raise LayoutError(rule, call=call, got=faults)
     gathered = dict.fromkeys(axis for move in found if move for axis in move.gathered)
     wanted = tuple(gathered) if data is None else axes_tuple(data, "data", call)
     missing = [axis for axis in gathered if axis not in wanted]
     if missing:
         rule = f"parameters are gathered over {', '.join(missing)}, which then divides the data too."
-        raise MeshError(compose(rule, call=call, got=[f"data={data!r}"], fix=f"data={(*wanted, *missing)!r}"))
+        raise MeshError(rule, call=call, got=[f"data={data!r}"], fix=f"data={(*wanted, *missing)!r}")
     return [move and _with_copies(move, wanted) for move in found]
 
 

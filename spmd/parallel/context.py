@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
-from spmd.errors import compose
 from spmd.nn import dot_product_attention
 from spmd.nn.masks import check_positive
 from spmd.parallel._ring import Ring, attend_in_ring
@@ -98,7 +97,7 @@ def ring_attention(
     check_positive(call, window=window, softcap=softcap, chunk=chunk)
     if isinstance(segments, tuple):
         rule = "queries and keys are the same tokens here, and have the same segments."
-        raise LayoutError(compose(rule, call="ring_attention(q, k, v, segments=...)", advice="segments of one array"))
+        raise LayoutError(rule, call="ring_attention(q, k, v, segments=...)", advice="segments of one array")
     groups = size(k, "... t/cp [g/tp] k", cp=cp, tp=tp)
     q = rearrange(q, "... (c l)/cp (g r)/tp k -> c/cp ... g/tp r l k", c=blocks, g=groups, cp=cp, tp=tp)
     k = rearrange(k, "... (c m)/cp g/tp k -> c/cp ... g/tp m k", c=blocks, cp=cp, tp=tp)
@@ -107,7 +106,7 @@ def ring_attention(
     check_placement(placement, f"ring_attention(q, k, v, placement={placement!r})", length * blocks, blocks)
     if (causal or window is not None or segments is not None) and k.shape[-2] != length:
         rule = "causal masks, windows and segments compare tokens with tokens: as many keys as queries."
-        raise SizeError(compose(rule, call=call, got=[f"queries: {length * blocks}", f"keys: {k.shape[-2] * blocks}"]))
+        raise SizeError(rule, call=call, got=[f"queries: {length * blocks}", f"keys: {k.shape[-2] * blocks}"])
     parts = 2 if causal and placement != "contiguous" and length % 2 == 0 else 1
     hops = blocks - 1
     if causal and window is not None and placement == "contiguous":
@@ -206,7 +205,7 @@ def ulysses_attention(
     here = heads // (axis_size(tp) if tp else 1)
     if here % blocks:
         rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, and these are {here}."
-        raise SizeError(compose(rule, call=call, advice="fewer devices for cp, the others in ring=..."))
+        raise SizeError(rule, call=call, advice="fewer devices for cp, the others in ring=...")
     groups = size(k, "... s/ring/cp [g/tp] k", ring=ring, cp=cp, tp=tp) // (axis_size(tp) if tp else 1)
     copies = math.lcm(groups, blocks) // groups
     names = {"ring": ring, "cp": cp, "tp": tp}
@@ -233,7 +232,7 @@ def _axes(axes: Axes) -> tuple[str, ...]:
 def _check_heads(q: Any, k: Any, call: str) -> None:
     if q.shape[-2] % k.shape[-2]:
         rule = f"each key head serves equally many query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
-        raise SizeError(compose(rule, call=call, got=[f"q: shape {q.shape}", f"k: shape {k.shape}"]))
+        raise SizeError(rule, call=call, got=[f"q: shape {q.shape}", f"k: shape {k.shape}"])
 
 
 def _check_options(call: str, ring: Axes, placement: str, chunk: int | None, implementation: str | None) -> None:
@@ -245,4 +244,4 @@ def _check_options(call: str, ring: Axes, placement: str, chunk: int | None, imp
     elif ring is not None and implementation is not None:
         fault = "a ring works in its own products; implementation= is for whole sequences, without ring=."
     if fault:
-        raise LayoutError(compose(fault, call=call))
+        raise LayoutError(fault, call=call)

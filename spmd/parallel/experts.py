@@ -33,7 +33,7 @@ from spmd import (
     softmax,
     top_k,
 )
-from spmd.errors import LayoutError, MeshError, SizeError, compose
+from spmd.errors import LayoutError, MeshError, SizeError
 from spmd.nn.dtypes import wide
 
 __all__ = ["MoEReport", "Routing", "balance_bias", "moe", "router"]
@@ -135,7 +135,7 @@ def router(
     """
     if scores not in ("softmax", "sigmoid"):
         rule = f'scores is "softmax" or "sigmoid", not {scores!r}.'
-        raise LayoutError(compose(rule, call=f"router(x, w, k={k!r}, scores={scores!r})"))
+        raise LayoutError(rule, call=f"router(x, w, k={k!r}, scores={scores!r})")
     logits = einsum(x.astype(wide(x)), w.astype(wide(x)), "... d, d e -> ... e", precision=jax.lax.Precision.HIGHEST)
     if noise is not None:
         logits = logits + noise.astype(logits.dtype)
@@ -266,7 +266,7 @@ def moe(
     """
     if capacity_factor is not None and not capacity_factor > 0:
         rule = f"experts have places: capacity_factor is above zero (None: as many as tokens), not {capacity_factor}."
-        raise SizeError(compose(rule, call="moe(x, routing, gate, up, down)", advice="as in capacity_factor=1.25"))
+        raise SizeError(rule, call="moe(x, routing, gate, up, down)", advice="as in capacity_factor=1.25")
     at = _places(dp, sp, ep, tp, shared is not None)
     n, m = _groups(x, groups, dp, sp)
     # Blocks first: what is inside a group is whole, so its size is the same in every mode.
@@ -443,15 +443,15 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
     if experts and not by_b and not by_s:
         rule = "the axes of ep divide the experts, and tokens too: they are the last of dp, or the last of sp."
         last = (*(axis for axis in batch if axis not in experts), *experts)
-        raise MeshError(compose(rule, call=call, advice=f"dp={last!r}, and x divided so"))
+        raise MeshError(rule, call=call, advice=f"dp={last!r}, and x divided so")
     rest = sequence[: len(sequence) - len(experts)] if by_s else sequence
     tp_s = ends(rest, hidden)
     if set(hidden) & {*batch, *experts} or (set(hidden) & set(sequence) and not tp_s):
         rule = "the axes of tp divide hidden units, and no tokens, or the sequence as the last of sp (before ep)."
-        raise MeshError(compose(rule, call=call, advice="other axes for tp, or sp ending in them"))
+        raise MeshError(rule, call=call, advice="other axes for tp, or sp ending in them")
     if shared and tp_s and by_s:
         rule = "the shared expert would gather the sequence over tp across the axes of ep."
-        raise MeshError(compose(rule, call=call, advice="add a gated MLP of x beside moe, and leave out shared="))
+        raise MeshError(rule, call=call, advice="add a gated MLP of x beside moe, and leave out shared=")
     return {
         "dp": batch[: len(batch) - len(experts)] if by_b else batch,
         "sp": rest[: len(rest) - len(hidden)] if tp_s else rest,
@@ -470,11 +470,11 @@ def _groups(x: Any, groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
     call = f"moe(..., groups={groups!r})"
     if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, int) and g > 0 for g in groups)):
         rule = "groups is a pair of positive ints: into how many pieces the batch is cut, and the sequence."
-        raise SizeError(compose(rule, call=call, fix=f"groups={blocks}"))
+        raise SizeError(rule, call=call, fix=f"groups={blocks}")
     sizes = (size(x, "[b/dp] s/sp d", dp=dp, sp=sp), size(x, "b/dp [s/sp] d", dp=dp, sp=sp))
     for name, axes, parts, count, whole in zip(("batch", "sequence"), (dp, sp), blocks, groups, sizes, strict=True):
         if count % parts or whole % count:
             rule = f"the {name} of {whole} is cut into groups of equal size, none of them across two devices."
             got = [f"{count} groups", f"{parts} blocks, along {'/'.join(_tuple(axes)) or 'no axis'}"]
-            raise SizeError(compose(rule, call=call, got=got, fix=f"groups={blocks}"))
+            raise SizeError(rule, call=call, got=got, fix=f"groups={blocks}")
     return groups

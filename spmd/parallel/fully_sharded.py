@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import spmd
-from spmd.errors import LayoutError, SizeError, compose
+from spmd.errors import LayoutError, SizeError
 from spmd.parallel._parameter_moves import Axes, Move, is_array, moves, paths
 from spmd.parallel._rematerialize import SAVE, Layer, differentiable, without_integers
 from spmd.parallel.weights import gather_leaf, scatter_leaf, sum_leaf
@@ -182,7 +182,7 @@ def scan_layers(
 def _check_save(save: Any, call: str) -> None:
     if save not in SAVE:
         rule = f"save is one of {', '.join(map(repr, SAVE))}, not {save!r}."
-        raise LayoutError(compose(rule, call=call, fix='save="activations"'))
+        raise LayoutError(rule, call=call, fix='save="activations"')
 
 
 def _check_stack(params: Any, stacked: tuple[Move, ...], call: str) -> None:
@@ -192,11 +192,11 @@ def _check_stack(params: Any, stacked: tuple[Move, ...], call: str) -> None:
     ]
     if divided:
         rule = "the first dimension of each parameter counts the layers, and is whole."
-        raise LayoutError(compose(rule, call=call, got=divided, advice='"l d/dp f", with l undivided'))
+        raise LayoutError(rule, call=call, got=divided, advice='"l d/dp f", with l undivided')
     sizes = [f"{path}: {leaf.shape[0]} layers" for path, leaf in named]
     if len({leaf.shape[0] for _, leaf in named}) != 1:
         rule = "all parameters are stacks of equally many layers."
-        raise SizeError(compose(rule, call=call, got=sizes or ["no parameters"]))
+        raise SizeError(rule, call=call, got=sizes or ["no parameters"])
 
 
 def _flat(layer: Any, params: Any, found: list[Move | None]) -> tuple[list[Any], tuple[Move, ...], Any]:

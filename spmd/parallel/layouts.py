@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import AxisMapping, Layout
-from spmd.errors import LayoutError, MeshError, compose, did_you_mean
+from spmd.errors import LayoutError, MeshError, did_you_mean
 from spmd.parallel._parameter_moves import Axes, axes_by_dim, axes_tuple, is_array, layout_leaves, paths, text_of
 
 __all__ = ["FSDPLayouts", "ZeroLayouts", "fsdp_layouts", "mapped_layouts", "state_layouts"]
@@ -80,7 +80,7 @@ class FSDPLayouts:
         """
         if stage not in (1, 2, 3):
             rule = f"the stages of ZeRO are 1, 2 and 3, not {stage!r}."
-            raise LayoutError(compose(rule, call="FSDPLayouts.zero(stage)", advice="as in .zero(3)"))
+            raise LayoutError(rule, call="FSDPLayouts.zero(stage)", advice="as in .zero(3)")
         return ZeroLayouts(
             self.at_rest if stage > 2 else self.compute, self.at_rest if stage > 1 else self.compute, self.at_rest
         )
@@ -192,7 +192,7 @@ def fsdp_layouts(
     if rows and all(row.why for row in rows):
         rule = f"of these parameters none is divided over {'/'.join(axes)}."
         got = [f"{row.path}: {row.why}" for row in rows]
-        raise LayoutError(compose(rule, call=call, got=got, advice="a smaller min_size, or no FSDP"))
+        raise LayoutError(rule, call=call, got=got, advice="a smaller min_size, or no FSDP")
     build = lambda found: jax.tree.unflatten(structure, found)
     return FSDPLayouts(build(at_rest), build(compute), axes, tuple(rows))
 
@@ -207,7 +207,7 @@ def _check_axes(axes: Axes, layouts: Sequence[Layout | None], sizes: Mapping[str
             else ("fsdp names the mesh axes that divide the parameters, and here is none.")
         )
         got = ["mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())]
-        raise MeshError(compose(rule, call=call, got=got))
+        raise MeshError(rule, call=call, got=got)
 
 
 def _ranked(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layout | None]:
@@ -225,7 +225,7 @@ def _of_rank(layout: Layout, leaf: Any, path: str, call: str) -> Layout:
     if rank < named or (rank > named and not layout.has_ellipsis) or layout.unreduced or layout.reduced:
         rule = "a layout has as many dimensions as the array, and no marks."
         got = [f'{path}: shape {tuple(leaf.shape)}, "{layout.short}"']
-        raise LayoutError(compose(rule, call=call, got=got))
+        raise LayoutError(rule, call=call, got=got)
     return layout.with_rank(rank)
 
 
@@ -289,9 +289,7 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
     if missing:
         rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(next(iter(missing)), rules) or '.'}"
         got = [f"mapping: {', '.join(rules)}"]
-        raise LayoutError(
-            compose(rule, call=call, got=got, advice=f'"{next(iter(missing))}": None for a whole dimension')
-        )
+        raise LayoutError(rule, call=call, got=got, advice=f'"{next(iter(missing))}": None for a whole dimension')
     return jax.tree.unflatten(jax.tree.structure(tree), [layout and layout.resolve(rules) for layout in found])
 
 

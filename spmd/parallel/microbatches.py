@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import spmd
-from spmd.errors import LayoutError, ReplicationError, SizeError, compose
+from spmd.errors import LayoutError, ReplicationError, SizeError
 from spmd.parallel._parameter_moves import Axes, axes_tuple, is_array, moves
 from spmd.parallel.weights import gather_leaf, reduce_leaf
 
@@ -81,7 +81,7 @@ def accumulate(
     axes = axes_tuple(data, "data", call)
     if not axes:
         rule = "data names the mesh axes that divide the batch, and here is none."
-        raise LayoutError(compose(rule, call=call, advice='data="dp", or plain spmd.value_and_grad'))
+        raise LayoutError(rule, call=call, advice='data="dp", or plain spmd.value_and_grad')
     _check_batches(micro_batches, call)
     leaves, structure = jax.tree.flatten(params)
     found = moves(params, at_rest, compute, axes, call)
@@ -120,7 +120,7 @@ def _pair(out: Any, mean: bool, call: str) -> tuple[Any, Any]:
     if mean != (isinstance(out, tuple) and len(out) == 2):
         rule = "with mean=True loss_fn returns a sum of losses and the number of its terms; without, the sum alone."
         got = [f"mean={mean}", "a pair" if isinstance(out, tuple) else "one value"]
-        raise LayoutError(compose(rule, call=call, got=got, fix=f"mean={not mean}"))
+        raise LayoutError(rule, call=call, got=got, fix=f"mean={not mean}")
     return out if mean else (out, 0.0)
 
 
@@ -132,7 +132,7 @@ def _check_partial(value: Any, axes: Axes, call: str) -> None:
         over = ", ".join(complete)
         rule = f"loss_fn returns this device's part of a sum, and on {over} it is complete: each device would add it."
         advice = f'reduce(x, "<layout> -> {{U:{",".join(axes)}}}") as the last step of loss_fn'
-        raise ReplicationError(compose(rule, call=call, got=[f"the loss: {kind}"], advice=advice))
+        raise ReplicationError(rule, call=call, got=[f"the loss: {kind}"], advice=advice)
 
 
 @spmd.scope(mapping=None)
@@ -150,4 +150,4 @@ def _check_batches(micro_batches: Any, call: str) -> None:
     counts = {shape[:1] for shape in shapes}
     if len(counts) != 1 or () in counts:
         rule = "the first dimension of each array of micro_batches counts the micro-batches."
-        raise SizeError(compose(rule, call=call, got=[f"shape {shape}" for shape in shapes] or ["no arrays"]))
+        raise SizeError(rule, call=call, got=[f"shape {shape}" for shape in shapes] or ["no arrays"])

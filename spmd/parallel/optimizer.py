@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import Layout
-from spmd.errors import LayoutError, compose
+from spmd.errors import LayoutError
 from spmd.nn.dtypes import wide
 from spmd.parallel._parameter_moves import Axes, layout_leaves, paths
 
@@ -62,7 +62,7 @@ def global_norm(tree: Any, layouts: Any) -> jax.Array:
         if layout.unreduced or layout.reduced:
             rule = "the norm is that of complete values, and a mark says that this one is not."
             advice = f'psum(x, "{layout.short} -> {Layout.from_dims(layout.dims).short}") of the leaf, and its layout'
-            raise LayoutError(compose(rule, call=call, got=[f'{path}: "{layout.short}"'], advice=advice))
+            raise LayoutError(rule, call=call, got=[f'{path}: "{layout.short}"'], advice=advice)
         axes = tuple(sorted(layout.axes))
         sums.setdefault(axes, []).append(_squares(leaf, layout))
     total = jnp.zeros((), jnp.float32)

@@ -12,7 +12,7 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
-from spmd.errors import Fix, compose
+from spmd.errors import Fix
 from spmd.parallel._parameter_moves import is_array, paths
 from spmd.parallel.schedule import PipelineSchedule
 
@@ -269,10 +269,10 @@ def _check_options(save: Any, result: Any, repeats: Any) -> None:
         if value not in known and not (name == "save" and callable(value)):
             more = ", or a policy of jax.checkpoint" if name == "save" else ""
             rule = f"{name} is {' or '.join(map(repr, known))}{more}, not {value!r}."
-            raise LayoutError(compose(rule, call=_CALL, fix=f'{name}="{known[0]}"'))
+            raise LayoutError(rule, call=_CALL, fix=f'{name}="{known[0]}"')
     if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
         rule = f"repeats is a Python int, at least 1, or None, not {repeats!r}."
-        raise SizeError(compose(rule, call=_CALL, advice="as in repeats=2"))
+        raise SizeError(rule, call=_CALL, advice="as in repeats=2")
 
 
 def _micro_batches(x: Tree) -> int:
@@ -282,9 +282,7 @@ def _micro_batches(x: Tree) -> int:
         rule = "the first dimension of each array of x counts the micro-batches."
         got = [f"{path}: shape {leaf.shape}" if is_array(leaf) else f"{path}: no array" for path, leaf in named]
         raise SizeError(
-            compose(
-                rule, call=_CALL, got=got or ["no arrays"], advice='as in rearrange(x, "(m b) ... -> m b ...", m=8)'
-            )
+            rule, call=_CALL, got=got or ["no arrays"], advice='as in rearrange(x, "(m b) ... -> m b ...", m=8)'
         )
     return counts.pop()
 
@@ -303,7 +301,7 @@ def _check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None) -> N
         rounds = "" if repeats is None else f" and {repeats} rounds"
         rule = f'parameters lie as "{layout}", one stage on each of the {stages} devices of pp{rounds}.'
         advice = "several layers of a stage are a dimension of their own, and a scan in the stage: "
-        raise SizeError(compose(rule, call=_CALL, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"'))
+        raise SizeError(rule, call=_CALL, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"')
 
 
 def _check_result(given: Tree, out: Tree) -> None:
@@ -316,4 +314,4 @@ def _check_result(given: Tree, out: Tree) -> None:
     rule = "a stage returns what it gets: the same tree, shapes, dtypes, and axes along which JAX types it varying."
     fix = Fix("defer", pattern=f"... -> ... {{R:{','.join(sorted(more))}}}") if more else None
     got = [f"{name}: {', '.join(map(str, kind))}" for name, kind in (("it gets", before), ("it returns", after))]
-    raise LayoutError(compose(rule, call=_CALL, got=got, fix=fix))
+    raise LayoutError(rule, call=_CALL, got=got, fix=fix)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmd import SizeError
-from spmd.errors import compose
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
@@ -143,5 +142,5 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> Pipel
     wrong = [f"{name}={n!r}" for name, n in numbers.items() if not isinstance(n, int) or n < 1]
     if wrong:
         rule = "stages, microbatches and repeats are Python ints, at least 1."
-        raise SizeError(compose(rule, call="pipeline_schedule(stages, microbatches, repeats)", got=wrong))
+        raise SizeError(rule, call="pipeline_schedule(stages, microbatches, repeats)", got=wrong)
     return PipelineSchedule(stages, microbatches, repeats)

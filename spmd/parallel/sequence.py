@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, rearrange, scope, size
-from spmd.errors import compose, did_you_mean
+from spmd.errors import did_you_mean
 
 __all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
 
@@ -203,17 +203,15 @@ def check_placement(placement: str, call: str, length: int, blocks: int) -> None
     if placement not in PLACEMENTS:
         shown = ", ".join(map(repr, PLACEMENTS))
         hint = did_you_mean(str(placement), PLACEMENTS)
-        raise LayoutError(compose(f"a placement is one of {shown}, not {placement!r}{hint or '.'}", call=call))
+        raise LayoutError(f"a placement is one of {shown}, not {placement!r}{hint or '.'}", call=call)
     chunks = 2 * blocks if placement == "zigzag" else blocks
     if length % chunks:
         pad = -length % chunks
         raise SizeError(
-            compose(
-                f"{placement} divides a sequence over {blocks} blocks into {chunks} chunks, and {length} does not "
-                f"divide by {chunks}.",
-                call=call,
-                advice=f"pad the sequence by {pad} to {length + pad}",
-            )
+            f"{placement} divides a sequence over {blocks} blocks into {chunks} chunks, and {length} does not "
+            f"divide by {chunks}.",
+            call=call,
+            advice=f"pad the sequence by {pad} to {length + pad}",
         )
 
 
@@ -230,7 +228,7 @@ def _opened(x: Any, who: str, placement: str, cp: Axes, axis: int) -> tuple[int,
             f"every one of the {blocks} blocks sends each other an equal share of its tokens, and {length} does not "
             f"divide by {blocks} x {blocks}."
         )
-        raise SizeError(compose(rule, call=call, advice=f"pad the sequence by {pad} to {length + pad}"))
+        raise SizeError(rule, call=call, advice=f"pad the sequence by {pad} to {length + pad}")
     return blocks, x
 
 

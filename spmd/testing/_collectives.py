@@ -7,7 +7,7 @@ from operator import index
 from typing import Any, NoReturn, SupportsIndex
 
 from spmd._units import bytes_text
-from spmd.errors import MeshError, SpmdError, compose, did_you_mean
+from spmd.errors import MeshError, SpmdError, did_you_mean
 from spmd.inspect._explain import Explanation, explain
 from spmd.inspect._match import Communication
 from spmd.testing._mismatch import Mismatch, Rows, columns
@@ -61,7 +61,7 @@ def assert_collectives(
     """
     if bytes is not None and (isinstance(bytes, bool) or not isinstance(bytes, SupportsIndex) or index(bytes) < 0):
         rule = f"bytes is what one device may send, a number from 0 on, not {bytes!r}."
-        raise SpmdError(compose(rule, call="assert_collectives(...)", advice="as in bytes=768"))
+        raise SpmdError(rule, call="assert_collectives(...)", advice="as in bytes=768")
     found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
     wanted = _wanted(expected, found)
     got = _counted(found, view)
@@ -98,19 +98,19 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
     if view not in ("compiled", "written"):
         hint = did_you_mean(view, ("compiled", "written")) if isinstance(view, str) else ""
         rule = f'view is "compiled" or "written", not {view!r}{hint or "."}'
-        raise SpmdError(compose(rule, call=f"{call}(...)"))
+        raise SpmdError(rule, call=f"{call}(...)")
     if not isinstance(args, tuple | list):
         rule = f"the arguments of the function come as one tuple, not as {type(args).__name__}."
-        raise SpmdError(compose(rule, call=f"{call}(fn, args, ...)", advice=f"as in {call}(fn, (x, w), ...)"))
+        raise SpmdError(rule, call=f"{call}(fn, args, ...)", advice=f"as in {call}(fn, (x, w), ...)")
     found = explain(fn, *args, mesh=mesh, compiled=None if view == "compiled" else False, **dict(kwargs or {}))
     if view == "compiled" and found.compiled is None:
         rule = "a program is compiled for devices, and this mesh has none."
         written = call == "assert_collectives"
         fix, advice = ('view="written"', None) if written else (None, "a mesh with devices")
-        raise MeshError(compose(rule, call=f"{call}(...)", fix=fix, advice=advice))
+        raise MeshError(rule, call=f"{call}(...)", fix=fix, advice=advice)
     if view == "written" and found.written is None:
         rule = "what the strings say is read off the trace, which a lowered or compiled program does not have any more."
-        raise SpmdError(compose(rule, call=f"{call}(...)", advice="the function itself with its arguments"))
+        raise SpmdError(rule, call=f"{call}(...)", advice="the function itself with its arguments")
     return found
 
 
@@ -122,7 +122,7 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
     for kind, by_axes in expected.items():
         if kind not in KINDS:
             rule = f"there is no collective {kind!r}{did_you_mean(str(kind), KINDS) or '.'}"
-            raise SpmdError(compose(rule, call="assert_collectives(...)", got=[f"kinds: {', '.join(KINDS)}"]))
+            raise SpmdError(rule, call="assert_collectives(...)", got=[f"kinds: {', '.join(KINDS)}"])
         if not isinstance(by_axes, Mapping):
             wanted[kind, "*"] = _times(by_axes)
             continue
@@ -132,7 +132,7 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
                 if name not in found.mesh:
                     rule = f"the mesh has no axis {name!r}{did_you_mean(name, found.mesh) or '.'}"
                     got = ["mesh " + ", ".join(f"{a}={n}" for a, n in found.mesh.items())]
-                    raise MeshError(compose(rule, call="assert_collectives(...)", got=got))
+                    raise MeshError(rule, call="assert_collectives(...)", got=got)
             wanted[kind, "/".join(a for a in found.mesh if a in names)] = _times(times)
     return {key: times for key, times in wanted.items() if times}
 
@@ -140,14 +140,14 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
 def _times(times: Any) -> int:
     if isinstance(times, bool) or not isinstance(times, SupportsIndex) or index(times) < 0:
         rule = f"how often a collective runs is a number from 0 on, not {times!r}."
-        raise SpmdError(compose(rule, call="assert_collectives(...)", advice='as in {"all_gather": {"tp": 2}}'))
+        raise SpmdError(rule, call="assert_collectives(...)", advice='as in {"all_gather": {"tp": 2}}')
     return index(times)
 
 
 def _malformed(expected: Any) -> NoReturn:
     rule = "what is expected is a dict of kinds, in it a number or a dict of axes as a layout writes them."
     advice = 'as in {"all_gather": {"tp": 2}, "psum": {"dp/tp": 1}}'
-    raise SpmdError(compose(rule, call="assert_collectives(...)", got=[repr(expected)], advice=advice))
+    raise SpmdError(rule, call="assert_collectives(...)", got=[repr(expected)], advice=advice)
 
 
 def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import LayoutError, ModeError, compose, did_you_mean
+from spmd.errors import LayoutError, ModeError, did_you_mean
 from spmd.mesh import check_arguments_alive
 from spmd.modes import MODES, mode
 from spmd.testing._mismatch import Mismatch, Rows, columns
@@ -59,9 +59,7 @@ def assert_modes_agree(
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = [f"args{jax.tree_util.keystr(path)}: {leaf.dtype}{list(leaf.shape)} without values"]
             rule = "the modes are compared by running them, so arguments have values."
-            raise LayoutError(
-                compose(rule, call="assert_modes_agree(...)", got=got, advice="as in jnp.ones(shape, dtype)")
-            )
+            raise LayoutError(rule, call="assert_modes_agree(...)", got=got, advice="as in jnp.ones(shape, dtype)")
     check_arguments_alive(args, kwargs, "assert_modes_agree(...)")
     found = {}
     for name in names:
@@ -84,10 +82,10 @@ def _checked(modes: Sequence[str]) -> list[str]:
         if name not in MODES:
             hint = did_you_mean(name, MODES) if isinstance(name, str) else ""
             rule = f"mode is one of {', '.join(MODES)}, not {name!r}{hint or '.'}"
-            raise ModeError(compose(rule, call="assert_modes_agree(...)"))
+            raise ModeError(rule, call="assert_modes_agree(...)")
     if len(set(names)) < 2:
         rule = "there is nothing to compare with one mode alone."
-        raise ModeError(compose(rule, call="assert_modes_agree(...)", fix='modes=("explicit", "reference")'))
+        raise ModeError(rule, call="assert_modes_agree(...)", fix='modes=("explicit", "reference")')
     return names
 
 

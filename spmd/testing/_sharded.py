@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from spmd._trees import match_prefix
 from spmd._units import bytes_text
-from spmd.errors import MeshError, SizeError, SpmdError, compose, did_you_mean
+from spmd.errors import MeshError, SizeError, SpmdError, did_you_mean
 from spmd.language import AxisMapping, Layout
 from spmd.testing._mismatch import Mismatch, Rows, columns
 
@@ -67,7 +67,7 @@ def assert_sharded(
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
         rule = f"tolerance is the part that one device may hold too much, a number from 0 on, not {tolerance!r}."
-        raise SpmdError(compose(rule, call=_CALL, advice="tolerance=0.02, or layouts=..."))
+        raise SpmdError(rule, call=_CALL, advice="tolerance=0.02, or layouts=...")
     axes = (axes,) if isinstance(axes, str) else axes
     leaves = _leaves(tree)
     mesh = _mesh(leaves)
@@ -109,9 +109,7 @@ def _leaves(tree: Any) -> list[_Leaf]:
                 continue
             got = f"{shown}: {type(sharding).__name__ if sharding is not None else type(leaf).__name__}"
             rule = "every leaf is an array, or a jax.ShapeDtypeStruct, that lies on a mesh."
-            raise SpmdError(
-                compose(rule, call=_CALL, got=[got], advice='as in spmd.shard(tree, "d/fsdp f/tp", mesh=mesh)')
-            )
+            raise SpmdError(rule, call=_CALL, got=[got], advice='as in spmd.shard(tree, "d/fsdp f/tp", mesh=mesh)')
         size = leaf.dtype.itemsize
         local = math.prod(sharding.shard_shape(leaf.shape)) * size
         found.append(_Leaf(shown, sharding, tuple(leaf.shape), math.prod(leaf.shape) * size, local))
@@ -131,7 +129,7 @@ def _mesh(leaves: Sequence[_Leaf]) -> Mapping[str, int]:
     shapes = {tuple(leaf.sharding.mesh.shape.items()) for leaf in leaves}
     if len(shapes) > 1:
         got = ["mesh " + ", ".join(f"{a}={n}" for a, n in shape) for shape in sorted(shapes)]
-        raise MeshError(compose("all leaves lie on one mesh.", call=_CALL, got=got))
+        raise MeshError("all leaves lie on one mesh.", call=_CALL, got=got)
     return dict(shapes.pop()) if shapes else {}
 
 
@@ -140,7 +138,7 @@ def _divided(mesh: Mapping[str, int], axes: Sequence[str] | None) -> list[str]:
     for axis in axes or ():
         if axis not in mesh:
             rule = f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh) or '.'}"
-            raise MeshError(compose(rule, call=_CALL, got=["mesh " + ", ".join(f"{a}={n}" for a, n in mesh.items())]))
+            raise MeshError(rule, call=_CALL, got=["mesh " + ", ".join(f"{a}={n}" for a, n in mesh.items())])
     return [a for a in mesh if axes is None or a in axes]
 
 
@@ -176,7 +174,7 @@ def _check_intended(
         resolved: Layout = _of_rank(layout, leaf).resolve(rules)
         if unknown := [a for a in resolved.axes if a not in mesh]:
             rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], mesh) or '.'}"
-            raise MeshError(compose(rule, call=_CALL, got=[f'{leaf.path}: "{resolved.short}"']))
+            raise MeshError(rule, call=_CALL, got=[f'{leaf.path}: "{resolved.short}"'])
         intended = [a for a in resolved.axes if a in wanted]
         missing = [a for a in intended if a not in leaf.used and mesh[a] > 1]
         aim = leaf.whole // math.prod(mesh[a] for a in intended)
@@ -204,7 +202,7 @@ def _of_rank(layout: Layout, leaf: _Leaf) -> Layout:
         fix = " ".join(("...", *(dim.short for dim in layout.dims if not dim.ellipsis)))
         wide = len(leaf.shape) > named
         got = [f"{leaf.path}: shape {leaf.shape}"]
-        raise SizeError(compose(rule, call=_CALL, got=got, fix=f'"{fix}"' if wide else None)) from None
+        raise SizeError(rule, call=_CALL, got=got, fix=f'"{fix}"' if wide else None) from None
 
 
 def _table(rows: Rows) -> list[str]:
