@@ -12,7 +12,7 @@ import numpy as np
 from spmd import nn, parallel
 from tests.layers import CASES, cases, placements, total
 from tests.nn.cases_attention import layer_case
-from tests.nn.cases_nn import STREAM, linear_cases, summed
+from tests.nn.cases_linear import STREAM, linear_cases, summed
 
 
 def hops(times=1):

@@ -15,7 +15,10 @@ from spmd import all_gather, nn
 from spmd.inspect import collectives
 from tests.benchmarks import llama_block
 from tests.layers import LayerCase, check, total
-from tests.nn.cases_nn import numbers_below, plain_cross_entropy, plain_gated, plain_rms
+from tests.nn.cases_linear import plain_gated
+from tests.nn.cases_loss import plain_cross_entropy
+from tests.nn.cases_norm import plain_rms
+from tests.nn.cases_vocabulary import numbers_below
 
 MESHES = [(4, 2), (2, 4)]
 NORMS = 2 * 4 * llama_block.Sizes.m * 2 * 7 / 8  # the all-reduce of two norms' gradients, over all 8 devices

@@ -1,4 +1,4 @@
-"""Attention over divided sequences: rings, Ulysses, their product, and the placements of the tokens."""
+"""Attention over divided sequences: rings, Ulysses, and their product."""
 
 from __future__ import annotations
 
@@ -173,51 +173,3 @@ def _():
             options = {"causal": True, "placement": placement}
             case = ulysses_case(f"{placement}-g{groups}", options, mesh, axes, groups)
             yield replace(case, name="ulysses_in_a_ring")
-
-
-# -------------------- placements
-
-
-def placed_case(name, placement, mesh, axes):
-    """There or back, along the last dimension but one."""
-    sizes = fit(mesh, axes, b=(2, "dp"), s=(2, "cp", "cp"), d=(3, "tp"))
-    n = fit(mesh, axes, n=(1, "cp"))["n"]
-    order = placed_order(sizes["s"], n, placement)
-    order = order if name == "place_sequence" else np.argsort(order)
-    layout = "b/dp s/cp d/tp"
-
-    def moved(c):
-        if placement == "striped":
-            return c.traffic("all_to_all", "cp", layout)
-        return c.traffic("ppermute", "cp", layout, 1 if n == 2 else 2)
-
-    halves = {**sizes, "s": sizes["s"] // 2}
-
-    def formula(c):
-        return moved(c if placement == "striped" else replace(c, shapes=halves))
-
-    return LayerCase(
-        name=name,
-        fn=lambda axes: lambda x: getattr(parallel, name)(x, placement, cp=axes["cp"]),
-        ins=(layout,),
-        outs=layout,
-        shapes=sizes,
-        mesh=mesh,
-        axes=axes,
-        reference=lambda x: x[:, order],
-        forward=formula,
-        backward=formula,
-        label=placement,
-    )
-
-
-@cases("place_sequence", draw=2)
-def _():
-    for placement, (mesh, axes) in itertools.product(("zigzag", "striped"), placements("dp", "tp", "cp")):
-        yield placed_case("place_sequence", placement, mesh, axes)
-
-
-@cases("restore_sequence", draw=2)
-def _():
-    for placement, (mesh, axes) in itertools.product(("zigzag", "striped"), placements("dp", "tp", "cp")):
-        yield placed_case("restore_sequence", placement, mesh, axes)

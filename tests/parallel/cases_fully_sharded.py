@@ -1,27 +1,16 @@
-"""Parameters gathered before use: one leaf, one layer, a stack of layers with and without prefetch."""
+"""Layers whose weights are gathered before use: a stack with and without prefetch, and without a scan."""
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
-import spmd
-from spmd import Layout, einsum, parallel
-from tests.layers import LayerCase, cases, fit, placements, total
+from spmd import einsum, parallel
+from tests.layers import LayerCase, cases, placements, total
+from tests.parallel.cases_weights import X, bound, data_of, sizes
 
 # rp: groups that hold copies (hybrid sharding), fs: parameters rest divided, tp: tensor parallel
 AT_REST = ("l d/fs f/tp", "l f/tp d/fs", "l d")
 IN_USE = ("l d f/tp", "l f/tp d", "l d")
-X = "b/rp/fs d"
-
-
-def bound(axes, *layouts):
-    return tuple(Layout(text).bind(**{a: axes[a] for a in Layout(text).axis_names}) for text in layouts)
-
-
-def data_of(axes):
-    groups = (axes["rp"], axes["fs"])
-    return tuple(axis for group in groups for axis in ((group,) if isinstance(group, str) else group or ()))
 
 
 def layer(axes):
@@ -39,40 +28,6 @@ def plain(x, w, v, n):
     for i in range(w.shape[0]):
         x = x + jax.nn.gelu((x * n[i][None]) @ w[i]) @ v[i]
     return x
-
-
-def sizes(mesh, axes):
-    return fit(mesh, axes, b=(3, "rp", "fs"), d=(5, "fs"), f=(7, "tp"), l=(3,))
-
-
-@cases("gather", draw=2)
-def _():
-    """One weight: gathered, its gradient scattered within the group and summed over groups."""
-    for mesh, axes in placements("rp", "fs", "tp"):
-        yield LayerCase(
-            name="gather",
-            fn=lambda axes: (
-                lambda x, w: einsum(
-                    x,
-                    parallel.gather(w, *bound(axes, "d/fs f/tp", "d f/tp"), data=data_of(axes)),
-                    "... d, d f/tp -> ... f/tp",
-                    tp=axes["tp"],
-                )
-            ),
-            ins=(X, "d/fs f/tp"),
-            outs="b/rp/fs f/tp",
-            shapes=sizes(mesh, axes),
-            mesh=mesh,
-            axes=axes,
-            reference=lambda x, w: x @ w,
-            forward=lambda c: c.traffic("all_gather", "fs", "d f/tp"),
-            backward=lambda c: total(
-                c.traffic("psum_scatter", "fs", "d f/tp"),
-                c.traffic("psum", "rp", "d/fs f/tp"),
-                c.traffic("psum", "tp", X),
-            ),
-            dtypes=("float32",),
-        )
 
 
 def stack(axes, save, prefetch):
@@ -159,44 +114,3 @@ def _():
             dtypes=("float32",),
             tolerance=1e-4,
         )
-
-
-@cases("accumulate", draw=1)
-def _():
-    """The gradient is the result here; differentiated once more it would move what its own transposes move."""
-    for mesh, axes in placements("rp", "fs"):
-        if not data_of(axes):
-            continue
-        yield LayerCase(
-            name="accumulate",
-            fn=lambda axes: lambda x, w: jax.lax.stop_gradient(accumulated(axes, x, w)),
-            ins=("m b/rp/fs d", "d/fs f"),
-            outs="d/fs f",
-            shapes=fit(mesh, axes, b=(3, "rp", "fs"), d=(5, "fs"), f=(7,), m=(4,)),
-            mesh=mesh,
-            axes=axes,
-            reference=lambda x, w: jax.lax.stop_gradient(
-                jax.grad(lambda w: (jnp.tanh(x.reshape(-1, w.shape[0]) @ w) ** 2).mean())(w)
-            ),
-            forward=lambda c: total(
-                c.traffic("all_gather", "fs", "d f"),
-                c.traffic("psum_scatter", "fs", "d f"),
-                c.traffic("psum", "rp", "d/fs f"),
-                c.traffic("psum", ("rp", "fs"), "1"),
-            ),
-            backward=lambda c: {},
-            dtypes=("float32",),
-        )
-
-
-def accumulated(axes, x, w):
-    data = data_of(axes)
-    left = f"{{U:{','.join(data)}}}"
-
-    def loss(w, x):
-        y = jnp.tanh(einsum(x, w, "... d, d f -> ... f")) ** 2
-        count = spmd.reduce(jnp.ones_like(y), f"{bound(axes, 'b/rp/fs')[0]} f -> {left}")
-        return spmd.reduce(y, f"{bound(axes, 'b/rp/fs')[0]} f -> {left}"), count
-
-    rest, use = bound(axes, "d/fs f", "d f")
-    return parallel.accumulate(loss, w, x, at_rest=rest, compute=use, data=data, mean=True)[1]

@@ -1,0 +1,24 @@
+"""What the tests of the layers share: a mesh, numbers, and two ways to run a function."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+import spmd
+
+MODES = ("explicit", "auto", "reference")
+MESH = spmd.make_mesh(dp=2, tp=4)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def mapped(body, in_specs, out_specs, mesh=MESH):
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def quick(fn):
+    """Jitted with little care for its speed."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})

@@ -1,0 +1,153 @@
+"""Losses: what goes wrong silently elsewhere, each beside its wrong formula, and options."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd import nn
+from tests.nn.cases_loss import plain_cross_entropy
+from tests.nn.harness import MESH, MODES, mapped, normal, quick
+
+# -------------------- the known traps
+
+LOGITS, LABELS = 3 * normal(0, 4, 6, 8), np.random.default_rng(1).integers(8, size=(4, 6))
+UNEVEN = np.arange(24).reshape(4, 6) < 15  # the first half of the batch has 12 tokens, the second 3
+
+
+def test_a_loss_over_unequal_numbers_of_tokens():
+    """A mean of the devices' means counts the tokens of the emptier device more than the others."""
+    truth = plain_cross_entropy(LOGITS, LABELS, UNEVEN)
+
+    def mean_of_means(logits, labels, mask):
+        losses = nn.cross_entropy(logits, labels, mask, reduction="none")
+        return lax.pmean(losses.sum() / mask.sum(), "dp")
+
+    wrong = mapped(mean_of_means, (P("dp"), P("dp"), P("dp")), P())(LOGITS, LABELS, UNEVEN.astype(np.float32))
+    assert abs(wrong - truth) > 0.02 * truth
+
+    @spmd.kernel("b/dp s v/tp, b/dp s, b/dp s -> scalar", mesh=MESH)
+    def loss(logits, labels, mask):
+        return nn.cross_entropy(logits, labels, mask, tp="tp", dp="dp")
+
+    for mode in MODES:
+        np.testing.assert_allclose(quick(getattr(loss, mode))(LOGITS, LABELS, UNEVEN), truth, rtol=1e-6)
+
+
+def test_gathered_scores_in_a_divided_loss():
+    """Summed over tp, copies of all scores give n times the sum of exponentials: the loss is too large by log n."""
+    truth = plain_cross_entropy(LOGITS, LABELS, np.ones((4, 6)))
+
+    def summed_over_copies(logits, labels):
+        logits = lax.all_gather(logits, "tp", axis=2, tiled=True)
+        total = lax.psum(jnp.exp(logits).sum(-1), "tp")
+        right = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return lax.pmean((jnp.log(total) - right).mean(), ("dp", "tp"))
+
+    wrong = mapped(summed_over_copies, (P("dp", None, "tp"), P("dp")), P())(LOGITS, LABELS)
+    np.testing.assert_allclose(wrong, truth + np.log(4), rtol=1e-5)
+
+    def loss(logits, labels, tp):
+        logits = spmd.all_gather(logits, "b/dp s v/tp -> b/dp s v")
+        return nn.cross_entropy(logits, labels, tp=tp, dp="dp")
+
+    kernel = spmd.kernel("b/dp s v/tp, b/dp s -> scalar", mesh=MESH)
+    with pytest.raises(spmd.SpmdError):
+        kernel(lambda logits, labels: loss(logits, labels, "tp"))(LOGITS, LABELS)
+    np.testing.assert_allclose(
+        kernel(lambda logits, labels: loss(logits, labels, None))(LOGITS, LABELS), truth, rtol=1e-6
+    )
+
+
+# -------------------- losses
+
+
+def loss_of(logits, labels, *mask, **options):
+    body = lambda logits, labels, *mask: nn.cross_entropy(logits, labels, *mask, tp="tp", dp="dp", **options)
+    layouts = ("b/dp s v/tp", "b/dp s", "b/dp s")[: 2 + len(mask)]
+    out = "b/dp s" if options.get("reduction") == "none" else "scalar"
+    kernel = spmd.kernel(in_layouts=layouts, out_layouts=out, mesh=MESH)(body)
+
+    def both(logits):
+        value, pull = jax.vjp(lambda logits: kernel(logits, labels, *mask), logits)
+        return value, pull(jnp.ones_like(value))[0]
+
+    return tuple(map(np.asarray, quick(both)(jnp.asarray(logits))))
+
+
+def test_tokens_that_do_not_count():
+    nothing = np.zeros((4, 6), bool)
+    value, gradient = loss_of(LOGITS, LABELS, nothing)
+    assert value == 0 and not gradient.any()
+    unknown = np.where(UNEVEN, LABELS, 99)  # a label that there is not, where nothing counts
+    value, gradient = loss_of(LOGITS, unknown, UNEVEN)
+    np.testing.assert_allclose(value, plain_cross_entropy(LOGITS, LABELS, UNEVEN), rtol=1e-6)
+    assert np.isfinite(gradient).all() and not gradient[~UNEVEN].any()
+    same = loss_of(LOGITS, unknown, ignore=99)
+    np.testing.assert_allclose(same[0], value, rtol=1e-6)
+    np.testing.assert_array_equal(same[1], gradient)
+
+
+def test_a_label_outside_the_vocabulary_is_heard_of():
+    for label in (-1, 8):
+        labels = LABELS.copy()
+        labels[2, 3] = label
+        assert np.isnan(loss_of(LOGITS, labels)[0])
+        each, _ = loss_of(LOGITS, labels, reduction="none")
+        assert np.isnan(each).sum() == 1 and np.isnan(each[2, 3])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_labels_of_any_width(dtype):
+    """Bytes as labels of a vocabulary that has more than bytes can count."""
+    logits, labels = normal(18, 2, 3, 264), np.full((2, 3), 255, dtype)
+    value, _ = loss_of(logits, labels)
+    np.testing.assert_allclose(value, plain_cross_entropy(logits, labels.astype(int), np.ones((2, 3))), rtol=1e-6)
+
+
+def test_reductions():
+    weights = np.random.default_rng(5).random((4, 6)).astype(np.float32)
+    mean, total, each = (loss_of(LOGITS, LABELS, weights, reduction=op)[0] for op in ("mean", "sum", "none"))
+    np.testing.assert_allclose(total, each.sum(), rtol=1e-6)
+    np.testing.assert_allclose(mean, each.sum() / weights.sum(), rtol=1e-6)
+    np.testing.assert_allclose(mean, plain_cross_entropy(LOGITS, LABELS, weights), rtol=1e-5)
+    np.testing.assert_allclose(
+        loss_of(LOGITS, LABELS)[0], plain_cross_entropy(LOGITS, LABELS, np.ones((4, 6))), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("b/dp", 8), ("b/dp n s", (2, 3, 4)), ("m b/dp s", (3, 4, 5))])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_of_any_rank(layout, shape, mode):
+    """`...` of no dimension, of two, and of two of which the second is divided."""
+    labels = np.random.default_rng(6).integers(8, size=shape)
+    logits = normal(7, *labels.shape, 8)
+    kernel = spmd.kernel(in_layouts=(f"{layout} v/tp", layout), out_layouts="scalar", mesh=MESH)(
+        lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp")
+    )
+    truth = plain_cross_entropy(logits, labels, np.ones(shape))
+    np.testing.assert_allclose(quick(getattr(kernel, mode))(logits, labels), truth, rtol=1e-6)
+
+
+def test_the_scores_never_exist_whole():
+    """In chunks no array of the compiled step, forward or backward, has the size of all scores; at once, some have."""
+    x, table, labels = normal(8, 2, 64, 16), normal(9, 2048, 16), np.zeros((2, 64), np.int32)
+    layouts = ("b/dp s/tp d", "v/tp d", "b/dp s")
+    args = [spmd.shard(y, layout, mesh=MESH) for y, layout in zip((x, table, labels), layouts, strict=True)]
+    scores = 4 * 64 * 512  # float32 of 64 tokens and a quarter of the vocabulary
+    temporary = {}
+    for chunks in (1, 8):
+        body = lambda *args, chunks=chunks: nn.linear_cross_entropy(*args, chunks=chunks, tp="tp", sp="tp", dp="dp")
+        kernel = spmd.kernel(in_layouts=layouts, out_layouts="scalar", mesh=MESH)(body)
+        compiled = jax.jit(jax.value_and_grad(kernel, (0, 1))).lower(*args).compile()
+        temporary[chunks] = compiled.memory_analysis().temp_size_in_bytes
+        has_all = any(size in compiled.as_text() for size in ("f32[1,64,512]", "f32[64,512]", "f32[8,1,8,512]"))
+        assert has_all == (chunks == 1)
+    assert temporary[1] > scores
+    # scores and slopes of a chunk, the gradient of the table twice (the sum, and a chunk's), and x with its gradient
+    assert temporary[8] < 2 * scores / 8 + 2 * 4 * 512 * 16 + 6 * 4 * 64 * 16 + 4096
