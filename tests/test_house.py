@@ -26,6 +26,7 @@ FLOORS = {
     "_ambient.py": 2,
     "_compat.py": 2,
     "_notebook.py": 0,
+    "_facts.py": 2,
     "_jaxprs.py": 2,
     "_lax.py": 2,
     "_named.py": 2,

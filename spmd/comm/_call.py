@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat, _lax
+from spmd._facts import one_line
 from spmd.comm._keywords import as_array, call_text, kind_of, operand_names, resolve, split_keywords
 from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
 from spmd.errors import (
@@ -169,7 +170,7 @@ class Call:
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The call's own text as a scope of names: what is traced inside carries it, and so do its transposes, through
         loops and remat, into the jaxpr, the compiled program and the profiler."""
-        return jax.named_scope(" ".join(self.text.split()))
+        return jax.named_scope(one_line(self.text))
 
     def hidden(self) -> contextlib.AbstractContextManager[Any]:
         """What this call is made of: an error that tells of gathers names this call, not those inside."""

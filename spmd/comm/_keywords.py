@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd._facts import CallName
 from spmd._trees import is_foreign
 from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
@@ -112,12 +113,12 @@ def operand_names(name: str, arrays: int) -> tuple[str, ...]:
     return ("key",) if name.startswith("random.") else tuple("xyzuvw"[i % 6] * (1 + i // 6) for i in range(arrays))
 
 
-def call_text(name: str, pattern: Any, arrays: int = 1) -> str:
+def call_text(name: str, pattern: Any, arrays: int = 1) -> CallName:
     """How a call is shown in messages and in `explain`."""
     shown = {0: "", 1: "x, ", 2: "x, y, "}.get(arrays, "x, ..., ")
     if name.startswith("random."):
         shown = "key, "
-    return f'{name}({shown}"{pattern}")'
+    return CallName(f'{name}({shown}"{pattern}")', name)
 
 
 @functools.lru_cache(maxsize=4096)

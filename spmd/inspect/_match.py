@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmd._facts import CallName
 from spmd.inspect._collectives import Collective, sent_bytes
 from spmd.inspect._hlo import shape_bytes
 from spmd.inspect._placement import ONE_DEVICE
@@ -207,7 +208,7 @@ def _says(piece: _Piece, row: WrittenCollective) -> bool:
     if not _related(row, piece.of):
         return False
     names = (piece.of.op_name, piece.of.reducer)
-    if "(" in row.text:
+    if isinstance(row.text, CallName):
         return any(row.text in name for name in names)
     # a raw call of jax.lax: its name is too common to go by alone
     last = {name.rpartition("/")[2].partition("[")[0] for name in names}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,11 @@ from typing import Any
 from jax.extend.core import Literal
 
 from spmd import _compat
+from spmd._facts import CallName, KernelName
 from spmd._jaxprs import Held, call_of, held, is_unknown, opened
 from spmd.checker._collectives import COMMUNICATES, axes_of
 from spmd.checker._source import line_of
-from spmd.errors import MeshError
+from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import sent_bytes
 from spmd.inspect._groups import axes_of_pairs
 from spmd.inspect._placement import (
@@ -44,7 +45,6 @@ from spmd.inspect._values import (
     typed_place,
 )
 from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes, writes_results
-from spmd.kernels import arguments_of
 from spmd.language import Layout
 
 __all__ = ["Walk"]
@@ -55,8 +55,7 @@ _KINDS: dict[str, str] = {
     **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "psum_scatter"),
 }
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
-_CALL = re.compile(r"(custom_vjp\(.*\)|[a-z][\w.]*\(.*\".*\"\))", re.DOTALL)
-_VERBS = ("psum", "relayout", "lax.")
+_REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +149,14 @@ class Walk:
         elif name in ("sharding_constraint", "reshard"):
             return self._placed(eqn, ins, site, notes)
         elif name in _OPAQUE or is_unknown(eqn):
-            if not _call_text(site.names_of(eqn)).startswith("opaque("):  # whose note says it
+            if _call_around(site.names_of(eqn)).verb != "opaque":  # whose note says it
                 self._island(name, eqn, site, opaque=True)
         elif (inner := call_of(eqn)) is not None:
             return self._call(eqn, inner, ins, site)
         else:
-            if name == "spmd_layout" and (text := str(eqn.params["call"])).startswith(("local(", "opaque(")):
-                self._island(text, eqn, site, opaque=text.startswith("opaque("))
+            verb = getattr(eqn.params["call"], "verb", "") if name == "spmd_layout" else ""
+            if verb in ("local", "opaque"):
+                self._island(eqn.params["call"], eqn, site, opaque=verb == "opaque")
             return self._work(eqn, ins, site)
         return self._moves(eqn, ins, site)
 
@@ -212,12 +212,11 @@ class Walk:
         if not site.manual:
             specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
             name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
-            place = getattr(getattr(opened(eqn.params["jaxpr"])[0], "debug_info", None), "func_src_info", None) or ""
-            leaves = arguments_of(name, place, mesh.shape, specs, ranks) or [None] * len(specs)
-            for value, var, spec, leaf in zip(ins, eqn.invars, specs, leaves, strict=True):
+            layouts = _layouts_of(name, specs, ranks)
+            for value, var, spec, layout in zip(ins, eqn.invars, specs, layouts, strict=True):
                 target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
                 note = _kept_by_vmap(value.place, specs, site)
-                self._enter(name, eqn, value, var.aval, target, leaf and leaf.layout, site, note)
+                self._enter(name, eqn, value, var.aval, target, layout, site, note)
         body = opened(eqn.params["jaxpr"])[0]
         within = site.inside(eqn, manual=(*site.manual, *new.items()))
         stand = self._stand(body.invars, None, within)
@@ -301,7 +300,7 @@ class Walk:
         self._want(ins[0], target)
         note = notes.get(eqn.outvars[0])
         layout = note.params["layout"].short if note is not None else text_of(target) or "unconstrained"
-        text = note.params["call"] if note is not None else _call_text(site.names_of(eqn)) or "sharding_constraint"
+        text = note.params["call"] if note is not None else _call_around(site.names_of(eqn)) or "sharding_constraint"
         self._constraints.append(Constraint(text, layout, shape_of(aval), site.times, site.line(eqn)))
         return [Value(target, buffers=ins[0].buffers, chain=ins[0].chain)]
 
@@ -325,8 +324,8 @@ class Walk:
         kind = _KINDS.get(primitive, primitive)
         recomputed = ("Scope", "rematted_computation") in names
         transposed = ("Transform", "transpose") in names
-        text = _call_text(names)
-        said = text or _raw_text(primitive, kind, axes, transposed and not recomputed)
+        call = _call_around(names)
+        added = transposed and not recomputed
         for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:
             self._collectives.append(
                 WrittenCollective(
@@ -336,11 +335,11 @@ class Walk:
                     bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
                     count=site.times,
                     exact=site.exact,
-                    text=said,
+                    text=call or _raw_text(primitive, kind, axes, added),
                     where=site.line(eqn),
                     phase="backward" if transposed else "forward",
                     recomputed=recomputed,
-                    implicit=kind == "psum" and _implicit(said, transposed and not recomputed),
+                    implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
                     branch=site.branch,
                     dtype=dtype_name(operand.aval),
                     shape=shape_of(operand),
@@ -422,9 +421,20 @@ _RULES = {"scan": Walk._scan, "while": Walk._while, "cond": Walk._cond, "shard_m
 # --- names ----------------------------------------------------------------------------------------------------
 
 
-def _call_text(names: Sequence[tuple[str, str]]) -> str:
-    """The innermost scope that is a call of ours."""
-    return next((text for kind, text in reversed(names) if kind == "Scope" and _CALL.fullmatch(text)), "")
+def _call_around(names: Sequence[tuple[str, str]]) -> CallName:
+    """The innermost scope that is a call of ours; an empty name where there is none."""
+    return next((text for _, text in reversed(names) if isinstance(text, CallName)), CallName(""))
+
+
+def _layouts_of(name: str, specs: Sequence[Any], ranks: Sequence[int]) -> Sequence[Layout | None]:
+    """The layouts of a kernel's arguments, by the kernel's name; None where a transformation changed what enters."""
+    leaves = name.arguments if isinstance(name, KernelName) else ()
+    if len(leaves) == len(specs):
+        with contextlib.suppress(SpmdError):  # arrays of another rank, under vmap
+            layouts = [leaf.layout for leaf in leaves]
+            if all(a.with_rank(n).spec == spec for a, n, spec in zip(layouts, ranks, specs, strict=True)):
+                return layouts
+    return [None] * len(specs)
 
 
 _RAW = {"psum_scatter": "lax.all_gather", "all_gather": "lax.psum_scatter"}
@@ -437,11 +447,6 @@ def _raw_text(primitive: str, kind: str, axes: Sequence[str], transposed: bool) 
     if transposed:
         return f"gradient of {_RAW.get(kind, f'lax.{kind}')}"
     return f"lax.{primitive if kind == 'psum' and primitive in ('pmax', 'pmin') else kind}"
-
-
-def _implicit(text: str, transposed: bool) -> bool:
-    """Whether an all-reduce is no verb's own: of a dropped name, or of a gradient."""
-    return transposed or not text.startswith(_VERBS)
 
 
 def _kept_by_vmap(place: Any, specs: Sequence[Any], site: _Site) -> str:

@@ -2,6 +2,5 @@
 
 from spmd.kernels._boundary import VmapWarning
 from spmd.kernels._kernel import Kernel, kernel
-from spmd.kernels._registry import arguments_of
 
-__all__ = ["Kernel", "VmapWarning", "arguments_of", "kernel"]
+__all__ = ["Kernel", "VmapWarning", "kernel"]

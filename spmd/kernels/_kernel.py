@@ -10,13 +10,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
+from spmd._facts import Leaf
 from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import Static, is_array, is_number, matched, wrapped
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean
 from spmd.kernels._boundary import check_boundary, check_mapped
 from spmd.kernels._outputs import Outputs
-from spmd.kernels._plan import Leaf, Plan, concrete
+from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, read
 from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import ambient_mesh, mesh_of

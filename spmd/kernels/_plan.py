@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,12 +16,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
+from spmd._facts import KernelName, Leaf
 from spmd.checker import check_body, check_jaxpr, in_states_of
 from spmd.comm._marks import mark, same_axes, tag, tag_of
 from spmd.comm.planner import move, uneven
 from spmd.errors import LayoutError, MeshError, ModeError, SpmdError, did_you_mean
 from spmd.kernels._outputs import Outputs, diagnose
-from spmd.kernels._registry import identifier, remember
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import translated
@@ -30,15 +29,7 @@ from spmd.language import AxisMapping, Layout
 from spmd.mesh import abstract_of, check_alive, check_axes, lies_whole, made_whole, mesh_sizes, no_mesh, outside_trace
 from spmd.modes import Frame, inside_kernel, no_frame, try_frame
 
-__all__ = ["Leaf", "Plan", "concrete"]
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One array of the arguments: where it stands and how it lies."""
-
-    path: str
-    layout: Layout
+__all__ = ["Plan", "concrete"]
 
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
@@ -99,12 +90,12 @@ class Plan:
         self.simple &= not self._deviceless
         self._uneven = mode != "reference" and isinstance(mesh, Mesh) and uneven(self.sizes.values())
         self._check_layouts()
-        remember(self)
         donated = donate if mode != "reference" else ()
+        self.name = KernelName(signature.name, self.leaves if mode == "explicit" else ())
         entry = {"explicit": self._checked, "auto": self._auto, "reference": self._reference}[mode]
-        self.jitted = jax.jit(_named(entry, signature.name), donate_argnums=donated, out_shardings=self._lie())
+        self.jitted = jax.jit(_named(entry, self.name), donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
-        self._traced = jax.jit(_named(self._explicit if mode == "explicit" else entry, signature.name))
+        self._traced = jax.jit(_named(self._explicit if mode == "explicit" else entry, self.name))
         self._seen: set[Any] = set()
 
     def call(self, leaves: Sequence[Any], *, warm: bool = False) -> Any:
@@ -300,7 +291,7 @@ class Plan:
 
     def _checked(self, *leaves: Any) -> Any:
         """`_explicit`, and the pass over its jaxpr, once per trace: a warm call runs neither."""
-        inner = jax.jit(_named(self._explicit, self.signature.name), inline=True)
+        inner = jax.jit(_named(self._explicit, self.name), inline=True)
         self._check(inner.trace(*leaves).jaxpr)
         return inner(*leaves)
 
@@ -415,7 +406,7 @@ class Plan:
             return self.run(frame, shards, local=True, role="operand")
 
         with no_frame():
-            inner = jax.jit(_named(body, self.signature.name), inline=True)
+            inner = jax.jit(_named(body, self.name), inline=True)
             check_body(
                 inner.trace(*shards).jaxpr,
                 in_states_of(shards),
@@ -510,13 +501,13 @@ def _grown(x: Any, layout: Layout, manual: Sequence[str], sizes: dict[str, int])
     return jax.ShapeDtypeStruct(only.with_rank(x.ndim).global_shape(x.shape, sizes), x.dtype)
 
 
-def _named(fn: Any, name: str) -> Any:
-    """`fn` under the kernel's own name, which is what profiles and HLO show."""
+def _named(fn: Any, name: KernelName) -> Any:
+    """`fn` under the kernel's own name, which profiles and HLO show, and by which a jaxpr tells whose body it holds."""
 
     def entry(*args: Any) -> Any:
         return fn(*args)
 
-    entry.__name__ = entry.__qualname__ = identifier(name)
+    entry.__name__ = entry.__qualname__ = name
     return entry
 
 

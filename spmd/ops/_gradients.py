@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat, _lax
+from spmd._facts import CallName
 from spmd._named import ByName
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, MeshError, ReplicationError, did_you_mean
@@ -252,7 +253,7 @@ class custom_vjp(ByName):
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Set the rules: `fwd(*args) -> (out, kept)`, `bwd(*nondiff, kept, cotangent) -> cotangents`."""
         nondiff = self.nondiff
-        text = _text("custom_vjp", self, "")
+        scope = CallName(_text("custom_vjp", self, ""), "custom_vjp")
 
         def forward(frame: Frame | None, *args: Any) -> Any:
             with contextlib.nullcontext() if frame is None else frame.enter():
@@ -267,7 +268,7 @@ class custom_vjp(ByName):
                 out = bwd(*fixed, kept, cotangent)
                 if frame is None or not frame.explicit:
                     return out
-                with jax.named_scope(text):
+                with jax.named_scope(scope):
                     return _summed(out, types.axes, frame)
 
         self._inner.defvjp(forward, backward)

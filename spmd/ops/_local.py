@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat, _lax
+from spmd._facts import CallName
 from spmd._jaxprs import equations
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
@@ -165,7 +166,7 @@ class _Job:
             example=f'{self.name}(fn, "b/dp d -> b/dp d")(x)',
         )
         shown = getattr(self.fn, "__name__", "fn")
-        call.text = f'{self.name}({"fn" if shown == "<lambda>" else shown}, "{self.pattern}")'
+        call.text = CallName(f'{self.name}({"fn" if shown == "<lambda>" else shown}, "{self.pattern}")', self.name)
         if not args and not call.pattern.empty_left:
             call.check_counts(0, None)
         return call

@@ -14,6 +14,7 @@ import pytest
 
 import spmd
 from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, reduce, shift, softmax
+from spmd._facts import CallName
 from spmd.inspect._collectives import Collective, sent_bytes
 from spmd.inspect._match import communications
 from spmd.inspect._records import Boundary, Constraint, Written, WrittenCollective
@@ -34,7 +35,7 @@ def row(kind, text, where="m.py:1", axes=("tp",), shape=(8, 16), count=1, phase=
         group_size=size,
         bytes=sent,
         count=count,
-        text=text,
+        text=CallName(text, kind) if "(" in text else text,
         where=where,
         phase=phase,
         dtype=dtype,

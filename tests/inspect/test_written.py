@@ -429,7 +429,7 @@ def test_the_shardings_of_a_jit_are_known(mesh):
 
 
 def test_the_boundary_names_dimensions_as_the_signature_does(mesh):
-    """Under differentiation and in pytrees too; a name that two kernels of one name give differently is not shown."""
+    """Under differentiation and in pytrees too."""
     at = lambda layout, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spmd.Layout(layout).sharding(mesh))
 
     def make(name):
@@ -445,10 +445,32 @@ def test_the_boundary_names_dimensions_as_the_signature_does(mesh):
     loss = lambda x, params: wide(x, params).sum()
     found = {(one.text, one.source, one.target) for one in written(jax.value_and_grad(loss, 1), args, {}).boundary}
     assert found == {("wide: x", "_/dp (h k)/tp", "_ (h k)/tp"), ("wide: params['scale']", "(h k)/dp", "(h k)/tp")}
-    pair = [spmd.kernel(f"{n}/dp -> {n}/dp", mesh=mesh)(lambda x: x * 2) for n in "ab"]
-    for kernel in pair:
-        [moved] = written(kernel, [at("c/tp", 8)], {}).boundary
-    assert (moved.source, moved.target) == ("_/tp", "_/dp")
+
+
+BODIES = {
+    "alone": lambda kernel: kernel,
+    "jit": lambda kernel: jax.jit(lambda x: kernel(x) * 2),
+    "vmap": lambda kernel: jax.vmap(kernel),
+    "grad": lambda kernel: jax.grad(lambda x: kernel(x).sum()),
+    "scan": lambda kernel: lambda x: jax.lax.scan(lambda c, _: (c, kernel(x)), 0.0, length=3),
+    "remat": lambda kernel: jax.grad(lambda x: jax.checkpoint(kernel)(x).sum()),
+    "all": lambda kernel: jax.jit(
+        jax.grad(
+            lambda x: jax.lax.scan(lambda c, _: (c + jax.vmap(jax.checkpoint(kernel))(x).sum(), 0), 0.0, length=3)[0]
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BODIES)
+def test_kernels_of_one_name_and_line_are_told_apart(mesh, how):
+    """A kernel's name carries its layouts through whatever JAX does to it."""
+    for n in "abc":
+        layout = f"... {n}/dp"
+        kernel = spmd.kernel(f"{layout} -> {layout}", mesh=mesh)(lambda x: jnp.sin(x) * 2)
+        given = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32, sharding=spmd.Layout("x y z/tp").sharding(mesh))
+        found = written(BODIES[how](kernel), [given], {}).boundary
+        assert found and {(one.source, one.target) for one in found} == {(f"_ _ {n}/tp", f"_ _ {n}/dp")}
 
 
 def test_numbers_of_a_jit_may_be_static(mesh):

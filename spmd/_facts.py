@@ -1,0 +1,59 @@
+"""Names in a jaxpr that know what they name: the scope of a call, the `jit` of a kernel.
+
+JAX hands on the very string that it was given as the name of a scope or of a jitted function: through `jit`, `grad`,
+`vmap`, loops and rematerialisation. A string that carries a fact is therefore found again in the jaxpr of any program.
+It adds no equation, and the compiled program holds its text and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from spmd.language import Layout
+
+__all__ = ["CallName", "KernelName", "Leaf", "one_line"]
+
+
+class CallName(str):
+    """A call of ours as text, `psum(x, "b {U:tp} -> b")`.
+
+    Attributes:
+      verb: The function that is called, `psum`.
+    """
+
+    verb: str
+
+    def __new__(cls, text: str, verb: str = "") -> Self:
+        self = super().__new__(cls, text)
+        self.verb = verb
+        return self
+
+
+def one_line(text: str) -> str:
+    """The same text in one line, as the name of a scope must be; what it knows is kept."""
+    line = " ".join(text.split())
+    return CallName(line, text.verb) if isinstance(text, CallName) else line
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array among the arguments of a kernel: where it stands, `params['w']`, and how it lies."""
+
+    path: str
+    layout: Layout
+
+
+class KernelName(str):
+    """What profiles, HLO and jaxprs call a kernel.
+
+    Attributes:
+      arguments: Those of its `shard_map`, in order; none where the kernel has no `shard_map`.
+    """
+
+    arguments: tuple[Leaf, ...]
+
+    def __new__(cls, name: str, arguments: tuple[Leaf, ...] = ()) -> Self:
+        self = super().__new__(cls, name if name.isidentifier() else "kernel")
+        self.arguments = arguments
+        return self
