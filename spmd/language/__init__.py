@@ -1,7 +1,6 @@
 """The layout language: strings that say shape, placement and communication.  Pure Python."""
 
-from spmd.language._layout import Layout, axis_sizes
-from spmd.language._mapping import AxisMapping
+from spmd.language._layout import AxisMapping, Layout, axis_sizes
 from spmd.language._pattern import Pattern
 from spmd.language._sizes import spaced
 from spmd.language._syntax import Atom, Dim

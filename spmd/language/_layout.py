@@ -1,29 +1,26 @@
-"""`Layout`: how one array lies on the mesh."""
+"""`Layout`: how one array lies on the mesh. `AxisMapping`: where named dimensions live, whatever the layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language._parse import Parser
-from spmd.language._syntax import Atom, Dim, Fault, Span, check, check_form, normal
+from spmd.language._rules import Axes, axes_of_rule, place, rule_text
+from spmd.language._sizes import global_shape, local_shape
+from spmd.language._syntax import Atom, Dim, Fault, Span, Value, check, check_form, normal
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from spmd.language._mapping import AxisMapping
-
-__all__ = ["Layout", "axis_sizes"]
-
-Axes = str | tuple[str, ...] | None
+__all__ = ["AxisMapping", "Layout", "axis_sizes"]
 
 
 @final
-class Layout:
+class Layout(Value):
     """How one array lies on the mesh: its dimensions, the mesh axes that divide them, and its marks.
 
     `b/dp s d` is an array of rank 3 whose dimension b is split over the mesh axis dp; s and d are whole,
@@ -48,7 +45,7 @@ class Layout:
     (2, 3)
     """
 
-    __slots__ = ("__weakref__", "_hash", "_text", "dims", "reduced", "source", "unreduced")
+    __slots__ = ("dims", "reduced", "source", "unreduced")
 
     dims: tuple[Dim, ...]
     unreduced: tuple[str, ...]
@@ -61,8 +58,7 @@ class Layout:
             return text
         if not isinstance(text, str):
             raise LayoutError(
-                f"A layout is a string such as 'b/dp s d', but this is of type {type(text).__name__}.",
-                call=call,
+                f"A layout is a string such as 'b/dp s d', but this is of type {type(text).__name__}.", call=call
             )
         try:
             return _parsed(str(text))
@@ -93,18 +89,15 @@ class Layout:
         Layout('b/dp s {U:tp}')
         """
         dims, unreduced, reduced = tuple(dims), tuple(unreduced), tuple(reduced)
+        shown: tuple[str | None, str] = None, "Layout.from_dims(...)"
         try:
             check_form(dims, (*unreduced, *reduced))
-        except Fault as fault:
-            raise LayoutError(fault.rule, call="Layout.from_dims(...)") from None
-        dims = tuple(normal(dim) for dim in dims)
-        try:
+            dims = tuple(normal(dim) for dim in dims)
+            text = _text(dims, unreduced, reduced)
+            shown = source, f'the layout "{text}"' if source is None else f'"{source}", read as "{text}"'
             check(dims, unreduced, reduced, {})
         except Fault as fault:
-            text = _text(dims, unreduced, reduced)
-            if source is None:
-                raise LayoutError(fault.rule, call=f'the layout "{text}"', fix=fault.fix, advice=fault.advice) from None
-            raise_fault(fault, source, f'"{source}", read as "{text}"')
+            raise_fault(fault, *shown)
         return make(dims, tuple(sorted(unreduced)), tuple(sorted(reduced)), source)
 
     @staticmethod
@@ -125,9 +118,7 @@ class Layout:
         >>> Layout.of(jnp.zeros((2, 3)), "b d")
         Layout('b d')
         """
-        from spmd.language._sharding import read
-
-        return read(array, Layout(names))
+        return _read(array, Layout(names))
 
     # --- what it says
 
@@ -207,16 +198,14 @@ class Layout:
         entries: list[Axes] = []
         for dim in self.dims:
             if any(dim.margin):
-                self._fault(
-                    dim.span,
-                    f"A dimension with margins, '{dim.short}', has no PartitionSpec: its shards overlap.",
-                )
+                rule = f"A dimension with margins, '{dim.short}', has no PartitionSpec: its shards overlap."
+                self._raise(Fault(rule, dim.span))
             if sum(bool(atom.axes) for atom in dim.atoms) > 1:
                 rule = (
                     f"'{dim.short}' has no PartitionSpec: with several divided factors a device holds "
                     "scattered pieces of the dimension. Inside a kernel this is legal."
                 )
-                self._fault(dim.span, rule)
+                self._raise(Fault(rule, dim.span))
             axes = dim.axes
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
         marks = {"unreduced": frozenset(self.unreduced), "reduced": frozenset(self.reduced)}
@@ -234,7 +223,7 @@ class Layout:
         """
         from jax.sharding import NamedSharding
 
-        self._need_axes(axis_sizes(mesh))
+        self._sizes_on(mesh)
         return NamedSharding(mesh, self.spec)
 
     # --- sizes
@@ -256,9 +245,7 @@ class Layout:
         >>> Layout("1+x/a+1 (h k)/tp").local_shape((8, 12), {"a": 2, "tp": 3})
         (6, 4)
         """
-        from spmd.language._sizes import local_shape
-
-        return local_shape(self, tuple(global_shape), axis_sizes(mesh), sizes or {})
+        return local_shape(self, tuple(global_shape), self._sizes_on(mesh), sizes or {})
 
     def global_shape(self, local_shape: Iterable[int], mesh: Any) -> tuple[int, ...]:
         """Return the shape of the whole array, given that of one device's shard.
@@ -274,9 +261,7 @@ class Layout:
         >>> Layout("1+x/a+1 d").global_shape((6, 3), {"a": 2})
         (8, 3)
         """
-        from spmd.language._sizes import global_shape
-
-        return global_shape(self, tuple(local_shape), axis_sizes(mesh))
+        return global_shape(self, tuple(local_shape), self._sizes_on(mesh))
 
     # --- other layouts made of it
 
@@ -353,7 +338,7 @@ class Layout:
         ]
         return Layout.from_dims(dims, renamed(self.unreduced), renamed(self.reduced), source=self.source)
 
-    def resolve(self, mapping: AxisMapping | Mapping[str, Axes] | None = None) -> Layout:
+    def resolve(self, mapping: Mapping[str, Axes] | None = None) -> Layout:
         """Return the layout with no bare name: placed as the mapping says, whole where it says nothing.
 
         Raises:
@@ -362,77 +347,209 @@ class Layout:
         >>> Layout("batch seq d/tp").resolve({"batch": "dp"})
         Layout('batch/dp seq/1 d/tp')
         """
-        from spmd.language._mapping import AxisMapping
-
         return AxisMapping.of(mapping).resolve(self)
 
-    # --- the value
-
     def __str__(self) -> str:
-        return self._text
+        return str(self._key)
 
     def __repr__(self) -> str:
-        return f"Layout({self._text!r})"
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return self._text == other._text if isinstance(other, Layout) else NotImplemented
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Layout is immutable, '{name}' cannot be set")
-
-    __delattr__ = __setattr__  # type: ignore[assignment]
-
-    def __copy__(self) -> Layout:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Layout:
-        return self
+        return f"Layout({str(self)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make, (self.dims, self.unreduced, self.reduced, self.source)
 
     # --- faults
 
-    def _fault(self, span: Span, rule: str, advice: str | None = None) -> NoReturn:
+    def _raise(self, fault: Fault) -> NoReturn:
         """Raise a LayoutError that points at a part of this layout."""
-        if self.source is None:
-            raise LayoutError(rule, call=repr(self), advice=advice)
-        raise LayoutError(rule, source=self.source, span=span, advice=advice)
+        raise_fault(fault, self.source, repr(self) if self.source is None else None)
 
     def _need_rank(self) -> None:
         for dim in self.dims:
             if dim.ellipsis:
-                self._fault(
-                    dim.span,
-                    "The number of dimensions that '...' stands for is not known here.",
-                    advice=".with_rank(n)",
-                )
+                rule = "The number of dimensions that '...' stands for is not known here."
+                self._raise(Fault(rule, dim.span, advice=".with_rank(n)"))
 
-    def _need_axes(self, sizes: Mapping[str, int]) -> None:
-        missing = [axis for axis in self.axis_names if axis not in sizes]
+    def _sizes_on(self, mesh: Any) -> dict[str, int]:
+        """The sizes of a mesh's axes, on which the layout has a shape."""
+        self._need_rank()
+        sizes = axis_sizes(mesh)
+        missing = [f"'{axis}'{did_you_mean(axis, sizes)}" for axis in self.axis_names if axis not in sizes]
         if missing:
-            mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            hints = [f"'{axis}'{did_you_mean(axis, sizes)}" for axis in missing]
-            rule = (
-                "The mesh lacks a mesh axis of the layout."
-                if len(hints) == 1
-                else "The mesh lacks mesh axes of the layout."
-            )
-            raise MeshError(rule, call=repr(self), got=[*hints, f"mesh {mesh or 'without axes'}"])
+            axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            what = "a mesh axis" if len(missing) == 1 else "mesh axes"
+            rule = f"The mesh lacks {what} of the layout."
+            raise MeshError(rule, call=repr(self), got=[*missing, f"mesh {axes or 'without axes'}"])
+        return sizes
+
+
+class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
+    """Rules that say over which mesh axes named dimensions are divided.
+
+    Under a mapping a bare name lies as its rule says; `name/axis` is exactly that, `name/1` is whole.
+    Immutable and hashable.
+
+    Args:
+      rules: for each name a mesh axis, a tuple of them (major first), or None: whole.
+
+    Raises:
+      LayoutError: a name or an axis cannot be written in a layout, or a rule has one axis twice.
+
+    >>> mapping = AxisMapping({"batch": ("dp", "fsdp"), "mlp": "tp", "seq": None})
+    >>> mapping["mlp"], mapping.get("seq"), mapping.get("other")
+    (('tp',), (), None)
+    >>> mapping.resolve(Layout("batch seq mlp"))
+    Layout('batch/dp/fsdp seq/1 mlp/tp')
+    """
+
+    __slots__ = ("_rules",)
+    _rules: dict[str, tuple[str, ...]]
+
+    def __init__(self, rules: Mapping[str, Axes] | Iterable[tuple[str, Axes]] = ()):
+        try:
+            pairs = dict(rules)
+        except (TypeError, ValueError):
+            rule = f"The rules of a mapping are a dict, but this is of type {type(rules).__name__}."
+            raise LayoutError(rule, advice='as in AxisMapping({"batch": "dp"})') from None
+        found = {str(name): axes_of_rule(name, value) for name, value in pairs.items()}
+        self._hold(frozenset(found.items()), _rules=found)
+
+    @staticmethod
+    def of(rules: AxisMapping | Mapping[str, Axes] | None) -> AxisMapping:
+        """Return a mapping; a dict becomes one, None is the empty one.
+
+        >>> AxisMapping.of({"mlp": "tp"})
+        AxisMapping({'mlp': 'tp'})
+        """
+        if isinstance(rules, AxisMapping):
+            return rules
+        if rules is None:
+            return _EMPTY
+        if not isinstance(rules, Mapping):
+            rule = f"A mapping is an AxisMapping or a dict, but this is of type {type(rules).__name__}."
+            raise LayoutError(rule, advice='as in AxisMapping({"batch": "dp"})')
+        return AxisMapping(rules)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that have a rule, in order."""
+        return tuple(self._rules)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes of all rules, in order of appearance."""
+        return tuple(dict.fromkeys(axis for axes in self._rules.values() for axis in axes))
+
+    def merge(self, other: AxisMapping | Mapping[str, Axes] | None) -> AxisMapping:
+        """Return this mapping with the rules of another added; where both have one, the other's holds.
+
+        >>> AxisMapping({"mlp": "tp"}).merge({"mlp": None, "batch": "dp"})
+        AxisMapping({'mlp': None, 'batch': 'dp'})
+        """
+        return AxisMapping({**self._rules, **AxisMapping.of(other)._rules})
+
+    def only(self, *names: str) -> AxisMapping:
+        """Return the mapping with the rules of these names only.
+
+        >>> AxisMapping({"batch": "dp", "mlp": "tp"}).only("mlp")
+        AxisMapping({'mlp': 'tp'})
+        """
+        for name in names:
+            if name not in self._rules:
+                hint = did_you_mean(name, self._rules) or "."
+                raise LayoutError(f"The mapping has no rule for '{name}'{hint}", call=repr(self))
+        return AxisMapping({name: self._rules[name] for name in names})
+
+    def check(self, mesh_axis_names: Iterable[str]) -> None:
+        """Check that the mesh has all axes of the rules.
+
+        Raises:
+          MeshError: it lacks some; all of them are named.
+
+        >>> AxisMapping({"mlp": "tp"}).check(("dp", "tp"))
+        """
+        known = tuple(mesh_axis_names)
+        missing = [
+            f"{rule_text(name, axes)}: no axis '{axis}'{did_you_mean(axis, known)}"
+            for name, axes in self._rules.items()
+            for axis in axes
+            if axis not in known
+        ]
+        if missing:
+            got = [*missing, f"mesh axes {', '.join(known) or '(none)'}"]
+            raise MeshError("The rules of a mapping name axes of the mesh.", call=repr(self), got=got)
+
+    def lacks(self, layout: Layout | str) -> tuple[str, ...]:
+        """Return the bare names of a layout that have no rule, in order.
+
+        >>> AxisMapping({"embed": "dp"}).lacks(Layout("batch embed mlp/tp seq/1"))
+        ('batch',)
+        """
+        layout = Layout(layout)
+        return tuple(name for name in layout.bare if name in layout.names and name not in self._rules)
+
+    def resolve(self, layout: Layout | str) -> Layout:
+        """Return the layout with no bare name: placed by the rules, whole where there is none.
+
+        Raises:
+          LayoutError: two names come to lie on one mesh axis, or a factor behind a whole one is divided.
+
+        >>> AxisMapping({"embed": "dp", "mlp": "tp"}).resolve(Layout("embed/1 mlp"))
+        Layout('embed/1 mlp/tp')
+        """
+        layout = Layout(layout)
+        if not layout.bare:
+            return layout
+        return _resolved(self, layout, layout.source, tuple(dim.span for dim in layout.dims))
+
+    def place(self, layout: Layout | str, call: str, got: Iterable[str] = ()) -> Layout:
+        """`resolve` for a layout that stands by itself: each of its bare names has a rule.
+
+        Args:
+          layout: The layout.
+          call: The call, for messages.
+          got: What the layout was given for, for messages; the layout itself where absent.
+
+        Raises:
+          LayoutError: a bare name has no rule, or as `resolve`.
+
+        >>> AxisMapping({"embed": None, "mlp": "tp"}).place(Layout("embed mlp"), "shard(tree, layouts)")
+        Layout('embed/1 mlp/tp')
+        """
+        layout = Layout(layout)
+        missing = self.lacks(layout)
+        if missing:
+            rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
+            shown = [*(got or [f'"{layout.short}"']), f"mapping: {', '.join(self)}"]
+            raise LayoutError(rule, call=call, got=shown, advice=f'"{missing[0]}": None for a whole dimension')
+        return self.resolve(layout)
+
+    def __getitem__(self, name: str) -> tuple[str, ...]:
+        return self._rules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __repr__(self) -> str:
+        return f"AxisMapping({{{', '.join(rule_text(*rule) for rule in self._rules.items())}}})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AxisMapping, (self._rules,)
+
+
+_EMPTY = AxisMapping()
+
+
+# --- making layouts ------------------------------------------------------------------------------------
 
 
 def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], source: str | None) -> Layout:
     """A layout of parts that are known to be right."""
     layout = object.__new__(Layout)
-    text = _text(dims, unreduced, reduced)
-    values = {"dims": dims, "unreduced": unreduced, "reduced": reduced, "source": source, "_text": text}
-    for name, value in (*values.items(), ("_hash", hash(("Layout", text)))):
-        object.__setattr__(layout, name, value)
+    layout._hold(_text(dims, unreduced, reduced), dims=dims, unreduced=unreduced, reduced=reduced, source=source)
     return layout
 
 
@@ -441,15 +558,10 @@ def axis_sizes(mesh: Any) -> dict[str, int]:
     return dict(getattr(mesh, "shape", mesh))
 
 
-def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Into how many parts the axes divide."""
-    return prod(sizes[axis] for axis in axes)
-
-
-def raise_fault(fault: Fault, source: str, call: str) -> NoReturn:
-    """Raise what the parser found as a LayoutError, with the call it happened in."""
-    shown = {"call": call, "source": source, "span": fault.span}
-    raise LayoutError(fault.rule, **shown, fix=fault.fix, advice=fault.advice) from None
+def raise_fault(fault: Fault, source: str | None, call: str | None) -> NoReturn:
+    """Raise a fault as a LayoutError, with the call it happened in and the string that its span points into."""
+    shown: dict[str, Any] = {"call": call, "source": source, "span": fault.span}
+    raise LayoutError(fault.rule, **shown, got=fault.got, fix=fault.fix, advice=fault.advice) from None
 
 
 @lru_cache(maxsize=4096)
@@ -472,3 +584,66 @@ def _bound(axis: str, value: Axes) -> tuple[str, ...]:
         rule = "A mesh axis is bound to a name, a tuple of names, or None."
         raise LayoutError(rule, got=[f"{axis}={value!r} of type {type(value).__name__}"])
     return tuple(names)
+
+
+@lru_cache(maxsize=4096)
+def _resolved(mapping: AxisMapping, layout: Layout, source: str | None, spans: tuple[Span, ...]) -> Layout:
+    # Equal layouts of two strings stand at other places in them: source and spans are part of the key.
+    try:
+        dims = place(layout.dims, {"U": layout.unreduced, "R": layout.reduced}, mapping)
+    except Fault as fault:
+        layout._raise(fault)
+    return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=layout.source)
+
+
+# --- reading a sharding --------------------------------------------------------------------------------
+
+
+def _read(array: Any, names: Layout) -> Layout:
+    """The layout of an array, in given names; see Layout.of."""
+    from jax.sharding import NamedSharding
+
+    call = f'Layout.of(x, "{names}")'
+    shape = tuple(getattr(array, "shape", ()))
+    dims = names.with_rank(len(shape)) if names.has_ellipsis and len(shape) + 1 >= len(names.dims) else names
+    if len(dims.dims) != len(shape):
+        rule = f"The names are of {len(dims.dims)} dimensions, the array has {len(shape)}."
+        raise LayoutError(rule, call=call, got=[f"shape {shape}"])
+    if names.axis_names:
+        fix = f'"{names.without(*names.axis_names).short}"'
+        raise LayoutError("Layout.of reads the mesh axes; give it names only.", call=call, fix=fix)
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        sharding = getattr(_typed(array, call), "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        if sharding is None or sharding.is_fully_replicated:
+            return dims
+        rule = "Only an array with a NamedSharding has a layout; this one is divided otherwise."
+        raise LayoutError(rule, call=call, got=[f"a {type(sharding).__name__}"])
+    spec = sharding.spec
+    entries = [_axes_of_entry(entry, call) for entry in spec.partitions] + [()] * (len(shape) - len(spec))
+    placed = [
+        replace(dim, atoms=(replace(dim.atoms[0], axes=axes), *dim.atoms[1:])) if axes else dim
+        for dim, axes in zip(dims.dims, entries, strict=True)
+    ]
+    return Layout.from_dims(placed, spec.unreduced, spec.reduced)
+
+
+def _typed(array: Any, call: str) -> Any:
+    import jax
+
+    try:
+        return jax.typeof(array)
+    except TypeError:
+        kind = f"one of dtype {array.dtype}" if hasattr(array, "dtype") else f"of type {type(array).__name__}"
+        raise LayoutError(f"Layout.of reads an array, and this is {kind}.", call=call) from None
+
+
+def _axes_of_entry(entry: Any, call: str) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, tuple):
+        return entry
+    raise LayoutError("A dimension that JAX left unconstrained has no layout.", call=call)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, final
 
 from spmd.errors import LayoutError
-from spmd.language._layout import Axes, Layout, make, raise_fault
+from spmd.language._layout import AxisMapping, Layout, make, raise_fault
 from spmd.language._parse import Parser
-from spmd.language._syntax import Fault, Parsed
-
-if TYPE_CHECKING:
-    from spmd.language._mapping import AxisMapping
+from spmd.language._rules import Axes
+from spmd.language._syntax import Fault, Parsed, Value
 
 __all__ = ["Pattern"]
 
 
 @final
-class Pattern:
+class Pattern(Value):
     """Layouts on both sides of an arrow: left what you have, right what you want.
 
     Immutable and hashable; a string is parsed once.  Newlines and a trailing comma are allowed.
@@ -38,9 +36,7 @@ class Pattern:
     Pattern('b/dp d, d f/1 -> b/dp f/1')
     """
 
-    __slots__ = (
-        "__weakref__", "_hash", "arrow", "empty_left", "empty_right", "inputs", "outputs", "source",
-    )  # fmt: skip
+    __slots__ = ("arrow", "empty_left", "empty_right", "inputs", "outputs", "source")
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
@@ -90,16 +86,13 @@ class Pattern:
         """
         return self._map(lambda layout: layout.bind(**axes)) if axes else self
 
-    def resolve(self, mapping: AxisMapping | Mapping[str, Axes] | None = None) -> Pattern:
+    def resolve(self, mapping: Mapping[str, Axes] | None = None) -> Pattern:
         """Return the pattern with no bare name, as Layout.resolve does.
 
         >>> Pattern("embed mlp -> embed/1 mlp").resolve({"embed": "dp", "mlp": "tp"})
         Pattern('embed/dp mlp/tp -> embed/1 mlp/tp')
         """
-        from spmd.language._mapping import AxisMapping
-
-        of = AxisMapping.of(mapping)
-        return self._map(of.resolve)
+        return self._map(AxisMapping.of(mapping).resolve)
 
     def _map(self, change: Callable[[Layout], Layout]) -> Pattern:
         inputs, outputs = tuple(map(change, self.inputs)), tuple(map(change, self.outputs))
@@ -112,28 +105,6 @@ class Pattern:
 
     def __repr__(self) -> str:
         return f"Pattern({str(self)!r})" if self.arrow else f"Pattern({str(self)!r}, arrow=False)"
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def _key(self) -> tuple[Any, ...]:
-        return (self.inputs, self.outputs, self.arrow, self.empty_left, self.empty_right)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return self._key() == other._key() if isinstance(other, Pattern) else NotImplemented
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Pattern is immutable, '{name}' cannot be set")
-
-    __delattr__ = __setattr__  # type: ignore[assignment]
-
-    def __copy__(self) -> Pattern:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Pattern:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make, (self.inputs, self.outputs, self.source, self.arrow, self.empty_left, self.empty_right)
@@ -148,10 +119,9 @@ def _make(
     empty_right: bool,
 ) -> Pattern:
     pattern = object.__new__(Pattern)
-    values = {"inputs": inputs, "outputs": outputs, "source": source, "arrow": arrow}
-    for name, value in (*values.items(), ("empty_left", empty_left), ("empty_right", empty_right)):
-        object.__setattr__(pattern, name, value)
-    object.__setattr__(pattern, "_hash", hash(pattern._key()))
+    key = (inputs, outputs, arrow, empty_left, empty_right)
+    sides = {"empty_left": empty_left, "empty_right": empty_right}
+    pattern._hold(key, inputs=inputs, outputs=outputs, source=source, arrow=arrow, **sides)
     return pattern
 
 

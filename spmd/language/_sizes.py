@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spmd.errors import SizeError
-from spmd.language._layout import axes_product
-from spmd.language._syntax import Dim, divided
+from spmd.language._syntax import Dim, axes_product, divided
 
 if TYPE_CHECKING:
     from spmd.language._layout import Layout
@@ -17,7 +16,7 @@ def local_shape(
     layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
     """The shape of a shard; see Layout.local_shape."""
-    _need_fit(layout, shape, mesh)
+    _need_fit(layout, shape)
     failures: list[str] = []
     local: list[int] = []
     for dim, size in zip(layout.dims, shape, strict=True):
@@ -30,7 +29,7 @@ def local_shape(
 
 def global_shape(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of the whole; see Layout.global_shape."""
-    _need_fit(layout, shape, mesh)
+    _need_fit(layout, shape)
     failures: list[str] = []
     whole: list[int] = []
     for dim, size in zip(layout.dims, shape, strict=True):
@@ -43,9 +42,7 @@ def global_shape(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int]
     return tuple(whole)
 
 
-def _need_fit(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int]) -> None:
-    layout._need_rank()
-    layout._need_axes(mesh)
+def _need_fit(layout: Layout, shape: tuple[int, ...]) -> None:
     if len(shape) != len(layout.dims):
         count = len(layout.dims)
         said = spaced(layout, len(shape))

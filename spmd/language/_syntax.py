@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from math import prod
+from typing import NamedTuple, NoReturn, Self
 
 Span = tuple[int, int]
 
@@ -62,12 +64,45 @@ class Parsed(NamedTuple):
     reduced: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class Fault(Exception):
-    """What is wrong with a string; becomes a LayoutError where the call is known."""
+    """What is wrong with a layout; becomes a LayoutError where the call is known."""
 
-    def __init__(self, rule: str, span: Span | None, fix: str | None = None, advice: str | None = None):
-        super().__init__(rule)
-        self.rule, self.span, self.fix, self.advice = rule, span, fix, advice
+    rule: str
+    span: Span | None
+    fix: str | None = None
+    advice: str | None = None
+    got: Sequence[str] = ()
+
+
+class Value:
+    """An immutable value. A copy is the value itself, and values of one class are equal if their keys are."""
+
+    __slots__ = ("__weakref__", "_hash", "_key")
+    _key: Hashable
+    _hash: int
+
+    def _hold(self, key: Hashable, **parts: object) -> None:
+        """Set the parts, once."""
+        for name, part in {**parts, "_key": key, "_hash": hash(key)}.items():
+            object.__setattr__(self, name, part)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (self._key == other._key if isinstance(other, type(self)) else NotImplemented)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable, '{name}' cannot be set")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 def _dim_text(dim: Dim, *, explicit: bool) -> str:
@@ -188,3 +223,8 @@ def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
 def writable(name: object) -> bool:
     """Whether a layout string could have this name."""
     return isinstance(name, str) and name.isascii() and name.isidentifier() and bool(name.strip("_"))
+
+
+def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Into how many blocks the axes divide."""
+    return prod(sizes[axis] for axis in axes)
