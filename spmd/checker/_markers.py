@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spmd.checker._dataflow import Walk
 
 # Roles after which `{U:}` is a certainty. Operands of a verb are consumed by the verb's own collectives.
-DECLARES = frozenset(("result", "annotate", "born", "argument"))
+DECLARES = frozenset(("result", "annotate", "born", "copies", "argument"))
 
 
 class Claim(NamedTuple):
@@ -91,7 +91,7 @@ def _trust_unit_axes(walk: Walk, eqn: Any, state: State, claim: Claim, mentioned
 
     What the layout does not speak of may lie on any axis but those that the verb took away.
     """
-    unit = walk.axes.unit() if eqn.params["role"] == "result" else 0
+    unit = walk.axes.unit() if eqn.params["role"] in ("result", "copies") else 0
     if not unit:
         return state
     gone = unit if _complete(eqn, claim) else unit & walk.axes.mask(eqn.params.get("gone", ()))
@@ -103,7 +103,7 @@ def _trust_unit_axes(walk: Walk, eqn: Any, state: State, claim: Claim, mentioned
 
 def _check_divided(walk: Walk, eqn: Any, state: State, claim: Claim) -> None:
     rank = len(getattr(eqn.invars[0].aval, "shape", ()))
-    born = eqn.params["role"] == "born"
+    born = eqn.params["role"] in ("born", "copies")
     same: dict[int, list[str]] = {}
     summed: dict[int, list[str]] = {}
     for axis, dim in claim.divided:
@@ -112,6 +112,7 @@ def _check_divided(walk: Walk, eqn: Any, state: State, claim: Claim) -> None:
             summed.setdefault(dim, []).append(axis)
         elif not state.different & bit and not born and not _constant_along(state, dim, rank, claim):
             same.setdefault(dim, []).append(axis)
+    same = {dim: axes for dim, axes in same.items() if not _copies_along(walk, eqn, dim, claim)}
     for dim, axes in same.items():
         walk.report(eqn, report.claimed_divided(walk, eqn, state, dim, axes, bool(state.flags & IOTA)))
     for dim, axes in summed.items():
@@ -123,6 +124,15 @@ def _constant_along(state: State, dim: int, rank: int, claim: Claim) -> bool:
     if not claim.ellipsis and rank != claim.rank:  # under vmap the layout does not mention the mapped dim
         return state.uniform != 0
     return bool(state.uniform >> (dim % rank if rank else 0) & 1)
+
+
+def _copies_along(walk: Walk, eqn: Any, dim: int, claim: Claim) -> bool:
+    """Whether the equal blocks of this dim are copies that `repeat` made, one after another, and so make a whole."""
+    place = walk.place(eqn)
+    axes = tuple(axis for axis, at in claim.divided if at == dim)
+    if place is None or place.made is not None or len(place.dims) < claim.rank:
+        return False
+    return place.dims[dim] == axes
 
 
 def _check_unreduced(walk: Walk, eqn: Any, state: State, unreduced: int) -> None:
@@ -145,12 +155,16 @@ def _check_absent(walk: Walk, eqn: Any, state: State, mentioned: int) -> None:
 
 
 def _believe(walk: Walk, eqn: Any, state: State, claim: Claim, divided: int, unreduced: int) -> State:
-    """The state as the layout says it. Constants claimed divided count as different: their sum is local."""
+    """The state as the layout says it. Constants claimed divided count as different: their sum is local.
+
+    Copies stay equal: merged in another order, they are not blocks of a whole.
+    """
     mentioned = divided | unreduced
+    told = mentioned & (state.different | unreduced) if eqn.params["role"] == "copies" else mentioned
     scope = walk.checked if _complete(eqn, claim) else 0
     if "axes" in eqn.params:
         scope &= walk.axes.mask(eqn.params["axes"])
-    new = mentioned & ~state.different
+    new = told & ~state.different
     origin = walk.origins.without(state.origin, walk.axes.names(scope & ~mentioned & state.different))
     for name in walk.axes.names(new):
         origin |= walk.origins.bit(id(eqn), Origin("spmd_layout", name, eqn=eqn, callers=tuple(walk.callers)))
@@ -158,7 +172,7 @@ def _believe(walk: Walk, eqn: Any, state: State, claim: Claim, divided: int, unr
     if eqn.params["role"] in DECLARES:
         partial |= unreduced
     return State(
-        (state.different | mentioned) & ~(scope & ~mentioned),
+        (state.different | told) & ~(scope & ~mentioned),
         partial,
         state.uniform,
         state.flags & ~UNKNOWN,

@@ -21,6 +21,7 @@ from spmd._jaxprs import shape_of as _shape
 from spmd.checker._collectives import axes_of
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax
+from spmd.checker._uniform import groups
 from spmd.language import Layout
 
 Axes = tuple[str, ...]
@@ -296,6 +297,41 @@ def _squeeze(eqn: Any, ins: Sequence[Found]) -> Found:
     return Place(tuple(axes for d, axes in enumerate(place.dims) if d not in gone), _changed(place.made))
 
 
+def _reshape(eqn: Any, ins: Sequence[Found]) -> Found:
+    """Blocks stay blocks where the leading one of the dims that are merged or split is divided, and no other."""
+    place, old, new = ins[0], _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if place is None or 0 in old:
+        return None
+    dims: list[Axes | None] = [()] * len(new)
+    before: list[int] = []
+    after: list[int] = []
+    runs = list(groups(old, new))
+    for taken, made in runs:
+        before, after = [*before, *taken], [*after, *made]
+        if math.prod(old[d] for d in taken) == 1 and taken is not runs[-1][0]:
+            continue  # dims of size 1 may lead those that follow
+        axes = _leading([place.dims[d] for d in before], [old[d] for d in before])
+        if axes and not after:
+            return None
+        ambiguous = axes not in ((), FREE) and len(after) > 1 and new[after[0]] == 1
+        for d in after:
+            dims[d] = None if axes is None or ambiguous else axes if d == after[0] or axes == FREE else ()
+        before, after = [], []
+    return Place(tuple(dims), _changed(place.made))
+
+
+def _leading(held: Sequence[Axes | None], sizes: Sequence[int]) -> Axes | None:
+    """The axes of these dims taken as one; None where blocks would not be one after another."""
+    if held and all(axes == FREE for axes in held):
+        return FREE
+    joined: Axes = ()
+    for i, axes in enumerate(held):
+        if axes is None or axes == FREE or (axes and any(size > 1 for size in sizes[:i])):
+            return None
+        joined += axes
+    return joined
+
+
 def _dot(eqn: Any, ins: Sequence[Found]) -> Found:
     left, right = ins
     if left is None or right is None or not left.known or not right.known:
@@ -358,6 +394,7 @@ RULES: dict[str, Rule] = {
     "iota": _arange,
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
+    "reshape": _reshape,
     "squeeze": _squeeze,
     "dot_general": _dot,
     "spmd_split": _split,

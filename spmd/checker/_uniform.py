@@ -6,7 +6,7 @@ never hides an error of the program, it can only ask for `spmd.zeros` where a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spmd.checker._state import EVERYWHERE, State
@@ -86,34 +86,38 @@ def iota(eqn: Any, operands: Sequence[State]) -> int:
     return ~(1 << eqn.params["dimension"])
 
 
-def reshape(eqn: Any, operands: Sequence[State]) -> int:
-    """Dims are grouped where the running products agree; a group is constant if all its old dims are."""
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    mask = operands[0].uniform
-    if mask == EVERYWHERE or 0 in old:
-        return mask
-    result = i = j = 0
+def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The dims that a reshape keeps apart: runs of old and of new dims, of equal products.
+
+    A dim of size 1 that is dropped or inserted is a run of its own, with no dims on the other side.
+    """
+    i = j = 0
     while i < len(old) or j < len(new):
-        start_i, start_j = i, j
+        first, begin = i, j
         left = old[i] if i < len(old) else 1
         right = new[j] if j < len(new) else 1
-        i, j = i + (i < len(old)), j + (j < len(new))
-        # An inserted or dropped dim of size 1 is a group of its own.
-        if left != right and 1 in (left, right):
-            if left == 1:
-                j = start_j
-                continue
-            i = start_i
-            result |= 1 << start_j
-            continue
-        while left != right:
+        if left == 1 != right:
+            i += 1
+        elif right == 1 != left:
+            j += 1
+        else:
+            i, j = i + 1, j + 1
+        while left != right and first < i and begin < j:
             if left < right:
                 left, i = left * old[i], i + 1
             else:
                 right, j = right * new[j], j + 1
-        if start_i == i or all(mask >> dim & 1 for dim in range(start_i, i)):
-            result |= ((1 << j) - 1) & ~((1 << start_j) - 1)
-    return result
+        yield range(first, min(i, len(old))), range(begin, min(j, len(new)))
+
+
+def reshape(eqn: Any, operands: Sequence[State]) -> int:
+    """A group of dims is constant if all its old dims are."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    mask = operands[0].uniform
+    if mask == EVERYWHERE or 0 in old:
+        return mask
+    kept = [after for before, after in groups(old, new) if all(mask >> dim & 1 for dim in before)]
+    return sum(1 << dim for after in kept for dim in after)
 
 
 def dot_general(eqn: Any, operands: Sequence[State]) -> int:

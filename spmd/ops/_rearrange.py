@@ -119,8 +119,8 @@ def repeat(x: Any, pattern: str, **names: Any) -> Any:
     new = [axis for f in target if f.name not in kept for axis in f.axes]
     if call.frame.explicit:
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
-    # equal blocks are what a divided new dimension has; in a composite one it does not show that they are copies
-    return call.result(out, role="born" if new and _closes(dst) else "result")
+    # Equal blocks are what a divided new dimension has; in a composite one it does not show that they are copies.
+    return call.result(out, role="result" if not new else "born" if _closes(dst) else "copies")
 
 
 # --- what both check ----------------------------------------------------------------------------------------

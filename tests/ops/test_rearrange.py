@@ -220,6 +220,11 @@ def test_other_errors(call, error: type[Exception], part: str) -> None:
         ("n -> (t n)/tp/dp", lambda x: repeat(x, "n -> (t n)/tp/dp", t=8)),
         ("n -> (t n)/tp", lambda x: rearrange(repeat(x, "n -> t/tp n", t=8), "t/tp n -> (t n)/tp")),
         ("n -> (t n)/tp", lambda x: repeat(x, "n -> (t/tp n)", t=8) * iota("(t n)/tp", n=3, t=8).astype(x.dtype)),
+        ("n -> (t n)/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1)),
+        ("n -> (t n)/tp/dp", lambda x: repeat(x, "n -> t/tp/dp n", t=8).reshape(-1)),
+        ("n -> (t n)/tp", lambda x: jnp.tanh(jnp.arctanh(repeat(x / 8, "n -> n t/tp", t=8))).T.ravel() * 8),
+        ("n -> (t n)/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1).reshape(-1, 3).reshape(-1)),
+        ("n -> (t n)/tp", lambda x: repeat(x[None], "z n -> t/tp z n", t=8).reshape(-1)),
     ],
 )
 def test_copies_as_blocks_of_a_kernels_result(signature: str, body: Any) -> None:
@@ -243,6 +248,26 @@ def test_copies_of_another_block_are_still_found() -> None:
     for kernel in (indexed, claimed):
         with pytest.raises(ReplicationError, match="but every device along tp holds the same block"):
             kernel(jnp.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("signature", "body"),
+    [
+        ("n -> m/tp", lambda x: repeat(x, "n -> n t/tp", t=8).reshape(-1)),
+        ("n -> m/tp", lambda x: repeat(x, "n -> t/tp n", t=8).T.reshape(-1)),
+        ("n -> m/dp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1)),
+        ("n -> m/dp/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1)),
+        ("n -> m/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1)[::-1]),
+        ("n -> m/tp", lambda x: jnp.cumsum(repeat(x, "n -> t/tp n", t=8).reshape(-1))),
+        ("n -> m/tp", lambda x: repeat(x.reshape(2, 2), "a b -> a t/tp b", t=8).reshape(-1)),
+        ("n -> m/tp", lambda x: repeat(x, "n -> t/tp n", t=8)[:1].reshape(-1)),
+        ("n -> m/tp", lambda x: x[None].reshape(-1)),
+    ],
+)
+def test_copies_that_are_merged_in_another_order_are_still_found(signature: str, body: Any) -> None:
+    """Only copies one after another are blocks of a whole: not those between the elements, nor what was cut from them."""
+    with pytest.raises(ReplicationError, match="holds the same block|the value lies as"):
+        spmd.kernel(signature, mesh=spmd.make_mesh(**MESH))(body)(jnp.arange(4.0))
 
 
 # -------------------- einops does the local part
