@@ -25,7 +25,7 @@ from tests import layers
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.test_permute import Move
-from tests.ops import harness, test_einsum, test_fft, test_reduce, test_softmax, test_stencil, test_top_k
+from tests.ops import halos, harness, test_einsum, test_fft, test_reduce, test_softmax, test_top_k
 from tests.sampler import Choices, Sampler
 
 MODES = harness.MODES
@@ -511,17 +511,17 @@ def fourier(c: Choices) -> Program:
 
 @family(1)
 def stencils(c: Choices) -> Program:
-    mesh, places, shape, margins, edges, edge, _ = test_stencil.sample(c)
-    plain, wide = test_stencil.texts(places, margins)
+    mesh, places, shape, margins, edges, edge, _ = halos.sample(c)
+    plain, wide = halos.texts(places, margins)
     inside = lambda u: [k - sum(m) for k, m in zip(u.shape, margins, strict=True)]
-    fn = lambda u: test_stencil.neighbourhood(u, margins, inside(u))
+    fn = lambda u: halos.neighbourhood(u, margins, inside(u))
     overlap = bool(c.below(2))
     step = spmd.stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=overlap)
     return Program(
         text=f"stencil {mesh} {wide} {shape} {edge} overlap={overlap}",
-        args=(np.asarray(test_stencil.numbers(c.seed, shape)),),
+        args=(np.asarray(halos.numbers(c.seed, shape)),),
         runs=modes_of(spmd.kernel(f"{plain} -> {plain}", mesh=harness.make_mesh(mesh))(step)),
-        plain=lambda x: fn(test_stencil.padded(x, margins, edges)),
+        plain=lambda x: fn(halos.padded(x, margins, edges)),
         devices=devices(mesh),
     )
 

@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 
 from spmd import haliax as hax
-from tests.haliax import test_jit, test_placement
+from tests.haliax import test_jit, test_placement, test_queries
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pages" / "haliax.md").read_text()
 
 # Each row by its first name, with tests of what it says.
 ROWS = {
     "Axis": [test_placement.test_names_of_a_tree, test_placement.test_equinox_modules],
-    "Mesh": [test_placement.test_queries],
+    "Mesh": [test_queries.test_queries],
     "zeros": [test_placement.test_zeros_are_born_in_their_place],
     "device_put": [test_placement.test_shard_takes_the_mesh_of_the_array_and_keeps_gradients],
     "with_sharding_constraint": [test_placement.test_shard_inside_and_outside_jit],
     "ResourceMapping": [test_placement.test_mappings_nest_and_merge],
-    "PhysicalAxisSpec": [test_placement.test_queries],
+    "PhysicalAxisSpec": [test_queries.test_queries],
     "axis_mapping": [
         test_placement.test_mappings_nest_and_merge,
         test_placement.test_a_mapping_stays_in_its_thread,
@@ -26,7 +26,7 @@ ROWS = {
     ],
     "shard": [
         test_placement.test_shard_inside_and_outside_jit,
-        test_placement.test_a_missing_mesh_is_an_error,
+        test_queries.test_a_missing_mesh_is_an_error,
         test_placement.test_a_big_array_that_stays_whole_is_reported,
     ],
     "auto_sharded": [test_placement.test_auto_sharded_does_nothing_without_a_mapping],
@@ -40,11 +40,11 @@ ROWS = {
     ],
     "WrappedCallable": [test_jit.test_lower_compiles_what_a_call_runs],
     "fsdp": [test_jit.test_fsdp_in_each_of_its_forms],
-    "round_axis_for_partitioning": [test_placement.test_queries, test_placement.test_what_was_rounded_divides],
-    "physical_axis_name": [test_placement.test_queries, test_placement.test_mappings_nest_and_merge],
-    "physical_axis_size": [test_placement.test_queries],
-    "sharding_for_axis": [test_placement.test_queries],
-    "pspec_for": [test_placement.test_queries],
+    "round_axis_for_partitioning": [test_queries.test_queries, test_queries.test_what_was_rounded_divides],
+    "physical_axis_name": [test_queries.test_queries, test_placement.test_mappings_nest_and_merge],
+    "physical_axis_size": [test_queries.test_queries],
+    "sharding_for_axis": [test_queries.test_queries],
+    "pspec_for": [test_queries.test_queries],
 }
 # what something else replaces
 ELSEWHERE = {"Axis", "Mesh", "zeros", "device_put", "with_sharding_constraint", "PhysicalAxisSpec", "WrappedCallable"}
