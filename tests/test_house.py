@@ -8,12 +8,15 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import spmd
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FUNCTION = 60
@@ -340,6 +343,48 @@ def test_a_circle_is_noticed(back):
 
 def test_what_only_annotations_need_makes_no_circle():
     assert not circles([Source("spmd/a.py", A), Source("spmd/b.py", HIDDEN)])
+
+
+# -------------------- tests that are found
+
+NAMESPACES = ("fft", "haliax", "inspect", "nn", "parallel", "random", "stencil", "testing")
+
+
+def public_homes() -> set[str]:
+    """The files that define what users call: every function, and every class of the package itself but exceptions."""
+    things = [getattr(spmd, name) for name in spmd.__all__]
+    things = [one for one in things if not (isinstance(one, type) and issubclass(one, Exception))]
+    for module in NAMESPACES:
+        names = getattr(spmd, module).__all__
+        things += filter(inspect.isfunction, (getattr(getattr(spmd, module), name) for name in names))
+    callables = [inspect.unwrap(one) for one in things if callable(one)]
+    return {Path(inspect.getfile(one)).relative_to(ROOT).as_posix() for one in callables}
+
+
+def without_tests(homes: set[str], tests: set[str]) -> list[str]:
+    """The files that have neither `tests/<room>/test_<module>.py` nor, for layers, `cases_<module>.py`."""
+    missing = []
+    for home in sorted(homes):
+        room = Path("tests", *Path(home).parts[1:-1])
+        stem = Path(home).stem.strip("_")
+        files = [(room / f"{kind}_{stem}.py").as_posix() for kind in ("test", "cases")]
+        missing += [f"{home}: {files[0]}"] if tests.isdisjoint(files) else []
+    return missing
+
+
+TEST_FILES = {source.path for source in FILES if source.path.startswith("tests/")}
+
+
+def test_what_users_call_has_tests_of_its_name():
+    assert not without_tests(public_homes(), TEST_FILES)
+
+
+def test_a_missing_test_file_is_noticed():
+    """Meta-test: the rule knows the homes of functions, layers and classes, and misses each of their files."""
+    homes = {"spmd/ops/_einsum.py", "spmd/nn/loss.py", "spmd/kernels/_kernel.py", "spmd/mesh.py"}
+    assert homes <= public_homes()
+    assert len(without_tests(homes, {"tests/test_einsum.py", "tests/ops/einsum.py"})) == len(homes)
+    assert not without_tests(homes, {"tests/nn/cases_loss.py", *TEST_FILES})
 
 
 # -------------------- names
