@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"plan": run_plan, "show": run_show, "info": run_info}[options.command](options)
     except SpmdError as error:
-        print(str(error).strip("\n"), file=sys.stderr)
+        print(error.fault, file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

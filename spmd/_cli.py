@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmd import _jax_errors
 from spmd.accelerators import PRESETS
 from spmd.comm.plans import PREFER, plan
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
@@ -254,7 +255,7 @@ def _devices() -> dict[str, Any]:
     try:
         devices = jax.devices()
     except RuntimeError as error:  # a platform that is asked for and does not start
-        return {"devices": None, "why": str(error).splitlines()[0], "processes": 1, "meshes": []}
+        return {"devices": None, "why": _jax_errors.first_line(error), "processes": 1, "meshes": []}
     kinds = sorted({f"{one.platform} ({one.device_kind})" for one in devices})
     meshes = suggestions(len(devices), min(_NODE, jax.local_device_count()))
     return {

@@ -104,7 +104,7 @@ def check_hashable(tree: Any, call: str) -> None:
             hash(leaf) if _is_static(leaf) else None
         except TypeError as error:
             rule = "what is not an array is a part of the compiled program, and must be hashable."
-            raise LayoutError(rule, call=call, got=[str(error)]) from None
+            raise LayoutError(rule, call=call, got=[f"{error}"]) from None
 
 
 def unwrapped(tree: Any) -> Any:

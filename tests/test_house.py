@@ -30,6 +30,7 @@ FLOORS = {
     "_compat.py": 2,
     "_notebook.py": 0,
     "_facts.py": 2,
+    "_jax_errors.py": 2,
     "_jaxprs.py": 2,
     "_lax.py": 2,
     "_named.py": 2,
@@ -189,6 +190,57 @@ def exceptions_of_many_parts(source: Source) -> Iterator[str]:
                 yield f"line {node.lineno}: {name} with {len(node.args)} positional arguments"
 
 
+def messages_read(source: Source) -> Iterator[str]:
+    """Facts travel as values: nothing reads a message back but `_jax_errors.py`, and that reads only JAX's. An error's
+    text may be quoted, as in f"{error}"."""
+    if not source.path.startswith("spmd/") or source.path == "spmd/_jax_errors.py":
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler) and node.name is not None:
+            for inner in ast.walk(node):
+                called = isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in ("str", "repr")
+                if called and any(getattr(x, "id", "") == node.name for x in inner.args):
+                    yield f"line {inner.lineno}: the text of {node.name}"
+                if isinstance(inner, ast.Attribute) and inner.attr == "args" and is_name(inner.value, {node.name}):
+                    yield f"line {inner.lineno}: {node.name}.args"
+        if isinstance(node, ast.FunctionDef):
+            yield from texts_taken_apart(node)
+
+
+def texts_taken_apart(function: ast.FunctionDef) -> Iterator[str]:
+    """Where a function splits, searches or cuts a text that was made for a message."""
+    made = {
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and is_message(node.value, set())
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(value=value, attr=attr) if hasattr(str, attr) and is_message(value, made):
+                yield f"line {node.lineno}: .{attr} of a message"
+            case ast.Subscript(value=value) if is_message(value, made):
+                yield f"line {node.lineno}: a part of a message"
+            case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[value]) if is_message(value, made):
+                yield f"line {node.lineno}: a search in a message"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="re")), args=args):
+                yield from (f"line {node.lineno}: a search in a message" for x in args if is_message(x, made))
+
+
+def is_message(node: ast.expr, names: set[str]) -> bool:
+    """Whether an expression is a text for a message: a hint, a fault as text, or a name of one."""
+    hint = isinstance(node, ast.Call) and is_name(node.func, {"did_you_mean"})
+    fault = (
+        isinstance(node, ast.Call) and is_name(node.func, {"str"}) and bool(node.args) and "ault" in ast.unparse(node)
+    )
+    return hint or fault or is_name(node, names)
+
+
+def is_name(node: ast.expr, names: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def machine_paths(source: Source) -> Iterator[str]:
     """No path of anybody's machine."""
     for number, line in enumerate(source.text.splitlines(), 1):
@@ -248,6 +300,11 @@ RULES: list[tuple[Callable[[Source], Iterator[str]], Source]] = [
     (upward_imports, Source("spmd/attic.py", "x = 1")),
     (jax_in_the_language, Source("spmd/language/_parse.py", "import jax.numpy as jnp")),
     (exceptions_of_many_parts, Source("spmd/mesh.py", "raise MeshError('no axis', axis)")),
+    (messages_read, Source("spmd/mesh.py", "try: f()\nexcept LayoutError as error: x = str(error)")),
+    (messages_read, Source("spmd/mesh.py", "try: f()\nexcept LayoutError as error: x = error.args[0]")),
+    (messages_read, Source("spmd/mesh.py", "def f():\n    hint = did_you_mean(a, b)\n    return hint.split(q)[1]")),
+    (messages_read, Source("spmd/mesh.py", "def f():\n    return 'tp' in did_you_mean(a, b)")),
+    (messages_read, Source("spmd/mesh.py", "def f(error):\n    return re.findall('a', str(error.fault))")),
     (machine_paths, Source("tests/x.py", "p = '/" + "home/someone/project'")),
     (loose_zips, Source("spmd/mesh.py", "for a, b in zip(x, y): pass")),
 ]
@@ -261,6 +318,9 @@ ALLOWED = [
     (versioned_names, Source("spmd/_compat.py", "x = aval.mat")),
     (jax_in_the_language, Source("spmd/language/_layout.py", "def spec(self):\n    import jax")),
     (exceptions_of_many_parts, Source("spmd/mesh.py", "raise MeshError('no axis', got=[axis])")),
+    (messages_read, Source("spmd/_jax_errors.py", "try: f()\nexcept Exception as error: x = str(error)")),
+    (messages_read, Source("spmd/mesh.py", "try: f()\nexcept OSError as error: raise MeshError(f'{error}')")),
+    (messages_read, Source("spmd/mesh.py", "def f():\n    return did_you_mean(a, b) or '.'")),
 ]
 DISTINCT = list({rule: None for rule, _ in RULES})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from spmd import _jax_errors
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import CollectiveReport, collectives_of_text, counts_by_kind
@@ -249,7 +250,7 @@ def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
     try:
         return program.compiled
     except ValueError as error:  # of a traced program nobody may know the mesh before JAX needs its devices
-        if compiled is True or program.mesh is not None or "AbstractMesh" not in str(error):
+        if compiled is True or program.mesh is not None or not _jax_errors.lacks_devices(error):
             raise
         missing.append(abstract)
         return None

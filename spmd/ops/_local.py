@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmd import _compat, _lax
+from spmd import _compat, _jax_errors, _lax
 from spmd._facts import CallName
 from spmd._jaxprs import equations
 from spmd.comm._call import Call, Operand, open_call
@@ -375,12 +374,11 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     try:
         outs = mapped(jnp.zeros(()), *blocks)
     except (AssertionError, NotImplementedError, ValueError) as error:
-        if isinstance(error, SpmdError) or not _jax_cannot(error):
+        if isinstance(error, SpmdError) or not _jax_errors.lacks_batching(error):
             raise
-        first = (str(error) or type(error).__name__).split("\n")[0]
         call.fail(
             "reference mode runs per-shard code under jax.vmap(axis_name=...), and JAX has no such collective there.",
-            got=[f"JAX: {first}"],
+            got=[f"JAX: {_jax_errors.first_line(error)}"],
             advice='the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call',
             error=ModeError,
         )
@@ -392,14 +390,6 @@ def _check_undifferentiated(call: Call, fn: Callable[..., Any], shards: Sequence
     if any("transpose(" in str(e.source_info.name_stack) for e in equations(jax.make_jaxpr(fn)(*shards))):
         rule = "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients."
         call.fail(rule, advice="jax.grad around the kernel, or the kernel's explicit mode", error=ModeError)
-
-
-def _jax_cannot(error: Exception) -> bool:
-    """Whether JAX raised this for want of a batching rule, and not the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    raised = bool(frames) and _compat.in_jax(frames[-1].filename)
-    texts = ("pvary", "pcast", "under `jax.shard_map`", "under jax.shard_map")
-    return raised and (not isinstance(error, ValueError) or any(t in str(error) for t in texts))
 
 
 def _cut(operand: Operand, frame: Frame) -> Any:

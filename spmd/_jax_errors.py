@@ -1,0 +1,107 @@
+"""What JAX's own errors say, as facts.
+
+JAX raises sentences whose words change between its versions. This file alone reads them; who catches such an error asks
+here, and says what follows from it in words of its own. No other file reads the text of an error.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+from spmd import _compat
+
+Kind = Literal["carry", "branches", "placement", "pallas", "axis"]
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A part of a loop's carry whose type changes: its name, its type before the loop and after one step."""
+
+    name: str
+    before: str
+    after: str
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """The mesh axes on which it varies after one step."""
+        return frozenset(axis for found in re.findall(r"V:\(?([\w,]+)", self.after) for axis in found.split(","))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an error of JAX is about.
+
+    Attributes:
+      kind: "carry" (a loop changes the type of its carry), "branches" (those of a cond give different types),
+        "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes) or "axis" (a
+        collective names an axis that is not bound).
+      axis: The axis that is not bound, where JAX says it.
+      carries: The parts of the carry.
+    """
+
+    kind: Kind
+    axis: str | None = None
+    carries: tuple[Carry, ...] = ()
+
+
+def told(error: Exception) -> Told | None:
+    """What an error that a trace raised is about; None for all others, which may well be the user's own."""
+    text = str(error)
+    if "manual axis types do not match" in text and "carry" in text:
+        return Told("carry", carries=_carries(text))
+    if "manual axis types do not match" in text and text.startswith(("cond branches", "switch branches")):
+        return Told("branches")
+    if "should be of type `Manual`" in text:
+        return Told("placement")
+    if "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be" in text:
+        return Told("pallas")
+    unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
+    if unbound or (isinstance(error, AssertionError) and not text and raised_by_jax(error)):
+        return Told("axis", unbound[1] if unbound else None)
+    return None
+
+
+def _carries(text: str) -> tuple[Carry, ...]:
+    facts = re.findall(
+        r"[Tt]he input carry (?:component )?(\S+) has type (\S+)\s+but[^;]*?component has type (\S+?),? so the manual",
+        text,
+    )
+    return tuple(Carry(name, before.rstrip(","), after.rstrip(",")) for name, before, after in facts)
+
+
+def raised_by_jax(error: BaseException) -> bool:
+    """Whether the line that raised an error is JAX's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _compat.in_jax(frames[-1].filename)
+
+
+def named_axes(error: BaseException) -> list[str]:
+    """The axes that a collective was given, innermost first, where JAX asserts without a word: read off its frames."""
+    found: list[str] = []
+    for here, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not _compat.in_jax(here.f_code.co_filename):
+            break
+        for name in ("axis_name", "axes", "axis_names", "axis"):
+            value = here.f_locals.get(name)
+            several = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+            found += [axis for axis in several if isinstance(axis, str)]
+    return found
+
+
+def lacks_batching(error: Exception) -> bool:
+    """Whether JAX raised this for want of a batching rule of a collective, and not the user's code."""
+    texts = ("pvary", "pcast", "under `jax.shard_map`", "under jax.shard_map")
+    return raised_by_jax(error) and (not isinstance(error, ValueError) or any(one in str(error) for one in texts))
+
+
+def lacks_devices(error: Exception) -> bool:
+    """Whether JAX could not compile since a mesh has no devices."""
+    return "AbstractMesh" in str(error)
+
+
+def first_line(error: Exception) -> str:
+    """How an error begins, to be quoted."""
+    return (str(error) or type(error).__name__).splitlines()[0]
