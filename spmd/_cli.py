@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd import _jax_errors
+from spmd._table import Table
 from spmd.accelerators import PRESETS
 from spmd.comm.plans import PREFER, plan
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
@@ -289,8 +290,7 @@ def _info_lines(found: dict[str, Any]) -> list[str]:
     rows = [(one["name"], one["version"] or "missing", _verdict(one)) for one in found["needed"]]
     for one in found["optional"]:
         rows.append((one["name"], one["version"] or "missing", f"optional: {', '.join(one['extras'])}"))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
-    lines += [f"  {name.ljust(widths[0])}  {version.ljust(widths[1])}  {note}".rstrip() for name, version, note in rows]
+    lines += [Table(rows, indent=2).text()] if rows else []
     devices = found["devices"]
     if devices is None:
         return [*lines, f"no devices: {found['why']}"]
@@ -300,8 +300,8 @@ def _info_lines(found: dict[str, Any]) -> list[str]:
         lines.append("  for more, virtual ones: spmd.use_cpu_devices(8) at the top of a program")
     lines.append("meshes that fit:")
     calls = [f"spmd.make_mesh({', '.join(f'{a}={n}' for a, n in one['axes'].items())})" for one in found["meshes"]]
-    width = max(map(len, calls))
-    return [*lines, *(f"  {call.ljust(width)}  {one['use']}" for call, one in zip(calls, found["meshes"], strict=True))]
+    uses = [one["use"] for one in found["meshes"]]
+    return [*lines, Table(list(zip(calls, uses, strict=True)), indent=2).text()]
 
 
 def _verdict(entry: dict[str, Any]) -> str:

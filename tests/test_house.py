@@ -35,6 +35,7 @@ FLOORS = {
     "_lax.py": 2,
     "_named.py": 2,
     "_recent.py": 0,
+    "_table.py": 0,
     "_trees.py": 2,
     "_units.py": 0,
     "accelerators.py": 2,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Never, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
+from spmd._table import Table, wrapped
 from spmd._units import bytes_text, seconds_text
 from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
@@ -157,7 +157,7 @@ class Plan:
 
     def table(self, width: int | None = None) -> str:
         """The plan as text, no wider than `width` columns; by default the terminal's."""
-        return "\n".join(_table(self, width or shutil.get_terminal_size((100, 24)).columns))
+        return _table(self, width or shutil.get_terminal_size((100, 24)).columns)
 
     def __str__(self) -> str:
         return self.table()
@@ -397,7 +397,7 @@ def _complete(call: Call) -> tuple[Layout, Layout]:
 # --- as text ----------------------------------------------------------------------------------------------------
 
 
-def _table(found: Plan, width: int) -> Iterator[str]:
+def _table(found: Plan, width: int) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
     mesh = ", ".join(f"{name}={size}" for name, size in found.mesh.items())
     head = [f"{found.source.short} -> {found.target.short}"]
@@ -405,23 +405,15 @@ def _table(found: Plan, width: int) -> Iterator[str]:
     head.append(f"{sizes}, {found.dtype.name}; mesh {mesh}")
     for axis in dict.fromkeys(found.parts.values()):
         head.append(f"{axis} in parts: {'/'.join(part for part, a in found.parts.items() if a == axis)}")
-    for line in head:
-        yield from _wrapped(line, width)
-    timed = found.seconds is not None
-    rows = [("step", "axes", "layout after", "shard after", "bytes", *(("time",) if timed else ()))]
+    rows = []
     for step in found.steps:
         kind = f"{step.kind} in {step.collectives}" if step.kind == "sends" else step.kind
-        row = (kind, "/".join(step.axes), step.after.short, "x".join(map(str, step.shape)), bytes_text(step.bytes))
-        rows.append((*row, *((seconds_text(step.seconds or 0),) if timed else ())))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    shown = [i for i in range(len(widths)) if i != 2 or sum(widths) + 2 * len(widths) - 2 <= width]
-    for row in rows if found.steps else []:
-        cells = (row[i].rjust(widths[i]) if i >= 4 else row[i].ljust(widths[i]) for i in shown)
-        yield from _wrapped("  ".join(cells).rstrip(), width)
-        if 2 not in shown and row is not rows[0]:
-            yield from _wrapped(f"    {row[2]}", width)
-    for line in summary(found):
-        yield from _wrapped(line, width)
+        shard, time = "x".join(map(str, step.shape)), "" if found.seconds is None else seconds_text(step.seconds or 0)
+        rows.append((kind, "/".join(step.axes), step.after.short, shard, bytes_text(step.bytes), time))
+    columns = ("step", "axes", "layout after", "shard after", "bytes", "time")
+    table = [Table(rows, columns, right=(4, 5), below=(2,)).text(width)] if rows else []
+    sentences = [part for line in summary(found) for part in wrapped(line, width)]
+    return "\n".join([*(part for line in head for part in wrapped(line, width)), *table, *sentences])
 
 
 def summary(found: Plan) -> list[str]:
@@ -434,12 +426,3 @@ def summary(found: Plan) -> list[str]:
     if found.exceeds:
         lines.append("larger than both ends: no sequence of collectives avoids it for these sizes")
     return lines
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    if len(line) <= width:
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(
-        line.strip(), max(width, 20), initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False
-    )

@@ -1,7 +1,7 @@
 """Seeing what a program does: its collectives as written and as compiled, with axes, bytes, lines and cost."""
 
 from spmd.inspect._collectives import Collective, CollectiveReport, collectives
-from spmd.inspect._explain import Explanation
+from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
 from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
 from spmd.inspect._roofline import Memory, Time

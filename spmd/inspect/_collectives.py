@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, overload
 
 from spmd._notebook import shown_file
+from spmd._table import Table, wrapped
 from spmd._units import bytes_text
 from spmd.inspect._groups import (
     axes_of_groups,
@@ -193,29 +193,18 @@ class CollectiveReport(Sequence[Collective]):
         if not self:
             return "no collectives"
         width = width or shutil.get_terminal_size((100, 24)).columns
-        rows: list[tuple[str, ...]] = [("collective", "axes", "times", "operand", "bytes", "where")]
         alike: dict[tuple[Any, ...], list[Collective]] = {}
         for item in self:  # a verb on a pytree is one line of the program and many collectives
             alike.setdefault((item.kind, item.axes, item.dtype, item.shape, len(item.operands), item.where), []).append(
                 item
             )
-        rows += [_row(items) for items in alike.values()]
+        head = ("collective", "axes", "times", "operand", "bytes", "where")
+        table = Table([_row(items) for items in alike.values()], head, right=(2, 4), below=(5,))
         total = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        right = (2, 4)
-        lines = [
-            "  ".join(
-                text.rjust(w) if i in right else text.ljust(w)
-                for i, (text, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        lines = [line if len(line) <= width else line[: max(width - 1, 1)] + "…" for line in lines]
         said = [f"total: {total}; {bytes_text(self.total_bytes)} sent per device"]
         if not self.exact:
             said.append("* in a loop of unknown length (counted once) or in a branch (counted as taken)")
-        lines += [part for line in said for part in textwrap.wrap(line, max(width, 20), subsequent_indent="  ")]
-        return "\n".join(lines)
+        return "\n".join([table.text(width), *(part for line in said for part in wrapped(line, width))])
 
     def __str__(self) -> str:
         return self.table()

@@ -2,138 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from spmd import _jax_errors
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
-from spmd.inspect._collectives import CollectiveReport, collectives_of_text, counts_by_kind
-from spmd.inspect._groups import axes_text, mesh_sizes
-from spmd.inspect._match import Communication, communications
+from spmd.inspect._collectives import collectives_of_text
+from spmd.inspect._explanation import Explanation
+from spmd.inspect._groups import mesh_sizes
 from spmd.inspect._program import Program, meshes_of_jaxpr, stage
-from spmd.inspect._records import Written
-from spmd.inspect._render import as_html, as_rich, as_text
-from spmd.inspect._roofline import Memory, Time, estimate, memory_of
+from spmd.inspect._roofline import memory_of
 from spmd.inspect._written import written as read
 from spmd.kernels import Kernel
 
-__all__ = ["Explanation", "explain"]
-
-
-class Explanation:
-    """What one program sends and costs; made by `explain`. Printing it shows `table()`.
-
-    Attributes:
-      name: The function's name.
-      mesh: Axis sizes.
-      collectives: The written collectives in program order, then those that nobody wrote.
-      written: The program as its jaxpr says it; None of a program that came lowered or compiled.
-      compiled: The compiled collectives; None where nothing was compiled.
-      memory: Bytes on one device.
-      time: Estimated seconds; None without `hardware`, or without the written view.
-      hardware: The machine that times are for, or None.
-      platform: What it was compiled for: "cpu", "gpu", "tpu"; empty where nothing was compiled.
-      missing: What could not be found out, and why.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        mesh: Mapping[str, int],
-        written: Written | None,
-        compiled: CollectiveReport | None,
-        *,
-        memory: Memory | None = None,
-        machine: Hardware | None = None,
-        platform: str = "",
-        missing: Iterable[str] = (),
-    ) -> None:
-        self.name = name
-        self.mesh = dict(mesh)
-        self.written = written
-        self.compiled = compiled
-        self.collectives: tuple[Communication, ...] = communications(written, compiled)
-        self.memory = memory
-        self.hardware = machine
-        self.time: Time | None = None
-        if machine is not None and written is not None:
-            self.time = estimate(written, self.collectives, machine, self.mesh)
-        self.platform = platform
-        self.missing = tuple(missing)
-
-    @property
-    def unwritten(self) -> tuple[Communication, ...]:
-        """Compiled collectives that nobody wrote: the compiler's own. Of a program that came compiled all: the other
-        view is missing."""
-        return tuple(one for one in self.collectives if not one.written)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that one device sends in one call, those that nobody wrote with them."""
-        return sum(one.total_bytes for one in self.collectives)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many collectives of each kind one call runs, kinds in the order of their names. One per array: where the
-        compiler combines several, `.compiled.counts` has fewer."""
-        runs = ((one.kind, one.count if one.runs is None else one.runs) for one in self.collectives)
-        return counts_by_kind((kind, count) for kind, count in runs if count)
-
-    @property
-    def exact(self) -> bool:
-        """False where a loop of unknown length was counted once, or branches as if all were taken."""
-        return all(one.exact for one in self.collectives)
-
-    def by_axis(self) -> dict[str, tuple[Communication, ...]]:
-        """The collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
-        return self._grouped(lambda one: axes_text(one.axes))
-
-    def by_phase(self) -> dict[str, tuple[Communication, ...]]:
-        """The written collectives by phase: `"forward"`, `"backward"`."""
-        return self._grouped(lambda one: one.phase, lambda one: one.written)
-
-    def _grouped(
-        self, key: Callable[[Communication], str], keep: Callable[[Communication], bool] = lambda one: True
-    ) -> dict[str, tuple[Communication, ...]]:
-        found: dict[str, list[Communication]] = {}
-        for one in filter(keep, self.collectives):
-            found.setdefault(key(one), []).append(one)
-        return {name: tuple(ones) for name, ones in found.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "name": self.name,
-            "mesh": self.mesh,
-            "platform": self.platform,
-            "counts": self.counts,
-            "total_bytes": self.total_bytes,
-            "exact": self.exact,
-            "collectives": [one.to_dict() for one in self.collectives],
-            "written": None if self.written is None else self.written.to_dict(),
-            "compiled": None if self.compiled is None else self.compiled.to_dict(),
-            "memory": None if self.memory is None else self.memory.to_dict(),
-            "time": None if self.time is None else self.time.to_dict(),
-            "missing": list(self.missing),
-        }
-
-    def table(self, width: int | None = None) -> str:
-        """The explanation as text, no wider than `width` columns; by default the terminal's."""
-        return as_text(self, width)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
-        return f"Explanation({self.name}: {counts}, unwritten={len(self.unwritten)}, total_bytes={self.total_bytes})"
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
-
-    def __rich__(self) -> Any:
-        return as_rich(self)
+__all__ = ["explain"]
 
 
 def explain(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import AxisMapping, Layout
+from spmd._table import Table
 from spmd.errors import LayoutError, MeshError, did_you_mean
 from spmd.parallel._parameter_moves import Axes, axes_by_dim, axes_tuple, is_array, layout_leaves, paths, text_of
 
@@ -86,30 +87,14 @@ class FSDPLayouts:
         )
 
     def __str__(self) -> str:
-        head = ("parameter", "array", "at rest", "bytes/device", "")
-        table = [head] + [
-            (
-                row.path,
-                f"{row.dtype}[{','.join(map(str, row.shape))}]",
-                row.layout,
-                str(row.size // row.parts),
-                row.why,
-            )
-            for row in self.rows
-        ]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                text.rjust(width) if i == 3 else text.ljust(width)
-                for i, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
+        rows = []
+        for row in self.rows:
+            array = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+            rows.append((row.path, array, row.layout, str(row.size // row.parts), row.why))
+        table = Table(rows, head=("parameter", "array", "at rest", "bytes/device", ""), right=(3,))
         total = sum(row.size for row in self.rows)
-        lines.append(
-            f"{self.bytes} bytes per device of {total}; {self.whole:.1%} of them not divided over {'/'.join(self.axes)}"
-        )
-        return "\n".join(lines)
+        share = f"{self.whole:.1%} of them not divided over {'/'.join(self.axes)}"
+        return f"{table.text()}\n{self.bytes} bytes per device of {total}; {share}"
 
     __repr__ = __str__
 

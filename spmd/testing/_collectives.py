@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from typing import Any, NoReturn, SupportsIndex
 
+from spmd._table import Table
 from spmd._units import bytes_text
 from spmd.errors import MeshError, SpmdError, did_you_mean
-from spmd.inspect._explain import Explanation, explain
+from spmd.inspect._explain import explain
+from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
-from spmd.testing._mismatch import Mismatch, Rows, columns
+from spmd.testing._mismatch import Mismatch
 
 __all__ = ["assert_collectives", "assert_no_unwritten_collectives"]
 
@@ -77,14 +79,14 @@ def assert_collectives(
     if not wrong and not heavy:
         return
     limit = "at most" if at_most else "expected"
-    rows: Rows = [("", "collective", "axes", limit, view)]
+    rows = []
     for key in sorted({*wanted, *got}):
         kind, axes = key
         shown = "any" if axes == "*" else axes
         rows.append(("!" if key in wrong else "", kind, shown, str(wanted.get(key, 0)), str(got.get(key, (0, 0))[0])))
     said = "any" if bytes is None else f"{bytes:,}"
     rows.append(("!" if heavy else "", "bytes per device", "", said, f"{total:,}"))
-    lines = [f"{found.name or 'the program'} does not send what the test says.", *columns(rows, right=(3, 4))]
+    lines = [f"{found.name or 'the program'} does not send what the test says.", _table(rows, limit, view)]
     kinds = {(kind, axes) for kind, axes in wrong} or set(got)
     lines += _origins(found, view, kinds)
     raise Mismatch("\n".join(lines))
@@ -161,6 +163,11 @@ def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
     return counts
 
 
+def _table(rows: list[tuple[str, ...]], left: str, right: str) -> str:
+    """A row per collective: a mark where it differs, its kind and axes, and two numbers."""
+    return Table(rows, head=("", "collective", "axes", left, right), right=(3, 4)).text()
+
+
 def _origins(found: Explanation, view: str, keys: Iterable[Key]) -> list[str]:
     """Where the collectives of these kinds and axes were written, one line each."""
     wanted = set(keys)
@@ -172,7 +179,7 @@ def _origins(found: Explanation, view: str, keys: Iterable[Key]) -> list[str]:
             origin = _origin(one)
             alike[origin] = alike.get(origin, 0) + times
     rows = [(kind, axes, str(times), *rest) for (kind, axes, *rest), times in alike.items()]
-    return ["where they come from:", *("  " + line for line in columns(rows, right=(2,)))] if rows else []
+    return ["where they come from:", Table(rows, right=(2,), indent=2).text()] if rows else []
 
 
 def _origin(one: Communication) -> tuple[str, ...]:
@@ -221,7 +228,7 @@ def assert_no_unwritten_collectives(
         return
     said, runs = _counted(found, "written"), _counted(found, "compiled")
     marked = {(one.kind, "/".join(one.axes)) for one in loose}
-    rows: Rows = [("", "collective", "axes", "written", "compiled")]
+    rows = []
     for key in sorted({*said, *runs}):
         counts = (str(counted.get(key, (0, 0))[0]) for counted in (said, runs))
         rows.append(("!" if key in marked else "", *key, *counts))
@@ -229,11 +236,11 @@ def assert_no_unwritten_collectives(
     name, several = found.name or "the program", "s" * (len(loose) != 1)
     lines = [
         f"{name} runs {len(loose)} collective{several} that nobody wrote, {bytes_text(sent)} per device.",
-        *columns(rows, right=(3, 4)),
+        _table(rows, "written", "compiled"),
         "that nobody wrote:",
     ]
     unwritten = [
         (one.kind, "/".join(one.axes), bytes_text(one.total_bytes), one.where or "-", one.text) for one in loose
     ]
-    lines += ["  " + line for line in columns(unwritten, right=(2,))]
+    lines.append(Table(unwritten, right=(2,), indent=2).text())
     raise Mismatch("\n".join(lines))

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd._table import Table
 from spmd.errors import LayoutError, ModeError, did_you_mean
 from spmd.mesh import check_arguments_alive
 from spmd.modes import MODES, mode
-from spmd.testing._mismatch import Mismatch, Rows, columns
+from spmd.testing._mismatch import Mismatch
 
 __all__ = ["assert_modes_agree"]
 
@@ -66,14 +67,14 @@ def assert_modes_agree(
         with mode(name):
             found[name] = jax.tree.map(np.asarray, _run(fn, args, kwargs, grad))
     *others, base = names
-    rows: Rows = []
+    rows: list[tuple[str, ...]] = []
     for name in others:
         rows += _differences(name, found[name], found[base], rtol, atol)
     if rows:
         head = ("", "mode", "got", f"in {base} mode", "largest difference", "allowed there", "elements")
         shown = getattr(fn, "__name__", "fn")
         rule = f"{shown} is not the same in all modes."
-        raise Mismatch("\n".join([rule, *columns([head, *rows], right=(4, 5, 6))]))
+        raise Mismatch("\n".join([rule, Table(rows, head, right=(4, 5, 6)).text()]))
 
 
 def _checked(modes: Sequence[str]) -> list[str]:
@@ -120,8 +121,8 @@ def _cotangent(y: Any, draws: np.random.Generator) -> Any:
     return jnp.asarray(draws.normal(size=y.shape), y.dtype)
 
 
-def _differences(name: str, got: Any, wanted: Any, rtol: float, atol: float) -> Rows:
-    rows: Rows = []
+def _differences(name: str, got: Any, wanted: Any, rtol: float, atol: float) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     expected = dict(jax.tree.leaves_with_path(wanted))
     for path, x in jax.tree.leaves_with_path(got):
         y = expected[path]

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from spmd._table import Table
 from spmd._trees import match_prefix
 from spmd._units import bytes_text
 from spmd.errors import MeshError, SizeError, SpmdError, did_you_mean
 from spmd.language import AxisMapping, Layout
-from spmd.testing._mismatch import Mismatch, Rows, columns
+from spmd.testing._mismatch import Mismatch
 
 __all__ = ["assert_sharded"]
 
@@ -149,7 +150,7 @@ def _check_share(leaves: Sequence[_Leaf], mesh: Mapping[str, int], tolerance: fl
     if held <= (1 + tolerance) * share:
         return
     over = sorted((leaf for leaf in leaves if leaf.held * parts > leaf.whole), key=lambda leaf: -leaf.held)
-    rows: Rows = [("leaf", "shape", "lies as", "not over", "its share", "held")]
+    rows = []
     for leaf in over:
         missing = ", ".join(a for a in wanted if a not in leaf.used and mesh[a] > 1) or "-"
         shape = "x".join(map(str, leaf.shape))
@@ -160,7 +161,8 @@ def _check_share(leaves: Sequence[_Leaf], mesh: Mapping[str, int], tolerance: fl
         f"One device holds {bytes_text(held)} of parameters, {held / share - 1:.1%} more than its share of "
         f"{bytes_text(round(share))} over {', '.join(wanted)}; {tolerance:.1%} are allowed."
     )
-    raise Mismatch("\n".join([rule, *_table(rows)]))
+    head = ("leaf", "shape", "lies as", "not over", "its share", "held")
+    raise Mismatch(f"{rule}\n{_table(rows, head)}")
 
 
 def _check_intended(
@@ -168,7 +170,7 @@ def _check_intended(
 ) -> None:
     wanted = _divided(mesh, axes)
     rules = None if mapping is None else AxisMapping.of(mapping)
-    rows: Rows = [("leaf", "shape", "expected", "lies as", "not over", "expected", "held")]
+    rows = []
     meant = too_much = 0
     for leaf, (_, _, layout) in zip(leaves, pairs, strict=True):
         resolved: Layout = _of_rank(layout, leaf).resolve(rules)
@@ -186,9 +188,10 @@ def _check_intended(
                 (leaf.path, "x".join(map(str, leaf.shape)), resolved.short, leaf.lies, ", ".join(missing), *sizes)
             )
     if too_much > tolerance * meant:
-        rule = f"{len(rows) - 1} of {len(leaves)} leaves are not divided over an axis of their layout, "
+        rule = f"{len(rows)} of {len(leaves)} leaves are not divided over an axis of their layout, "
         rule += f"{bytes_text(too_much)} too much on one device where {bytes_text(meant)} are meant."
-        raise Mismatch("\n".join([rule, *_table(rows)]))
+        head = ("leaf", "shape", "expected", "lies as", "not over", "expected", "held")
+        raise Mismatch(f"{rule}\n{_table(rows, head)}")
 
 
 def _of_rank(layout: Layout, leaf: _Leaf) -> Layout:
@@ -205,6 +208,6 @@ def _of_rank(layout: Layout, leaf: _Leaf) -> Layout:
         raise SizeError(rule, call=_CALL, got=got, fix=f'"{fix}"' if wide else None) from None
 
 
-def _table(rows: Rows) -> list[str]:
-    lines = columns(rows[: _SHOWN + 1], right=(len(rows[0]) - 2, len(rows[0]) - 1))
-    return [*lines, f"and {len(rows) - 1 - _SHOWN} more"] if len(rows) - 1 > _SHOWN else lines
+def _table(rows: list[tuple[str, ...]], head: tuple[str, ...]) -> str:
+    more = [(f"and {len(rows) - _SHOWN} more",)] if len(rows) > _SHOWN else []
+    return Table([*rows[:_SHOWN], *more], head, right=(len(head) - 2, len(head) - 1)).text()

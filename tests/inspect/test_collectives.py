@@ -213,13 +213,14 @@ def test_table_and_dict():
         return lax.psum(jnp.sum(y * y, 0), "dp")[: x.shape[1]]
 
     report = collectives(mapped(body, P("dp", "tp"), P("tp")), X)
-    lines = report.table(width=60).splitlines()
+    lines = report.table(width=80).splitlines()
     assert lines[0].split() == ["collective", "axes", "times", "operand", "bytes", "where"]
     assert lines[-1].startswith("total: 1 all_gather, 1 psum; ")
-    assert max(map(len, lines)) <= 60
+    assert max(map(len, lines)) <= 80
     narrow = report.table(width=40).splitlines()
     assert max(map(len, narrow)) <= 40
-    assert " ".join(" ".join(narrow[3:]).split()) == lines[-1]  # the totals are wrapped, not cut
+    assert " ".join(" ".join(narrow[5:]).split()) == lines[-1]  # the totals are wrapped, not cut
+    assert [line.strip() for line in narrow[2:5:2]] == [one.where for one in report]  # below their rows
     assert json.loads(json.dumps(report.to_dict()))["counts"] == {"all_gather": 1, "psum": 1}
     assert set(report.by_axis()) == {"dp", "tp"}
     assert set(report.by_kind()) == {"all_gather", "psum"}

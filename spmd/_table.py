@@ -1,0 +1,189 @@
+"""Text for people: tables and sentences, plain, in colours with `rich`, and as HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Line", "Row", "Table", "plain", "rich_lines", "wrapped"]
+
+Line = list[tuple[str, str]]
+"""Pieces of text, each with its style for `rich`: "bold red", or "" for none."""
+
+STYLES = {"title": "bold cyan", "loud": "bold red", "total": "bold", "remark": "italic"}
+_ROOM = 28  # columns that the last cell needs beside the others, unless it is shorter
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """The lines without their styles."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def rich_lines(lines: Iterable[Line]) -> Iterator[Any]:
+    """The lines as `rich` prints them. Nothing else needs `rich` to be installed."""
+    from rich.text import Text
+
+    for line in lines:
+        yield Text.assemble(*line, no_wrap=True, overflow="ignore")
+
+
+def wrapped(text: str, width: int | None, first: str = "", more: str = "  ") -> list[str]:
+    """A text on lines of `width`. `first` begins the first line, and `more` begins the others.
+
+    A string in it is broken between its layouts, if that takes no more lines.
+    """
+    if width is None or len(first) + len(text) <= width:
+        return [(first + text).rstrip()]
+    room = max(width, len(first) + 8, len(more) + 8)
+
+    def broken(words: str) -> list[str]:
+        return textwrap.wrap(words, room, initial_indent=first, subsequent_indent=more, break_on_hyphens=False)
+
+    tied = re.sub('"[^"]*"', lambda string: re.sub("(?<=[^,]) (?!->)", "\u00a0", string[0]), text)
+    whole, words = broken(tied), broken(text)
+    fits = max(map(len, tied.split(" "))) <= room - max(len(first), len(more))
+    return [line.replace("\u00a0", " ") for line in (whole if fits and len(whole) <= len(words) else words)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+      cells: A text for each column. A single one spans all columns.
+      style: What the row is, one or two words of `STYLES`: "title", "total", "loud", "loud title"; "" for a plain one.
+      remarks: Sentences under it.
+    """
+
+    cells: tuple[str, ...]
+    style: str = ""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def spans(self) -> bool:
+        return len(self.cells) == 1
+
+    @property
+    def colour(self) -> str:
+        return STYLES.get(self.style.partition(" ")[0], "")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of texts in aligned columns. Columns in which every row is empty are left out.
+
+    Attributes:
+      rows: The rows; a tuple of texts is a plain one.
+      head: What stands above the columns, if anything.
+      right: The columns that are aligned to the right.
+      below: Where the width does not hold all columns, these stand below their row.
+      indent: Spaces before each row. A loud row has its mark there.
+
+    >>> print(Table([("a", "10"), ("long", "2")], right=(1,)).text())
+    a     10
+    long   2
+    """
+
+    rows: Sequence[Row | tuple[str, ...]]
+    head: tuple[str, ...] = ()
+    right: tuple[int, ...] = ()
+    below: tuple[int, ...] = ()
+    indent: int = 0
+
+    def text(self, width: int | None = None) -> str:
+        """The table as text, on lines of `width` if there is one."""
+        return plain(self.lines(width))
+
+    def lines(self, width: int | None = None) -> list[Line]:
+        """The table as lines: whole rows if the last column has room, or if that is shorter, some columns below."""
+        beside = _Columns(self, ())
+        if not self.below or width is None:
+            return beside.lines(width)
+        below = _Columns(self, self.below).lines(width)
+        return min(beside.lines(width), below, key=len) if beside.has_room(width) else below
+
+    def html(self) -> str:
+        """The table as an HTML element. A cell has the name of its column as its class, or `number`."""
+        names = ["number" if i in self.right else name for i, name in enumerate(self.head)]
+        count = max([len(self.head), *(len(row.cells) for row in self.all_rows)])
+        names += ["number" if i in self.right else "" for i in range(len(names), count)]
+        parts = ["<table>"]
+        if self.head and self.full:
+            heads = zip(names, self.head, strict=True)
+            parts.append(f"<thead><tr>{''.join(_element('th', name, text) for name, text in heads)}</tr></thead>")
+        for row in self.all_rows:
+            cells = [_element("td", name, text) for name, text in zip(names, row.cells, strict=False)]
+            if row.spans:
+                tag = "th" if "title" in row.style else "td"
+                cells = [f'<{tag} colspan="{count}">{html.escape(row.cells[0])}</{tag}>']
+            remarks = "".join(f'<br><span class="remark">{html.escape(text)}</span>' for text in row.remarks)
+            cells[-1] = cells[-1].removesuffix("</td>") + remarks + "</td>" if remarks else cells[-1]
+            parts.append(f"<tr{_class(row.style)}>{''.join(cells)}</tr>")
+        return "\n".join([*parts, "</table>"])
+
+    @property
+    def all_rows(self) -> list[Row]:
+        return [row if isinstance(row, Row) else Row(row) for row in self.rows]
+
+    @property
+    def full(self) -> list[Row]:
+        """The rows that do not span the columns."""
+        return [row for row in self.all_rows if not row.spans]
+
+
+def _element(tag: str, name: str, text: str) -> str:
+    return f"<{tag}{_class(name)}>{html.escape(text)}</{tag}>"
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+class _Columns:
+    """A table with the columns `below` under their rows: which stand beside each other, and how wide they are."""
+
+    def __init__(self, table: Table, below: Sequence[int]) -> None:
+        self.table, self.below = table, below
+        rows = [row.cells for row in table.full]
+        columns = range(len(rows[0]) if rows else 0)
+        self.kept = [i for i in columns if i not in below and any(row[i] for row in rows)]
+        rows += [table.head] if table.head else []
+        self.widths = {i: max(len(row[i]) for row in rows) for i in self.kept}
+        self.last = table.indent + sum(self.widths[i] + 2 for i in self.kept[:-1])  # where the last column begins
+
+    def has_room(self, width: int) -> bool:
+        """Whether the last column can stand beside the others."""
+        return not self.kept or width - self.last >= min(_ROOM, self.widths[self.kept[-1]])
+
+    def lines(self, width: int | None) -> list[Line]:
+        indent = " " * self.table.indent
+        found: list[Line] = []
+        if self.table.head and self.kept:
+            found += [[(line, STYLES["remark"])] for line in self._aligned(self.table.head, indent, width)]
+        for row in self.table.all_rows:
+            if "title" in row.style:
+                texts = ["", *row.cells]
+            elif row.spans:
+                texts = wrapped(row.cells[0], width, indent, f"{indent}  ")
+            else:
+                texts = self._aligned(row.cells, "! " if "loud" in row.style else indent, width)
+                if under := "  ".join(row.cells[i] for i in self.below if row.cells[i]):
+                    texts += wrapped(under, width, f"{indent}    ", f"{indent}    ")
+            found += [[(text, row.colour)] for text in texts]
+            start = f"{indent}    " if self.below else " " * self.last
+            for remark in row.remarks:
+                found += [[(text, STYLES["remark"])] for text in wrapped(remark, width, f"{start}^ ", f"{start}  ")]
+        return found
+
+    def _aligned(self, cells: Sequence[str], start: str, width: int | None) -> list[str]:
+        """A row; what is too long is wrapped in the last column, or if that has no room, over the whole width."""
+        right, widths = self.table.right, self.widths
+        *texts, last = (cells[i].rjust(widths[i]) if i in right else cells[i].ljust(widths[i]) for i in self.kept)
+        first = start + "".join(f"{text}  " for text in texts)
+        if width is None or self.has_room(width):
+            return wrapped(last.rstrip(), width, first, " " * len(first))
+        return wrapped(f"{first}{last}".rstrip(), width, "", f"{start}    ")

@@ -1,0 +1,313 @@
+"""An explanation: the collectives of one program, written and compiled, with its memory and time, as people read it."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from spmd._table import Line, Row, Table, plain, rich_lines, wrapped
+from spmd._units import bytes_text, seconds_text, si_text
+from spmd.accelerators import Hardware
+from spmd.inspect._collectives import CollectiveReport, counts_by_kind
+from spmd.inspect._groups import axes_text
+from spmd.inspect._match import Communication, communications, moved_text
+from spmd.inspect._records import Written
+from spmd.inspect._roofline import Memory, Time, estimate, seconds_of
+
+__all__ = ["Explanation"]
+
+_HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
+_LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted as taken)"
+
+
+class Explanation:
+    """What one program sends and costs; made by `explain`. Printing it shows `table()`.
+
+    Attributes:
+      name: The function's name.
+      mesh: Axis sizes.
+      collectives: The written collectives in program order, then those that nobody wrote.
+      written: The program as its jaxpr says it; None of a program that came lowered or compiled.
+      compiled: The compiled collectives; None where nothing was compiled.
+      memory: Bytes on one device.
+      time: Estimated seconds; None without `hardware`, or without the written view.
+      hardware: The machine that times are for, or None.
+      platform: What it was compiled for: "cpu", "gpu", "tpu"; empty where nothing was compiled.
+      missing: What could not be found out, and why.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mesh: Mapping[str, int],
+        written: Written | None,
+        compiled: CollectiveReport | None,
+        *,
+        memory: Memory | None = None,
+        machine: Hardware | None = None,
+        platform: str = "",
+        missing: Iterable[str] = (),
+    ) -> None:
+        self.name = name
+        self.mesh = dict(mesh)
+        self.written = written
+        self.compiled = compiled
+        self.collectives: tuple[Communication, ...] = communications(written, compiled)
+        self.memory = memory
+        self.hardware = machine
+        self.time: Time | None = None
+        if machine is not None and written is not None:
+            self.time = estimate(written, self.collectives, machine, self.mesh)
+        self.platform = platform
+        self.missing = tuple(missing)
+
+    @property
+    def unwritten(self) -> tuple[Communication, ...]:
+        """Compiled collectives that nobody wrote: the compiler's own. Of a program that came compiled all: the other
+        view is missing."""
+        return tuple(one for one in self.collectives if not one.written)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call, those that nobody wrote with them."""
+        return sum(one.total_bytes for one in self.collectives)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many collectives of each kind one call runs, kinds in the order of their names. One per array: where the
+        compiler combines several, `.compiled.counts` has fewer."""
+        runs = ((one.kind, one.count if one.runs is None else one.runs) for one in self.collectives)
+        return counts_by_kind((kind, count) for kind, count in runs if count)
+
+    @property
+    def exact(self) -> bool:
+        """False where a loop of unknown length was counted once, or branches as if all were taken."""
+        return all(one.exact for one in self.collectives)
+
+    def by_axis(self) -> dict[str, tuple[Communication, ...]]:
+        """The collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
+        return self._grouped(lambda one: axes_text(one.axes))
+
+    def by_phase(self) -> dict[str, tuple[Communication, ...]]:
+        """The written collectives by phase: `"forward"`, `"backward"`."""
+        return self._grouped(lambda one: one.phase, lambda one: one.written)
+
+    def _grouped(
+        self, key: Callable[[Communication], str], keep: Callable[[Communication], bool] = lambda one: True
+    ) -> dict[str, tuple[Communication, ...]]:
+        found: dict[str, list[Communication]] = {}
+        for one in filter(keep, self.collectives):
+            found.setdefault(key(one), []).append(one)
+        return {name: tuple(ones) for name, ones in found.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "name": self.name,
+            "mesh": self.mesh,
+            "platform": self.platform,
+            "counts": self.counts,
+            "total_bytes": self.total_bytes,
+            "exact": self.exact,
+            "collectives": [one.to_dict() for one in self.collectives],
+            "written": None if self.written is None else self.written.to_dict(),
+            "compiled": None if self.compiled is None else self.compiled.to_dict(),
+            "memory": None if self.memory is None else self.memory.to_dict(),
+            "time": None if self.time is None else self.time.to_dict(),
+            "missing": list(self.missing),
+        }
+
+    def table(self, width: int | None = None) -> str:
+        """The explanation as text, no wider than `width` columns; by default the terminal's."""
+        return plain(_lines(self, width or shutil.get_terminal_size((100, 24)).columns))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
+        return f"Explanation({self.name}: {counts}, unwritten={len(self.unwritten)}, total_bytes={self.total_bytes})"
+
+    def _repr_html_(self) -> str:
+        parts = [f'<div class="spmd-explain"><style>{_STYLE}</style><strong>{html.escape(_heading(self))}</strong>']
+        parts += [] if self.collectives else ["<p>no collectives</p>"]
+        parts += [table.html() for table in (_sent(self), _costs(self)) if table.rows]
+        return "\n".join([*parts, "</div>"])
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from rich_lines(_lines(self, options.max_width))
+
+
+_STYLE = """
+.spmd-explain table {border-collapse: collapse; margin: 0.3em 0; font-size: 90%}
+.spmd-explain th, .spmd-explain td {padding: 0.15em 0.7em; border: 0; text-align: left; vertical-align: top}
+.spmd-explain .number {text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums}
+.spmd-explain .title th {padding-top: 0.8em; border-bottom: 1px solid #8888}
+.spmd-explain .total td {border-top: 1px solid #8884; font-weight: bold}
+.spmd-explain .loud th, .spmd-explain .loud td {color: #e53935; font-weight: bold}
+.spmd-explain .remark {opacity: 0.75; font-style: italic}
+.spmd-explain td.call {white-space: pre-wrap; font-family: ui-monospace, monospace}
+"""
+
+
+def _lines(it: Explanation, width: int) -> list[Line]:
+    """What is printed: a heading, what is sent, and what it costs."""
+    width = max(width, 40)
+    heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(it), width)]
+    empty: list[Line] = [] if it.collectives else [[("no collectives", "")]]
+    return [*heading, [("", "")], *empty, *_sent(it).lines(width), *_costs(it).lines(width)]
+
+
+def _heading(it: Explanation) -> str:
+    sizes = " ".join(f"{axis}={size}" for axis, size in it.mesh.items())
+    count = math.prod(it.mesh.values())
+    on = f" on {sizes}" if sizes else ""
+    devices = f"{count:,} device{'s' * (count != 1)}"
+    made = f", compiled for {it.platform}" if it.platform else "" if it.compiled is not None else ", not compiled"
+    return f"{it.name or 'program'}{on}: {devices}{made}"
+
+
+# -------------------- what is sent
+
+
+def _sent(it: Explanation) -> Table:
+    """The collectives by phase and by axis, and what is moved around kernels."""
+    written = [one for one in it.collectives if one.written]
+    parts = {
+        "forward": [one for one in written if one.phase == "forward"],
+        "forward again, for jax.checkpoint": [one for one in written if one.phase != "forward" and one.recomputed],
+        "backward": [one for one in written if one.phase != "forward" and not one.recomputed],
+    }
+    rows: list[Row] = []
+    for title, ones in parts.items():
+        if ones:
+            rows += [Row((title,), "title"), *_rows(it, ones), _total(it, ones)]
+    if it.unwritten and it.written is None:
+        rows += [Row(("compiled",), "title"), *_rows(it, it.unwritten), _total(it, it.unwritten)]
+    elif it.unwritten:
+        rows += [Row(("NOBODY WROTE",), "loud title"), *_rows(it, it.unwritten, "loud"), _total(it, it.unwritten)]
+    elif it.compiled is not None and written:
+        rows += _section("nobody wrote", ["nothing: every compiled collective belongs to a written one"])
+    if len(by_axis := it.by_axis()) > 1 or it.unwritten:
+        most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))
+        rows += [Row(("by axis",), "title"), *(_sum(it, ones, axes) for axes, ones in most)]
+        rows.append(_total(it, it.collectives))
+    rows += [] if it.written is None else _around(it.written, it.compiled is not None)
+    return Table(rows, _HEAD, right=(2, 3, 4), below=(5, 6), indent=2)
+
+
+def _section(title: str, lines: Iterable[str]) -> list[Row]:
+    return [Row((title,), "title"), *(Row((line,)) for line in dict.fromkeys(lines))]
+
+
+def _rows(it: Explanation, ones: Iterable[Communication], style: str = "") -> list[Row]:
+    """A verb on a pytree, or the same line in each layer, is one row."""
+    alike: dict[Any, list[Communication]] = {}
+    for one in ones:
+        key = (one.kind, one.axes, one.text, one.where, one.written, one.implicit, one.recomputed, one.branch)
+        alike.setdefault((*key, one.note), []).append(one)
+    return [_row(it, ones, style) for ones in alike.values()]
+
+
+def _row(it: Explanation, ones: Sequence[Communication], style: str) -> Row:
+    one = ones[0]
+    implicit = "implicit in this call" if one.implicit and one.phase == "forward" else ""
+    remarks = (implicit, one.branch and f"in {one.branch}", one.note)
+    own = re.fullmatch(rf"{one.kind}\([^\"]*(\".*\")\)", one.text)
+    call = own.group(1) if own and one.written else one.text
+    times = f"{sum(o.count for o in ones)}{'' if all(o.exact for o in ones) else '*'}"
+    cells = (one.kind, axes_text(one.axes), times, *_bytes_and_time(it, ones), one.where, call)
+    return Row(cells, style, tuple(filter(None, remarks)))
+
+
+def _total(it: Explanation, ones: Sequence[Communication]) -> Row:
+    return _sum(it, ones, "total", "total")
+
+
+def _sum(it: Explanation, ones: Sequence[Communication], name: str, style: str = "") -> Row:
+    times = str(sum(one.count if one.runs is None else one.runs for one in ones))
+    return Row((name, "", times, *_bytes_and_time(it, ones), "", ""), style)
+
+
+def _bytes_and_time(it: Explanation, ones: Sequence[Communication]) -> tuple[str, str]:
+    time = "" if it.hardware is None else seconds_text(sum(seconds_of(one, it.hardware, it.mesh) for one in ones))
+    return bytes_text(sum(one.total_bytes for one in ones)), time
+
+
+def _around(written: Written, compiled: bool) -> list[Row]:
+    """What is moved to enter kernels, the islands in them, and the layouts asked of the compiler."""
+    rows: list[Row] = []
+    known = [one for one in written.boundary if one.source is not None]
+    moved = [
+        "  ".join(filter(None, (one.where, moved_text(one))))
+        + (f", {bytes_text(one.bytes * one.count)}" if one.bytes else "" if one.bytes is None else ", nothing is sent")
+        + (one.note and f"; {one.note}")
+        for one in known
+    ]
+    if blank := len(written.boundary) - len(known):
+        plural = "s that say" if blank > 1 else " that says"
+        moved.append(f"{blank} argument{plural} no sharding: taken to lie as the kernel wants")
+    if known or (moved and not compiled):
+        rows += _section("moved to enter a kernel", moved)
+    if written.islands:
+        inside = {True: " (not looked into)", False: " (looked into)"}
+        rows += _section("islands", [f"{one.where}  {one.text}{inside[one.opaque]}" for one in written.islands])
+    if written.constraints and not compiled:
+        lines = [f"{one.where}  {one.text}" for one in written.constraints]
+        rows += _section("layouts asked of the compiler", lines)
+    return rows
+
+
+# -------------------- what it costs
+
+
+def _costs(it: Explanation) -> Table:
+    """Memory, time, and what is not known: names, numbers, and what these are made of."""
+    rows: list[Row] = []
+    if it.memory is not None:
+        rows += [Row(("memory per device",), "title"), *_memory_rows(it.memory, it.hardware)]
+    if it.time is not None and it.hardware is not None and it.written is not None:
+        rows += [Row((f"time on {it.time.hardware}",), "title"), *_time_rows(it.time, it.hardware, it.written)]
+    if notes := [*it.missing, *([] if it.exact else [_LOOSE])]:
+        rows += _section("not known", notes)
+    return Table(rows, right=(1,), below=(2,), indent=2)
+
+
+def _memory_rows(memory: Memory, machine: Hardware | None) -> list[Row]:
+    parts = [("arguments", memory.arguments), ("outputs", memory.outputs), ("temporaries", memory.temporaries)]
+    rows = [Row((name, bytes_text(size), "")) for name, size in parts if size is not None]
+    if memory.aliased:
+        rows.append(Row(("donated", bytes_text(memory.aliased), "of the outputs lie in arguments")))
+    share = ""
+    if machine is not None:
+        share = f"{_share(memory.total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
+    return [*rows, Row(("at least" if memory.temporaries is None else "together", bytes_text(memory.total), share))]
+
+
+def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
+    products = ", ".join(
+        f"{si_text(n, 'FLOP')} {dtype} at {si_text(machine.peak(dtype), 'FLOP/s')}"
+        for dtype, n in written.matmul_flops.items()
+    )
+    axes = ", ".join(f"{axes} {seconds_text(seconds)}" for axes, seconds in time.by_axis.items() if seconds)
+    traffic = f"{bytes_text(written.hbm_bytes)} at {si_text(machine.hbm_bandwidth, 'B/s')}"
+    rows = [
+        ("compute", time.compute, products or "no matrix products"),
+        ("memory", time.memory, traffic),
+        ("communication", time.communication, axes or "none"),
+    ]
+    if time.serial:
+        of_peak = [f"{_share(time.compute, one)} of peak FLOP/s" for one in (time.overlapped, time.serial)]
+        rows += [
+            ("all overlaps", time.overlapped, f"{time.bound} binds, {of_peak[0]}"),
+            ("nothing overlaps", time.serial, of_peak[1]),
+        ]
+    return [Row((name, seconds_text(seconds), text)) for name, seconds, text in rows]
+
+
+def _share(part: float, whole: float) -> str:
+    return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}"
