@@ -1,5 +1,6 @@
 """Errors are a product: each bad input has its whole message pinned in golden.txt.
 
+The bad inputs stand beside the tests of the modules that refuse them, in files `bad_*.py` of the rooms.
 `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/errors` writes the file anew; read the difference before committing it.
 """
 
@@ -16,8 +17,9 @@ import pytest
 import spmd
 from tests.errors.registry import BAD, FIXED, Pasted, X, fixes_of, read
 
-for _file in sorted(Path(__file__).parent.glob("bad_*.py")):  # they fill the registry, in this order
-    importlib.import_module(f"tests.errors.{_file.stem}")
+TESTS = Path(__file__).parents[1]
+for _file in sorted(TESTS.rglob("bad_*.py")):  # they fill the registry, in this order
+    importlib.import_module(".".join(("tests", *_file.relative_to(TESTS).with_suffix("").parts)))
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 HEADER = "=== "

@@ -1,4 +1,4 @@
-"""What the assertions of spmd.testing and the written view cannot work with."""
+"""What the assertions of `spmd.testing` cannot work with."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ def gather(mesh):
 
 def lying(mesh, layout="b/dp d"):
     return jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=spmd.Layout(layout).sharding(mesh))
-
-
-# --- collectives ---------------------------------------------------------------------------------------------
 
 
 @bad
@@ -98,9 +95,6 @@ def budget_of_loose_arguments_fixed(mesh):
     assert_no_unwritten_collectives(gather(mesh), (lying(mesh),))
 
 
-# --- parameters ----------------------------------------------------------------------------------------------
-
-
 @bad
 def sharded_tree_of_plain_arrays(mesh):
     assert_sharded({"w": np.ones((8, 4))})
@@ -155,9 +149,6 @@ def sharded_with_a_layout_for_the_tolerance(mesh):
 @bad
 def sharded_with_less_than_no_tolerance(mesh):
     assert_sharded({"w": lying(mesh)}, tolerance=-0.1)
-
-
-# --- modes ---------------------------------------------------------------------------------------------------
 
 
 @bad

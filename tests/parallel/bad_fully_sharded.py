@@ -18,6 +18,18 @@ def gathering(mesh, at_rest, compute, **options):
     )(W)
 
 
+def accumulating(mesh, loss, batches=X, **options):
+    return spmd.kernel("d/dp, n b/dp -> scalar, d/dp", mesh=mesh)(
+        lambda w, x: parallel.accumulate(
+            loss, w, batches(x) if callable(batches) else x, at_rest="d/dp", compute="d", **{"data": "dp", **options}
+        )
+    )(V, jnp.asarray(X))
+
+
+def square(w, x):
+    return spmd.reduce(x**2, "b/dp -> {U:dp}") * w.sum()
+
+
 @bad
 def nothing_is_divided(mesh):
     parallel.fsdp_layouts(W, {"w": "d f", "scale": "d"}, fsdp="dp", mesh=mesh)
@@ -151,18 +163,6 @@ def norm_of_a_partial_sum_fixed(mesh):
         mesh,
     )
     np.testing.assert_allclose(out, np.linalg.norm(X.sum(0)), rtol=1e-6)
-
-
-def accumulating(mesh, loss, batches=X, **options):
-    return spmd.kernel("d/dp, n b/dp -> scalar, d/dp", mesh=mesh)(
-        lambda w, x: parallel.accumulate(
-            loss, w, batches(x) if callable(batches) else x, at_rest="d/dp", compute="d", **{"data": "dp", **options}
-        )
-    )(V, jnp.asarray(X))
-
-
-def square(w, x):
-    return spmd.reduce(x**2, "b/dp -> {U:dp}") * w.sum()
 
 
 @bad

@@ -1,4 +1,4 @@
-"""Grids, sorts and flips that cannot be."""
+"""Grids and functions of positions that cannot be."""
 
 from __future__ import annotations
 
@@ -6,40 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from tests.errors.registry import V, X, bad, body, fixed
+from tests.errors.registry import V, bad, body, fixed
 
 SAME = "b/dp d -> b/dp d"
-
-
-@bad
-def a_sort_along_nothing(mesh):
-    body(SAME, lambda x: spmd.sort(x, "b/dp d"), mesh)
-
-
-@fixed
-def a_sort_along_nothing_fixed(mesh):
-    np.testing.assert_array_equal(body(SAME, lambda x: spmd.sort(-x, "b/dp [d]"), mesh), np.sort(-X, 1))
-
-
-@bad
-def a_sort_of_complex_numbers(mesh):
-    body("x/dp -> x/dp", lambda x: spmd.sort(x.astype("complex64"), "[x/dp]"), mesh, V)
-
-
-@bad
-def a_sort_of_a_partial_sum(mesh):
-    body("b/dp d -> d", lambda x: spmd.sort(x.sum(0), "[d] {U:dp}"), mesh)
-
-
-@fixed
-def a_sort_of_a_partial_sum_fixed(mesh, fix):
-    out = body("b/dp d -> d", lambda x: spmd.sort(fix(x=-x.sum(0)), fix(1)), mesh)
-    np.testing.assert_array_equal(out, np.sort(-X.sum(0)))
-
-
-@bad
-def a_flip_along_nothing(mesh):
-    body(SAME, lambda x: spmd.flip(x, "b/dp d"), mesh)
 
 
 @bad

@@ -1,10 +1,12 @@
-"""Bad calls of attention, of rings, of placements and of caches."""
+"""Wrong calls of attention, of masks, of rotary positions and of caches."""
+
+from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd import nn, parallel
+from spmd import nn
 from tests.errors.registry import bad, fixed
 
 HEADS = "b s h k, b s g k -> b s h k"
@@ -103,67 +105,3 @@ def tokens_divided_otherwise(mesh):
         return nn.kv_cache_append(cache, k, k, jnp.zeros((2, 8), jnp.int32), tokens="zigzag")["k"]
 
     run(mesh, body, "b s h k, b s g k -> b s g k")
-
-
-RING = "b s/dp h k, b s/dp g k -> b s/dp h k"
-
-
-@bad
-def an_unknown_placement(mesh):
-    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", placement="zig-zag"), RING)
-
-
-@bad
-def a_ring_in_negative_chunks(mesh):
-    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", chunk=-3), RING)
-
-
-@bad
-def a_ring_with_segments_for_queries_and_keys(mesh):
-    at = jnp.zeros((2, 4), int)
-    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", segments=(at, at)), RING)
-
-
-@bad
-def zigzag_of_what_does_not_divide(mesh):
-    body = lambda q, k: parallel.ring_attention(q, k, k, cp="dp", placement="zigzag")
-    run(mesh, body, RING, q=(2, 6, 4, 2), k=(2, 6, 2, 2))
-
-
-@bad
-def stripes_of_what_does_not_divide(mesh):
-    spmd.kernel("s/dp -> s/dp", mesh=mesh)(lambda x: parallel.place_sequence(x, "striped", cp="dp", axis=0))(
-        jnp.ones(6)
-    )
-
-
-@bad
-def causal_across_sequences(mesh):
-    ring = lambda q, k: parallel.ring_attention(q, k, k, cp="dp", causal=True)
-    run(mesh, ring, "b s/dp h k, b t/dp g k -> b s/dp h k", k=(2, 4, 2, 2))
-
-
-@bad
-def ring_key_heads_that_serve_unequally(mesh):
-    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp"), RING, q=(2, 8, 5, 2))
-
-
-@bad
-def too_few_heads_for_ulysses(mesh):
-    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp"), RING, q=(2, 8, 1, 2), k=(2, 8, 1, 2))
-
-
-@bad
-def a_balanced_order_for_nobody(mesh):
-    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", placement="zigzag"), RING)
-
-
-@bad
-def chunks_for_nobody(mesh):
-    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", chunk=2), RING)
-
-
-@bad
-def a_kernel_in_a_ring(mesh):
-    where = {"cp": "dp", "ring": "tp", "implementation": "cudnn"}
-    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, **where), RING.replace("s/dp", "s/tp/dp"))

@@ -1,4 +1,4 @@
-"""Pipelines, schedules and overlapped products given what does not fit."""
+"""Pipelines, schedules and overlapped products that are given what does not fit."""
 
 from __future__ import annotations
 

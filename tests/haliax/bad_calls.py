@@ -1,4 +1,4 @@
-"""Placement that cannot be, by named axes above all, and what Haliax passes over in silence."""
+"""Placement by named axes that cannot be, and what Haliax passes over in silence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from spmd import haliax as hax
 from tests.errors.registry import X, bad, fixed
 
 RULES = {"batch": "dp", "embed": None, "mlp": "tp"}
+
+
+@bad
+def sharding_of_a_function_of_paths(mesh):
+    spmd.haliax.sharding_for_axis(lambda path: "embed mlp", {"embed": "dp", "mlp": None}, mesh)
 
 
 @bad

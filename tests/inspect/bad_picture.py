@@ -1,4 +1,4 @@
-"""Wrong pictures, and wrong words on the command line."""
+"""Wrong pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 import spmd
-from spmd._cli import named_numbers
 from tests.errors.registry import X, bad, body, fixed
 
 MESH = {"dp": 2, "tp": 4}
@@ -125,16 +124,6 @@ def picture_in_a_kernel_of_another_axis(mesh):
 @bad
 def picture_saved_as_something_else(mesh):
     spmd.visualize("b/dp d", (8, 4), MESH).save("picture.gif")
-
-
-@bad
-def command_line_without_a_number(mesh):
-    named_numbers("--mesh", ["dp=2,tp"])
-
-
-@bad
-def command_line_with_a_name_twice(mesh):
-    named_numbers("--size", ["b=2,d=4", "b=3"])
 
 
 @fixed

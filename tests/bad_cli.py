@@ -1,0 +1,16 @@
+"""Wrong words on the command line."""
+
+from __future__ import annotations
+
+from spmd._cli import named_numbers
+from tests.errors.registry import bad
+
+
+@bad
+def command_line_without_a_number(mesh):
+    named_numbers("--mesh", ["dp=2,tp"])
+
+
+@bad
+def command_line_with_a_name_twice(mesh):
+    named_numbers("--size", ["b=2,d=4", "b=3"])

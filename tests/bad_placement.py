@@ -1,0 +1,125 @@
+"""Wrong calls of `shard`, `init` and their relatives, and trees of layouts that do not fit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from tests.errors.registry import V, X, bad, body, fixed
+
+SAME = "b/dp d -> b/dp d"
+
+
+@bad
+def shard_in_a_kernel(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.shard(x, "b/dp d"), mesh)
+
+
+@bad
+def init_in_a_kernel(mesh):
+    body(SAME, lambda x: x + spmd.init(lambda: jnp.ones((8, 4)), "b/dp d", mesh=mesh)(), mesh)
+
+
+@bad
+def layout_before_the_array(mesh):
+    spmd.shard("b/dp d", X, mesh=mesh)
+
+
+@fixed
+def layout_before_the_array_fixed(mesh):
+    assert spmd.shard(X, "b/dp d", mesh=mesh).addressable_shards[0].data.shape == (4, 4)
+
+
+@bad
+def list_of_numbers_for_an_array(mesh):
+    spmd.from_process_local([1, 2, 3, 4], "b/dp", mesh=mesh)
+
+
+@fixed
+def list_of_numbers_for_an_array_fixed(mesh):
+    np.testing.assert_array_equal(spmd.from_process_local(np.array([1, 2, 3, 4]), "b/dp", mesh=mesh), [1, 2, 3, 4])
+
+
+@bad
+def number_with_a_dimension(mesh):
+    spmd.shard({"step": 3, "w": X}, {"step": "b", "w": "b d"}, mesh=mesh)
+
+
+@bad
+def partial_sum_placed(mesh):
+    spmd.shard(X, "b d {U:dp}", mesh=mesh)
+
+
+@fixed
+def partial_sum_placed_fixed(mesh, fix):
+    np.testing.assert_array_equal(spmd.shard(X, fix(), mesh=mesh), X)
+
+
+@bad
+def dict_for_a_mesh(mesh):
+    spmd.shard(X, "b/dp d", mesh={"dp": 2, "tp": 4})
+
+
+@bad
+def parameters_instead_of_a_function(mesh):
+    spmd.init({"w": X}, {"w": "b/dp d"}, mesh=mesh)
+
+
+@bad
+def born_on_an_abstract_mesh(mesh):
+    spmd.init(lambda: jnp.ones((8, 4)), "b/dp d", mesh=spmd.make_mesh(dp=2, abstract=True))()
+
+
+@bad
+def auto_axis_before_an_explicit_one(mesh):
+    kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    mixed = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds)
+    jax.jit(lambda x: spmd.shard(x, "b/dp/tp d", mesh=mixed))(X)
+
+
+@bad
+def one_layout_for_rules(mesh):
+    spmd.layouts({"w": X}, "b/dp d")
+
+
+@bad
+def an_array_of_strings(mesh):
+    spmd.shard({"x": X, "names": np.array(["a", "b"])}, "b ...", mesh=mesh)
+
+
+@bad
+def shard_without_a_mesh(mesh):
+    spmd.shard(X, "b/dp d")
+
+
+@bad
+def shard_of_indivisible_arrays(mesh):
+    spmd.shard({"w": X[:6], "b": V[:7]}, {"w": "b/tp d", "b": "d/dp"}, mesh=mesh)
+
+
+@bad
+def shard_of_another_structure(mesh):
+    spmd.shard({"w": X}, {"v": "b/dp d"}, mesh=mesh)
+
+
+@bad
+def shard_under_a_mapping_without_the_name(mesh):
+    with spmd.axis_mapping({"batch": "dp"}):
+        spmd.shard(X, "bacth d", mesh=mesh)
+
+
+@bad
+def rule_that_matches_nothing(mesh):
+    spmd.layouts({"mlp": {"w_in": X}}, {"**/w_inn": "d/dp f/tp"})
+
+
+@bad
+def leaf_without_a_layout(mesh):
+    spmd.layouts({"w": X, "b": V}, {"w": "d/dp f/tp"})
+
+
+@bad
+def parameters_of_another_rank(mesh):
+    spmd.init(lambda: {"w": jnp.ones(8)}, {"w": "d/dp f/tp"}, mesh=mesh)()

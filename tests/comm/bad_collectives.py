@@ -1,0 +1,189 @@
+"""Wrong calls of verbs: gathers, scatters, sums, shifts and permutations."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import all_gather, all_to_all, psum, psum_scatter, reduce, shift
+from tests.errors.registry import X, bad, body, fixed
+
+SAME = "b/dp d -> b/dp d"
+
+
+@bad
+def outside_a_kernel(mesh):
+    all_gather(X, "b/dp d -> b d")
+
+
+@bad
+def string_first(mesh):
+    body("b/dp d -> b d", lambda x: all_gather("b/dp d -> b d", x, to="invarying"), mesh)
+
+
+@fixed
+def string_first_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: fix(x=x), mesh), X)
+
+
+@bad
+def gathers_the_major_axis(mesh):
+    body("b/dp/tp d -> b/tp d", lambda x: all_gather(x, "b/dp/tp d -> b/tp d"), mesh)
+
+
+@fixed
+def gathers_the_major_axis_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", lambda x: fix(x=x), mesh), X)
+
+
+@bad
+def gather_that_is_a_slice(mesh):
+    body("b d -> b/dp d", lambda x: all_gather(x, "b d -> b/dp d"), mesh)
+
+
+@fixed
+def gather_that_is_a_slice_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b d -> b/dp d", lambda x: fix(x=x), mesh), X)
+
+
+@bad
+def gather_that_is_an_all_to_all(mesh):
+    body("b/tp d -> b d/tp", lambda x: all_gather(x, "b/tp d -> b d/tp"), mesh)
+
+
+@fixed
+def gather_that_is_an_all_to_all_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/tp d -> b d/tp", lambda x: fix(x=x), mesh), X)
+
+
+@bad
+def gather_of_a_partial_sum(mesh):
+    body("b/dp d -> d", lambda x: all_gather(reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), mesh)
+
+
+@fixed
+def gather_of_a_partial_sum_fixed(mesh, fix):
+    out = body("b/dp d -> d", lambda x: fix(x=reduce(x, "b/dp d -> d {U:dp}")), mesh)
+    np.testing.assert_allclose(out, X.sum(0))
+
+
+@bad
+def verb_that_moves_nothing(mesh):
+    body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> b/dp d"), mesh)
+
+
+@bad
+def other_dimensions_on_the_right(mesh):
+    body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> d b"), mesh)
+
+
+@fixed
+def other_dimensions_on_the_right_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> d b", lambda x: fix(x=x), mesh), X.T)
+
+
+@bad
+def psum_of_equal_values(mesh):
+    body("b d -> b d", lambda x: psum(x, "b d {U:dp} -> b d"), mesh)
+
+
+@bad
+def psum_of_a_copy(mesh):
+    def fn(x):
+        whole = all_gather(x, "b/dp d -> b d")
+        return psum(whole, "b d {U:dp} -> b d")
+
+    body("b/dp d -> b d", fn, mesh)
+
+
+@bad
+def read_with_another_layout(mesh):
+    body("b/dp d -> b d/dp", lambda x: all_to_all(x, "b d/dp -> b/dp d"), mesh)
+
+
+@fixed
+def read_with_another_layout_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b d/dp", lambda x: fix(x=x), mesh), X)
+
+
+@bad
+def scatter_onto_an_indivisible_dimension(mesh):
+    body("b/dp/tp d -> d/tp", lambda x: psum_scatter(x.sum(0)[:3], "e {U:tp} -> e/tp"), mesh)
+
+
+@bad
+def unknown_axis_in_a_verb(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dpp d -> b d"), mesh)
+
+
+@bad
+def keyword_that_is_not_in_the_pattern(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", tq="tp"), mesh)
+
+
+@bad
+def keyword_of_a_wrong_type(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", dp=1.5), mesh)
+
+
+@bad
+def rank_in_a_verb(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp s d -> b s d"), mesh)
+
+
+@bad
+def size_in_a_verb(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x[:, :3], "b/dp d -> b d"), mesh)
+
+
+@bad
+def shift_without_a_bracket(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.shift(x, "b/dp d"), mesh)
+
+
+@fixed
+def shift_without_a_bracket_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b/dp d", lambda x: fix(x=x), mesh), np.roll(X, 4, 0))
+
+
+@bad
+def permutation_out_of_range(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.ppermute(x, "[b/dp] d", [(0, 2)]), mesh)
+
+
+@bad
+def partial_sum_out_of_nothing(mesh):
+    body(SAME, lambda x: spmd.relayout(x, "b/dp d -> b/dp d {U:tp}"), mesh)
+
+
+@bad
+def unknown_name_of_a_renamed_axis(mesh):
+    fn = lambda x: all_gather(x, "b/dat d -> b d", to="invarying")
+    body("b/data d -> b d", fn, mesh, axes={"data": "dp"})
+
+
+@bad
+def gather_to_an_unknown_type(mesh):
+    body(SAME, lambda x: all_gather(x, "b/dp d -> b d", to="replicated"), mesh)
+
+
+@bad
+def shift_by_a_traced_number(mesh):
+    body(SAME, lambda x: shift(x, "[b/dp] d", jnp.int32(1)), mesh)
+
+
+@bad
+def shift_of_a_composite(mesh):
+    body(SAME, lambda x: shift(x, "[(n/dp k)] d", k=2), mesh)
+
+
+@bad
+def permutation_that_is_no_list_of_pairs(mesh):
+    body(SAME, lambda x: spmd.ppermute(x, "[b/dp] d", [1, 0]), mesh)
+
+
+@fixed
+def permutation_that_is_no_list_of_pairs_fixed(mesh):
+    out = body(SAME, lambda x: spmd.ppermute(x, "[b/dp] d", [(0, 1), (1, 0)]), mesh)
+    np.testing.assert_array_equal(out, np.roll(X, 4, 0))

@@ -1,0 +1,90 @@
+"""Wrong loops, branches and raw JAX in a kernel, whose errors are told again."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+import spmd
+from spmd import psum
+from tests.errors.registry import X, bad, body, fixed
+
+SAME = "b/dp d -> b/dp d"
+
+
+def pallas_call(x, **kind):
+    def twice(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(twice, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, **kind), interpret=True)(x)
+
+
+@bad
+def pallas_call_without_a_type(mesh):
+    body(SAME, lambda x: spmd.opaque(pallas_call, SAME)(x), mesh)
+
+
+@fixed
+def pallas_call_without_a_type_fixed(mesh):
+    typed = lambda x: pallas_call(x, manual_axis_type=jax.typeof(x).manual_axis_type)
+    kernel = spmd.kernel(SAME, mesh=mesh)(lambda x: spmd.opaque(typed, SAME, reference=lambda x: 2 * x)(x))
+    for run in (kernel, kernel.auto, kernel.reference):
+        np.testing.assert_array_equal(run(X), 2 * X)
+
+
+@bad
+def raw_branches_of_two_types(mesh):
+    body(SAME, lambda x: jax.lax.cond(True, lambda: x, lambda: jnp.zeros((4, 4))), mesh)
+
+
+@fixed
+def raw_branches_of_two_types_fixed(mesh, fix):
+    other = lambda: jnp.zeros((4, 4))
+    out = body(SAME, lambda x: fix(predicate=True, true_fn=lambda: x, false_fn=other, operands=()), mesh)
+    np.testing.assert_array_equal(out, X)
+
+
+@bad
+def two_carries_of_another_type(mesh):
+    def fn(x):
+        step = lambda c, row: ({"sum": c["sum"] + row, "count": c["count"] + row.sum()}, None)
+        last, _ = jax.lax.scan(step, {"sum": jnp.zeros(4), "count": jnp.zeros(())}, x)
+        return psum(last["sum"], "d {U:dp} -> d")
+
+    body("b/dp d -> d", fn, mesh)
+
+
+@bad
+def raw_constraint_in_a_kernel(mesh):
+    where = jax.NamedSharding(mesh, jax.P("dp"))
+    body(SAME, lambda x: jax.lax.with_sharding_constraint(x, where), mesh)
+
+
+@bad
+def carry_of_another_type(mesh):
+    def fn(x):
+        total, _ = jax.lax.scan(lambda c, row: (c + row, None), jnp.zeros(4), x)
+        return psum(total, "d {U:dp} -> d")
+
+    body("b/dp d -> d", fn, mesh)
+
+
+@fixed
+def carry_of_another_type_fixed(mesh):
+    def fn(x):
+        total, _ = jax.lax.scan(lambda c, row: (c + row, None), spmd.zeros("d {U:dp}"), x)
+        return psum(total, "d {U:dp} -> d")
+
+    np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), X.sum(0))
+
+
+@bad
+def raw_collective_with_a_typo(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + jax.lax.psum(x, "typo"), mesh)
+
+
+@bad
+def raw_collective_in_auto_mode(mesh):
+    spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x + jax.lax.psum(x.sum(), "dp")).auto(X)

@@ -1,0 +1,83 @@
+"""Linear layers, embeddings and norms that are given what does not fit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from tests.errors.registry import X, bad, body, fixed
+
+I, KEY = np.arange(8), jax.random.key(0)
+
+
+@bad
+def column_linear_of_a_vector(mesh):
+    body("b/dp d, d -> b/dp d", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, X[0])
+
+
+@bad
+def column_linear_of_a_whole_weight(mesh):
+    """A weight that lies whole, said to be divided."""
+    body("b/dp d, d f -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, X.T)
+
+
+@fixed
+def column_linear_of_a_whole_weight_fixed(mesh, fix):
+    out = body("b/dp d, d f -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, fix(w=w), tp="tp"), mesh, X, X.T)
+    np.testing.assert_allclose(out, X @ X.T)
+
+
+@bad
+def row_linear_of_too_few_dimensions(mesh):
+    body("d, h k d -> d", lambda x, w: spmd.nn.row_linear(x, w), mesh, X[0], X.reshape(2, 4, 4))
+
+
+@bad
+def qkv_linear_of_a_matrix(mesh):
+    body("b/dp d, d f -> b/dp f", lambda x, w: spmd.nn.qkv_linear(x, w)[0], mesh, X, X.T)
+
+
+@bad
+def gated_mlp_of_one_matrix(mesh):
+    body("b/dp d, d f, f d -> b/dp d", spmd.nn.gated_mlp, mesh, X, X.T, X)
+
+
+@fixed
+def gated_mlp_of_one_matrix_fixed(mesh):
+    gated = lambda x, w, v: spmd.nn.gated_mlp(x, jnp.stack((w, w), 1), v)
+    body("b/dp d, d f, f d -> b/dp d", gated, mesh, X, X.T, X)
+
+
+@bad
+def embedding_over_rows(mesh):
+    body("s, v/tp d -> s d", lambda i, e: spmd.nn.embedding(i, e, over="rows", tp="tp"), mesh, I, X)
+
+
+@bad
+def embedding_of_divided_ids(mesh):
+    """Ids divided over the axis of the vocabulary."""
+    body("s/tp, v/tp d -> s/tp d", lambda i, e: spmd.nn.embedding(i, e, tp="tp", sp="tp"), mesh, I, X)
+
+
+@fixed
+def embedding_of_divided_ids_fixed(mesh, fix):
+    fn = lambda i, e: spmd.nn.embedding(fix(i=i), e, tp="tp", sp="tp")
+    np.testing.assert_array_equal(body("s/tp, v/tp d -> s/tp d", fn, mesh, I, X), X[I])
+
+
+@bad
+def norm_of_a_scale_that_rests_divided(mesh):
+    body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, scale), mesh, X, X[0])
+
+
+@fixed
+def norm_of_a_scale_that_rests_divided_fixed(mesh, fix):
+    out = body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, fix(scale=scale), eps=0), mesh, X, X[0])
+    np.testing.assert_allclose(out, X / np.sqrt((X**2).mean(1, keepdims=True)) * X[0], rtol=1e-5)
+
+
+@bad
+def norm_of_half_a_scale(mesh):
+    body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.layer_norm(x, scale * 2), mesh, X, X[0])

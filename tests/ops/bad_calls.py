@@ -1,0 +1,245 @@
+"""Wrong calls of the operations that have no file of their own here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd import psum, reduce
+from tests.errors.registry import V, X, bad, body, fixed
+
+WIDE = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+SAME = "b/dp d -> b/dp d"
+
+
+@bad
+def reduce_with_an_unknown_operation(mesh):
+    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d", "avg"), mesh)
+
+
+@bad
+def maximum_left_partial(mesh):
+    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}", "max"), mesh)
+
+
+@bad
+def reduce_of_a_different_value(mesh):
+    body("b/dp d -> scalar", lambda x: reduce(x[0] * 2, "d -> scalar"), mesh)
+
+
+@bad
+def rearrange_that_would_gather(mesh):
+    body("b/dp d -> (b d)", lambda x: spmd.rearrange(x, "b/dp d -> (b d)"), mesh)
+
+
+@fixed
+def rearrange_that_would_gather_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> (b d)", lambda x: fix(x=x), mesh), X.reshape(-1))
+
+
+@bad
+def rearrange_behind_a_divided_factor(mesh):
+    body("b d/tp -> b d/tp", lambda x: spmd.rearrange(x, "b d/tp -> (b d/tp)"), mesh)
+
+
+@bad
+def repeat_without_a_size(mesh):
+    body("b/dp d -> b/dp d e", lambda x: spmd.repeat(x, "b/dp d -> b/dp d e"), mesh)
+
+
+@bad
+def softmax_without_a_bracket(mesh):
+    body("b d/tp -> b d/tp", lambda x: spmd.softmax(x, "b d/tp"), mesh)
+
+
+@bad
+def take_with_float_ids(mesh):
+    body("v/tp d, b -> b d", lambda e, i: spmd.take(e, i, "[v/tp] d, b -> b d"), mesh, X, V)
+
+
+@bad
+def zeros_without_a_size(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + spmd.zeros("b/dp e"), mesh)
+
+
+@bad
+def nonlinear_use_of_a_partial_sum(mesh):
+    body("b/dp d -> d", lambda x: psum(jnp.exp(reduce(x, "b/dp d -> d {U:dp}")), "d {U:dp} -> d"), mesh)
+
+
+@bad
+def size_of_an_unknown_name(mesh):
+    body("b/dp d -> b/dp d", lambda x: x * spmd.size("e"), mesh)
+
+
+@bad
+def axis_index_in_auto_mode(mesh):
+    spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x * spmd.axis_index("dp")).auto(X)
+
+
+@bad
+def annotation_that_is_wrong(mesh):
+    body("b/dp d -> b/dp d", lambda x: x + spmd.annotate(jnp.sum(x), "scalar"), mesh)
+
+
+@fixed
+def annotation_that_is_wrong_fixed(mesh, fix):
+    out = body("b/dp d -> b/dp d", lambda x: x + spmd.annotate(fix(x=jnp.sum(x)), "scalar"), mesh)
+    np.testing.assert_allclose(out, X + X.sum())
+
+
+@bad
+def random_with_an_rbg_key(mesh):
+    key = jax.random.key(0, impl="rbg")
+    body("b/dp d -> b/dp d", lambda x: x + spmd.random.normal(key, "b/dp d"), mesh)
+
+
+@fixed
+def random_with_an_rbg_key_fixed(mesh, fix):
+    key = fix(seed=0)
+    out = body("b/dp d -> b/dp d", lambda x: x * 0 + spmd.random.normal(key, "b/dp d"), mesh)
+    np.testing.assert_array_equal(out, jax.random.normal(key, (8, 4)))
+
+
+@bad
+def debug_print_of_an_array_first(mesh):
+    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print(x, "b/dp d"), x)[1], mesh)
+
+
+@bad
+def debug_print_of_too_few(mesh):
+    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print("{} of {}", x.sum()), x)[1], mesh)
+
+
+@bad
+def debug_print_of_a_name(mesh):
+    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print("{loss}", x.sum(), lost=x), x)[1], mesh)
+
+
+@bad
+def top_k_without_brackets(mesh):
+    body("b/dp d -> b/dp k", lambda x: spmd.top_k(x, "b/dp d", 2)[0], mesh)
+
+
+@bad
+def top_k_of_more_than_there_are(mesh):
+    body("b/dp e/tp -> b/dp k", lambda x: spmd.top_k(x, "b/dp [e/tp]", 9)[0], mesh, WIDE)
+
+
+@bad
+def half_of_a_top_k(mesh):
+    body("b/dp d -> b/dp k", lambda x: spmd.top_k(x, "b/dp [d]", 2.5)[0], mesh)
+
+
+@bad
+def top_k_of_a_partial_sum(mesh):
+    body("b/dp d -> k", lambda x: spmd.top_k(x.sum(0), "[d] {U:dp}", 2)[0], mesh)
+
+
+@fixed
+def top_k_of_a_partial_sum_fixed(mesh, fix):
+    fn = lambda x: spmd.top_k(fix(x=x.sum(0)), fix(1), 2)[0]
+    np.testing.assert_array_equal(body("b/dp d -> k", fn, mesh), np.sort(X.sum(0))[:-3:-1])
+
+
+@bad
+def roll_of_a_composite(mesh):
+    body("b (h k)/tp -> b (h k)/tp", lambda x: spmd.roll(x, "b [(h k)/tp]", 1, k=2), mesh, WIDE, k=2)
+
+
+@bad
+def roll_by_half_an_element(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", 0.5), mesh)
+
+
+@bad
+def roll_with_too_many_shifts(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", (1, 2)), mesh)
+
+
+@bad
+def a_sort_along_nothing(mesh):
+    body(SAME, lambda x: spmd.sort(x, "b/dp d"), mesh)
+
+
+@fixed
+def a_sort_along_nothing_fixed(mesh):
+    np.testing.assert_array_equal(body(SAME, lambda x: spmd.sort(-x, "b/dp [d]"), mesh), np.sort(-X, 1))
+
+
+@bad
+def a_sort_of_complex_numbers(mesh):
+    body("x/dp -> x/dp", lambda x: spmd.sort(x.astype("complex64"), "[x/dp]"), mesh, V)
+
+
+@bad
+def a_sort_of_a_partial_sum(mesh):
+    body("b/dp d -> d", lambda x: spmd.sort(x.sum(0), "[d] {U:dp}"), mesh)
+
+
+@fixed
+def a_sort_of_a_partial_sum_fixed(mesh, fix):
+    out = body("b/dp d -> d", lambda x: spmd.sort(fix(x=-x.sum(0)), fix(1)), mesh)
+    np.testing.assert_array_equal(out, np.sort(-X.sum(0)))
+
+
+@bad
+def a_flip_along_nothing(mesh):
+    body(SAME, lambda x: spmd.flip(x, "b/dp d"), mesh)
+
+
+@bad
+def size_of_nothing(mesh):
+    body(SAME, lambda x: x * spmd.size(), mesh)
+
+
+@bad
+def size_of_an_array_without_brackets(mesh):
+    body(SAME, lambda x: x * spmd.size(x, "b/dp d"), mesh)
+
+
+@fixed
+def size_of_an_array_without_brackets_fixed(mesh):
+    assert (body(SAME, lambda x: x * spmd.size(x, "... [d]"), mesh) == 4 * X).all()
+
+
+@bad
+def operation_given_as_a_function(mesh):
+    body("b/dp d -> b/dp", lambda x: spmd.reduce(x, "b/dp d -> b/dp", jnp.sum), mesh)
+
+
+@bad
+def shape_for_a_layout(mesh):
+    body(SAME, lambda x: x + spmd.zeros((4, 4)), mesh)
+
+
+@fixed
+def shape_for_a_layout_fixed(mesh):
+    np.testing.assert_array_equal(body(SAME, lambda x: x + spmd.zeros("b/dp d"), mesh), X)
+
+
+@bad
+def layout_before_the_key(mesh):
+    body(SAME, lambda x: x + spmd.random.normal("b/dp d", jax.random.key(0)), mesh)
+
+
+@bad
+def island_without_a_function(mesh):
+    body(SAME, lambda x: spmd.local(None, SAME)(x), mesh)
+
+
+@bad
+def branches_of_two_shapes(mesh):
+    body(SAME, lambda x: spmd.cond(x.sum() > 0, lambda x: x[0], lambda x: -x, x), mesh)
+
+
+@bad
+def an_operand_of_objects(mesh):
+    body(SAME, lambda x: spmd.reduce(np.array([1, None], dtype=object), "b -> scalar"), mesh)
+
+
+@bad
+def positions_beyond_int32(mesh):
+    spmd.from_function(lambda i: i, "x/dp", x=2**40, mesh=mesh)

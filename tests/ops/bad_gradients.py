@@ -1,0 +1,72 @@
+"""Losses whose gradient cannot be taken inside, and aux that is not declared."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import spmd
+from spmd import grad, reduce
+from tests.errors.registry import V, X, bad, body, fixed
+
+
+@bad
+def gradient_of_a_number(mesh):
+    body("d -> d", lambda w: grad(3.0)(w), mesh, V)
+
+
+@bad
+def loss_with_aux_undeclared(mesh):
+    body("d -> d", lambda w: grad(lambda w: (w.sum(), w))(w), mesh, V)
+
+
+@fixed
+def loss_with_aux_undeclared_fixed(mesh, fix):
+    out = body("d -> d", lambda w: grad(lambda w: (w.sum(), w), **fix())(w)[0], mesh, V)
+    np.testing.assert_array_equal(out, np.ones(8))
+
+
+@bad
+def aux_that_is_missing(mesh):
+    body("d -> d", lambda w: grad(lambda w: w.sum(), has_aux=True)(w)[0], mesh, V)
+
+
+@bad
+def gradient_over_an_unknown_axis(mesh):
+    body("d -> d", lambda w: grad(lambda w: w.sum(), loss="{U:dpp}")(w), mesh, V)
+
+
+@bad
+def loss_that_is_a_local_mean(mesh):
+    fn = lambda w, x: spmd.grad(lambda w: ((x * w[None]) ** 2).mean())(w)
+    body("d, b/dp d -> d", fn, mesh, V[:4], X)
+
+
+@fixed
+def loss_that_is_a_local_mean_fixed(mesh):
+    def fn(w, x):
+        return spmd.grad(lambda w: reduce((x * w[None]) ** 2, "b/dp d -> scalar", "mean"))(w)
+
+    out = body("d, b/dp d -> d", fn, mesh, V[:4], X)
+    np.testing.assert_allclose(out, 2 * (X**2 * V[:4]).sum(0) / 32, rtol=1e-5)
+
+
+@bad
+def loss_declared_partial_and_equal(mesh):
+    fn = lambda w: spmd.grad(lambda w: (w**2).sum(), loss="{U:dp}")(w)
+    body("d -> d", fn, mesh, V)
+
+
+@fixed
+def loss_declared_partial_and_equal_fixed(mesh, fix):
+    fn = lambda w: spmd.grad(lambda w: (w**2).sum(), **fix())(w)
+    np.testing.assert_array_equal(body("d -> d", fn, mesh, V), 2 * V)
+
+
+@bad
+def loss_mark_that_is_malformed(mesh):
+    body("d -> d", lambda w: spmd.grad(lambda w: (w**2).sum(), loss="dp")(w), mesh, V)
+
+
+@bad
+def loss_that_is_no_scalar(mesh):
+    body("d -> d", lambda w: spmd.grad(lambda w: w**2)(w), mesh, V)
