@@ -30,8 +30,10 @@ def dense_attention(
         seen = seen & mask
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))  # compiled twice it may differ from itself
-    powers = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    # Of what is seen only: with the largest of all, what is seen may vanish, and its gradient is 0/0. It comes from
+    # outside the derivative because it may differ from itself where it is compiled twice.
+    top = jax.lax.stop_gradient(jnp.where(seen, scores, -np.inf).max(-1, keepdims=True))
+    powers = jnp.where(seen, jnp.exp(jnp.where(seen, scores - jnp.maximum(top, -1e30), 0.0)), 0.0)
     total = powers.sum(-1, keepdims=True)
     return jnp.einsum("bhst,bthj->bshj", powers / jnp.where(total == 0, 1.0, total), v)
 
