@@ -6,6 +6,8 @@ import pickle
 import sys
 from typing import Any
 
+from spmd.errors import Fault
+
 __all__ = ["ByName"]
 
 
@@ -34,7 +36,7 @@ class ByName:
         rule = "a kernel is pickled by its name in a module, as a function is, and no module has this one."
         got = [f"{name} of {self.__module__}" + (", made inside a function" if "<locals>" in name else "")]
         advice = "make it at the top of a module, or send what it is made of and make it there"
-        raise pickle.PicklingError(rule, call=repr(self), got=got, advice=advice)
+        raise pickle.PicklingError(str(Fault(rule, call=repr(self), got=got, advice=advice)))
 
 
 def _at(module: Any, name: str) -> Any:
