@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import jaxprs_in_params
 
-__all__ = ["Held", "Role", "call_of", "equations", "held", "is_unknown", "opened", "plain_call", "shape_of"]
+__all__ = [
+    "COMMUNICATES",
+    "Held",
+    "Role",
+    "axes_of",
+    "call_of",
+    "equations",
+    "held",
+    "is_unknown",
+    "opened",
+    "plain_call",
+    "shape_of",
+]
 
 
 class Role:
@@ -79,7 +91,9 @@ def _while(eqn: Any) -> tuple[Held, ...]:
     n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carries = tuple(range(n_test + n_body, len(eqn.invars)))
     test = Held(eqn.params["cond_jaxpr"], Role.TEST, (*range(n_test), *carries))
-    return test, Held(eqn.params["body_jaxpr"], Role.LOOP, (*range(n_test, n_test + n_body), *carries))
+    given = (*range(n_test, n_test + n_body), *carries)
+    body = Held(eqn.params["body_jaxpr"], Role.LOOP, given, (False,) * len(given), (False,) * len(carries))
+    return test, body
 
 
 def _cond(eqn: Any) -> tuple[Held, ...]:
@@ -170,10 +184,30 @@ def is_unknown(eqn: Any) -> bool:
     return bool(eqn.params) and any(one.role == Role.UNKNOWN for one in held(eqn))
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, at any depth, each before those of the jaxprs that it holds."""
+def equations(jaxpr: Any, *, derivatives: bool = True) -> Iterator[Any]:
+    """All equations of a jaxpr, at any depth, each before those of the jaxprs that it holds.
+
+    Without `derivatives`, those that run: not the ones kept for the derivative of an equation.
+    """
     inner, _ = opened(jaxpr)
     for eqn in inner.eqns:
         yield eqn
         for one in held(eqn):
-            yield from equations(one.jaxpr)
+            if derivatives or one.role != Role.DERIVATIVE:
+                yield from equations(one.jaxpr, derivatives=derivatives)
+
+
+# --- collectives ----------------------------------------------------------------------------------------------
+
+_COLLECTIVES = """psum psum2 psum_invariant unreduced_psum pmax pmin pmean all_gather all_gather_invariant
+    all_gather_reduced reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ragged_all_to_all ppermute
+    pgather psend precv"""
+COMMUNICATES = frozenset(_COLLECTIVES.split())  # what the devices of an axis enter together
+
+
+def axes_of(eqn: Any) -> tuple[str, ...]:
+    """The mesh axes of a collective, whichever parameter holds them."""
+    found = eqn.params.get("axes", eqn.params.get("axis_name", eqn.params.get("axis", ())))
+    if isinstance(found, str):
+        return (found,)
+    return tuple(a for a in found if isinstance(a, str)) if isinstance(found, tuple | list | frozenset | set) else ()

@@ -38,6 +38,7 @@ FLOORS = {
     "_table.py": 0,
     "_trees.py": 2,
     "_units.py": 0,
+    "_walker.py": 2,
     "accelerators.py": 2,
     "mesh.py": 2,
     "modes.py": 2,

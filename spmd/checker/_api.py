@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from spmd import _compat
 from spmd._jaxprs import equations, opened
 from spmd.checker._axes import Origin
-from spmd.checker._dataflow import Walk, walk_closed
+from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._report import describe, raise_all
 from spmd.checker._source import line_of
 from spmd.checker._state import UNKNOWN, State
@@ -39,10 +39,10 @@ def check_jaxpr(
     Raises:
       ReplicationError: One for all findings, each with the user's line and the text to paste.
     """
-    walk = Walk(kernel, mesh_axes)
+    walk = Dataflow(kernel, mesh_axes)
     walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
-    raise_all(kernel, walk.failures)
+    raise_all(kernel, walk.findings)
 
 
 class InState(NamedTuple):
@@ -85,7 +85,7 @@ def check_body(
     Raises:
       ReplicationError: One for all findings.
     """
-    walk = Walk(kernel, mesh_axes, axis_sizes)
+    walk = Dataflow(kernel, mesh_axes, axis_sizes)
     walk.active = True
     if in_states is None:
         inner, _ = opened(closed_jaxpr)
@@ -93,10 +93,10 @@ def check_body(
     else:
         operands = [_seeded(walk, i, state) for i, state in enumerate(in_states)]
     walk_closed(walk, closed_jaxpr, operands)
-    raise_all(kernel, walk.failures)
+    raise_all(kernel, walk.findings)
 
 
-def _seeded(walk: Walk, index: int, state: InState) -> State:
+def _seeded(walk: Dataflow, index: int, state: InState) -> State:
     origin = 0
     for axis in (*state.different, *state.partial):
         origin |= walk.origins.bit(("input", index), Origin("input", axis, f"input {index}, which varies over {axis}"))
@@ -147,7 +147,7 @@ def explain_output(
     Returns:
       One entry per output of the body.
     """
-    walk = Walk(kernel, mesh_axes)
+    walk = Dataflow(kernel, mesh_axes)
     walk.trusting = False
     walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
@@ -159,7 +159,7 @@ def explain_output(
     return [_facts(walk, state, written) for state in outs]
 
 
-def _facts(walk: Walk, state: State, written: Mapping[tuple[str, str], tuple[Fix, ...]]) -> OutputFacts:
+def _facts(walk: Dataflow, state: State, written: Mapping[tuple[str, str], tuple[Fix, ...]]) -> OutputFacts:
     different = walk.axes.names(state.different & walk.wanted)
     copies: dict[str, tuple[str, ...]] = {}
     calls: dict[str, tuple[Fix, ...]] = {}

@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spmd._jaxprs import axes_of, shape_of
 from spmd.checker._axes import Origin
 from spmd.checker._report import nonlinear_use
 from spmd.checker._rules import compute
 from spmd.checker._state import EVERYWHERE, SCALAR, UNKNOWN, ZERO, State, normal
-
-if TYPE_CHECKING:
-    from spmd.checker._dataflow import Walk
-
-# Every primitive that the devices of an axis enter together.
-COMMUNICATES = frozenset(
-    [
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "unreduced_psum",
-        "pmax",
-        "pmin",
-        "pmean",
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "reduce_scatter",
-        "unreduced_reduce_scatter",
-        "psum_scatter",
-        "all_to_all",
-        "ragged_all_to_all",
-        "ppermute",
-        "pgather",
-        "psend",
-        "precv",
-    ]
-)
-
-
-def axes_of(eqn: Any) -> tuple[str, ...]:
-    """The mesh axes of a collective, whichever parameter holds them."""
-    found = eqn.params.get("axes", eqn.params.get("axis_name", eqn.params.get("axis", ())))
-    if isinstance(found, str):
-        return (found,)
-    return tuple(a for a in found if isinstance(a, str)) if isinstance(found, tuple | list | frozenset | set) else ()
+from spmd.checker._walk import Walk
 
 
 def _grouped(eqn: Any) -> bool:
     """A collective within groups leaves the groups different."""
     return eqn.params.get("axis_index_groups") is not None
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())
 
 
 def reduces(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -86,7 +48,7 @@ def gathers(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
     axes = walk.axes.mask(names)
     if _grouped(eqn):
         return [o._replace(uniform=0)]
-    rank = len(_shape(eqn.outvars[0]))
+    rank = len(shape_of(eqn.outvars[0]))
     dim = eqn.params["all_gather_dimension"]
     same = not o.different & axes
     if eqn.params.get("tiled"):

@@ -1,181 +1,189 @@
-"""The abstract interpreter: one flat loop over the equations of a jaxpr."""
+"""The pass: a state for every value, and what each equation makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax.core
-from jax.extend.core import Literal
 
-from spmd import _compat
-from spmd._jaxprs import is_unknown, opened
-from spmd.checker._axes import AxisBits, Origin, Origins
+from spmd import _compat, _walker
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, equations, held, is_unknown, opened, shape_of
+from spmd._walker import Rule
+from spmd.checker._axes import Origin
 from spmd.checker._collectives import COLLECTIVES
-from spmd.checker._control import CONTROL, call, collectives_of
 from spmd.checker._markers import assert_equal_marker, layout_marker
-from spmd.checker._places import Place, Places
+from spmd.checker._report import divergent, returned_partial
 from spmd.checker._rules import TABLE, compute
-from spmd.checker._source import is_transposed
-from spmd.checker._state import EVERYWHERE, UNKNOWN, State, constant_state, literal_state, normal
-from spmd.errors import Fault
-from spmd.language import Layout
-
-# Rules that give one state per output. What is in no table and holds no jaxpr is a plain computation.
-SPECIAL: dict[str, Callable[[Walk, Any, Sequence[State]], list[State]]] = {
-    **COLLECTIVES,
-    **CONTROL,
-    "spmd_layout": layout_marker,
-    "spmd_assert_equal": assert_equal_marker,
-}
+from spmd.checker._state import EVERYWHERE, UNKNOWN, ZERO, State, constant_state, join, literal_state, normal
+from spmd.checker._walk import Walk
 
 # What these give was written elsewhere, at a time that a pass over values does not know.
 OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
 
 
-class Walk:
-    """One run of the pass, with what it found.
+def _computed(walk: Walk, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    """A plain computation, of one result or of several alike."""
+    return [compute(walk, eqn, operands)] * len(eqn.outvars) if eqn.outvars else []
 
-    Attributes:
-      kernel: Its name, for messages.
-      axes: The mesh axes as bits.
-      wanted: The axes that the caller asked about.
-      checked: Those that markers are checked on where the walk is: the axes of the kernel's own shard_map.
-      active: Whether the walk is inside a body. Outside, values are global and layouts say nothing.
-      callers: The equations whose jaxprs we are inside of.
-      arg_names: What the kernel calls the inputs of its body.
-      arg_layouts: Their layouts, where they are told.
-      root: The jaxpr that is walked, for those who look again.
-      trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
-      faults: How many findings there were, to see whether a rule had one.
-      outputs: The output states of each body.
-    """
 
-    def __init__(self, kernel: str, axes: Iterable[str], sizes: Mapping[str, int] | None = None) -> None:
-        self.kernel = kernel
-        self.axes = AxisBits(axes, sizes)
-        self.origins = Origins()
-        self.wanted = self.checked = self.axes.mask(tuple(axes))
-        self.active = False
-        self.trusting = True
-        self.arg_names: tuple[str, ...] = ()
-        self.arg_layouts: tuple[Layout, ...] = ()
-        self.root: Any = None
-        self._places: Places | None = None
-        self.callers: list[Any] = []
-        self.failures: list[Fault] = []
-        self.faults = 0
-        self.outputs: list[list[State]] = []
-        self._memo: dict[Any, tuple[Any, list[State]]] = {}
-        self._collectives: dict[int, tuple[Any, tuple[tuple[str, int], ...]]] = {}
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(TABLE, _computed),
+    **COLLECTIVES,
+    "spmd_layout": layout_marker,
+    "spmd_assert_equal": assert_equal_marker,
+}
 
-    def place(self, eqn: Any) -> Place | None:
-        """How the operand of a layout's marker lies, for a message; the first question reads the whole jaxpr again."""
-        if self._places is None:
-            self._places = Places(self.root, self.arg_names, self.arg_layouts)
-        return self._places.of(eqn)
 
-    # --- findings -----------------------------------------------------------------------------------------
+class Dataflow(Walk):
+    """One run of the pass."""
 
-    def report(self, eqn: Any, failure: Fault) -> None:
-        """Note a finding."""
-        self.failures.append(failure)
-        self.faults += 1
+    rules = RULES
 
-    def fault(self, eqn: Any, axes: int, describe: Callable[[Walk, Any, Sequence[str]], Fault]) -> None:
-        """Note a wrong use of a partial sum, unless JAX wrote it: layouts claim nothing about cotangents."""
-        axes &= self.checked
-        if self.active and axes and not is_transposed(eqn, self.callers):
-            self.report(eqn, describe(self, eqn, self.axes.names(axes)))
+    def context(self) -> Hashable:
+        return self.active, self.checked
 
-    def mark(self) -> int:
-        """Where the findings stand, for `rewind`."""
-        return len(self.failures)
+    # --- values -------------------------------------------------------------------------------------------
 
-    def rewind(self, mark: int) -> None:
-        """Forget the findings after `mark`."""
-        del self.failures[mark:]
-
-    def origin_of(self, eqn: Any, axis: str) -> int:
-        """The bit of an equation that makes its output different."""
-        return self.origins.bit(id(eqn), Origin(eqn.primitive.name, axis, eqn=eqn, callers=tuple(self.callers)))
-
-    def collectives_in(self, jaxpr: Any) -> tuple[tuple[str, int], ...]:
-        """The collectives in a jaxpr, at any depth, each kind and set of axes once."""
-        inner, _ = opened(jaxpr)
-        known = self._collectives.get(id(inner))
-        if known is None:
-            # The jaxpr is kept so that its id is not given to another one.
-            known = self._collectives[id(inner)] = (inner, tuple(dict.fromkeys(collectives_of(self, inner))))
-        return known[1]
-
-    # --- the walk -----------------------------------------------------------------------------------------
-
-    def enter(self, eqn: Any, jaxpr: Any, operands: Sequence[State]) -> list[State]:
-        """Run a jaxpr that an equation holds. Once per set of operands, if nothing was found in it."""
-        inner, consts = opened(jaxpr)
-        key = (id(inner), tuple(operands), self.checked)
-        known = self._memo.get(key)
-        if known is not None:
-            return known[1]
-        before = self.faults
-        self.callers.append(eqn)
-        try:
-            outs = self.run(inner, consts, operands)
-        finally:
-            self.callers.pop()
-        if self.faults == before:
-            self._memo[key] = (inner, outs)
-        return outs
-
-    def run(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[State]) -> list[State]:
-        """The states of a jaxpr's outputs."""
-        env: dict[Any, State] = dict(zip(jaxpr.invars, operands, strict=True))
-        if consts:
-            env.update((var, self.constant(value)) for var, value in zip(jaxpr.constvars, consts, strict=True))
-        else:
-            env.update((var, State()) for var in jaxpr.constvars)
-        for eqn in jaxpr.eqns:
-            ins = [literal_state(v.val) if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            outs = self.step(eqn, ins)
-            if type(outs) is State:
-                for var in eqn.outvars:
-                    env[var] = outs
-            else:
-                env.update(zip(eqn.outvars, outs, strict=True))
-        return [literal_state(v.val) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
-
-    def constant(self, value: Any) -> State:
+    def constant(self, var: Any, value: Any) -> State:
         """What the jaxpr closed over: an array, or a value of the trace around it."""
+        if value is None:
+            return State()
         if not isinstance(value, jax.core.Tracer):
             return constant_state(value)
         partial = _compat.unreduced_axes(value)
         return State(self.axes.mask(_compat.varying_axes(value) | partial), self.axes.mask(partial))
 
-    def step(self, eqn: Any, ins: Sequence[State]) -> Any:
-        """One equation: a list with a state per output, or one state for all of them."""
-        name = eqn.primitive.name
-        special = SPECIAL.get(name)
-        if special is not None:
-            return special(self, eqn, ins)
-        if name not in TABLE and eqn.params:
-            outs = call(self, eqn, ins)
-            if outs is not None:
-                return outs
-        if not eqn.outvars:
-            return []
-        out = compute(self, eqn, ins)
-        unread = name in OUTSIDE or (name not in TABLE and is_unknown(eqn))
-        return out._replace(flags=out.flags | UNKNOWN) if unread else out
+    def literal(self, literal: Any) -> State:
+        return literal_state(literal.val)
+
+    def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        outs = _computed(self, eqn, operands)
+        return [_unknown(out) for out in outs] if eqn.primitive.name in OUTSIDE else outs
+
+    def unread(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        outs = self.step(eqn, operands)
+        return [_unknown(out) for out in outs] if is_unknown(eqn) else outs
+
+    # --- loops and branches -------------------------------------------------------------------------------
+
+    def join(self, one: State, other: State) -> State:
+        return join(one, other)
+
+    def same(self, one: State, other: State) -> bool:
+        """Where it came from does not matter, only what it is."""
+        return one[:4] == other[:4]
+
+    def unsettled(self, value: State) -> State:
+        return _unknown(value)
+
+    def sliced(self, value: State, operand: Any) -> State:
+        return value._replace(uniform=normal(value.uniform >> 1, max(_rank(operand) - 1, 0)))
+
+    def stacked(self, value: State, result: Any) -> State:
+        """Steps differ from one another, so the new leading dimension is not constant."""
+        uniform = value.uniform if value.flags & ZERO else normal(value.uniform << 1, _rank(result))
+        return value._replace(uniform=uniform)
+
+    def decided(self, value: State, predicate: State) -> State:
+        """Devices that take another branch, or stop earlier, hold other values."""
+        if not predicate.different & ~value.different:
+            return value
+        different = value.different | predicate.different
+        return value._replace(different=different, origin=value.origin | predicate.origin)
+
+    def decides(self, eqn: Any, predicate: State) -> None:
+        """Devices that disagree must not meet a collective that waits for all of them."""
+        if not predicate.different or predicate.flags & UNKNOWN or not self.active:
+            return
+        found: dict[str, None] = {}
+        axes = 0
+        for inner in (one for part in held(eqn) for one in equations(part.jaxpr, derivatives=False)):
+            waiting = self.axes.mask(axes_of(inner)) if inner.primitive.name in COMMUNICATES else 0
+            if waiting & predicate.different:
+                found[inner.primitive.name] = None
+                axes |= waiting & predicate.different
+        if axes:
+            self.findings.append(divergent(self, eqn, list(found), self.axes.names(axes), predicate))
+
+    # --- shard_map ----------------------------------------------------------------------------------------
+
+    def mapped(self, eqn: Any, part: Held, operands: Sequence[State]) -> Sequence[State]:
+        """The body of a kernel: its inputs are what the specs say. Outer axes, if any, stay as they are."""
+        body, _ = opened(part.jaxpr)
+        mesh = eqn.params["mesh"]
+        manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes")) or frozenset(mesh.axis_names)
+        self.axes.sizes.update((name, size) for name, size in mesh.shape.items() if name in manual)
+        own = self.axes.mask(manual)
+        specs = eqn.params["in_specs"]
+        labels = _labels(self, body, len(specs))
+        inner = [_seed(self, *one) for one in zip(operands, specs, body.invars, labels, strict=True)]
+        before = self.active, self.checked
+        self.active, self.checked = True, (self.wanted & own) or own
+        outs = self.run(eqn, part, inner)
+        self.outputs.append(outs)
+        _check_returned(self, eqn, outs)
+        self.active, self.checked = before
+        return [State(s.different & ~own, s.partial & ~own, 0, s.flags & ~ZERO, s.origin) for s in outs]
 
 
-def walk_closed(walk: Walk, jaxpr: Any, operands: Sequence[State] | None = None) -> list[State]:
+def _unknown(state: State) -> State:
+    return state._replace(flags=state.flags | UNKNOWN)
+
+
+def _rank(atom: Any) -> int:
+    return len(shape_of(atom))
+
+
+def _spec_axes(spec: Any) -> list[tuple[str, int]]:
+    """`(axis, dim)` pairs of a PartitionSpec."""
+    pairs: list[tuple[str, int]] = []
+    for dim, entry in enumerate(getattr(spec, "partitions", None) or ()):
+        names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        pairs += [(name, dim) for name in names]
+    return pairs
+
+
+def _labels(walk: Walk, body: Any, count: int) -> list[str]:
+    """What messages call the inputs. Constants that JAX hoisted out of the body come before the arguments."""
+    names = walk.arg_names if not walk.active else ()
+    if not names:
+        names = getattr(getattr(body, "debug_info", None), "arg_names", None) or ()
+    hoisted = count - len(names)
+    if hoisted < 0:
+        return [f"input {i}" for i in range(count)]
+    named = [f"argument {name}" if name else f"input {i + hoisted}" for i, name in enumerate(names)]
+    return [*(f"input {i}" for i in range(hoisted)), *named]
+
+
+def _seed(walk: Walk, state: State, spec: Any, var: Any, label: str) -> State:
+    different, uniform, origin = state.different, state.uniform, state.origin
+    for axis, _ in _spec_axes(spec):
+        different |= walk.axes.bit(axis)
+        origin |= walk.origins.bit(id(var), Origin("input", axis, f"{label}, which is divided by {_shown(spec)}"))
+    partial = walk.axes.mask(getattr(spec, "unreduced", ()) or ())
+    return State(different | partial, state.partial | partial, uniform, state.flags, origin)
+
+
+def _shown(spec: Any) -> str:
+    """A spec without the extras that differ from one JAX to the next."""
+    return "P(" + ", ".join(repr(entry) for entry in spec.partitions) + ")"
+
+
+def _check_returned(walk: Walk, eqn: Any, outs: Sequence[State]) -> None:
+    for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
+        left = state.partial & walk.checked & ~walk.axes.mask(getattr(spec, "unreduced", ()) or ())
+        if left and not state.flags & (ZERO | UNKNOWN):
+            walk.findings.append(returned_partial(walk, eqn, index, walk.axes.names(left), _shown(spec)))
+
+
+def walk_closed(dataflow: Dataflow, jaxpr: Any, operands: Sequence[State] | None = None) -> list[State]:
     """Run the pass over a whole closed jaxpr, whose inputs are global (equal) unless given."""
-    walk.root = jaxpr
-    inner, consts = opened(jaxpr)
+    dataflow.root = jaxpr
+    inner, _ = opened(jaxpr)
     if operands is None:
-        operands = [State(uniform=0 if getattr(v.aval, "shape", ()) else EVERYWHERE) for v in inner.invars]
+        operands = [State(uniform=0 if shape_of(v) else EVERYWHERE) for v in inner.invars]
     else:
-        ranks = [len(getattr(v.aval, "shape", ())) for v in inner.invars]
-        operands = [s._replace(uniform=normal(s.uniform, rank)) for s, rank in zip(operands, ranks, strict=True)]
-    return walk.run(inner, consts, operands)
+        pairs = zip(operands, inner.invars, strict=True)
+        operands = [state._replace(uniform=normal(state.uniform, _rank(var))) for state, var in pairs]
+    return _walker.walk(jaxpr, operands, dataflow)

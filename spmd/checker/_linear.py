@@ -8,17 +8,15 @@ What no rule knows loses the mark in silence: a mark is a certainty, its absence
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd.checker._report import mixed_sum, nonlinear_use, scaled_by_different
 from spmd.checker._rounding import rounds
 from spmd.checker._state import UNKNOWN, ZERO, State
-
-if TYPE_CHECKING:
-    from spmd.checker._dataflow import Walk
+from spmd.checker._walk import Walk
 
 Linear = tuple[int, bool]
-LinearRule = Callable[["Walk", Any, Sequence[State]], Linear]
+LinearRule = Callable[[Walk, Any, Sequence[State]], Linear]
 
 FAULT = (0, False)
 

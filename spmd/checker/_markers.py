@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from spmd.checker import _report as report
 from spmd.checker._axes import Origin
 from spmd.checker._state import IOTA, UNKNOWN, ZERO, State
+from spmd.checker._walk import Walk
 from spmd.language import Layout
-
-if TYPE_CHECKING:
-    from spmd.checker._dataflow import Walk
 
 # Roles after which `{U:}` is a certainty. Operands of a verb are consumed by the verb's own collectives.
 DECLARES = frozenset(("result", "annotate", "born", "copies", "argument"))
@@ -114,9 +112,9 @@ def _check_divided(walk: Walk, eqn: Any, state: State, claim: Claim) -> None:
             same.setdefault(dim, []).append(axis)
     same = {dim: axes for dim, axes in same.items() if not _copies_along(walk, eqn, dim, claim)}
     for dim, axes in same.items():
-        walk.report(eqn, report.claimed_divided(walk, eqn, state, dim, axes, bool(state.flags & IOTA)))
+        walk.findings.append(report.claimed_divided(walk, eqn, state, dim, axes, bool(state.flags & IOTA)))
     for dim, axes in summed.items():
-        walk.report(eqn, report.partial_claimed_divided(walk, eqn, dim, axes))
+        walk.findings.append(report.partial_claimed_divided(walk, eqn, dim, axes))
 
 
 def _constant_along(state: State, dim: int, rank: int, claim: Claim) -> bool:
@@ -138,7 +136,7 @@ def _copies_along(walk: Walk, eqn: Any, dim: int, claim: Claim) -> bool:
 def _check_unreduced(walk: Walk, eqn: Any, state: State, unreduced: int) -> None:
     wrong = unreduced & ~state.different & ~state.partial
     if wrong and not state.flags & ZERO and eqn.params["role"] != "born":
-        walk.report(eqn, report.claimed_partial(walk, eqn, walk.axes.names(wrong)))
+        walk.findings.append(report.claimed_partial(walk, eqn, walk.axes.names(wrong)))
 
 
 def _check_absent(walk: Walk, eqn: Any, state: State, mentioned: int) -> None:
@@ -148,10 +146,10 @@ def _check_absent(walk: Walk, eqn: Any, state: State, mentioned: int) -> None:
     absent = scope & ~mentioned
     summed = absent & state.partial if not state.flags & ZERO else 0
     if summed:
-        walk.report(eqn, report.unexpected_partial(walk, eqn, state, walk.axes.names(summed)))
+        walk.findings.append(report.unexpected_partial(walk, eqn, state, walk.axes.names(summed)))
     differs = absent & state.different & ~state.partial
     if differs:
-        walk.report(eqn, report.unexpected_difference(walk, eqn, state, walk.axes.names(differs)))
+        walk.findings.append(report.unexpected_difference(walk, eqn, state, walk.axes.names(differs)))
 
 
 def _believe(walk: Walk, eqn: Any, state: State, claim: Claim, divided: int, unreduced: int) -> State:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
 
-from spmd._jaxprs import call_of, opened
+from spmd._jaxprs import Held, axes_of, opened
 from spmd._jaxprs import shape_of as _shape
-from spmd.checker._collectives import axes_of
+from spmd._walker import Domain, walk
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax
 from spmd.checker._uniform import groups
@@ -101,7 +100,7 @@ Found = Place | None
 Rule = Callable[[Any, Sequence[Found]], Found]
 
 
-class Places:
+class Places(Domain):
     """Where the operands of all layouts in a jaxpr lie.
 
     Args:
@@ -111,43 +110,45 @@ class Places:
     """
 
     def __init__(self, jaxpr: Any, names: Sequence[str], layouts: Sequence[Layout]):
+        super().__init__()
         self.at: dict[int, Found] = {}
         self.arguments = list(zip(names, layouts, strict=False))
-        inner, _ = opened(jaxpr)
-        self._run(inner, [None] * len(inner.invars))
+        walk(jaxpr, [None] * len(opened(jaxpr)[0].invars), self)
 
     def of(self, eqn: Any) -> Found:
         """How the operand of a layout's marker lies; None where that is not known, or not always the same."""
         return self.at.get(id(eqn))
 
-    def _run(self, jaxpr: Any, operands: Sequence[Found]) -> list[Found]:
-        env: dict[Any, Found] = dict(zip(jaxpr.invars, operands, strict=True))
-        for eqn in jaxpr.eqns:
-            ins = [_literal(v) if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._step(eqn, ins), strict=True))
-        return [_literal(v) if isinstance(v, Literal) else env.get(v) for v in jaxpr.outvars]
+    def constant(self, var: Any, value: Any) -> Found:
+        return None
 
-    def _step(self, eqn: Any, ins: Sequence[Found]) -> list[Found]:
+    def literal(self, literal: Any) -> Found:
+        return _literal(literal)
+
+    def step(self, eqn: Any, operands: Sequence[Found]) -> Sequence[Found]:
         name = eqn.primitive.name
-        if name == "shard_map":
-            return self._body(eqn)
         if name == "spmd_layout":
-            [place] = ins
-            before = self.at.setdefault(id(eqn), place)
-            if before != place:
+            [place] = operands
+            if self.at.setdefault(id(eqn), place) != place:
                 self.at[id(eqn)] = None
-            return [_believed(eqn.params["layout"], ins[0], len(_shape(eqn.outvars[0])))]
-        inner = None if name in RULES or not eqn.params else call_of(eqn)
-        if inner is not None:
-            return self._run(opened(inner.jaxpr)[0], inner.of(ins))
+            return [_believed(eqn.params["layout"], place, len(_shape(eqn.outvars[0])))]
         if len(eqn.outvars) != 1 or name not in RULES:
             return [None] * len(eqn.outvars)
-        found = RULES[name](eqn, ins)
+        found = RULES[name](eqn, operands)
         return [found if found and len(found.dims) == len(_shape(eqn.outvars[0])) else None]
 
-    def _body(self, eqn: Any) -> list[Found]:
+    def join(self, one: Found, other: Found) -> Found:
+        return one if one == other else None
+
+    def sliced(self, value: Found, operand: Any) -> Found:
+        return None
+
+    def stacked(self, value: Found, result: Any) -> Found:
+        return None
+
+    def mapped(self, eqn: Any, part: Held, operands: Sequence[Found]) -> Sequence[Found]:
         """The body of a kernel. Constants that JAX hoisted out of it come before the arguments."""
-        body, _ = opened(eqn.params["jaxpr"])
+        body, _ = opened(part.jaxpr)
         hoisted = len(body.invars) - len(self.arguments)
         known = self.arguments if hoisted >= 0 else []
         places: list[Found] = [None] * (len(body.invars) - len(known))
@@ -155,7 +156,7 @@ class Places:
             rank = len(_shape(var))
             place = _believed(layout.with_rank(rank) if layout.has_ellipsis else layout, None, rank)
             places.append(place and replace(place, name=name, layout=layout))
-        self._run(body, places)
+        self.run(eqn, part, places)
         return [None] * len(eqn.outvars)
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spmd.checker._axes import Origin
+from spmd.checker._places import Place
 from spmd.checker._rounding import rounds
 from spmd.checker._source import line_of
 from spmd.checker._state import State
 from spmd.checker._text import changed, text_of
+from spmd.checker._walk import Walk
 from spmd.errors import Fault, Fix, ReplicationError
 from spmd.language import Layout, verb_for
-
-if TYPE_CHECKING:
-    from spmd.checker._axes import Origin
-    from spmd.checker._dataflow import Walk
-    from spmd.checker._places import Place
 
 _SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
 

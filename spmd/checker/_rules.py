@@ -7,14 +7,12 @@ control flow and calls in `_control`, our own markers in `_markers`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from spmd.checker import _linear as linear
 from spmd.checker import _uniform as uniform
 from spmd.checker._state import EVERYWHERE, IOTA, UNKNOWN, ZERO, State, normal
-
-if TYPE_CHECKING:
-    from spmd.checker._dataflow import Walk
+from spmd.checker._walk import Walk
 
 
 class Rule(NamedTuple):
@@ -96,9 +94,9 @@ def compute(walk: Walk, eqn: Any, operands: Sequence[State]) -> State:
     elif not mask and not eqn.outvars[0].aval.shape:
         mask = EVERYWHERE
     if partial or flags & ZERO:
-        faults = walk.faults
+        found = len(walk.findings)
         partial, zero = rule.linear(walk, eqn, operands)
-        flags = (flags & ~ZERO) | (ZERO if zero else 0) | (UNKNOWN if walk.faults != faults else 0)
+        flags = (flags & ~ZERO) | (ZERO if zero else 0) | (UNKNOWN if len(walk.findings) != found else 0)
         mask = EVERYWHERE if zero else mask
     if name == "iota":
         flags |= IOTA

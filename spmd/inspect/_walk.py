@@ -14,8 +14,7 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._facts import CallName, KernelName
-from spmd._jaxprs import Held, call_of, held, is_unknown, opened
-from spmd.checker._collectives import COMMUNICATES, axes_of
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, call_of, held, is_unknown, opened
 from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import sent_bytes

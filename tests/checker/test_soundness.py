@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd.checker import _collectives, _dataflow, _rules, check_jaxpr, explain_output
-from spmd.checker._dataflow import Walk, walk_closed
+from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import EVERYWHERE, State
 from spmd.errors import Fix, ReplicationError
 from tests.checker import wrong_programs
@@ -144,7 +144,7 @@ def test_what_is_called_constant_is_constant(known: int) -> None:
     x = jnp.asarray(x, jnp.float32)
     for operation in OPERATIONS:
         jaxpr = jax.make_jaxpr(operation)(x)
-        [state] = walk_closed(Walk("k", AXES), jaxpr, [State(uniform=known)])
+        [state] = walk_closed(Dataflow("k", AXES), jaxpr, [State(uniform=known)])
         value = np.asarray(operation(x))
         for dim in range(value.ndim):
             if state.uniform >> dim & 1:
@@ -163,7 +163,7 @@ def test_constants_are_recognised() -> None:
     ]
     for maker in makers:
         jaxpr = jax.make_jaxpr(maker)(jnp.ones(3))
-        [state] = walk_closed(Walk("k", AXES), jaxpr)
+        [state] = walk_closed(Dataflow("k", AXES), jaxpr)
         assert state.uniform == EVERYWHERE, jaxpr
 
 
@@ -175,13 +175,13 @@ def union(walk, eqn, operands):
 
 
 BREAKS = [
-    ("psum", lambda: _dataflow.SPECIAL, ("psum", "psum_invariant"), union),
-    ("all_gather", lambda: _dataflow.SPECIAL, ("all_gather", "all_gather_invariant"), union),
-    ("ppermute", lambda: _dataflow.SPECIAL, ("ppermute",), _collectives.exchanges),
-    ("scan", lambda: _dataflow.SPECIAL, ("scan",), union),
-    ("layouts", lambda: _dataflow.SPECIAL, ("spmd_layout",), lambda walk, eqn, operands: list(operands)),
-    ("axis_index", lambda: _dataflow.SPECIAL, ("axis_index",), lambda walk, eqn, operands: [State()]),
-    ("cond", lambda: _dataflow.SPECIAL, ("cond",), union),
+    ("psum", lambda: _dataflow.RULES, ("psum", "psum_invariant"), union),
+    ("all_gather", lambda: _dataflow.RULES, ("all_gather", "all_gather_invariant"), union),
+    ("ppermute", lambda: _dataflow.RULES, ("ppermute",), _collectives.exchanges),
+    ("scan", lambda: _dataflow.RULES, ("scan",), union),
+    ("layouts", lambda: _dataflow.RULES, ("spmd_layout",), lambda walk, eqn, operands: list(operands)),
+    ("axis_index", lambda: _dataflow.RULES, ("axis_index",), lambda walk, eqn, operands: [State()]),
+    ("cond", lambda: _dataflow.RULES, ("cond",), union),
     ("exp", lambda: _rules.TABLE, ("exp",), _rules.TABLE["neg"]),
     ("add", lambda: _rules.TABLE, ("add",), _rules.TABLE["neg"]),
     ("broadcast", lambda: _rules.TABLE, ("broadcast_in_dim",), _rules.NO_RULE),

@@ -1,0 +1,243 @@
+"""One walk over jaxprs: a value for every variable, carried from the arguments to the results.
+
+What a value is, and what an equation makes of it, is the matter of a `Domain`: the checker's states, the costs and
+placements of `explain`, the residuals of a layer. The walk knows the rest: constants, calls, branches, loops until they
+settle. Which primitive holds which jaxprs is said once, in the table of `_jaxprs`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from jax.extend.core import Literal
+
+from spmd._jaxprs import Held, Role, held, opened
+
+__all__ = ["Domain", "Rule", "walk"]
+
+Rule = Callable[[Any, Any, Sequence[Any]], Sequence[Any]]
+_ROUNDS = 200  # a loop of a sound domain settles in a few
+
+
+def walk(jaxpr: Any, values: Sequence[Any], domain: Domain) -> list[Any]:
+    """Walk over a jaxpr, closed or open.
+
+    Args:
+      jaxpr: The jaxpr.
+      values: One value for each of its inputs.
+      domain: What is done with them.
+
+    Returns:
+      One value for each of its results.
+    """
+    body, consts = opened(jaxpr)
+    known = dict(zip(body.invars, values, strict=True))
+    for i, var in enumerate(body.constvars):
+        known[var] = domain.constant(var, consts[i] if consts else None)
+    for eqn in body.eqns:
+        ins = [domain.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+        known.update(zip(eqn.outvars, domain.equation(eqn, ins), strict=True))
+    return [domain.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in body.outvars]
+
+
+class Domain:
+    """What a walk carries. A subclass says what constants are (`constant`) and what an equation gives (`step`).
+
+    To follow loops and branches it also says what is known where two paths meet (`join`). Everything else has a
+    meaning already: a call gives what its jaxpr gives, a loop is walked until its carries settle, branches are joined.
+    A subclass that counts, as costs do, overrides `run`, which every jaxpr inside another one goes through.
+
+    Attributes:
+      rules: By the name of a primitive, what gives its results: `rule(domain, eqn, operands)`. They come first, so a
+        primitive that holds a jaxpr and has a rule is not entered.
+      callers: The equations whose jaxprs the walk is inside of, outermost first.
+      findings: What the walk has to report. It forgets what it found in a loop that had not settled yet.
+
+    Example:
+      Which arguments is each result made of?
+
+      >>> import jax, jax.numpy as jnp
+      >>> class MadeOf(Domain):
+      ...     def constant(self, var, value):
+      ...         return frozenset()
+      ...     def step(self, eqn, operands):
+      ...         return [frozenset().union(*operands)] * len(eqn.outvars)
+      ...     def join(self, one, other):
+      ...         return one | other
+      >>> def power(x, w, b):
+      ...     y, _ = jax.lax.scan(lambda y, _: (y @ w, None), x, length=5)
+      ...     return jnp.sin(b), jax.lax.cond(b > 0, lambda: y, lambda: y + b)
+      >>> jaxpr = jax.make_jaxpr(power)(jnp.ones((4, 4)), jnp.ones((4, 4)), 1.0)
+      >>> print(*map(sorted, walk(jaxpr, [{"x"}, {"w"}, {"b"}], MadeOf())))
+      ['b'] ['b', 'w', 'x']
+
+      How many multiplications are in its products, loops multiplied out? Here no value matters, and so each loop
+      settles at once.
+
+      >>> class Products(MadeOf):
+      ...     total, times = 0, 1
+      ...     rules = {"dot_general": lambda self, eqn, operands: self.product(eqn, operands)}
+      ...     def product(self, eqn, operands):
+      ...         [contracted], _ = eqn.params["dimension_numbers"][0]
+      ...         self.total += self.times * eqn.invars[0].aval.shape[contracted] * eqn.outvars[0].aval.size
+      ...         return self.step(eqn, operands)
+      ...     def run(self, eqn, part, operands):
+      ...         before, self.times = self.times, self.times * eqn.params.get("length", 1)
+      ...         outs = super().run(eqn, part, operands)
+      ...         self.times = before
+      ...         return outs
+      >>> products = Products()
+      >>> _ = walk(jaxpr, [frozenset()] * 3, products)
+      >>> products.total == 5 * 4 * 4 * 4
+      True
+    """
+
+    rules: ClassVar[Mapping[str, Rule]] = {}
+
+    def __init__(self) -> None:
+        self.callers: list[Any] = []
+        self.findings: list[Any] = []
+        self._walked: dict[Any, tuple[Any, list[Any]]] = {}
+
+    # --- values -------------------------------------------------------------------------------------------
+
+    def constant(self, var: Any, value: Any) -> Any:
+        """A constant of a jaxpr; its value is None where the jaxpr does not hold it."""
+        raise NotImplementedError
+
+    def literal(self, literal: Any) -> Any:
+        """A number that stands in an equation."""
+        return self.constant(literal, literal.val)
+
+    def step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation that holds no jaxpr, or one that is part of its own work."""
+        raise NotImplementedError
+
+    def unread(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation whose jaxprs nobody here can read."""
+        return self.step(eqn, operands)
+
+    # --- where paths meet ---------------------------------------------------------------------------------
+
+    def join(self, one: Any, other: Any) -> Any:
+        """What is known of a value that is one or the other."""
+        raise NotImplementedError
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether a carry has settled. A domain that says so at once walks each loop once."""
+        return one == other
+
+    def unsettled(self, value: Any) -> Any:
+        """What is known of a carry that does not settle."""
+        return value
+
+    def sliced(self, value: Any, operand: Any) -> Any:
+        """One slice of what a loop is over; `operand` is the variable of the whole."""
+        return value
+
+    def stacked(self, value: Any, result: Any) -> Any:
+        """The stack of what the steps of a loop gave; `result` is the variable of the whole."""
+        return value
+
+    def decides(self, eqn: Any, predicate: Any) -> None:
+        """A branch is chosen, or a loop goes on, by a value like this one."""
+
+    def decided(self, value: Any, predicate: Any) -> Any:
+        """What is known of a result that such a decision chose."""
+        return value
+
+    # --- equations that hold jaxprs -----------------------------------------------------------------------
+
+    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of any equation."""
+        rule = self.rules.get(eqn.primitive.name)
+        if rule is not None:
+            return rule(self, eqn, operands)
+        parts = held(eqn) if eqn.params else ()
+        if not parts or parts[0].role == Role.SCALARS:
+            return self.step(eqn, operands)
+        roles = {part.role: part for part in parts}
+        if Role.CALL in roles:
+            return self.call(eqn, roles[Role.CALL], operands)
+        if Role.LOOP in roles:
+            return self.loop(eqn, roles[Role.LOOP], roles.get(Role.TEST), operands)
+        if Role.BRANCH in roles:
+            return self.branches(eqn, parts, operands)
+        if Role.MAP in roles:
+            return self.mapped(eqn, roles[Role.MAP], operands)
+        return self.unread(eqn, operands)
+
+    def run(self, eqn: Any, part: Held, operands: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr that an equation holds, of values for its own inputs."""
+        context = self.context()
+        key = None if context is None else (id(opened(part.jaxpr)[0]), tuple(operands), context)
+        if key in self._walked:
+            return self._walked[key][1]
+        found = len(self.findings)
+        self.callers.append(eqn)
+        outs = walk(part.jaxpr, operands, self)
+        self.callers.pop()
+        if key is not None and len(self.findings) == found:
+            self._walked[key] = (part.jaxpr, outs)  # the jaxpr too, lest another one gets its id
+        return outs
+
+    def context(self) -> Hashable:
+        """What the results of a jaxpr depend on besides its operands; None: on so much that it is walked each time.
+
+        Else it is walked once for equal operands, unless something was found in it: findings name their callers.
+        """
+        return None
+
+    def call(self, eqn: Any, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
+        """A call: `jit`, `remat`, a custom rule, a solver."""
+        return self.run(eqn, part, part.of(operands))
+
+    def mapped(self, eqn: Any, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
+        """A `shard_map`."""
+        return self.run(eqn, part, part.of(operands))
+
+    def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Any]) -> Sequence[Any]:
+        """A `cond`, whose first operand decides."""
+        predicate = operands[0]
+        self.decides(eqn, predicate)
+        outs = [self.run(eqn, part, part.of(operands)) for part in parts]
+        return [self.decided(functools.reduce(self.join, found), predicate) for found in zip(*outs, strict=True)]
+
+    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Any]) -> Sequence[Any]:
+        """A `scan`, or a `while` with its test: round after round, until the carries are what they become."""
+        count = len(body.stacked) - sum(body.stacked)
+        whole = zip(body.of(operands), body.of(eqn.invars), body.sliced, strict=True)
+        given = [self.sliced(value, atom) if sliced else value for value, atom, sliced in whole]
+        first = len(given) - sum(body.sliced) - count
+        start = given[first : first + count]
+
+        def once(carry: Sequence[Any]) -> list[Any]:
+            if test is None:
+                return self.run(eqn, body, [*given[:first], *carry, *given[first + count :]])
+            constants = test.of(operands)[: len(test.operands) - count]
+            [goes_on] = self.run(eqn, test, [*constants, *carry])
+            self.decides(eqn, goes_on)
+            outs = self.run(eqn, body, [*given[:first], *carry])
+            return [self.decided(out, goes_on) for out in outs]
+
+        outs = self._settle(once, start)
+        if test is not None or eqn.params.get("length") == 0:  # it may not run at all
+            outs[:count] = map(self.join, outs, start)
+        return [
+            self.stacked(value, atom) if stacked else value
+            for value, atom, stacked in zip(outs, eqn.outvars, body.stacked, strict=True)
+        ]
+
+    def _settle(self, once: Callable[[Sequence[Any]], list[Any]], carry: Sequence[Any]) -> list[Any]:
+        """The results of the round that changes no carry any more."""
+        for _ in range(_ROUNDS):
+            found = len(self.findings)
+            outs = list(once(carry))
+            merged = list(map(self.join, carry, outs))
+            if all(map(self.same, merged, carry)):
+                return outs
+            del self.findings[found:]  # the round knew too little
+            carry = merged
+        return [*map(self.unsettled, carry), *outs[len(carry) :]]
