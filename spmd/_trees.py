@@ -27,6 +27,7 @@ __all__ = [
     "Static",
     "by_path",
     "children",
+    "foreign_kind",
     "is_array",
     "is_foreign",
     "is_number",
@@ -50,8 +51,24 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_foreign(leaf: Any) -> bool:
-    """Whether a leaf is a NumPy array that JAX cannot hold: strings, objects, dates, records, long floats."""
+    """Whether a leaf is a NumPy array that JAX does not compute with: strings, objects, dates, records, long floats."""
     return isinstance(leaf, (np.ndarray, np.generic)) and not _held(leaf.dtype)
+
+
+def foreign_kind(leaf: Any) -> str | None:
+    """What a leaf is, in a message, if JAX cannot make it an array to compute with."""
+    if is_foreign(leaf):
+        return f"a NumPy array of dtype {leaf.dtype}, which JAX does not compute with"
+    if not isinstance(leaf, int) or _fits_integers(leaf):
+        return None
+    held = jax.dtypes.canonicalize_dtype(int)
+    wider = held.itemsize < 8 and -(2**63) <= leaf < 2**63
+    return f"an int that {held} does not hold" + (" without jax_enable_x64" if wider else "")
+
+
+def _fits_integers(number: int) -> bool:
+    limits = np.iinfo(jax.dtypes.canonicalize_dtype(int))
+    return bool(limits.min <= number <= limits.max)
 
 
 @lru_cache(maxsize=256)
@@ -60,12 +77,12 @@ def _held(dtype: np.dtype) -> bool:
         jax.typeof(np.zeros(0, dtype))
     except TypeError:
         return False
-    return True
+    return dtype.kind != "T"  # strings of any length: JAX brings them to a CPU, and takes them into no computation
 
 
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a number of Python's own, which a layout of its own makes an array."""
-    return isinstance(leaf, (int, float, complex))
+    return isinstance(leaf, (float, complex)) or (isinstance(leaf, int) and _fits_integers(leaf))
 
 
 @jax.tree_util.register_static
@@ -166,8 +183,8 @@ def _describe(node: Any) -> str:
     """What stands at a place of a tree, without values."""
     if is_array(node):
         return f"an array {node.dtype}[{','.join(map(str, node.shape))}]"
-    if is_foreign(node):
-        return f"a NumPy array of dtype {node.dtype}, which JAX does not have"
+    if foreign := foreign_kind(node):
+        return foreign
     below = children(node)
     kind = type(node).__name__
     if node is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._facts import CallName
-from spmd._trees import is_foreign
+from spmd._trees import foreign_kind
 from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
@@ -58,8 +58,8 @@ def kind_of(value: Any) -> str:
     """What a value is, in a message: never the value, nor a class that users do not know."""
     if isinstance(value, jax.core.Tracer):
         return "a traced array"
-    if is_foreign(value):
-        return f"a NumPy array of dtype {value.dtype}"
+    if foreign := foreign_kind(value):
+        return foreign
     if isinstance(value, (jax.Array, np.ndarray)):
         return "an array"
     if hasattr(value, "__name__") and callable(value) and not isinstance(value, type):  # a mesh is callable
@@ -78,25 +78,24 @@ def as_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> jax.Arr
     """
     if isinstance(value, jax.Array):
         return value
+    if foreign := foreign_kind(value):
+        return fail(f"{label} is {foreign}.")
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError):
-        return fail(_no_array(value, label))
+    except (TypeError, ValueError, OverflowError):
+        return fail(f"{label} is {kind_of(value)}, not an array.")
 
 
-def check_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> None:
-    """As `as_array`, for a value that somebody else makes an array."""
-    if isinstance(value, jax.Array):
+def check_array(value: Any, label: str, fail: Callable[[str], NoReturn], dtype: Any = None) -> None:
+    """As `as_array`, for a value that somebody else makes an array, of this dtype if one is given."""
+    if isinstance(value, jax.Array) or (isinstance(value, int) and dtype is not None):
         return
+    if foreign := foreign_kind(value):
+        fail(f"{label} is {foreign}.")
     try:
         jax.typeof(value)
     except TypeError:
-        fail(_no_array(value, label))
-
-
-def _no_array(value: Any, label: str) -> str:
-    which = ", which JAX does not have" if is_foreign(value) else ", not an array"
-    return f"{label} is {kind_of(value)}{which}."
+        fail(f"{label} is {kind_of(value)}, not an array.")
 
 
 def misfit(call: str) -> Callable[[str], NoReturn]:

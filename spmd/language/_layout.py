@@ -634,7 +634,7 @@ def _typed(array: Any, call: str) -> Any:
 
     try:
         return jax.typeof(array)
-    except TypeError:
+    except (TypeError, OverflowError):
         kind = f"one of dtype {array.dtype}" if hasattr(array, "dtype") else f"of type {type(array).__name__}"
         raise LayoutError(f"Layout.of reads an array, and this is {kind}.", call=call) from None
 

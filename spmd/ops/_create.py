@@ -196,7 +196,7 @@ def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names
     [made] = call.pattern.inputs
     if np.ndim(value) != 0:
         call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
-    check_array(value, "the value", functools.partial(call.fail, error=LayoutError))
+    check_array(value, "the value", functools.partial(call.fail, error=LayoutError), dtype)
     if to not in (None, "varying"):
         call.fail(f'to is "varying" or absent, not {to!r}.', error=LayoutError)
     if made.unreduced and not (isinstance(value, (int, float)) and value == 0):

@@ -24,6 +24,7 @@ from jax.extend.random import define_prng_impl, threefry2x32_p
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, Factor, open_call
+from spmd.comm._keywords import as_array
 from spmd.comm._marks import mark
 from spmd.errors import LayoutError, ModeError, ReplicationError
 from spmd.language import Layout
@@ -241,7 +242,8 @@ def _draw(
     _check_number(call, **numbers)
     data = _key_words(call, key)
     # A bound that the compiler sees is folded at compile time, with other rounding than at run time.
-    bounds = [lax.optimization_barrier(jnp.asarray(value)) for value in numbers.values()]
+    fail = functools.partial(call.fail, error=LayoutError)
+    bounds = [lax.optimization_barrier(as_array(value, name, fail)) for name, value in numbers.items()]
     shape = call.local_shape(placed)
     if call.frame.explicit:
         _check_equal(call, data, placed)
