@@ -18,7 +18,7 @@ from spmd._trees import Static, check_hashable, is_array, is_number, match_prefi
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
 from spmd.kernels import kernel
-from spmd.language import AxisMapping, Layout
+from spmd.language import AxisMapping, Layout, WrongRank, axis_sizes, bind
 from spmd.mesh import ambient_mesh, check_alive, check_arguments_alive, check_axes, made_whole, mesh_of, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
 from spmd.ops._grids import born
@@ -127,11 +127,10 @@ def _placements(
         rank = len(shape)
         if layout.has_ellipsis and rank >= len(layout.dims) - 1:
             layout = layout.with_rank(rank)
-        try:
-            _ = layout.with_rank(rank) if parts else layout.local_shape(shape, mesh)
-        except SizeError as error:
-            wrong = error.fault.got if rank == len(layout.dims) else [error.fault.rule]
-            faults += [f'{path} of shape {shape} as "{layout.short}": {line}' for line in wrong]
+        wrong = bind([(path, shape, layout)], axis_sizes(mesh)).faults
+        wrong = [one for one in wrong if isinstance(one, WrongRank) or not parts]
+        if wrong:
+            faults += [f'{path} of shape {shape} as "{layout.short}": {one.told}' for one in wrong]
             continue
         out.append(NamedSharding(mesh, layout.spec))
     if faults:

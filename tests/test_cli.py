@@ -94,7 +94,7 @@ def test_flags_may_be_repeated_and_keep_their_order(run):
     [
         (["show", "b/dp/dp", "--mesh", "dp=2"], "A mesh axis occurs once in a layout"),
         (["show", "b/tp", "--mesh", "dp=2"], "the mesh has no axis 'tp'"),
-        (["show", "b/dp", "--mesh", "dp=2", "--size", "b=3"], "not divisible by dp=2"),
+        (["show", "b/dp", "--mesh", "dp=2", "--size", "b=3"], "b of size 3 does not divide into the 2 blocks of dp"),
         (["show", "b/dp", "--mesh", "dp=two"], "--mesh takes names with positive numbers, 'dp=two' is none."),
         (["show", "b/dp", "--mesh", "dp=0"], "--mesh takes names with positive numbers, 'dp=0' is none."),
         (["show", "b/dp", "--mesh", ","], "A mesh has at least one axis.\nadvice: as in --mesh dp=2,tp=4"),

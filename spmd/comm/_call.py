@@ -472,7 +472,7 @@ class Call:
         if not bound:
             return None
         shown = " and ".join(bound)
-        return f"for another dimension another name, or _: the signature binds {shown} for the whole body"
+        return f"use another name, or _, for another dimension: the signature binds {shown} for the whole body"
 
     def _block_of(self, dim: Dim, size: int, expected: int) -> str | None:
         """Advice where the array has the size of a block over an axis that the string does not name."""

@@ -19,7 +19,7 @@ from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
-from spmd.language import Layout, verb_for
+from spmd.language import Layout, Size, verb_for
 from spmd.modes import Frame
 
 __all__ = ["Outputs", "Unequal", "diagnose"]
@@ -98,7 +98,7 @@ class Outputs:
             arrays.append(_as_array(own, path, signature, leaf))
         self.ranks = [x.ndim for x in arrays]
         self._check_tags(arrays, signature)  # first: a wrong axis explains a wrong size, not the reverse
-        bound = {name: (size, origin) for name, size, origin in frame.bound}
+        bound = {name: Size(size, origin) for name, size, origin in frame.bound}
         shapes = [(p, x.shape, lay) for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)]
         source = signature.source if signature.written else None
         bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=bound)

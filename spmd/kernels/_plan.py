@@ -25,7 +25,7 @@ from spmd.kernels._outputs import Outputs, diagnose
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import translated
-from spmd.language import AxisMapping, Layout
+from spmd.language import AxisMapping, Layout, Size
 from spmd.mesh import abstract_of, check_alive, check_axes, lies_whole, made_whole, mesh_sizes, no_mesh, outside_trace
 from spmd.modes import Frame, inside_kernel, no_frame, try_frame
 
@@ -242,13 +242,13 @@ class Plan:
 
     # --- while tracing ------------------------------------------------------------------------------------
 
-    def bind(self, leaves: Sequence[Any], *, local: bool) -> dict[str, tuple[int, str]]:
+    def bind(self, leaves: Sequence[Any], *, local: bool) -> dict[str, Size]:
         shapes = [(s.path, x.shape, s.layout) for s, x in zip(self.leaves, leaves, strict=True)]
-        known = {name: (size, f"the keyword {name}={size}") for name, size in self.signature.sizes}
+        known = {name: Size(size, f"the keyword {name}={size}") for name, size in self.signature.sizes}
         source = self.signature.source if self.signature.written else None
         return bind_sizes(self.signature.text, source, shapes, self.sizes, local=local, known=known)
 
-    def frame(self, bound: dict[str, tuple[int, str]], mode: str | None = None) -> Frame:
+    def frame(self, bound: dict[str, Size], mode: str | None = None) -> Frame:
         return Frame(
             mode or self.mode,
             self.mesh,

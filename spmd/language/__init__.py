@@ -2,8 +2,26 @@
 
 from spmd.language._layout import AxisMapping, Layout, axis_sizes
 from spmd.language._pattern import Pattern
-from spmd.language._sizes import spaced
+from spmd.language._sizes import Misfit, NotProduct, Size, Unequal, WrongRank, another_name, as_fault, bind, indivisible
 from spmd.language._syntax import Atom, Dim
 from spmd.language._verbs import factors_of, verb_for
 
-__all__ = ["Atom", "AxisMapping", "Dim", "Layout", "Pattern", "axis_sizes", "factors_of", "spaced", "verb_for"]
+__all__ = [
+    "Atom",
+    "AxisMapping",
+    "Dim",
+    "Layout",
+    "Misfit",
+    "NotProduct",
+    "Pattern",
+    "Size",
+    "Unequal",
+    "WrongRank",
+    "another_name",
+    "as_fault",
+    "axis_sizes",
+    "bind",
+    "factors_of",
+    "indivisible",
+    "verb_for",
+]

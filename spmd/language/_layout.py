@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes, axes_of_rule, place, rule_text
-from spmd.language._sizes import global_shape, local_shape
-from spmd.language._syntax import Atom, Dim, Fault, Span, Value, check, check_form, normal
+from spmd.language._sizes import Size, WrongRank, as_fault, bind, written_out
+from spmd.language._syntax import Atom, Dim, Fault, Span, Value, axes_product, check, check_form, normal
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
@@ -245,7 +245,10 @@ class Layout(Value):
         >>> Layout("1+x/a+1 (h k)/tp").local_shape((8, 12), {"a": 2, "tp": 3})
         (6, 4)
         """
-        return local_shape(self, tuple(global_shape), self._sizes_on(mesh), sizes or {})
+        mesh = self._sizes_on(mesh)
+        known = {name: Size(size, "sizes") for name, size in (sizes or {}).items()}
+        dims = self._fitting(tuple(global_shape), mesh, known=known, margins=False)
+        return tuple(size // axes_product(dim.axes, mesh) + sum(dim.margin) for dim, size in dims)
 
     def global_shape(self, local_shape: Iterable[int], mesh: Any) -> tuple[int, ...]:
         """Return the shape of the whole array, given that of one device's shard.
@@ -261,7 +264,7 @@ class Layout(Value):
         >>> Layout("1+x/a+1 d").global_shape((6, 3), {"a": 2})
         (8, 3)
         """
-        return global_shape(self, tuple(local_shape), self._sizes_on(mesh))
+        return tuple(size for _, size in self._fitting(tuple(local_shape), self._sizes_on(mesh), local=True))
 
     # --- other layouts made of it
 
@@ -271,15 +274,9 @@ class Layout(Value):
         >>> Layout("... d/tp").with_rank(3)
         Layout('_ _ d/tp')
         """
-        missing = rank - sum(not dim.ellipsis for dim in self.dims)
-        if missing < 0 or (missing and not self.has_ellipsis):
-            least = "at least " if self.has_ellipsis else ""
-            named = sum(not dim.ellipsis for dim in self.dims)
-            raise SizeError(f"The layout has rank {least}{named}, not {rank}.", call=repr(self))
-        dims: list[Dim] = []
-        for dim in self.dims:
-            unnamed = Dim((Atom("_", (), None, dim.span),), span=dim.span)
-            dims.extend([unnamed] * missing if dim.ellipsis else [dim])
+        dims = written_out(self.dims, rank)
+        if dims is None:
+            raise SizeError(f"{WrongRank('', None, self, rank).rule}.", call=repr(self))
         return make(tuple(dims), self.unreduced, self.reduced, self.source)
 
     def without(self, *axes: str) -> Layout:
@@ -369,6 +366,14 @@ class Layout(Value):
             if dim.ellipsis:
                 rule = "The number of dimensions that '...' stands for is not known here."
                 self._raise(Fault(rule, dim.span, advice=".with_rank(n)"))
+
+    def _fitting(self, shape: tuple[int, ...], mesh: Mapping[str, int], **how: Any) -> list[tuple[Dim, int]]:
+        """The dimensions with the sizes of the whole array; see `bind`."""
+        bound = bind([("", shape, self)], mesh, **how)
+        if bound.faults:
+            call = f'"{self.short}" with shape {shape}'
+            raise SizeError(as_fault(bound.faults, mesh, "The shape does not fit the layout.", call=call))
+        return [(dim, size or 0) for dim, size in bound.dims[0]]
 
     def _sizes_on(self, mesh: Any) -> dict[str, int]:
         """The sizes of a mesh's axes, on which the layout has a shape."""
@@ -607,8 +612,7 @@ def _read(array: Any, names: Layout) -> Layout:
     shape = tuple(getattr(array, "shape", ()))
     dims = names.with_rank(len(shape)) if names.has_ellipsis and len(shape) + 1 >= len(names.dims) else names
     if len(dims.dims) != len(shape):
-        rule = f"The names are of {len(dims.dims)} dimensions, the array has {len(shape)}."
-        raise LayoutError(rule, call=call, got=[f"shape {shape}"])
+        raise LayoutError(f"{WrongRank('', None, names, len(shape)).rule}.", call=call, got=[f"shape {shape}"])
     if names.axis_names:
         fix = f'"{names.without(*names.axis_names).short}"'
         raise LayoutError("Layout.of reads the mesh axes; give it names only.", call=call, fix=fix)

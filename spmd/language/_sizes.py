@@ -1,90 +1,271 @@
-"""Global and local shapes of a layout."""
+"""Binding names to sizes: what shapes say of a layout's names, where each size came from, and what does not fit.
+
+A size is that of the whole array, also where the shapes are those of shards. What does not fit is a `Misfit`, a fact:
+its rule is one sentence, the same for a kernel, a call, a layout and a picture.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmd.errors import SizeError
-from spmd.language._syntax import Dim, axes_product, divided
+from spmd.errors import Fault
+from spmd.language._syntax import Atom, Dim, Span, axes_product
 
 if TYPE_CHECKING:
     from spmd.language._layout import Layout
 
-
-def local_shape(
-    layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int], sizes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """The shape of a shard; see Layout.local_shape."""
-    _need_fit(layout, shape)
-    failures: list[str] = []
-    local: list[int] = []
-    for dim, size in zip(layout.dims, shape, strict=True):
-        failures.extend(_literal(dim, size))
-        failures.extend(_indivisible(dim, size, mesh, sizes))
-        local.append(size // axes_product(dim.axes, mesh) + sum(dim.margin))
-    _raise(layout, shape, failures, "A divided dimension is a multiple of the number of its parts.")
-    return tuple(local)
+Shape = Sequence[int | None]
 
 
-def global_shape(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of the whole; see Layout.global_shape."""
-    _need_fit(layout, shape)
-    failures: list[str] = []
-    whole: list[int] = []
-    for dim, size in zip(layout.dims, shape, strict=True):
-        inner = size - sum(dim.margin)
-        if inner < 0:
-            failures.append(f"'{dim.short}': local size {size} is smaller than its margins")
-        whole.append(inner * axes_product(dim.axes, mesh))
-        failures.extend(_literal(dim, whole[-1]))
-    _raise(layout, shape, failures, "A local size holds its margins, and a literal size is the global one.")
-    return tuple(whole)
+class Size(NamedTuple):
+    """The size of a name, and where it came from."""
+
+    size: int
+    origin: str
 
 
-def _need_fit(layout: Layout, shape: tuple[int, ...]) -> None:
-    if len(shape) != len(layout.dims):
-        count = len(layout.dims)
-        said = spaced(layout, len(shape))
-        hint = f'; names are separated by spaces: "{said}"' if said else ""
-        rule = f"The layout has {count} dimension{'s' * (count != 1)}, the array has {len(shape)}{hint}."
-        raise SizeError(rule, call=repr(layout), got=[f"shape {shape}"])
+class Bound(NamedTuple):
+    """What shapes say.
+
+    Attributes:
+      sizes: The size of each name.
+      dims: For each array its dimensions, `...` written out, with their sizes; empty where the rank is wrong.
+      faults: What does not fit.
+    """
+
+    sizes: dict[str, Size]
+    dims: list[list[tuple[Dim, int | None]]]
+    faults: list[Misfit]
 
 
-def spaced(layout: Layout, rank: int) -> str | None:
-    """The layout with a space between its letters, where it is written as NumPy's are: `bd` of a matrix."""
-    short = layout.short
-    return " ".join(short) if len(layout.dims) == 1 and short.isalpha() and len(short) == rank > 1 else None
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """What does not fit, where, and which part of the layout says otherwise."""
+
+    where: str
+    span: Span | None
+
+    @property
+    def rule(self) -> str:
+        """What is wrong, without a full stop."""
+        raise NotImplementedError
+
+    @property
+    def advice(self) -> str | None:
+        return None
+
+    @property
+    def told(self) -> str:
+        """The rule and the advice, as one entry of a list."""
+        return self.rule if self.advice is None else f"{self.rule}; {self.advice}"
 
 
-def _literal(dim: Dim, size: int) -> list[str]:
-    atom = dim.atoms[0]
-    if atom.size is None or atom.size == size:
-        return []
-    return [f"'{dim.short}': the layout says size {atom.size}, the array has {size}"]
+@dataclass(frozen=True, slots=True)
+class WrongRank(Misfit):
+    layout: Layout
+    rank: int
+
+    @property
+    def rule(self) -> str:
+        count = sum(not dim.ellipsis for dim in self.layout.dims)
+        least = "at least " if self.layout.has_ellipsis else ""
+        return f'"{self.layout.short}" has {least}{count} dimension{"s" * (count != 1)}, not {self.rank}'
+
+    @property
+    def advice(self) -> str | None:
+        short = self.layout.short
+        if len(self.layout.dims) != 1 or not short.isalpha() or not len(short) == self.rank > 1:
+            return None
+        return f'names are separated by spaces: "{" ".join(short)}"'
 
 
-def _indivisible(dim: Dim, size: int, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> list[str]:
-    """What does not divide: the factors whose sizes are known, else the dimension."""
-    found: list[str] = []
-    if dim.composite:
-        for atom in dim.atoms:
-            if atom.axes and atom.name in sizes:
-                found.extend(_one(divided(atom), atom.name, sizes[atom.name], atom.axes, mesh))
-    name = dim.short.split("/")[0] if dim.composite else dim.atoms[0].name
-    return found or _one(dim.short, name, size, dim.axes, mesh)
+@dataclass(frozen=True, slots=True)
+class Indivisible(Misfit):
+    name: str
+    size: int
+    axes: tuple[str, ...]
+    parts: int
+
+    @property
+    def rule(self) -> str:
+        name = "" if self.name == "_" else f"{self.name} of "
+        return f"{name}size {self.size} does not divide into the {self.parts} blocks of {'/'.join(self.axes)}"
+
+    @property
+    def advice(self) -> str:
+        more = -self.size % self.parts
+        return f"pad {'it' if self.name == '_' else self.name} by {more} to {self.size + more}"
 
 
-def _one(text: str, name: str, size: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> list[str]:
-    parts = axes_product(axes, mesh)
-    if size % parts == 0:
-        return []
-    product = " * ".join(f"{axis}={mesh[axis]}" for axis in axes)
-    total = f" = {parts}" if len(axes) > 1 else ""
-    padded = -(-size // parts) * parts
-    return [f"'{text}': size {size} is not divisible by {product}{total}; pad {name} to {padded}"]
+@dataclass(frozen=True, slots=True)
+class Unequal(Misfit):
+    """Two sizes of one name; as a block over an axis of `blocks` the second would be the first."""
+
+    name: str
+    size: int
+    first: Size
+    axes: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+
+    @property
+    def rule(self) -> str:
+        return f"{self.name} has two sizes: {self.size} here, and {self.first.size} from {self.first.origin}"
+
+    @property
+    def advice(self) -> str | None:
+        if not self.blocks:
+            return None
+        return f"as a block, {'/'.join([self.name, *self.axes, self.blocks[0]])}, it would be {self.first.size}"
 
 
-def _raise(layout: Layout, shape: tuple[int, ...], failures: list[str], rule: str) -> None:
-    if failures:
-        raise SizeError(rule, call=f"{layout.short!r} with shape {shape}", got=failures)
+@dataclass(frozen=True, slots=True)
+class NotLiteral(Misfit):
+    literal: int
+    size: int
+
+    @property
+    def rule(self) -> str:
+        return f"the layout says size {self.literal}, and the array has {self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class NotProduct(Misfit):
+    size: int
+    factors: tuple[tuple[str, int | None], ...]
+
+    @property
+    def rule(self) -> str:
+        product = " * ".join(f"{name}={'?' if size is None else size}" for name, size in self.factors)
+        return f"the size {self.size} is not {product}"
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow(Misfit):
+    size: int
+    margin: tuple[int, int]
+
+    @property
+    def rule(self) -> str:
+        return f"size {self.size} is less than the margins {self.margin[0]} and {self.margin[1]} together"
+
+
+def bind(
+    arrays: Iterable[tuple[str, Shape, Layout]],
+    mesh: Mapping[str, int],
+    *,
+    known: Mapping[str, Size] | None = None,
+    local: bool = False,
+    margins: bool = True,
+    together: bool = False,
+) -> Bound:
+    """Bind the names of layouts to the sizes that shapes give them, and find all that does not fit.
+
+    Args:
+      arrays: For each array how messages call it, its shape (None for a size that is not known) and its layout.
+      mesh: The sizes of the mesh axes.
+      known: Sizes bound before.
+      local: Whether the shapes are those of shards.
+      margins: Whether the shapes hold the margins of `1+x/a+1`.
+      together: Whether `...` stands for the same dimensions in all arrays; `...0`, `...1` are then bound too.
+    """
+    bound = Bound(dict(known or {}), [], [])
+    composites: list[tuple[str, Dim, int | None]] = []
+    for label, shape, layout in arrays:
+        dims = written_out(layout.dims, len(shape), named=together)
+        found: list[tuple[Dim, int | None]] = []
+        bound.dims.append(found)
+        if dims is None:
+            where = f"{label} of shape {tuple(shape)}" if label else f"shape {tuple(shape)}"
+            bound.faults.append(WrongRank(where, _span(layout), layout, len(shape)))
+            continue
+        for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            where = f"{label}, dimension {place}" if label else f"dimension {place}"
+            if size is not None:
+                inner = size - sum(dim.margin) * margins
+                if inner < 0:
+                    bound.faults.append(Narrow(where, dim.span, size, dim.margin))
+                size = inner * (axes_product(dim.axes, mesh) if local else 1)
+            found.append((dim, size))
+            if dim.composite:
+                composites.append((where, dim, size))
+            elif size is not None:
+                _bind_one(bound, where, dim, size, mesh, local)
+    for composite in composites:  # after all others: these may say a factor's size
+        _bind_factors(bound, *composite, mesh)
+    return bound
+
+
+def as_fault(faults: Sequence[Misfit], mesh: Mapping[str, int], several: str, **shown: Any) -> Fault:
+    """What does not fit as the fault of an error: one, or several of which `several` is the rule."""
+    axes = "mesh " + (", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "without axes")
+    first = faults[0]
+    if len(faults) == 1:
+        return Fault(f"{first.where}: {first.rule}.", span=first.span, got=[axes], advice=first.advice, **shown)
+    return Fault(several, span=first.span, got=[*(f"{one.where}: {one.told}" for one in faults), axes], **shown)
+
+
+def another_name(names: Iterable[str]) -> str | None:
+    """Advice where a name that a signature binds meets a dimension of another size."""
+    bound = " and ".join(dict.fromkeys(names))
+    said = f"use another name, or _, for another dimension: the signature binds {bound} for the whole body"
+    return said if bound else None
+
+
+def written_out(dims: Sequence[Dim], rank: int, *, named: bool = False) -> list[Dim] | None:
+    """The dimensions of an array of this rank, unnamed ones or `...0`, `...1` in place of `...`; None if none fit."""
+    extra = rank - sum(not dim.ellipsis for dim in dims)
+    if extra < 0 or (extra and not any(dim.ellipsis for dim in dims)):
+        return None
+    out: list[Dim] = []
+    for dim in dims:
+        atoms = [Atom(f"...{i}" if named else "_", (), None, dim.span) for i in range(extra)]
+        out += [Dim((atom,), span=dim.span) for atom in atoms] if dim.ellipsis else [dim]
+    return out
+
+
+def indivisible(
+    name: str, size: int, axes: Sequence[str] | None, mesh: Mapping[str, int], where: str = "", span: Span | None = None
+) -> Indivisible | None:
+    """What is wrong with dividing a size over mesh axes, if anything."""
+    parts = axes_product(axes or (), mesh)
+    return Indivisible(where, span, name, size, tuple(axes or ()), parts) if size % parts else None
+
+
+def _bind_one(bound: Bound, where: str, dim: Dim, size: int, mesh: Mapping[str, int], local: bool) -> None:
+    """Bind a dimension of one atom."""
+    [atom] = dim.atoms
+    fault = indivisible(atom.name, size, dim.axes, mesh, where, dim.span)
+    bound.faults.extend([fault] if fault else [])
+    if atom.size is not None and atom.size != size:
+        bound.faults.append(NotLiteral(where, dim.span, atom.size, size))
+    if atom.named:
+        first = bound.sizes.setdefault(atom.name, Size(size, where))
+        if first.size != size:
+            over = [a for a, n in mesh.items() if local and size * n == first.size and a not in dim.axes]
+            bound.faults.append(Unequal(where, dim.span, atom.name, size, first, dim.axes, tuple(over)))
+
+
+def _bind_factors(bound: Bound, where: str, dim: Dim, size: int | None, mesh: Mapping[str, int]) -> None:
+    """Bind the last unknown factor of a composite; with more unknown ones, none."""
+    factors = {atom.name: bound.sizes[atom.name].size if atom.name in bound.sizes else None for atom in dim.atoms}
+    unknown = [name for name, one in factors.items() if one is None]
+    rest = prod(one for one in factors.values() if one is not None)
+    fits = size is None or len(unknown) > 1 or (size % rest == 0 if unknown and rest else size == rest)
+    if len(unknown) == 1 and size is not None and fits and rest:
+        bound.sizes[unknown[0]] = Size(size // rest, where)
+        factors[unknown[0]] = size // rest
+    sized = [(atom, one) for atom in dim.atoms if (one := factors[atom.name]) is not None]
+    wrong = [indivisible(atom.name, one, atom.axes, mesh, where, dim.span) for atom, one in sized]
+    if not any(wrong) and size is not None:
+        wrong = [indivisible(f"({' '.join(factors)})", size, dim.axes, mesh, where, dim.span)]
+    bound.faults.extend(one for one in wrong if one)
+    if not fits and size is not None:
+        bound.faults.append(NotProduct(where, dim.span, size, tuple(factors.items())))
+
+
+def _span(layout: Layout) -> Span | None:
+    """Where all dimensions stand."""
+    return (layout.dims[0].span[0], layout.dims[-1].span[1]) if layout.dims else None

@@ -53,9 +53,9 @@ CASES = {
         """
         linear: kernel("b/dp d, d f/tp -> b/dp f/tp")
                                 ^
-        d is 5 in w, dimension 0, but 6 in x, dimension 1.
+        w, dimension 0: d has two sizes: 5 here, and 6 from x, dimension 1.
         got: mesh dp=2, tp=4
-        advice: for another dimension another name, or _: the signature binds d for the whole body
+        advice: use another name, or _, for another dimension: the signature binds d for the whole body
         """,
     ),
     "sizes that do not divide, all at once": (
@@ -66,8 +66,8 @@ CASES = {
                         ^^^^
         the arguments do not fit the signature.
         got:
-        - x, dimension 0: b/dp has size 5, which dp = 2 does not divide; pad it by 1 to 6
-        - w, dimension 1: f/tp has size 10, which tp = 4 does not divide; pad it by 2 to 12
+        - x, dimension 0: b of size 5 does not divide into the 2 blocks of dp; pad b by 1 to 6
+        - w, dimension 1: f of size 10 does not divide into the 4 blocks of tp; pad f by 2 to 12
         - mesh dp=2, tp=4
         """,
     ),
@@ -76,8 +76,9 @@ CASES = {
         errors.SizeError,
         """
         tree_body: kernel(in_layouts=('b/dp d', {'w': 'd f/tp'}), out_layouts=b/dp d)
-        p['w'], dimension 1: f/tp has size 10, which tp = 4 does not divide; pad it by 2 to 12.
+        p['w'], dimension 1: f of size 10 does not divide into the 4 blocks of tp.
         got: mesh dp=2, tp=4
+        advice: pad f by 2 to 12
         """,
     ),
     "the structure of a tree": (
@@ -99,7 +100,7 @@ CASES = {
                                ^^^^^^^^
         the arguments do not fit the signature.
         got:
-        - x, dimension 1: (h k)/tp has size 6, which tp = 4 does not divide; pad it by 2 to 8
+        - x, dimension 1: (h k) of size 6 does not divide into the 4 blocks of tp; pad (h k) by 2 to 8
         - x, dimension 1: the size 6 is not h=4 * k=?
         - mesh dp=2, tp=4
         """,
@@ -168,8 +169,8 @@ CASES = {
                           ^^
         the arguments do not fit the signature.
         got:
-        - x of shape (8, 16): "bd" has 1 dimension; names are separated by spaces: "b d"
-        - w of shape (16, 4): "df/tp" has 1 dimension
+        - x of shape (8, 16): "bd" has 1 dimension, not 2; names are separated by spaces: "b d"
+        - w of shape (16, 4): "df/tp" has 1 dimension, not 2
         - mesh dp=2, tp=4
         """,
     ),

@@ -1042,7 +1042,7 @@ GOLDEN = [
         "SizeError",
         [
             "Layout('b d')",
-            "The layout has rank 2, not 3.",
+            '"b d" has 2 dimensions, not 3.',
         ],
     ),
     (
@@ -1050,7 +1050,7 @@ GOLDEN = [
         "SizeError",
         [
             "Layout('... b d')",
-            "The layout has rank at least 2, not 1.",
+            '"... b d" has at least 2 dimensions, not 1.',
         ],
     ),
     (
@@ -1118,33 +1118,35 @@ GOLDEN = [
         'Layout("b s").local_shape((2, 3, 4), {})',
         "SizeError",
         [
-            "Layout('b s')",
-            "The layout has 2 dimensions, the array has 3.",
-            "got: shape (2, 3, 4)",
+            '"b s" with shape (2, 3, 4)',
+            'shape (2, 3, 4): "b s" has 2 dimensions, not 3.',
+            "got: mesh without axes",
         ],
     ),
     (
         'Layout("b/dp s/tp/dq (h k)/x 3").local_shape((3, 6, 8, 4), {"dp": 2, "tp": 4, "dq": 2, "x": 2}, sizes={"h": 1})',
         "SizeError",
         [
-            "'b/dp s/tp/dq (h k)/x 3' with shape (3, 6, 8, 4)",
-            "A divided dimension is a multiple of the number of its parts.",
+            '"b/dp s/tp/dq (h k)/x 3" with shape (3, 6, 8, 4)',
+            "The shape does not fit the layout.",
             "got:",
-            "- 'b/dp': size 3 is not divisible by dp=2; pad b to 4",
-            "- 's/tp/dq': size 6 is not divisible by tp=4 * dq=2 = 8; pad s to 8",
-            "- 'h/x': size 1 is not divisible by x=2; pad h to 2",
-            "- '3': the layout says size 3, the array has 4",
+            "- dimension 0: b of size 3 does not divide into the 2 blocks of dp; pad b by 1 to 4",
+            "- dimension 1: s of size 6 does not divide into the 8 blocks of tp/dq; pad s by 2 to 8",
+            "- dimension 3: the layout says size 3, and the array has 4",
+            "- dimension 2: h of size 1 does not divide into the 2 blocks of x; pad h by 1 to 2",
+            "- mesh dp=2, tp=4, dq=2, x=2",
         ],
     ),
     (
         'Layout("1+x/a+1 3").global_shape((1, 2), {"a": 2})',
         "SizeError",
         [
-            "'1+x/a+1 3' with shape (1, 2)",
-            "A local size holds its margins, and a literal size is the global one.",
+            '"1+x/a+1 3" with shape (1, 2)',
+            "The shape does not fit the layout.",
             "got:",
-            "- '1+x/a+1': local size 1 is smaller than its margins",
-            "- '3': the layout says size 3, the array has 2",
+            "- dimension 0: size 1 is less than the margins 1 and 1 together",
+            "- dimension 1: the layout says size 3, and the array has 2",
+            "- mesh a=2",
         ],
     ),
     (
@@ -1152,7 +1154,7 @@ GOLDEN = [
         "LayoutError",
         [
             'Layout.of(x, "b")',
-            "The names are of 1 dimensions, the array has 2.",
+            '"b" has 1 dimension, not 2.',
             "got: shape (2, 3)",
         ],
     ),
