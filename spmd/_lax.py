@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 Axes = tuple[str, ...]
-Groups = list[list[int]] | None
 
 
 def psum(x: Any, axes: Axes) -> Any:
@@ -59,11 +58,11 @@ def pmin(x: Any, axes: Axes) -> Any:
     return lax.pmin(_compat.pvary(x, axes), axes) if axes else x
 
 
-def all_gather(x: Any, axes: Axes, dim: int, to: str, groups: Groups = None) -> Any:
+def all_gather(x: Any, axes: Axes, dim: int, to: str) -> Any:
     """The blocks along `axes`, major axis first, joined in dimension `dim`."""
     if _compat.of_one(axes):
         return _compat.alone("all_gather" if to == "varying" else "all_gather_invariant", x, axes, dim)
-    return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to, axis_index_groups=groups)
+    return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to)
 
 
 def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
@@ -73,12 +72,12 @@ def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
     return lax.psum_scatter(_compat.pvary(x, axes), axes, scatter_dimension=dim, tiled=True)
 
 
-def all_to_all(x: Any, axes: Axes, split: int, concat: int, groups: Groups = None) -> Any:
+def all_to_all(x: Any, axes: Axes, split: int, concat: int) -> Any:
     """Divide dimension `split` over `axes` and make `concat` whole again, one step inwards."""
     if _compat.of_one(axes):
         return _compat.alone("all_to_all", x, axes)
     x = _compat.apart(_compat.pvary(x, axes))
-    return lax.all_to_all(x, axes, split, concat, tiled=True, axis_index_groups=groups)
+    return lax.all_to_all(x, axes, split, concat, tiled=True)
 
 
 def ppermute(x: Any, axes: Axes, sizes: dict[str, int], perm: Sequence[tuple[int, int]]) -> Any:

@@ -17,8 +17,7 @@ from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
 from spmd.comm._keywords import kind_of
 from spmd.comm.collectives import check_sides
-from spmd.comm.planner._grid import Axes, Grid
-from spmd.comm.planner._route import NamedRoute, Request, route
+from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language import Dim, Layout, axis_sizes
 from spmd.mesh import ambient_mesh
@@ -84,8 +83,7 @@ class Plan:
       source: The layout before.
       target: The layout after.
       sizes: The global size of each name.
-      mesh: All mesh axes with their sizes, in mesh order. Where the plan moves parts of an axis, they take its place
-        here and in the layouts: `y_1` and `y_2`, of 2 each, for an axis y of 4.
+      mesh: All mesh axes with their sizes, in mesh order.
       dtype: The type of the elements.
       prefer: What it was planned for.
       steps: The steps, in order.
@@ -95,7 +93,6 @@ class Plan:
       exceeds: Whether an array on the way is larger per device than both ends; only where no sequence of collectives
         avoids it.
       shape: The local shape before.
-      parts: Each part of an axis, with the axis.
     """
 
     source: Layout
@@ -108,7 +105,6 @@ class Plan:
     lower_bound: int
     exceeds: bool
     shape: tuple[int, ...]
-    parts: dict[str, str]
 
     @property
     def bytes(self) -> int:
@@ -143,7 +139,6 @@ class Plan:
             "target": self.target.short,
             "sizes": dict(self.sizes),
             "mesh": dict(self.mesh),
-            "parts": dict(self.parts),
             "dtype": self.dtype.name,
             "prefer": self.prefer,
             "steps": [step.to_dict() for step in self.steps],
@@ -290,33 +285,27 @@ def as_plan(
 ) -> Plan:
     """A route with layouts and shapes."""
     source, target = sides
-    mesh, grid = dict(request.mesh), found.grid
-    if grid.parts:
-        ends = (tuple(map(grid.named, side)) for side in (request.source, request.target))
-        source, target = (_layout(like, end, like.unreduced) for like, end in zip(sides, ends, strict=True))
+    mesh = dict(request.mesh)
     steps, before = [], source
     for leg in found.legs:
         last = leg is found.legs[-1]
         after = target if last else _layout(source, leg.after, (*request.kept, *leg.summed))
-        seconds = None if profile is None else 0.0
-        if profile is not None and leg.collectives:
-            piece = leg.nbytes / leg.collectives
-            seconds = leg.collectives * profile.collective_seconds(leg.kind, piece, grid.whole(leg.axes), mesh)
-        shape = _shape(after, request, grid, leg.after)
+        sent = leg.kind, leg.nbytes, leg.collectives, leg.axes
+        seconds = None if profile is None else seconds_of(profile, *sent, mesh)
+        shape = _shape(after, request, leg.after)
         steps.append(Step(leg.kind, leg.axes, before, after, leg.nbytes, shape, leg.collectives, seconds))
         before = after
     return Plan(
         source,
         target,
         sizes,
-        grid.sizes,
+        mesh,
         dtype,
         request.prefer,
         tuple(steps),
         found.bound,
         found.exceeds,
-        _shape(source, request, grid, tuple(map(grid.named, request.source))),
-        grid.part_of,
+        _shape(source, request, request.source),
     )
 
 
@@ -330,9 +319,10 @@ def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...
         return Layout.from_dims([Dim((atom,)) for dim in dims for atom in dim.atoms], unreduced)
 
 
-def _shape(like: Layout, request: Request, grid: Grid, placement: tuple[Axes, ...]) -> tuple[int, ...]:
+def _shape(like: Layout, request: Request, placement: tuple[Axes, ...]) -> tuple[int, ...]:
     """The local shape of an array whose factors lie so."""
-    local = iter(n // grid.count(axes) for n, axes in zip(request.sizes, placement, strict=True))
+    mesh = dict(request.mesh)
+    local = iter(n // math.prod(mesh[a] for a in axes) for n, axes in zip(request.sizes, placement, strict=True))
     return tuple(math.prod(next(local) for _ in dim.atoms) for dim in like.dims)
 
 
@@ -403,8 +393,6 @@ def _table(found: Plan, width: int) -> str:
     head = [f"{found.source.short} -> {found.target.short}"]
     head = head if len(head[0]) <= width else [found.source.short, f"-> {found.target.short}"]
     head.append(f"{sizes}, {found.dtype.name}; mesh {mesh}")
-    for axis in dict.fromkeys(found.parts.values()):
-        head.append(f"{axis} in parts: {'/'.join(part for part, a in found.parts.items() if a == axis)}")
     rows = []
     for step in found.steps:
         kind = f"{step.kind} in {step.collectives}" if step.kind == "sends" else step.kind

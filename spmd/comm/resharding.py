@@ -39,9 +39,10 @@ def relayout(
     ppermutes of whole shards, and for partial sums psum_scatters and psums. Of all sequences the one is taken with the
     fewest bytes per device, then the fewest collectives, then the smallest intermediate array, then the smallest arrays
     early (gathers last). No array on the way is larger than the larger end, unless the sizes divide in no other way. A
-    mesh axis that neither side names may carry slices of the copies along it, and an axis may move in parts, where that
-    saves bytes. Where axes of different sizes take part, rounds of point-to-point sends are taken that send less in no
-    more collectives. `spmd.plan` shows the steps with their bytes and the least that any method must send.
+    mesh axis that neither side names may carry slices of the copies along it, where that saves bytes. Where axes of
+    different sizes take part, rounds of point-to-point sends are taken that send less in no more collectives, or that
+    need no larger array on the way. `spmd.plan` shows the steps with their bytes and the least that any method must
+    send.
 
     Communication: forward what the plan says; nothing where the layouts are equal under the mapping. Backward what the
     plan of the way back says; with `to="varying"` the gradients of copies are parts of a sum, and are added up on it.

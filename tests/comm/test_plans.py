@@ -258,11 +258,31 @@ def test_latency_weighs_steps_by_what_they_take() -> None:
     assert plan.collectives <= spmd.plan("a/x/y b -> a/z b/x", sizes=small, mesh=mesh).collectives
 
 
+@pytest.mark.parametrize("mesh", [{"x": 2, "y": 8}, {"x": 2, "y": 4, "z": 8}], ids=str)
+def test_no_plan_takes_less_time_than_that_for_latency(mesh) -> None:
+    """Rounds of sends, which the default may take, are weighed too."""
+    everything = placements(tuple(mesh))
+    dice = random.Random(5)
+    for _ in range(25):
+        source, target = dice.sample(everything, 2)
+        for n in (256, 8192):
+            plans = [
+                planned(source, target, mesh, (n, n), prefer=p, hardware="h100") for p in ("collectives", "latency")
+            ]
+            default, fast = ((plan.seconds or 0.0) for plan in plans)
+            assert fast <= default * (1 + 1e-9), (source, target, n)
+
+
 def test_an_array_that_divides_in_no_other_way_is_gathered_and_the_plan_says_so() -> None:
-    plan = spmd.plan("a/x -> a/y", sizes={"a": 24}, mesh={"x": 8, "y": 12}, dtype=np.uint8)
-    assert plan.exceeds and plan.peak == 24
+    plan = spmd.plan("a/x -> a/y", sizes={"a": 96}, mesh={"x": 32, "y": 48}, dtype=np.uint8)
+    assert plan.exceeds and plan.peak == 96
     assert "larger than both ends: no sequence of collectives avoids it" in str(plan)
-    for mesh in ({"x": 2, "y": 4}, {"x": 2, "y": 3}, {"x": 4, "y": 6}):  # cut shards, parts of axes
+    for mesh in (
+        {"x": 2, "y": 4},
+        {"x": 2, "y": 3},
+        {"x": 4, "y": 6},
+        {"x": 8, "y": 12},
+    ):  # cut shards, rounds of sends
         plan = spmd.plan("a/x -> a/y", sizes={"a": math.lcm(*mesh.values())}, mesh=mesh, dtype=np.uint8)
         assert not plan.exceeds and "larger" not in str(plan)
 
@@ -326,9 +346,10 @@ def test_sizes_may_be_numpy_integers() -> None:
 
 
 def test_a_search_of_many_axes_ends() -> None:
-    """Axes in five parts, weighed by time: the whole search took a minute, and found no better plan."""
+    """Weighed by time the whole search would take a minute."""
     sizes, mesh = {"a": 6144, "b": 768, "c": 6144}, {"x": 8, "y": 3, "z": 2, "w": 16}
     start = time.perf_counter()
-    found = spmd.plan("a/w b c/z/y -> a/w/z b/y c/x", sizes=sizes, mesh=mesh, prefer="latency", hardware="h100")
+    pattern = "a/w b c/z/y -> a/w/z b/y c/x"
+    found = spmd.plan(pattern, sizes=sizes, mesh=mesh, prefer="latency", hardware="h100")
     assert time.perf_counter() - start < 20
-    assert [step.kind for step in found.steps] == ["all_to_all", "all_to_all"] and round(found.ratio, 3) == 1.771
+    assert found.seconds < spmd.plan(pattern, sizes=sizes, mesh=mesh, hardware="h100").seconds and found.ratio <= 1.771

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from spmd.comm.planner._problem import MOST, Placement, Problem, State, cuts, ordered
-from spmd.comm.planner._sends_by_cell import cell_rounds
-from spmd.comm.planner._sends_by_digit import rounds_between
+from spmd.comm.planner._sends import rounds_between
 
 __all__ = ["Move", "moves"]
 
@@ -45,11 +44,9 @@ def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterato
     yield from _landings(problem, state, limit)
     if not state.summed:
         yield from _permutes(problem, state)
-        if sends and state.placement != problem.target:
-            rounds = rounds_between(problem, state.placement) or cell_rounds(problem, state)
-            if rounds:
-                everyone = tuple(range(len(problem.axes)))
-                yield Move("sends", everyone, State(problem.target), problem.bound(state), rounds)
+        if sends and state.placement != problem.target and (rounds := rounds_between(problem, state)):
+            everyone = tuple(range(len(problem.axes)))
+            yield Move("sends", everyone, State(problem.target), problem.bound(state), rounds)
     yield from _sums(problem, state)
     yield from _gathers(problem, state, limit)
 

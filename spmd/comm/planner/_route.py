@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from spmd.accelerators import Hardware
-from spmd.comm.planner._grid import Axes, Grid
 from spmd.comm.planner._moves import Move
 from spmd.comm.planner._problem import Placement, Problem, State
 from spmd.comm.planner._search import Route, search
-from spmd.comm.planner._sends_by_digit import primes
 
-__all__ = ["Axes", "Leg", "NamedRoute", "Request", "route"]
+__all__ = ["Axes", "Leg", "NamedRoute", "Request", "route", "seconds_of"]
+
+Axes = tuple[str, ...]
 
 MOST_BORROWED = 3
-MOST_PARTS = 5
 
 
 @dataclass(frozen=True)
@@ -78,76 +78,69 @@ class NamedRoute:
       legs: The steps.
       bound: Bytes that some device must receive, whatever the method.
       exceeds: Whether some array on the way is larger per device than both ends.
-      grid: The axes that the steps name.
     """
 
     legs: tuple[Leg, ...]
     bound: int
     exceeds: bool
-    grid: Grid
 
 
 @functools.lru_cache(maxsize=8192)
 def route(request: Request) -> NamedRoute:
     """Plan, once for each request."""
-    best = _Named(request, Grid(request.mesh))
+    best = _Named(request)
     bound = best.problem.bound(State(best.problem.source, best.problem.summed))
     if best.problem.source == best.problem.target and not best.problem.summed:
-        return NamedRoute((), 0, False, best.grid)
-    if best.found.elements > bound and not request.summed:
-        best = min([best, *_others(request, best)], key=lambda one: (one.found.exceeds, one.found.cost))
-        if request.prefer == "collectives" and len({n for _, n in best.grid.mesh if n > 1}) > 1:
-            # Blocks of axes of different sizes rarely lie in each other: rounds of sends may be better in all respects.
-            rounds = _Named(replace(request, prefer="bytes"), Grid(request.mesh))
+        return NamedRoute((), 0, False)
+    if (best.found.elements > bound or request.hardware) and not request.summed:
+        if spare := _spare(request, best):
+            best = min(best, _Named(request, spare), key=lambda one: (one.found.exceeds, one.found.cost))
+        if request.prefer == "collectives" and len({n for _, n in request.mesh if n > 1}) > 1:
+            # Blocks of axes of different sizes rarely lie in each other: rounds of sends may be better in all respects,
+            # and where they do not even divide in each other, only rounds need no larger array on the way.
+            rounds = _Named(replace(request, prefer="bytes"))
             (_, ours, count), (_, theirs, others) = best.found.cost, rounds.found.cost
-            best = rounds if theirs < ours and others <= count else best
-    return NamedRoute(best.legs, bound * request.itemsize, best.found.exceeds, best.grid)
+            better = theirs < ours and others <= count
+            best = rounds if better or best.found.exceeds > rounds.found.exceeds else best
+    return NamedRoute(best.legs, bound * request.itemsize, best.found.exceeds)
 
 
-def _others(request: Request, plain: _Named) -> Iterator[_Named]:
-    """The same request with more to choose from."""
-    # An axis that neither side names holds copies: slices of them may travel and be gathered at the end.
+def seconds_of(
+    hardware: Hardware, kind: str, nbytes: float, collectives: int, axes: Axes, mesh: Mapping[str, int]
+) -> float:
+    """The estimated time of one step, whose collectives send the same each."""
+    if not collectives:
+        return 0.0
+    return collectives * hardware.collective_seconds(kind, nbytes / collectives, axes, mesh)
+
+
+def _spare(request: Request, plain: _Named) -> Axes:
+    """Axes that neither side names, which hold copies: slices of them may travel and be gathered at the end."""
     named = {*plain.names, *(a for axes in (*plain.front, request.kept) for a in axes)}
-    spare = sorted((n, a) for a, n in request.mesh if n > 1 and a not in named)[:MOST_BORROWED]
-    if spare:
-        yield _Named(request, plain.grid, tuple(a for _, a in spare))
-    # An axis of 4 is one of 2 in another.
-    parts = {a: primes(n) if a in plain.names else (n,) for a, n in request.mesh}
-    if any(len(p) > 1 for p in parts.values()) and sum(len(parts[a]) for a in plain.names) <= MOST_PARTS:
-        names = {a: (a,) if len(p) == 1 else tuple(f"{a}_{i + 1}" for i in range(len(p))) for a, p in parts.items()}
-        pairs = [(name, n, a) for a, p in parts.items() for name, n in zip(names[a], p, strict=True)]
-        grid = Grid(tuple((name, n) for name, n, _ in pairs), tuple((name, a) for name, _, a in pairs if name != a))
-        if len(grid.sizes) == len(pairs):  # no part has the name of an axis
-            sides = (
-                [tuple(b for a in axes for b in names[a]) for axes in side] for side in (request.source, request.target)
-            )
-            source, target = map(tuple, sides)
-            yield _Named(replace(request, mesh=grid.mesh, source=source, target=target), grid)
+    return tuple(a for _, a in sorted((n, a) for a, n in request.mesh if n > 1 and a not in named)[:MOST_BORROWED])
 
 
 class _Named:
     """A request as a problem in numbers, and the way back. `spare` are axes to be used though nobody names them."""
 
-    def __init__(self, request: Request, grid: Grid, spare: Axes = ()) -> None:
-        self.request, self.grid, self.sizes = request, grid, grid.sizes
-        self.whole: dict[str, int] = {}
-        for name, size in request.mesh:
-            axis = grid.part_of.get(name, name)
-            self.whole[axis] = self.whole.get(axis, 1) * size
+    def __init__(self, request: Request, spare: Axes = ()) -> None:
+        self.request, self.mesh = request, dict(request.mesh)
         source, target = (
-            [tuple(a for a in axes if self.sizes[a] > 1) for axes in side] for side in (request.source, request.target)
+            [tuple(a for a in axes if self.mesh[a] > 1) for axes in side] for side in (request.source, request.target)
         )
         self.front = [_common(a, b) for a, b in zip(source, target, strict=True)]
         rest = [(a[len(f) :], b[len(f) :]) for a, b, f in zip(source, target, self.front, strict=True)]
-        summed = [a for a in request.summed if self.sizes[a] > 1]
+        summed = [a for a in request.summed if self.mesh[a] > 1]
         # in order of appearance, so that a problem is solved once whatever its axes are called
         named = dict.fromkeys([*(a for axes, _ in rest for a in axes), *(a for _, axes in rest for a in axes), *summed])
         named.update(dict.fromkeys(spare))
         self.names = tuple(named)
         number = {a: i for i, a in enumerate(self.names)}
         self.problem = Problem(
-            sizes=tuple(n // grid.count(f) for n, f in zip(request.sizes, self.front, strict=True)),
-            axes=tuple(self.sizes[a] for a in self.names),
+            sizes=tuple(
+                n // math.prod(self.mesh[a] for a in f) for n, f in zip(request.sizes, self.front, strict=True)
+            ),
+            axes=tuple(self.mesh[a] for a in self.names),
             source=tuple(tuple(number[a] for a in axes) for axes, _ in rest),
             target=tuple(tuple(number[a] for a in axes) for _, axes in rest),
             summed=tuple(sorted(number[a] for a in summed)),
@@ -156,20 +149,18 @@ class _Named:
     @functools.cached_property
     def found(self) -> Route:
         """The route in numbers."""
-        hardware, sends = self.request.hardware, self.request.prefer == "bytes"
+        hardware, sends = self.request.hardware, self.request.prefer != "collectives"
         if hardware is None:
             return search(self.problem, sends=sends)
         links = {hardware.default, *hardware.links.values()}
         links |= {hardware.node} if hardware.node else set()
 
         def seconds(move: Move) -> float:
-            if not move.collectives:
-                return 0.0
-            axes = self.grid.whole([self.names[i] for i in move.axes])
-            return hardware.collective_seconds(move.kind, move.elements * self.request.itemsize, axes, self.whole)
+            nbytes = move.elements * self.request.itemsize
+            return seconds_of(hardware, move.kind, nbytes, move.collectives, self._in_mesh_order(move.axes), self.mesh)
 
         fastest = self.request.itemsize / sum(link.bandwidth for link in links)  # all links at once
-        return search(self.problem, seconds=seconds, fastest=fastest)
+        return search(self.problem, sends=sends, seconds=seconds, fastest=fastest)
 
     @property
     def legs(self) -> tuple[Leg, ...]:
@@ -185,7 +176,7 @@ class _Named:
 
     def _in_mesh_order(self, ids: tuple[int, ...]) -> Axes:
         found = {self.names[i] for i in ids}
-        return tuple(a for a in self.sizes if a in found)
+        return tuple(a for a in self.mesh if a in found)
 
     def _placed(self, placement: Placement) -> tuple[Axes, ...]:
         return tuple(

@@ -21,14 +21,14 @@ from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat, _lax
 from spmd.comm._marks import assert_equal_p
-from spmd.comm.planner._grid import Axes, Grid
-from spmd.comm.planner._route import Leg, NamedRoute, Request, route
-from spmd.comm.planner._sends_by_cell import schedule_cells
-from spmd.comm.planner._sends_by_digit import Placement, Round, Rounds, permutation, schedule
+from spmd.comm.planner._problem import Placement
+from spmd.comm.planner._route import Axes, Leg, NamedRoute, Request, route
+from spmd.comm.planner._sends import Rounds, permutation, schedule
 
 __all__ = ["run"]
 
 Copies = frozenset[str]
+Sizes = dict[str, int]
 
 
 def run(x: Any, request: Request, copies: Copies) -> Any:
@@ -76,20 +76,21 @@ def run(x: Any, request: Request, copies: Copies) -> Any:
 
 def _run(x: Any, request: Request, copies: Copies) -> Any:
     """The same without axes of size 1."""
-    found = route(request)
+    found, sizes = route(request), dict(request.mesh)
     here, there = _axes(request.source), _axes(request.target)
     copies = copies | (_compat.varying_axes(x) - here - there - set(request.summed))
     done = next((i for i in reversed(range(len(found.legs))) if found.legs[i].kind in ("psum", "psum_scatter")), -1) + 1
     for leg in found.legs[:done]:
-        x = _STEPS[leg.kind](x, leg, found.grid, copies)
+        x = _STEPS[leg.kind](x, leg, sizes, copies)
     rest = found.legs[done:]  # of complete values
-    if all(_is_own_reverse(leg, found.grid, copies, there) for leg in rest):
+    if all(_is_own_reverse(leg, copies) for leg in rest):
         for leg in rest:
-            x = _STEPS[leg.kind](x, leg, found.grid, copies)
+            x = _STEPS[leg.kind](x, leg, sizes, copies)
         return x
     request = replace(request, source=rest[0].before, summed=()) if done else request
     here = _axes(request.source)
-    moving = found.grid.whole([a for leg in rest for a in _all_axes(leg)])
+    used = {a for leg in rest for a in _all_axes(leg)}
+    moving = tuple(a for a in sizes if a in used)
     x = _lax.to_invarying(x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here))
     x = _bound(x, request, replace(found, legs=rest), moving)
     return _compat.pvary(x, tuple(a for a in moving if a in copies and a not in there))
@@ -106,19 +107,19 @@ def _without(request: Request, unit: set[str]) -> Request:
     return replace(request, source=source, target=target, summed=tuple(a for a in request.summed if a not in unit))
 
 
-def _is_own_reverse(leg: Leg, mesh: Grid, copies: Copies, there: Copies) -> bool:
+def _is_own_reverse(leg: Leg, copies: Copies) -> bool:
     """Whether a step leaves what the plan's end asks for and JAX's transpose of it is the step back, of no more bytes
-    than it needs. A gather of a part of an axis is typed varying along the whole axis; an exchange within groups, which
-    parts make, has no batching rule in JAX."""
-    whole = lambda axes: frozenset(mesh.part_of.get(a, a) for a in axes)
+    than it needs."""
     before, after = _axes(leg.before), _axes(leg.after)
-    if leg.kind == "all_gather":
-        return whole(a for a in leg.axes if a in mesh.part_of) <= copies | there
     return (
-        leg.kind == "split"
-        or (leg.kind == "all_to_all" and before - after <= copies and mesh.group(leg.axes)[1] is None)
+        leg.kind in ("split", "all_gather")
+        or (leg.kind == "all_to_all" and before - after <= copies)
         or (leg.kind == "ppermute" and before == after)
     )
+
+
+def _count(axes: Axes, sizes: Sizes) -> int:
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def _all_axes(leg: Leg) -> set[str]:
@@ -140,24 +141,17 @@ def _runs(leg: Leg) -> tuple[list[Axes], list[Axes]]:
     return lost, gained
 
 
-def _split(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
+def _split(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     for dim, gained in enumerate(_runs(leg)[1]):
         for axis in gained:
-            x = _slice(x, axis, dim, mesh)
+            x = _lax.slice_block(x, axis, dim, sizes[axis])
     return x
 
 
-def _slice(x: Any, axis: str, dim: int, mesh: Grid) -> Any:
-    if axis not in mesh.part_of:
-        return _lax.slice_block(x, axis, dim, mesh.sizes[axis])
-    size = x.shape[dim] // mesh.sizes[axis]
-    return lax.dynamic_slice_in_dim(x, mesh.index(axis) * size, size, dim)
-
-
-def _all_gather(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
+def _all_gather(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     lost, _ = _runs(leg)
-    divided_later = {axis for axes in leg.after for axis in axes}
-    kind = {a: "varying" if a in copies or a in divided_later or a in mesh.part_of else "invarying" for a in leg.axes}
+    divided_later = _axes(leg.after)
+    kind = {a: "varying" if a in copies or a in divided_later else "invarying" for a in leg.axes}
     dims = [dim for dim, axes in enumerate(lost) if axes]
     if len(set(kind.values())) > 1:
         for dim in dims:
@@ -165,103 +159,96 @@ def _all_gather(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
                 x = _lax.all_gather(x, (axis,), dim, kind[axis])
         return x
     to = kind[leg.axes[0]]
-    axes, groups = mesh.group(leg.axes)
-    if len(dims) == 1 and groups is None:
+    if len(dims) == 1:
         return _lax.all_gather(x, lost[dims[0]], dims[0], to)
-    return _joined(_lax.all_gather(x[None], axes, 0, to, groups), lost, leg.axes, mesh)
+    return _joined(_lax.all_gather(x[None], leg.axes, 0, to), lost, leg.axes, sizes)
 
 
-def _all_to_all(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
+def _all_to_all(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     lost, gained = _runs(leg)
     losing, gaining = ([dim for dim, axes in enumerate(side) if axes] for side in (lost, gained))
-    axes, groups = mesh.group(leg.axes)
-    if len(losing) == len(gaining) == 1 and lost[losing[0]] == gained[gaining[0]] and groups is None:
+    if len(losing) == len(gaining) == 1 and lost[losing[0]] == gained[gaining[0]]:
         return _lax.all_to_all(x, lost[losing[0]], split=gaining[0], concat=losing[0])
-    pieces = _pieces(x, gained, leg.axes, mesh)
-    return _joined(_lax.all_to_all(pieces, axes, split=0, concat=0, groups=groups), lost, leg.axes, mesh)
+    pieces = _pieces(x, gained, leg.axes, sizes)
+    return _joined(_lax.all_to_all(pieces, leg.axes, split=0, concat=0), lost, leg.axes, sizes)
 
 
-def _psum_scatter(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
+def _psum_scatter(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     _, gained = _runs(leg)
     gaining = [dim for dim, axes in enumerate(gained) if axes]
     if len(gaining) == 1 and set(gained[gaining[0]]) == set(leg.axes):
         return _lax.psum_scatter(x, gained[gaining[0]], gaining[0])
-    return _lax.psum_scatter(_pieces(x, gained, leg.axes, mesh), leg.axes, 0)[0]
+    return _lax.psum_scatter(_pieces(x, gained, leg.axes, sizes), leg.axes, 0)[0]
 
 
-def _psum(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
+def _psum(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     return _lax.psum(x, leg.axes)
 
 
-def _pieces(x: Any, gained: list[Axes], group: Axes, mesh: Grid) -> Any:
+def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     """One piece for each device of the group, in front. Of the axes gained that are not in the group, whose devices
     hold the same, each device keeps its own block; along axes of the group that no dimension gains all get the same."""
     axes = [axis for run in gained for axis in (*run, "")]
-    counts = [mesh.count(run) for run in gained]
+    counts = [_count(run, sizes) for run in gained]
     local = iter(n // count for n, count in zip(x.shape, counts, strict=True))
-    x = x.reshape([mesh.sizes[axis] if axis else next(local) for axis in axes])
+    x = x.reshape([sizes[axis] if axis else next(local) for axis in axes])
     for place, axis in enumerate(axes):
         if axis and axis not in group:
-            x = _slice(x, axis, place, mesh)
+            x = _lax.slice_block(x, axis, place, sizes[axis])
     to_front = [axes.index(axis) for axis in group if axis in axes]
     rest = [place for place in range(len(axes)) if place not in to_front]
     x = x.transpose(to_front + rest).reshape(
-        [mesh.sizes[a] if a in axes else 1 for a in group] + [x.shape[p] for p in rest if not axes[p]]
+        [sizes[a] if a in axes else 1 for a in group] + [x.shape[p] for p in rest if not axes[p]]
     )
     shape = x.shape[len(group) :]
-    if x.shape[: len(group)] == tuple(mesh.sizes[a] for a in group):
+    if x.shape[: len(group)] == tuple(sizes[a] for a in group):
         return x.reshape(-1, *shape)
-    copied = jnp.broadcast_to(x, (*(mesh.sizes[a] for a in group), *shape)).reshape(-1, *shape)
+    copied = jnp.broadcast_to(x, (*(sizes[a] for a in group), *shape)).reshape(-1, *shape)
     return lax.optimization_barrier(copied)  # XLA would take equal pieces for one array, and then fail to lay it out
 
 
-def _joined(x: Any, lost: list[Axes], group: Axes, mesh: Grid) -> Any:
+def _joined(x: Any, lost: list[Axes], group: Axes, sizes: Sizes) -> Any:
     """The pieces in front, one from each device of the group, put in their places."""
-    x = x.reshape([mesh.sizes[a] for a in group] + list(x.shape[1:]))
+    x = x.reshape([sizes[a] for a in group] + list(x.shape[1:]))
     order = [place for dim, run in enumerate(lost) for place in (*(group.index(a) for a in run), len(group) + dim)]
-    shape = [x.shape[len(group) + dim] * mesh.count(run) for dim, run in enumerate(lost)]
+    shape = [x.shape[len(group) + dim] * _count(run, sizes) for dim, run in enumerate(lost)]
     return x.transpose(order).reshape(shape)
 
 
 # --- point to point -------------------------------------------------------------------------------------------
 
 
-def _ppermute(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
-    found = _rounds(permutation, leg, mesh, x.shape)
+def _ppermute(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
+    found = _rounds(permutation, leg, sizes, x.shape)
     [one] = found.rounds
-    axes, _ = mesh.group(leg.axes)
     if found.piece != x.shape:
-        x = lax.dynamic_slice(x, _corner(one.reads, found.piece, mesh.number(leg.axes)), found.piece)
-    return lax.ppermute(_compat.pvary(x, axes), axes, _pairs(one, leg.axes, mesh))
+        x = lax.dynamic_slice(x, _corner(one.reads, found.piece, _lax.axis_index(leg.axes, sizes)), found.piece)
+    return _sent(x, one.sender, leg.axes, sizes)
 
 
-def _sends(x: Any, leg: Leg, mesh: Grid, copies: Copies) -> Any:
+def _sends(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     """Each device's target, put together from the pieces that come in."""
-    found = _rounds(_schedule, leg, mesh, x.shape)
-    me, (axes, _) = mesh.number(leg.axes), mesh.group(leg.axes)
-    shape = [n * mesh.count(b) // mesh.count(c) for n, b, c in zip(x.shape, leg.before, leg.after, strict=True)]
-    x = _compat.pvary(x, axes)
+    found = _rounds(_schedule, leg, sizes, x.shape)
+    me = _lax.axis_index(leg.axes, sizes)
+    ends = zip(x.shape, leg.before, leg.after, strict=True)
+    shape = [n * _count(before, sizes) // _count(after, sizes) for n, before, after in ends]
+    x = _compat.pvary(x, leg.axes)
     out = _compat.pvary(jnp.zeros(shape, x.dtype), tuple(_compat.varying_axes(x)))
     for one in found.rounds:
         piece = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
-        place = _corner(one.writes, found.piece, me)
         if (one.sender != np.arange(len(one.sender))).any():
-            piece = lax.ppermute(piece, axes, _pairs(one, leg.axes, mesh))
-        if (one.sender < 0).any():  # who gets nothing keeps what is there
-            piece = jnp.where(jnp.asarray(one.sender >= 0)[me], piece, lax.dynamic_slice(out, place, found.piece))
-        out = lax.dynamic_update_slice(out, piece, place)
+            piece = _sent(piece, one.sender, leg.axes, sizes)
+        out = lax.dynamic_update_slice(out, piece, _corner(one.writes, found.piece, me))
     return out
 
 
-@functools.lru_cache(maxsize=256)
-def _schedule(sizes: tuple[int, ...], axes: tuple[int, ...], source: Placement, target: Placement) -> Rounds:
-    return schedule(sizes, axes, source, target) or schedule_cells(sizes, axes, source, target)
+_schedule = functools.lru_cache(maxsize=256)(schedule)
 
 
 def _rounds(
     make: Callable[[tuple[int, ...], tuple[int, ...], Placement, Placement], Rounds],
     leg: Leg,
-    mesh: Grid,
+    sizes: Sizes,
     local: tuple[int, ...],
 ) -> Rounds:
     """The rounds of a step, over its axes only: those that stay in front divide nothing here."""
@@ -269,15 +256,14 @@ def _rounds(
         tuple(tuple(leg.axes.index(a) for a in run if a in leg.axes) for run in side)
         for side in (leg.before, leg.after)
     )
-    counts = tuple(mesh.sizes[a] for a in leg.axes)
-    sizes = tuple(n * math.prod(counts[a] for a in run) for n, run in zip(local, before, strict=True))
-    return make(sizes, counts, before, after)
+    counts = tuple(sizes[a] for a in leg.axes)
+    whole = tuple(n * math.prod(counts[a] for a in run) for n, run in zip(local, before, strict=True))
+    return make(whole, counts, before, after)
 
 
-def _pairs(one: Round, axes: Axes, mesh: Grid) -> list[tuple[int, int]]:
-    """Who sends to whom, numbered as JAX numbers the devices along whole axes in mesh order."""
-    lines = mesh.lines(axes)
-    return [(int(line[s]), int(line[r])) for line in lines for r, s in enumerate(one.sender) if s >= 0]
+def _sent(x: Any, sender: np.ndarray, axes: Axes, sizes: Sizes) -> Any:
+    """Each device gets the array of its sender."""
+    return _lax.ppermute(x, axes, sizes, [(int(s), r) for r, s in enumerate(sender)])
 
 
 def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
@@ -299,7 +285,7 @@ def _plain(x: Any, *, request: Request, found: NamedRoute, moving: Axes) -> Any:
     """The steps with everything typed varying."""
     x = _compat.pvary(x, moving)
     for leg in found.legs:
-        x = _STEPS[leg.kind](x, leg, found.grid, frozenset(moving))
+        x = _STEPS[leg.kind](x, leg, dict(request.mesh), frozenset(moving))
     there = _axes(request.target)
     return _lax.to_invarying(_compat.pvary(x, moving), tuple(a for a in moving if a not in there))
 
@@ -334,7 +320,7 @@ relayout_p = _compat.linear_primitive(
     batch=_batch,
 )
 
-_STEPS: dict[str, Callable[[Any, Leg, Grid, Copies], Any]] = {
+_STEPS: dict[str, Callable[[Any, Leg, Sizes, Copies], Any]] = {
     "split": _split,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
