@@ -169,10 +169,6 @@ def mapped(x: Any) -> tuple[Any, tuple[int, ...]]:
     return x, tuple(dims)
 
 
-# There a compiled function that runs for the second time does not look, and reads memory that is not its own any more.
-DELETED_ARRAYS_CRASH = jax.__version_info__ < (0, 12)
-
-
 def deleted(x: Any) -> bool:
     """Whether an array, or that of a gradient's tracer, has lost its buffer."""
     x = concrete(x)

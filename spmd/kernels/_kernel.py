@@ -16,6 +16,7 @@ from spmd._recent import Recent
 from spmd._trees import Static, is_array, is_number, matched, wrapped
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean
 from spmd.kernels._boundary import check_boundary, check_mapped
+from spmd.kernels._inside import inlined, nested
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, read
@@ -58,8 +59,8 @@ class Kernel(ByName):
         if self._warm and around is not None and not kwargs:
             leaves, structure = jax.tree_util.tree_flatten(args)
             plan = self._warm.get((around, structure))
-            if plan is not None and concrete(leaves):
-                return plan.call(leaves, warm=True)
+            if plan is not None and plan.fits(leaves):
+                return plan.outputs.returned(plan.jitted(*leaves))
         return self._run(ambient_mode(), args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -144,8 +145,8 @@ class Kernel(ByName):
         mesh = self.mesh if self.mesh is not None else frame.mesh
         plan, leaves = self._prepare((frame.mode, frame.constrain), args, kwargs, mesh=mesh)
         if not frame.explicit or all(a in manual for a in plan.sizes):
-            return plan.inline(leaves)
-        return plan.nested(tuple(a for a in plan.sizes if a in manual), leaves)
+            return inlined(plan, leaves)
+        return nested(plan, tuple(a for a in plan.sizes if a in manual), leaves)
 
     def _prepare(self, mode: tuple[str, str], args: Any, kwargs: Any, mesh: Any = None) -> tuple[Plan, list[Any]]:
         signature = self.signature

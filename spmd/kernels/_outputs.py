@@ -45,8 +45,6 @@ class Outputs:
       resolve: From a declared layout to one without bare names, for trees known only from the results.
     """
 
-    Unequal = Unequal
-
     def __init__(self, tree: Any, resolve: Any):
         self.tree = tree
         self.resolve = resolve

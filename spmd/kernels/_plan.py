@@ -6,8 +6,7 @@ Everything here runs while JAX traces; a warm call runs none of it.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,17 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._facts import KernelName, Leaf
-from spmd.checker import check_body, check_jaxpr, in_states_of
-from spmd.comm._marks import mark, same_axes, tag, tag_of
-from spmd.comm.planner import move, uneven
-from spmd.errors import LayoutError, MeshError, ModeError, SpmdError, did_you_mean
-from spmd.kernels._outputs import Outputs, diagnose
+from spmd.checker import check_jaxpr
+from spmd.comm._marks import mark, tag
+from spmd.comm.planner import uneven
+from spmd.errors import MeshError, ModeError, did_you_mean
+from spmd.kernels._arguments import arrived, gathered, typed
+from spmd.kernels._outputs import Outputs, Unequal, diagnose
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import translated
 from spmd.language import AxisMapping, Layout, Size
-from spmd.mesh import abstract_of, check_alive, check_axes, lies_whole, made_whole, mesh_sizes, no_mesh, outside_trace
-from spmd.modes import Frame, inside_kernel, no_frame, try_frame
+from spmd.mesh import abstract_of, check_axes, mesh_sizes, no_mesh, outside_trace
+from spmd.modes import Frame
 
 __all__ = ["Plan", "concrete"]
 
@@ -86,60 +86,42 @@ class Plan:
         self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)
         self._deviceless = mode != "reference" and not isinstance(mesh, Mesh)
         self._sets_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
-        self.simple = mode == "explicit" or (mode == "auto" and not self.typed_axes)
-        self.simple &= not self._deviceless
-        self._uneven = mode != "reference" and isinstance(mesh, Mesh) and uneven(self.sizes.values())
+        unmixed = mode == "explicit" or (mode == "auto" and not self.typed_axes)
+        self.uneven = mode != "reference" and isinstance(mesh, Mesh) and uneven(self.sizes.values())
+        self.simple = unmixed and not (self._deviceless or self.uneven)  # a warm call needs `jitted` alone
         self._check_layouts()
         donated = donate if mode != "reference" else ()
         self.name = KernelName(signature.name, self.leaves if mode == "explicit" else ())
         entry = {"explicit": self._checked, "auto": self._auto, "reference": self._reference}[mode]
-        self.jitted = jax.jit(_named(entry, self.name), donate_argnums=donated, out_shardings=self._lie())
+        self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
-        self._traced = jax.jit(_named(self._explicit if mode == "explicit" else entry, self.name))
+        self._traced = self.jit(self._explicit if mode == "explicit" else entry)
         self._seen: set[Any] = set()
 
-    def call(self, leaves: Sequence[Any], *, warm: bool = False) -> Any:
-        """Run; what lives on other devices or on another mesh is moved first. `warm`: leaves are arrays with values,
-        and the plan is `simple`."""
-        for x in leaves if _compat.DELETED_ARRAYS_CRASH else ():
-            if x.is_deleted() if warm else _compat.deleted(x):
-                self._check_alive(leaves)
-        if self._uneven:
-            leaves = [self._brought(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True)]
-        try:
-            leaves = self._moved(leaves) if self.mode == "reference" else leaves
-            return self.outputs.returned(self.jitted(*leaves) if warm else self._call(leaves))
-        except SpmdError:
-            raise
-        except Exception:  # of many kinds, since arrays on another mesh may have types of that mesh
-            self._check_alive(leaves)
-            if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-                self.signature.fail(
-                    "a jax.ShapeDtypeStruct has no values to run on.", advice=".trace(...) or .lower(...)"
-                )
-            moved = self._moved(leaves)
-            if all(a is b for a, b in zip(moved, leaves, strict=True)):
-                raise
-        return self.outputs.returned(self._call(moved))
+    def jit(self, fn: Any, **how: Any) -> Any:
+        """`jax.jit` under the kernel's name, which profiles and HLO show, and by which a jaxpr tells whose body it
+        holds."""
 
-    def _check_alive(self, leaves: Sequence[Any]) -> None:
-        named = ((spec.path, x) for spec, x in zip(self.leaves, leaves, strict=True))
-        check_alive(named, self.signature.text)
+        def entry(*args: Any) -> Any:
+            return fn(*args)
 
-    def _moved(self, leaves: Sequence[Any]) -> list[Any]:
-        return [self.place(x, s.layout) if self.foreign(x) else x for x, s in zip(leaves, self.leaves, strict=True)]
+        entry.__name__ = entry.__qualname__ = self.name
+        return jax.jit(entry, **how)
 
-    def _brought(self, leaf: Any, layout: Layout) -> Any:
-        """An argument that lies otherwise on this mesh, moved by the planned steps: the compiler may not survive it."""
-        held = getattr(_compat.concrete(leaf), "sharding", None)
-        ranked = any(d.ellipsis for d in layout.dims) or len(layout.dims) == leaf.ndim
-        if not (isinstance(held, NamedSharding) and held.mesh == self.mesh and ranked):
-            return leaf
-        wanted = NamedSharding(self.mesh, self.spec(layout, leaf.ndim))
-        parts = [math.prod(self.sizes[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in wanted.spec]
-        fits = all(n % k == 0 for n, k in zip(leaf.shape, parts, strict=False))
-        moved = move(leaf, wanted) if fits and not held.is_equivalent_to(wanted, leaf.ndim) else None
-        return leaf if moved is None else moved
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether all leaves are arrays with values that `jitted` takes as they lie; every warm call asks it."""
+        if not _concrete.issuperset(map(type, leaves)):
+            return False
+        for x in leaves:
+            lies = x.sharding
+            elsewhere = lies.mesh is not self.mesh if isinstance(lies, NamedSharding) else x.committed
+            if elsewhere or x.is_deleted():
+                return False
+        return True
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Run, wherever the arguments lie."""
+        return self.outputs.returned(self._call(arrived(self, leaves)))
 
     def _call(self, leaves: Sequence[Any]) -> Any:
         if self._deviceless and outside_trace():
@@ -223,23 +205,6 @@ class Plan:
     def spec(self, layout: Layout, rank: int) -> P:
         return layout.with_rank(rank).spec
 
-    def place(self, leaf: Any, layout: Layout) -> Any:
-        """An argument that lives on other devices, or on another mesh, moved into its layout."""
-        if self.mode == "reference":
-            return made_whole(leaf, self.mesh)
-        return jax.device_put(leaf, NamedSharding(self.mesh, self.spec(layout, leaf.ndim)))
-
-    def foreign(self, leaf: Any) -> bool:
-        """Whether a concrete array lives where this plan cannot use it in place."""
-        if self.mode == "reference":
-            return not lies_whole(leaf, self.mesh)
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not isinstance(self.mesh, Mesh):
-            return False
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh != self.mesh
-        return sharding.device_set != set(self.mesh.devices.flat)
-
     # --- while tracing ------------------------------------------------------------------------------------
 
     def bind(self, leaves: Sequence[Any], *, local: bool) -> dict[str, Size]:
@@ -291,20 +256,20 @@ class Plan:
 
     def _checked(self, *leaves: Any) -> Any:
         """`_explicit`, and the pass over its jaxpr, once per trace: a warm call runs neither."""
-        inner = jax.jit(_named(self._explicit, self.name), inline=True)
+        inner = self.jit(self._explicit, inline=True)
         self._check(inner.trace(*leaves).jaxpr)
         return inner(*leaves)
 
     def _explicit(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
-        with _mesh_context(self.mesh):
+        with jax.sharding.use_abstract_mesh(abstract_of(self.mesh)):
             leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
             specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
 
             out_specs: list[P] = []
 
             def body(*shards: Any) -> Any:
-                return self._leaving(self.run(frame, shards, local=True), frame, out_specs)
+                return self.leaving(self.run(frame, shards, local=True), frame, out_specs)
 
             body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
@@ -312,10 +277,10 @@ class Plan:
                 with no_mesh():
                     outs = mapped(*leaves)
                 return self.outputs.build(outs)
-            except self.outputs.Unequal as unequal:
+            except Unequal as unequal:
                 raise diagnose(self, frame, specs, leaves, unequal) from None
 
-    def _leaving(self, flat: Sequence[Any], frame: Frame, specs: list[P], without: tuple[str, ...] = ()) -> list[Any]:
+    def leaving(self, flat: Sequence[Any], frame: Frame, specs: list[P], without: tuple[str, ...] = ()) -> list[Any]:
         """The results of a `shard_map`'s body, whose specs are put into the list that it was given as `out_specs`: JAX
         reads that list after the body has run, so one trace is enough to learn how many results there are, and of what
         rank."""
@@ -325,7 +290,7 @@ class Plan:
 
     def _reshard(self, x: Any, layout: Layout) -> Any:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
-        return _typed(x, layout.without(*self.free_axes), self.mesh) if self.typed_axes else x
+        return typed(x, layout.without(*self.free_axes), self.mesh) if self.typed_axes else x
 
     def _auto(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
@@ -333,7 +298,7 @@ class Plan:
         def whole(*arrays: Any) -> Any:
             return self.run(frame, arrays, local=False)
 
-        with _mesh_context(self.mesh):
+        with jax.sharding.use_abstract_mesh(abstract_of(self.mesh)):
             if not self.typed_axes:
                 return self.outputs.build(whole(*leaves))
             leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
@@ -371,115 +336,7 @@ class Plan:
     def _reference(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
         with _context_of(leaves):
-            return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
-
-    # --- inside other axes --------------------------------------------------------------------------------
-
-    def inline(self, leaves: Sequence[Any]) -> Any:
-        """The body where all of the kernel's axes are manual already: arguments are shards, nothing moves."""
-        outer = try_frame()
-        if outer is None:
-            raise ModeError("a kernel is inlined only where its axes are manual")
-        here = dict(outer.sizes)
-        if any(here.get(a) != n for a, n in self.sizes.items()):
-            self.signature.fail(
-                "this kernel runs inside another one (or inside your shard_map), on another mesh.",
-                got=[outer.describe(), self.frame({}).describe()],
-                error=MeshError,
-            )
-        self._check_tags(leaves)
-        explicit = outer.explicit
-        frame = self.frame(self.bind(leaves, local=explicit), outer.mode).replace(
-            mesh=outer.mesh, sizes=outer.sizes, constrain=outer.constrain, island=outer.island
-        )
-
-        if explicit and not inside_kernel():
-            out = self._inlined(frame, leaves)
-        else:
-            out = self.run(frame, leaves, local=explicit, role="operand")
-        return self.outputs.returned(self.outputs.build(out))
-
-    def _inlined(self, frame: Frame, shards: Sequence[Any]) -> Any:
-        """The flat results of the body on the shards of somebody else's `shard_map`, after the pass."""
-
-        def body(*shards: Any) -> Any:
-            return self.run(frame, shards, local=True, role="operand")
-
-        with no_frame():
-            inner = jax.jit(_named(body, self.name), inline=True)
-            check_body(
-                inner.trace(*shards).jaxpr,
-                in_states_of(shards),
-                mesh_axes=frame.axis_names,
-                kernel=self.signature.text,
-                axis_sizes=dict(frame.sizes),
-            )
-            return inner(*shards)
-
-    def _check_tags(self, leaves: Sequence[Any]) -> None:
-        wrong = []
-        for leaf, spec in zip(leaves, self.leaves, strict=True):
-            known = tag_of(leaf)
-            if known is not None and same_axes(known[0], spec.layout) is False:
-                wrong.append(f'{spec.path} holds "{known[0].short}" ({known[1]}); wanted "{spec.layout.short}"')
-        if wrong:
-            self.signature.fail(
-                "inside a kernel the arguments of another kernel are shards as they are: nothing is moved.",
-                got=wrong,
-                advice="all_gather, split or relayout before the call",
-                error=LayoutError,
-            )
-
-    def nested(self, manual: Sequence[str], leaves: Sequence[Any]) -> Any:
-        """The body where only some of its axes are manual: a `shard_map` over the rest."""
-        here = jax.sharding.get_abstract_mesh()
-        rest = tuple(a for a in self.sizes if a not in manual)
-        missing = [a for a, n in self.sizes.items() if here.shape.get(a) != n]
-        if missing:
-            self.signature.fail(
-                f"the surrounding shard_map's mesh lacks the kernel's axis {', '.join(missing)}, or "
-                f"has another size there.",
-                got=[
-                    "mesh " + ", ".join(f"{a}={n}" for a, n in here.shape.items()),
-                    self.frame({}).describe(),
-                ],
-                error=MeshError,
-            )
-        frame = self.frame(
-            self.bind(
-                [_grown(x, s.layout, manual, self.sizes) for x, s in zip(leaves, self.leaves, strict=True)],
-                local=False,
-            )
-        )
-        specs = tuple(self.spec(s.layout.without(*manual), x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
-        kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
-        typed = {a for a in rest if kinds[a] is AxisType.Explicit}
-        if typed:
-            free = [a for a in self.sizes if a not in typed]
-            leaves = [_typed(x, s.layout.without(*free), here) for x, s in zip(leaves, self.leaves, strict=True)]
-
-        out_specs: list[P] = []
-
-        def body(*shards: Any) -> Any:
-            return self._leaving(self._inlined(frame, shards), frame, out_specs, without=tuple(manual))
-
-        mapped = jax.shard_map(
-            body,
-            mesh=here,
-            in_specs=specs,
-            out_specs=out_specs,
-            axis_names=frozenset(rest),
-        )
-        try:
-            return self.outputs.returned(self.outputs.build(mapped(*leaves)))
-        except self.outputs.Unequal as unequal:
-            raise self.outputs.explained(unequal, self.signature, frame) from None
-
-
-def _typed(x: Any, layout: Layout, mesh: Any) -> Any:
-    spec = layout.with_rank(x.ndim).spec
-    known = getattr(jax.typeof(x).sharding, "spec", None)
-    return x if known == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+            return self.outputs.build(self.run(frame, [gathered(x) for x in leaves], local=False))
 
 
 def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -487,31 +344,3 @@ def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]
     meshes = (jax.typeof(x).sharding.mesh for x in leaves)
     mesh = next((m for m in meshes if not m.empty), None)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
-
-
-def _gathered(x: Any) -> Any:
-    """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
-    known = jax.typeof(x).sharding
-    return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x
-
-
-def _grown(x: Any, layout: Layout, manual: Sequence[str], sizes: dict[str, int]) -> Any:
-    """The shape that a shard over `manual` has when those axes are put together again."""
-    only = layout.without(*(a for a in layout.axes if a not in manual))
-    return jax.ShapeDtypeStruct(only.with_rank(x.ndim).global_shape(x.shape, sizes), x.dtype)
-
-
-def _named(fn: Any, name: KernelName) -> Any:
-    """`fn` under the kernel's own name, which profiles and HLO show, and by which a jaxpr tells whose body it holds."""
-
-    def entry(*args: Any) -> Any:
-        return fn(*args)
-
-    entry.__name__ = entry.__qualname__ = name
-    return entry
-
-
-@contextlib.contextmanager
-def _mesh_context(mesh: Any) -> Iterator[None]:
-    with jax.sharding.use_abstract_mesh(abstract_of(mesh)):
-        yield

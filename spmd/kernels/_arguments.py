@@ -1,0 +1,81 @@
+"""The arguments of a kernel brought where its plan can use them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd import _compat
+from spmd.comm.planner import move
+from spmd.language import Layout
+from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
+
+if TYPE_CHECKING:
+    from spmd.kernels._plan import Plan
+
+__all__ = ["arrived", "gathered", "typed"]
+
+
+def arrived(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
+    """The arguments of a call, those moved that `jit` would refuse or the compiler would not survive."""
+    pairs = list(zip(leaves, plan.leaves, strict=True))
+    check_alive(((spec.path, x) for x, spec in pairs), plan.signature.text)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        plan.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", advice=".trace(...) or .lower(...)")
+    if plan.mode == "reference":
+        return [x if lies_whole(x, plan.mesh) else made_whole(x, plan.mesh) for x in leaves]
+    if plan.uneven:
+        pairs = [(_brought(plan, x, spec.layout), spec) for x, spec in pairs]
+    return [jax.device_put(x, _wanted(plan, x, spec.layout)) if _foreign(plan, x) else x for x, spec in pairs]
+
+
+def _wanted(plan: Plan, leaf: Any, layout: Layout) -> NamedSharding:
+    return NamedSharding(plan.mesh, plan.spec(layout, leaf.ndim))
+
+
+def _foreign(plan: Plan, leaf: Any) -> bool:
+    """Whether `jit` refuses an array: its type names another mesh, or it was put on other devices.
+
+    The order of the devices counts. A trace around the call takes the array as a constant, wherever it lies.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not isinstance(plan.mesh, Mesh):
+        return False
+    lies, devices = leaf.sharding, list(plan.mesh.devices.flat)
+    if not isinstance(lies, NamedSharding):
+        return leaf.committed and lies.device_set != set(devices) and outside_trace()
+    if lies.mesh == plan.mesh:
+        return False
+    if AxisType.Explicit in lies.mesh.axis_types:
+        return True
+    return isinstance(lies.mesh, Mesh) and list(lies.mesh.devices.flat) != devices and outside_trace()
+
+
+def _brought(plan: Plan, leaf: Any, layout: Layout) -> Any:
+    """An argument that lies otherwise on this mesh, moved by the planned steps: the compiler may not survive it."""
+    held = getattr(_compat.concrete(leaf), "sharding", None)
+    ranked = any(d.ellipsis for d in layout.dims) or len(layout.dims) == leaf.ndim
+    if not (isinstance(held, NamedSharding) and held.mesh == plan.mesh and ranked):
+        return leaf
+    wanted = _wanted(plan, leaf, layout)
+    parts = [math.prod(plan.sizes[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in wanted.spec]
+    fits = all(n % k == 0 for n, k in zip(leaf.shape, parts, strict=False))
+    moved = move(leaf, wanted) if fits and not held.is_equivalent_to(wanted, leaf.ndim) else None
+    return leaf if moved is None else moved
+
+
+def typed(x: Any, layout: Layout, mesh: Any) -> Any:
+    """A traced argument with the type that its layout has on the Explicit axes of a mesh."""
+    spec = layout.with_rank(x.ndim).spec
+    known = getattr(jax.typeof(x).sharding, "spec", None)
+    return x if known == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def gathered(x: Any) -> Any:
+    """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
+    known = jax.typeof(x).sharding
+    return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x
