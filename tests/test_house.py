@@ -504,3 +504,15 @@ def test_the_top_level_holds_what_was_agreed():
     stray = [p.name for p in ROOT.iterdir() if not p.name.startswith(".") and p.name not in allowed]
     stray = [name for name in stray if not re.search(r"^(build|dist|shared|venv)$|\.egg-info$", name)]
     assert not stray
+
+
+def pinned(text: str) -> set[str]:
+    """The versions of ruff that a text names."""
+    return set(re.findall(r"ruff==([\w.]+)", text))
+
+
+def test_one_version_of_ruff():
+    """Another version formats otherwise: the hooks before a commit, and the gate, use the same."""
+    hooks, project = ((ROOT / name).read_text() for name in (".pre-commit-config.yaml", "pyproject.toml"))
+    assert len(pinned(hooks)) == 1 and pinned(hooks) == pinned(project)
+    assert pinned(hooks.replace("ruff==", "ruff==1", 1)) != pinned(project)
