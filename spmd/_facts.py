@@ -12,7 +12,7 @@ from typing import Self
 
 from spmd.language import Layout
 
-__all__ = ["CallName", "KernelName", "Leaf", "one_line"]
+__all__ = ["CallName", "KernelName", "LayoutName", "Leaf", "one_line"]
 
 
 class CallName(str):
@@ -27,6 +27,17 @@ class CallName(str):
     def __new__(cls, text: str, verb: str = "") -> Self:
         self = super().__new__(cls, text)
         self.verb = verb
+        return self
+
+
+class LayoutName(str):
+    """What asks the compiler for a layout: a call of ours, or an argument or result of a kernel."""
+
+    layout: Layout
+
+    def __new__(cls, text: str, layout: Layout = Layout("...")) -> Self:
+        self = super().__new__(cls, text)
+        self.layout = layout
         return self
 
 

@@ -51,6 +51,7 @@ class Held(NamedTuple):
         its inputs are not operands.
       sliced: For each input, whether it is one slice of the operand.
       stacked: For each result, whether the equation's is a stack of them.
+      number: Which of the branches it is.
     """
 
     jaxpr: Any
@@ -58,6 +59,7 @@ class Held(NamedTuple):
     operands: tuple[int, ...] = ()
     sliced: tuple[bool, ...] = ()
     stacked: tuple[bool, ...] = ()
+    number: int = 0
 
     def of(self, values: Sequence[Any]) -> list[Any]:
         """What its inputs are, of one value per operand of the equation."""
@@ -98,7 +100,7 @@ def _while(eqn: Any) -> tuple[Held, ...]:
 
 def _cond(eqn: Any) -> tuple[Held, ...]:
     given = tuple(range(1, len(eqn.invars)))
-    return tuple(Held(branch, Role.BRANCH, given) for branch in eqn.params["branches"])
+    return tuple(Held(branch, Role.BRANCH, given, number=i) for i, branch in enumerate(eqn.params["branches"]))
 
 
 def _linear_solve(eqn: Any) -> tuple[Held, ...]:

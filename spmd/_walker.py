@@ -133,6 +133,10 @@ class Domain:
         """What is known of a carry that does not settle."""
         return value
 
+    def may_not_run(self, value: Any, start: Any) -> Any:
+        """What is known of the result of a loop that may not run at all."""
+        return self.join(value, start)
+
     def sliced(self, value: Any, operand: Any) -> Any:
         """One slice of what a loop is over; `operand` is the variable of the whole."""
         return value
@@ -223,8 +227,8 @@ class Domain:
             return [self.decided(out, goes_on) for out in outs]
 
         outs = self._settle(once, start)
-        if test is not None or eqn.params.get("length") == 0:  # it may not run at all
-            outs[:count] = map(self.join, outs, start)
+        if test is not None or eqn.params.get("length") == 0:
+            outs[:count] = map(self.may_not_run, outs, start)
         return [
             self.stacked(value, atom) if stacked else value
             for value, atom, stacked in zip(outs, eqn.outvars, body.stacked, strict=True)

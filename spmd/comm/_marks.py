@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._facts import one_line
+from spmd._facts import LayoutName, one_line
 from spmd.language import Layout
 from spmd.modes import Frame
 
@@ -67,7 +67,7 @@ def mark(
     `name` is what messages call the value: an argument or a result of a kernel.
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
-        with jax.named_scope(one_line(text)):  # what the compiler sends for it has no other name
+        with jax.named_scope(LayoutName(one_line(text), layout)):  # what the compiler sends for it has no other name
             x = constrain(x, layout, frame)
     due = not frame.explicit or role != "result" or bool(layout.unreduced)
     if due or tag_of(x) is not None:

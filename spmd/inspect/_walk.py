@@ -7,14 +7,13 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import Literal
-
 from spmd import _compat
-from spmd._facts import CallName, KernelName
-from spmd._jaxprs import COMMUNICATES, Held, axes_of, call_of, held, is_unknown, opened
+from spmd._facts import CallName, KernelName, LayoutName, one_line
+from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened
+from spmd._walker import Domain, walk
 from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import sent_bytes
@@ -59,27 +58,16 @@ _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where the walk is."""
+    """Where the walk is: the names around it, the sizes of the manual axes, how often and how surely it comes here."""
 
-    callers: tuple[Any, ...] = ()
     names: tuple[tuple[str, str], ...] = ()
-    manual: tuple[tuple[str, int], ...] = ()
+    manual: Mapping[str, int] = field(default_factory=dict)
     times: int = 1
     exact: bool = True
     branch: str = ""
 
-    def inside(self, eqn: Any, **changes: Any) -> _Site:
-        names = (*self.names, *_compat.name_stack(eqn))
-        return replace(self, callers=(*self.callers, eqn), names=names, **changes)
 
-    def names_of(self, eqn: Any) -> tuple[tuple[str, str], ...]:
-        return (*self.names, *_compat.name_stack(eqn))
-
-    def line(self, eqn: Any) -> str:
-        return os.path.basename(line_of(eqn, self.callers).partition(" (")[0])
-
-
-class Walk:
+class Walk(Domain):
     """What a program does, added up over its equations.
 
     Args:
@@ -87,7 +75,9 @@ class Walk:
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__()
         self.sizes = dict(sizes)
+        self.site = _Site()
         self.wanted: dict[str, Placement] = {}  # where the first kernel that an argument enters wants it
         self._collectives: list[WrittenCollective] = []
         self._boundary: dict[Any, Boundary] = {}
@@ -100,9 +90,8 @@ class Walk:
 
     def read(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         """Walk over a whole program; what is known of its results."""
-        body, site = opened(jaxpr)[0], _Site()
-        outs = self._run(body, self._stand(body.invars, arguments, site), site)
-        return self._end(body.outvars, outs, site)
+        outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
+        return self._end(jaxpr.outvars, outs)
 
     def written(self, *, arguments: int, outputs: int, donated: int) -> Written:
         """All that was found."""
@@ -121,134 +110,115 @@ class Walk:
             donated_bytes=donated,
         )
 
-    # --- the walk -----------------------------------------------------------------------------------------
+    # --- values -------------------------------------------------------------------------------------------
 
-    def _run(self, jaxpr: Any, values: Sequence[Value], site: _Site) -> list[Value]:
-        body = opened(jaxpr)[0]
-        env: dict[Any, Value] = dict(zip(body.invars, values, strict=True))
-        marked = (eqn for eqn in body.eqns if eqn.primitive.name == "spmd_layout")
-        notes = {eqn.invars[0]: eqn for eqn in marked if not isinstance(eqn.invars[0], Literal)}
+    def constant(self, var: Any, value: Any) -> Value:
+        [value] = self._stand([var])
+        return value
 
-        env |= dict(zip(body.constvars, self._stand(body.constvars, None, site), strict=True))
+    def literal(self, literal: Any) -> Value:
+        return Value(ANYWHERE)
 
-        def known(atom: Any) -> Value:
-            return Value(ANYWHERE) if isinstance(atom, Literal) else env.get(atom, Value())
+    def join(self, one: Value, other: Value) -> Value:
+        alike = (one.label, one.sliced) == (other.label, other.sliced)
+        label, taken = (one.label, one.sliced) if alike else ("", 0)
+        return Value(one.place if one.place == other.place else None, label, taken)
 
-        for eqn in body.eqns:
-            outs = self._step(eqn, [known(v) for v in eqn.invars], site, notes)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [known(v) for v in body.outvars]
+    def same(self, one: Value, other: Value) -> bool:
+        """A loop is walked once: what it costs is counted on the way."""
+        return True
 
-    def _step(self, eqn: Any, ins: list[Value], site: _Site, notes: Mapping[Any, Any]) -> list[Value]:
-        name = eqn.primitive.name
-        if name in COMMUNICATES:
-            self._collective(eqn, site)
-        elif name in _RULES:
-            return _RULES[name](self, eqn, ins, site)
-        elif name in ("sharding_constraint", "reshard"):
-            return self._placed(eqn, ins, site, notes)
-        elif name in _OPAQUE or is_unknown(eqn):
-            if _call_around(site.names_of(eqn)).verb != "opaque":  # whose note says it
-                self._island(name, eqn, site, opaque=True)
-        elif (inner := call_of(eqn)) is not None:
-            return self._call(eqn, inner, ins, site)
-        else:
-            verb = getattr(eqn.params["call"], "verb", "") if name == "spmd_layout" else ""
-            if verb in ("local", "opaque"):
-                self._island(eqn.params["call"], eqn, site, opaque=verb == "opaque")
-            return self._work(eqn, ins, site)
-        return self._moves(eqn, ins, site)
+    def may_not_run(self, value: Value, start: Value) -> Value:
+        """As in the costs, it is taken to run."""
+        return value
 
-    def _call(self, eqn: Any, inner: Held, ins: list[Value], site: _Site) -> list[Value]:
-        """A call: `jit`, `remat`, a custom rule, a solver."""
+    def sliced(self, value: Value, operand: Any) -> Value:
+        return sliced(value)
+
+    def stacked(self, value: Value, result: Any) -> Value:
+        return stacked(value)
+
+    # --- jaxprs inside equations --------------------------------------------------------------------------
+
+    def run(self, eqn: Any, part: Held, operands: Sequence[Value]) -> list[Value]:
+        """Loops and branches take their operands from memory and leave their results there."""
+        body = opened(part.jaxpr)[0]
+        before, self.site = self.site, self._inside(eqn, part)
+        self._exact &= self.site.exact
+        through_memory = part.role in (Role.LOOP, Role.TEST, Role.BRANCH)
+        if through_memory:
+            operands = self._stand(body.invars, operands)
+        elif part.role == Role.MAP:
+            shards = zip(operands, self._stand(body.invars), strict=True)
+            operands = [Value(buffers=v.buffers, chain=True) if v.chain else shard for v, shard in shards]
+        outs = super().run(eqn, part, operands)
+        outs = self._end(body.outvars, outs) if through_memory else outs
+        self.site = before
+        return outs
+
+    def _inside(self, eqn: Any, part: Held) -> _Site:
+        """Where the walk is in a jaxpr that an equation holds."""
+        site = replace(self.site, names=self._names(eqn))
+        if part.role == Role.MAP:
+            return replace(site, manual={**site.manual, **_manual(eqn)})
+        if part.role == Role.BRANCH:
+            shown = f"branch {part.number + 1} of {len(eqn.params['branches'])}"
+            return replace(site, exact=False, branch=f"{site.branch}, {shown}" if site.branch else shown)
+        if part.role in (Role.LOOP, Role.TEST):
+            length = eqn.params.get("length")
+            return replace(site, exact=False) if length is None else replace(site, times=site.times * length)
+        return site
+
+    def call(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
+        """A `jit` may say where its arguments lie."""
         if said := eqn.params.get("in_shardings"):
             lies = [of_sharding(s, len(shape_of(v)), self.sizes) for s, v in zip(said, eqn.invars, strict=True)]
-            ins = [replace(v, place=p) if p is not None else v for v, p in zip(ins, lies, strict=True)]
-        return self._run(inner.jaxpr, inner.of(ins), site.inside(eqn))
+            operands = [replace(v, place=p) if p is not None else v for v, p in zip(operands, lies, strict=True)]
+        return super().call(eqn, part, operands)
 
-    def _scan(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        [body] = held(eqn)
-        ended = self._end(eqn.invars, ins, site)
-        per = [sliced(v) if one else v for v, one in zip(ended, body.sliced, strict=True)]
-        outs = self._loop(body.jaxpr, per, site.inside(eqn, times=site.times * eqn.params["length"]))
-        outs = [stacked(v) if one else v for v, one in zip(outs, body.stacked, strict=True)]
-        return self._stand(eqn.outvars, outs, site)
+    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Value]) -> Sequence[Value]:
+        ended = self._end(eqn.invars, operands)
+        return self._stand(eqn.outvars, super().loop(eqn, body, test, ended))
 
-    def _while(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        test, body = held(eqn)
-        ins = self._end(eqn.invars, ins, site)
-        within = site.inside(eqn, exact=False)
-        self._exact = False
-        self._loop(test.jaxpr, test.of(ins), within)
-        outs = self._loop(body.jaxpr, body.of(ins), within)
-        return self._stand(eqn.outvars, outs, site)
+    def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Value]) -> Sequence[Value]:
+        ended = self._end(eqn.invars, operands)
+        return self._stand(eqn.outvars, super().branches(eqn, parts, ended))
 
-    def _cond(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        branches = held(eqn)
-        self._exact = False
-        outs = []
-        ins = self._end(eqn.invars, ins, site)
-        for i, branch in enumerate(branches):
-            shown = f"branch {i + 1} of {len(branches)}"
-            within = site.inside(eqn, exact=False, branch=f"{site.branch}, {shown}" if site.branch else shown)
-            outs.append(self._loop(branch.jaxpr, branch.of(ins), within))
-        places = [v[0].place if all(x.place == v[0].place for x in v) else None for v in zip(*outs, strict=True)]
-        return self._stand(eqn.outvars, [Value(place) for place in places], site)
-
-    def _loop(self, jaxpr: Any, values: Sequence[Value], site: _Site) -> list[Value]:
-        """A body that takes its operands from memory and leaves its results there."""
-        body = opened(jaxpr)[0]
-        return self._end(body.outvars, self._run(body, self._stand(body.invars, values, site), site), site)
-
-    def _shard_map(self, eqn: Any, ins: list[Value], site: _Site) -> list[Value]:
-        mesh = eqn.params["mesh"]
+    def mapped(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
+        mesh, new = eqn.params["mesh"], _manual(eqn)
         self.sizes = self.sizes or dict(mesh.shape)
         if dict(mesh.shape) != self.sizes:
             rule = "what is looked at has one mesh, and the kernels of this program are on two."
             got = ["mesh " + ", ".join(f"{a}={n}" for a, n in sizes.items()) for sizes in (self.sizes, mesh.shape)]
             raise MeshError(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself")
-        new = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
-        if not site.manual:
+        if not self.site.manual:
             specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
-            name = next((c.params["name"] for c in reversed(site.callers) if "name" in c.params), "shard_map")
+            name = next((c.params["name"] for c in reversed(self.callers) if "name" in c.params), "shard_map")
             layouts = _layouts_of(name, specs, ranks)
-            for value, var, spec, layout in zip(ins, eqn.invars, specs, layouts, strict=True):
+            for value, var, spec, layout in zip(operands, eqn.invars, specs, layouts, strict=True):
                 target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
-                note = _kept_by_vmap(value.place, specs, site)
-                self._enter(name, eqn, value, var.aval, target, layout, site, note)
-        body = opened(eqn.params["jaxpr"])[0]
-        within = site.inside(eqn, manual=(*site.manual, *new.items()))
-        stand = self._stand(body.invars, None, within)
-        given = [Value(buffers=v.buffers, chain=True) if v.chain else new for v, new in zip(ins, stand, strict=True)]
-        outs = self._run(body, given, within)
-        return [
-            Value(
-                with_others(of_spec(spec, len(shape_of(var)), mesh.shape), None, new, mesh.shape),
-                buffers=out.buffers,
-                chain=out.chain,
-            )
-            for spec, var, out in zip(eqn.params["out_specs"], eqn.outvars, outs, strict=True)
-        ]
+                self._want(value, target)
+                self._move(name, value, target, var, eqn, layout, self._kept_by_vmap(value.place, specs))
+        outs = super().mapped(eqn, part, operands)
+        left = []
+        for out, spec, var in zip(outs, eqn.params["out_specs"], eqn.outvars, strict=True):
+            place = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), None, new, mesh.shape)
+            left.append(Value(place, buffers=out.buffers, chain=out.chain))
+        return left
+
+    def unread(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        """A custom call or a callback; that of `spmd.opaque` is told by its marker."""
+        if _call_around(self._names(eqn)).verb != "opaque":
+            self._island(eqn.primitive.name, eqn, opaque=True)
+        return self._moves(eqn, operands)
+
+    def _marked(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        call = eqn.params["call"]
+        if isinstance(call, CallName) and call.verb in ("local", "opaque"):
+            self._island(call, eqn, opaque=call.verb == "opaque")
+        return self.step(eqn, operands)
 
     # --- outside kernels ----------------------------------------------------------------------------------
-
-    def _enter(
-        self,
-        name: str,
-        eqn: Any,
-        value: Value,
-        aval: Any,
-        target: Placement,
-        layout: Layout | None,
-        site: _Site,
-        note: str,
-    ) -> None:
-        """An array at the boundary of a kernel."""
-        source = value.place if value.place is not None else typed_place(aval, self.sizes)
-        self._want(value, target)
-        if source in (ANYWHERE, target) or not shape_of(aval):
-            return
-        self._move(f"{name}: {value.label or 'a computed array'}", source, target, aval, eqn, site, layout, note)
 
     def _want(self, value: Value, target: Placement) -> None:
         """Where an argument, or each slice of it, is wanted first."""
@@ -258,59 +228,70 @@ class Walk:
 
     def _move(
         self,
-        text: str,
-        source: Placement,
+        where_to: str,
+        value: Value,
         target: Placement,
-        aval: Any,
+        operand: Any,
         eqn: Any,
-        site: _Site,
         layout: Layout | None = None,
         note: str = "",
     ) -> None:
-        shape, where = shape_of(aval), site.line(eqn)
+        """Note an array that lies elsewhere than a kernel, or an operation, wants it."""
+        shape, where = shape_of(operand), self._line(eqn)
+        source = value.place if value.place is not None else typed_place(operand.aval, self.sizes)
+        if source in (ANYWHERE, target) or not shape:
+            return
         names = () if layout is None else names_of(layout, len(shape))
         moved = Boundary(
-            text=text,
+            text=f"{where_to}: {value.label or 'a computed array'}",
             source=text_of(source, names),
             target=text_of(target, names) or "unknown",
-            bytes=moved_bytes(shape, aval.dtype, source, target, self.sizes),
-            dtype=dtype_name(aval),
+            bytes=moved_bytes(shape, operand.aval.dtype, source, target, self.sizes),
+            dtype=dtype_name(operand.aval),
             shape=shape,
             where=where,
-            count=site.times,
+            count=self.site.times,
             note=note,
         )
         # A backward pass takes the same argument as the forward one, and the compiler moves it once.
-        key = (text, target, where) if not text.endswith("a computed array") else len(self._boundary)
+        key = (moved.text, target, where) if value.label else len(self._boundary)
         self._boundary.setdefault(key, moved)
 
-    def _placed(self, eqn: Any, ins: list[Value], site: _Site, notes: Mapping[Any, Any]) -> list[Value]:
-        """A constraint, or on Explicit axes a change of place that is an operation."""
-        [aval] = [v.aval for v in eqn.outvars]
-        sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-        target = of_sharding(sharding, len(shape_of(aval)), self.sizes)
-        if eqn.primitive.name == "reshard":
-            if not sharding.mesh.are_all_axes_explicit:  # then it changes a type, and no place
-                return [ins[0]]
-            source = ins[0].place if ins[0].place is not None else typed_place(eqn.invars[0].aval, self.sizes)
-            if shape_of(aval) and target is not None and source not in (ANYWHERE, target):
-                self._move(f"reshard: {ins[0].label or 'a computed array'}", source, target, aval, eqn, site)
-            return [replace(ins[0], place=target)]
-        self._want(ins[0], target)
-        note = notes.get(eqn.outvars[0])
-        layout = note.params["layout"].short if note is not None else text_of(target) or "unconstrained"
-        text = note.params["call"] if note is not None else _call_around(site.names_of(eqn)) or "sharding_constraint"
-        self._constraints.append(Constraint(text, layout, shape_of(aval), site.times, site.line(eqn)))
-        return [Value(target, buffers=ins[0].buffers, chain=ins[0].chain)]
+    def _constrained(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        """A constraint of auto mode: ours has a name that knows its layout."""
+        [value], [result] = operands, eqn.outvars
+        target = of_sharding(eqn.params["sharding"], len(shape_of(result)), self.sizes)
+        self._want(value, target)
+        names = [name for _, name in reversed(self._names(eqn)) if isinstance(name, LayoutName)]
+        text, layout = _call_around(self._names(eqn)) or "sharding_constraint", text_of(target) or "unconstrained"
+        if names:
+            text, layout = names[0], names[0].layout.short
+        self._constraints.append(Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn)))
+        return [Value(target, buffers=value.buffers, chain=value.chain)]
 
-    def _island(self, text: str, eqn: Any, site: _Site, *, opaque: bool) -> None:
-        text, where = " ".join(text.split()), site.line(eqn)
+    def _resharded(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        """On Explicit axes a change of place is an operation; on others it changes a type."""
+        [value], sharding = operands, eqn.params["dst_sharding"]
+        if not sharding.mesh.are_all_axes_explicit:
+            return [value]
+        target = of_sharding(sharding, len(shape_of(eqn.outvars[0])), self.sizes)
+        if target is not None:
+            self._move("reshard", value, target, eqn.invars[0], eqn)
+        return [replace(value, place=target)]
+
+    def _island(self, text: str, eqn: Any, *, opaque: bool) -> None:
+        text, where = one_line(text), self._line(eqn)
         self._islands.setdefault((text, where), Island(text, where, opaque))
 
     # --- collectives and work -----------------------------------------------------------------------------
 
-    def _collective(self, eqn: Any, site: _Site) -> None:
-        sizes = dict(site.manual)
+    def _collective(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        self._note(eqn)
+        return self._moves(eqn, operands)
+
+    def _note(self, eqn: Any) -> None:
+        """Note a collective, unless it is one of a single device."""
+        site, sizes = self.site, self.site.manual
         axes = tuple(a for a in self.sizes if a in axes_of(eqn) and sizes.get(a, 1) > 1)
         if "perm" in eqn.params:  # those that its pairs differ along, as in the compiled program
             axes = axes_of_pairs(eqn.params["perm"], {a: sizes[a] for a in axes})
@@ -318,7 +299,7 @@ class Walk:
         devices = len(groups[0]) if groups else math.prod(sizes[a] for a in axes)
         if devices == 1:
             return
-        names = site.names_of(eqn)
+        names = self._names(eqn)
         primitive: str = eqn.primitive.name
         kind = _KINDS.get(primitive, primitive)
         recomputed = ("Scope", "rematted_computation") in names
@@ -335,7 +316,7 @@ class Walk:
                     count=site.times,
                     exact=site.exact,
                     text=call or _raw_text(primitive, kind, axes, added),
-                    where=site.line(eqn),
+                    where=self._line(eqn),
                     phase="backward" if transposed else "forward",
                     recomputed=recomputed,
                     implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
@@ -346,43 +327,43 @@ class Walk:
                 )
             )
 
-    def _share(self, site: _Site) -> float:
+    @property
+    def _share(self) -> float:
         """One device's part of what is traced here: all inside a kernel; outside, the compiler divides it."""
-        manual = dict(site.manual)
-        return site.times / math.prod(n for a, n in self.sizes.items() if a not in manual)
+        return 1 / math.prod(n for a, n in self.sizes.items() if a not in self.site.manual)
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def _work(self, eqn: Any, ins: Sequence[Value], site: _Site) -> list[Value]:
+    def step(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         dtype, flops = flops_of(eqn)
         if flops:
-            self._flops[dtype] += flops * self._share(site)
+            flops *= self._share * self.site.times
+            self._flops[dtype] += flops
             if is_matmul(eqn):
-                self._matmul[dtype] += flops * self._share(site)
-        outs = through(eqn, ins)
-        traffic = memory_of(eqn, self._sizes(eqn.invars, ins, site), self._sizes(eqn.outvars, outs, site))
+                self._matmul[dtype] += flops
+        outs = through(eqn, operands)
+        traffic = memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
-            self._memory += traffic * site.times
-            return self._stand(eqn.outvars, outs, site, open=writes_results(eqn))
+            self._memory += traffic * self.site.times
+            return self._stand(eqn.outvars, outs, open=writes_results(eqn))
         if eqn.primitive.name in WINDOWS:  # what follows reads no more than these parts
-            return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs, site)]
-        buffers, chain = chained(eqn, ins)
+            return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
+        buffers, chain = chained(eqn, operands)
         return [replace(value, buffers=buffers, chain=chain) for value in outs]
 
-    def _moves(self, eqn: Any, ins: Sequence[Value], site: _Site) -> list[Value]:
+    def _moves(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
         outs = [Value()] * len(eqn.outvars)
-        both = (*self._sizes(eqn.invars, ins, site), *self._sizes(eqn.outvars, outs, site))
-        self._memory += sum(both) * site.times
-        return self._stand(eqn.outvars, outs, site)
+        both = (*self._sizes(eqn.invars, operands), *self._sizes(eqn.outvars, outs))
+        self._memory += sum(both) * self.site.times
+        return self._stand(eqn.outvars, outs)
 
-    def _sizes(self, atoms: Sequence[Any], values: Sequence[Value], site: _Site) -> list[float]:
+    def _sizes(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[float]:
         """Bytes on one device: by its place where that is known; else the devices share what no kernel has divided."""
-        share = 1 / math.prod(n for a, n in self.sizes.items() if a not in dict(site.manual))
-        sizes = []
+        share, sizes = self._share, []
         for atom, value in zip(atoms, values, strict=True):
             shape, part = shape_of(atom), share
-            if not site.manual and value.place not in (None, ANYWHERE):
+            if not self.site.manual and value.place not in (None, ANYWHERE):
                 part = local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
             sizes.append(size_bytes(atom.aval) * part)
         return sizes
@@ -390,34 +371,60 @@ class Walk:
     def _stand(
         self,
         atoms: Sequence[Any],
-        values: Sequence[Value] | None,
-        site: _Site,
+        values: Sequence[Value] | None = None,
         *,
         open: bool = False,  # noqa: A002
     ) -> list[Value]:
         """The values, as arrays that stand in memory."""
         values = [Value()] * len(atoms) if values is None else values
-        sizes = self._sizes(atoms, values, site)
+        sizes = self._sizes(atoms, values)
         return [
             replace(value, buffers=frozenset((Buffer(n, open),)), chain=False)
             for value, n in zip(values, sizes, strict=True)
         ]
 
-    def _end(self, atoms: Sequence[Any], values: Sequence[Value], site: _Site) -> list[Value]:
+    def _end(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[Value]:
         """The values where they must be in memory."""
-        sizes = self._sizes(atoms, values, site)
+        sizes = self._sizes(atoms, values)
         found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
-        self._memory += ending_bytes(found.values()) * site.times
+        self._memory += ending_bytes(found.values()) * self.site.times
         return [
-            value if not value.chain else self._stand([atom], [value], site)[0]
+            value if not value.chain else self._stand([atom], [value])[0]
             for atom, value in zip(atoms, values, strict=True)
         ]
 
+    # --- names --------------------------------------------------------------------------------------------
 
-_RULES = {"scan": Walk._scan, "while": Walk._while, "cond": Walk._cond, "shard_map": Walk._shard_map}
+    def _names(self, eqn: Any) -> tuple[tuple[str, str], ...]:
+        return (*self.site.names, *_compat.name_stack(eqn))
+
+    def _line(self, eqn: Any) -> str:
+        return os.path.basename(line_of(eqn, self.callers).partition(" (")[0])
+
+    def _kept_by_vmap(self, place: Any, specs: Sequence[Any]) -> str:
+        """What `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no
+        argument of the kernel is divided over."""
+        if ("Transform", "vmap") not in self.site.names or not isinstance(place, tuple):
+            return ""
+        kernels = {a for spec in specs for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
+        lost = [axis for axes in place for axis in axes if axis not in kernels]
+        name = f'"{lost[0]}"' if len(lost) == 1 else "({})".format(", ".join(f'"{axis}"' for axis in lost))
+        return f"jax.vmap(..., spmd_axis_name={name}) keeps a mapped dimension divided" if lost else ""
 
 
-# --- names ----------------------------------------------------------------------------------------------------
+Walk.rules = {
+    **dict.fromkeys(COMMUNICATES, Walk._collective),
+    **dict.fromkeys(_OPAQUE, Walk.unread),
+    "sharding_constraint": Walk._constrained,
+    "reshard": Walk._resharded,
+    "spmd_layout": Walk._marked,
+}
+
+
+def _manual(eqn: Any) -> dict[str, int]:
+    """The axes that a `shard_map` makes manual, with their sizes."""
+    mesh = eqn.params["mesh"]
+    return {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
 
 
 def _call_around(names: Sequence[tuple[str, str]]) -> CallName:
@@ -446,14 +453,3 @@ def _raw_text(primitive: str, kind: str, axes: Sequence[str], transposed: bool) 
     if transposed:
         return f"gradient of {_RAW.get(kind, f'lax.{kind}')}"
     return f"lax.{primitive if kind == 'psum' and primitive in ('pmax', 'pmin') else kind}"
-
-
-def _kept_by_vmap(place: Any, specs: Sequence[Any], site: _Site) -> str:
-    """What `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no argument of
-    the kernel is divided over."""
-    if ("Transform", "vmap") not in site.names or not isinstance(place, tuple):
-        return ""
-    kernels = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    lost = [axis for axes in place for axis in axes if axis not in kernels]
-    name = f'"{lost[0]}"' if len(lost) == 1 else "({})".format(", ".join(f'"{axis}"' for axis in lost))
-    return f"jax.vmap(..., spmd_axis_name={name}) keeps a mapped dimension divided" if lost else ""
