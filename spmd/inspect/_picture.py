@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import jax
@@ -13,14 +14,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
+from spmd._table import Line, plain, rich_lines
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
 from spmd.inspect._blocks import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
+from spmd.inspect._grid import Grid, block_grids, facts, is_summary, mesh_grid, tints
 from spmd.inspect._picture_plan import PlanDrawing
-from spmd.inspect._picture_svg import holdings_svg
-from spmd.inspect._picture_text import Line, holdings_lines, plain
-from spmd.inspect._svg import FILLS, INK, below, card, paragraph
+from spmd.inspect._svg import below, caption, card, flow, grid_box
+from spmd.inspect._text import grid_lines, heading, sentences
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, mesh_sizes
 from spmd.modes import Frame, ambient_mapping, try_frame
@@ -102,11 +104,7 @@ class Picture:
         return f'<div style="overflow-x: auto">{self.svg}</div>'
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        from rich.text import Text
-
-        for line in self._drawing.lines(options.max_width):
-            parts = [(text, "" if tint is None else f"{INK} on {FILLS[tint]}") for text, tint in line]
-            yield Text.assemble(*parts, no_wrap=True, overflow="ignore")
+        yield from rich_lines(self._drawing.lines(options.max_width))
 
 
 def visualize(
@@ -176,17 +174,29 @@ class _Drawn:
     """A picture of one array."""
 
     def __init__(self, holdings: Holdings) -> None:
-        self.holdings = holdings
-        self.title = holdings.title
+        self.title, self._holdings = holdings.title, holdings
+        self._about = [holdings.kind, holdings.mesh_text if holdings.mesh else ""]
 
     def lines(self, width: int) -> list[Line]:
-        return holdings_lines(self.holdings, width)
+        drawn, found = self._grids, facts(self._holdings)
+        parts = [grid_lines(drawn[0], width), sentences(found, width), *(grid_lines(rows, width) for rows in drawn[1:])]
+        lines = heading([self.title, *self._about], width)
+        return [*lines, *(line for part in parts if part for line in ([], *part))]
 
     def svg(self) -> str:
-        return holdings_svg(self.holdings)
+        head = caption(self.title, ["; ".join(filter(None, self._about))])
+        parts = [head, flow([grid_box(rows) for rows in self._grids]), caption("", facts(self._holdings))]
+        return card(below(parts, 16), f"{self.title}: which device holds what")
+
+    @cached_property
+    def _grids(self) -> list[list[list[Grid]]]:
+        """The blocks, and beside them the devices of the mesh, if there are few enough to list."""
+        holdings, colours = self._holdings, tints(self._holdings)
+        blocks = block_grids(holdings, colours)
+        return [blocks, [[mesh_grid(holdings, colours)]]] if holdings.mesh and not is_summary(holdings) else [blocks]
 
     def to_dict(self) -> dict[str, Any]:
-        return self.holdings.to_dict()
+        return self._holdings.to_dict()
 
 
 class _Said:
@@ -196,10 +206,10 @@ class _Said:
         self.title, self._sentence = title, sentence
 
     def lines(self, width: int) -> list[Line]:
-        return [[(self.title, None)], [(self._sentence, None)]]
+        return sentences([self.title, self._sentence], width)
 
     def svg(self) -> str:
-        return card(below([paragraph(self.title, weight="bold"), paragraph(self._sentence)], 2), self.title)
+        return card(caption(self.title, [self._sentence]), self.title)
 
     def to_dict(self) -> dict[str, Any]:
         return {"layout": None, "notes": [self._sentence]}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.inspect._transfers import groups, transfers
+from spmd.inspect._picture_plan import groups, transfers
 from spmd.language import Layout
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg, steps_of_svg
 from tests.sampler import Sampler, seeds
