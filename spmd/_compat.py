@@ -23,6 +23,7 @@ __all__ = [
     "concrete",
     "identity_primitive",
     "in_jax",
+    "is_varying",
     "linear_primitive",
     "live_jaxpr",
     "manual_axes",
@@ -67,6 +68,12 @@ def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes along which JAX's own type of `x` is varying (`{V:...}`)."""
     kind = _manual_type(x)
     return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def is_varying(aval: Any) -> bool:
+    """Whether a type, as a variable of a jaxpr has one, is varying along some mesh axis."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind is not None and bool(kind.varying)
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:

@@ -13,7 +13,7 @@ from spmd._walker import Rule
 from spmd.checker._axes import Origin
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._markers import assert_equal_marker, layout_marker
-from spmd.checker._report import divergent, returned_partial
+from spmd.checker._report import divergent, interpreted, returned_partial
 from spmd.checker._rules import TABLE, compute
 from spmd.checker._state import EVERYWHERE, UNKNOWN, ZERO, State, constant_state, join, literal_state, normal
 from spmd.checker._walk import Walk
@@ -27,8 +27,17 @@ def _computed(walk: Walk, eqn: Any, operands: Sequence[State]) -> Sequence[State
     return [compute(walk, eqn, operands)] * len(eqn.outvars) if eqn.outvars else []
 
 
+def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    """JAX's interpreter of Pallas calls fails on values that vary, and only when the program is lowered."""
+    varying = any(_compat.is_varying(result.aval) for result in eqn.outvars)
+    if walk.active and varying and eqn.params.get("interpret") is True:
+        walk.findings.append(interpreted(walk, eqn))
+    return walk.unread(eqn, operands)
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(TABLE, _computed),
+    "pallas_call": _pallas,
     **COLLECTIVES,
     "spmd_layout": layout_marker,
     "spmd_assert_equal": assert_equal_marker,

@@ -345,6 +345,13 @@ def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], s
     return Fault(rule, walk.kernel, None, None, got, advice=advice)
 
 
+def interpreted(walk: Walk, eqn: Any) -> Fault:
+    """A Pallas call with `interpret=True`, on values that vary."""
+    rule = "JAX interprets Pallas calls without the mesh axes on which values vary, and fails where a kernel has them."
+    advice = 'spmd.opaque(fn, "in -> out") around the Pallas call, which hides those axes from it'
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=advice)
+
+
 def _where(walk: Walk, eqn: Any) -> tuple[str, ...]:
     place = line_of(eqn, walk.callers)
     return (f"{_name(eqn)} at {place}" if place else f"{_name(eqn)} in {walk.kernel}",)

@@ -35,6 +35,12 @@ def pallas_call_without_a_type_fixed(mesh):
 
 
 @bad
+def pallas_call_that_is_interpreted(mesh):
+    typed = lambda x: pallas_call(x, manual_axis_type=jax.typeof(x).manual_axis_type)
+    spmd.kernel(SAME, mesh=mesh)(typed).trace(X)
+
+
+@bad
 def raw_branches_of_two_types(mesh):
     body(SAME, lambda x: jax.lax.cond(True, lambda: x, lambda: jnp.zeros((4, 4))), mesh)
 

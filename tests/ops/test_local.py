@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spmd import _compat, random
+from spmd import _compat, explain, random
 from spmd.comm import all_gather, psum
 from spmd.errors import CommunicationError, LayoutError, ModeError, ReplicationError
 from spmd.kernels import kernel
@@ -332,6 +332,32 @@ def test_pallas(mesh):
     body = wrap(mesh, double, make=opaque, reference=lambda x: x * 2 + 1)
     for mode in MODES:
         np.testing.assert_array_equal(getattr(body, mode)(X), X * 2 + 1)
+
+
+def test_pallas_without_opaque(mesh):
+    """JAX's interpreter cannot handle values that vary: said at the trace, under any transformation."""
+    from jax.experimental import pallas as pl
+
+    def double(x):
+        def code(x_ref, o_ref):
+            o_ref[...] = x_ref[...] * 2 + 1
+
+        kind = jax.typeof(x)
+        shape = jax.ShapeDtypeStruct(kind.shape, kind.dtype, manual_axis_type=kind.manual_axis_type)
+        return pl.pallas_call(code, out_shape=shape, interpret=True)(x)
+
+    body = wrap(mesh, double, make=lambda fn, *_, **__: fn)
+    mapped = lambda x: jax.vmap(body)(x[None])
+    for call in (body, jax.jit(body), body.trace, body.lower, lambda x: explain(body, x), mapped):
+        with pytest.raises(ReplicationError, match=r"spmd.opaque\(fn, .* around the Pallas call"):
+            call(X)
+    for mode in ("auto", "reference"):
+        np.testing.assert_array_equal(getattr(body, mode)(X), X * 2 + 1)
+    specs = {"mesh": mesh, "in_specs": jax.P("dp", "tp"), "out_specs": jax.P("dp", "tp")}
+    with pytest.raises((ValueError, TypeError)):  # once plain JAX can do it, the finding is to go
+        jax.jit(jax.shard_map(double, **specs))(X)
+    whole = kernel("b d -> b d", mesh=mesh)(double)  # nothing varies, so there is nothing to hide
+    np.testing.assert_array_equal(whole(X), X * 2 + 1)
 
 
 def test_opaque_gradients(mesh):
