@@ -1,10 +1,16 @@
-"""What a reader of `spmd` meets: lines by room, what a call passes through, circles of imports, names that hide others.
+"""What a reader of `spmd` meets: lines by room, what a call passes through, ideas that are there more than once, circles
+of imports, names that hide others.
 
-    python tests/benchmarks/house.py [--json FILE]
+    python tests/benchmarks/house.py [--root CHECKOUT] [--json FILE]
+    python tests/benchmarks/house.py --graph text|dot [--root CHECKOUT]
 
 Lines of code are those that hold code: no blank lines, comments or docstrings. A call is the README's `mlp`, followed
 with `sys.setprofile`: the functions of `spmd` that it enters, their files, and how often control passes from one file
-of `spmd` to another.
+of `spmd` to another. An idea is counted by the files that have its mark, a line of code that nobody writes for anything
+else; they are printed, so that a reader can judge.
+
+The graph shows which room imports from which, as text from the top floor down, or file by file for `dot -Tsvg`. With
+`--root` all of it is measured on another checkout, as before a change: `git worktree add /tmp/before 99bb065`.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 import tokenize
 from collections import Counter
@@ -19,14 +26,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-if __name__ == "__main__":  # run as a file, from anywhere
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import spmd
-
 ROOT = Path(__file__).resolve().parents[2]
+if "--root" in sys.argv[1:-1]:
+    ROOT = Path(sys.argv[sys.argv.index("--root") + 1]).resolve()
+sys.path.insert(0, str(ROOT))
+
+import jax.numpy as jnp  # noqa: E402
+
+import spmd  # noqa: E402
+
 PACKAGE = ROOT / "spmd"
 FILES = sorted(PACKAGE.rglob("*.py"))
 QUIET = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -117,6 +125,29 @@ def calls() -> dict[str, dict[str, int]]:
     return found
 
 
+# -------------------- ideas
+
+MARKS = {
+    "binders of sizes": r"\b(size|whole) % parts\b",  # a size that does not divide into the blocks of a layout
+    "walkers of jaxprs": r"^\s*for \w+ in [\w.()]+\.eqns:",
+    "matchers of trees": r"\bLayout\(spec\b",  # the layout that a tree has for some leaf
+    "tables": r"\.[lr]just\((w|width|widths\[\w\]|column)\)",  # a cell as wide as its column
+}
+
+
+def ideas() -> dict[str, list[str]]:
+    """The files that have each mark, in code."""
+    found: dict[str, list[str]] = {idea: [] for idea in MARKS}
+    for path in FILES:
+        text = path.read_text()
+        documented = docstring_lines(ast.parse(text))
+        code = "\n".join(line for n, line in enumerate(text.splitlines(), 1) if n not in documented)
+        for idea, mark in MARKS.items():
+            if re.search(mark, code, re.MULTILINE):
+                found[idea].append(path.relative_to(PACKAGE).as_posix())
+    return found
+
+
 # -------------------- imports
 
 
@@ -156,6 +187,62 @@ def circles() -> list[list[str]]:
     return sorted(map(list, sets))
 
 
+def room_of(path: Path) -> str:
+    """The folder of a file; a file beside the folders is a room of its own."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def rooms_graph() -> dict[str, Counter[str]]:
+    """How often each room imports from each other, without the package's own `__init__` and `__main__`."""
+    graph: dict[str, Counter[str]] = {}
+    for path in FILES:
+        if path.parent == PACKAGE and path.stem.startswith("__"):
+            continue
+        edges = graph.setdefault(room_of(path), Counter())
+        edges.update({room_of(other): 1 for other in imports(path) if room_of(other) != room_of(path)})
+    return graph
+
+
+def storeys(graph: dict[str, Counter[str]]) -> dict[str, int]:
+    """The floor of each room, one above all that it imports from; rooms in a circle share one."""
+    floor = dict.fromkeys(graph, 0)
+    for _ in graph:  # a circle would rise for ever
+        for room, others in graph.items():
+            below = [floor[other] for other in others if room not in graph[other]]
+            floor[room] = max([floor[room], *(one + 1 for one in below)])
+    return floor
+
+
+def graph_as_text() -> str:
+    graph = rooms_graph()
+    floor = storeys(graph)
+    lines = []
+    for room in sorted(graph, key=lambda room: (-floor[room], room)):
+        others = sorted(graph[room], key=lambda other: (-floor[other], other))
+        names = [f"{'(!) ' if room in graph[other] else ''}{other} {graph[room][other]}" for other in others]
+        lines.append(f"{floor[room]:2}  {room:14} {', '.join(names)}".rstrip())
+    return "\n".join(
+        [
+            "floor, room, and the rooms that it imports from, with the number of its files; (!) is a circle;\n`from spmd import ...` of the upper rooms is not shown",
+            *lines,
+        ]
+    )
+
+
+def graph_as_dot() -> str:
+    """Every file, in a box for each room."""
+    name = lambda path: f'"{path.relative_to(PACKAGE).with_suffix("").as_posix()}"'
+    files = [path for path in FILES if path.name != "__init__.py"]
+    lines = ["digraph spmd {", "  rankdir=BT; node [shape=box, fontsize=10];"]
+    for room in dict.fromkeys(map(room_of, files)):
+        inside = "; ".join(name(path) for path in files if room_of(path) == room)
+        lines.append(f'  subgraph "cluster_{room}" {{ label="{room}"; {inside} }}')
+    for path in files:
+        lines += [f"  {name(path)} -> {name(other)};" for other in sorted(set(imports(path))) if other in files]
+    return "\n".join([*lines, "}"])
+
+
 def hidden_names() -> list[str]:
     """Modules whose name a public function of the same package has too."""
     found = []
@@ -172,9 +259,20 @@ def hidden_names() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--root", metavar="CHECKOUT", help="measure another checkout")
+    parser.add_argument("--graph", choices=["text", "dot"], help="print the graph of imports only")
     options = parser.parse_args()
+    if options.graph:
+        print(graph_as_text() if options.graph == "text" else graph_as_dot())
+        return
     spmd.use_cpu_devices(8)
-    found = {"rooms": rooms(), "calls": calls(), "circles": circles(), "hidden names": hidden_names()}
+    found = {
+        "rooms": rooms(),
+        "calls": calls(),
+        "ideas": ideas(),
+        "circles": circles(),
+        "hidden names": hidden_names(),
+    }
     print(f"{'room':12}{'files':>6}{'code':>8}{'docstrings':>12}")
     for room, counts in found["rooms"].items():
         print(f"{room:12}{counts['files']:6}{counts['code']:8}{counts['docstrings']:12}")
@@ -183,6 +281,9 @@ def main() -> None:
     print(f"{'README mlp':14}{'functions':>10}{'files':>7}{'passages':>10}")
     for call, counts in found["calls"].items():
         print(f"{call:14}{counts['functions']:10}{counts['files']:7}{counts['passages']:10}")
+    print()
+    for idea, files in found["ideas"].items():
+        print(f"{idea:18}{len(files):3}  {', '.join(files)}")
     print("\ncircles of imports:", *(found["circles"] or ["none"]), sep="\n  ")
     print("modules that hide a function:", *(found["hidden names"] or ["none"]), sep="\n  ")
     if options.json:
