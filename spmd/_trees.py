@@ -426,7 +426,9 @@ class _Matcher:
             spec = type(node) if type(node).__name__ == spec.text.split(".")[-1] else spec
         if spec is None or isinstance(spec, Unknown):
             self.nothing(spec, node, path)
-        elif isinstance(spec, (str, Layout)):
+        elif isinstance(spec, Layout):
+            self.everything(spec, node, path)
+        elif isinstance(spec, str):
             self.everything(Layout(spec, call=f'{self.place(path)}: "{spec}"'), node, path)
         elif isinstance(spec, Each):
             for key, child in children(node) or ():

@@ -59,6 +59,7 @@ class Frame:
       constrain: In auto mode, whether every layout is a constraint or only the signature's.
       island: Whether this is a per-shard island inside a body that runs on whole arrays.
       watched: Keywords of the kernel that its signature does not name: only a string of the body can mean them.
+      explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
     """
 
@@ -72,9 +73,11 @@ class Frame:
     island: bool = False
     watched: frozenset[str] = frozenset()
     diagnosing: bool = False
+    explicit: bool = field(default=True, init=False, repr=False)
     _hash: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "explicit", self.mode == "explicit")
         object.__setattr__(self, "_hash", hash(self._key()))
 
     def _key(self) -> tuple[Any, ...]:
@@ -97,11 +100,6 @@ class Frame:
         if self is other:
             return True
         return isinstance(other, Frame) and self._hash == other._hash and self._key() == other._key()
-
-    @property
-    def explicit(self) -> bool:
-        """Whether arrays here are one device's shards, and operations emit their own collectives."""
-        return self.mode == "explicit"
 
     @property
     def axis_names(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from spmd._facts import CallName
 from spmd._trees import foreign_kind
 from spmd.errors import LayoutError, SizeError, did_you_mean
-from spmd.language import AxisMapping, Layout, Pattern
+from spmd.language import AxisMapping, Pattern
 
 __all__ = ["call_text", "kind_of", "operand_names", "resolve", "split_keywords"]
 
@@ -124,21 +123,6 @@ def call_text(name: str, pattern: Any, arrays: int = 1) -> CallName:
 def resolve(
     pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None
 ) -> Pattern:
-    """The pattern of a call with its axes renamed and its bare names placed, the caller's text still known."""
-    # Equal patterns may be written differently, and carets point into what was written: hence `source` in the
-    # key, and the spans of the pattern as parsed.
-    resolved = (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)
-    written = iter(pattern.layouts)
-    return resolved._map(lambda layout: _with_spans(layout, next(written)))
-
-
-def _with_spans(layout: Layout, written: Layout) -> Layout:
-    dims = [
-        replace(
-            a,
-            span=b.span,
-            atoms=tuple(replace(x, span=y.span) for x, y in zip(a.atoms, b.atoms, strict=True)),
-        )
-        for a, b in zip(layout.dims, written.dims, strict=True)
-    ]
-    return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=written.source)
+    """The pattern of a call with its axes renamed and its bare names placed."""
+    del source  # equal patterns may be written differently, and carets point into what was written
+    return (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)

@@ -45,13 +45,21 @@ class Layout(Value):
     (2, 3)
     """
 
-    __slots__ = ("dims", "reduced", "source", "unreduced")
+    __slots__ = ("atoms", "axes", "axis_names", "dims", "has_ellipsis", "reduced", "source", "unreduced")
 
     dims: tuple[Dim, ...]
     unreduced: tuple[str, ...]
     reduced: tuple[str, ...]
     source: str | None
     """The string that the spans of the atoms refer to (a pattern's layouts: the whole pattern)."""
+    atoms: tuple[Atom, ...]
+    """The atoms of all dimensions, in order."""
+    axes: tuple[str, ...]
+    """The mesh axes that divide a dimension, in order of appearance."""
+    axis_names: tuple[str, ...]
+    """All mesh axes it mentions: those of the dimensions, then those of the marks."""
+    has_ellipsis: bool
+    """Whether `...` is among the dimensions."""
 
     def __new__(cls, text: str | Layout, *, call: str | None = None) -> Layout:
         if isinstance(text, Layout):
@@ -89,15 +97,16 @@ class Layout(Value):
         Layout('b/dp s {U:tp}')
         """
         dims, unreduced, reduced = tuple(dims), tuple(unreduced), tuple(reduced)
-        shown: tuple[str | None, str] = None, "Layout.from_dims(...)"
         try:
             check_form(dims, (*unreduced, *reduced))
-            dims = tuple(normal(dim) for dim in dims)
-            text = _text(dims, unreduced, reduced)
-            shown = source, f'the layout "{text}"' if source is None else f'"{source}", read as "{text}"'
+        except Fault as fault:
+            raise_fault(fault, None, "Layout.from_dims(...)")
+        dims = tuple(normal(dim) for dim in dims)
+        try:
             check(dims, unreduced, reduced, {})
         except Fault as fault:
-            raise_fault(fault, *shown)
+            text = _text(dims, unreduced, reduced)
+            raise_fault(fault, source, f'the layout "{text}"' if source is None else f'"{source}", read as "{text}"')
         return make(dims, tuple(sorted(unreduced)), tuple(sorted(reduced)), source)
 
     @staticmethod
@@ -133,29 +142,9 @@ class Layout(Value):
         return not self.dims
 
     @property
-    def has_ellipsis(self) -> bool:
-        """Whether `...` is among the dimensions."""
-        return any(dim.ellipsis for dim in self.dims)
-
-    @property
-    def atoms(self) -> tuple[Atom, ...]:
-        """All atoms in order."""
-        return tuple(atom for dim in self.dims for atom in dim.atoms)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The names of the dimensions and factors, without `_` and literal sizes."""
         return tuple(atom.name for atom in self.atoms if atom.named)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes that divide a dimension, in order of appearance."""
-        return tuple(axis for dim in self.dims for axis in dim.axes)
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """All mesh axes it mentions: those of the dimensions, then those of the marks."""
-        return (*self.axes, *self.unreduced, *self.reduced)
 
     @property
     def bare(self) -> tuple[str, ...]:
@@ -554,7 +543,19 @@ _EMPTY = AxisMapping()
 def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], source: str | None) -> Layout:
     """A layout of parts that are known to be right."""
     layout = object.__new__(Layout)
-    layout._hold(_text(dims, unreduced, reduced), dims=dims, unreduced=unreduced, reduced=reduced, source=source)
+    atoms = tuple(atom for dim in dims for atom in dim.atoms)
+    axes = tuple(axis for atom in atoms for axis in atom.axes or ())
+    layout._hold(
+        _text(dims, unreduced, reduced),
+        dims=dims,
+        unreduced=unreduced,
+        reduced=reduced,
+        source=source,
+        atoms=atoms,
+        axes=axes,
+        axis_names=(*axes, *unreduced, *reduced),
+        has_ellipsis=any(dim.ellipsis for dim in dims),
+    )
     return layout
 
 
