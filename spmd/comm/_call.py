@@ -31,7 +31,21 @@ from spmd.errors import (
     SpmdError,
     did_you_mean,
 )
-from spmd.language import Dim, Layout, Pattern, verb_for
+from spmd.language import (
+    Atom,
+    Dim,
+    Layout,
+    Misfit,
+    NotProduct,
+    Pattern,
+    Size,
+    Unequal,
+    WrongRank,
+    another_name,
+    bind,
+    indivisible,
+    verb_for,
+)
 from spmd.mesh import axis_span
 from spmd.modes import Frame, current_frame
 
@@ -162,7 +176,8 @@ class Call:
         self.raw = raw
         self.pattern = pattern
         self.frame = frame
-        self.sizes: dict[str, tuple[int, str]] = {n: (size, origin) for n, size, origin in frame.bound}
+        self.mesh = dict(frame.sizes)
+        self.sizes = {name: Size(size, origin) for name, size, origin in frame.bound}
         self.shown: tuple[str, ...] = ("x",)
         self.also: Mapping[str, Any] | None = None
         self.given: Mapping[str, int] = {}
@@ -282,31 +297,48 @@ class Call:
 
     def bind(self, name: str, size: int, origin: str, at: Span) -> None:
         """Give a name its global size, or complain about the first binding."""
-        known = self.sizes.get(name)
-        if known is None:
-            self.sizes[name] = (size, origin)
-        elif known[0] != size:
-            self.fail(
-                f"{name} has two sizes: {size} here, and {known[0]} from {known[1]}.",
-                at=at,
-                got=[f"{name} = {known[0]}: {known[1]}", f"{name} = {size}: {origin}", self.frame.describe()],
-                advice=self._another_name([name]),
-                error=SizeError,
-            )
+        first = self.sizes.setdefault(name, Size(size, origin))
+        if first.size != size:
+            self.misfit(Unequal("", at, name, size, first), [f"{name} = {size}: {origin}"])
 
     def local(self, size: int, axes: tuple[str, ...], name: str, at: Span, *, fix: Fix | None = None) -> int:
         """The size here of a dimension of global size `size`: a block in explicit mode, else the whole."""
-        parts = self.frame.axis_size(axes) if axes else 1
-        if size % parts:
-            self.fail(
-                f"{name} of size {size} does not divide into the {parts} blocks of {'/'.join(axes)}.",
-                at=at,
-                got=[self.frame.describe()],
-                fix=fix,
-                advice=None if fix else f"pad {name} by {-size % parts} to {size + -size % parts}",
-                error=SizeError,
-            )
-        return size // parts if self.frame.explicit else size
+        fault = indivisible(name, size, axes, self.mesh, span=at)
+        if fault is not None:
+            self.misfit(fault, fix=fix)
+        return self._here(size, axes)
+
+    def _here(self, size: int, axes: Sequence[str] | None) -> int:
+        """How much of a size is here."""
+        return size // math.prod(self.mesh[axis] for axis in axes or ()) if self.frame.explicit else size
+
+    def misfit(self, fault: Misfit, got: Sequence[str] = (), *, fix: Fix | None = None) -> NoReturn:
+        """Raise what does not fit, with what of it the names of the signature and blocks explain."""
+        names: Sequence[str] = ()
+        advice = [fault.advice if not fix or isinstance(fault, WrongRank) else None]
+        if isinstance(fault, Unequal):
+            names, advice = [fault.name], [self._gather_block(fault)]
+        if isinstance(fault, NotProduct):
+            names = [name for name, _ in fault.factors]
+            got = [*got, *(f"{name} = {size}: {self.sizes[name].origin}" for name, size in fault.factors if size)]
+        advice.append(another_name(name for name, _, _ in self.frame.bound if name in names))
+        self.fail(
+            f"{fault.rule}.",
+            at=fault.span,
+            got=[*got, self.frame.describe()],
+            fix=fix,
+            advice=";\n".join(one for one in advice if one) or None,
+            error=LayoutError if isinstance(fault, WrongRank) else SizeError,
+        )
+
+    def _gather_block(self, fault: Unequal) -> str | None:
+        """Advice where the array has the size of a block over an axis that the string does not name."""
+        used = {axis for layout in self.pattern.layouts for axis in layout.axis_names}
+        axis = next((axis for axis in fault.blocks if axis not in used), (*fault.blocks, None)[0])
+        if axis is None:
+            return None
+        whole = "/".join([fault.name, *fault.axes])
+        return f'as a block it would be {whole}/{axis}: gather what stays divided, "{whole}/{axis} -> {whole}"'
 
     def index_dtype(self, size: int, name: str, at: Span = None) -> Any:
         """The dtype of positions along `size` elements: int32, or int64 where they need it and JAX has it."""
@@ -322,12 +354,6 @@ class Call:
         dtype = self.index_dtype(factor.size, factor.name, factor.span)
         index = _lax.axis_index(factor.axes, dict(self.frame.sizes))
         return jnp.asarray(index, dtype) * np.asarray(factor.local, dtype)
-
-    def _global(self, local: int, axes: tuple[str, ...], name: str, at: Span) -> int:
-        if self.frame.explicit:
-            return local * (self.frame.axis_size(axes) if axes else 1)
-        self.local(local, axes, name, at)
-        return local
 
     # --- operands -----------------------------------------------------------------------------------------
 
@@ -355,16 +381,24 @@ class Call:
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
         x = as_array(x, label, functools.partial(self.fail, error=LayoutError))
         known = tag_of(x)
-        dims = self._dims(layout, x.shape, label)
+        bound = bind([(label, x.shape, layout)], self.mesh, known=self.sizes, local=self.frame.explicit, together=True)
+        fault = bound.faults[0] if bound.faults else None
+        here = " on each device" if self.frame.explicit else ""
+        got = [f"{label}: shape {x.shape}{here}"]
+        if isinstance(fault, WrongRank):
+            self.misfit(fault, got, fix=self._spaced() if fault.advice else None)
         # What is known of the placement first: a wrong axis explains a wrong size, not the reverse.
         self._check_type(x, layout, label, known, index)
+        if fault is not None:
+            self.misfit(fault, got)
+        self.sizes = bound.sizes
         factors: list[Factor] = []
         shape: list[int] = []
-        for position, (dim, size) in enumerate(zip(dims, x.shape, strict=True)):
-            opened = self._open(dim, size, f"{label}, dimension {position}", position)
+        for position, (dim, size) in enumerate(bound.dims[0]):
+            opened = self._open(dim, size or 0, position)
             factors += opened
             # a factor's size is that of its block, and the array has the margins too
-            shape += [size] if isinstance(dim, Dim) and any(dim.margin) else [f.local for f in opened]
+            shape += [x.shape[position]] if any(dim.margin) else [f.local for f in opened]
         # What a tag already says needs no note; where an error is explained, a gather's is the line to paste.
         explaining = self.frame.diagnosing and self.name in _GATHERS
         if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
@@ -379,110 +413,30 @@ class Call:
             rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
             self.fail(rule, at=fault.span, error=LayoutError)
 
-    def _dims(self, layout: Layout, shape: tuple[int, ...], label: str) -> list[Dim | str]:
-        """The layout's dims, `...` replaced by as many marks as the array has dimensions for it."""
-        fixed = sum(not d.ellipsis for d in layout.dims)
-        extra = len(shape) - fixed
-        if extra < 0 or (extra > 0 and not layout.has_ellipsis):
-            least = "at least " if layout.has_ellipsis else ""
-            spaced = self._spaced(layout, len(shape))
-            self.fail(
-                f'"{layout.short}" has {least}{fixed} dimension{"s" * (fixed != 1)}, and {label} has {len(shape)}.',
-                at=(layout.dims[0].span[0], layout.dims[-1].span[1]) if layout.dims else None,
-                got=[f"{label}: shape {shape}"],
-                fix=spaced,
-                advice="names are separated by spaces" if spaced else None,
-                error=LayoutError,
-            )
-        dims: list[Dim | str] = []
-        for dim in layout.dims:
-            dims += [f"...{i}" for i in range(extra)] if dim.ellipsis else [dim]
-        return dims
-
-    def _spaced(self, layout: Layout, rank: int) -> Fix | None:
-        """The call with a space between the letters of each name, where its strings are written as NumPy's are."""
+    def _spaced(self) -> Fix | None:
+        """The call with a space between the letters of each name, where all its strings are written as NumPy's are."""
         names = [dim.short for one in self.raw.layouts for dim in one.dims]
         alone = all(len(one.dims) < 2 for one in self.raw.layouts) and all(name.isalpha() for name in names)
-        if not alone or len(layout.dims) != 1 or len(layout.dims[0].short) != rank or self.given:
+        if not alone or self.given:
             return None
         sides = (self.raw.inputs, self.raw.outputs) if self.raw.arrow else (self.raw.inputs,)
         texts = [", ".join(" ".join(one.short) if one.dims else one.short for one in side) for side in sides]
         return self.paste(*texts)
 
-    def _open(self, dim: Dim | str, size: int, origin: str, position: int) -> list[Factor]:
-        """The factors of one dimension; one factor's size may be left to find."""
-        if isinstance(dim, str):
-            self.bind(dim, size, origin, None)
-            return [Factor(dim, (), size, size)]
-        size -= sum(dim.margin)
-        known = [self._known(atom) for atom in dim.atoms]
-        local = [
-            0 if k is None else self.local(k, a.axes or (), a.name, a.span)
-            for a, k in zip(dim.atoms, known, strict=True)
-        ]
-        unknown = [i for i, k in enumerate(known) if k is None]
-        if len(unknown) > 1:
-            names = [dim.atoms[i].name for i in unknown]
-            rule = f"the sizes of {' and '.join(names)} cannot be read off one dimension of {size}."
-            self.fail(rule, at=dim.span, advice=f"{names[-1]}=... says one of them", error=SizeError)
+    def _open(self, dim: Dim, size: int, position: int) -> list[Factor]:
+        """The factors of one dimension of an operand."""
+        if not dim.composite:
+            [atom] = dim.atoms
+            name = f"_{position}" if atom.name == "_" else atom.name
+            return [self._factor(name, size, atom, dim.bracket)]
+        unknown = [atom.name for atom in dim.atoms if atom.name not in self.sizes]
         if unknown:
-            [i] = unknown
-            atom, rest = dim.atoms[i], math.prod(n for j, n in enumerate(local) if j != i)
-            if size % rest:
-                rule = f"a dimension of {size} ({origin}) does not divide by {rest}."
-                self.fail(rule, at=dim.span, got=[self.frame.describe()], error=SizeError)
-            local[i] = size // rest
-            known[i] = self._global(local[i], atom.axes or (), atom.name, atom.span)
-            if atom.name != "_":
-                self.bind(atom.name, known[i] or 0, origin, atom.span)
-        if math.prod(local) != size:
-            self._size_mismatch(dim, size, local, origin)
-        return [
-            Factor(
-                f"_{position}" if a.name == "_" else a.name,
-                a.axes or (),
-                n,
-                n if k is None else k,
-                dim.bracket,
-                a.span,
-            )
-            for a, n, k in zip(dim.atoms, local, known, strict=True)
-        ]
+            rule = f"the sizes of {' and '.join(unknown)} cannot be read off one dimension of {size}."
+            self.fail(rule, at=dim.span, advice=f"{unknown[-1]}=... says one of them", error=SizeError)
+        return [self._factor(a.name, self.sizes[a.name].size, a, dim.bracket) for a in dim.atoms]
 
-    def _known(self, atom: Any) -> int | None:
-        if atom.size is not None:
-            return atom.size
-        entry = self.sizes.get(atom.name) if atom.name != "_" else None
-        return None if entry is None else entry[0]
-
-    def _size_mismatch(self, dim: Dim, size: int, expected: Sequence[int], origin: str) -> NoReturn:
-        here = " on each device" if self.frame.explicit else ""
-        got = [f"{origin}: size {size}{here}"]
-        got += [
-            f"{a.name} = {self.sizes[a.name][0]}: {self.sizes[a.name][1]}" for a in dim.atoms if a.name in self.sizes
-        ]
-        rule = f"{Layout.from_dims((dim,)).short} is {math.prod(expected)}{here}, but the array has {size}."
-        advice = [self._block_of(dim, size, math.prod(expected)), self._another_name([a.name for a in dim.atoms])]
-        said = ";\n".join(one for one in advice if one) or None
-        self.fail(rule, at=dim.span, got=[*got, self.frame.describe()], advice=said, error=SizeError)
-
-    def _another_name(self, names: Sequence[str]) -> str | None:
-        """Advice where a name of the signature, bound for the whole body, meets a dimension of another size."""
-        bound = [name for name, _, _ in self.frame.bound if name in names]
-        if not bound:
-            return None
-        shown = " and ".join(bound)
-        return f"use another name, or _, for another dimension: the signature binds {shown} for the whole body"
-
-    def _block_of(self, dim: Dim, size: int, expected: int) -> str | None:
-        """Advice where the array has the size of a block over an axis that the string does not name."""
-        used = {axis for layout in self.pattern.layouts for axis in layout.axis_names}
-        free = [axis for axis, n in self.frame.sizes if n > 1 and size * n == expected and axis not in dim.axes]
-        axis = next((axis for axis in free if axis not in used), free[0] if free else None)
-        if axis is None or not self.frame.explicit or len(dim.atoms) != 1 or not dim.atoms[0].named:
-            return None
-        whole = Layout.from_dims((dim,)).short
-        return f'as a block it would be {whole}/{axis}: gather what rests divided, "{whole}/{axis} -> {whole}"'
+    def _factor(self, name: str, size: int, atom: Atom, bracket: bool = False) -> Factor:
+        return Factor(name, atom.axes or (), self._here(size, atom.axes), size, bracket, atom.span)
 
     def _check_type(self, x: Any, layout: Layout, label: str, known: Known | None, index: int) -> None:
         """What JAX's type and the tag of a value already contradict, before the trace ends."""
@@ -537,9 +491,10 @@ class Call:
 
     # --- results ------------------------------------------------------------------------------------------
 
-    def factor(self, atom: Any) -> Factor:
+    def factor(self, atom: Atom) -> Factor:
         """The factor that an atom of the right side stands for."""
-        size = self._known(atom)
+        known = self.sizes.get(atom.name)
+        size = atom.size if known is None else known.size
         if size is None:
             self.fail(
                 f"the size of {atom.name} is not known.",
@@ -547,8 +502,8 @@ class Call:
                 advice=f"say it: {atom.name}=...",
                 error=SizeError,
             )
-        axes = atom.axes or ()
-        return Factor(atom.name, axes, self.local(size, axes, atom.name, atom.span), size, span=atom.span)
+        self.local(size, atom.axes or (), atom.name, atom.span)
+        return self._factor(atom.name, size, atom)
 
     def ellipsis_shape(self) -> tuple[int, ...]:
         """The sizes of the dimensions that `...` stands for."""

@@ -109,10 +109,16 @@ class Unequal(Misfit):
     first: Size
     axes: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
+    local: int | None = None
 
     @property
     def rule(self) -> str:
-        return f"{self.name} has two sizes: {self.size} here, and {self.first.size} from {self.first.origin}"
+        here = (
+            f"{self.size} here"
+            if self.local in (None, self.size)
+            else f"{self.size} here ({self.local} on each device)"
+        )
+        return f"{self.name} has two sizes: {here}, and {self.first.size} from {self.first.origin}"
 
     @property
     def advice(self) -> str | None:
@@ -244,8 +250,9 @@ def _bind_one(bound: Bound, where: str, dim: Dim, size: int, mesh: Mapping[str, 
     if atom.named:
         first = bound.sizes.setdefault(atom.name, Size(size, where))
         if first.size != size:
+            here = size // axes_product(dim.axes, mesh) if local else None
             over = [a for a, n in mesh.items() if local and size * n == first.size and a not in dim.axes]
-            bound.faults.append(Unequal(where, dim.span, atom.name, size, first, dim.axes, tuple(over)))
+            bound.faults.append(Unequal(where, dim.span, atom.name, size, first, dim.axes, tuple(over), here))
 
 
 def _bind_factors(bound: Bound, where: str, dim: Dim, size: int | None, mesh: Mapping[str, int]) -> None:

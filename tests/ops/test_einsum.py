@@ -354,7 +354,7 @@ def test_contracted_conflict_is_named() -> None:
         (LayoutError, ("b f, f d -> b d", X, W), "arrays come first, then the pattern"),
         (LayoutError, (), "einsum takes arrays, then the pattern"),
         (LayoutError, (X, W, "1+b/dp+1 f, f d -> b/dp d"), "no meaning for a margin"),
-        (SizeError, (X, X, "b f, f d -> b d"), "f is 8, but the array has 4"),
+        (SizeError, (X, X, "b f, f d -> b d"), "f has two sizes: 4 here, and 8 from operand 0, dimension 1"),
         (SizeError, (X, W, "b f/tp, f/tp d -> b/tp/dp d"), "does not divide"),
     ],
 )

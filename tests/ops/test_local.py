@@ -277,7 +277,9 @@ def test_a_fault_of_the_function_stays_its_own(mesh):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_error_result_of_another_size(mesh, mode):
-    assert "d/tp is 2 on each device, but the array has 1." in message(wrap(mesh, lambda x: x[:, :1]), ValueError, mode)
+    assert "d has two sizes: 3 here (1 on each device), and 6 from x, dimension 1." in message(
+        wrap(mesh, lambda x: x[:, :1]), ValueError, mode
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
