@@ -1,4 +1,4 @@
-"""What a machine can do, in the few numbers that bound a program: FLOP/s, memory, and links between devices."""
+"""The few numbers of a machine that bound the time of a program: FLOP/s, memory, and links between devices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _DIRECT = ("ppermute", "sends", "pbroadcast")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast the devices along a mesh axis talk to each other.
+    """The speed of the links between the devices along a mesh axis.
 
     Attributes:
-      bandwidth: Bytes per second that one device sends along the axis while it receives as much.
-      latency: Seconds per step of a collective, however small.
-      ring: Whether a device reaches only its two neighbours, as in a torus, and `bandwidth` is both
-        directions together. False is a switch: every device reaches every other at full bandwidth.
+      bandwidth: Bytes per second that one device sends along the axis while it receives at the same rate.
+      latency: Seconds per step of a collective, however few bytes it sends.
+      ring: True if a device only reaches its two neighbours, as in a torus; `bandwidth` is then that of both directions
+        together. False means a switch: every device reaches every other at full bandwidth.
 
     Raises:
-      SpmdError: A number is not positive and finite (the latency may be 0).
+      SpmdError: If a number is not positive and finite (the latency may be 0).
 
     >>> Link(bandwidth=50e9, latency=4e-6)
     Link(bandwidth=50000000000.0, latency=4e-06, ring=False)
@@ -50,17 +50,17 @@ class Hardware:
     """The machine that times are estimated for: one device's numbers, and the links between devices.
 
     Attributes:
-      name: What it is called in tables.
+      name: Its name in tables.
       flops: Peak FLOP/s of one device by dtype name: `{"bfloat16": 989e12}`.
       hbm_bandwidth: Bytes per second between a device and its memory.
       hbm_bytes: Bytes of memory per device.
-      default: The link along every mesh axis that nothing else names.
+      default: The link along every mesh axis that has no link of its own.
       links: The links of mesh axes by name.
-      node: The link between devices of one node; None where all axes are alike.
+      node: The link between devices of one node; None if all axes have the same link.
       node_size: Devices per node. Neighbours in the mesh share a node, the innermost (last) axes first.
 
     Raises:
-      SpmdError: A number is not positive and finite, or a link is no `Link`.
+      SpmdError: If a number is not positive and finite, or a link is not a `Link`.
 
     >>> import spmd
     >>> lan = spmd.Hardware("lab", {"float32": 80e12}, hbm_bandwidth=1e12, hbm_bytes=24e9, default=spmd.Link(1.25e9))
@@ -97,7 +97,7 @@ class Hardware:
         return hash((self.name, self.hbm_bandwidth, self.default, self.node, self.node_size))
 
     def peak(self, dtype: Any) -> float:
-        """Peak FLOP/s of one device for `dtype`; for a dtype that is not listed, the slowest that is."""
+        """Peak FLOP/s of one device for `dtype`; for a dtype that is not listed, the slowest listed one."""
         return self.flops.get(jnp.dtype(dtype).name, min(self.flops.values()))
 
     def link(self, axis: str, sizes: Mapping[str, int] | None = None) -> Link:
@@ -105,8 +105,8 @@ class Hardware:
 
         Args:
           axis: A mesh axis.
-          sizes: All axes of the mesh with their sizes, in mesh order. They say which axes lie inside a
-            node; without them no axis does.
+          sizes: All axes of the mesh with their sizes, in mesh order. They determine which axes are inside a node;
+            without them no axis is.
 
         Returns:
           The `Link`.
@@ -121,13 +121,12 @@ class Hardware:
     def collective_seconds(self, kind: str, nbytes: float, axes: Sequence[str], sizes: Mapping[str, int]) -> float:
         """Estimated seconds of one collective.
 
-        The model: a ring per axis, `latency` for each step and bytes over bandwidth. n devices take n - 1 steps
-        (2(n - 1) for psum, which is a psum_scatter and an all_gather; half of them around a `ring`, both ways at
-        once). Over several axes, or an axis that is larger than a node, the slowest link goes first for
-        all_gather and last for psum_scatter, where the pieces are smallest; pieces are pipelined, so
-        latencies add and the slowest link binds. An all_to_all is direct through a switch and is passed on
-        by the devices between on a `ring`; a ppermute is one step, to a neighbour on a `ring`. Nothing else
-        uses the links at the same time.
+        The model is a ring per axis, with `latency` for each step and bytes over bandwidth. n devices take n - 1 steps.
+        psum is a psum_scatter and an all_gather, so it takes 2(n - 1). A `ring` uses both directions at once and takes
+        half of these. Over several axes, or an axis that is larger than a node, the slowest link comes first for
+        all_gather and last for psum_scatter, where the pieces are smallest. The pieces are pipelined, so latencies add
+        and the slowest link binds. An all_to_all is direct through a switch; on a `ring` the devices in between pass it
+        on. A ppermute is one step, to a neighbour on a `ring`. Nothing else uses the links at the same time.
 
         Args:
           kind: `all_gather`, `psum_scatter`, `psum`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `sends`
@@ -137,11 +136,11 @@ class Hardware:
           sizes: All axes of the mesh with their sizes, in mesh order.
 
         Returns:
-          Seconds; 0 over axes of one device in all.
+          Seconds; 0 if the axes have only one device in all.
 
         Raises:
-          SpmdError: The kind is not known.
-          MeshError: An axis is not in `sizes`.
+          SpmdError: If the kind is not known.
+          MeshError: If an axis is not in `sizes`.
 
         >>> h100, mesh = hardware("h100"), {"dp": 4, "tp": 8}
         >>> [f"{h100.collective_seconds('psum', 1e9, axes, mesh) * 1e3:.2f} ms" for axes in (["tp"], ["dp"])]
@@ -161,7 +160,7 @@ class Hardware:
         return _phased_seconds(kind, nbytes, phases)
 
     def _phases(self, axes: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[Link, int]]:
-        """The links that a collective over `axes` uses, each with its number of devices, the slowest first."""
+        """The links that a collective over `axes` uses, each with its number of devices, slowest first."""
         for axis in axes:
             if axis not in sizes:
                 got = ["mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())]
@@ -186,7 +185,7 @@ def _phased_seconds(kind: str, nbytes: float, phases: Sequence[tuple[Link, int]]
             moved = whole * before * (n - 1) / total
         elif link.ring:  # 1/n of the shard goes to each of the others, n/4 hops away on average
             moved = whole / n * (n * n // 4)
-        else:  # what differs in this axis and in none of the slower ones
+        else:  # the part that differs along this axis and along none of the slower ones
             moved = whole * (n - 1) / (before * n)
         before *= n
         steps += passes * link.latency * (n // 2 if link.ring else n - 1)
@@ -225,10 +224,10 @@ _H100 = Hardware(
 )
 
 # TPU v5p. Google Cloud, "TPU v5p" (docs.cloud.google.com/tpu/docs/v5p): 459 TFLOP/s in bfloat16 and FP8, 95 GiB of HBM
-# at 2765 GB/s, a 3D torus with 1200 GB/s of interconnect per chip both ways (4800 Gb/s each way), hence 200 GB/s sent
-# along each of three axes, both ways around the ring. int8 918 TOP/s and 1 us per hop: Austin et al., "How to Scale
-# Your Model", parts 2 and 3 (jax-ml.github.io/scaling-book), which measures 180 GB/s per axis. float32 is that of
-# bfloat16, JAX's default for matrix products on TPUs.
+# at 2765 GB/s, a 3D torus with 1200 GB/s of interconnect per chip both ways (4800 Gb/s each way), so 200 GB/s are sent
+# along each of three axes, both ways around the ring. int8 918 TOP/s and 1 us per hop: Austin et al.,
+# "How to Scale Your Model", parts 2 and 3 (jax-ml.github.io/scaling-book), which measures 180 GB/s per axis. float32 is
+# that of bfloat16, JAX's default for matrix products on TPUs.
 _TPU_V5P = Hardware(
     name="tpu-v5p",
     flops={"bfloat16": 459e12, "float32": 459e12, "float8_e4m3fn": 459e12, "float8_e5m2": 459e12, "int8": 918e12},
@@ -242,14 +241,14 @@ PRESETS = tuple(_PRESETS)
 
 
 def hardware(which: str | Hardware) -> Hardware:
-    """The numbers of a machine: a preset by name, or your own as it is.
+    """The numbers of a machine: a preset by name, or a `Hardware` unchanged.
 
-    - `"h100"`: NVIDIA H100 SXM in nodes of 8. Axes inside a node, the innermost of the mesh first, talk
-      over NVLink (450 GB/s each way), the others over one 400 Gb/s network port per GPU.
+    - `"h100"`: NVIDIA H100 SXM in nodes of 8. Axes inside a node, the innermost of the mesh first, use NVLink (450 GB/s
+      each way). The others use one 400 Gb/s network port per GPU.
     - `"tpu-v5p"`: every mesh axis is one axis of the 3D torus, wrapped around, 200 GB/s.
 
-    Vendors' peaks, which no program reaches; sources stand beside the numbers in `spmd/accelerators.py`. For a machine
-    like one of them, use `dataclasses.replace(spmd.hardware("h100"), links={"dp": spmd.Link(25e9, 10e-6)})`.
+    These are the vendors' peaks, which no program reaches. The source cites them beside the numbers. For a similar
+    machine, use `dataclasses.replace(spmd.hardware("h100"), links={"dp": spmd.Link(25e9, 10e-6)})`.
 
     Args:
       which: `"h100"`, `"tpu-v5p"` or a `Hardware`.
@@ -258,7 +257,7 @@ def hardware(which: str | Hardware) -> Hardware:
       The `Hardware`.
 
     Raises:
-      SpmdError: No preset has this name.
+      SpmdError: If no preset has this name.
 
     >>> import spmd
     >>> spmd.hardware("h100").peak("bfloat16")

@@ -1,11 +1,10 @@
-"""Placement by named axes, under the names that Haliax users know: thin, on plain arrays with layout strings.
+"""Placement by named axes, with Haliax's function names: a thin layer on plain arrays with layout strings.
 
-Haliax arrays carry their axis names; here layouts say them, so every function takes `names`: a string for an array
-(`"batch embed"`), a prefix tree of strings for a tree of arrays, a class or dataclass whose annotations are layouts,
-or a function from a leaf's key path (`"mlp/w_in"`) to its string. (`pspec_for` and `sharding_for_axis` are given no
-tree, so they take all but the function.) A bare name lies where the mapping says. What
-Haliax passes over in silence is reported: a name that the mapping lacks, a mesh or a mapping that is missing, a big
-array that stays whole.
+Haliax arrays carry their axis names. Here layouts give the names, so every function takes `names`: a string for an
+array (`"batch embed"`), a prefix tree of strings for a tree of arrays, a class or dataclass with layouts as
+annotations, or a function from a leaf's key path (`"mlp/w_in"`) to its string. (`pspec_for` and `sharding_for_axis` get
+no tree, so they do not take a function.) The mapping places bare names. These functions report what Haliax ignores
+silently: a name that is not in the mapping, a missing mesh or mapping, and a big array that stays whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from spmd.haliax._queries import (
 from spmd.modes import axis_mapping
 
 ResourceMapping: TypeAlias = Mapping[str, str | Sequence[str] | None]
-"""Where named dimensions live: a mesh axis, several, or None for whole. An `AxisMapping` or a dict."""
+"""The mesh axes of named dimensions: one, several, or None for whole. An `AxisMapping` or a dict."""
 
 __all__ = [
     "ResourceMapping",

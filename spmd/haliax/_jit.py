@@ -1,4 +1,4 @@
-"""`jax.jit` for functions whose arguments and results are placed by names."""
+"""`jax.jit` for functions with arguments and results that are placed by names."""
 
 from __future__ import annotations
 
@@ -36,35 +36,36 @@ def named_jit(
     donate_kwargs: Any = None,
     **jit_options: Any,
 ) -> Any:
-    """`jax.jit` whose arguments and results are placed by the names of their dimensions.
+    """`jax.jit` that places arguments and results by the names of their dimensions.
 
-    The function runs under `axis_mapping(axis_resources)`. Arguments that `in_names` names are brought to where
-    `in_axis_resources` says, others keep their own shardings; results that `out_names` names lie where
-    `out_axis_resources` says. Both mappings are `axis_resources` if absent. Leaves that are no arrays, such as an
-    Equinox module's functions and Python numbers, are static, also in results: a new number compiles anew.
+    The function runs under `axis_mapping(axis_resources)`. Arguments with `in_names` are moved to where
+    `in_axis_resources` says; others keep their shardings. Results with `out_names` are placed as `out_axis_resources`
+    says. The default of both mappings is `axis_resources`. Leaves that are not arrays, such as an Equinox module's
+    functions and Python numbers, are static, also in results: a new number compiles anew.
 
-    Communication: what placing the arguments and results takes, and what the compiler puts into the function.
+    Communication: that of placing the arguments and results, and what the compiler adds in the function.
 
     Args:
-      fn: The function; absent, this is a decorator.
-      axis_resources: Where names live inside; absent, the surrounding `axis_mapping` at the call.
-      in_axis_resources: Where the arguments are to lie.
-      out_axis_resources: Where the results are to lie.
-      in_names: The layouts of the arguments, by position or by keyword alike: a tuple with an entry for each parameter
-        in order, or a dict by their names. None, or no entry in the dict, leaves one alone.
+      fn: The function; without it, this is a decorator.
+      axis_resources: The mapping inside the function; by default the surrounding `axis_mapping` at the call.
+      in_axis_resources: The mapping of the arguments.
+      out_axis_resources: The mapping of the results.
+      in_names: The layouts of the arguments, whether passed by position or by keyword: a tuple with an entry for each
+        parameter in order, or a dict by parameter name. An argument with None, or without an entry in the dict, stays
+        where it is.
       out_names: The layouts of the result.
-      donate_args: Whether each positional argument's buffers may be reused: a prefix tree of booleans or of functions
-        from an array to one. An argument that is brought elsewhere first is donated as what arrives there.
+      donate_args: Whether each positional argument's buffers may be reused: a prefix tree of booleans, or of functions
+        from an array to a boolean. If an argument is moved first, its moved copy is donated.
       donate_kwargs: The same for keyword arguments, a dict.
       **jit_options: Further options of `jax.jit`: `keep_unused`, `backend`, `inline`, `compiler_options`.
 
     Returns:
-      The function, with `.lower(*args, **kwargs)` as that of `jax.jit`.
+      The function, with `.lower(*args, **kwargs)` like that of `jax.jit`.
 
     Raises:
-      LayoutError: If a mapping is given for arguments or results whose names are not, names without a mapping, or
-        flags of donation that do not fit the arguments.
-      SpmdError: As `shard`.
+      LayoutError: If arguments or results have a mapping without names, or names without a mapping, or if flags of
+        donation do not fit the arguments.
+      SpmdError: As in `shard`.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -94,16 +95,16 @@ def named_jit(
         rule = f"named_jit takes a function, not {type(fn).__name__}."
         raise LayoutError(rule, call="named_jit(fn, ...)", advice="named_jit(axis_resources=...)(fn)")
     if taken := next((option for option in _TAKEN if option in jit_options), None):
-        rule = f"{taken} is not for named_jit: what is no array is static, and names and mappings say where arrays lie."
+        rule = f"{taken} is not for named_jit: non-arrays are static, and names and mappings place arrays."
         advice = "donate_args=... or donate_kwargs=..." if "donate" in taken else f"leave out {taken}"
         raise LayoutError(rule, call="named_jit(fn, ...)", advice=advice)
     for what, rules, names in (("in", in_axis_resources, in_names), ("out", out_axis_resources, out_names)):
         if rules is not None and names is None:
-            rule = f"{what}_axis_resources places named dimensions, and {what}_names does not name any."
+            rule = f"{what}_axis_resources places named dimensions, but {what}_names does not name any."
             advice = 'as in in_names=("batch embed",)' if what == "in" else 'as in out_names="batch embed"'
             raise LayoutError(rule, call="named_jit(fn, ...)", advice=advice)
     if in_names is not None and not isinstance(in_names, (tuple, dict)):
-        rule = "in_names is a tuple with an entry for each parameter, or a dict by their names."
+        rule = "in_names is a tuple with an entry for each parameter, or a dict by parameter name."
         got = [f"in_names: {type(in_names).__name__}"]
         raise LayoutError(rule, call="named_jit(fn, ...)", got=got, advice='as in in_names=("batch embed",)')
     return _NamedJit(
@@ -125,18 +126,18 @@ def fsdp(
     out_names: Any = None,
     **options: Any,
 ) -> Any:
-    """`named_jit` for parameters that rest under one mapping and compute under another (fully sharded data parallel).
+    """`named_jit` for parameters that rest under one mapping and are used under another (fully sharded data parallel).
 
-    Arguments and results lie as `parameter_mapping` says; inside, `compute_mapping` is in force, and `auto_sharded`
-    brings parameters under it. The compiler gathers them there. To decide yourself when each weight is gathered and its
-    gradient scattered, there is `spmd.parallel.fsdp`.
+    `parameter_mapping` places arguments and results. Inside, `compute_mapping` holds, and `auto_sharded` moves
+    parameters to it, where the compiler gathers them. To decide yourself when each weight is gathered and its gradient
+    is scattered, use `spmd.parallel.fsdp`.
 
     Communication: what the compiler needs between the two mappings.
 
     Args:
-      fn: The function; absent, this is a decorator: `@fsdp(parameter_mapping=..., compute_mapping=..., ...)`.
-      parameter_mapping: Where names live in arguments and results.
-      compute_mapping: Where they live inside.
+      fn: The function; without it, this is a decorator: `@fsdp(parameter_mapping=..., compute_mapping=..., ...)`.
+      parameter_mapping: The mapping of arguments and results.
+      compute_mapping: The mapping inside.
       in_names: As in `named_jit`.
       out_names: As in `named_jit`.
       **options: Further options of `named_jit`.
@@ -145,7 +146,7 @@ def fsdp(
       The function.
 
     Raises:
-      LayoutError: As `named_jit`, and without both mappings.
+      LayoutError: As in `named_jit`, or if one of the mappings is missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -204,7 +205,7 @@ class _NamedJit(ByName):
         def run(donated: Any, kept: Any, static: Any) -> Any:
             return self._run(donated, kept, static)
 
-        run.__name__ = getattr(fn, "__name__", "fn")  # what compiled programs and profiles show
+        run.__name__ = getattr(fn, "__name__", "fn")  # the name in compiled programs and profiles
         return run
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -253,7 +254,7 @@ class _NamedJit(ByName):
             later[name] is not None for name in later.keys() - kwargs.keys()
         ):
             rule = f"in_names has an entry for each parameter in order: {passed}, not {len(given)}."
-            raise LayoutError(rule, call=f"{self._call}(...)", advice="None for one left alone")
+            raise LayoutError(rule, call=f"{self._call}(...)", advice="None for a parameter that stays where it is")
         return list(given[: len(args)]), later
 
     @functools.cached_property
@@ -261,11 +262,11 @@ class _NamedJit(ByName):
         """The kind of each parameter."""
         try:
             return {p.name: p.kind for p in inspect.signature(self._fn).parameters.values()}
-        except (TypeError, ValueError):  # of something built in
+        except (TypeError, ValueError):  # a builtin
             return {}
 
     def _at_its_place(self, key: int | str, x: Any, names: Any, rules: AxisMapping) -> Any:
-        """An argument, placed; one that lay right in the last call, and lies as it did then, is not looked at again."""
+        """An argument, placed. It is not checked again if it was right in the last call and is unchanged."""
         before = _where(x, rules)
         if before is not None and self._right.get(key) == before:
             return x
@@ -275,7 +276,7 @@ class _NamedJit(ByName):
         return placed
 
     def _flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-        """Which leaf is donated; what the flags do not mention is not."""
+        """Whether each leaf is donated; a leaf without a flag is not."""
         of_args, of_kwargs = self._donate_args, self._donate_kwargs
         if isinstance(of_args, (list, tuple)):
             of_args = (*of_args, *[False] * (len(args) - len(of_args)))
@@ -296,7 +297,7 @@ class _NamedJit(ByName):
 
 
 def _where(tree: Any, rules: AxisMapping) -> Any:
-    """All that the placement of a tree depends on, if its arrays are on a mesh; else None."""
+    """Everything that the placement of a tree depends on, if its arrays are on a mesh; else None."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [x for x in leaves if is_array(x)]
     if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
@@ -314,7 +315,7 @@ def _each(prefix: Any, tree: Any, what: str) -> list[bool]:
     try:
         flags = jax.tree.leaves(jax.tree.broadcast(False if prefix is None else prefix, tree))
     except ValueError:
-        rule = f"{what} follows the arguments: a boolean, or a function from an array to one, for each or all below."
+        rule = f"{what} is a prefix tree of the arguments: booleans, or functions from an array to a boolean."
         shown = [str(jax.tree.structure(one))[len("PyTreeDef(") : -1] for one in (prefix, tree)]
         got = [f"{what}: {shown[0]}", f"arguments: {shown[1]}"]
         raise LayoutError(rule, call="named_jit(fn, ...)", got=got) from None
@@ -325,7 +326,7 @@ def _each(prefix: Any, tree: Any, what: str) -> list[bool]:
 def _rules(given: Any, inside: AxisMapping | None, side: str) -> AxisMapping:
     rules = inside if given is None else AxisMapping.of(given)
     if rules is None:
-        rule = f"{side}_names names dimensions, and no mapping says where they live."
+        rule = f"{side}_names names dimensions, but no mapping places them."
         advice = f"{side}_axis_resources=..., axis_resources=..., or with axis_mapping(...): around the call"
         raise LayoutError(rule, call="named_jit(fn, ...)", advice=advice)
     return rules

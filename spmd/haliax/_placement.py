@@ -26,29 +26,30 @@ BIG = 2**20
 
 
 class WholeArrayWarning(UserWarning):
-    """A big array lies whole on every device, although the mesh has several."""
+    """A big array is whole on every device, although the mesh has several."""
 
 
 def shard(tree: T, names: Any, mapping: Any = None, mesh: Any = None, *, big: int = BIG) -> T:
-    """Place a tree of arrays by the names of their dimensions, inside `jit` and outside alike.
+    """Place a tree of arrays by the names of their dimensions, inside and outside `jit`.
 
-    `spmd.shard` with a mapping that must be there, and a warning where it does nothing for a big array.
+    This is `spmd.shard` with a required mapping, and with a warning if the mapping leaves a big array whole.
 
-    Communication: whatever moving the arrays takes; none where they lie so already.
+    Communication: that of moving the arrays; none for arrays that are in place already.
 
     Args:
-      tree: An array or a pytree, modules of Equinox and Flax NNX included; leaves that are no arrays stay.
+      tree: An array or a pytree, including modules of Equinox and Flax NNX. Leaves that are not arrays stay as they
+        are.
       names: The layouts, see above.
-      mapping: Where names live; absent, the surrounding `axis_mapping`.
-      mesh: The mesh; absent, that of the arrays' shardings, else that of `jax.set_mesh`.
-      big: How many bytes an array may have and lie whole without a warning.
+      mapping: The mapping of the names; by default the surrounding `axis_mapping`.
+      mesh: The mesh; by default that of the arrays' shardings, or else that of `jax.set_mesh`.
+      big: The largest number of bytes of an array that may be whole without a warning.
 
     Returns:
       The tree, placed.
 
     Raises:
-      LayoutError: Without a mapping, or if it lacks a name; if names do not fit the tree.
-      MeshError: Without a mesh, or if it lacks an axis.
+      LayoutError: If there is no mapping, the mapping lacks a name, or names do not fit the tree.
+      MeshError: If there is no mesh, or the mesh lacks an axis.
       SizeError: If dimensions do not divide.
 
     Example:
@@ -68,9 +69,9 @@ def shard(tree: T, names: Any, mapping: Any = None, mesh: Any = None, *, big: in
 
 
 def auto_sharded(tree: T, names: Any, mesh: Any = None) -> T:
-    """`shard` by the surrounding `axis_mapping` where there is one; without one nothing happens.
+    """`shard` by the surrounding `axis_mapping`; without one nothing happens.
 
-    For library code that may or may not run under a mapping. Communication: as `shard`.
+    For library code that may or may not run under a mapping. Communication: that of `shard`.
 
     Args:
       tree: An array or a pytree.
@@ -81,7 +82,7 @@ def auto_sharded(tree: T, names: Any, mesh: Any = None) -> T:
       The tree, placed, or as it was.
 
     Raises:
-      SpmdError: As `shard`, under a mapping.
+      SpmdError: Under a mapping, as in `shard`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,19 +96,19 @@ def auto_sharded(tree: T, names: Any, mesh: Any = None) -> T:
 def shard_with_axis_mapping(tree: T, names: Any, mapping: Any, mesh: Any = None) -> T:
     """`shard`, under its older name.
 
-    Communication: as `shard`.
+    Communication: that of `shard`.
 
     Args:
       tree: An array or a pytree.
       names: The layouts, see above.
-      mapping: Where names live.
+      mapping: The mapping of the names.
       mesh: As in `shard`.
 
     Returns:
       The tree, placed.
 
     Raises:
-      SpmdError: As `shard`.
+      SpmdError: As in `shard`.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -129,7 +130,7 @@ def mapping_of(who: str, mapping: Any) -> AxisMapping:
 
 
 def mesh_of(who: str, mesh: Any, *, sizes: bool = False) -> Any:
-    """The mesh given, else the ambient one; a dict of sizes where only these are asked for."""
+    """The given mesh, or else the ambient one; a dict of sizes if only these are needed."""
     found = ambient_mesh() if mesh is None else mesh
     if found is None:
         rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
@@ -141,7 +142,7 @@ def mesh_of(who: str, mesh: Any, *, sizes: bool = False) -> Any:
 
 
 def _layouts(names: Any) -> Any:
-    """What `spmd.shard` takes: functions of a key path become functions of the tree below them."""
+    """Layouts for `spmd.shard`: functions of a key path become functions of the tree below them."""
 
     def of_tree(one: Any) -> Any:
         plain = not callable(one) or inspect.isclass(one)
@@ -151,7 +152,7 @@ def _layouts(names: Any) -> Any:
 
 
 def _warn_of_whole(tree: Any, layouts: Any, mapping: AxisMapping, mesh: Any, big: int) -> None:
-    """Name the big arrays that every device of a mesh is to hold whole."""
+    """Warn about the big arrays that every device of a mesh would hold whole."""
     wanted = spmd.shard(jax.tree.map(_abstract, tree), layouts, mesh=mesh, mapping=mapping)
     whole = []
     for path, x in jax.tree_util.tree_leaves_with_path(wanted):
@@ -161,7 +162,7 @@ def _warn_of_whole(tree: Any, layouts: Any, mapping: AxisMapping, mesh: Any, big
             if nbytes > big:
                 whole.append(f"tree{jax.tree_util.keystr(path)}: {x.dtype.name}{list(x.shape)}, {bytes_text(nbytes)}")
     if whole:
-        rule = "a big array lies whole on every device: nothing that its names say divides it."
+        rule = "a big array is whole on every device: none of its names divides it."
         got = [*whole, f"mapping: {_rules_text(mapping)}"]
         advice = '"embed": "data" in the mapping for one of its names, or big=... to allow it'
         warn(str(Fault(rule, call="shard(tree, names)", got=got, advice=advice)), WholeArrayWarning)

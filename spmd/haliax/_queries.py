@@ -1,4 +1,4 @@
-"""Where a named dimension lies, over how many devices, and the shardings that follow."""
+"""The mesh axes of named dimensions, their numbers of devices, and the resulting shardings."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def round_axis_for_partitioning(name: str, size: int, mapping: Any = None, mesh:
       name: The dimension.
       size: Its size.
       mapping: As in `shard`.
-      mesh: A mesh; absent, that of `jax.set_mesh`.
+      mesh: A mesh; by default that of `jax.set_mesh`.
 
     Returns:
       The smallest multiple of the number of devices along its axes that is not below `size`.
 
     Raises:
-      SpmdError: As `physical_axis_size`.
+      SpmdError: As in `physical_axis_size`.
 
     Example:
       >>> import spmd
@@ -67,7 +67,7 @@ def physical_axis_name(name: str, mapping: Any = None) -> str | tuple[str, ...] 
       The axes.
 
     Raises:
-      LayoutError: Without a mapping, or if it says nothing of this name.
+      LayoutError: If there is no mapping, or it lacks this name.
 
     Example:
       >>> from spmd import haliax as hax
@@ -79,21 +79,21 @@ def physical_axis_name(name: str, mapping: Any = None) -> str | tuple[str, ...] 
 
 
 def physical_axis_size(name: str, mapping: Any = None, mesh: Any = None) -> int | None:
-    """How many devices a named dimension is divided over; None where it is whole.
+    """The number of devices over which a named dimension is divided; None if it is whole.
 
     Communication: none.
 
     Args:
       name: The dimension.
       mapping: As in `shard`.
-      mesh: A mesh; absent, that of `jax.set_mesh`.
+      mesh: A mesh; by default that of `jax.set_mesh`.
 
     Returns:
       The product of the sizes of its mesh axes.
 
     Raises:
-      LayoutError: Without a mapping, or if it says nothing of this name.
-      MeshError: Without a mesh, or if it lacks an axis.
+      LayoutError: If there is no mapping, or it lacks this name.
+      MeshError: If there is no mesh, or it lacks an axis.
 
     Example:
       >>> import spmd
@@ -108,21 +108,21 @@ def physical_axis_size(name: str, mapping: Any = None, mesh: Any = None) -> int 
 
 
 def sharding_for_axis(names: Any, mapping: Any = None, mesh: Any = None) -> Any:
-    """The sharding of an array whose dimensions have these names: `sharding_for_axis("batch embed")`.
+    """The sharding of an array with dimensions of these names: `sharding_for_axis("batch embed")`.
 
     Communication: none.
 
     Args:
-      names: One name or several, a layout; or a tree of layouts, or a class whose annotations are layouts.
+      names: One or more names, a layout; or a tree of layouts, or a class with layouts as annotations.
       mapping: As in `shard`.
-      mesh: A mesh; absent, that of `jax.set_mesh`.
+      mesh: A mesh; by default that of `jax.set_mesh`.
 
     Returns:
       The `NamedSharding`, or a tree of them.
 
     Raises:
-      LayoutError: Without a mapping, or if it lacks a name.
-      MeshError: Without a mesh, or if it lacks an axis.
+      LayoutError: If there is no mapping, or it lacks a name.
+      MeshError: If there is no mesh, or it lacks an axis.
 
     Example:
       >>> import spmd
@@ -143,14 +143,14 @@ def pspec_for(names: Any, mapping: Any = None) -> Any:
     Communication: none.
 
     Args:
-      names: A layout, a tree of layouts, or a class whose annotations are layouts.
+      names: A layout, a tree of layouts, or a class with layouts as annotations.
       mapping: As in `shard`.
 
     Returns:
-      The specs; of a class, a dict by the names of its attributes.
+      The specs; for a class, a dict by attribute name.
 
     Raises:
-      LayoutError: Without a mapping, or if it lacks a name.
+      LayoutError: If there is no mapping, or it lacks a name.
 
     Example:
       >>> from spmd import haliax as hax
@@ -169,7 +169,7 @@ def _specs(who: str, names: Any, mapping: Any) -> Any:
         if not isinstance(one, (str, Layout)):
             what = "a function" if callable(one) else f"a value of type {type(one).__name__}"
             if isinstance(one, (Each, Unknown)):
-                what = "a container in an annotation, whose length only a tree tells"
+                what = "a container in an annotation, which needs a tree for its length"
             rule = f"{who} is given no arrays, so names are layouts, a tree of them, or a class of them, not {what}."
             raise LayoutError(rule, call=f"{who}(names)", advice=f'as in {who}("batch embed")')
         layout = Layout(one)

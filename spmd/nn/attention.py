@@ -42,46 +42,46 @@ def dot_product_attention(
 ) -> Any:
     """Softmax attention over a whole sequence: multi-head, grouped-query (g < h) or multi-query (g = 1).
 
-    Query head i looks at key and value head i * g // h. The softmax is float32 at least, whatever the dtype; a query
-    that sees no key gets zeros. Each device works on its heads: in plain einsums, or by
-    `jax.nn.dot_product_attention` where `implementation` asks for its kernels, "cudnn" on GPUs above all; of causal
-    masks and windows alone these skip what is hidden.
+    Query head i looks at key and value head i * g // h. The softmax is at least float32, whatever the dtype. A query
+    that sees no key gets zeros. Each device works on its own heads. It uses plain einsums, or
+    `jax.nn.dot_product_attention` if `implementation` asks for its kernels (mainly "cudnn" on GPUs). These kernels skip
+    what is hidden if the only masks are causal masks and windows.
 
-    Layouts: q `"... s h/tp k"`, k and v `"... t g/tp k"`, result `"... s h/tp k"`. Where there are fewer key heads
-    than devices in tp, keys and values come whole, `"... t g k"`, with `kv_heads="whole"`: each device picks the
-    heads that its queries look at (see `spread_heads`).
+    Layouts: q `"... s h/tp k"`, k and v `"... t g/tp k"`, result `"... s h/tp k"`. If there are fewer key heads than
+    devices in tp, pass whole keys and values, `"... t g k"`, and `kv_heads="whole"`: each device then picks the heads
+    that its queries look at (see `spread_heads`).
 
-    Communication: none, forward and backward. With `kv_heads="whole"`, backward a psum over tp of the gradients of
-    keys and values that are equal by JAX's type, 2S(n-1)/n bytes for S bytes of each.
+    Communication: none, forward and backward. With `kv_heads="whole"`, the backward pass has a psum over tp of the
+    gradients of keys and values that are equal by JAX's type: 2S(n-1)/n bytes for S bytes of each.
 
-    Memory: the scores of a device's heads, `"... h/tp s t"`, unless a kernel avoids them; kept for the backward pass.
-    For sequences where that is too much: `jax.checkpoint`, a kernel, or `spmd.parallel.ring_attention`, which works
-    in chunks also on one device.
+    Memory: the scores of a device's heads, `"... h/tp s t"`, are kept for the backward pass, unless a kernel avoids
+    them. If this is too much, use `jax.checkpoint`, a kernel, or `spmd.parallel.ring_attention`, which works in chunks,
+    also on one device.
 
     Args:
       q: Queries.
       k: Keys.
       v: Values.
-      mask: Booleans `"... h/tp s t"`, True where a query sees a key; dimensions may be 1.
-      bias: Added to the scores, likewise.
+      mask: Booleans `"... h/tp s t"`, True where a query sees a key. Dimensions may be 1.
+      bias: Added to the scores; an array in the same layout as the mask.
       causal: A query sees keys at its own position and before.
-      window: A query sees keys less than this many positions away, itself counted.
-      segments: Integers `"... s"`; queries see keys of their own number. A pair where queries and keys differ.
-      positions: Integers `"s"` or `"... s"`, where they are not 0, 1, ...; a pair where queries and keys differ. Keys
-        at negative positions are seen by nobody.
-      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      window: A query sees keys less than this many positions away, including its own.
+      segments: Integers `"... s"`. Queries see keys with the same number. A pair if queries and keys have different
+        ones.
+      positions: Integers `"s"` or `"... s"`; by default 0, 1, ... A pair if queries and keys have different ones. No
+        query sees a key at a negative position.
+      scale: The factor of the scores; by default 1 / sqrt(k).
       softcap: Scores become softcap * tanh(scores / softcap), before the mask.
       tp: The mesh axes that divide the heads.
       kv_heads: "divided" like the query heads, or "whole".
-      implementation: None for plain einsums; "xla" or "cudnn" for `jax.nn.dot_product_attention` with it.
+      implementation: None for plain einsums; "xla" or "cudnn" for that implementation of
+        `jax.nn.dot_product_attention`.
 
     Returns:
-      The values, mixed: an array like q.
-
-    Raises:
-      SizeError: If the key heads do not divide the query heads, or queries and keys that are causal or in a window
-        are not equally many and have no positions, or window or soft cap are not above zero.
-      LayoutError: On an unknown `kv_heads`, a mask that is not of booleans, or an implementation with a soft cap.
+      The mixed values, an array like q.  Raises: SizeError: If the number of key heads does not divide that of the
+      query heads. If a causal mask or a window has different numbers of queries and keys, and no positions. If a window
+      or soft cap is not above zero. LayoutError: If `kv_heads` is unknown, the mask is not boolean, or an
+      implementation is used with a soft cap.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -102,11 +102,13 @@ def dot_product_attention(
         rule = f"each key head serves equally many query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
         raise SizeError(rule, call="dot_product_attention(q, k, v)", got=_shapes(q=q, k=k))
     if softcap is not None and implementation is not None:
-        rule = f"the implementation {implementation!r} knows no soft cap."
+        rule = f"the implementation {implementation!r} has no soft cap."
         raise LayoutError(rule, call="dot_product_attention(q, k, v, softcap=...)", fix="implementation=None")
     if mask is not None and mask.dtype != bool:
-        rule = f"a mask is True where a query sees a key, and not of {mask.dtype}; what is added to scores is the bias."
-        raise LayoutError(rule, call="dot_product_attention(q, k, v, mask=...)", advice="what is added is bias=")
+        rule = f"a mask is boolean, True where a query sees a key, and this one is {mask.dtype}."
+        raise LayoutError(
+            rule, call="dot_product_attention(q, k, v, mask=...)", advice="pass what is added to the scores as bias="
+        )
     check_positive("dot_product_attention(q, k, v)", window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = positions
@@ -129,17 +131,18 @@ def dot_product_attention(
 
 @scope(mapping=None)
 def spread_heads(heads: Any, *, tp: Axes) -> Any:
-    """Key and value heads for devices that are more than they: each device picks those that its queries look at.
+    """Key and value heads for more devices than heads: each device picks the heads that its queries look at.
 
-    With g heads and n devices the result has the least common multiple of both, each head several times in a row, and
-    is divided. So with g = 2 and n = 4 each device holds one head, and two devices the same: memory for keys
-    and values on a device is that of one head, not of g.
+    With g heads and n devices, the result has as many heads as the least common multiple of g and n. Each head is
+    repeated, and the result is divided. With g = 2 and n = 4 each device holds one head, and two devices hold the same
+    one: a device needs the memory of one head, not of g.
 
-    Layouts: heads `"... g k"`, whole on tp; result `"... n/tp k"`. Keys and values, or the weights that make them,
-    `"d g k"`: then each device also computes only what it holds, as in `multi_head_attention`.
+    Layouts: heads `"... g k"`, whole on tp; result `"... n/tp k"`. The heads are keys and values, or the weights that
+    make them, `"d g k"`. With weights each device also computes only the heads that it holds, as in
+    `multi_head_attention`.
 
-    Communication: none forward. Backward, where the heads are equal by JAX's own type, a psum of their gradient over
-    tp, 2S(n-1)/n bytes for S bytes.
+    Communication: none forward. Backward, if the heads are equal by JAX's own type, a psum of their gradient over tp,
+    2S(n-1)/n bytes for S bytes.
 
     Args:
       heads: An array, or a tree of arrays.
@@ -185,47 +188,46 @@ def multi_head_attention(
     overlap: bool = False,
     **options: Any,
 ) -> Any:
-    """The attention layer: projections to heads, rotary positions, attention, projection back.
+    """The attention layer: projections to heads, rotary positions, attention, output projection.
 
     Layouts: x and result `"... s/cp/sp d"` (with `sp=None` and `cp=None` any `"... s d"`), wq `"d h/tp k"`, wk and wv
     `"d g/tp k"`, wo `"h/tp k d"`. With fewer key heads than devices in tp, wk and wv `"d g k"` and
     `kv_heads="whole"`.
 
-    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp` an all_gather and a
-    psum_scatter of S(n-1)/n bytes each, forward and again backward; without, a psum of 2S(n-1)/n bytes forward, and
-    again backward. Besides, that of `attend`. Gradients of weights that are equal where tokens are divided are summed
-    there, 2W(m-1)/m bytes for W bytes on m devices; those of wk and wv with `kv_heads="whole"` over tp as well. What
-    `overlap` changes, as in `column_linear` and `row_linear`.
+    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp`, an all_gather and a
+    psum_scatter of S(n-1)/n bytes each, forward and again backward. Without `sp`, a psum of 2S(n-1)/n bytes, forward
+    and again backward. `attend` adds its own. If a weight is equal on axes that divide tokens, its gradient is summed
+    over them, 2W(m-1)/m bytes for W bytes on m devices. With `kv_heads="whole"` the gradients of wk and wv are summed
+    over tp as well. `overlap` changes this as in `column_linear` and `row_linear`.
 
-    Memory: the gathered x, queries, keys, values and the mixed values, and what `attend` keeps.
+    Memory: the gathered x, queries, keys, values and mixed values are kept, and what `attend` keeps.
 
     Args:
       x: The activations.
       wq: Weights of the queries.
       wk: Weights of the keys.
       wv: Weights of the values.
-      wo: Weights back.
-      biases: Of queries, keys and values: `"h/tp k"`, `"g/tp k"` twice.
-      attend: From queries, keys and values, `"... s/cp h/tp k"`, to values mixed:
-        `lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp="cp", tp="tp", causal=True)`. Absent,
-        `dot_product_attention` with tp and the options.
-      frequencies: Of `rotary_frequencies`; absent, no rotary embedding.
-      positions: Integers `"s/cp"` or `"... s/cp"`, by which the rotary embedding turns; absent, 0, 1, ... over all of
-        s. Masks count tokens as they stand, unless `attend` does otherwise.
+      wo: Weights of the output projection.
+      biases: The biases of queries, keys and values: `"h/tp k"`, `"g/tp k"` and `"g/tp k"`.
+      attend: A function from queries, keys and values, `"... s/cp h/tp k"`, to the mixed values, such as `lambda q, k,
+        v: spmd.parallel.ring_attention(q, k, v, cp="cp", tp="tp", causal=True)`. By default `dot_product_attention`
+        with tp and the options.
+      frequencies: Those of `rotary_frequencies`, or None for no rotary embedding.
+      positions: The positions for the rotary embedding, integers `"s/cp"` or `"... s/cp"`; by default 0, 1, ... over
+        all of s. Masks count tokens in the order of the array, unless `attend` does otherwise.
       tp: The mesh axes that divide the heads.
       sp: The mesh axes that divide the sequence outside; the same as tp, or None.
-      cp: Mesh axes that divide the sequence throughout; then `attend` is needed.
+      cp: Mesh axes that divide the sequence throughout. They require `attend`.
       kv_heads: "divided" like the query heads, or "whole".
-      overlap: Whether gather and scatter are rings beside the projections, as in `column_linear` and `row_linear`.
-      **options: Of `dot_product_attention`: causal, window, segments, softcap, ...
-
-    Returns:
+      overlap: Whether gather and scatter are rings that overlap with the projections, as in `column_linear` and
+        `row_linear`.
+      **options: Those of `dot_product_attention`: causal, window, segments, softcap, ...  Returns:
       An array like x, not yet added to it.
 
     Raises:
-      LayoutError: If the sequence is divided and there is no `attend`, there are options besides it, or positions
-        without frequencies.
-      SpmdError: Where sizes or placements do not fit.
+      LayoutError: If the sequence is divided and `attend` is missing, options are given besides `attend`, or positions
+        are given without frequencies.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -241,7 +243,7 @@ def multi_head_attention(
       [121. 121. 121. 121. 121.]
 
     References:
-      As of `dot_product_attention`, `rotary_embedding` and `column_linear`.
+      Those of `dot_product_attention`, `rotary_embedding` and `column_linear`.
     """
     if attend is None and cp is not None:
         rule = "dot_product_attention works on whole sequences, and cp divides this one."
@@ -251,11 +253,11 @@ def multi_head_attention(
         rule = f"attend is given, so {', '.join(sorted(options))} would not be used: pass them in it."
         raise LayoutError(rule, call="multi_head_attention(x, ..., attend=...)")
     if positions is not None and frequencies is None:
-        rule = "positions are those of the rotary embedding, and without frequencies there is none."
+        rule = "positions are those of the rotary embedding, which needs frequencies."
         advice = "as in frequencies=spmd.nn.rotary_frequencies(k)"
         raise LayoutError(rule, call="multi_head_attention(x, ..., positions=...)", advice=advice)
     if _is_whole(kv_heads, "multi_head_attention"):
-        wk, wv = spread_heads((wk, wv), tp=tp)  # the weights, so that no head is computed that is not used
+        wk, wv = spread_heads((wk, wv), tp=tp)  # the weights, so that only the heads in use are computed
         biases = biases and (biases[0], *spread_heads(biases[1:], tp=tp))
     q, k, v = column_linear(x, (wq, wk, wv), biases, tp=tp, sp=sp, cp=cp, overlap=overlap)
     if frequencies is not None:
@@ -280,12 +282,12 @@ def _by_jax(
     scale: float,
     implementation: Any,
 ) -> Any:
-    """`jax.nn.dot_product_attention`, mapped over the dimensions that it has no room for."""
+    """`jax.nn.dot_product_attention`, mapped over the dimensions that it does not take."""
     reach = None if window is None else (window - 1, 0 if causal else window - 1)
 
     def attend(q: Any, k: Any, v: Any, *given: Any) -> Any:
         named = dict(zip([n for n, x in (("bias", bias), ("mask", mask)) if x is not None], given, strict=True))
-        # Its own code promotes dtypes; what a strict caller must not do need not hold for it.
+        # Its own code promotes dtypes, also under a caller's strict promotion rules.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return jax.nn.dot_product_attention(
                 q, k, v, **named, scale=scale, is_causal=causal, local_window_size=reach, implementation=implementation
@@ -341,8 +343,8 @@ def _is_whole(kv_heads: str, call: str) -> bool:
 def _check_counted(q: Any, k: Any) -> None:
     if q.shape[-3] != k.shape[-3]:
         raise SizeError(
-            "causal masks and windows compare positions, and there are not as many queries as keys: which "
-            "query stands where?",
+            "causal masks and windows compare positions. The numbers of queries and keys differ, so the positions "
+            "must be given.",
             call="dot_product_attention(q, k, v, causal=True)",
             got=_shapes(q=q, k=k),
             advice="positions=(q_positions, k_positions)",

@@ -1,4 +1,4 @@
-"""Keys and values kept for decoding: written at positions of each row, over batch, heads and sequence divided."""
+"""A cache of keys and values for decoding, divided over batch, heads and sequence, with positions for each row."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def kv_cache(
     cp: Axes = None,
     tp: Axes = None,
 ) -> Cache:
-    """An empty cache of keys and values: slots, and for each the position of the token that is in it.
+    """An empty cache: slots for keys and values, each with the position of its token.
 
-    A token at position p has its place at slot p modulo the length; a cache shorter than the sequence is a ring
-    buffer for a sliding window, whose oldest token makes room for the newest. Over cp the slots are dealt in turn:
-    device c has those of positions c, c + n, c + 2n, ... (as in `sequence_order(..., "striped")`), so that all
-    devices fill alike.
+    The token at position p is in slot p modulo the length. A cache that is shorter than the sequence is a ring buffer
+    for a sliding window, in which the newest token replaces the oldest. Over cp the slots are dealt in turn: device c
+    has the slots of positions c, c + n, c + 2n, ... (as in `sequence_order(..., "striped")`), so that all devices fill
+    at the same rate.
 
-    Layouts: `{"k": "b/dp t/cp g/tp k", "v": "b/dp t/cp g/tp k", "positions": "b/dp t/cp"}`, an empty slot at -1. The
-    same shapes from the first token to the last, for `jax.jit` and `jax.lax.scan`; give it away (`donate`) to be
-    written in place.
+    Layouts: `{"k": "b/dp t/cp g/tp k", "v": "b/dp t/cp g/tp k", "positions": "b/dp t/cp"}`, with position -1 for an
+    empty slot. The shapes stay the same from the first token to the last, for `jax.jit` and `jax.lax.scan`. Donate the
+    cache to write it in place.
 
     Communication: none.
 
     Args:
-      batch: Rows, all of them.
-      length: Slots: the longest sequence, or the window (plus the tokens of one append, less one); a multiple of the
-        devices of cp.
-      kv_heads: Key and value heads, all of them; of `spread_heads`, as many as it makes.
+      batch: The global number of rows.
+      length: The global number of slots: the longest sequence, or the window (plus the tokens of one append, less one).
+        A multiple of the number of devices of cp.
+      kv_heads: The global number of key and value heads; with `spread_heads`, the number that it makes.
       head: The size of a head.
-      dtype: Of keys and values; absent, that of `jnp.zeros`.
+      dtype: The dtype of keys and values; by default that of `jnp.zeros`.
       dp: The mesh axes that divide the batch.
       cp: The mesh axes that divide the slots.
       tp: The mesh axes that divide the heads.
@@ -82,34 +82,34 @@ def kv_cache(
 def kv_cache_append(
     cache: Cache, k: Any, v: Any, positions: Any, *, cp: Axes = None, tp: Axes = None, tokens: str = "whole"
 ) -> Cache:
-    """Write tokens into the cache, at positions of each row: the whole prompt, or one or several more.
+    """Write tokens into the cache at the positions of each row: the whole prompt, or one or more further tokens.
 
-    Layouts: the cache `"... t/cp g/tp k"` as `kv_cache` makes it, k and v `"... s g/tp k"`, positions `"... s"`, each
-    row its own; a token at a negative position (padding, a row that has ended) is not written. With
-    `tokens="striped"` the tokens are divided over cp too, k and v `"... s/cp g/tp k"`, positions `"... s/cp"`, in
-    striped order: what a prompt read by `spmd.parallel.ring_attention(..., placement="striped")` leaves on each
-    device is just what it keeps.
+    Layouts: the cache `"... t/cp g/tp k"` as `kv_cache` makes it, k and v `"... s g/tp k"`, positions `"... s"`. Each
+    row has its own positions. A token at a negative position (padding, a row that has ended) is not written. With
+    `tokens="striped"` the tokens are divided over cp too, in striped order: k and v `"... s/cp g/tp k"`, positions
+    `"... s/cp"`. After `spmd.parallel.ring_attention(..., placement="striped")` has read a prompt, each device has
+    exactly the tokens that it keeps.
 
-    Communication: none; each device writes the tokens whose slots it has.
+    Communication: none. Each device writes the tokens that belong in its slots.
 
-    Memory: a new cache, or the old one rewritten if it is not used again.
+    Memory: a new cache, or the old one, overwritten, if it is not used again.
 
     Args:
       cache: The cache.
       k: The keys, after their rotary embedding.
       v: The values.
-      positions: Where the tokens stand, integers; of one row none twice. Of those that share a slot the latest stays,
-        as of a prompt that is longer than a window.
+      positions: The positions of the tokens, integers, different within a row. If several tokens share a slot, as in a
+        prompt that is longer than the window, the latest stays.
       cp: The mesh axes that divide the slots.
       tp: The mesh axes that divide the heads.
-      tokens: "whole" on each device of cp, or divided, "striped".
+      tokens: "whole" on each device of cp, or "striped" over it.
 
     Returns:
       The cache with these tokens.
 
     Raises:
-      LayoutError: On other `tokens`.
-      SpmdError: Where sizes or placements do not fit.
+      LayoutError: If `tokens` is something else.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -150,12 +150,12 @@ def kv_cache_append(
 
 
 def _write(cache: Cache, new: Cache, block: Any, blocks: int) -> Cache:
-    """The slots of one row in one block, "l ...", with those tokens of "s ..." that belong there."""
+    """The slots of one row in one block, "l ...", with the tokens of "s ..." that belong there."""
     at = new["positions"]
     slots = cache["positions"].shape[0]
     mine = (at >= 0) & (at % blocks == block)
     place = jnp.where(mine, at // blocks, -1)
-    latest = place > jnp.max(place) - slots  # what newer ones of these would overwrite, in no order that is sure
+    latest = place > jnp.max(place) - slots  # newer tokens win: a scatter has no defined order
     target = jnp.where(mine & latest, place % slots, slots)  # one beyond the last: dropped
     return {name: old.at[target].set(new[name], mode="drop") for name, old in cache.items()}
 
@@ -172,36 +172,36 @@ def cached_attention(
     cp: Axes = None,
     tp: Axes = None,
 ) -> Any:
-    """Attention of one or several new tokens over the cache, their own keys already in it.
+    """Attention of one or more new tokens over the cache, which already has their own keys.
 
-    Causal: a query sees the slots whose position is its own or before. Over cp each device looks at its slots, and
-    the parts of the softmax are put together (flash decoding).
+    The attention is causal: a query sees the slots at its own position and before. Over cp each device looks at its
+    own slots, and the parts of the softmax are combined (flash decoding).
 
     Layouts: q `"... s h/tp k"`, the cache as `kv_cache` makes it, positions `"... s"`, result `"... s h/tp k"`. A
     query at a negative position gets zeros.
 
-    Communication: none without cp. With n devices of cp, for the T = s h / tp queries and heads of a device in each
-    of its rows: a pmax and a psum of one float32 each, and a psum of the result in float32: 2(8 + 4k)T(n-1)/n bytes
-    per row. Not meant to be differentiated, though it can be.
+    Communication: none without cp. On n devices of cp, T = s h / tp is the number of queries times heads of a device in
+    each of its rows. For each of these, a pmax and a psum of one float32, and a psum of the result in float32: 2(8 +
+    4k)T(n-1)/n bytes per row. It can be differentiated, but is not meant to be.
 
     Memory: scores, `"... h/tp s t/cp"`.
 
     Args:
       q: Queries, after their rotary embedding.
       cache: The cache.
-      positions: Where the queries stand.
-      window: A query sees slots less than this many positions before, itself counted.
-      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      positions: The positions of the queries.
+      window: A query sees slots less than this many positions before, including its own.
+      scale: The factor of the scores; by default 1 / sqrt(k).
       softcap: Scores become softcap * tanh(scores / softcap).
       cp: The mesh axes that divide the slots.
       tp: The mesh axes that divide the heads.
 
     Returns:
-      The values, mixed: an array like q.
+      The mixed values, an array like q.
 
     Raises:
-      SizeError: If window or soft cap are not above zero.
-      SpmdError: Where sizes or placements do not fit.
+      SizeError: If the window or soft cap is not above zero.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd

@@ -1,4 +1,4 @@
-"""In which dtype statistics, softmaxes and sums are made."""
+"""The dtype of statistics, softmaxes and sums."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["wide"]
 
 
 def wide(x: Any) -> Any:
-    """float32, or the dtype of x where that is a wider one of real or complex numbers."""
+    """float32, or the dtype of x if it is a wider real or complex one."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4 else jnp.float32

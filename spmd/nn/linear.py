@@ -1,4 +1,4 @@
-"""Linear layers and MLPs, divided by columns and by rows (tensor parallelism), the sequence divided in between."""
+"""Linear layers and MLPs, divided by columns and by rows (tensor parallelism), with a divided sequence in between."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ Axes = str | tuple[str, ...] | None
 def column_linear(
     x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
 ) -> Any:
-    """Multiply by a matrix whose columns are divided: each device makes its part of the outputs, all tokens of it.
+    """Multiply by a matrix with divided columns: each device makes its part of the outputs, for all tokens.
 
-    The first half of a tensor-parallel pair; `row_linear` is the second. With `sp`, which names the same axes
-    as `tp`, tokens arrive divided as well and are gathered first (sequence parallelism).
+    The first half of a tensor-parallel pair; `row_linear` is the second. With `sp`, which names the same axes as `tp`,
+    the tokens are divided as well and are gathered first (sequence parallelism).
 
-    Layouts: x `"... s/cp/sp d"` (with `sp=None` any `"... d"`), w `"d f/tp"` or with several output dimensions, the
-    first divided: `"d h/tp k"`; b like w without d. Result `"... s/cp f/tp"`. Computed in the dtype of x.
+    Layouts: x `"... s/cp/sp d"` (with `sp=None` any `"... d"`), w `"d f/tp"`, or with several output dimensions, of
+    which the first is divided: `"d h/tp k"`; b like w without d. Result `"... s/cp f/tp"`. Computed in the dtype of x.
 
-    Communication, for x of S bytes per device once its sequence is gathered, on n devices of tp: with `sp` an
-    all_gather forward, S(n-1)/n bytes, and a psum_scatter backward, as many. Without, nothing forward, and backward a
-    psum of x's gradient over tp, 2S(n-1)/n bytes, unless x is a gathered copy already. The gradients of w and b, where
-    these are equal by JAX's own type on axes that divide tokens, are summed over them: 2W(m-1)/m bytes for blocks of W
-    bytes on m devices. With `sp` and `overlap` collective-permutes of as many bytes, forward, and backward twice as
-    many, as x goes round again for the gradient of w; without `sp` overlap changes nothing.
+    Communication, for x of S bytes per device once its sequence is gathered, on n devices of tp: with `sp`, an
+    all_gather forward, S(n-1)/n bytes, and a psum_scatter of the same bytes backward. Without `sp`, nothing forward,
+    and backward a psum of x's gradient over tp, 2S(n-1)/n bytes, unless x is a gathered copy already. If w and b are
+    equal by JAX's own type on axes that divide tokens, their gradients are summed over them: 2W(m-1)/m bytes for blocks
+    of W bytes on m devices. With `sp` and `overlap`, collective-permutes send the same bytes forward, and twice as many
+    backward, because x goes round again for the gradient of w. Without `sp`, `overlap` changes nothing.
 
     Memory: the gathered x is kept for the backward pass; under `jax.checkpoint` it is gathered again instead. With
-    `overlap` the divided x is kept, and no gathered one exists.
+    `overlap` the divided x is kept, and x is never gathered.
 
     Args:
       x: The activations.
       w: The weight, or a tree of weights that share one gather: `{"q": ..., "k": ..., "v": ...}`.
-      b: The bias, or a tree of them like w.
+      b: The bias, or a tree of biases like w.
       tp: The mesh axes that divide the columns.
       sp: The mesh axes that divide the sequence until here.
       cp: Mesh axes that divide the sequence here and after (context parallelism).
       overlap: Whether the sequence is gathered block by block while it is multiplied (`parallel.gather_einsum`).
 
     Returns:
-      The outputs; a tree of them for a tree of weights.
+      The outputs, or a tree of outputs for a tree of weights.
 
     Raises:
       LayoutError: If a weight has fewer than two dimensions.
-      SpmdError: Where sizes or placements do not fit.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -71,7 +71,7 @@ def column_linear(
     weights, structure = jax.tree.flatten(w)
     for one in weights:
         _check_rank("column_linear", one, 2, '"d f/tp"')
-    # Output dimensions whose first is divided are one divided dimension: (h k)/tp.
+    # Several output dimensions, the first divided, are one divided dimension: (h k)/tp.
     flat = [one.reshape(one.shape[0], -1) for one in weights]
     outs = _columns(x, flat, tp=tp, sp=sp, cp=cp, overlap=overlap)
     outs = [y.reshape(*y.shape[:-1], *one.shape[1:]) for y, one in zip(outs, weights, strict=True)]
@@ -85,16 +85,16 @@ def row_linear(
 ) -> Any:
     """Multiply by a matrix whose rows are divided, and sum over the devices that hold them.
 
-    The second half of a tensor-parallel pair. With `sp`, which names the same axes as `tp`, the sum is scattered
-    onto the sequence: each device is left with its tokens.
+    The second half of a tensor-parallel pair. With `sp`, which names the same axes as `tp`, the sum is scattered onto
+    the sequence: each device keeps its own tokens.
 
-    Layouts: x `"... s/cp f/tp"` (with `sp=None` any `"... f/tp"`), w `"f/tp d"` or with several input dimensions,
-    the first divided: `"h/tp k d"`; b `"d"`. Result `"... s/cp/sp d"`. Computed in the dtype of x.
+    Layouts: x `"... s/cp f/tp"` (with `sp=None` any `"... f/tp"`), w `"f/tp d"`, or with several input dimensions, of
+    which the first is divided: `"h/tp k d"`; b `"d"`. Result `"... s/cp/sp d"`. Computed in the dtype of x.
 
-    Communication, for a product of S bytes per device, on n devices of tp: with `sp` a psum_scatter forward,
-    S(n-1)/n bytes, and an all_gather backward, as many; without, a psum forward, 2S(n-1)/n bytes, and nothing backward.
-    The gradients of w and b as in `column_linear`; with `sp`, that of b is summed over tp too, in the same psum. With
-    `sp` and `overlap` collective-permutes of as many bytes, forward and backward.
+    Communication, for a product of S bytes per device, on n devices of tp: with `sp`, a psum_scatter forward, S(n-1)/n
+    bytes, and an all_gather of the same bytes backward. Without `sp`, a psum forward, 2S(n-1)/n bytes, and nothing
+    backward. The gradients of w and b are those of `column_linear`. With `sp` the gradient of b is summed over tp too,
+    in the same psum. With `sp` and `overlap`, collective-permutes send the same bytes, forward and backward.
 
     Memory: x is kept for the backward pass.
 
@@ -104,15 +104,15 @@ def row_linear(
       b: The bias, added once, after the sum.
       tp: The mesh axes that divide the rows.
       sp: The mesh axes that divide the sequence from here on.
-      cp: Mesh axes that divide the sequence here already.
-      overlap: Whether the sum is scattered block by block while it is made (`parallel.einsum_scatter`).
+      cp: Mesh axes that already divide the sequence.
+      overlap: Whether the sum is scattered block by block while it is computed (`parallel.einsum_scatter`).
 
     Returns:
       The outputs.
 
     Raises:
-      LayoutError: If the weight has fewer than two dimensions, or x fewer than the weight has rows.
-      SpmdError: Where sizes or placements do not fit.
+      LayoutError: If the weight has fewer than two dimensions, or x has fewer dimensions than the weight's rows.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -124,7 +124,7 @@ def row_linear(
       [8. 8. 8.]
 
     References:
-      As of `column_linear`.
+      Those of `column_linear`.
     """
     _check_rank("row_linear", w, 2, '"f/tp d"')
     rows = w.ndim - 1
@@ -146,9 +146,9 @@ def qkv_linear(
 ) -> Any:
     """Queries, keys and values from one fused weight.
 
-    The weight keeps together what attends together: for each group, its query heads, then its key head, then its value
-    head. Thus tp divides groups, and no device holds queries without their keys. (A weight with all queries first,
-    divided in the middle, would give one device queries only.)
+    The weight keeps the heads of a group together: its query heads, then its key head, then its value head. tp divides
+    the groups, so every device that holds queries also holds their keys. (If all queries came first in the weight, a
+    device could hold queries only.)
 
     Layouts: x `"... s/cp/sp d"`, w `"d g/tp j k"` with j = r + 2 for r query heads per group, b `"g/tp j k"`. Results:
     queries `"... s/cp (g r)/tp k"`, keys and values `"... s/cp g/tp k"`.
@@ -168,8 +168,8 @@ def qkv_linear(
       Queries, keys, values.
 
     Raises:
-      LayoutError: If the weight has not four dimensions, or no room for a query beside key and value.
-      SpmdError: Where sizes or placements do not fit.
+      LayoutError: If the weight does not have four dimensions, or a group does not have a query besides key and value.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -210,11 +210,12 @@ def mlp(
     Layouts: x and result `"... s/cp/sp d"` (with `sp=None` any `"... d"`), w_in `"d f/tp"`, b_in `"f/tp"`, w_out
     `"f/tp d"`, b_out `"d"`.
 
-    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp` an all_gather and a
-    psum_scatter, S(n-1)/n bytes each, forward and again backward; without, a psum of 2S(n-1)/n bytes, forward and
-    again backward. Gradients of the weights, and what `overlap` changes, as in `column_linear` and `row_linear`.
+    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp: with `sp`, an all_gather and a
+    psum_scatter, S(n-1)/n bytes each, forward and again backward. Without `sp`, a psum of 2S(n-1)/n bytes, forward and
+    again backward. The gradients of the weights, and the changes by `overlap`, are those of `column_linear` and
+    `row_linear`.
 
-    Memory: the gathered x and the hidden units before and after the activation, kept for the backward pass.
+    Memory: the gathered x, and the hidden units before and after the activation, are kept for the backward pass.
 
     Args:
       x: The activations.
@@ -226,13 +227,13 @@ def mlp(
       tp: The mesh axes that divide the hidden units.
       sp: The mesh axes that divide the sequence outside; the same as tp, or None.
       cp: Mesh axes that divide the sequence throughout.
-      overlap: Whether gather and scatter are rings beside the products, as in `column_linear` and `row_linear`.
+      overlap: Whether gather and scatter are rings that overlap with the products (see `column_linear`, `row_linear`).
 
     Returns:
       The outputs, an array like x.
 
     Raises:
-      SpmdError: Where sizes or placements do not fit.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -264,34 +265,34 @@ def gated_mlp(
     cp: Axes = None,
     overlap: bool = False,
 ) -> Any:
-    """An MLP whose hidden units are multiplied by gates: SwiGLU, or GEGLU and others by the activation.
+    """An MLP with gated hidden units: SwiGLU, or with other activations GEGLU and others.
 
-    Layouts: x and result `"... s/cp/sp d"` (with `sp=None` any `"... d"`); w_in the pair (gate, up) of `"d f/tp"`
-    each, or fused `"d 2 f/tp"`, b_in likewise without d; w_out `"f/tp d"`, b_out `"d"`. (Fused as `"d (2 f)/tp"`, tp
-    would divide gates from what they open.)
+    Layouts: x and result `"... s/cp/sp d"` (with `sp=None` any `"... d"`); w_in is the pair (gate, up) of `"d f/tp"`
+    each, or fused, `"d 2 f/tp"`; b_in is the same without d; w_out `"f/tp d"`, b_out `"d"`. (In a weight fused as
+    `"d (2 f)/tp"`, tp would separate gates from the units that they multiply.)
 
-    Communication: that of `mlp`; gate and up share one gather, and one psum_scatter or psum of their gradients.
+    Communication: that of `mlp`. Gate and up share one gather, and one psum_scatter or psum of their gradients.
 
-    Memory: the gathered x, gates and up-projections, kept for the backward pass.
+    Memory: the gathered x, gates and up-projections are kept for the backward pass.
 
     Args:
       x: The activations.
       w_in: The weights of gate and up-projection, a pair or fused.
-      w_out: The weight back.
-      b_in: Their biases, a pair or fused.
-      b_out: The last bias.
+      w_out: The weight of the down-projection.
+      b_in: The biases of gate and up-projection, a pair or fused.
+      b_out: The bias of the down-projection.
       activation: The elementwise function of the gate.
       tp: The mesh axes that divide the hidden units.
       sp: The mesh axes that divide the sequence outside; the same as tp, or None.
       cp: Mesh axes that divide the sequence throughout.
-      overlap: Whether gather and scatter are rings beside the products, as in `column_linear` and `row_linear`.
+      overlap: Whether gather and scatter are rings that overlap with the products (see `column_linear`, `row_linear`).
 
     Returns:
       The outputs, an array like x.
 
     Raises:
       LayoutError: If w_in is neither a pair nor fused.
-      SpmdError: Where sizes or placements do not fit.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -324,11 +325,11 @@ def gated_mlp(
 
 
 def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes, overlap: bool) -> list[Any]:
-    """The products of x with weights "d f/tp" or "d n f/tp", the sequence gathered once for all of them."""
+    """The products of x with weights "d f/tp" or "d n f/tp"; the sequence is gathered once for all of them."""
     if overlap and sp is not None and _is_ring("column_linear", tp, sp):
         return ring_columns(x, weights, tp=tp, cp=cp)
     if sp is None:
-        # Typed varying once, so that the gradients of several products are added before they are summed over tp.
+        # Made varying once, so that the gradients of several products are added before they are summed over tp.
         x = defer(x, "... d -> ... d {R:tp}", tp=tp)
     else:
         x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
@@ -343,7 +344,7 @@ def _plus(y: Any, b: Any) -> Any:
 def _is_ring(name: str, tp: Axes, sp: Axes) -> bool:
     """Whether a ring moves anything; an error where it cannot."""
     if (tp if isinstance(tp, tuple) else (tp,)) != (sp if isinstance(sp, tuple) else (sp,)):
-        rule = "a ring over the devices of tp moves a sequence that is divided over the same."
+        rule = "a ring over the devices of tp moves a sequence that is divided over the same devices."
         advice = f"sp={tp!r}, or overlap=False"
         raise LayoutError(rule, call=f"{name}(x, w, overlap=True)", got=[f"tp={tp!r}", f"sp={sp!r}"], advice=advice)
     return sp is not None and axis_size(sp) > 1
@@ -351,5 +352,5 @@ def _is_ring(name: str, tp: Axes, sp: Axes) -> bool:
 
 def _check_rank(name: str, x: Any, rank: int, layout: str, which: str = "w") -> None:
     if jnp.ndim(x) < rank:
-        rule = f"{which} lies as {layout}: it has at least {rank} dimension{'s' * (rank != 1)}."
+        rule = f"{which} has the layout {layout}, so it has at least {rank} dimension{'s' * (rank != 1)}."
         raise LayoutError(rule, call=f"{name}(x, w)", got=[f"{which}: shape {jnp.shape(x)}"])

@@ -1,4 +1,4 @@
-"""Cross-entropy over a divided vocabulary: no device ever has all scores of a token."""
+"""Cross-entropy over a divided vocabulary: no device ever holds all scores of a token."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ def cross_entropy(
     cp: Axes = None,
     dp: Axes = None,
 ) -> Any:
-    """Cross-entropy of labels under scores whose vocabulary is divided, in float32 at least.
+    """Cross-entropy of labels under scores with a divided vocabulary, computed in at least float32.
 
-    With probabilities p = softmax(logits) and smoothing e, the loss of a token is the cross-entropy of p under
-    (1 - e) of the label's unit vector and e of the uniform distribution, plus `z_loss` times the squared logsumexp. The
-    mean is over all tokens of all devices that count: a global sum divided by a global count, right also where
-    devices hold unequal numbers of them (a mean of the devices' means is not).
+    With probabilities p = softmax(logits) and smoothing e, the loss of a token is the cross-entropy of p under the
+    mixture of (1 - e) times the label's unit vector and e times the uniform distribution, plus `z_loss` times the
+    squared logsumexp. The mean is over all tokens that count, on all devices. It is a global sum divided by a global
+    count, so it is right if devices hold different numbers of these tokens (a mean of the devices' means is not).
 
     Layouts: logits `"... s/cp v/tp"`, labels and mask `"... s/cp"`, whole over tp; `...` divided over dp. The result is
-    a scalar, complete on every axis; with `reduction="none"` `"... s/cp"`. Scores that were gathered are not what tp
-    divides: they are an error here, and cross-entropy with `tp=None` is their loss.
+    a scalar, complete on every axis; with `reduction="none"` it is `"... s/cp"`. Gathered scores are not divided over
+    tp, so they are an error. For these use `tp=None`.
 
-    Communication, for T tokens per device on n devices of tp: forward three psums over tp of one float32 per token
-    (the maximum, the sum of exponentials, the label's score), 24T(n-1)/n bytes, and for sum or mean a psum of one
-    number over dp and cp, with a mask a second. Backward nothing.
+    Communication, for T tokens per device on n devices of tp: forward, three psums over tp of one float32 per token
+    (the maximum, the sum of exponentials, the label's score), 24T(n-1)/n bytes. A sum or mean adds a psum of one number
+    over dp and cp, and with a mask a second one. Backward nothing.
 
     Memory: the logits and one number per token are kept for the backward pass, which makes one array of their size.
     Reverse mode only.
 
     Args:
       logits: Scores, before softmax.
-      labels: Integers; one outside the vocabulary that counts makes the loss NaN.
+      labels: Integers. A label outside the vocabulary makes the loss NaN, if it counts.
       mask: Which tokens count: booleans, or weights.
       label_smoothing: e, from 0 to 1.
       z_loss: The weight of the squared logsumexp, which keeps scores from drifting.
       ignore: A label that does not count, such as -100.
-      reduction: "mean" (0 where no token counts), "sum", or "none": each token's loss, 0 where it does not count.
+      reduction: "mean" (0 if no token counts), "sum", or "none", which gives each token's loss, 0 if it does not count.
       tp: The mesh axes that divide the vocabulary.
       cp: The mesh axes that divide the sequence.
       dp: The mesh axes that divide the dimensions of `...`, together.
 
     Returns:
-      The loss, float32 at least.
+      The loss, at least float32.
 
     Raises:
-      LayoutError: If `reduction` is something else, labels are no integers, or smoothing is not from 0 to 1.
-      SizeError: If labels or mask have not the shape of the tokens.
-      SpmdError: Where sizes or placements do not fit.
+      LayoutError: If `reduction` is something else, labels are not integers, or smoothing is not from 0 to 1.
+      SizeError: If labels or mask do not have the shape of the tokens.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -106,28 +106,29 @@ def linear_cross_entropy(
     cp: Axes = None,
     dp: Axes = None,
 ) -> Any:
-    """The last linear layer and `cross_entropy` in one, in chunks of the sequence: the scores never exist whole.
+    """The last linear layer and `cross_entropy` in one, in chunks of the sequence: all scores never exist at once.
 
-    Each chunk of the sequence makes its scores, its losses, and forgets the scores; the backward pass makes them once
-    more, chunk by chunk. (A vocabulary of 128k in float32 is 0.5 MB per token; often it is the largest array of a
-    model.) The table's gradient is summed over devices once, after the last chunk.
+    Each chunk of the sequence computes its scores and losses, and drops the scores. The backward pass computes them
+    again, chunk by chunk. (With a vocabulary of 128k the scores in float32 are 0.5 MB per token, often the largest
+    array of a model.) The table's gradient is summed over devices once, after the last chunk.
 
-    Layouts: x `"... s/cp/sp d"`, table `"v/tp d"` as that of `embedding`, labels and mask `"... s/cp"`, whole over tp;
-    `...` divided over dp. Result as of `cross_entropy`.
+    Layouts: x `"... s/cp/sp d"`, table `"v/tp d"` as for `embedding`, labels and mask `"... s/cp"`, whole over tp;
+    `...` divided over dp. The result is that of `cross_entropy`.
 
     Communication: that of `unembedding`, forward and backward, and that of `cross_entropy`, which the backward pass
-    does not repeat. Where the table is equal by JAX's own type on axes that divide tokens, one psum of its gradient.
+    does not repeat. If the table is equal by JAX's own type on axes that divide tokens, one psum of its gradient.
 
-    Memory: the gathered x, a copy of it cut into chunks, one number per token; while it runs, the scores of one chunk
-    and, backward, their gradients: 8TV/cn bytes for T tokens per device, a vocabulary of V and c chunks. Reverse mode
-    only.
+    Memory: the gathered x, a copy of x cut into chunks, and one number per token are kept. While it runs, it also needs
+    the scores of one chunk and, backward, their gradients: 8TV/cn bytes for T tokens per device, a vocabulary of V and
+    c chunks. Reverse mode only.
 
     Args:
       x: The residual stream after the last norm.
       table: One row per token of the vocabulary.
-      labels: Integers; one outside the vocabulary that counts makes the loss NaN.
+      labels: Integers. A label outside the vocabulary makes the loss NaN, if it counts.
       mask: Which tokens count: booleans, or weights.
-      chunks: Into how many parts a device's sequence is cut; divides `s` within cp. 1 makes all scores at once.
+      chunks: The number of parts of a device's sequence; it divides the local size of `s`. 1 computes all scores at
+        once.
       label_smoothing: As in `cross_entropy`.
       z_loss: As in `cross_entropy`.
       ignore: As in `cross_entropy`.
@@ -138,12 +139,12 @@ def linear_cross_entropy(
       dp: The mesh axes that divide the dimensions of `...`, together.
 
     Returns:
-      The loss, float32 at least.
+      The loss, at least float32.
 
     Raises:
-      LayoutError: As `cross_entropy`, or if chunks is no positive number.
-      SizeError: As `cross_entropy`.
-      SpmdError: Where sizes or placements do not fit.
+      LayoutError: As in `cross_entropy`, or if chunks is not a positive number.
+      SizeError: As in `cross_entropy`.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -155,7 +156,7 @@ def linear_cross_entropy(
       2.0794415
 
     References:
-      As of `cross_entropy`; for what the scores cost Wijmans et al., "Cut Your Losses",
+      Those of `cross_entropy`; for the cost of the scores Wijmans et al., "Cut Your Losses",
       https://arxiv.org/abs/2411.09009.
     """
     if not isinstance(chunks, int) or chunks < 1:
@@ -166,7 +167,7 @@ def linear_cross_entropy(
     else:
         x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
     labels = _checked("linear_cross_entropy", x, labels, mask, label_smoothing, reduction)
-    # Typed varying before the loop: its gradient is added up over chunks first, and over devices once.
+    # Made varying before the loop, so that its gradient is added up over chunks first, and over devices once.
     table = defer(table, "v/tp d -> v/tp d {R:dp,cp}", tp=tp, dp=dp, cp=cp)
 
     def chunk(_: None, part: Any) -> Any:
@@ -192,7 +193,7 @@ def linear_cross_entropy(
 
 
 def _token_losses(logits: Any, labels: Any, tp: Axes, smoothing: float, z_loss: float) -> Any:
-    """The loss of each token; backward it keeps its logsumexp and communicates nothing."""
+    """The loss of each token. The backward pass uses the kept logsumexp and does not communicate."""
     return _losses(logits, labels, (tp, smoothing, z_loss))
 
 
@@ -234,7 +235,7 @@ def _target(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any
 
 
 def _weights(labels: Any, mask: Any, ignore: int | None, dtype: Any) -> Any:
-    """How much each token counts; None where all count alike."""
+    """How much each token counts; None if all count the same."""
     weights = None if mask is None else mask.astype(dtype)
     if ignore is None:
         return weights
@@ -262,7 +263,7 @@ def _over_all(x: Any, op: str, dp: Axes, cp: Axes) -> Any:
 
 
 def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, reduction: str) -> Any:
-    """The labels, wide enough for any vocabulary, after complaints about the arguments."""
+    """The labels, wide enough for any vocabulary, after the arguments are checked."""
     call = f"{name}(...)"
     if reduction not in REDUCTIONS:
         hint = did_you_mean(reduction, REDUCTIONS) if isinstance(reduction, str) else ""
@@ -275,7 +276,7 @@ def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, r
         raise LayoutError(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=call)
     tokens, marks = scores.shape[:-1], jnp.shape(labels if mask is None else mask)
     if not tokens == jnp.shape(labels) == marks:
-        rule = "each token has its own label, and its own number in a mask: broadcast, they would be counted once."
+        rule = "each token has its own label and its own number in a mask: if broadcast, they would be counted once."
         got = [f"tokens: shape {tokens}", f"labels: shape {jnp.shape(labels)}", f"mask: shape {marks}"]
         fix = "jnp.broadcast_to(mask, labels.shape)" if tokens == jnp.shape(labels) else None
         raise SizeError(rule, call=call, got=got if mask is not None else got[:2], fix=fix)

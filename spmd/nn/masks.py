@@ -1,4 +1,4 @@
-"""Who may look at whom: masks from positions and segments, which need not be those of a whole sequence."""
+"""Attention masks from positions and segments, which need not be those of a whole sequence."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def attention_mask(
 ) -> Any:
     """Which keys each query sees, from the positions of both and the segments of both.
 
-    Nothing is counted here: positions are given, so that the mask is right for a divided or permuted sequence
-    (`spmd.iota`, `spmd.parallel.sequence_positions`) and for a cache. Plain JAX, in any mode and outside kernels too.
+    The positions are arguments, so the mask is right for a divided or permuted sequence (`spmd.iota`,
+    `spmd.parallel.sequence_positions`) and for a cache. This is plain JAX, for any mode, inside and outside kernels.
 
     Layouts: positions and segments `"... s"` of the queries and `"... t"` of the keys, divided in any way; result
     `"... s t"`. Positions may leave out the dimensions of `...`.
@@ -32,19 +32,19 @@ def attention_mask(
     Communication: none.
 
     Args:
-      positions: Integers of the queries and of the keys. A key at a negative position (an empty slot of a cache,
-        padding) is seen by nobody.
+      positions: Integers of the queries and of the keys. No query sees a key at a negative position (an empty slot of a
+        cache, padding).
       causal: A query sees keys at its own position and before.
-      window: A query sees keys less than this many positions away: itself and `window - 1` before it (and after it,
-        where not causal).
-      segments: Integers of the queries and of the keys; a query sees keys of its own number only. For several
-        documents in one sequence.
+      window: A query sees keys less than this many positions away: its own and `window - 1` before it (and after it, if
+        not causal).
+      segments: Integers of the queries and of the keys, for several documents in one sequence. A query only sees keys
+        with its own number.
 
     Returns:
-      Booleans, True where a query sees a key; None if nothing was asked for.
+      Booleans, True where a query sees a key, or None if no mask was asked for.
 
     Raises:
-      SizeError: If the window is no positive int.
+      SizeError: If the window is not a positive int.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -74,7 +74,7 @@ def attention_mask(
 
 
 def check_positive(call: str, **given: Any) -> None:
-    """Complain about a window, a chunk or a cap that is not above zero; what is traced is taken on trust."""
+    """Raise if a window, a chunk or a cap is not above zero; traced values are not checked."""
     for name, value in given.items():
         if value is None or isinstance(value, jax.Array):
             continue

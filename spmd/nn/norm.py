@@ -1,4 +1,4 @@
-"""Normalisation over the features, whole or divided."""
+"""Normalization over the features, whole or divided."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Axes = str | tuple[str, ...] | None
 def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> Any:
     """RMSNorm: features divided by the root of their mean square, times a learned scale.
 
-    Statistics are float32 at least, whatever the dtype of x. All dimensions but the last may be divided in any way.
+    Statistics are at least float32, whatever the dtype of x. All dimensions except the last may be divided in any way.
 
     Layouts: x `"... d/tp"`, scale `"d/tp"`, result `"... d/tp"`. With `tp=None` features are whole, as in the
-    sequence-parallel residual stream `"b/dp s/tp d"`: then each device normalises its own tokens.
+    sequence-parallel residual stream `"b/dp s/tp d"`, and each device normalizes its own tokens.
 
-    Communication: nothing forward for whole features; for divided ones a psum over tp of one float32 per token,
-    forward and again backward: 8T(n-1)/n bytes each for the T tokens that a device holds. Backward, a scale that is
-    equal by JAX's own type has its gradient summed over the devices that hold other tokens, those of the sequence
-    among them: one psum of its local part per set of axes.
+    Communication: nothing forward for whole features. For divided features, a psum over tp of one float32 per token,
+    forward and again backward: 8T(n-1)/n bytes each for the T tokens that a device holds. Backward, if the scale is
+    equal by JAX's own type, its gradient is summed over the devices that hold other tokens, including those along the
+    sequence: one psum of its local part per set of axes.
 
     Memory: x is kept for the backward pass.
 
@@ -41,7 +41,7 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
       An array like x.
 
     Raises:
-      SpmdError: Where the layouts of x and scale do not fit.
+      SpmdError: If the layouts of x and scale do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -60,15 +60,15 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
 
 @scope(mapping=None)
 def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> Any:
-    """LayerNorm: features less their mean, divided by their standard deviation, times a scale, plus a bias.
+    """LayerNorm: features minus their mean, divided by their standard deviation, times a scale, plus a bias.
 
-    As `rms_norm`, with a mean besides: the variance is that of the centred features, so that a large mean costs no
-    digits.
+    Like `rms_norm`, but it also subtracts a mean. The variance is that of the centred features, so a large mean does
+    not cost precision.
 
     Layouts: x `"... d/tp"`, scale and bias `"d/tp"`, result `"... d/tp"`.
 
-    Communication: nothing forward for whole features; for divided ones two psums over tp of one float32 per token,
-    forward and again backward. Backward, scale and bias as in `rms_norm`.
+    Communication: nothing forward for whole features. For divided features, two psums over tp of one float32 per token,
+    forward and again backward. Scale and bias cost the same as in `rms_norm` backward.
 
     Memory: x is kept for the backward pass.
 
@@ -83,7 +83,7 @@ def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6
       An array like x.
 
     Raises:
-      SpmdError: Where the layouts of x, scale and bias do not fit.
+      SpmdError: If the layouts of x, scale and bias do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -115,6 +115,6 @@ def _like(features: Any, x: Any, tp: Axes, what: str) -> Any:
     if features.shape != x.shape[-1:]:
         rule = f"{what} has one number for each feature."
         got = [f"x: {x.shape[-1]} features here", f"{what}: {features.shape[0]} here"]
-        advice = f'what rests divided is gathered first, as in all_gather({what}, "d/fsdp -> d")'
+        advice = f'gather it first if it rests divided, as in all_gather({what}, "d/fsdp -> d")'
         raise SizeError(rule, call=f"norm(x, {what})", got=got, advice=advice)
     return jnp.expand_dims(features.astype(x.dtype), tuple(range(x.ndim - 1)))

@@ -1,7 +1,7 @@
-"""Products that move their operand while they multiply: an all-gather or a reduce-scatter as rings of partial products.
+"""Products that overlap with communication: an all-gather or a reduce-scatter as a ring of partial products.
 
-Inside, an array of a device has its blocks first, `"c/tp ..."`, one per device along the ring; the sequence is cut in
-as many parts, `"... b l"`. A block of number `here - j` comes from j places behind. The letters in all strings:
+Inside, the blocks are the first dimension of an array, `"c/tp ..."`, one per device along the ring. The sequence is cut
+into the same number of parts, `"... b l"`. The block of number `here - j` comes from j places behind. In all strings:
 
     c blocks   a blocks of cp   b parts of the sequence   l tokens of a part   d features   f columns or rows of tp
 """
@@ -26,35 +26,35 @@ Axes = str | tuple[str, ...] | None
 
 @scope(mapping=None)
 def gather_einsum(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> Any:
-    """A divided sequence gathered and multiplied by divided columns, a block on its way while another is multiplied.
+    """Gather a divided sequence and multiply it by divided columns, one block in transit while another is used.
 
-    What `column_linear(..., sp=...)` computes, and with `overlap=True` how. The blocks of x go round a ring in both
-    directions at once; each device multiplies what has arrived by its columns, and passes it on at the same time. x is
-    never gathered: two blocks are there besides a device's own.
+    This computes what `column_linear(..., sp=...)` computes, which calls it with `overlap=True`. The blocks of x go
+    round a ring in both directions at once. Each device multiplies the block that has arrived by its columns, and
+    passes the block on at the same time. x is never gathered: a device holds two blocks besides its own.
 
-    Layouts: x `"... s/cp/tp d"`, w `"d f/tp"` or with several output dimensions, the first divided: `"d h/tp k"`.
-    Result `"... s/cp f/tp"`, in the dtype of x.
+    Layouts: x `"... s/cp/tp d"`, w `"d f/tp"`, or with several output dimensions, of which the first is divided:
+    `"d h/tp k"`. Result `"... s/cp f/tp"`, in the dtype of x.
 
-    Communication, on n devices of tp, for blocks of x of B bytes: n-1 collective-permutes, (n-1)B bytes, those of an
-    all-gather, half of them in each direction. Backward 2(n-1) permutes, 2(n-1)B bytes: the gradient of x, summed
-    block by block as it goes round, and x itself once more for that of w, as nothing gathered has been kept. On links
-    that carry both directions at once it takes the time of n/2 hops each. The gradient of w over other axes as in
-    `column_linear`.
+    Communication, on n devices of tp, for blocks of x of B bytes: n-1 collective-permutes, half of them in each
+    direction. They send (n-1)B bytes, as an all-gather does. Backward 2(n-1) permutes, 2(n-1)B bytes: the gradient of x
+    is summed block by block as it goes round, and x goes round once more for the gradient of w, because the gathered x
+    was not kept. On links that carry both directions at once, each ring takes the time of n/2 hops. The gradient of w
+    over other axes is that of `column_linear`.
 
-    Memory: x as it is, divided, and w are kept for the backward pass.
+    Memory: the divided x and w are kept for the backward pass.
 
     Args:
       x: The activations.
       w: The weight, or a tree of weights that share the ring.
       tp: The mesh axes that divide the sequence and the columns.
-      cp: Mesh axes that divide the sequence before tp does, and after too.
+      cp: Mesh axes that divide the sequence outside of tp, in x and in the result.
 
     Returns:
-      The outputs; a tree of them for a tree of weights.
+      The outputs, or a tree of outputs for a tree of weights.
 
     Raises:
       LayoutError: If x or a weight has fewer than two dimensions.
-      SpmdError: Where sizes or placements do not fit.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -79,33 +79,33 @@ def gather_einsum(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> Any:
 
 @scope(mapping=None)
 def einsum_scatter(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> Any:
-    """A product summed over divided rows and scattered onto the sequence, a block multiplied while another travels.
+    """Sum a product over divided rows and scatter it onto the sequence, one block in transit while another is made.
 
-    What `row_linear(..., sp=...)` computes, and with `overlap=True` how. For each block of the sequence two partial
-    sums start half a ring away and come from both sides; each device adds its product as they pass. The product of the
-    whole sequence never exists: one block of it does, and two sums.
+    This computes what `row_linear(..., sp=...)` computes, which calls it with `overlap=True`. For each block of the
+    sequence, two partial sums start half a ring away and come from both sides. Each device adds its product as they
+    pass. The product of the whole sequence never exists: a device holds one block of it, and two sums.
 
-    Layouts: x `"... s/cp f/tp"`, w `"f/tp d"`. Result `"... s/cp/tp d"`, in the dtype of x; products and sums of a hop
-    are made in float32 at least and travel in the dtype of x.
+    Layouts: x `"... s/cp f/tp"`, w `"f/tp d"`. Result `"... s/cp/tp d"`, in the dtype of x. Products and sums of a hop
+    are at least float32 and travel in the dtype of x.
 
-    Communication, on n devices of tp, for blocks of the result of B bytes: n-1 collective-permutes, (n-1)B bytes, those
-    of a reduce-scatter, half of them in each direction. Backward as many: the cotangent goes round once, for both
-    gradients. That of w over other axes as in `row_linear`.
+    Communication, on n devices of tp, for blocks of the result of B bytes: n-1 collective-permutes, half of them in
+    each direction. They send (n-1)B bytes, as a reduce-scatter does. Backward as many: the cotangent goes round once,
+    for both gradients. The gradient of w over other axes is that of `row_linear`.
 
     Memory: x and w are kept for the backward pass.
 
     Args:
       x: The activations.
       w: The weight.
-      tp: The mesh axes that divide the rows, and after it the sequence.
-      cp: Mesh axes that divide the sequence already.
+      tp: The mesh axes that divide the rows, and the sequence of the result.
+      cp: Mesh axes that already divide the sequence.
 
     Returns:
       The outputs.
 
     Raises:
       LayoutError: If x or the weight has fewer than two dimensions.
-      SpmdError: Where sizes or placements do not fit.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -118,7 +118,7 @@ def einsum_scatter(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> Any:
       [8. 8. 8.] {'ppermute': 3}
 
     References:
-      As of `gather_einsum`.
+      Those of `gather_einsum`.
     """
     _check_ranks("einsum_scatter(x, w)", {"x": x, "w": w})
     n = axis_size(tp) if tp else 1
@@ -155,7 +155,7 @@ def _parts(cp: Axes) -> dict[str, Any]:
 def _check_ranks(call: str, arrays: dict[str, Any]) -> None:
     short = [f"{name}: shape {jnp.shape(x)}" for name, x in arrays.items() if jnp.ndim(x) < 2]
     if short:
-        rule = 'x lies as "... s d" and w as "d f": both have at least two dimensions.'
+        rule = 'x has the layout "... s d" and w the layout "d f": both have at least two dimensions.'
         raise LayoutError(rule, call=call, got=short)
 
 
@@ -201,7 +201,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def _scatter(tp: Axes, n: int, x: Any, w: Any) -> Any:
-    """The sums over c `"c/tp ... l d"`, each where its part b = c belongs, of `"c/tp ... b l f"` times `"c/tp f d"`."""
+    """The sums over c of `"c/tp ... b l f"` times `"c/tp f d"`: device c gets part b = c, as `"c/tp ... l d"`."""
     product = "c/tp ... f, c/tp f d -> c/tp ... d"
     return _collect(tp, n, lambda target: _product(_pick(x, target), w, product, tp), x.dtype)
 
@@ -232,10 +232,10 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 def _circulate(tp: Axes, n: int, block: Any, visit: Callable[[Any, Any, Any], Any]) -> Any:
     """`state = visit(state, block, number)` for the blocks of all devices, which arrive from both sides.
 
-    What comes next is on its way while this is worked on: no permute needs a product.
+    The next block travels while one is worked on: no permute depends on a product.
     """
     here = iota("c/tp", c=n, tp=tp)
-    from_behind, from_ahead = n // 2, (n - 1) // 2  # hops in each direction: all others once
+    from_behind, from_ahead = n // 2, (n - 1) // 2  # hops in each direction: each other device once
     behind = _send(tp, block, 1) if from_behind else None
     ahead = _send(tp, block, -1) if from_ahead else None
     state = visit(None, block, here)
@@ -262,7 +262,7 @@ def _circulate(tp: Axes, n: int, block: Any, visit: Callable[[Any, Any, Any], An
 def _collect(tp: Axes, n: int, part: Callable[[Any], Any], dtype: Any) -> Any:
     """For each block the sum over all devices of `part(number)`, added up on the way from both sides.
 
-    The transpose of `_circulate`: as many hops, the other way round. No product needs a permute.
+    The transpose of `_circulate`: the same hops in the other direction. No product depends on a permute.
     """
     here = iota("c/tp", c=n, tp=tp)
     to_ahead, to_behind = n // 2, (n - 1) // 2
@@ -297,12 +297,12 @@ def _send(tp: Axes, x: Any, by: int) -> Any:
 
 
 def _pick(x: Any, part: Any) -> Any:
-    """Of `"c/tp ... b l f"` the part that `"c/tp"` numbers, `"c/tp ... l f"`."""
+    """The part of `"c/tp ... b l f"` whose number is in `"c/tp"`: `"c/tp ... l f"`."""
     return jax.vmap(lambda one, b: lax.dynamic_index_in_dim(one, b, one.ndim - 3, keepdims=False))(x, part)
 
 
 def _put(out: Any, part: Any, number: Any, n: int) -> Any:
-    """The same way back; the first part makes the array."""
+    """The inverse of `_pick`; the first part makes the array."""
     if out is None:
         wide = jnp.expand_dims(part, -3)
         out = jnp.broadcast_to(wide, (*part.shape[:-2], n, *part.shape[-2:]))
@@ -314,6 +314,6 @@ def _product(x: Any, w: Any, pattern: str, tp: Axes) -> Any:
 
 
 def _weight_gradient(x: Any, y: Any) -> Any:
-    """`"c/tp d f"` from `"c/tp ... d"` and `"c/tp ... f"`: of these tokens, this device's part of the sum."""
+    """`"c/tp d f"` from `"c/tp ... d"` and `"c/tp ... f"`: this device's part of the sum over these tokens."""
     tokens = tuple(range(1, x.ndim - 1))
     return lax.dot_general(x, y, ((tokens, tokens), ((0,), (0,))), preferred_element_type=wide(x))

@@ -1,4 +1,4 @@
-"""Dropout whose mask is that of the whole array."""
+"""Dropout with the mask of the whole array."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["dropout"]
 
 
 def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
-    """Set a random part of the numbers to zero, and scale the rest so that the expectation stays.
+    """Set a random part of the numbers to zero, and scale the rest to keep the expectation.
 
-    The mask is the one that `jax.random.bernoulli` draws for the key and the shape of the whole array, of which each
-    device makes its own part: where devices hold the same numbers, they drop the same ones; where they hold different
-    parts, the masks differ; and a run is repeated bit for bit on any mesh. One key, equal on all devices, is what
-    it wants, a new one for each layer and each step.
+    The mask is the one that `jax.random.bernoulli` draws for the key and the shape of the whole array. Each device
+    makes its own part of it. Devices that hold the same numbers drop the same ones, devices that hold different parts
+    have different masks, and a run repeats bit for bit on any mesh. Pass one key that is equal on all devices, and a
+    new key for each layer and each step.
 
-    Layouts: x and result of the layout given; all dimensions named. The string is the caller's: its names and mapping
-    are those of the kernel, and sizes that the kernel does not know are read off x.
+    Layouts: x and the result have the given layout, in which all dimensions are named. The string is the caller's: its
+    names and mapping are those of the kernel. Sizes that the kernel does not know come from x.
 
     Communication: none, forward and backward.
 
@@ -32,7 +32,7 @@ def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
       x: An array.
       key: A key of `jax.random`, threefry, undivided.
       layout: The layout of x.
-      rate: The part that is dropped, at least 0 and below 1; 0 returns x.
+      rate: The share that is dropped, at least 0 and below 1; 0 returns x.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
@@ -41,7 +41,7 @@ def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
     Raises:
       LayoutError: If rate is out of range, or the layout has `...`, an unnamed dimension, or another rank than x.
       SizeError: If a size does not fit.
-      SpmdError: Where x does not lie like that, or the key differs between devices.
+      SpmdError: If x does not have this layout, or the key differs between devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -57,7 +57,7 @@ def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
       Srivastava et al., "Dropout", https://jmlr.org/papers/v15/srivastava14a.html
     """
     if not 0 <= rate < 1:
-        rule = f"rate is the part that is dropped, at least 0 and below 1, not {rate!r}."
+        rule = f"rate is the share that is dropped, at least 0 and below 1, not {rate!r}."
         raise LayoutError(rule, call=f'dropout(x, key, "{layout}")')
     x = annotate(x, layout, **names)  # a mask of another rank would broadcast
     if rate == 0:
@@ -67,7 +67,7 @@ def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
 
 
 def _sizes(x: Any, layout: str, names: dict[str, Any]) -> dict[str, int]:
-    """The sizes of the dimensions that are not made of several, read off the array."""
+    """The sizes of the dimensions that are not composites, from the array."""
     dims = Layout(layout).dims
     single = {dim.atoms[0].name: i for i, dim in enumerate(dims) if len(dim.atoms) == 1}
     found = {}

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, of positions that are given."""
+"""Rotary position embeddings, for given positions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SCALINGS = ("linear", "ntk", "llama3")
 def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: bool = False) -> Any:
     """Rotate the features of each head by angles that grow with the position.
 
-    Positions are given, so that a divided sequence is right as it is: `spmd.iota("s/cp")`, or of a balanced placement
-    `spmd.parallel.sequence_positions`. Angles are float32 at least, whatever the dtype of x. Plain JAX, in any mode.
+    The positions are an argument, so the result is right for a divided sequence: pass `spmd.iota("s/cp")`, or
+    `spmd.parallel.sequence_positions` for a balanced placement. Angles are at least float32, whatever the dtype of x.
+    This is plain JAX, for any mode.
 
-    Layouts: x `"... s h k"`, divided in any way but along k; positions `"s"` or `"... s"`; frequencies `"k/2"` (half
+    Layouts: x `"... s h k"`, divided in any way except along k; positions `"s"` or `"... s"`; frequencies `"k/2"` (half
     of k, whole). The result is like x.
 
     Communication: none, forward and backward.
@@ -30,10 +31,10 @@ def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: b
     Args:
       x: Queries or keys.
       positions: Their positions, integers.
-      frequencies: Angles per position, from `rotary_frequencies`. If there are fewer than k/2, the features beyond
-        are left as they are (partial rotary embeddings).
-      interleaved: Whether features 2i and 2i+1 are a pair, as in the paper; else i and i + k/2, as in Llama's weights
-        on Hugging Face and GPT-NeoX.
+      frequencies: Angles per position, from `rotary_frequencies`. If there are fewer than k/2, the remaining features
+        stay as they are (partial rotary embeddings).
+      interleaved: Whether features 2i and 2i+1 are a pair, as in the paper. Otherwise i and i + k/2 are, as in Llama's
+        weights on Hugging Face and in GPT-NeoX.
 
     Returns:
       The array, rotated, in the dtype of x.
@@ -81,27 +82,27 @@ def rotary_frequencies(
     low: float = 1.0,
     high: float = 4.0,
 ) -> Any:
-    """The angles per position of `rotary_embedding`: theta ** (-2i/k), stretched for sequences longer than trained on.
+    """The angles per position for `rotary_embedding`: theta ** (-2i/k), stretched for sequences longer than trained on.
 
-    Communication: none; the same numbers everywhere.
+    Communication: none; the numbers are the same on all devices.
 
     Args:
-      k: How many features are turned, an even number: the size of a head, or less for partial rotary embeddings.
-      theta: The base; a larger one turns slower.
-      scaling: None; "linear" divides all by the factor (position interpolation); "ntk" raises the base to theta *
-        factor ** (k / (k - 2)), which leaves the fastest as they are and divides the slowest by the factor; "llama3"
-        divides by the factor those that turn less than `low` times in the original length, leaves those that turn
-        more than `high` times, and blends between.
-      factor: How many times longer sequences are to be.
+      k: The number of rotated features, an even number: the size of a head, or less for partial rotary embeddings.
+      theta: The base; a larger base rotates slower.
+      scaling: None, or one of three. "linear" divides all angles by the factor (position interpolation). "ntk" raises
+        the base to theta * factor ** (k / (k - 2)), which keeps the fastest angle and divides the slowest by the
+        factor. "llama3" divides by the factor those that rotate less than `low` times in the original length, keeps
+        those that rotate more than `high` times, and blends in between.
+      factor: How many times longer sequences become.
       original_length: For "llama3", the length trained on.
-      low: For "llama3", turns below which the factor applies whole.
-      high: For "llama3", turns above which it does not apply.
+      low: For "llama3", the number of rotations below which the factor fully applies.
+      high: For "llama3", the number of rotations above which it does not apply.
 
     Returns:
-      k/2 of them, fastest first: float32, or float64 where `jax_enable_x64` is set.
+      k/2 angles, fastest first: float32, or float64 if `jax_enable_x64` is set.
 
     Raises:
-      LayoutError: On an unknown scaling.
+      LayoutError: If the scaling is unknown.
       SizeError: If k is odd.
 
     Example:
@@ -115,7 +116,7 @@ def rotary_frequencies(
     """
     call = f"rotary_frequencies({k!r})"
     if k % 2:
-        raise SizeError(f"features are turned in pairs, and {k} is odd.", call=call)
+        raise SizeError(f"features are rotated in pairs, and {k} is odd.", call=call)
     if scaling not in (None, *SCALINGS):
         shown = ", ".join(map(repr, SCALINGS))
         hint = did_you_mean(str(scaling), SCALINGS) or "."

@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table by number, and the same table as the last layer."""
+"""Embeddings: rows of a table by index, and the same table as the last layer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def embedding(
 ) -> Any:
     """Look up the vectors of tokens in a table that is divided over its vocabulary or over its features.
 
-    Over the vocabulary, each device looks up what it has, zeros for the rest, and the sum is the result. Over the
-    features each device looks up its features of all tokens; with `sp` these are then exchanged for all features
-    of its own tokens, which moves n times less. The vocabulary is what the tied `unembedding` and the losses want
-    divided. A number outside the table gives zeros.
+    If the vocabulary is divided, each device looks up the rows that it has, with zeros for the others, and the sum is
+    the result. If the features are divided, each device looks up its features of all tokens. With `sp` these are then
+    exchanged for all features of its own tokens, which sends n times fewer bytes. The tied `unembedding` and the losses
+    need a divided vocabulary. An index outside the table gives zeros.
 
-    Layouts: ids `"... s/cp"` (with `sp=None` any `"..."`), whole over tp. Over the vocabulary: table `"v/tp d"`, result
-    `"... s/cp/sp d"`. Over the features: table `"v d/tp"`, result `"... s/cp/sp d"`, and with `sp=None` `"... d/tp"`.
+    Layouts: ids `"... s/cp"` (with `sp=None` any `"..."`), whole over tp. Divided vocabulary: table `"v/tp d"`, result
+    `"... s/cp/sp d"`. Divided features: table `"v d/tp"`, result `"... s/cp/sp d"`, or `"... d/tp"` with `sp=None`.
 
-    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp. Over the vocabulary with `sp` a
-    psum_scatter forward, S(n-1)/n bytes, and an all_gather backward, as many; without, a psum forward, 2S(n-1)/n
-    bytes. Over the features with `sp` an all_to_all of S(n-1)/n² bytes, forward and again backward; without, nothing.
-    The table's gradient, where it is equal by JAX's own type on axes that divide tokens, is summed over them:
+    Communication, for S bytes of `"... s/cp d"` per device, on n devices of tp. Divided vocabulary: with `sp`, a
+    psum_scatter forward, S(n-1)/n bytes, and an all_gather of the same bytes backward; without, a psum forward,
+    2S(n-1)/n bytes. Divided features: with `sp`, an all_to_all of S(n-1)/n² bytes, forward and again backward; without,
+    nothing. If the table is equal by JAX's own type on axes that divide tokens, its gradient is summed over them:
     2V(m-1)/m bytes for a block of V bytes on m devices, however few rows were looked up.
 
-    Memory: the ids are kept for the backward pass, whose gradient has the size of the table's block.
+    Memory: the ids are kept for the backward pass. The gradient has the size of the table's block.
 
     Args:
       ids: Integers.
@@ -42,14 +42,14 @@ def embedding(
       over: "vocabulary" or "features": what tp divides.
       tp: The mesh axes that divide the table.
       sp: The mesh axes that divide the sequence from here on; the same as tp, or None.
-      cp: Mesh axes that divide the sequence of ids already.
+      cp: Mesh axes that already divide the sequence of ids.
 
     Returns:
       The vectors, in the dtype of the table.
 
     Raises:
-      LayoutError: If `over` is something else, or ids are no integers.
-      SpmdError: Where sizes or placements do not fit.
+      LayoutError: If `over` is something else, or ids are not integers.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -80,10 +80,10 @@ def embedding(
 def unembedding(
     x: Any, table: Any, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, preferred_element_type: Any = "float32"
 ) -> Any:
-    """Scores of all tokens of the vocabulary, each device those of its part: `x @ table.T`.
+    """Scores for all tokens of the vocabulary, `x @ table.T`. Each device computes those of its part.
 
-    The table may be the one of `embedding`, its gradients then add up (tied weights), or one of its own. The
-    scores are what `cross_entropy` takes; `linear_cross_entropy` does both and never has them all.
+    The table may be that of `embedding` (tied weights, whose gradients add up) or a separate one. `cross_entropy` takes
+    the scores. `linear_cross_entropy` does both, and never holds all scores.
 
     Layouts: x `"... s/cp/sp d"` (with `sp=None` any `"... d"`), table `"v/tp d"`, result `"... s/cp v/tp"`.
 
@@ -101,7 +101,7 @@ def unembedding(
       The scores.
 
     Raises:
-      SpmdError: Where sizes or placements do not fit.
+      SpmdError: If sizes or placements do not fit.
 
     Example:
       >>> import jax.numpy as jnp, spmd

@@ -1,4 +1,4 @@
-"""Kinds of parallelism as functions on arrays and trees: what moves, when, and what it costs in the docstrings."""
+"""Kinds of parallelism as functions on arrays and trees. The docstrings say what moves, when, and what it costs."""
 
 from spmd.nn.overlap import einsum_scatter, gather_einsum
 from spmd.parallel.context import ring_attention, ulysses_attention

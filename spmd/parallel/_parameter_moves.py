@@ -1,4 +1,4 @@
-"""Parameters at rest and in use, leaf by leaf: which axes leave, which come, where the gradient is a sum."""
+"""Parameters at rest and in use, leaf by leaf: the axes to gather, and the axes over which gradients are summed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
 
 
 def paths(tree: Any) -> list[str]:
-    """Where each leaf stands, keys joined with "/"."""
+    """The path of each leaf, keys joined with "/"."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)" for path, _ in found]
 
 
 def layout_leaves(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layout | None]:
-    """The layout of each leaf of a tree; None where the leaf is no array.
+    """The layout of each leaf of a tree; None if the leaf is not an array.
 
     Args:
       tree: The arrays.
-      layouts: A prefix tree of layouts, as everywhere: see `spmd.shard`.
+      layouts: A prefix tree of layouts, as in `spmd.shard`.
       call: The call, for messages.
       what: The name of the tree in messages.
     """
@@ -64,7 +64,7 @@ class Move:
       names: Its dimensions.
       rest: The mesh axes of each dimension at rest.
       use: The mesh axes of each dimension in use.
-      copies: Axes on which it is equal at rest, and over which its gradient is summed.
+      copies: Axes along which it is equal at rest, and over which its gradient is summed.
     """
 
     names: tuple[str, ...]
@@ -74,22 +74,22 @@ class Move:
 
     @property
     def gathered(self) -> Axes:
-        """Axes that divide it at rest and not in use."""
+        """Axes that divide it at rest but not in use."""
         used = {axis for axes in self.use for axis in axes}
         return tuple(axis for axes in self.rest for axis in axes if axis not in used)
 
     @property
     def tiled(self) -> bool:
-        """Whether all-gathers alone take it from rest to use."""
+        """Whether all-gathers alone move it from rest to use."""
         return all(rest[: len(use)] == use for rest, use in zip(self.rest, self.use, strict=True))
 
     def inner(self) -> Move:
-        """The same for one layer of a stack: the first dimension taken away."""
+        """The same for one layer of a stack, without the first dimension."""
         return Move(self.names[1:], self.rest[1:], self.use[1:], self.copies)
 
 
 def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str, what: str = "params") -> list[Move | None]:
-    """The move of each leaf, None where it is no array.
+    """The move of each leaf; None if it is not an array.
 
     Args:
       tree: The parameters at rest.
@@ -120,7 +120,7 @@ def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str, what: str
     wanted = tuple(gathered) if data is None else axes_tuple(data, "data", call)
     missing = [axis for axis in gathered if axis not in wanted]
     if missing:
-        rule = f"parameters are gathered over {', '.join(missing)}, which then divides the data too."
+        rule = f"parameters are gathered over {', '.join(missing)}, which must divide the data too."
         raise MeshError(rule, call=call, got=[f"data={data!r}"], fix=f"data={(*wanted, *missing)!r}")
     return [move and _with_copies(move, wanted) for move in found]
 

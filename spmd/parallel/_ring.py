@@ -1,7 +1,7 @@
 """The ring of `ring_attention`: partial softmaxes as keys and values go round, and the backward ring.
 
-Inside, an array has its blocks first, `"c/cp ..."`, one per device along the ring, and before them the parts of a
-block that are worked on separately: `"z c/cp ..."`. The letters, here and in all strings of this file:
+Inside, the blocks are the first dimension of an array, `"c/cp ..."`, one per device along the ring. Before them come
+the parts of a block that are worked on separately: `"z c/cp ..."`. In all strings of this file:
 
     c blocks   z parts of a block   g key and value heads   r query heads per key head   l queries   m keys
     k size of a query and a key     j size of a value
@@ -28,14 +28,14 @@ __all__ = ["Ring", "attend_in_ring"]
 Axes = str | tuple[str, ...] | None
 Tree = Any
 
-# What a masked score is set to, and the least that a maximum can be: far apart, so that the exponential of a masked
-# score is zero also in a row of nothing else.
+# The value of a masked score, and the smallest maximum. They are far apart, so that the exponential of a masked score
+# is zero even in a row of masked scores.
 MASKED, FLOOR = -1e30, -1e20
 
 
 @dataclass(frozen=True)
 class Ring:
-    """All that is static about one call."""
+    """The static facts of one call."""
 
     cp: Axes
     tp: Axes
@@ -54,7 +54,7 @@ class Ring:
 def attend_in_ring(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> Any:
     """The attention of `"z c/cp ... g/tp r l k"` over keys and values `"z c/cp ... g/tp m k"`.
 
-    Segments, if any, are those of each block, `"z c/cp ... l"`, and those of all, `"z c ... l"`.
+    Segments, if any, are those of each block, `"z c/cp ... l"`, and those of all blocks, `"z c ... l"`.
     """
     return _forward(ring, q, k, v, *segments)[0]
 
@@ -63,7 +63,7 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, A
     hop = functools.partial(_hop, ring, tuple(q), segments)
     state, keys = hop(None, (k, v), 0, first=True), (k, v)
     if ring.hops:
-        # The next block is on its way while this one is worked on: the hop needs nothing of the product.
+        # The next block travels while this one is worked on: the hop does not depend on the product.
         def body(carry: Tree, number: Any) -> tuple[Tree, None]:
             state, keys = carry
             ahead = _send(ring, keys)
@@ -73,14 +73,15 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, A
         (state, keys), _ = jax.lax.scan(body, (state, _send(ring, keys)), numbers)
         state = hop(state, keys, ring.hops)
     peak, total, mixed = (jnp.stack(part) for part in zip(*state, strict=True))
-    total = jnp.where(total > 0, total, 1.0)  # a query that sees nothing gets zeros
+    total = jnp.where(total > 0, total, 1.0)  # a query that sees no key gets zeros
     out = (mixed / total[..., None]).astype(v.dtype)
     return out, (q, k, v, segments, out, peak + jnp.log(total))
 
 
 def _backward(ring: Ring, kept: Tree, cotangent: Any) -> tuple[Any, ...]:
-    # The blocks of the forward ring are not kept but sent again, and scores made again. A compiler that sees both
-    # passes at once must not undo that; for one that drops the barrier, keys and values are joined, as nowhere before.
+    # The blocks of the forward ring are not kept: they are sent again, and the scores are computed again. A compiler
+    # that sees both passes must not undo that, and some drop the barrier. So keys and values are joined here, which
+    # makes these hops different from those of the forward pass.
     (q, k, v, segments, out, logsumexp), cotangent = jax.lax.optimization_barrier((kept, cotangent))
     delta = jnp.sum(cotangent.astype(wide(q)) * out.astype(wide(q)), axis=-1)
     sums = tuple(cotangent), tuple(logsumexp), tuple(delta)
@@ -88,7 +89,7 @@ def _backward(ring: Ring, kept: Tree, cotangent: Any) -> tuple[Any, ...]:
     keys = jnp.concatenate([k, v], axis=-1)
     dq, found = hop(keys, 0, first=True)
     if ring.hops:
-        # The gradients of a block travel with it, a hop behind: what arrives is added to what is found here.
+        # The gradients of a block follow it, one hop behind. What is found here is added to what arrives.
         def body(carry: Tree, number: Any) -> tuple[Tree, None]:
             dq, found, keys = carry
             ahead, arrived = _send(ring, keys), _send(ring, found)
@@ -119,7 +120,7 @@ def _send(ring: Ring, arrays: Tree, by: int = 1) -> Tree:
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of each block: by its number, or part 0 where `first` holds and part 1 elsewhere."""
+    """One part of each block: given by its number, or part 0 where `first` holds and part 1 elsewhere."""
 
     number: int = 0
     first: Any = None
@@ -139,9 +140,9 @@ class _Part:
 def _visits(ring: Ring, block: Any, source: Any, first: bool) -> list[tuple[_Part, _Part, bool]]:
     """Parts of queries, parts of keys, and whether positions must be compared for causality.
 
-    What no query of a part may see is not visited. In zig-zag, block c has the chunks c and 2n-1-c of 2n: of another
-    block, the early chunk is seen by our late one whichever block it is; besides, our early chunk sees its early
-    chunk if that block is before ours, and our late chunk its late one if it is after ours.
+    Parts of keys that no query of a part may see are left out. In zig-zag, block c has the chunks c and 2n-1-c of 2n.
+    Our late chunk sees the early chunk of every other block. In addition, our early chunk sees the early chunk of a
+    block before ours, and our late chunk sees the late chunk of a block after ours.
     """
     if ring.parts == 1:
         return [(_Part(), _Part(), ring.causal)]
@@ -154,7 +155,7 @@ def _visits(ring: Ring, block: Any, source: Any, first: bool) -> list[tuple[_Par
 def _meetings(
     ring: Ring, q: tuple[Any, ...], keys: tuple[Any, Any], segments: tuple[Any, ...], number: Any, first: bool
 ) -> Iterator[tuple[_Part, _Part, bool, Tree, Tree]]:
-    """The visits of one hop, with the queries and the keys: each with their positions, and segments if any."""
+    """The visits of one hop, with queries and keys, their positions, and their segments if any."""
     block = iota("c/cp", c=ring.blocks, cp=ring.cp)
     source = (block - number) % ring.blocks
     length = ring.parts * q[0].shape[-2]
@@ -194,7 +195,7 @@ def _hop_back(
     number: Any,
     first: bool = False,
 ) -> tuple[Any, Any]:
-    """What one block of keys adds to the gradient of the queries, and its own gradients from these queries."""
+    """What one block of keys adds to the gradient of the queries, and the block's own gradients from these queries."""
     dq = tuple(jnp.zeros_like(x, wide(x)) for x in q)
     found = tuple(jnp.zeros_like(x, wide(x)) for x in keys)
     k, v = jnp.split(keys, [size], axis=-1)
@@ -210,7 +211,7 @@ def _hop_back(
 
 
 def _over_chunks(ring: Ring, fn: Any, carry: Tree, keys: Tree) -> tuple[Tree, Tree]:
-    """`fn(carry, keys) -> carry, found` over at most `chunk` keys at once, and what was found, `"... m k"`."""
+    """`fn(carry, keys) -> carry, found` over at most `chunk` keys at a time: the carry and all found, `"... m k"`."""
     length = keys[0].shape[-2]
     size = next(n for n in range(min(ring.chunk or length, length), 0, -1) if length % n == 0)
     if size == length:
@@ -221,7 +222,7 @@ def _over_chunks(ring: Ring, fn: Any, carry: Tree, keys: Tree) -> tuple[Tree, Tr
         pick = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         return (pick(k, axis=-2), pick(v, axis=-2), *(pick(x, axis=-1) for x in rest))
 
-    carry, first = fn(carry, cut(0))  # it types the carry of the loop
+    carry, first = fn(carry, cut(0))  # gives the carry of the loop its type
     starts = jnp.arange(size, length, size, dtype=jnp.int32)
     carry, others = jax.lax.scan(lambda carry, start: fn(carry, cut(start)), carry, starts)
 
@@ -233,7 +234,7 @@ def _over_chunks(ring: Ring, fn: Any, carry: Tree, keys: Tree) -> tuple[Tree, Tr
 
 
 def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]:
-    """The scores `"c/cp ... g/tp r l m"`, what is hidden set to `MASKED`, and the slope of the soft cap."""
+    """The scores `"c/cp ... g/tp r l m"`, with hidden ones set to `MASKED`, and the slope of the soft cap."""
     (q, q_at, *q_segments), (k, _, k_at, *k_segments) = side, keys
     pattern = "c/cp ... g/tp r l k, c/cp ... g/tp m k -> c/cp ... g/tp r l m"
     scores = _product(ring, q, k, pattern) * ring.scale
@@ -241,7 +242,7 @@ def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]
     if ring.softcap is not None:
         capped = jnp.tanh(scores / ring.softcap)
         scores, slope = capped * ring.softcap, 1 - capped**2
-    # All have the block first; positions are equal in all dimensions of "...".
+    # The block comes first in all arrays. Positions are equal along the dimensions of "...".
     at = [x.reshape(x.shape[0], *(1,) * (scores.ndim - 5), x.shape[1]) for x in (q_at, k_at)]
     mask = attention_mask(
         (at[0], at[1]) if causal or ring.window is not None else None,
@@ -259,7 +260,7 @@ def _product(ring: Ring, x: Any, y: Any, pattern: str) -> Any:
 
 
 def _fold(ring: Ring, causal: bool, side: Tree, state: Tree, keys: Tree) -> tuple[Tree, None]:
-    """The online softmax: maximum, sum of exponentials and weighted sum of values with these keys too."""
+    """One step of the online softmax: maximum, sum of exponentials and weighted sum of values, including these keys."""
     scores, _ = _scores(ring, side, keys, causal)
     peak = jnp.maximum(scores.max(-1), FLOOR if state is None else state[0])
     powers = jnp.exp(scores - peak[..., None])
@@ -273,7 +274,7 @@ def _fold(ring: Ring, causal: bool, side: Tree, state: Tree, keys: Tree) -> tupl
 
 
 def _fold_back(ring: Ring, causal: bool, side: Tree, sums: Sequence[Any], dq: Any, keys: Tree) -> tuple[Any, Any]:
-    """The gradients of queries (added to `dq`) and of keys and values, joined: the sums over all keys are known."""
+    """The gradients of queries (added to `dq`) and of joined keys and values, given the sums over all keys."""
     (q, *_), (k, v, *_), (cotangent, logsumexp, delta) = side, keys, sums
     scores, slope = _scores(ring, side, keys, causal)
     weights = jnp.exp(scores - logsumexp[..., None])

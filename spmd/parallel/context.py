@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence that no device has whole."""
+"""Context parallelism: attention over a sequence that no device holds whole."""
 
 from __future__ import annotations
 
@@ -34,24 +34,27 @@ def ring_attention(
 ) -> Any:
     """Attention over a divided sequence: keys and values go round a ring, a block at a time, and queries stay.
 
-    Exact, with an online softmax in float32. No device ever has all keys, all values, or scores of more than its own
-    queries with one block of keys (one chunk of it, with `chunk`). The next block travels while one is worked on.
+    The result is exact, with an online softmax in float32. No device ever holds all keys or all values. It only holds
+    the scores of its own queries with one block of keys (with `chunk`, one chunk of the block). The next block travels
+    while one is worked on.
 
-    Layouts: q `"... s/cp h/tp k"`, k and v `"... t/cp g/tp k"`, g dividing h (grouped queries: keys are not repeated
-    on the wire), segments `"... s/cp"`, result `"... s/cp h/tp k"`. The tokens of every block are those of `placement`,
-    as `sequence_order` or `place_sequence` arrange them. Under a causal mask a contiguous ring waits for its last
-    device, which has work in each hop; the others spend the time on blocks that are hidden from them, as one program
-    for all devices has no branches. Zig-zag and striped give all devices the same, and half blocks that the mask hides
-    everywhere are not computed: of the 4n products of half blocks on a device zig-zag makes 2n + 1, striped 3n.
+    Layouts: q `"... s/cp h/tp k"`, k and v `"... t/cp g/tp k"`, where g divides h (grouped queries: keys are not
+    repeated before they are sent), segments `"... s/cp"`, result `"... s/cp h/tp k"`. The tokens of each block are
+    those of `placement`, as `sequence_order` or `place_sequence` arrange them.
 
-    Communication, for blocks of K and V bytes on n devices of cp: forward n-1 hops, each two collective-permutes, K +
-    V bytes: (n-1)(K+V). Backward keys and values go round again and their gradients with them, in float32, and then
-    home in their dtype: (n-1)(K+V) + (n-1)(K+V)f + (K+V), where f is 1 for float32 and 2 for bfloat16. Segments are
-    gathered, once: (n-1) times those of a block. A causal window of w in contiguous blocks of l tokens needs but
-    ceil((w-1)/l) hops: that number stands for n-1, and whoever is beyond gets nothing.
+    Balance: under a causal mask a contiguous ring waits for its last device, which has work in each hop. The others
+    spend the time on blocks that are hidden from them, because one program for all devices has no branches. Zig-zag and
+    striped give all devices the same work, and skip half blocks that the mask hides on all devices: of the 4n products
+    of half blocks on a device, zig-zag computes 2n + 1 and striped 3n.
 
-    Memory: q, k, v, the result and one float32 per query and head are kept for the backward pass, all divided; while
-    working, the scores of the queries on a device with one block of keys, or with `chunk` keys.
+    Communication, for blocks of K and V bytes on n devices of cp: forward n-1 hops, each two collective-permutes of K +
+    V bytes: (n-1)(K+V). Backward, keys and values go round again, followed by their gradients in float32, which then
+    return to their owner in the dtype of the keys: (n-1)(K+V) + (n-1)(K+V)f + (K+V), where f is 1 for float32 and 2 for
+    bfloat16. Segments are gathered once: (n-1) times those of a block. A causal window of w in contiguous blocks of l
+    tokens needs only ceil((w-1)/l) hops, which replaces n-1 in these formulas.
+
+    Memory: q, k, v, the result and one float32 per query and head are kept for the backward pass, all divided. While it
+    runs, a device also holds the scores of its queries with one block of keys, or with `chunk` keys.
 
     Args:
       q: Queries.
@@ -60,21 +63,22 @@ def ring_attention(
       cp: The mesh axes that divide the sequence; None for one device, where `chunk` still saves memory.
       tp: The mesh axes that divide the heads.
       causal: A query sees keys at its own position and before.
-      window: A query sees keys less than this many positions away, itself counted.
-      segments: Integers; queries see keys of their own number only.
+      window: A query sees keys less than this many positions away, including its own.
+      segments: Integers; queries only see keys with the same number.
       placement: "contiguous", "zigzag" or "striped".
-      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      scale: The factor of the scores; by default 1 / sqrt(k).
       softcap: Scores become softcap * tanh(scores / softcap), before the mask.
-      chunk: How many keys are worked on at once: the largest divisor of a block (of half of one where halves are
-        skipped) that is no more than this; absent, all of it.
+      chunk: The largest number of keys to work on at once. The actual number is a divisor of a block, or of half a
+        block if halves are skipped. By default the whole block.
 
     Returns:
-      The values, mixed: an array like q, in the dtype of v.
+      The mixed values, an array like q, in the dtype of v.
 
     Raises:
-      SizeError: If the key heads do not divide the query heads, the placement not the sequence, or where causal masks,
-        windows and segments need as many keys as queries; if window, soft cap or chunk are not above zero.
-      LayoutError: On an unknown placement, or a pair of segments.
+      SizeError: If the number of key heads does not divide that of the query heads, or the placement does not divide
+        the sequence. If causal masks, windows or segments are used with different numbers of keys and queries. If the
+        window, soft cap or chunk is not above zero.
+      LayoutError: If the placement is unknown, or segments are a pair.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -96,7 +100,7 @@ def ring_attention(
     _check_heads(q, k, call)
     check_positive(call, window=window, softcap=softcap, chunk=chunk)
     if isinstance(segments, tuple):
-        rule = "queries and keys are the same tokens here, and have the same segments."
+        rule = "queries and keys are the same tokens here, so they have the same segments."
         raise LayoutError(rule, call="ring_attention(q, k, v, segments=...)", advice="segments of one array")
     groups = size(k, "... t/cp [g/tp] k", cp=cp, tp=tp)
     q = rearrange(q, "... (c l)/cp (g r)/tp k -> c/cp ... g/tp r l k", c=blocks, g=groups, cp=cp, tp=tp)
@@ -105,7 +109,7 @@ def ring_attention(
     length = q.shape[-2]
     check_placement(placement, f"ring_attention(q, k, v, placement={placement!r})", length * blocks, blocks)
     if (causal or window is not None or segments is not None) and k.shape[-2] != length:
-        rule = "causal masks, windows and segments compare tokens with tokens: as many keys as queries."
+        rule = "causal masks, windows and segments compare the same tokens, so there are as many keys as queries."
         raise SizeError(rule, call=call, got=[f"queries: {length * blocks}", f"keys: {k.shape[-2] * blocks}"])
     parts = 2 if causal and placement != "contiguous" and length % 2 == 0 else 1
     hops = blocks - 1
@@ -144,18 +148,18 @@ def ulysses_attention(
 ) -> Any:
     """Attention over a divided sequence: an all-to-all gives each device all tokens of some heads, another undoes it.
 
-    With `ring`, another axis that divides the sequence, the major one, each device has after the all-to-all its heads
-    of the tokens of one block, and the blocks go round the ring (USP: as many devices as key heads by Ulysses,
-    where links are fast, times any number by the ring).
+    `ring` is another axis that divides the sequence, the major one. With it, each device has its heads of the tokens
+    of one block after the all-to-all, and the blocks go round the ring. (This is USP: Ulysses on as many devices as
+    key heads, where links are fast, times a ring of any size.)
 
-    Layouts: q `"... s/ring/cp h/tp k"`, k and v `"... s/ring/cp g/tp k"`, segments `"... s/ring/cp"`, result like q.
-    cp and tp together divide the query heads. Fewer key heads than devices are repeated before they are sent, to the
-    least common multiple of g/tp and n: of g = 2 heads on n = 4 devices each receives one. That costs n/g as many
-    bytes as dividing them would, and g times less than gathering all of them.
+    Layouts: q `"... s/ring/cp h/tp k"`, k and v `"... s/ring/cp g/tp k"`, segments `"... s/ring/cp"`, result like q. cp
+    and tp together divide the query heads. If there are fewer key heads than devices, they are repeated before they are
+    sent, to the least common multiple of g/tp and n: with g = 2 heads on n = 4 devices, each receives one. This sends
+    n/g times the bytes of plain division, and g times fewer than gathering all heads.
 
-    Communication, for Q, K, V bytes of a device's queries, keys and values (repeated ones counted) on n devices of
-    cp: four all-to-alls, (2Q + K + V)(n-1)/n bytes, forward and again backward; with segments an all-gather of them.
-    With `ring`, in between what `ring_attention` sends, of keys and values of K and V bytes.
+    Communication, for Q, K, V bytes of a device's queries, keys and values (including repeated ones) on n devices of
+    cp: four all-to-alls, (2Q + K + V)(n-1)/n bytes, forward and again backward. Segments add an all-gather. `ring` adds
+    what `ring_attention` sends for keys and values of K and V bytes.
 
     Memory: that of `dot_product_attention` on whole sequences with h/(n tp) heads, or of `ring_attention`.
 
@@ -164,24 +168,24 @@ def ulysses_attention(
       k: Keys.
       v: Values.
       cp: The mesh axes of the all-to-all; they divide the sequence.
-      ring: Mesh axes that divide the sequence before cp does; None for none.
+      ring: Mesh axes that divide the sequence as the major ones, outside cp, or None.
       tp: The mesh axes that divide the heads.
       causal: A query sees keys at its own position and before.
-      window: A query sees keys less than this many positions away, itself counted.
-      segments: Integers; queries see keys of their own number only.
-      placement: The order of the tokens over `ring`, as in `ring_attention`. Without `ring` all devices do the same
-        work in any order, and it is "contiguous".
-      scale: What scores are multiplied by; absent, 1 / sqrt(k).
+      window: A query sees keys less than this many positions away, including its own.
+      segments: Integers; queries only see keys with the same number.
+      placement: The order of the tokens over `ring`, as in `ring_attention`. Without `ring` it is "contiguous": all
+        devices do the same work in any order.
+      scale: The factor of the scores; by default 1 / sqrt(k).
       softcap: Scores become softcap * tanh(scores / softcap), before the mask.
-      chunk: With `ring`, how many keys are worked on at once.
-      implementation: Without `ring`, as of `dot_product_attention`.
+      chunk: With `ring`, the largest number of keys to work on at once.
+      implementation: Without `ring`, that of `dot_product_attention`.
 
     Returns:
-      The values, mixed: an array like q.
+      The mixed values, an array like q.
 
     Raises:
       SizeError: If cp and tp together do not divide the query heads.
-      LayoutError: If an option needs the ring, or is not for it.
+      LayoutError: If an option needs `ring`, or does not work with it.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -204,7 +208,7 @@ def ulysses_attention(
     heads = size(q, "... s/ring/cp [h/tp] k", ring=ring, cp=cp, tp=tp)
     here = heads // (axis_size(tp) if tp else 1)
     if here % blocks:
-        rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, and these are {here}."
+        rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, but there are {here}."
         raise SizeError(rule, call=call, advice="fewer devices for cp, the others in ring=...")
     groups = size(k, "... s/ring/cp [g/tp] k", ring=ring, cp=cp, tp=tp) // (axis_size(tp) if tp else 1)
     copies = math.lcm(groups, blocks) // groups
@@ -238,10 +242,10 @@ def _check_heads(q: Any, k: Any, call: str) -> None:
 def _check_options(call: str, ring: Axes, placement: str, chunk: int | None, implementation: str | None) -> None:
     fault = None
     if ring is None and placement != "contiguous":
-        fault = f"without ring= every device has all tokens, in their order: placement={placement!r} balances a ring."
+        fault = f"without ring= every device has all tokens in order; placement={placement!r} balances a ring."
     elif ring is None and chunk is not None:
-        fault = "chunk= is for the ring; without one, implementation= chooses a kernel that keeps no scores."
+        fault = "chunk= is for the ring; without a ring, implementation= chooses a kernel that does not store scores."
     elif ring is not None and implementation is not None:
-        fault = "a ring works in its own products; implementation= is for whole sequences, without ring=."
+        fault = "a ring computes its own products; implementation= is for whole sequences, without ring=."
     if fault:
         raise LayoutError(fault, call=call)

@@ -1,8 +1,8 @@
 """Mixture of experts: tokens choose experts, and travel to the devices that hold them.
 
 Tokens are cut into *routing groups*, and each group gives each expert the same number of places, its capacity. Groups
-are a dimension like any other, `"n/dp m/sp"`, so that what a token's fate depends on is in the strings, not in the
-mesh. The letters, here and in all strings of this file:
+are a dimension like any other, `"n/dp m/sp"`, so the strings determine what happens to a token, and the mesh does not.
+In all strings of this file:
 
     b batch   s sequence   d features   e experts   f hidden units of an expert   k choices of a token
     n, m groups along batch and sequence   t tokens of a group   c places for a group in an expert
@@ -42,13 +42,13 @@ Axes = str | tuple[str, ...] | None
 
 
 class Routing(NamedTuple):
-    """Where tokens go, as `router` says and `moe` reads it; all dimensions but the last are those of the tokens.
+    """Where tokens go: the result of `router`, for `moe`. All dimensions except the last are those of the tokens.
 
     Attributes:
-      weights: `"... k"`, float32 at least: what each chosen expert's result counts.
+      weights: `"... k"`, at least float32: the weight of each chosen expert's result.
       experts: `"... k"`, int32: the chosen experts, the best first.
-      shares: `"... e"`, likewise: the scores of all experts, normalised to sum 1.
-      logits: `"... e"`, likewise.
+      shares: `"... e"`, at least float32: the scores of all experts, normalized to sum 1.
+      logits: `"... e"`, at least float32: the logits of all experts.
     """
 
     weights: Any
@@ -58,13 +58,13 @@ class Routing(NamedTuple):
 
 
 class MoEReport(NamedTuple):
-    """What `moe` says besides its result: means over all tokens of all devices, equal everywhere.
+    """The report of `moe`: means over all tokens of all devices, equal on all devices.
 
     Attributes:
-      balance_loss: Scalar: e times the sum over experts of (share of the choices) x (mean of `shares`); 1 where
+      balance_loss: Scalar: e times the sum over experts of (share of the choices) x (mean of `shares`). It is 1 if
         choices and scores are uniform. Its gradient flows through `shares`.
       z_loss: Scalar: the mean of the squared logsumexp of the logits.
-      load: `"e"`: the share of all choices that fell on each expert, dropped ones included; sums to 1.
+      load: `"e"`: each expert's share of all choices, including dropped ones; sums to 1.
       drop_rate: Scalar: the share of all choices that found no place.
     """
 
@@ -86,21 +86,21 @@ def router(
     bias: Any = None,
     noise: Any = None,
 ) -> Routing:
-    """Choose k experts for each token, in float32 at least, whatever the dtype of x.
+    """Choose k experts for each token, in at least float32, whatever the dtype of x.
 
     Layouts: x `"... d"`, w `"d e"`, bias `"e"`, noise `"... e"`; results `"... k"` and `"... e"`, with `...` as in x.
 
-    Communication: nothing forward. Backward, w is whole where tokens are divided. Where it is equal by JAX's own type,
-    its gradient is one psum over the axes that divide x, 2S(n-1)/n bytes for S = 4de; where it is deferred (`{R:}`) or
-    a gathered copy, its gradient stays a partial sum, which the caller reduces once. A partial gradient taken for the
-    complete one would let the devices' routers drift apart: the check of the traced body refuses it.
+    Communication: nothing forward. w is whole on the axes that divide tokens. If it is equal by JAX's own type there,
+    its gradient is one psum over the axes that divide x, 2S(n-1)/n bytes for S = 4de. If it is deferred (`{R:}`) or a
+    gathered copy, its gradient stays a partial sum, which the caller reduces once. If a partial gradient were used as
+    the complete one, the devices' routers would drift apart; the check of the traced body makes this an error.
 
-    Memory: x in float32 and the scores, for the backward pass.
+    Memory: x in float32 and the scores are kept for the backward pass.
 
     Args:
       x: The tokens.
       w: The router's weights.
-      k: How many experts a token chooses. Of equal scores the lower expert wins.
+      k: The number of experts that a token chooses. Of equal scores the lower expert wins.
       scores: "softmax" over the experts, or "sigmoid" of each.
       normalize: Divide the chosen experts' scores by their sum.
       scale: Multiplies the weights.
@@ -156,7 +156,7 @@ def router(
 
 
 def balance_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> Any:
-    """One step of balancing without a loss: the bias of overloaded experts falls by rate, of the others it rises.
+    """One step of balancing without a loss: the bias falls by `rate` for overloaded experts and rises for the others.
 
     Layouts: bias and load `"e"`, whole. Communication: none; `MoEReport.load` is global already.
 
@@ -198,52 +198,52 @@ def moe(
     shared: tuple[Any, Any, Any] | None = None,
     activation: Callable[[Any], Any] = jax.nn.silu,
 ) -> tuple[Any, MoEReport]:
-    """Mixture of experts: each token is worked on by the experts it chose, gated MLPs that devices share out.
+    """Mixture of experts: each token goes through the experts it chose, gated MLPs that are divided over devices.
 
     Layouts: x and the result `"b/dp s/sp d"`, routing `"b/dp s/sp k"` and `"b/dp s/sp e"`; gate and up `"e/ep d f/tp"`,
-    down `"e/ep f/tp d"`; shared gate and up `"d f/tp"`, down `"f/tp d"`. The axes of ep are the last of dp, or the
-    last of sp: `dp=("dp", "ep"), ep="ep"`. tp either divides no tokens, or is the last of sp (before ep), as in
-    Megatron's sequence parallelism. For FSDP, gather the weights before.
+    down `"e/ep f/tp d"`; shared gate and up `"d f/tp"`, down `"f/tp d"`. The axes of ep are the last axes of dp or of
+    sp: `dp=("dp", "ep"), ep="ep"`. tp either does not divide tokens, or is the last axis of sp (before ep), as in
+    Megatron's sequence parallelism. For FSDP, gather the weights first.
 
     Capacity: batch and sequence are cut into `groups = (n, m)` pieces, which makes n x m routing groups of t tokens. In
-    each, an expert takes at most c = ceil(capacity_factor * k * t / e) tokens, never more than t: first all first
-    choices in the order of the tokens, then the second ones. Those without a place count zero. What is dropped
-    depends on groups, not on the mesh; the default, one group for each block of tokens, is (size of dp, size of sp), so
-    fix groups where results are to be compared between meshes.
+    each group, an expert takes at most c = ceil(capacity_factor * k * t / e) tokens, and never more than t: first all
+    first choices in the order of the tokens, then the second choices. Choices without a place count zero. What is
+    dropped depends on the groups, not on the mesh. The default, one group for each block of tokens, is (size of dp,
+    size of sp), so pass `groups` to compare results between meshes.
 
-    Communication, per device. A = n m e c d elements, all places, divided by the devices along dp and sp (all axes of
-    both); B = b s d elements, all tokens, divided likewise; in bytes of x's dtype.
-    Forward: two all_to_alls over ep, dispatch and combine, A (ep-1)/ep each; for the report one psum of 2e + 2 float32.
-    With tp in sp also an all_gather and a psum_scatter over tp, A (tp-1) each; else with tp one psum of the result,
-    2B (tp-1)/tp. Backward: the same all_to_alls, all_gather and psum_scatter; with tp not in sp one psum of x's
-    gradient, 2B (tp-1)/tp, and one of the weights', of k float32 per token. The gradients of gate, up and down are
-    complete on ep and tp; on the other axes of dp and sp each is one psum, or stays partial where deferred or
-    gathered. A shared expert costs, with tp in sp, an all_gather and a psum_scatter more each way, B (tp-1) each; else
-    nothing.
+    Communication, per device. A = n m e c d is the number of elements of all places, and B = b s d that of all tokens,
+    both divided by the number of devices along dp and sp (all axes of both), in bytes of x's dtype. Forward: two
+    all_to_alls over ep, dispatch and combine, A (ep-1)/ep each, and for the report one psum of 2e + 2 float32. With tp
+    in sp, also an all_gather and a psum_scatter over tp, A (tp-1) each. With tp elsewhere, one psum of the result, 2B
+    (tp-1)/tp. Backward: the same all_to_alls, all_gather and psum_scatter. With tp not in sp, one psum of x's gradient,
+    2B (tp-1)/tp, and one psum of the gradient of the weights, k float32 per token. The gradients of gate, up and down
+    are complete on ep and tp. On the other axes of dp and sp each is one psum, or stays partial if it is deferred or
+    gathered. With tp in sp, a shared expert adds an all_gather and a psum_scatter each way, B (tp-1) each; otherwise it
+    adds nothing.
 
-    Memory: the places, A elements before and after the experts (times tp with tp in sp), and A f / d hidden units
-    twice; no array of tokens x experts x places. Rows are moved by gathers, backward too.
+    Memory: the places, A elements before and after the experts (times tp with tp in sp), and twice A f / d hidden
+    units. There is no array of tokens x experts x places. Gathers move rows, also in the backward pass.
 
     Args:
       x: The tokens.
       routing: From `router`.
-      gate: The experts' weights that go through the activation.
-      up: The experts' weights that are multiplied with them.
-      down: The experts' weights that lead back.
-      dp: The mesh axes that divide the batch, those of ep among them.
+      gate: The experts' gate projections, whose results go through the activation.
+      up: The experts' up projections, whose results are multiplied by the gates.
+      down: The experts' down projections.
+      dp: The mesh axes that divide the batch, including those of ep if they do.
       sp: The mesh axes that divide the sequence.
       ep: The mesh axes that divide the experts.
       tp: The mesh axes that divide the hidden units.
-      groups: Into how many pieces batch and sequence are cut; multiples of the sizes of dp and sp.
+      groups: The numbers of pieces of batch and sequence; multiples of the sizes of dp and sp.
       capacity_factor: Places per expert, in units of a balanced load; None for no drops (c = t).
       shared: gate, up and down of an expert that takes every token with weight 1.
-      activation: Of the gate.
+      activation: The activation of the gate.
 
     Returns:
       The sum over the chosen experts, and a `MoEReport`.
 
     Raises:
-      MeshError: If ep or tp lie on axes as they may not.
+      MeshError: If ep or tp uses an axis that it may not use.
       SizeError: If groups do not divide, or the capacity factor is not above zero.
 
     Example:
@@ -269,7 +269,7 @@ def moe(
         raise SizeError(rule, call="moe(x, routing, gate, up, down)", advice="as in capacity_factor=1.25")
     at = _places(dp, sp, ep, tp, shared is not None)
     n, m = _groups(x, groups, dp, sp)
-    # Blocks first: what is inside a group is whole, so its size is the same in every mode.
+    # Blocks come first: the inside of a group is whole, so its size is the same in every mode.
     blocks = rearrange(x, "(n b)/dp (m s)/sp d -> n/dp b m/sp s d", dp=dp, sp=sp, n=n, m=m)
     b, t = blocks.shape[1], blocks.shape[1] * blocks.shape[3]
     group = rearrange(blocks, "n/dp b m/sp s d -> n/dp m/sp (b s) d", dp=dp, sp=sp)
@@ -280,7 +280,7 @@ def moe(
     moves, load = _plan(routing.experts, e, c)
     # With tp not in sp, x is equal along tp: its gradient is summed here, once for all experts.
     group = defer(group, "n/dp m/sp t d -> n/dp m/sp t d {R:whole}", dp=dp, sp=sp, whole=at["whole"])
-    # annotate tells the compiler in auto mode what a gather of rows does not: no row leaves its group.
+    # In auto mode, annotate tells the compiler that no row leaves its group. A gather of rows does not show that.
     places = jnp.reshape(_dispatched(group, moves), (*group.shape[:2], e, c, -1))
     places = annotate(places, "n/dp m/sp e c d", dp=dp, sp=sp)
     results = _experts(places, gate, up, down, activation, at)
@@ -296,7 +296,7 @@ def moe(
     return out, _report(routing, load, moves, dp, sp)
 
 
-# --- who goes where: local to each group ----------------------------------------------------------------------
+# --- choices and places: local to each group ----------------------------------------------------------------
 
 
 class _Moves(NamedTuple):
@@ -304,9 +304,9 @@ class _Moves(NamedTuple):
 
     Attributes:
       place: The place of each choice.
-      kept: Whether it has one.
+      kept: Whether each choice has a place.
       choice: The choice in each place.
-      filled: Whether there is one.
+      filled: Whether each place has a choice.
     """
 
     place: Any
@@ -316,12 +316,12 @@ class _Moves(NamedTuple):
 
 
 def _plan(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
-    """The places of the choices `"n m t k"`, and the share of the choices that fell on each expert, `"n m e"`."""
+    """The places of the choices `"n m t k"`, and each expert's share of the choices, `"n m e"`."""
     return jax.vmap(jax.vmap(lambda one: _plan_of_group(one, e, c)))(experts)
 
 
 def _plan_of_group(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
-    """Sorted by expert, stably, choices of one expert stand together, the first choices of all tokens first."""
+    """The plan of one group: choices are sorted by expert, stably, so first choices come before second ones."""
     choices = experts.T.reshape(-1)
     order = jnp.argsort(choices, stable=True).astype(jnp.int32)
     counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
@@ -336,14 +336,13 @@ def _plan_of_group(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
 
 
 def _rows(x: Any, index: Any, valid: Any) -> Any:
-    """In each group the rows of `"n m r d"` by number, zeros where there is none."""
+    """The rows of `"n m r d"` by index in each group, zeros where the index is not valid."""
     pick = lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
     found = jax.vmap(jax.vmap(pick))(x, index)
     return jnp.where(valid[..., None], found, jnp.zeros((), x.dtype))
 
 
-# The map is one-to-one, so the transpose of a gather is a gather too: no scatter, whose order of additions would be
-# the hardware's.
+# The map is one-to-one, so the transpose of a gather is a gather too. A scatter would add in the hardware's order.
 
 
 @custom_vjp
@@ -368,7 +367,7 @@ _dispatched.defvjp(_dispatched_fwd, _dispatched_bwd)
 
 @custom_vjp
 def _collected(results: Any, moves: _Moves) -> Any:
-    """What stands in the places `"n m (e c) d"`, for each choice: `"n m (k t) d"`."""
+    """The contents of the places `"n m (e c) d"`, for each choice: `"n m (k t) d"`."""
     return _rows(results, moves.place, moves.kept)
 
 
@@ -387,7 +386,7 @@ def _no_gradient(moves: _Moves) -> _Moves:
 
 
 def _experts(places: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict[str, Any]) -> Any:
-    """Out to the devices of the experts, through them, and back; a partial sum where tp divides no tokens."""
+    """Send tokens to the experts' devices, through the experts, and back: a partial sum if tp divides no tokens."""
     near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
     there = {name: axes for name, axes in near.items() if name != "tp_s"}
     x = all_to_all(places, "n/dp/by_b m/sp/tp_s/by_s e c d -> n/dp m/sp/tp_s e/by_b/by_s c d", **near)
@@ -412,7 +411,7 @@ def _shared(group: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict
 
 
 def _report(routing: Routing, load: Any, moves: _Moves, dp: Axes, sp: Axes) -> MoEReport:
-    """All means in one psum. A mean of products of local means would be another number."""
+    """All means in one psum. A mean of products of local means would be a different number."""
     squares = jax.nn.logsumexp(routing.logits, axis=-1) ** 2
     dropped = jnp.mean(~moves.kept, axis=2, dtype=jnp.float32)
     parts = (load, jnp.mean(routing.shares, axis=2), jnp.mean(squares, axis=2)[..., None], dropped[..., None])
@@ -423,7 +422,7 @@ def _report(routing: Routing, load: Any, moves: _Moves, dp: Axes, sp: Axes) -> M
     return MoEReport(e * jnp.sum(load * shares), means[2 * e], load, means[2 * e + 1])
 
 
-# --- where things lie ---------------------------------------------------------------------------------------
+# --- placements ---------------------------------------------------------------------------------------------
 
 
 def _tuple(axes: Axes) -> tuple[str, ...]:
@@ -431,8 +430,11 @@ def _tuple(axes: Axes) -> tuple[str, ...]:
 
 
 def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, Any]:
-    """What the placeholders of the strings stand for: dp and sp without ep and tp; ep where it divides the batch
-    (by_b) or the sequence (by_s); tp where it divides the sequence (tp_s), or no tokens (whole)."""
+    """The mesh axes of the placeholders in the strings.
+
+    dp and sp are without ep and tp. by_b and by_s are ep, if it divides the batch or the sequence. tp_s is tp if it
+    divides the sequence, and whole is tp if it divides no tokens.
+    """
     batch, sequence, experts, hidden = map(_tuple, (dp, sp, ep, tp))
     call = f"moe(..., dp={dp!r}, sp={sp!r}, ep={ep!r}, tp={tp!r})"
 
@@ -441,13 +443,13 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
 
     by_b, by_s = ends(batch, experts), ends(sequence, experts)
     if experts and not by_b and not by_s:
-        rule = "the axes of ep divide the experts, and tokens too: they are the last of dp, or the last of sp."
+        rule = "the axes of ep divide both experts and tokens: they are the last axes of dp or of sp."
         last = (*(axis for axis in batch if axis not in experts), *experts)
         raise MeshError(rule, call=call, advice=f"dp={last!r}, and x divided so")
     rest = sequence[: len(sequence) - len(experts)] if by_s else sequence
     tp_s = ends(rest, hidden)
     if set(hidden) & {*batch, *experts} or (set(hidden) & set(sequence) and not tp_s):
-        rule = "the axes of tp divide hidden units, and no tokens, or the sequence as the last of sp (before ep)."
+        rule = "the axes of tp divide hidden units. They divide no tokens, or are the last of sp (before ep)."
         raise MeshError(rule, call=call, advice="other axes for tp, or sp ending in them")
     if shared and tp_s and by_s:
         rule = "the shared expert would gather the sequence over tp across the axes of ep."
@@ -469,12 +471,12 @@ def _groups(x: Any, groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
         return blocks
     call = f"moe(..., groups={groups!r})"
     if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, int) and g > 0 for g in groups)):
-        rule = "groups is a pair of positive ints: into how many pieces the batch is cut, and the sequence."
+        rule = "groups is a pair of positive ints: the numbers of pieces of the batch and of the sequence."
         raise SizeError(rule, call=call, fix=f"groups={blocks}")
     sizes = (size(x, "[b/dp] s/sp d", dp=dp, sp=sp), size(x, "b/dp [s/sp] d", dp=dp, sp=sp))
     for name, axes, parts, count, whole in zip(("batch", "sequence"), (dp, sp), blocks, groups, sizes, strict=True):
         if count % parts or whole % count:
-            rule = f"the {name} of {whole} is cut into groups of equal size, none of them across two devices."
+            rule = f"the {name} of {whole} is cut into groups of equal size, and no group is on two devices."
             got = [f"{count} groups", f"{parts} blocks, along {'/'.join(_tuple(axes)) or 'no axis'}"]
             raise SizeError(rule, call=call, got=got, fix=f"groups={blocks}")
     return groups

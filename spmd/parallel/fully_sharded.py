@@ -1,4 +1,4 @@
-"""Layers that gather their weights, and gather them again in the backward pass: one, or a stack in a scan."""
+"""Layers that gather their weights, and gather them again in the backward pass: one layer, or a stack in a scan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["fsdp", "scan_layers"]
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What both passes know: the traced layer, how each weight travels, and in what dtype."""
+    """The facts for both passes: the traced layer, how each weight travels, and in which dtype."""
 
     layer: Layer
     moves: tuple[Move, ...]
@@ -34,7 +34,7 @@ class _Plan:
         return [gather_leaf(w, m, self.dtype, again=again, after=after) for w, m in pairs]
 
     def scatter(self, gradients: Any, weights: Any) -> list[Any]:
-        """The gradients of gathered weights as they rest, still to be summed over the copies."""
+        """The gradients of gathered weights in their layouts at rest, not yet summed over the copies."""
         trio = zip(gradients, weights, self.moves, strict=True)
         return [scatter_leaf(m, g.astype(w.dtype)) if differentiable(w) else None for g, w, m in trio]
 
@@ -50,29 +50,30 @@ def fsdp(
 ) -> Callable[..., Any]:
     """A layer that gathers its weights just before use, and again in its backward pass.
 
-    `layer(weights, *args)` takes weights as `compute` says; the result takes them as they rest. Of the forward
-    pass nothing is kept that depends on weights alone: neither gathered weights nor casts, transposes or copies
-    of them. `jax.checkpoint` decides by operation and not by origin, and in code without a scan XLA merges its
-    second gather with the first, which keeps what was gathered after all; the second gather here travels as
-    integers, so that no compiler finds it equal, and waits for the layer's cotangent at an optimization barrier.
-    XLA's CPU backend drops barriers, and gathers early in code without a scan; in `scan_layers` it cannot.
+    `layer(weights, *args)` takes weights in the layouts `compute`; the result takes them in the layouts at rest. The
+    forward pass keeps nothing that depends only on weights: neither gathered weights nor casts, transposes or copies of
+    them. `jax.checkpoint` does not do this: it decides by operation and not by origin. In code without a scan XLA also
+    merges its second gather with the first, and so keeps the gathered weights after all. Here the second gather travels
+    as integers, so that it is not equal to the first for any compiler, and it waits for the layer's cotangent at an
+    optimization barrier. XLA's CPU backend drops barriers, so it gathers early in code without a scan; in `scan_layers`
+    it cannot.
 
-    Communication: as `gather`, and in the backward pass one more all-gather per gathered leaf. Each gradient is
+    Communication: that of `gather`, and in the backward pass one more all-gather per gathered leaf. Each gradient is
     reduced once per call, in the dtype of its parameter.
 
-    Memory: between forward and backward the activations that `layer` needs ("activations"), or only its
-    arguments, the layer being computed again ("inputs").
+    Memory: the activations that `layer` needs are kept for the backward pass ("activations"), or only its arguments,
+    and the layer is computed again ("inputs").
 
     Args:
       layer: A function `layer(weights, *args)`. Values that it closes over are differentiated too.
       at_rest: The layouts of the weights at rest, as in `gather`.
       compute: The layouts of the weights in use.
-      dtype: What floating weights are cast to before they travel.
+      dtype: The dtype to which floating weights are cast before they travel.
       data: The mesh axes that divide the data, as in `gather`.
       save: "activations" or "inputs".
 
     Returns:
-      A function of weights at rest and the other arguments of `layer`. Reverse-mode differentiation only.
+      A function of the weights at rest and the other arguments of `layer`. Reverse-mode differentiation only.
 
     Raises:
       LayoutError: If layouts and weights do not fit, or `save` is unknown.
@@ -116,34 +117,33 @@ def scan_layers(
     save: str = "activations",
     prefetch: bool = False,
 ) -> Any:
-    """`x = layer(weights, x, *shared)` for each layer of a stack, its weights gathered layer by layer.
+    """`x = layer(weights, x, *shared)` for each layer of a stack; weights are gathered layer by layer.
 
-    A scan over the first dimension of the parameters. No gathered weight outlives its layer: the backward pass
-    gathers each again, last layer first. With `prefetch` each turn of the loop, forward and backward, gathers the
-    weights of the next one while it computes: they travel in the loop's carry, and nothing in the turn waits for
-    them.
+    A scan over the first dimension of the parameters. No gathered weight outlives its layer: the backward pass gathers
+    each weight again, last layer first. With `prefetch` each iteration, forward and backward, gathers the weights of
+    the next one while it computes. They travel in the loop's carry, and nothing in the iteration waits for them.
 
-    Communication, for L layers whose gathered leaves have S bytes each in `dtype`, S' in their own: forward L
-    all-gathers per leaf of S(n-1)/n, backward as many and L reduce-scatters of S'(n-1)/n. `prefetch` adds one
-    all-gather per leaf and direction, that of the loop's last turn. What is summed over the other axes of
-    `data`, for hybrid sharding and for leaves that rest whole, is summed once, for all layers in one all-reduce
-    per leaf. Floats among `shared`, and those that the layer closes over, have their gradient summed in each layer
-    where they are equal and x is divided: `spmd.defer` them before, and it is summed once.
+    Communication, for L layers whose gathered leaves have S bytes each in `dtype`, and S' in their own dtype: forward,
+    L all-gathers per leaf of S(n-1)/n; backward, the same and L reduce-scatters of S'(n-1)/n. `prefetch` adds one
+    all-gather per leaf and direction, in the last iteration. The sums over the other axes of `data`, for hybrid
+    sharding and for leaves that rest whole, are one all-reduce per leaf for all layers together. Gradients of floats in
+    `shared`, and of floats that the layer closes over, are summed in each layer, if they are equal and x is divided. To
+    sum them once, `spmd.defer` these values first.
 
-    Memory: parameters at rest, one layer gathered (two with `prefetch`), and per layer its activations
+    Memory: parameters at rest, one gathered layer (two with `prefetch`), and for each layer its activations
     ("activations") or the value of `x` before it ("inputs", which computes each layer again).
 
     Args:
       layer: A function `layer(weights, x, *shared)` to the next x, of the same types.
       params: The parameters of all layers, stacked along the first dimension of each leaf.
-      x: What goes from layer to layer, a pytree.
+      x: The value that goes from layer to layer, a pytree.
       *shared: Further arguments, the same for each layer.
       at_rest: The layouts of `params` at rest, with the first dimension: `"l d/dp f/tp"`.
       compute: Their layouts in use, with the first dimension: `"l d f/tp"`.
-      dtype: What floating weights are cast to before they travel.
+      dtype: The dtype to which floating weights are cast before they travel.
       data: The mesh axes that divide the data, as in `gather`.
       save: "activations" or "inputs".
-      prefetch: Whether each turn gathers for the next one.
+      prefetch: Whether each iteration gathers for the next one.
 
     Returns:
       The x after the last layer. Reverse-mode differentiation only.
@@ -176,7 +176,7 @@ def scan_layers(
     return _stack(plan, stacked, consts, weights, shared, x)
 
 
-# --- what both check and share ------------------------------------------------------------------------------
+# --- checks and parts for both ------------------------------------------------------------------------------
 
 
 def _check_save(save: Any, call: str) -> None:
@@ -191,11 +191,11 @@ def _check_stack(params: Any, stacked: tuple[Move, ...], call: str) -> None:
         path for (path, leaf), move in zip(named, stacked, strict=True) if not leaf.shape or move.rest[0] or move.use[0]
     ]
     if divided:
-        rule = "the first dimension of each parameter counts the layers, and is whole."
+        rule = "the first dimension of each parameter counts the layers and is whole."
         raise LayoutError(rule, call=call, got=divided, advice='"l d/dp f", with l undivided')
     sizes = [f"{path}: {leaf.shape[0]} layers" for path, leaf in named]
     if len({leaf.shape[0] for _, leaf in named}) != 1:
-        rule = "all parameters are stacks of equally many layers."
+        rule = "all parameters are stacks of the same number of layers."
         raise SizeError(rule, call=call, got=sizes or ["no parameters"])
 
 
@@ -242,7 +242,7 @@ _one.defvjp(_one_forward, _one_backward)
 
 
 def _turns(plan: _Plan, weights: Any, turn: Any, carry: Any, xs: Any, *, back: bool = False) -> Any:
-    """A scan over the layers whose turns get their gathered weights: `turn(gathered, carry, x) -> carry, y`."""
+    """A scan over the layers that passes on each layer's gathered weights: `turn(gathered, carry, x) -> carry, y`."""
     if not plan.prefetch:
 
         def plain(carry: Any, now: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer state rest: layouts chosen leaf by leaf from shapes."""
+"""Layouts of parameters, gradients and optimizer state at rest, chosen leaf by leaf from shapes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class _Row:
 
 @dataclass(frozen=True, repr=False)
 class FSDPLayouts:
-    """What `fsdp_layouts` returns; printing it shows each leaf, and why one stays whole.
+    """The result of `fsdp_layouts`. Printed, it shows each leaf, and why a leaf stays whole.
 
     Attributes:
       at_rest: The layouts of parameters at rest, a tree like the parameters.
       compute: Their layouts in use: those given as `base`.
       axes: The mesh axes over which parameters are divided at rest.
-      rows: What is printed: path, dtype, shape, layout, bytes whole, number of parts, why it stays whole.
+      rows: The printed facts: path, dtype, shape, layout, bytes of the whole leaf, number of parts, why it stays whole.
     """
 
     at_rest: Any
@@ -71,7 +71,7 @@ class FSDPLayouts:
           stage: 1, 2 or 3.
 
         Returns:
-          The layouts of parameters, gradients and, by way of `state_layouts`, optimizer state.
+          The layouts of parameters, gradients and, through `state_layouts`, optimizer state.
 
         Raises:
           LayoutError: If there is no such stage.
@@ -108,31 +108,31 @@ def fsdp_layouts(
     min_size: int = 2**14,
     keep: str | Sequence[str] = (),
 ) -> FSDPLayouts:
-    """Choose, from its shape, how each parameter is divided over the fsdp axes at rest.
+    """Choose from its shape how each parameter is divided over the fsdp axes at rest.
 
-    Each leaf keeps the layout that it has in use, and one of its dimensions is divided over `fsdp` too: the
-    largest that is whole and divides; if there is none, the largest of those that another axis divides already
-    (`"f/tp"` becomes `"f/tp/dp"`). Leaves that are small, or none of whose dimensions divides, stay as they are,
-    and printing the result says which and why. An axis that divides a leaf already, as one of experts may, is not
-    used a second time. Nothing communicates.
+    Each leaf keeps the layout that it has in use, and one of its dimensions is divided over `fsdp` too. This is the
+    largest dimension that is whole and divides. If there is none, it is the largest that another axis divides already
+    (`"f/tp"` becomes `"f/tp/dp"`). Small leaves, and leaves without a dimension that divides, stay as they are; the
+    printed result says which and why. An axis that already divides a leaf, as it may divide experts, is not used a
+    second time. Nothing communicates.
 
-    For hybrid sharding (HSDP) `fsdp` is the axis within a group, and the axis over groups is left out: on it
-    parameters are equal. `gather` is then told of both, `data=("replicas", "shards")`.
+    For hybrid sharding (HSDP) `fsdp` is the axis within a group. Leave out the axis over groups: parameters are equal
+    along it. Pass both to `gather`, `data=("replicas", "shards")`.
 
     Args:
       tree: The parameters, arrays or `jax.ShapeDtypeStruct`s, in any container.
-      base: Their layouts in use, without the fsdp axes: a tree like `tree`, a prefix, one for all, or a function
-        from the tree. Absent, whole and unnamed.
+      base: Their layouts in use, without the fsdp axes: a tree like `tree`, a prefix, one layout for all, or a function
+        from the tree. By default whole and unnamed.
       fsdp: The mesh axes that divide parameters at rest, major first.
       mesh: A Mesh, an AbstractMesh or a dict of sizes.
-      min_size: Leaves with fewer elements stay whole, the dimensions in `keep` not counted.
+      min_size: Leaves with fewer elements stay whole; the dimensions in `keep` do not count.
       keep: Names of dimensions that are never divided, such as that of stacked layers.
 
     Returns:
       The layouts at rest and in use, and the report.
 
     Raises:
-      LayoutError: If layouts and tree do not fit, or nothing at all is divided.
+      LayoutError: If layouts and tree do not fit, or no parameter is divided.
       MeshError: If the mesh lacks an axis.
 
     Example:
@@ -175,7 +175,7 @@ def fsdp_layouts(
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         rows.append(_Row(path, str(leaf.dtype), tuple(leaf.shape), rest.short, size, parts, why))
     if rows and all(row.why for row in rows):
-        rule = f"of these parameters none is divided over {'/'.join(axes)}."
+        rule = f"none of these parameters is divided over {'/'.join(axes)}."
         got = [f"{row.path}: {row.why}" for row in rows]
         raise LayoutError(rule, call=call, got=got, advice="a smaller min_size, or no FSDP")
     build = lambda found: jax.tree.unflatten(structure, found)
@@ -189,14 +189,14 @@ def _check_axes(axes: Axes, layouts: Sequence[Layout | None], sizes: Mapping[str
         rule = (
             f"the mesh has no axis {missing[0]!r}{did_you_mean(missing[0], sizes) or '.'}"
             if missing
-            else ("fsdp names the mesh axes that divide the parameters, and here is none.")
+            else "fsdp names at least one mesh axis that divides the parameters."
         )
         got = ["mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())]
         raise MeshError(rule, call=call, got=got)
 
 
 def _ranked(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layout | None]:
-    """The layout of each leaf, None where it is not an array; every layout fits its array's rank."""
+    """The layout of each leaf, None if it is not an array; every layout has the rank of its array."""
     found = layout_leaves(tree, layouts, call, what)
     for path, leaf, layout in zip(paths(tree), jax.tree.leaves(tree), found, strict=True):
         if layout is not None:
@@ -217,7 +217,7 @@ def _of_rank(layout: Layout, leaf: Any, path: str, call: str) -> Layout:
 def _divided(
     layout: Layout, shape: Sequence[int], axes: Axes, sizes: Mapping[str, int], min_size: int, keep: Axes
 ) -> tuple[Layout, str]:
-    """The layout with the axes added to one dimension, or the reason why not."""
+    """The layout with the axes added to one dimension, or the reason why they are not."""
     new = tuple(axis for axis in axes if axis not in layout.axes)
     names = tuple(_name(dim) for dim in layout.dims)
     free = [i for i, name in enumerate(names) if name not in keep]
@@ -237,7 +237,7 @@ def _divided(
 
 
 def _name(dim: Any) -> str:
-    """A dimension as it is written, without its axes; of several factors all."""
+    """A dimension as it is written, without its axes, with all its factors."""
     names = [atom.name for atom in dim.atoms]
     return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
@@ -245,8 +245,8 @@ def _name(dim: Any) -> str:
 def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, Any]) -> Any:
     """Layouts of named dimensions, placed by a mapping: one set of names, one mapping at rest, another in use.
 
-    `gather(params, mapped_layouts(params, names, rest), mapped_layouts(params, names, use))` goes from one mapping
-    to another. Nothing communicates.
+    `gather(params, mapped_layouts(params, names, rest), mapped_layouts(params, names, use))` moves from one mapping to
+    another. Nothing communicates.
 
     Args:
       tree: The parameters, arrays or `jax.ShapeDtypeStruct`s.
@@ -257,7 +257,7 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
       A tree like `tree` with a Layout for each array.
 
     Raises:
-      LayoutError: If a name has no rule, two names of an array come to lie on one axis, or a rank does not fit.
+      LayoutError: If a name has no rule, two names of an array are placed on one axis, or a rank does not fit.
 
     Example:
       >>> import jax.numpy as jnp
@@ -279,15 +279,15 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
 
 
 def state_layouts(state: Any, params: Any, layouts: Any) -> Any:
-    """The layouts of an optimizer's state: what is kept for a parameter lies as that parameter does.
+    """The layouts of an optimizer's state: what is kept for a parameter has the layout of that parameter.
 
-    A leaf of the state belongs to the parameter whose path its own path ends with and whose shape it has, as
-    Adam's moments do; everything else, such as a count of steps, is whole. Nothing communicates.
+    A leaf of the state belongs to a parameter if it has the parameter's shape and its path ends with the parameter's
+    path, as Adam's moments do. Everything else, such as a count of steps, is whole. Nothing communicates.
 
     Args:
       state: The state, or its shapes: `jax.eval_shape(optimizer.init, params)`.
       params: The parameters, or their shapes.
-      layouts: The layouts of the parameters, those at rest for any ZeRO stage.
+      layouts: The layouts of the parameters; for a ZeRO stage, those at rest.
 
     Returns:
       A tree like `state` with a Layout for each array.

@@ -30,39 +30,39 @@ def accumulate(
 ) -> tuple[Any, Any]:
     """Loss and gradient over micro-batches, with one gather before the loop and one reduction after it.
 
-    Before the loop the parameters are gathered, and those that rest whole are deferred. In the loop the gradients
-    of each micro-batch, partial sums on `data`, are added up in float32. After it each leaf is reduced once, in
-    float32: reduce-scattered where it rests divided, all-reduced where it is whole.
+    Before the loop the parameters are gathered, and those that rest whole are deferred. In the loop the gradients of
+    each micro-batch, partial sums on `data`, are added up in float32. After the loop each leaf is reduced once, in
+    float32: reduce-scattered if it rests divided, all-reduced if it is whole.
 
-    Communication, for leaves of S bytes in `dtype` and S' in float32, over n devices: one all-gather S(n-1)/n,
-    one reduce-scatter S'(n-1)/n, whatever the number of micro-batches; for a whole leaf one all-reduce
-    2S'(n-1)/n. Besides those, what `loss_fn` itself does.
+    Communication, for leaves of S bytes in `dtype` and S' in float32, over n devices: one all-gather S(n-1)/n and one
+    reduce-scatter S'(n-1)/n, whatever the number of micro-batches. For a whole leaf, one all-reduce 2S'(n-1)/n.
+    `loss_fn` adds its own.
 
-    Memory: all parameters gathered, and as many float32 accumulators, as in ZeRO-2. For the memory of one layer
-    (ZeRO-3), let `loss_fn` gather layer by layer, and differentiate it with `spmd.value_and_grad`.
+    Memory: all parameters gathered, and float32 accumulators of the same size, as in ZeRO-2. To hold only one gathered
+    layer (ZeRO-3), let `loss_fn` gather layer by layer, and differentiate it with `spmd.value_and_grad`.
 
     Args:
-      loss_fn: `loss_fn(params, micro_batch)`: this device's part of the sum of the losses of a micro-batch, a
-        partial sum on each axis of `data` and complete on all others. With `mean`, a pair of that and of the
-        number of terms in it (both are partial sums).
+      loss_fn: A function `loss_fn(params, micro_batch)` that returns this device's part of the sum of the losses of a
+        micro-batch: a partial sum on each axis of `data`, complete on all others. With `mean` it returns a pair of this
+        sum and the number of its terms (both are partial sums).
       params: The parameters at rest.
       micro_batches: A pytree of arrays whose first dimension counts the micro-batches.
       at_rest: The layouts of the parameters at rest, as in `gather`.
       compute: Their layouts in use.
-      data: The mesh axes that divide the data, those of `at_rest` that are gathered among them.
-      dtype: What floating parameters are cast to before they travel.
-      mean: Divide loss and gradient by the number of terms of all devices and micro-batches: the mean over all
-        tokens, not the mean of means that weighs them unequally.
+      data: The mesh axes that divide the data, including the axes of `at_rest` that are gathered.
+      dtype: The dtype to which floating parameters are cast before they travel.
+      mean: Divide loss and gradient by the number of terms on all devices and in all micro-batches. This is the mean
+        over all tokens. A mean of means would weight tokens unequally.
 
     Returns:
-      The loss, complete, and the gradient in the layouts and dtypes of the parameters at rest; None for leaves
-      that are not floating.
+      The complete loss, and the gradient in the layouts and dtypes of the parameters at rest, with None for leaves that
+      are not floating.
 
     Raises:
       LayoutError: If layouts and parameters do not fit.
       MeshError: If a gathered axis is not among `data`.
       SizeError: If the numbers of micro-batches differ.
-      ReplicationError: If the loss is no partial sum on an axis of `data`.
+      ReplicationError: If the loss is not a partial sum on an axis of `data`.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -80,7 +80,7 @@ def accumulate(
     call = "accumulate(loss_fn, params, micro_batches, ...)"
     axes = axes_tuple(data, "data", call)
     if not axes:
-        rule = "data names the mesh axes that divide the batch, and here is none."
+        rule = "data names at least one mesh axis that divides the batch."
         raise LayoutError(rule, call=call, advice='data="dp", or plain spmd.value_and_grad')
     _check_batches(micro_batches, call)
     leaves, structure = jax.tree.flatten(params)
@@ -118,19 +118,19 @@ def accumulate(
 
 def _pair(out: Any, mean: bool, call: str) -> tuple[Any, Any]:
     if mean != (isinstance(out, tuple) and len(out) == 2):
-        rule = "with mean=True loss_fn returns a sum of losses and the number of its terms; without, the sum alone."
+        rule = "with mean=True loss_fn returns a sum of losses and the number of its terms; otherwise only the sum."
         got = [f"mean={mean}", "a pair" if isinstance(out, tuple) else "one value"]
         raise LayoutError(rule, call=call, got=got, fix=f"mean={not mean}")
     return out if mean else (out, 0.0)
 
 
 def _check_partial(value: Any, axes: Axes, call: str) -> None:
-    """A sum that is complete already, as JAX's type tells where there are manual axes."""
+    """Raise if JAX's type says, where there are manual axes, that a sum is complete already."""
     kind, manual = spmd.typeof(value), jax.sharding.get_abstract_mesh().manual_axes
     complete = [axis for axis in axes if axis in manual and axis not in (*kind.varying, *kind.unreduced)]
     if complete:
         over = ", ".join(complete)
-        rule = f"loss_fn returns this device's part of a sum, and on {over} it is complete: each device would add it."
+        rule = f"loss_fn returns this device's part of a sum, but on {over} it is complete: each device would add it."
         advice = f'reduce(x, "<layout> -> {{U:{",".join(axes)}}}") as the last step of loss_fn'
         raise ReplicationError(rule, call=call, got=[f"the loss: {kind}"], advice=advice)
 

@@ -1,4 +1,4 @@
-"""Optimizers inside a kernel: norms of trees of shards."""
+"""Optimizers inside a kernel: the norm of a tree of shards."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ __all__ = ["ClipByGlobalNorm", "clip_by_global_norm", "global_norm"]
 def global_norm(tree: Any, layouts: Any) -> jax.Array:
     """The root of the sum of squares of all elements of a tree of shards, each element counted once.
 
-    Inside a kernel a leaf is one device's shard: what an axis divides is summed over that axis, what is equal on
-    an axis is not. Outside kernels arrays are whole and `optax.global_norm` is right as it is.
+    Inside a kernel a leaf is one device's shard. A leaf is summed over the axes that divide it, and not over the axes
+    along which it is equal. Outside kernels arrays are whole, and `optax.global_norm` is right.
 
     Layouts: each leaf as `layouts` says; the result is a scalar, equal on every axis.
 
-    Communication: one all-reduce of a float32 for each distinct set of axes among the leaves, 8(n-1)/n bytes per
-    device over n devices; leaves of one set share it, and whole leaves need none. Backward none.
+    Communication: one all-reduce of a float32 for each distinct set of axes among the leaves, 8(n-1)/n bytes per device
+    over n devices. Leaves with the same set share it, and whole leaves need none. Backward none.
 
     Args:
-      tree: Gradients, or any arrays, complete: partial sums are refused, their squares say nothing of the sum's.
+      tree: Gradients, or any other complete arrays. Partial sums are an error, because their squares do not give that
+        of the sum.
       layouts: Their layouts: a tree like `tree`, a prefix of one, a layout for all, or a function from the tree.
 
     Returns:
@@ -60,7 +61,7 @@ def global_norm(tree: Any, layouts: Any) -> jax.Array:
         if layout is None:
             continue
         if layout.unreduced or layout.reduced:
-            rule = "the norm is that of complete values, and a mark says that this one is not."
+            rule = "the norm is that of complete values, but a mark says that this one is not complete."
             advice = f'psum(x, "{layout.short} -> {Layout.from_dims(layout.dims).short}") of the leaf, and its layout'
             raise LayoutError(rule, call=call, got=[f'{path}: "{layout.short}"'], advice=advice)
         axes = tuple(sorted(layout.axes))
@@ -73,7 +74,7 @@ def global_norm(tree: Any, layouts: Any) -> jax.Array:
 
 @spmd.scope(mapping=None)
 def _squares(leaf: Any, layout: Layout) -> Any:
-    """This device's part of the sum of squares; the annotation lets the check compare leaf and layout."""
+    """This device's part of the sum of squares. The annotation lets the check compare leaf and layout."""
     leaf = spmd.annotate(leaf, str(layout))
     size = jnp.abs(leaf)
     return jnp.sum(jnp.square(size.astype(wide(size)))).astype(jnp.float32)
@@ -85,7 +86,7 @@ def _summed(part: Any, axes: Axes) -> Any:
 
 
 class ClipByGlobalNorm(NamedTuple):
-    """What `clip_by_global_norm` returns: a gradient transformation as optax knows them."""
+    """The result of `clip_by_global_norm`: a gradient transformation of optax's form."""
 
     init: Callable[[Any], Any]
     update: Callable[..., Any]
@@ -94,9 +95,8 @@ class ClipByGlobalNorm(NamedTuple):
 def clip_by_global_norm(max_norm: float, layouts: Any) -> ClipByGlobalNorm:
     """Scale gradients down so that their global norm is at most `max_norm`, inside a kernel.
 
-    `optax.clip_by_global_norm` with the norm of `global_norm`: a transformation to be chained with those of
-    optax, all others of which work element by element or on their own shards. Outside kernels optax's own is
-    right.
+    This is `optax.clip_by_global_norm` with the norm of `global_norm`. You can chain it with optax's transformations,
+    all others of which work element by element or on their own shards. Outside kernels optax's own is right.
 
     Communication: that of `global_norm`.
 
@@ -109,7 +109,7 @@ def clip_by_global_norm(max_norm: float, layouts: Any) -> ClipByGlobalNorm:
       updates and the state.
 
     Raises:
-      LayoutError: In `update`, as `global_norm`.
+      LayoutError: In `update`, as in `global_norm`.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -131,7 +131,7 @@ def clip_by_global_norm(max_norm: float, layouts: Any) -> ClipByGlobalNorm:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         norm = global_norm(updates, layouts)
-        scale = jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm)  # not a number for a norm that is none
+        scale = jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm)  # NaN if the norm is NaN
         return jax.tree.map(lambda x: (x.astype(wide(x)) * scale.astype(wide(x))).astype(x.dtype), updates), state
 
     return ClipByGlobalNorm(init, update)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a dimension of stages, a `vmap` over it, and a shift by one stage in each turn of a scan."""
+"""Pipeline parallelism: a dimension of stages, a `vmap` over it, and a shift by one stage in each step of a scan."""
 
 from __future__ import annotations
 
@@ -37,42 +37,44 @@ def pipeline(
     """`x = stage(params[i], x)` for each stage i in turn, stages on different devices, micro-batches one after another.
 
     In each tick every device applies its stage to the micro-batch that it has, and passes the result on to the next
-    device. One program does it on all of them: the stages are a dimension, `jax.vmap` goes over it, and `shift` moves
-    along it, in a `lax.scan` over the ticks of `pipeline_schedule(p, m, v)`. Differentiated, the scan runs backward
-    with the same schedule, all forward ticks before all backward ones (GPipe). With `repeats=v` each device has v
-    stages, those of number s, p + s, 2p + s, ..., and each micro-batch goes round v times: the same work in v
-    times as many, shorter ticks, and a bubble v times smaller.
+    device. All devices run one program: the stages are a dimension, `jax.vmap` maps over it, and `shift` moves along
+    it, in a `lax.scan` over the ticks of `pipeline_schedule(p, m, v)`. The derivative of the scan runs backward with
+    the same schedule, so all forward ticks come before all backward ticks (GPipe). With `repeats=v` each device has v
+    stages, with the numbers s, p + s, 2p + s, ..., and each micro-batch goes round v times. This is the same work in v
+    times as many, shorter ticks, with a bubble v times smaller.
 
     `stage` sees the parameters and micro-batch of one stage. Strings in it do not mention the dimension of the stages,
-    and may use all other mesh axes. It runs in idle ticks too, where hardware with a program for each device would
-    wait: what it computes then, from real micro-batches, is thrown away. The time is that of the bubble, the energy is
-    spent.
+    and may use all other mesh axes. `stage` also runs in idle ticks, where a device with a program of its own would
+    wait. It then works on real micro-batches, and the result is thrown away. This takes the time of the bubble, but
+    uses energy.
 
-    Layouts: each leaf of params `"p/pp ..."`, with repeats `"v p/pp ..."`, p the devices of pp: a stack of layers in
-    order, reshaped. Each leaf of x, and what `stage` returns, `"m ..."` with m micro-batches of any number, equal on
-    pp. The result likewise; with `result="partial"` it is `"m ... {U:pp}"`, held by one device and zero on all others.
+    Layouts: each leaf of params `"p/pp ..."`, with repeats `"v p/pp ..."`, for p devices of pp: a stack of layers in
+    order, reshaped. Each leaf of x, and of the result of `stage`, `"m ..."` for any number m of micro-batches, equal on
+    pp. The result is the same. With `result="partial"` it is `"m ... {U:pp}"`: one device holds it, and it is zero on
+    all others.
 
-    Embedding and head belong outside, their data divided over pp as well, so that no device computes them twice:
-    `all_gather(x, "m b/dp/pp s d -> m b/dp s d")` before, and after it `psum_scatter(y, "m b/dp s d {U:pp} ->
-    m b/dp/pp s d")`.
+    Embedding and head belong outside the pipeline, with their data divided over pp as well, so that no device computes
+    them twice: `all_gather(x, "m b/dp/pp s d -> m b/dp s d")` before the pipeline, and
+    `psum_scatter(y, "m b/dp s d {U:pp} -> m b/dp/pp s d")` after it.
 
-    Communication, for micro-batches of B bytes on a device and T ticks: forward T collective-permutes, T B bytes; for
-    the result a psum over pp, 2mB(p-1)/p bytes, none with "partial". Backward T permutes too, and a psum of the
-    gradient of x, as large, unless x is a gathered copy (or deferred) on pp. Gradients of parameters that are equal on
-    axes that divide x are summed once, after the last tick: 2W(n-1)/n bytes for W bytes of them. What `stage` itself
-    communicates, it does in each tick: weights that rest divided (FSDP) are gathered T times inside of it, unless the
-    compiler finds them the same in all ticks, and once outside.
+    Communication, for micro-batches of B bytes on a device and T ticks: forward, T collective-permutes, T B bytes, and
+    for the result a psum over pp, 2mB(p-1)/p bytes (none with "partial"). Backward, also T permutes, and a psum of the
+    gradient of x of the same size, unless x is a gathered copy (or deferred) on pp. If parameters are equal on axes
+    that divide x, their gradients are summed once, after the last tick: 2W(n-1)/n bytes for W bytes of parameters.
+    `stage` communicates in each tick. If it gathers weights that rest divided (FSDP), it gathers them T times, unless
+    the compiler finds that they are the same in all ticks. Gathered outside, they are gathered once.
 
-    Memory: m + 2 micro-batches on each device, and for the backward pass the input of each tick, T micro-batches, the
-    stage being computed again ("inputs"); or all that JAX keeps of a stage in each tick, copies and casts of weights
-    too ("activations"); or what a policy of `jax.checkpoint` says, as `jax.checkpoint_policies.dots_saveable`.
+    Memory: m + 2 micro-batches on each device. For the backward pass, "inputs" keeps the input of each tick, T
+    micro-batches, and computes the stage again. "activations" keeps all that JAX keeps of a stage in each tick,
+    including copies and casts of weights. A policy of `jax.checkpoint`, such as
+    `jax.checkpoint_policies.dots_saveable`, keeps what it says.
 
     Args:
       stage: `stage(params, x)` to the next x, of the same shapes and dtypes.
-      params: The parameters of all stages, a tree. Integers are welcome.
-      x: The micro-batches, a tree. Integers and keys of `jax.random` go along.
-      pp: The mesh axis of the stages, or several, or None: one device.
-      repeats: How many stages each device has; absent, one, without the dimension v.
+      params: The parameters of all stages, a tree. It may have integers.
+      x: The micro-batches, a tree. It may have integers and keys of `jax.random`.
+      pp: The mesh axis of the stages, several axes, or None for one device.
+      repeats: The number of stages on each device; by default one, without the dimension v.
       save: "inputs", "activations" or a policy.
       result: "whole" or "partial".
 
@@ -80,9 +82,9 @@ def pipeline(
       The micro-batches after the last stage. Reverse-mode differentiation only.
 
     Raises:
-      SizeError: If the parameters have not as many stages as there are devices, or the leaves of x not as many
-        micro-batches.
-      LayoutError: If `stage` changes what it gets, or an option is unknown.
+      SizeError: If the number of stages of the parameters is not that of the devices, or the leaves of x have different
+        numbers of micro-batches.
+      LayoutError: If `stage` returns other shapes or dtypes than it gets, or an option is unknown.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -126,8 +128,10 @@ def pipeline(
 
 
 def _without_keys(stage: Callable[..., Any], x: Tree) -> tuple[Callable[..., Any], Tree, Callable[[Tree], Tree]]:
-    """Keys of `jax.random` as the integers that they are made of, which can be selected and summed: the stage, which
-    sees keys, the micro-batches, and the way back."""
+    """Replaces keys of `jax.random` by their integers, which can be selected and summed.
+
+    Returns the stage, which still sees keys, the micro-batches, and a function that restores the keys.
+    """
     leaves, structure = jax.tree.flatten(x)
     kinds = [jax.random.key_impl(one) if _is_key(one) else None for one in leaves]
 
@@ -149,10 +153,11 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _slots(schedule: PipelineSchedule) -> tuple[Any, ...]:
-    """For each tick its number, where the first stage puts what comes back to it, and what it takes for the next tick.
+    """For each tick: its number, where the first stage puts what comes back, and what it takes for the next tick.
 
-    A micro-batch has one place, before its first round, between rounds and after the last one. In idle ticks a copy of
-    the first is taken, from a place of its own, and what comes back goes to another one, which nobody reads.
+    A micro-batch has one place, before its first round, between rounds and after the last one. In idle ticks the first
+    stage takes a copy of the first micro-batch from a separate place, and puts what comes back into another place,
+    which is never read.
     """
     ticks = np.arange(schedule.ticks, dtype=np.int32)
     begun = ticks - (schedule.stages - 1)
@@ -163,7 +168,7 @@ def _slots(schedule: PipelineSchedule) -> tuple[Any, ...]:
 
 
 def _exchanged(held: Tree, arrived: Tree, put: Any, take: Any) -> tuple[Tree, Tree]:
-    """The places with what arrived, and what is taken out of them."""
+    """The places with what arrived put in, and what is taken out."""
     leaves, structure = jax.tree.flatten(held)
     pairs = zip(leaves, structure.flatten_up_to(arrived), strict=True)
     rule = lambda one: _exchange if jnp.issubdtype(one.dtype, jnp.inexact) else _exchange_run
@@ -181,10 +186,10 @@ def _exchange_forward(held: Any, arrived: Any, put: Any, take: Any) -> tuple[Any
 
 
 def _exchange_backward(places: Any, cotangents: Any) -> tuple[Any, ...]:
-    """What is taken is not read again before something else is put there: its cotangent replaces what stands there.
+    """The cotangent of what is taken replaces what is in its place, since the place is not read again before a put.
 
-    Derived, it would be added to what stands there, and that set to zero after it was used: two copies of all
-    places in each tick, for want of an order among these.
+    The derived rule would add the cotangent to the place, and set the place to zero after use. The order of these is
+    not fixed, which costs two copies of all places in each tick.
     """
     (put, take), (held, fresh) = places, cotangents
     held = lax.dynamic_update_index_in_dim(held, fresh, take, 1)
@@ -215,7 +220,8 @@ def _one_stage(stage: Callable[[Any, Any], Any], repeats: int | None, save: Any)
 def _start(x: Tree, pp: Axes, schedule: PipelineSchedule) -> tuple[Any, Tree, Tree]:
     """The numbers of the stages, what each works on first, and the places of all micro-batches.
 
-    All begin with micro-batch 0: an idle stage works on real ones too, for it may divide by what is zero in none.
+    All begin with micro-batch 0. Idle stages also work on real data, because a stage may divide by a value that is
+    never zero in real data.
     """
     names = {"p": schedule.stages, "pp": pp}
     held = jax.tree.map(lambda one: repeat(one, "m ... -> p/pp m ...", **names), x)
@@ -245,11 +251,11 @@ def _finished(held: Tree, here: Any, pp: Axes, result: str) -> Tree:
 
 @scope(mapping=None)
 def _deferred(params: Tree, x: Tree) -> Tree:
-    """Parameters typed varying where the data is: their gradients are summed after the loop, not in it."""
+    """Parameters made varying where the data is, so that their gradients are summed after the loop, not in it."""
     axes = {axis for one in jax.tree.leaves(x) for axis in typeof(one).varying}
 
     def leaf(w: Any) -> Any:
-        floating = jnp.issubdtype(w.dtype, jnp.inexact)  # others have no gradient, and stay equal
+        floating = jnp.issubdtype(w.dtype, jnp.inexact)  # others have no gradient and stay equal
         missing = ",".join(sorted(axes - set(typeof(w).varying))) if floating else ""
         return defer(w, f"... -> ... {{R:{missing}}}") if missing else w
 
@@ -294,24 +300,24 @@ def _check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None) -> N
     wrong = []
     for path, leaf in zip(paths(params), jax.tree.leaves(params), strict=True):
         if not is_array(leaf) or leaf.ndim <= at:
-            wrong.append(f"{path}: no array of so many dimensions")
+            wrong.append(f"{path}: not an array of rank {at + 1} or more")
         elif spmd.size(leaf, layout.replace("p/pp", "[p/pp]"), pp=pp) != stages or leaf.shape[:at] != (repeats,)[:at]:
             wrong.append(f"{path}: shape {leaf.shape} here")
     if wrong:
         rounds = "" if repeats is None else f" and {repeats} rounds"
-        rule = f'parameters lie as "{layout}", one stage on each of the {stages} devices of pp{rounds}.'
-        advice = "several layers of a stage are a dimension of their own, and a scan in the stage: "
+        rule = f'parameters have the layout "{layout}", one stage on each of the {stages} devices of pp{rounds}.'
+        advice = "give several layers of a stage a dimension of their own, and scan over it in the stage: "
         raise SizeError(rule, call=_CALL, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"')
 
 
 def _check_result(given: Tree, out: Tree) -> None:
-    """The next stage takes what this one returns, with JAX's types, as a loop demands."""
+    """Check that the next stage can take what this one returns, with the same JAX types, as a loop requires."""
     before, after = ([typeof(leaf) for leaf in jax.tree.leaves(tree)] for tree in (given, out))
     kinds = [[(one.shape, one.dtype, one.varying) for one in kind] for kind in (before, after)]
     if jax.tree.structure(given) == jax.tree.structure(out) and kinds[0] == kinds[1]:
         return
     more = {axis for one in after for axis in one.varying} - {axis for one in before for axis in one.varying}
-    rule = "a stage returns what it gets: the same tree, shapes, dtypes, and axes along which JAX types it varying."
+    rule = "a stage returns what it gets: the same tree, shapes, dtypes, and axes along which JAX types it as varying."
     fix = Fix("defer", pattern=f"... -> ... {{R:{','.join(sorted(more))}}}") if more else None
     got = [f"{name}: {', '.join(map(str, kind))}" for name, kind in (("it gets", before), ("it returns", after))]
     raise LayoutError(rule, call=_CALL, got=got, fix=fix)

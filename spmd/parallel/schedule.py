@@ -1,4 +1,4 @@
-"""Which stage of a pipeline works on which micro-batch, tick by tick, as a table and a picture."""
+"""The schedule of a pipeline as a table and a picture: which stage works on which micro-batch in each tick."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The forward schedule of `pipeline`; backward the same, read from right to left.
+    """The forward schedule of `pipeline`. The backward schedule is the same, read from right to left.
 
-    Printed, a row for each stage and a column for each tick: the micro-batch that is worked on, with its round after
-    a dot if there are several, and a dot alone where the stage idles. A notebook shows it as SVG.
+    Printed, it has a row for each stage and a column for each tick, with the number of the micro-batch. If there are
+    several rounds, the round follows after a dot. A dot alone means that the stage is idle. A notebook shows it as SVG.
 
     Attributes:
       stages: Devices along the pipeline.
       microbatches: Micro-batches that pass through it.
-      repeats: How often each passes each device: 1 for GPipe, more for interleaved (circular) stages.
+      repeats: How often each micro-batch passes each device: 1 for GPipe, more for interleaved (circular) stages.
     """
 
     stages: int
@@ -29,23 +29,23 @@ class PipelineSchedule:
 
     @property
     def stride(self) -> int:
-        """Ticks from the start of one round to that of the next: a micro-batch is back after `stages` ticks."""
+        """Ticks from the start of one round to the start of the next; a micro-batch is back after `stages` ticks."""
         return max(self.microbatches, self.stages)
 
     @property
     def ticks(self) -> int:
-        """How long it takes: `repeats * microbatches + stages - 1`, if there are as many micro-batches as stages."""
+        """The number of ticks: `repeats * microbatches + stages - 1`, if there are enough micro-batches."""
         return (self.repeats - 1) * self.stride + self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """Idle time per time at work: (stages - 1) / (repeats * microbatches), if there are enough micro-batches."""
+        """Idle time over working time: (stages - 1) / (repeats * microbatches), if there are enough micro-batches."""
         busy = self.repeats * self.microbatches
         return (self.ticks - busy) / busy
 
     def work(self, tick: int, stage: int) -> tuple[int, int] | None:
-        """The micro-batch and its round that a stage works on; None where it idles."""
-        begun = tick - stage  # when this entered the first stage
+        """The micro-batch that a stage works on, and its round; None if the stage is idle."""
+        begun = tick - stage  # when it entered the first stage
         if begun < 0 or begun // self.stride >= self.repeats or begun % self.stride >= self.microbatches:
             return None
         return begun % self.stride, begun // self.stride
@@ -107,12 +107,12 @@ _FILLS = ("#abdaf4", "#f5cf80", "#80cfb9", "#e6bcd3", "#f8f2a1")
 
 
 def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> PipelineSchedule:
-    """What `pipeline` does when, and how much of its time is a bubble.
+    """What `pipeline` does in each tick, and how much of its time is a bubble.
 
-    A micro-batch enters the first stage and moves on by one stage in each tick. After the last it is done, or comes
-    back to the first for its next round, when all micro-batches have entered. With m of them on p devices in v rounds
-    a device works for v m ticks out of v m + p - 1: the bubble is (p-1)/(v m) of the time at work. Fewer micro-batches
-    than stages leave gaps between the rounds, too.
+    A micro-batch enters the first stage and moves on by one stage in each tick. After the last stage it is done, or
+    comes back to the first for its next round, once all micro-batches have entered. With m micro-batches on p devices
+    in v rounds, a device works for v m of v m + p - 1 ticks: the bubble is (p-1)/(v m) of the working time. With fewer
+    micro-batches than stages there are also gaps between the rounds.
 
     Args:
       stages: Devices along the pipeline.
@@ -120,7 +120,7 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> Pipel
       repeats: Rounds; 1 is GPipe, more are interleaved (circular) stages.
 
     Returns:
-      The schedule; printed, a table.
+      The schedule, which prints as a table.
 
     Raises:
       SizeError: If a number is not a positive int.

@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence lie: one after another, or so that causal work is balanced."""
+"""The order of the tokens of a divided sequence: contiguous, or such that causal work is balanced."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Axes = str | tuple[str, ...] | None
 
 
 def sequence_order(length: int, parts: int, placement: str) -> np.ndarray:
-    """Which token stands where: the order of a sequence that is then divided in equal blocks, for data on the host.
+    """The order of a sequence that is then divided in equal blocks, for data on the host.
 
-    Under a causal mask a late token has more to do than an early one. Of blocks one after another ("contiguous") the
-    last works n times as much as the first. "zigzag" gives block c the chunks c and 2n-1-c of 2n; "striped" every
-    n-th token from c on. `x[:, sequence_order(...)]`, done where the batch is made, costs no communication; the
-    positions of the tokens are `sequence_positions`, and `numpy.argsort` of the order undoes it.
+    Under a causal mask a late token has more work than an early one. With "contiguous" blocks the last block has about
+    2n - 1 times as many pairs of queries and keys as the first. "zigzag" gives block c the chunks c and 2n-1-c of 2n.
+    "striped" gives it every n-th token, starting from c. `x[:, sequence_order(...)]` does not communicate where the
+    batch is made. The positions of the tokens are `sequence_positions`, and `numpy.argsort` of the order undoes it.
 
     Args:
       length: Tokens in the whole sequence; for zig-zag a multiple of twice the blocks.
@@ -31,10 +31,10 @@ def sequence_order(length: int, parts: int, placement: str) -> np.ndarray:
       placement: "contiguous", "zigzag" or "striped".
 
     Returns:
-      int32 positions: the i-th is the token that stands at place i.
+      int32 positions: the i-th is that of the token at place i.
 
     Raises:
-      LayoutError: On an unknown placement.
+      LayoutError: If the placement is unknown.
       SizeError: If the length does not divide.
 
     Example:
@@ -53,7 +53,7 @@ def sequence_order(length: int, parts: int, placement: str) -> np.ndarray:
 
 @scope(mapping=None)
 def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) -> Any:
-    """The positions of the tokens that lie here, for rotary embeddings and masks of a divided sequence.
+    """The positions of the tokens on this device, for rotary embeddings and masks of a divided sequence.
 
     Layouts: result `"s/cp"`.
 
@@ -68,7 +68,7 @@ def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) 
       int32 positions.
 
     Raises:
-      LayoutError: On an unknown placement.
+      LayoutError: If the placement is unknown.
       SizeError: If the length does not divide.
 
     Example:
@@ -86,15 +86,15 @@ def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) 
 
 @scope(mapping=None)
 def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
-    """Bring a sequence divided in blocks one after another into the placement: activations, tokens, labels.
+    """Bring a sequence from contiguous blocks into the placement: activations, tokens, labels.
 
-    The tokens are the same, in the order of `sequence_order`. Data that comes from the host is better put in this
-    order there, at no cost.
+    The tokens are the same, in the order of `sequence_order`. It is better to put data from the host into this order on
+    the host, where it costs nothing.
 
-    Layouts: x and result `"... s/cp ..."`, `axis` saying which dimension is s; all others may be divided in any way.
+    Layouts: x and result `"... s/cp ..."`. `axis` says which dimension is s; all others may be divided in any way.
 
-    Communication: for S bytes on a device and n devices along cp, zig-zag two collective-permutes of S/2 bytes each
-    (one where n is 2), striped one all-to-all of S(n-1)/n bytes. Backward the reverse.
+    Communication: for S bytes on a device and n devices along cp, zig-zag takes two collective-permutes of S/2 bytes
+    each (one if n is 2), and striped one all-to-all of S(n-1)/n bytes. Backward the reverse.
 
     Args:
       x: The array.
@@ -106,8 +106,8 @@ def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
       The array, of the same layout.
 
     Raises:
-      LayoutError: On an unknown placement.
-      SizeError: If the sequence does not divide: in 2n chunks for zig-zag, each block in n for striped.
+      LayoutError: If the placement is unknown.
+      SizeError: If the sequence does not divide: into 2n chunks for zig-zag; for striped, each block into n parts.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -134,12 +134,12 @@ def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
 def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
     """Undo `place_sequence`: bring the tokens back into the order of the sequence.
 
-    Layouts, communication and arguments as those of `place_sequence`. A mean over tokens needs no restoring: it is
-    the same in any order.
+    Layouts, communication and arguments are those of `place_sequence`. A mean over tokens needs no restoring, because
+    it is the same in any order.
 
     Args:
       x: The array.
-      placement: Where its tokens lie now.
+      placement: The current order of its tokens.
       cp: The mesh axes that divide the sequence.
       axis: The array axis of the sequence.
 
@@ -147,7 +147,7 @@ def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any
       The array, of the same layout.
 
     Raises:
-      LayoutError: On an unknown placement.
+      LayoutError: If the placement is unknown.
       SizeError: If the sequence does not divide.
 
     Example:
@@ -172,19 +172,19 @@ def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any
     return jnp.moveaxis(x, 0, axis)
 
 
-# --- what they share ---------------------------------------------------------------------------------------------
+# --- shared by both ---------------------------------------------------------------------------------------------
 
 
 def block_positions(block: Any, length: int, blocks: int, placement: str, part: int = 0, parts: int = 1) -> Any:
-    """The positions of the tokens of each block, `"c l"`; of `parts` equal parts of the block, those of one.
+    """The positions of the tokens of each block, `"c l"`, or of one of `parts` equal parts of each block.
 
     Args:
       block: The number of each block: `"c"`, of NumPy or of JAX.
       length: Tokens of a whole block.
-      blocks: How many blocks there are.
+      blocks: The number of blocks.
       placement: "contiguous", "zigzag" or "striped".
-      part: Which part.
-      parts: How many.
+      part: The number of the part.
+      parts: The number of parts.
     """
     size = length // parts
     inside = (part * size + np.arange(size, dtype=np.int32))[None]
@@ -199,7 +199,7 @@ def block_positions(block: Any, length: int, blocks: int, placement: str, part: 
 
 
 def check_placement(placement: str, call: str, length: int, blocks: int) -> None:
-    """Complain about an unknown placement, and about a length that it cannot divide."""
+    """Raise if the placement is unknown, or cannot divide the length."""
     if placement not in PLACEMENTS:
         shown = ", ".join(map(repr, PLACEMENTS))
         hint = did_you_mean(str(placement), PLACEMENTS)
@@ -225,7 +225,7 @@ def _opened(x: Any, who: str, placement: str, cp: Axes, axis: int) -> tuple[int,
     if placement == "striped" and length % blocks**2:
         pad = -length % blocks**2
         rule = (
-            f"every one of the {blocks} blocks sends each other an equal share of its tokens, and {length} does not "
+            f"each of the {blocks} blocks sends every other block an equal share of its tokens, and {length} does not "
             f"divide by {blocks} x {blocks}."
         )
         raise SizeError(rule, call=call, advice=f"pad the sequence by {pad} to {length + pad}")
@@ -233,13 +233,15 @@ def _opened(x: Any, who: str, placement: str, cp: Axes, axis: int) -> tuple[int,
 
 
 def _rounds(blocks: int) -> list[list[tuple[int, int]]]:
-    """Where the chunks go, first those of even numbers: each round is a permutation, since of the chunks i and
-    2n-1-i, which end up on one device, one is even and one is odd."""
+    """The destinations of the chunks, first of the even ones and then of the odd ones.
+
+    Each round is a permutation: chunks i and 2n-1-i end up on one device, and one of them is even and one is odd.
+    """
     to = [i if i < blocks else 2 * blocks - 1 - i for i in range(2 * blocks)]
     return [[(c, to[2 * c + z]) for c in range(blocks)] for z in (0, 1)]
 
 
 def _by_parity(even: Any, odd: Any, blocks: int, cp: Axes) -> Any:
-    """Chunk c is the early one of block c, and its late one is 2n-1-c: swap them on odd blocks."""
+    """The early chunk of block c is chunk c, and its late chunk is 2n-1-c: swap them on odd blocks."""
     swap = (iota("c/cp", c=blocks, cp=cp) % 2 == 1).reshape(-1, *(1,) * (even.ndim - 1))
     return jnp.stack([jnp.where(swap, odd, even), jnp.where(swap, even, odd)])

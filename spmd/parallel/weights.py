@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters rest divided, and are gathered just before use."""
+"""Fully sharded data parallelism: parameters rest divided and are gathered just before use."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ T = TypeVar("T")
 
 
 def gather(params: T, at_rest: Any, compute: Any, *, dtype: Any = None, data: str | Axes | None = None) -> T:
-    """Bring parameters from where they rest to where they are used; the gradient goes back once, in their dtype.
+    """Move parameters from their layouts at rest to those in use; the gradient goes back once, in their dtype.
 
-    Layouts: each leaf comes in as `at_rest` says and goes out as `compute` says. Along `data` the results are
-    copies whose gradients are partial sums, so no use of a weight costs a reduction of its own.
+    Layouts: each leaf comes in the layout `at_rest` and goes out in the layout `compute`. Along `data` the results are
+    copies whose gradients are partial sums, so a use of a weight does not cost a reduction of its own.
 
-    Communication, for a leaf of S bytes (in `dtype`) along its n devices of the gathered axes: forward one
-    all-gather, S(n-1)/n per device. Backward, in the parameter's own dtype (S' bytes): one reduce-scatter over
-    the gathered axes, S'(n-1)/n, then one all-reduce of the shard over the m devices of the other `data` axes,
-    2(S'/n)(m-1)/m. That is the order of hybrid sharding (HSDP): what is replicated is summed last and small. A
-    leaf that is whole at rest has one all-reduce over `data`, 2S'(m-1)/m. Layouts that differ in other ways go
-    through `spmd.relayout`.
+    Communication, for a leaf of S bytes (in `dtype`) on n devices along the gathered axes: forward, one all-gather,
+    S(n-1)/n per device. Backward, in the parameter's own dtype (S' bytes): one reduce-scatter over the gathered axes,
+    S'(n-1)/n, then one all-reduce of the shard over the m devices of the other `data` axes, 2(S'/n)(m-1)/m. This is the
+    order of hybrid sharding (HSDP): the replicated part is summed last, when it is small. A leaf that is whole at rest
+    has one all-reduce over `data`, 2S'(m-1)/m. Layouts that differ in other ways go through `spmd.relayout`.
 
-    Memory: the gathered copies, kept for the backward pass; `fsdp` and `scan_layers` gather again instead.
+    Memory: the gathered copies are kept for the backward pass; `fsdp` and `scan_layers` gather again instead.
 
-    The gather of 2-byte floats travels as 16-bit integers, which no compiler widens: XLA's CPU backend would make
-    it one of float32.
+    2-byte floats travel as 16-bit integers, which no compiler widens. XLA's CPU backend would gather them as float32.
 
     Reverse-mode differentiation only.
 
     Args:
       params: The parameters, a pytree of any kind.
-      at_rest: Their layouts at rest: a tree like `params`, a prefix of one, a layout for all, or a function from
-        the tree to one of these.
-      compute: Their layouts in use, likewise; the same dimensions.
-      dtype: What floating leaves are cast to before they travel, such as `jnp.bfloat16`. Absent, their own.
-      data: The mesh axes that divide the data. Absent, those over which something is gathered.
+      at_rest: Their layouts at rest: a tree like `params`, a prefix of one, a layout for all, or a function from the
+        tree to one of these.
+      compute: Their layouts in use, in the same form and with the same dimensions.
+      dtype: The dtype to which floating leaves are cast before they travel, such as `jnp.bfloat16`. By default their
+        own.
+      data: The mesh axes that divide the data. By default the axes over which something is gathered.
 
     Returns:
       The parameters in use.
@@ -75,16 +74,15 @@ def gather(params: T, at_rest: Any, compute: Any, *, dtype: Any = None, data: st
 
 
 def reduce_gradients(gradients: T, at_rest: Any, compute: Any, *, data: str | Axes | None = None) -> T:
-    """`gather` backwards, for gradients that are partial sums: they become complete, and lie as parameters rest.
+    """The reverse of `gather`, for gradients that are partial sums: completes them, in the layouts at rest.
 
-    For reductions put off to the end of a loop over micro-batches; `accumulate` does all of it.
+    For reductions that are deferred to the end of a loop over micro-batches; `accumulate` does all of this.
 
     Communication: the backward pass of `gather`, in the dtype of the gradients: per leaf one reduce-scatter over
     the gathered axes, then one all-reduce of the shard over the other `data` axes.
 
     Args:
-      gradients: The gradients in use, partial sums on `data`: what differentiating with respect to the result of
-        `gather` gives.
+      gradients: The gradients in use, partial sums on `data`: the gradients with respect to the result of `gather`.
       at_rest: The layouts of the parameters at rest.
       compute: The layouts of the parameters in use.
       data: The mesh axes that divide the data, as in `gather`.
@@ -117,11 +115,14 @@ def reduce_gradients(gradients: T, at_rest: Any, compute: Any, *, data: str | Ax
 
 
 def gather_leaf(w: Any, move: Move | None, dtype: Any, *, again: bool = False, after: Any = None) -> Any:
-    """One parameter, gathered. `again`: in a backward pass, where the compiler must not find the first gather, and
-    not before the values `after` are there."""
+    """One gathered parameter.
+
+    `again` is for a backward pass, where the compiler must not reuse the first gather. The gather then waits for the
+    values `after`.
+    """
     if move is None:
         return w
-    if not jnp.issubdtype(w.dtype, jnp.inexact):  # no gradient to put off; equal integers and keys stay equal
+    if not jnp.issubdtype(w.dtype, jnp.inexact):  # no gradient to defer; equal integers and keys stay equal
         return _moved(replace(move, copies=()), w)
     name = jnp.dtype(dtype or w.dtype).name
     return _copied(move, name, w, again, after) if again else _gathered(move, name, w.dtype.name, w)
@@ -132,7 +133,7 @@ def _moved(move: Move, w: Any, after: Any = None) -> Any:
     w = _defers(move, w)
     if after is not None and move.rest != move.use:
         held, _ = lax.optimization_barrier((w, after))
-        # jax 0.10 types the results of a barrier alike, varying where any operand does, and no cast takes that back
+        # jax 0.10 types all results of a barrier as varying if any operand is, and no cast undoes that
         w = held if jax.typeof(held) == jax.typeof(w) else w
     return _gathers(move, w)
 
@@ -150,10 +151,10 @@ def _gathers(move: Move, w: Any) -> Any:
 
 
 def _copied(move: Move, dtype: str, w: Any, again: bool, after: Any = None) -> Any:
-    """The gather of a floating array, cast first; as bits where it must keep its width, or be another gather.
+    """The gather of a floating array, cast first; as bits to keep its width or to differ from another gather.
 
-    In straight-line code XLA merges two equal gathers, the second of them in the backward pass, and keeps the
-    gathered weights in between; on CPU it drops optimization barriers before it does. Gathers of unsigned and of
+    In straight-line code XLA merges the gather of the backward pass with the equal one of the forward pass, and keeps
+    the gathered weights in between. On CPU it drops optimization barriers before that. Gathers of unsigned and of
     signed integers are not equal.
     """
     w = w.astype(dtype)
@@ -165,17 +166,17 @@ def _copied(move: Move, dtype: str, w: Any, again: bool, after: Any = None) -> A
 
 
 def reduce_leaf(move: Move, gradient: Any) -> Any:
-    """The gradient of one gathered parameter, a partial sum on its gathered axes and on its copies: made complete."""
+    """Completes the gradient of one gathered parameter, a partial sum on its gathered axes and on its copies."""
     return sum_leaf(move, scatter_leaf(move, gradient))
 
 
-# The transposes of `_gathers` and `_defers` are differentiated, not written: what a gradient is made of decides
-# whether it is a sum, and a term that is equal everywhere, as that of a regularizer, is one nevertheless.
+# The transposes of `_gathers` and `_defers` are derived by JAX, not written. Whether a gradient is a sum depends on its
+# terms, and a term that is equal on all devices, such as that of a regularizer, also belongs to the sum.
 
 
 @spmd.scope(mapping=None)
 def scatter_leaf(move: Move, gradient: Any) -> Any:
-    """The first half: what was gathered is summed and divided; a partial sum remains on the copies."""
+    """The first half: sums and divides what was gathered. A partial sum remains on the copies."""
     if move.rest == move.use:
         return gradient
     resting = _defers(move, _nothing(move, gradient, move.use))
@@ -184,17 +185,17 @@ def scatter_leaf(move: Move, gradient: Any) -> Any:
 
 @spmd.scope(mapping=None)
 def sum_leaf(move: Move, gradient: Any) -> Any:
-    """The second half: summed over the copies."""
+    """The second half: sums over the copies."""
     resting = _nothing(move, gradient, move.rest)
     return jax.vjp(lambda w: _defers(move, w), resting)[1](gradient)[0] if move.copies else gradient
 
 
 def _nothing(move: Move, like: Any, axes: tuple[Axes, ...]) -> Any:
-    """Zeros in the place of the parameter at rest; `like` is divided over `axes`."""
+    """Zeros like the parameter at rest; `like` is divided over `axes`."""
     sizes = {}
     for name, own, local in zip(move.names, axes, like.shape, strict=True):
         parts = math.prod(spmd.axis_size(axis) for axis in own)
-        held = spmd.local_size("/".join(("n", *own)), n=parts)  # one block, or all where arrays are whole
+        held = spmd.local_size("/".join(("n", *own)), n=parts)  # one block, or all of it if arrays are whole
         sizes[name] = local * parts // held
     return spmd.zeros(text_of(move.names, move.rest), dtype=like.dtype, **sizes)
 

@@ -273,7 +273,7 @@ def test_sampled_mappings(seed, inside):
 BIG = np.zeros((1024, 512), np.float32)
 WARNING = """\
 shard(tree, names)
-a big array lies whole on every device: nothing that its names say divides it.
+a big array is whole on every device: none of its names divides it.
 got:
 - tree['w']: float32[1024, 512], 2 MiB
 - mapping: embed -> whole, mlp -> whole, batch -> data
