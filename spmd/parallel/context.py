@@ -208,7 +208,7 @@ def ulysses_attention(
     heads = size(q, "... s/ring/cp [h/tp] k", ring=ring, cp=cp, tp=tp)
     here = heads // (axis_size(tp) if tp else 1)
     if here % blocks:
-        rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, but there are {here}."
+        rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, here {here}."
         raise SizeError(rule, call=call, advice="fewer devices for cp, the others in ring=...")
     groups = size(k, "... s/ring/cp [g/tp] k", ring=ring, cp=cp, tp=tp) // (axis_size(tp) if tp else 1)
     copies = math.lcm(groups, blocks) // groups
