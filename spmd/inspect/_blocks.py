@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import LayoutError, SizeError, did_you_mean
-from spmd.language import Dim, Layout
+from spmd.language import Dim, Layout, Size, as_fault, bind
 from spmd.mesh import check_axes, mesh_sizes
 
 __all__ = ["Holdings", "Piece", "Side", "known_sizes", "of_indices", "of_layout"]
@@ -184,25 +184,27 @@ def of_layout(
     source = layout.source if layout.source and f'"{layout.source}"' in call else None
     check_axes(layout.axis_names, mesh, call=call, source=source)
     whole = [_size(dim, sizes) for dim in layout.dims] if dims is None else list(dims)
-    local = _checked(layout, whole, sizes, mesh)
     shape = dict(mesh_sizes(mesh))
-    sides = tuple(_side(dim, size, sizes, shape) for dim, size in zip(layout.dims, whole, strict=True))
-    if not kind:
-        known = {atom.name: size for atom, size in _named(layout, whole, sizes)}
-        kind = ", ".join(f"{name}={size}" for name, size in known.items())
+    given = {name: Size(size, "the sizes") for name, size in sizes.items()}
+    bound = bind([("", whole, layout)], shape, known=given, margins=False)
+    if bound.faults:
+        raise SizeError(as_fault(bound.faults, shape, "The sizes do not fit the layout.", call=call))
+    known = {name: bound.sizes[name].size for name in layout.names if name in bound.sizes}
+    sides = tuple(_side(dim, size, known, shape) for dim, size in bound.dims[0])
+    local = [None if n is None else n // _parts(dim.axes, shape) + sum(dim.margin) for dim, n in bound.dims[0]]
     ids = tuple(d.id for d in mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(range(mesh.size))
     return Holdings(
         layout.short,
-        kind,
+        kind or ", ".join(f"{name}={size}" for name, size in known.items()),
         tuple(mesh_sizes(mesh)),
         ids,
         sides,
         _held(layout, shape),
         layout.unreduced,
         layout.reduced,
-        local,
+        None if None in local else tuple(n for n in local if n is not None),
         itemsize,
-        (*_layout_notes(layout, sizes, shape), *notes),
+        (*_layout_notes(layout, known, shape), *notes),
     )
 
 
@@ -264,32 +266,6 @@ def _is_size(size: Any) -> bool:
 def _size(dim: Dim, sizes: Mapping[str, int]) -> int | None:
     factors = [atom.size if atom.size is not None else sizes.get(atom.name) for atom in dim.atoms]
     return None if None in factors else math.prod(factor for factor in factors if factor is not None)
-
-
-def _named(layout: Layout, whole: Sequence[int | None], sizes: Mapping[str, int]) -> list[tuple[Any, int]]:
-    """The names whose sizes are known, in the order of the layout."""
-    found = []
-    for dim, size in zip(layout.dims, whole, strict=True):
-        for atom in dim.atoms:
-            one = size if len(dim.atoms) == 1 else sizes.get(atom.name)
-            if atom.named and one is not None:
-                found.append((atom, one))
-    return found
-
-
-def _checked(
-    layout: Layout, whole: Sequence[int | None], sizes: Mapping[str, int], mesh: Mesh | AbstractMesh
-) -> tuple[int, ...] | None:
-    """The local shape; what is known divides, also where another size is not known."""
-    if len(whole) != len(layout.dims):
-        layout.local_shape([size or 0 for size in whole], mesh)  # says that the ranks differ
-    known = [(dim, size) for dim, size in zip(layout.dims, whole, strict=True) if size is not None]
-    for dim, size in zip(layout.dims, whole, strict=True):
-        if size is None:  # of a composite some factors may be known
-            known += [(Dim((atom,)), sizes[atom.name]) for atom in dim.atoms if atom.name in sizes]
-    part = Layout.from_dims([dim for dim, _ in known])
-    shape = part.local_shape([size for _, size in known], mesh, sizes=sizes)
-    return shape if None not in whole else None
 
 
 # --- blocks --------------------------------------------------------------------------------------------------
