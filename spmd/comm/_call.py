@@ -449,14 +449,18 @@ class Call:
         equal = self.frame.in_mesh_order({a for a in layout.unreduced if a in manual and a not in have})
         if equal:
             n = self.frame.axis_size(equal)
-            at = self.raw.source.find("{U:")
             self.fail(
                 f"{label} is equal on {', '.join(equal)}, so it is no partial sum: summing {n} "
                 f"copies multiplies it by {n}.",
-                at=None if at < 0 else (at, self.raw.source.find("}", at) + 1),
+                at=self._mark_span(),
                 got=[f"{label}: {jax.typeof(x)}", self.frame.describe()],
                 advice="leave out the {U:} mark, and the psum",
             )
+
+    def _mark_span(self) -> tuple[int, int] | None:
+        """Where the string says that something is a partial sum."""
+        at = self.raw.source.find("{U:")
+        return None if at < 0 else (at, self.raw.source.find("}", at) + 1)
 
     def _check_tag(self, known: Known, layout: Layout, label: str, index: int) -> None:
         have, origin, name = known
@@ -467,6 +471,15 @@ class Call:
                 f'{label} is a partial sum on {", ".join(lost)}, and is read as "{layout.short}", which is complete.',
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
                 fix=self.first("psum", have, done, index=index, of=name),
+            )
+        blocks = self.frame.in_mesh_order(set(have.axes) & set(layout.unreduced))
+        if blocks:
+            gather = self.first("all_gather", have, have.without(*blocks), index=index, of=name)
+            self.fail(
+                f'{label} holds "{have.short}": blocks over {", ".join(blocks)}, which are not terms of a sum.',
+                at=self._mark_span(),
+                got=[f'"{have.short}": {origin}', self.frame.describe()],
+                advice=f"{gather} makes it whole; leave out the mark",
             )
         written, layout = layout, _written_out(layout, have)
         if same_axes(have, layout, marks=False) is not False:
@@ -479,14 +492,15 @@ class Call:
             if wanted is None or _misaligned(have, layout)
             else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
         )
-        turned = self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
-        instead = "" if meant is None else f'; or "{meant.short}" in this string'
+        turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
+        said = ["before this call"] if fix else []
+        said += [] if meant is None else [f'"{meant.short}" in this string']
         self.fail(
             f'{label} holds "{have.short}", and is read as "{written.short}".',
             at=layout.dims[position].span,
             got=[f'"{have.short}": {origin}', self.frame.describe()],
             fix=fix,
-            advice=f"before this call{instead}" if not turned else "in place of this call, whose sides are turned",
+            advice="in place of this call, whose sides are turned" if turned else "; or ".join(said) or None,
         )
 
     # --- results ------------------------------------------------------------------------------------------
@@ -572,7 +586,8 @@ def _misaligned(have: Layout, wanted: Layout) -> bool:
 
 
 def _with_axes(have: Layout, wanted: Layout) -> Layout | None:
-    """The names of `have` with the axes of `wanted`; None where the dimensions do not correspond."""
+    """The names of `have` with the axes of `wanted`; None where the dimensions do not correspond, or its marks name one
+    of these axes."""
     pairs = list(zip(have.dims, wanted.dims, strict=True))
     if any(len(h.atoms) != len(w.atoms) for h, w in pairs):
         return None
@@ -580,4 +595,7 @@ def _with_axes(have: Layout, wanted: Layout) -> Layout | None:
         replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)))
         for h, w in pairs
     ]
+    marked = {*have.unreduced, *have.reduced}
+    if any(axis in marked for dim in dims for axis in dim.axes):
+        return None
     return Layout.from_dims(tuple(dims), unreduced=have.unreduced, reduced=have.reduced)

@@ -89,6 +89,37 @@ def psum_of_equal_values(mesh):
 
 
 @bad
+def psum_of_a_block(mesh):
+    body("b/dp d -> b d", lambda x: psum(x, "b d {U:dp} -> b d"), mesh)
+
+
+@bad
+def psum_of_a_block_behind_dots(mesh):
+    body("b/dp d -> _ d", lambda x: psum(x, "... {U:dp} -> ..."), mesh)
+
+
+@bad
+def reduction_of_a_block_as_a_partial_sum(mesh):
+    body("b/dp d -> b", lambda x: spmd.reduce(x, "b d {U:dp} -> b"), mesh)
+
+
+@bad
+def block_read_as_deferred(mesh):
+    body("b/dp d -> b/dp d", lambda x: spmd.annotate(x, "b d {R:dp}"), mesh)
+
+
+@fixed
+def block_read_as_deferred_fixed(mesh, fix):
+    whole = lambda x: spmd.split(spmd.annotate(fix(x=x), "b d {R:dp}") * 2, "b d -> b/dp d")
+    np.testing.assert_array_equal(body(SAME, whole, mesh), 2 * X)
+
+
+@bad
+def gather_of_a_deferred_array(mesh):
+    body("b d -> b d", lambda x: all_gather(spmd.defer(x, "b d -> b d {R:dp}"), "b/dp d -> b d"), mesh)
+
+
+@bad
 def psum_of_a_copy(mesh):
     def fn(x):
         whole = all_gather(x, "b/dp d -> b d")
