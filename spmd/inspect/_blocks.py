@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -21,44 +21,29 @@ __all__ = ["Holdings", "Piece", "Side", "known_sizes", "of_indices", "of_layout"
 Block = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of one dimension, or of one factor of a composite: block `number` of `count`, from `start` to `stop`.
-
-    Without a size `start` and `stop` are None.
-    """
+class Piece(NamedTuple):
+    """A run of one dimension, or of one factor of a composite. Without a size its ends are not known."""
 
     name: str
-    number: int
-    count: int
-    start: int | None
-    stop: int | None
-
-    @property
-    def text(self) -> str:
-        if self.start is None:
-            return f"block {self.number}" if self.count > 1 else "all"
-        return f"{self.start}:{self.stop}"
+    text: str
+    start: int | None = None
+    stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One dimension: how it is written, its size if known, and the blocks that it falls into.
+    """One dimension: how it is written, its size if known, and its blocks.
 
-    A block is one piece; where several factors of a composite are divided, one piece of each. Where nothing is known of
-    the blocks but which devices hold them, `labels` says that.
+    A block is one piece. Where several factors of a composite are divided, it is one piece of each.
     """
 
     label: str
     size: int | None
     blocks: tuple[tuple[Piece, ...], ...]
     margin: tuple[int, int] = (0, 0)
-    labels: tuple[str, ...] = ()
 
     def text(self, number: int) -> str:
         """What a block covers: `0:4`; with margins `1+0:4+1`; of a composite `b 0:2, s 0:8`."""
-        if self.labels:
-            return self.labels[number]
         first, *more = self.blocks[number]
         if more:
             return ", ".join(f"{piece.name} {piece.text}" for piece in (first, *more))
@@ -241,7 +226,7 @@ def of_indices(shape: Sequence[int], indices: Mapping[int, Sequence[slice]], **f
     for place, size in enumerate(shape):
         found = sorted({one[place] for one in ranges.values()})
         numbers.append({run: number for number, run in enumerate(found)})
-        blocks = tuple((Piece("", n, len(found), start, stop),) for n, (start, stop) in enumerate(found))
+        blocks = tuple((Piece("", f"{start}:{stop}", start, stop),) for start, stop in found)
         sides.append(Side(f"dim{place}", size, blocks))
     held = [[numbers[place][run] for place, run in enumerate(one)] for one in ranges.values()]
     shapes = {tuple(stop - start for start, stop in one) for one in ranges.values()}
@@ -287,9 +272,9 @@ def _is_scattered(dim: Dim, mesh: Mapping[str, int]) -> bool:
 
 def _pieces(name: str, size: int | None, count: int) -> list[Piece]:
     if size is None:
-        return [Piece(name, number, count, None, None) for number in range(count)]
+        return [Piece(name, f"block {number}" if count > 1 else "all") for number in range(count)]
     step = size // count
-    return [Piece(name, number, count, number * step, (number + 1) * step) for number in range(count)]
+    return [Piece(name, f"{at}:{at + step}", at, at + step) for at in (number * step for number in range(count))]
 
 
 def _parts(axes: Sequence[str] | None, mesh: Mapping[str, int]) -> int:

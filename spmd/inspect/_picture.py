@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -332,30 +333,21 @@ def _of_tagged(x: Any, layout: Layout, frame: Frame, call: str) -> Holdings:
 def _of_type(x: Any, frame: Frame) -> Holdings:
     """A value without a layout: JAX's type says along which axes shards may differ, not which dimension is divided."""
     axes = frame.in_mesh_order(_compat.varying_axes(x))
-    unreduced = frame.in_mesh_order(_compat.unreduced_axes(x))
-    mesh = _frame_mesh(frame)
-    sizes = dict(mesh_sizes(mesh))
-    places = list(itertools.product(*(range(sizes[axis]) for axis in axes)))
+    layout = Layout("/".join(("shards", *axes)) if axes else "scalar")
+    held = of_layout(layout, {}, _frame_mesh(frame), call="visualize(x)")
+    places = itertools.product(*(range(size) for axis, size in held.mesh if axis in axes))
     texts = [" ".join(f"{axis}={n}" for axis, n in zip(axes, place, strict=True)) for place in places]
-    pieces = tuple((Piece("", n, len(texts), None, None),) for n in range(len(texts)))
-    at = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
-    held = np.zeros((mesh.size, 1 if axes else 0), dtype=int)
-    for axis in axes:
-        held[:, 0] = held[:, 0] * sizes[axis] + at[axis]
-    ids = tuple(d.id for d in mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(range(mesh.size))
-    note = 'no layout is known of this value, only that shards differ; annotate(x, "...") states one'
-    return Holdings(
+    blocks = tuple((Piece("", text),) for text in texts)
+    return replace(
+        held,
         title="a traced value",
         kind=_kind(x),
-        mesh=tuple(mesh_sizes(mesh)),
-        devices=ids,
-        sides=(Side(f"differs along {', '.join(axes)}", None, pieces, labels=tuple(texts)),) if axes else (),
-        held=held,
-        unreduced=unreduced,
+        sides=(Side(f"differs along {', '.join(axes)}", None, blocks),) if axes else (),
+        unreduced=frame.in_mesh_order(_compat.unreduced_axes(x)),
         reduced=frame.in_mesh_order(_compat.reduced_axes(x)),
         local_shape=tuple(x.shape),
         itemsize=_itemsize(x.dtype),
-        notes=(note,),
+        notes=('no layout is known of this value, only that shards differ; annotate(x, "...") states one',),
     )
 
 

@@ -32,7 +32,7 @@ from spmd.inspect._svg import (
     text,
 )
 from spmd.inspect._text import grid_lines, heading, sentences
-from spmd.language import Layout
+from spmd.language import Dim, Layout
 
 __all__ = ["PlanDrawing", "Transfer", "groups", "transfers"]
 
@@ -255,18 +255,10 @@ def transfers(step: Any, sizes: Mapping[str, int], mesh: Mapping[str, int], item
 
 def _ranges(layout: Layout, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Ranges]:
     """What each device holds, per name; a composite is as many names."""
-    found = []
-    for place in _places(mesh):
-        at = dict(zip(mesh, place, strict=True))
-        held = []
-        for atom in layout.atoms:
-            size = sizes[atom.name] if atom.size is None else atom.size
-            block, parts = 0, 1
-            for axis in atom.axes or ():
-                block, parts = block * mesh[axis] + at[axis], parts * mesh[axis]
-            held.append((block * size // parts, (block + 1) * size // parts))
-        found.append(tuple(held))
-    return found
+    names = Layout.from_dims([Dim((atom,)) for atom in layout.atoms])
+    held = of_layout(names, sizes, AbstractMesh(tuple(mesh.values()), tuple(mesh)), call="plan(...)")
+    runs = [[(start, stop) for [(_, _, start, stop)] in side.blocks] for side in held.sides]
+    return [tuple(run[n] for run, n in zip(runs, blocks, strict=True)) for blocks in held.held.tolist()]
 
 
 def _places(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
