@@ -27,6 +27,7 @@ __all__ = [
     "SpmdError",
     "did_you_mean",
     "nearest",
+    "not_one_of",
     "warn",
 ]
 
@@ -175,6 +176,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     near = nearest(name, known)
     return f"; did you mean '{near}'?" if near is not None else ""
+
+
+def not_one_of(what: str, value: object, known: Iterable[str], more: str = "") -> str:
+    """The rule for a keyword that has none of its values; an array is never shown.
+
+    Args:
+      what: The keyword.
+      value: What was given.
+      known: The values that it can have.
+      more: What else it can be.
+
+    >>> not_one_of("to", "varing", ("varying", "invarying"))
+    "to is 'varying' or 'invarying', not 'varing'; did you mean 'varying'?"
+    >>> not_one_of("over", 3, ("rows", "columns", "both"), "a number")
+    "over is 'rows', 'columns', 'both' or a number, not 3."
+    """
+    *rest, last = [*map(repr, known), *([more] if more else [])]
+    plain = value is None or isinstance(value, str | int | float)
+    given = repr(value) if plain else f"of type {type(value).__name__}"
+    hint = did_you_mean(value, known) if isinstance(value, str) else ""
+    return f"{what} is {', '.join(rest)} or {last}, not {given}{hint or '.'}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

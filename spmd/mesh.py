@@ -23,9 +23,11 @@ __all__ = [
     "check_alive",
     "check_arguments_alive",
     "check_axes",
+    "check_mesh",
     "lies_whole",
     "made_whole",
     "make_mesh",
+    "mesh_for",
     "mesh_of",
     "mesh_sizes",
     "no_mesh",
@@ -254,6 +256,27 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
                 got=[_show(found) + _devices_text(found), _show(here) + _devices_text(here)],
                 advice="mesh=mesh, the one to run on; arrays that lie on the other are moved there",
             )
+    return found
+
+
+def check_mesh(mesh: Any, call: str) -> None:
+    """Complain about a keyword `mesh=` that is none."""
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
+        raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
+
+
+def mesh_for(mesh: Any, leaves: Sequence[Any], call: str) -> Mesh | AbstractMesh:
+    """The mesh of a call: the one given, else that of its arrays, else that of `jax.set_mesh`.
+
+    Raises:
+      MeshError: If there is none, or the one given is no mesh.
+    """
+    check_mesh(mesh, call)
+    found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
+    if found is None:
+        rule = "no mesh: none was given, no array lives on one, and no jax.set_mesh surrounds the call."
+        raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
     return found
 
 

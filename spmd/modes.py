@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd._ambient import Ambient
-from spmd.errors import ModeError, did_you_mean
+from spmd.errors import ModeError, not_one_of
 from spmd.language import AxisMapping
 
 __all__ = [
@@ -209,9 +209,7 @@ def mode(name: str, *, constrain: str = "all") -> Iterator[None]:
 
 def _check_choice(what: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
-        shown = ", ".join(repr(k) for k in known)
-        hint = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise ModeError(f"{what} is one of {shown}, not {value!r}{hint or '.'}")
+        raise ModeError(not_one_of(what, value, known))
 
 
 def ambient_mode() -> tuple[str, str]:

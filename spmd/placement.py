@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd._named import ByName
@@ -19,7 +19,7 @@ from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
 from spmd.kernels import kernel
 from spmd.language import AxisMapping, Layout, WrongRank, axis_sizes, bind
-from spmd.mesh import ambient_mesh, check_alive, check_arguments_alive, check_axes, made_whole, mesh_of, outside_trace
+from spmd.mesh import check_alive, check_arguments_alive, check_axes, made_whole, mesh_for, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
 from spmd.ops._grids import born
 
@@ -68,7 +68,7 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     call = "shard(tree, layouts)"
     _check_outside("shard", call)
     leaves, structure = jax.tree.flatten(tree)
-    mesh = _mesh(mesh, leaves, call)
+    mesh = mesh_for(mesh, leaves, call)
     placed = _placements(tree, layouts, mesh, mapping, call)
     one = ambient_mode()[0] == "reference"
     place = lambda x, where: _on_one(x, mesh) if one else _place(x, where)
@@ -88,20 +88,6 @@ def _check_outside(name: str, call: str) -> None:
             )
         rule = f"{name} places whole arrays, and inside a kernel arrays are shards."
         raise ModeError(rule, call=call, advice=advice)
-
-
-def _mesh(mesh: Any, leaves: list[Any], call: str) -> Any:
-    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
-        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
-        raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
-    found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
-    if found is None:
-        raise MeshError(
-            "no mesh: none was given, no array lives on one, and no jax.set_mesh surrounds the call.",
-            call=call,
-            advice="as in mesh=spmd.make_mesh(dp=2, tp=4)",
-        )
-    return found
 
 
 def _placements(
@@ -285,7 +271,7 @@ class Init(ByName):
         shapes, still = jax.eval_shape(self._leaves, *args, **kwargs)
         rest, (found, structure) = iter(shapes), still.parts
         tree = jax.tree.unflatten(structure, [next(rest) if x is None else x for x in found])
-        mesh = _mesh(self._given, [], self._text)
+        mesh = mesh_for(self._given, [], self._text)
         return tree, mesh, _placements(tree, self._layouts, mesh, self._mapping, self._text)
 
     def _compiled(self, tree: Any, mesh: Any, shardings: list[NamedSharding | None]) -> Any:
@@ -426,7 +412,7 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
         raise PlacementError(
             "an array that spans processes is global already.", call=call, advice="as in shard(x, layouts)"
         )
-    mesh = _mesh(mesh, [], call)
+    mesh = mesh_for(mesh, [], call)
     if ambient_mode()[0] == "reference":
         make = lambda x, _: _on_one(x, mesh)
     else:
@@ -483,7 +469,7 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
     sizes: dict[str, Any] = {key: value for key, value in names.items() if type(value) is int}
     axes = {key: value for key, value in names.items() if key not in sizes}
 
-    where, mapping = _mesh(mesh, [], call), ambient_mapping()
+    where, mapping = mesh_for(mesh, [], call), ambient_mapping()
     rest = (layout, where, mapping, tuple(axes.items()), tuple(sizes.items()))
     cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
     try:  # equal numbers may differ in what they print: 1, 1.0 and True

@@ -9,7 +9,7 @@ import jax
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, Operand, open_call
-from spmd.errors import Fix, LayoutError
+from spmd.errors import Fix, LayoutError, not_one_of
 from spmd.language import Layout, factors_of, verb_for
 
 __all__ = ["all_gather", "all_to_all", "defer", "psum", "psum_scatter", "split"]
@@ -59,7 +59,7 @@ def check_sides(call: Call) -> None:
 def check_to(call: Call, to: Any) -> None:
     """The keyword of what gathers."""
     if to not in ("varying", "invarying"):
-        call.fail(f'to is "varying" or "invarying", not {to!r}.', error=LayoutError)
+        call.fail(not_one_of("to", to, ("varying", "invarying")), error=LayoutError)
 
 
 def _check_pair(call: Call, verb: str) -> bool:

@@ -18,7 +18,7 @@ from spmd.comm._call import Call, open_call
 from spmd.comm._keywords import kind_of
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
-from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, did_you_mean
+from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, not_one_of
 from spmd.language import Dim, Layout, axis_sizes
 from spmd.mesh import ambient_mesh
 from spmd.modes import Frame, ambient_mapping, try_frame
@@ -242,9 +242,7 @@ def plan(
 def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
     """The hardware profile that the keywords name; an error where they are none."""
     if prefer not in PREFER:
-        hint = did_you_mean(prefer, PREFER) if isinstance(prefer, str) else ""
-        rule = f"prefer is one of {', '.join(map(repr, PREFER))}, not {prefer!r}{hint or '.'}"
-        raise CommunicationError(rule, call=call)
+        raise CommunicationError(not_one_of("prefer", prefer, PREFER), call=call)
     if profile is None and prefer == "latency":
         rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
         raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.Hardware of your own')

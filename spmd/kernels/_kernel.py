@@ -7,21 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
 from spmd._facts import Leaf
 from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import Static, is_array, is_number, matched, wrapped
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean
+from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
 from spmd.kernels._boundary import check_boundary, check_mapped
 from spmd.kernels._inside import inlined, nested
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, read
 from spmd.language import AxisMapping, Layout, Pattern
-from spmd.mesh import ambient_mesh, mesh_of
+from spmd.mesh import check_mesh, mesh_for
 from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
 
 __all__ = ["Kernel", "kernel"]
@@ -159,7 +158,7 @@ class Kernel(ByName):
         fixed: Any = None
         if not concrete(leaves):
             leaves, fixed = self._partition(leaves, structure, tuple(values))
-        mesh = self._mesh(leaves) if mesh is None else mesh
+        mesh = mesh_for(self.mesh if mesh is None else mesh, leaves, signature.text)
         mapping = ambient_mapping() if signature.mapping is None else signature.mapping
         key = (mode, mesh, mapping, structure, statics, fixed)
         closed = _closes_over_tracer(signature.fn)
@@ -177,18 +176,6 @@ class Kernel(ByName):
             if not closed:
                 self._plans[key] = plan
         return plan, leaves
-
-    def _mesh(self, leaves: Sequence[Any]) -> Any:
-        mesh = self.mesh
-        if mesh is None:
-            mesh = mesh_of(leaves) or ambient_mesh()
-        if mesh is None:
-            raise MeshError(
-                "no mesh: the kernel has none, no argument lives on one, and no jax.set_mesh surrounds the call.",
-                call=self.signature.text,
-                advice="as in kernel(..., mesh=spmd.make_mesh(dp=2, tp=4))",
-            )
-        return mesh
 
     def _partition(self, leaves: list[Any], structure: Any, values: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """The leaves that a layout places, and all others, static, in their positions.
@@ -375,10 +362,8 @@ def kernel(
       https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
     if boundary not in ("move", "error"):
-        raise PlacementError(f'boundary is "move" or "error", not {boundary!r}.', call="kernel(...)")
-    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
-        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
-        raise MeshError(rule, call="kernel(...)", advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
+        raise PlacementError(not_one_of("boundary", boundary, ("move", "error")), call="kernel(...)")
+    check_mesh(mesh, "kernel(...)")
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(
             "a kernel needs its pattern before the function.",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError, axis_size, einsum, iota, scope, size, softmax, take
-from spmd.errors import did_you_mean
+from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
 from spmd.nn.masks import attention_mask, check_positive
@@ -334,8 +334,7 @@ def _both(mask: Any, made: Any, rank: int) -> Any:
 
 def _is_whole(kv_heads: str, call: str) -> bool:
     if kv_heads not in ("divided", "whole"):
-        hint = did_you_mean(str(kv_heads), ("divided", "whole")) or "."
-        rule = f"kv_heads is 'divided' or 'whole', not {kv_heads!r}{hint}"
+        rule = not_one_of("kv_heads", kv_heads, ("divided", "whole"))
         raise LayoutError(rule, call=f"{call}(..., kv_heads={kv_heads!r})")
     return kv_heads == "whole"
 

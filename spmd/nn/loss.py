@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_gather, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size
-from spmd.errors import LayoutError, SizeError, did_you_mean
+from spmd.errors import LayoutError, SizeError, not_one_of
 from spmd.nn.dtypes import wide
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -266,9 +266,7 @@ def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, r
     """The labels, wide enough for any vocabulary, after the arguments are checked."""
     call = f"{name}(...)"
     if reduction not in REDUCTIONS:
-        hint = did_you_mean(reduction, REDUCTIONS) if isinstance(reduction, str) else ""
-        rule = f"reduction is one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}{hint or '.'}"
-        raise LayoutError(rule, call=call)
+        raise LayoutError(not_one_of("reduction", reduction, REDUCTIONS), call=call)
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         got = [f"labels: {jnp.result_type(labels)}{list(jnp.shape(labels))}"]
         raise LayoutError("labels are integers, the numbers of tokens in the vocabulary.", call=call, got=got)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd import all_gather, all_to_all, defer, einsum, scope, take
-from spmd.errors import LayoutError, did_you_mean
+from spmd.errors import LayoutError, not_one_of
 
 __all__ = ["embedding", "unembedding"]
 
@@ -65,9 +65,7 @@ def embedding(
       Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, for the vocabulary.
     """
     if over not in PARTS:
-        hint = did_you_mean(over, PARTS) if isinstance(over, str) else ""
-        rule = f"over is {' or '.join(map(repr, PARTS))}, not {over!r}{hint or '.'}"
-        raise LayoutError(rule, call="embedding(ids, table)")
+        raise LayoutError(not_one_of("over", over, PARTS), call="embedding(ids, table)")
     if over == "vocabulary":
         if sp is None:
             return take(table, ids, "[v/tp] d, ... -> ... d", tp=tp)

@@ -15,7 +15,7 @@ from spmd import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm.collectives import check_to
 from spmd.comm.resharding import relayout
-from spmd.errors import Fix, LayoutError, SizeError
+from spmd.errors import Fix, LayoutError, SizeError, not_one_of
 from spmd.language import Atom, Dim, Layout
 from spmd.modes import inner
 from spmd.ops._fft_freq import frequencies
@@ -196,8 +196,7 @@ def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any])
     call = open_call(who, pattern, names, arrays=(x,), example=example, also=also)
     check_to(call, how.to)
     if how.norm not in NORMS:
-        shown = ", ".join(f'"{one}"' for one in NORMS)
-        call.fail(f"norm is one of {shown}, not {how.norm!r}.", error=LayoutError)
+        call.fail(not_one_of("norm", how.norm, NORMS), error=LayoutError)
     operand = call.operand(x)
     x = _inexact(call, operand.x)
     named = _job(call, operand, x.dtype, _renamed(call), how.pad)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, Factor, open_call
-from spmd.comm._keywords import kind_of
-from spmd.errors import LayoutError, did_you_mean
+from spmd.errors import LayoutError, not_one_of
 from spmd.ops._partial_sums import Landing, factors_by_name, finish, land, placed, plain_dims, right_names
 
 __all__ = ["reduce"]
@@ -66,9 +65,7 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
     also = {} if op == "sum" else {"op": op} if isinstance(op, str) else None
     call = open_call("reduce", pattern, names, arrays=(x,), example='reduce(x, "b/dp d -> d", "mean")', also=also)
     if not isinstance(op, str) or op not in RUN:
-        hint = did_you_mean(op, RUN) if isinstance(op, str) else ""
-        shown = repr(op) if isinstance(op, str) else kind_of(op)
-        call.fail(f"op is one of {', '.join(RUN)}, not {shown}{hint or '.'}", error=LayoutError)
+        call.fail(not_one_of("op", op, RUN), error=LayoutError)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     plain_dims(call, src, unnamed=True, literals=True)
     plain_dims(call, dst, literals=True)

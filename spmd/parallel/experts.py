@@ -33,7 +33,7 @@ from spmd import (
     softmax,
     top_k,
 )
-from spmd.errors import LayoutError, MeshError, SizeError
+from spmd.errors import LayoutError, MeshError, SizeError, not_one_of
 from spmd.nn.dtypes import wide
 
 __all__ = ["MoEReport", "Routing", "balance_bias", "moe", "router"]
@@ -134,7 +134,7 @@ def router(
       DeepSeek-AI, "DeepSeek-V3", https://arxiv.org/abs/2412.19437 (sigmoid scores, bias)
     """
     if scores not in ("softmax", "sigmoid"):
-        rule = f'scores is "softmax" or "sigmoid", not {scores!r}.'
+        rule = not_one_of("scores", scores, ("softmax", "sigmoid"))
         raise LayoutError(rule, call=f"router(x, w, k={k!r}, scores={scores!r})")
     logits = einsum(x.astype(wide(x)), w.astype(wide(x)), "... d, d e -> ... e", precision=jax.lax.Precision.HIGHEST)
     if noise is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import spmd
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import LayoutError, SizeError, not_one_of
 from spmd.parallel._parameter_moves import Axes, Move, is_array, moves, paths
 from spmd.parallel._rematerialize import SAVE, Layer, differentiable, without_integers
 from spmd.parallel.weights import gather_leaf, scatter_leaf, sum_leaf
@@ -181,8 +181,7 @@ def scan_layers(
 
 def _check_save(save: Any, call: str) -> None:
     if save not in SAVE:
-        rule = f"save is one of {', '.join(map(repr, SAVE))}, not {save!r}."
-        raise LayoutError(rule, call=call, fix='save="activations"')
+        raise LayoutError(not_one_of("save", save, SAVE), call=call, fix='save="activations"')
 
 
 def _check_stack(params: Any, stacked: tuple[Move, ...], call: str) -> None:

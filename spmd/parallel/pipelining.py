@@ -12,7 +12,7 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
-from spmd.errors import Fix
+from spmd.errors import Fix, not_one_of
 from spmd.parallel._parameter_moves import is_array, paths
 from spmd.parallel.schedule import PipelineSchedule
 
@@ -273,8 +273,7 @@ def _along(mask: Any, x: Any) -> Any:
 def _check_options(save: Any, result: Any, repeats: Any) -> None:
     for name, value, known in (("save", save, ("inputs", "activations")), ("result", result, ("whole", "partial"))):
         if value not in known and not (name == "save" and callable(value)):
-            more = ", or a policy of jax.checkpoint" if name == "save" else ""
-            rule = f"{name} is {' or '.join(map(repr, known))}{more}, not {value!r}."
+            rule = not_one_of(name, value, known, "a policy of jax.checkpoint" if name == "save" else "")
             raise LayoutError(rule, call=_CALL, fix=f'{name}="{known[0]}"')
     if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
         rule = f"repeats is a Python int, at least 1, or None, not {repeats!r}."

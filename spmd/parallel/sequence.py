@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, rearrange, scope, size
-from spmd.errors import did_you_mean
+from spmd.errors import not_one_of
 
 __all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
 
@@ -201,9 +201,7 @@ def block_positions(block: Any, length: int, blocks: int, placement: str, part: 
 def check_placement(placement: str, call: str, length: int, blocks: int) -> None:
     """Raise if the placement is unknown, or cannot divide the length."""
     if placement not in PLACEMENTS:
-        shown = ", ".join(map(repr, PLACEMENTS))
-        hint = did_you_mean(str(placement), PLACEMENTS)
-        raise LayoutError(f"a placement is one of {shown}, not {placement!r}{hint or '.'}", call=call)
+        raise LayoutError(not_one_of("a placement", placement, PLACEMENTS), call=call)
     chunks = 2 * blocks if placement == "zigzag" else blocks
     if length % chunks:
         pad = -length % chunks

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from spmd._table import Table
 from spmd._units import bytes_text
-from spmd.errors import MeshError, SpmdError, did_you_mean
+from spmd.errors import MeshError, SpmdError, did_you_mean, not_one_of
 from spmd.inspect._explain import explain
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
@@ -98,9 +98,7 @@ def _differs(got: int, wanted: int, at_most: bool) -> bool:
 
 def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str) -> Explanation:
     if view not in ("compiled", "written"):
-        hint = did_you_mean(view, ("compiled", "written")) if isinstance(view, str) else ""
-        rule = f'view is "compiled" or "written", not {view!r}{hint or "."}'
-        raise SpmdError(rule, call=f"{call}(...)")
+        raise SpmdError(not_one_of("view", view, ("compiled", "written")), call=f"{call}(...)")
     if not isinstance(args, tuple | list):
         rule = f"the arguments of the function come as one tuple, not as {type(args).__name__}."
         raise SpmdError(rule, call=f"{call}(fn, args, ...)", advice=f"as in {call}(fn, (x, w), ...)")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._table import Table
-from spmd.errors import LayoutError, ModeError, did_you_mean
+from spmd.errors import LayoutError, ModeError, not_one_of
 from spmd.mesh import check_arguments_alive
 from spmd.modes import MODES, mode
 from spmd.testing._mismatch import Mismatch
@@ -81,9 +81,7 @@ def _checked(modes: Sequence[str]) -> list[str]:
     names = [modes] if isinstance(modes, str) else list(modes)
     for name in names:
         if name not in MODES:
-            hint = did_you_mean(name, MODES) if isinstance(name, str) else ""
-            rule = f"mode is one of {', '.join(MODES)}, not {name!r}{hint or '.'}"
-            raise ModeError(rule, call="assert_modes_agree(...)")
+            raise ModeError(not_one_of("mode", name, MODES), call="assert_modes_agree(...)")
     if len(set(names)) < 2:
         rule = "there is nothing to compare with one mode alone."
         raise ModeError(rule, call="assert_modes_agree(...)", fix='modes=("explicit", "reference")')

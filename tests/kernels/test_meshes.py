@@ -260,7 +260,7 @@ def test_the_mesh_of_set_mesh():
 
 
 def test_no_mesh():
-    with pytest.raises(MeshError, match="no mesh: the kernel has none"):
+    with pytest.raises(MeshError, match="no mesh: none was given"):
         spmd.kernel("n/x -> n/x")(lambda v: v)(np.ones(8))
 
 

@@ -97,7 +97,7 @@ def test_what_auto_constrains(mesh):
 def test_unknown_modes():
     with pytest.raises(ModeError, match="did you mean 'auto'"):
         spmd.mode("autp").__enter__()
-    with pytest.raises(ModeError, match="constrain is one of 'all', 'signature'"):
+    with pytest.raises(ModeError, match="constrain is 'all' or 'signature'"):
         spmd.mode("auto", constrain="none").__enter__()
 
 

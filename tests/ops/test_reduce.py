@@ -332,7 +332,7 @@ only sums and means can be left partial: the parts of anything else do not add u
         "avg",
         """\
 reduce(x, "b/dp s -> b/dp")
-op is one of sum, mean, max, min, prod, any, all, logsumexp, not 'avg'.""",
+op is 'sum', 'mean', 'max', 'min', 'prod', 'any', 'all' or 'logsumexp', not 'avg'.""",
     ),
 ]
 
