@@ -1,15 +1,15 @@
-"""Decode with a transformer on a mesh: prompts read at once, then a token at a time from a divided cache.
+"""Decode with a transformer on a mesh: read whole prompts at once, then generate token by token from a divided cache.
 
-    python examples/decode.py                                        # 8 virtual CPU devices
-    python examples/decode.py --mesh dp=2,tp=4 --temperature 0       # greedy; rows over dp, heads over tp
-    python examples/decode.py --mesh cp=4,tp=2 --prompt 512          # the slots of the cache over cp, heads over tp
-    python examples/decode.py --experts 8 --mesh ep=4,tp=2           # mixture of experts
-    python examples/decode.py --one                                  # and compare with one device: the same tokens
+    python examples/decode.py                                        # 8 virtual CPU devices python examples/decode.py
+    --mesh dp=2,tp=4 --temperature 0       # greedy; rows over dp, heads over tp python examples/decode.py --mesh
+    cp=4,tp=2 --prompt 512          # the slots of the cache over cp, heads over tp python examples/decode.py --experts
+    8 --mesh ep=4,tp=2           # mixture of experts python examples/decode.py --one                                  #
+    compare with one device: the same tokens
 
-The model is `transformer.py` with random weights: what it writes means nothing, but it is the same on every mesh, drawn
-tokens too. Rows have prompts of different lengths. A ring over cp reads them in striped order, which leaves keys and
-values where the cache has its slots. No device ever has all scores of the vocabulary: choosing a token is an argmax
-over its parts.
+The model is `transformer.py` with random weights. Its output means nothing, but it is the same on every mesh, also with
+sampled tokens. Rows have prompts of different lengths. A ring over cp reads them in striped order, which leaves keys
+and values on the devices that have their slots of the cache. No device ever holds all scores of the vocabulary:
+choosing a token is an argmax over its parts.
 """
 
 # test: --layers 1 --rows 4 --prompt 16 --new 4 --one
@@ -34,17 +34,17 @@ from transformer import MAPPING, Config, Transformer
 import spmd
 from spmd import nn, parallel
 
-# n key and value heads, of which a device has at least one: more than the model's, where these are fewer than devices.
+# n key and value heads, at least one per device, so n is larger than in the model if that has fewer heads than devices.
 CACHE = {"k": "l b/dp t/cp n/tp k", "v": "l b/dp t/cp n/tp k", "positions": "l b/dp t/cp"}
 console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A transformer that writes.
+    """A transformer that generates text.
 
-    Weights rest as they are used, and rows are divided over fsdp too; pp is no axis for it. The two models differ in
-    where the sequence lies: that of a prompt is divided over cp, a new token is whole.
+    Weights rest in the layouts in which they are used, and rows are divided over fsdp too. pp cannot be used. The two
+    models differ in the sequence: that of a prompt is divided over cp, and that of a new token is whole.
     """
 
     model: Transformer
@@ -58,11 +58,11 @@ class Decoder:
 
     @property
     def names(self) -> dict[str, Any]:
-        """The axes of rows, slots and heads, for the strings here."""
+        """The mesh axes of rows, slots and heads, for the strings below."""
         return {"dp": self.model.axes("b"), "cp": self.model.axes("s"), "tp": self.model.axes("h")}
 
     def read(self, params: Any, prompts: Any, lengths: Any, key: Any) -> Any:
-        """Prompts "b/dp s/cp", of which `lengths` "b/dp" say how many tokens count: the cache, and the next tokens."""
+        """Read prompts "b/dp s/cp" of `lengths` "b/dp" tokens; return the cache and the next tokens."""
         m, c, names = self.model, self.model.c, self.names
         rows = spmd.size("b")
         at = parallel.sequence_positions(spmd.size("s"), "striped", cp=names["cp"])
@@ -82,14 +82,14 @@ class Decoder:
             return m.block(w, x, at, attend)[0], made
 
         x, cache = jax.lax.scan(layer, x, params["layers"])
-        # One device has the last token of a row: a sum brings it to all.
+        # One device has the last token of a row. A sum brings it to all devices.
         stream = {"dp": names["dp"], "cp": names["cp"], "sp": m.axes("stream")}
         last = spmd.split(at[None] == lengths[:, None] - 1, "b/dp s/cp -> b/dp s/cp/sp", **stream)
         last = spmd.reduce(jnp.where(last[..., None], x, jnp.zeros_like(x)), "b/dp s/cp/sp d -> b/dp d", **stream)
         return cache, self.choose(params, last, key)
 
     def write(self, params: Any, cache: Any, tokens: Any, positions: Any, key: Any) -> Any:
-        """One more token for each row: `tokens` "b/dp" stand at `positions` "b/dp"; the cache, and the next tokens."""
+        """Add `tokens` "b/dp" at `positions` "b/dp", one per row; return the cache and the next tokens."""
         one = replace(self.model, mapping=self.model.mapping.merge({"s": None, "stream": None}))
         where = {"cp": self.names["cp"], "tp": self.names["tp"]}
         at = positions[:, None]
@@ -109,11 +109,11 @@ class Decoder:
         return cache, self.choose(params, x[:, 0], key)
 
     def choose(self, params: Any, x: Any, key: Any) -> Any:
-        """The next tokens, from the stream "b/dp d": the best, or drawn, which is the best after noise."""
+        """The next tokens from the stream "b/dp d": the best, or sampled: the best after adding noise."""
         names = {"dp": self.names["dp"], "tp": self.model.axes("v")}
         scores = nn.unembedding(nn.rms_norm(x, params["norm"]), params["unembed"], tp=names["tp"])
         if self.temperature:
-            # The same noise as on one device, of which each draws its part.
+            # The same noise as on one device; each device draws its own part.
             shape = {"b": spmd.size("b"), "v": self.model.c.vocabulary}
             noise = spmd.random.uniform(key, "b/dp v/tp", minval=1e-7, **shape, **names)
             scores = scores / self.temperature - jnp.log(-jnp.log(noise))
@@ -121,7 +121,7 @@ class Decoder:
 
     @functools.cached_property
     def kernels(self) -> tuple[spmd.Kernel, spmd.Kernel]:
-        """`read` and `write` as kernels; the second takes over the buffers of the cache."""
+        """`read` and `write` as kernels. `write` reuses the buffers of the cache."""
         place = lambda text: spmd.Layout(text).bind(**self.names)
         row, prompts, out = place("b/dp"), place("b/dp s/cp"), (jax.tree.map(place, CACHE), place("b/dp"))
         weights, mesh = self.model.layouts, self.model.mesh
@@ -141,9 +141,9 @@ class Decoder:
 
 
 def generate(decoder: Decoder, params: Any, prompts: np.ndarray, lengths: np.ndarray, keys: Any) -> Any:
-    """As many tokens for each row as there are keys; the seconds that each took, and the last step's arguments.
+    """One token per row for each key. Also returns the seconds of each step and the arguments of the last step.
 
-    The first comes from the prompts, and the first two wait for the compiler.
+    The first token comes from the prompts. The first two steps include compilation.
     """
     read, write = decoder.kernels
     made, seconds = [], []
@@ -159,7 +159,7 @@ def generate(decoder: Decoder, params: Any, prompts: np.ndarray, lengths: np.nda
 
 
 def run(c: Config, mesh: Any, options: argparse.Namespace) -> tuple[np.ndarray, list[float], Any]:
-    """Random weights and prompts, the same on every mesh, and what is made of them."""
+    """Generate from random weights and prompts, which are the same on every mesh."""
     decoder = Decoder.of(c, mesh, slots=options.slots, temperature=options.temperature)
     model, rng = decoder.model, np.random.default_rng(options.seed)
     params = model.init(jax.random.key(options.seed))
@@ -175,10 +175,10 @@ def main(argv: list[str] | None = None) -> np.ndarray:
     parser.add_argument("--mesh", default="dp=2,cp=2,tp=2", help="axes and sizes: of dp, fsdp, cp, tp, ep")
     parser.add_argument("--devices", default="8", help="virtual CPU devices, or 'all' accelerators of this machine")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the best")
-    parser.add_argument("--one", action="store_true", help="whether one device does it too")
+    parser.add_argument("--one", action="store_true", help="also run on one device and compare")
     for name, default, text in (
         ("rows", 8, "prompts"),
-        ("prompt", 64, "tokens of the longest prompt that could be; divides over cp and tp"),
+        ("prompt", 64, "tokens of the longest possible prompt; divides over cp and tp"),
         ("new", 64, "tokens to make for each row"),
         ("layers", 4, "of the model"),
         ("d", 128, "its width"),

@@ -1,8 +1,8 @@
-"""What a training step of a 405B-parameter transformer sends on 16,384 devices, on a laptop with none of them.
+"""What a training step of a 405B-parameter transformer sends on 16,384 devices, computed on a laptop.
 
 The model is Llama 3.1 405B (https://arxiv.org/abs/2407.21783, table 3). Weights are divided over `fsdp` and `tp`, the
-stream between blocks over `tp` along the sequence, 2048 sequences over `dp` and `fsdp`. The mesh is abstract: the step
-is traced, never compiled or run, and `explain` reads the trace.
+sequence between blocks over `tp`, and 2048 sequences over `dp` and `fsdp`. The mesh is abstract: the step is traced but
+never compiled or run, and `explain` reads the trace.
 
     python examples/llama405b.py --layers 126 --hardware h100
 """
@@ -40,20 +40,20 @@ LAYOUTS = {
 
 
 def gathered(w: Any, layout: str) -> Any:
-    """A weight for use: bfloat16, whole along m. Its gradient is scattered over fsdp, then summed over dp."""
+    """A weight in use: bfloat16, whole along m. Its gradient is scattered over fsdp, then summed over dp."""
     w = defer(w.astype(jnp.bfloat16), f"{layout} -> {layout} {{R:dp}}")
     return all_gather(w, f"{layout} {{R:dp}} -> {layout.replace('/fsdp', '')} {{R:dp}}")
 
 
 def norm(x: Any, scale: Any) -> Any:
-    """Root mean square, in float32."""
+    """RMSNorm, in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
     return (wide * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
 
 
 def rotated(x: Any) -> Any:
-    """Rotary position embedding of `b s h k`."""
+    """The rotary position embedding of `b s h k`."""
     half = x.shape[-1] // 2
     angle = spmd.iota("s").astype(jnp.float32)[:, None] * (5e5 ** (-jnp.arange(half) / half))[None]
     cos, sin = (f(angle).astype(x.dtype)[None, :, None] for f in (jnp.cos, jnp.sin))
@@ -62,7 +62,7 @@ def rotated(x: Any) -> Any:
 
 
 def layer(x: Any, w: Any) -> Any:
-    """Grouped-query attention and a gated MLP, both tensor parallel, the stream sequence parallel."""
+    """Grouped-query attention and a gated MLP, both tensor parallel, with a sequence-parallel stream."""
     w = {name: gathered(w[name], layout) if "/" in layout else w[name] for name, layout in LAYER.items()}
 
     y = all_gather(norm(x, w["norm1"]), f"{STREAM} -> {WHOLE}")
@@ -113,7 +113,7 @@ def make_step(loss: spmd.Kernel) -> Any:
 
 
 def arguments(mesh: Any, sizes: dict[str, int], batch: int, length: int) -> tuple[Any, ...]:
-    """Shapes and shardings of all arguments of a step; no array is made."""
+    """Shapes and shardings of all arguments of a step, without any array."""
 
     def of(layout: str, dtype: Any) -> jax.ShapeDtypeStruct:
         found = spmd.Layout(layout)

@@ -6,17 +6,18 @@
     python examples/spectral_flow.py --mode auto                    # the same, its communication left to the compiler
     python examples/spectral_flow.py --scaling                      # what a step sends on 1 to 8 devices
 
-The incompressible Navier-Stokes equations in a periodic box of side 2 pi, in rotational form,
+The program solves the incompressible Navier-Stokes equations in a periodic box of side 2 pi, in rotational form,
 
     du/dt = u x w - grad P - curl w / Re,    div u = 0,    w = curl u,
 
-are solved for the Fourier coefficients of u, where derivatives are products with the wave number k and the pressure is
-a projection. u x w is computed on the grid: pseudo-spectral, with the 2/3 rule against aliasing and Runge-Kutta steps
-of fourth order. u and w are real, and one complex transform carries both. All communication is in `fft` and `ifft`:
-fields lie as `x/a y/b z`, their spectra stay transposed, `kx ky/a kz/b`, and no device ever holds more than its block.
+for the Fourier coefficients of u. There derivatives are products with the wave number k, and the pressure is a
+projection. u x w is computed on the grid: the method is pseudo-spectral, with the 2/3 rule against aliasing and
+fourth-order Runge-Kutta steps. u and w are real, and one complex transform carries both. Only `fft` and `ifft`
+communicate. Fields have the layout `x/a y/b z`, and their spectra stay transposed, `kx ky/a kz/b`. No device ever holds
+more than its block.
 
-The energy E falls by what is dissipated, dE/dt = -eps = -2 Z / Re with the enstrophy Z; what has been dissipated, D, is
-integrated along, and E + D must stay what it was. The vortex is that of M. E. Brachet et al., J. Fluid Mech. 130, 1983.
+The energy E falls by the dissipation, dE/dt = -eps = -2 Z / Re with the enstrophy Z. The dissipated energy D is
+integrated too, and E + D must stay constant. The vortex is that of M. E. Brachet et al., J. Fluid Mech. 130, 1983.
 """
 
 # test: --n 16 --time 0.16 --every 2 --mode all --scaling
@@ -44,7 +45,7 @@ import matplotlib.pyplot as plt
 GRID, SPECTRUM = "v x/a y/b z", "v kx ky/a kz/b"  # v: the three components
 MODES = ("explicit", "auto", "reference")
 
-# --- the equations, on the part of the spectrum that is here -----------------------------------------------------
+# --- the equations, on this device's part of the spectrum --------------------------------------------------------
 
 
 def to_grid(u):
@@ -56,7 +57,7 @@ def to_spectrum(u):
 
 
 def wave_numbers(n: int):
-    """kx, ky, kz of the modes here: three arrays that broadcast to them."""
+    """kx, ky, kz of this device's modes: three arrays that broadcast to the modes."""
     along = (fftfreq(layout, 1 / n) for layout in ("kx", "ky/a", "kz/b"))
     return meshgrid(*along, "kx, ky/a, kz/b -> kx ky/a kz/b", sparse=True)
 
@@ -85,8 +86,7 @@ def rate(u, n: int, re: float):
 
 
 def step(u, dissipated, dt: float, n: int, re: float):
-    """Runge-Kutta of fourth order, for u and for the energy dissipated: in a loop over the stages, which is compiled
-    once."""
+    """A fourth-order Runge-Kutta step of u and of the dissipated energy, as a loop over stages that compiles once."""
 
     def stage(state, weights):
         k, u_after, dissipated_after = state
@@ -135,7 +135,7 @@ class Flow:
 
 
 def simulate(flow: Flow, o: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: its history of (t, E, D, eps) and a slice of its end."""
+    """The whole run: its history of (t, E, D, eps) and a slice of the final state."""
     u, dissipated = flow.start(), jnp.zeros(())
     history = []
     print(f"{'t':>6} {'E':>10} {'eps':>10} {'E + D':>10} {'max div u':>10}")
@@ -154,13 +154,13 @@ def simulate(flow: Flow, o: argparse.Namespace) -> dict[str, Any]:
 
 
 def scaling(o: argparse.Namespace) -> None:
-    """What a device sends in one step, for one problem on more and more devices."""
+    """What a device sends in one step, for one problem on increasing numbers of devices."""
     print(f"\n{o.n} cubed, one step:\n{'devices':>10} {'block':>10} {'sent':>10} {'formula':>10}   collectives")
     for a, b in ((1, 1), (2, 1), (2, 2), (8, 1), (2, 4)):
         flow = Flow(o.n, o.re, o.dt, spmd.make_mesh(a=a, b=b))
         compiled = flow.advance.lower(jax.eval_shape(flow.start), jnp.zeros(()), 1)
         kinds = spmd.inspect.collectives(compiled, mesh=spmd.make_mesh(a=a, b=b)).by_kind()
-        block = 8 * o.n**3 // (a * b)  # of one complex field
+        block = 8 * o.n**3 // (a * b)  # bytes of one complex field
         # 4 stages of 6 transforms; in each a block is exchanged among b devices, and among a
         formula = 4 * 6 * (block * (b - 1) // b + block * (a - 1) // a)
         sent = kinds["all_to_all"].total_bytes if "all_to_all" in kinds else 0

@@ -1,16 +1,16 @@
-"""A distributed matrix product written out: SUMMA, panel by panel, beside `einsum` of gathered rows and columns.
+"""A distributed matrix product: SUMMA, panel by panel, compared with `einsum` of gathered rows and columns.
 
     python examples/summa.py
     python examples/summa.py --rows 4 --columns 2 --panels 8 --i 1024 --j 1024 --k 2048
 
-The devices are a grid of r rows and c columns; A, B and C are divided over both. Device (p, q) computes the block
+The devices are a grid of r rows and c columns, and A, B and C are divided over both. Device (p, q) computes the block
 (p, q) of C, for which it needs the p-th rows of A and the q-th columns of B. Gathered at once they take c + r blocks of
-memory; SUMMA takes them in panels of k, one after the other, and holds two panels at a time:
+memory. SUMMA gathers them in panels of k, one after the other, and holds two panels at a time:
 
     R. van de Geijn, J. Watts, SUMMA: scalable universal matrix multiplication algorithm, Concurrency 1997.
 
-There a panel is a slice of k that one column of devices broadcasts. Here panel t is every T-th element of k, of which
-all columns have an equal share, so that the broadcast is an all-gather: of the same bytes, with all links busy.
+In that paper a panel is a slice of k that one column of devices broadcasts. Here panel t is every T-th element of k.
+All columns have an equal share of it, so the broadcast is an all-gather, which sends the same bytes and uses all links.
 """
 
 # test: --i 48 --j 40 --k 64 --panels 4
@@ -30,7 +30,8 @@ GRID = "i/r k/c, k/r j/c -> i/r j/c"
 
 def summa(a, b, panels: int):
     """C = A B in `panels` steps."""
-    # m numbers the elements of a panel, t the panels; t comes first to be scanned over, and its layouts go unmentioned
+    # m numbers the elements of a panel, t the panels. The scan runs over t, which comes first and is not in its
+    # strings.
     a = rearrange(a, "i/r (m t)/c -> t i/r m/c", t=panels)
     b = rearrange(b, "(m t)/r j/c -> t m/r j/c", t=panels)
 
@@ -43,7 +44,7 @@ def summa(a, b, panels: int):
 
 
 def at_once(a, b):
-    """The same with all of the rows and columns in memory."""
+    """The same with all rows and columns in memory."""
     rows = all_gather(a, "i/r k/c -> i/r k")
     columns = all_gather(b, "k/r j/c -> k j/c")
     return einsum(rows, columns, "i/r k, k j/c -> i/r j/c")
@@ -60,7 +61,7 @@ def main() -> None:
     spmd.use_cpu_devices(o.rows * o.columns)
     mesh = spmd.make_mesh(r=o.rows, c=o.columns)
 
-    def operand(seed, layout, **sizes):  # born in its layout; no device holds more than its block
+    def operand(seed, layout, **sizes):  # created in its layout; no device holds more than its block
         make = spmd.kernel(f"-> {layout}", mesh=mesh, **sizes)
         return make(lambda: spmd.random.normal(jax.random.key(seed), layout))()
 
@@ -70,7 +71,7 @@ def main() -> None:
         "gathered at once": spmd.kernel(GRID, mesh=mesh)(at_once),
     }
 
-    # Each device receives the other (c - 1)/c of its rows of A, and (r - 1)/r of its columns of B.
+    # Each device receives the missing (c - 1)/c of its rows of A, and (r - 1)/r of its columns of B.
     r, c = o.rows, o.columns
     formula = 4 * (o.i // r * o.k * (c - 1) // c + o.k * o.j // c * (r - 1) // r)
     wanted = np.asarray(a) @ np.asarray(b)

@@ -1,4 +1,4 @@
-"""Text to learn from, as bytes: the sources of Python's standard library, or any file or folder. Plain NumPy."""
+"""Text for training, as bytes: the sources of Python's standard library, or any file or folder. Plain NumPy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-# `encodings` and `pydoc_data` are tables, easy to predict, which would flatter the score; the others do not come
-# with every Python.
+# `encodings` and `pydoc_data` are tables, which are easy to predict and would flatter the score. Not every Python comes
+# with the others.
 LEFT_OUT = {"encodings", "pydoc_data", "test", "tests", "site-packages", "dist-packages"}
 
 
 def read_files(data: str) -> list[bytes]:
-    """The text files of a folder, or the one file; absent, the sources of Python's standard library."""
+    """The text files of a folder, or one file; by default the sources of Python's standard library."""
     root = Path(data or sysconfig.get_path("stdlib"))
     paths = [root] if root.is_file() else sorted(root.rglob("*" if data else "*.py"))
     if not data:
@@ -26,9 +26,9 @@ def split(data: str, heldout: int, seed: int, least: int) -> tuple[np.ndarray, n
 
     Args:
       data: A file or folder; empty for the standard library.
-      heldout: How many bytes to hold out, at most; no more than about a tenth of the text.
-      seed: Which files are held out.
-      least: The fewest bytes that are of use, on either side.
+      heldout: The largest number of bytes to hold out; at most about a tenth of the text is held out.
+      seed: The seed that chooses the held-out files.
+      least: The smallest useful number of bytes, on either side.
     """
     files = read_files(data)
     if len(files) == 1:
@@ -45,7 +45,7 @@ def split(data: str, heldout: int, seed: int, least: int) -> tuple[np.ndarray, n
 
 
 def entropies(text: np.ndarray) -> tuple[float, float]:
-    """Bits per byte of a text's own bytes, and of its bytes given the one before: what counting alone achieves."""
+    """The unigram and bigram entropies of a text in bits per byte: what counting alone achieves."""
 
     def bits(counts: np.ndarray) -> float:
         p = counts[counts > 0] / counts.sum()

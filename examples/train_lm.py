@@ -7,10 +7,10 @@
     python examples/train_lm.py --help                       # every setting
 
 A decoder-only transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU) reads the source files of
-Python's own standard library byte by byte, or any text given with `--data`, and must predict the next byte better
-than the bigrams of that text do. Read on from "The layouts": what is written there is all there is.
+Python's standard library byte by byte, or any text given with `--data`, and must predict the next byte better than the
+bigrams of that text do. Begin reading at "the layouts": the whole model is in this file.
 
-The letters in the strings, from here to the end of the file:
+The letters in the strings:
 
     b batch   m micro-batches   n bytes of a window   s sequence (n - 1)   t sequence, as attention looks back on it
     d model   l layers   g groups of query heads, one key and value head each   r query heads in a group   k head
@@ -54,7 +54,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting, each also a flag of the command line. Frozen, hence hashable: a static argument of jit."""
+    """Every setting; each is also a command-line flag. Frozen and therefore hashable, for a static argument of jit."""
 
     d: int = option(128, "width of the model")
     layers: int = option(3, "number of layers")
@@ -66,7 +66,7 @@ class Config:
     bf16: bool = option(False, "compute in bfloat16; the weights stay float32")
     seq: int = option(128, "bytes to predict in a window; divides over tp")
     batch: int = option(16, "windows in a step, all micro-batches together")
-    accumulate: int = option(1, "micro-batches in a step; gradients are reduced once per step all the same")
+    accumulate: int = option(1, "micro-batches in a step; gradients are still reduced once per step")
     steps: int = option(1000, "training steps")
     lr: float = option(4e-3, "highest learning rate, of a cosine schedule")
     decay: float = option(0.1, "weight decay, not of the norms")
@@ -75,11 +75,11 @@ class Config:
     devices: str = option("8", "a number of virtual CPU devices, or 'all' accelerators of this machine")
     dp: int = option(0, "size of the mesh axis dp; 0: what tp leaves")
     tp: int = option(0, "size of the mesh axis tp; 0: up to 2")
-    data: str = option("", "a file or folder of text; absent, Python's standard library")
+    data: str = option("", "a file or folder of text; by default Python's standard library")
     heldout: int = option(2**19, "bytes of the held-out files to score")
     sample: int = option(160, "bytes to generate at the end")
     json: str = option("", "write the results to this file")
-    plot: str = option("", "save the loss curve here; absent, in the folder for temporary files")
+    plot: str = option("", "save the loss curve here; by default in the folder for temporary files")
 
     @property
     def dtype(self) -> Any:
@@ -99,9 +99,9 @@ def read_flags(argv: list[str] | None = None) -> Config:
 
 # --- the layouts --------------------------------------------------------------------------------------------
 
-# Where every parameter lives. tp divides heads, hidden units and vocabulary (tensor parallelism); dp divides the
-# model's width, for storage only (FSDP): no device holds a whole matrix between steps. The norms are small and are
-# kept everywhere. Layers are stacked along l, for scan.
+# The layout of every parameter. tp divides heads, hidden units and vocabulary (tensor parallelism). dp divides the
+# model's width, for storage only (FSDP): no device holds a whole matrix between steps. The norms are small, and every
+# device keeps them. Layers are stacked along l, for scan.
 PARAMETERS = {
     "**/vocab/*": "v/tp d/dp",
     "**/layers/query": "l d/dp g/tp r k",
@@ -123,12 +123,12 @@ def layouts(tree: Any) -> Any:
 
 
 def state_layouts(tree: Any) -> Any:
-    """The layouts of the training state: Adam's moments lie where their parameters lie, by the same rules."""
+    """The layouts of the training state: Adam's moments have the layouts of their parameters, by the same rules."""
     return spmd.layouts(tree, {**PARAMETERS, "**/count": "scalar"})
 
 
 def new_parameters(key: jax.Array, c: Config) -> dict[str, Any]:
-    """Random parameters: ordinary JAX on whole arrays, which `spmd.init` makes each device draw its part of."""
+    """Random parameters: ordinary JAX on whole arrays. Under `spmd.init` each device draws its own part."""
     keys = iter(jax.random.split(key, 16))
 
     def matrix(inputs: int, *shape: int) -> jax.Array:
@@ -163,7 +163,7 @@ def new_parameters(key: jax.Array, c: Config) -> dict[str, Any]:
 
 
 def norm(x, scale):  # "b/dp s/tp d", "d"
-    """RMSNorm. d is whole on each device, so that plain JAX may work along it."""
+    """RMSNorm. d is whole on each device, so plain JAX may work along it."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x.dtype)
@@ -205,8 +205,8 @@ def layer(x, weights):
 
 
 def model(weights, tokens):
-    """The residual stream after the last layer, the sequence whole again. tokens: "b/dp s"."""
-    # Each device looks up the rows of the table that it has; their sum is scattered onto the sequence.
+    """The residual stream after the last layer, with the whole sequence. tokens: "b/dp s"."""
+    # Each device looks up the rows of the table that it has. Their sum is scattered onto the sequence.
     x = spmd.take(weights["vocab"]["embed"], tokens, "[v/tp] d, b/dp s -> b/dp s/tp d")
     # remat: the backward pass computes each layer again instead of keeping what is inside it
     norms = {name: weights["norms"][name] for name in ("attention", "mlp")}
@@ -215,21 +215,22 @@ def model(weights, tokens):
 
 
 def logits(weights, x):  # "b/dp s d", or any dimensions between b and d
-    """Scores for the next byte, each device those of its part of the vocabulary."""
+    """Scores for the next byte. Each device computes those of its part of the vocabulary."""
     table = weights["vocab"].get("unembed", weights["vocab"]["embed"])
     return einsum(x, table, "b/dp ... d, v/tp d -> b/dp ... v/tp", preferred_element_type=jnp.float32)
 
 
 def mean_loss(weights, windows):
-    """The cross-entropy of each byte of "b/dp n" given those before it, in nats. No device has all logits."""
+    """The cross-entropy of each byte of "b/dp n" given the bytes before it, in nats. No device has all logits."""
     tokens, labels = windows[:, :-1], windows[:, 1:]  # n is whole
     scores = logits(weights, model(weights, tokens))
-    # Only numbers of the size "b/dp s" cross the vocabulary's devices: a maximum, a sum, and the label's logit, which
-    # one of them finds by comparing the global positions of its part of v with the label.
+    # Only arrays "b/dp s" travel between the devices of the vocabulary: a maximum, a sum, and the label's logit. One
+    # device finds that logit by comparing the global positions of its part of v with the label.
     here = spmd.iota("v/tp") == labels[..., None]
     right = reduce(jnp.where(here, scores, 0.0), "b/dp s v/tp -> b/dp s")
     loss = reduce(scores, "b/dp s v/tp -> b/dp s", "logsumexp") - right
-    # The mean divides by the global count, and {U:dp} leaves each dp row with its part of it: the sum over dp waits.
+    # The mean divides by the global count. {U:dp} leaves each dp row with its part of the mean: the sum over dp comes
+    # later.
     return reduce(loss, "b/dp s -> {U:dp}", "mean")
 
 
@@ -239,21 +240,21 @@ def mean_loss(weights, windows):
 def gather(parameters, dtype):
     """The weights as the model uses them, before the loop over micro-batches.
 
-    FSDP's gathers come once per step, and with them the reductions of the gradients. (For ZeRO-3, whose memory is
-    that of one layer, the middle line moves into `layer`, its counterpart below goes, and each micro-batch pays.)
+    FSDP gathers once per step, and so reduces gradients once. (For ZeRO-3, which holds one gathered layer, move the
+    middle line into `layer` and remove its counterpart below. Each micro-batch then gathers and reduces.)
     """
     vocab, layers = jax.tree.map(lambda w: w.astype(dtype), (parameters["vocab"], parameters["layers"]))
     return {
         "vocab": all_gather(vocab, "v/tp d/dp -> v/tp d"),
         "layers": all_gather(layers, "l d/dp ... -> l d ..."),
-        # Kept whole, yet used by data divided over dp and by sequences divided over tp. Left alone, each use would
-        # sum its gradient over both at once; deferred, the gradients are partial sums until we reduce them.
+        # These are whole, but data divided over dp and sequences divided over tp use them. Without `defer`, each use
+        # would sum its gradient over both at once. With it, the gradients are partial sums until we reduce them.
         "norms": defer(parameters["norms"], "... -> ... {R:dp,tp}"),
     }
 
 
 def reduce_gradients(gradients):
-    """`gather`, backwards: partial sums become complete, in the layouts of the parameters."""
+    """The reverse of `gather`: partial sums become complete, in the layouts of the parameters."""
     return {
         "vocab": psum_scatter(gradients["vocab"], "v/tp d {U:dp} -> v/tp d/dp"),
         "layers": psum_scatter(gradients["layers"], "l d ... {U:dp} -> l d/dp ..."),
@@ -269,7 +270,7 @@ def loss_and_gradients(parameters, windows, dtype):
         found = spmd.value_and_grad(mean_loss, loss="{U:dp}")(weights, windows)
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, found), None
 
-    # Sums are kept in float32, of the gathered shapes; nothing is reduced before the last micro-batch.
+    # The sums are float32 and have the gathered shapes. Nothing is reduced before the last micro-batch.
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
     (loss, gradients), _ = jax.lax.scan(micro_batch, (spmd.zeros("{U:dp}"), zeros), windows)
     loss, gradients = jax.tree.map(lambda x: x / spmd.size("m"), (loss, gradients))
@@ -277,7 +278,7 @@ def loss_and_gradients(parameters, windows, dtype):
 
 
 def optimizer(c: Config) -> optax.GradientTransformation:
-    """From optax, outside the kernel: it works on sharded arrays, and XLA finds them where they should be."""
+    """An optimizer of optax, outside the kernel: it works on sharded arrays, which are in place already."""
     schedule = optax.warmup_cosine_decay_schedule(c.lr / 10, c.lr, min(50, c.steps // 10), c.steps, c.lr / 20)
     decayed = {"vocab": True, "layers": True, "norms": False}
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=c.decay, mask=decayed)
@@ -294,7 +295,7 @@ def train_step(state, windows, c: Config):
     loss, gradients = loss_and_gradients(state["parameters"], windows, c.dtype)
     changes, moments = optimizer(c).update(gradients, state["optimizer"], state["parameters"])
     state = {"parameters": optax.apply_updates(state["parameters"], changes), "optimizer": moments}
-    return spmd.shard(state, state_layouts), loss  # where it was: the next step takes over the buffers
+    return spmd.shard(state, state_layouts), loss  # in the same layouts: the next step reuses the buffers
 
 
 # --- the trained model --------------------------------------------------------------------------------------
@@ -310,12 +311,12 @@ def evaluate(parameters, windows, dtype):
 
 @spmd.kernel(in_layouts=(layouts, "b/dp s", "c"), out_layouts="c b/dp", static="dtype")
 def generate(parameters, prompts, keys, dtype):
-    """Continue "b/dp s" by one byte per key: "c". Sampling never sees all logits either: it is an argmax over v/tp."""
+    """Continue "b/dp s" by one byte per key: "c". Sampling is an argmax over v/tp: no device has all logits."""
     weights = gather(parameters, dtype)
 
     def next_byte(tokens, key):
         scores = logits(weights, model(weights, tokens)[:, -1])  # s is whole
-        # the same noise as on one device, of which each device draws its own part
+        # the same noise as on one device; each device draws its own part
         noise = -jnp.log(-jnp.log(spmd.random.uniform(key, "b/dp v/tp", minval=1e-7)))
         byte = spmd.argmax(scores / 0.7 + noise, "b/dp [v/tp] -> b/dp")
         return jnp.concatenate([tokens[:, 1:], byte[:, None]], axis=1), byte
@@ -327,25 +328,25 @@ def generate(parameters, prompts, keys, dtype):
 
 
 def place(text: np.ndarray, starts: np.ndarray, micro: int, c: Config) -> jax.Array:
-    """The bytes from these places on, placed on the mesh: `micro` batches, each divided over dp."""
+    """The bytes from these positions on, placed on the mesh: `micro` batches, each divided over dp."""
     rows = text[starts[:, None] + np.arange(c.seq + 1)].astype(np.int32)
     return spmd.from_process_local(rows.reshape(micro, -1, c.seq + 1), "m b/dp n")
 
 
 def random_windows(text: np.ndarray, step: int, c: Config) -> jax.Array:
-    """What one step reads: a function of the seed and the step alone, so that runs can be repeated."""
+    """The data of one step: it depends only on the seed and the step, so runs can be repeated."""
     starts = np.random.default_rng((c.seed, step)).integers(0, len(text) - c.seq, c.batch)
     return place(text, starts, c.accumulate, c)
 
 
 def all_windows(text: np.ndarray, c: Config) -> jax.Array:
-    """The whole text, each byte to be predicted once; what fills no batch at its end is left out."""
+    """The whole text; each byte is predicted once. The end is left out if it does not fill a batch."""
     starts = np.arange(0, len(text) - c.seq, c.seq)
     batches = len(starts) // c.batch
     return place(text, starts[: batches * c.batch], batches, c)
 
 
-# --- what is shown ------------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------------
 
 console = Console(highlight=False)
 
@@ -392,7 +393,7 @@ def choose_mesh(c: Config) -> Any:
 
 
 def compile_step(state: Any, batch: Any, c: Config, mode: str) -> tuple[Any, dict[str, float]]:
-    """The training step for one mode, and how long tracing and compiling took."""
+    """The training step for one mode, and the times of tracing and compiling."""
     with spmd.mode(mode):
         start = time.perf_counter()
         lowered = train_step.lower(state, batch, c)
@@ -419,15 +420,15 @@ def train(step: Any, state: Any, text: np.ndarray, c: Config) -> tuple[Any, list
 
 
 def compare_modes(explicit: Any, state: Any, text: np.ndarray, c: Config) -> dict[str, Any]:
-    """One step from the same state in explicit and in auto mode: the same loss, and each one's bytes.
+    """One step from the same state in explicit and in auto mode: the loss is the same, and the bytes are compared.
 
-    What the compiler chooses in auto mode differs between CPU, GPU and TPU: measure it where you train.
+    The compiler's choice in auto mode differs between CPU, GPU and TPU. Measure it where you train.
     """
     batch = random_windows(text, c.steps, c)
     reports = {}
     console.print("[bold]the same step, and with its communication left to the compiler[/bold]")
     for mode, step in (("explicit", explicit), ("auto", compile_step(state, batch, c, "auto")[0])):
-        _, loss = step(jax.tree.map(jnp.copy, state), batch)  # copies: the step takes over the buffers it is given
+        _, loss = step(jax.tree.map(jnp.copy, state), batch)  # copies: the step reuses its argument's buffers
         report = spmd.inspect.collectives(step)
         reports[mode] = {"loss": float(loss), **report.to_dict()}
         console.print(f"  {mode:8} loss {loss:.5f}, {str(report).splitlines()[-1]}", soft_wrap=True)
@@ -435,7 +436,7 @@ def compare_modes(explicit: Any, state: Any, text: np.ndarray, c: Config) -> dic
 
 
 def show_sample(parameters: Any, text: np.ndarray, c: Config, mesh: Any) -> None:
-    """The model continues the beginnings of held-out windows, one per dp row; the first is shown."""
+    """The model continues the beginnings of held-out windows, one per dp row. The first is shown."""
     starts = np.linspace(0, len(text) - c.seq, mesh.shape["dp"] + 1).astype(int)[:-1]
     prompts = text[starts[:, None] + np.arange(c.seq)].astype(np.int32)
     keys = jax.random.split(jax.random.key(c.seed), c.sample)
@@ -450,7 +451,7 @@ def run(c: Config, mesh: Any) -> dict[str, Any]:
     train_text, heldout_text = text_bytes.split(c.data, c.heldout, c.seed, least=c.batch * c.seq + 1)
     console.print(f"text: {len(train_text):,} bytes to train on, {len(heldout_text):,} held out\n")
 
-    # Born sharded: each device computes and holds its own part of the parameters and of Adam's moments.
+    # Created sharded: each device computes and holds its own part of the parameters and of Adam's moments.
     state = spmd.init(functools.partial(new_state, c=c), state_layouts)(jax.random.key(c.seed))
     parameters = show_parameters(state["parameters"])
 
@@ -491,8 +492,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     mesh = choose_mesh(c)
     console.print(f"mesh: {dict(mesh.shape)} of {mesh.devices.flat[0].platform} devices, {c.mode} mode")
 
-    # The mesh and the mode are said once, here: kernels, init and data placement find them. Reference mode runs on
-    # one device, so there the mesh is names and sizes only.
+    # The mesh and the mode are set once, here: kernels, init and data placement find them. Reference mode runs on one
+    # device, so its mesh only has names and sizes.
     one = c.mode == "reference"
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if one else jax.set_mesh(mesh), spmd.mode(c.mode):
         results = run(c, mesh)

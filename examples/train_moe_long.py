@@ -1,17 +1,17 @@
-"""Train a mixture of experts on sequences that no device has whole: context x expert parallelism.
+"""Train a mixture of experts on sequences that no device holds whole: context x expert parallelism.
 
     python examples/train_moe_long.py                            # 8 virtual CPU devices, a minute or two on 2 cores
     python examples/train_moe_long.py --mesh cp=8 --length 512   # any mesh of dp, fsdp, cp, tp, ep, pp
     python examples/train_moe_long.py --mesh cp=2,ep=2,tp=2 --context ulysses
     python examples/train_moe_long.py --help                     # every setting
 
-The task: the second half of each sequence repeats the first, which is random, and is to be predicted. Whoever sees less
-than half a sequence can only guess; with the sequence divided over cp the answer is on another device. The model is
-`transformer.py`: keys and values go round a ring (or heads through all-to-alls), tokens to their experts and back, and
-ep divides rows as it divides experts.
+The task: the second half of each sequence repeats the first half, which is random, and the model must predict it. A
+model that sees less than half a sequence can only guess, and with the sequence divided over cp the answer is on another
+device. The model is `transformer.py`: keys and values go round a ring (or heads go through all-to-alls), tokens go to
+their experts and back, and ep divides rows as well as experts.
 
-Training ends when the loss falls below the goal; that it does not is an error. Then the same weights are tried once
-more with a window of a quarter of the sequence, to show that attention across blocks is what was learnt.
+Training ends when the loss falls below the goal. If it does not, this is an error. Then the same weights are scored
+with a window of a quarter of the sequence, to show that the model learnt attention across blocks.
 """
 
 # test: --goal 99 --rows 4 --length 32 --d 32 --experts 4
@@ -39,7 +39,7 @@ console = Console(highlight=False)
 
 
 def batch(model: Transformer, step: int, options: argparse.Namespace) -> tuple[Any, Any]:
-    """Tokens and labels, placed; a label that does not count is -1."""
+    """Tokens and labels, placed on the mesh. A label that does not count is -1."""
     rng = np.random.default_rng((options.seed, step))
     half = rng.integers(0, model.c.vocabulary, (options.rows, options.length // 2), np.int32)
     tokens = np.concatenate([half, half], axis=1)
@@ -49,7 +49,7 @@ def batch(model: Transformer, step: int, options: argparse.Namespace) -> tuple[A
 
 
 def train(model: Transformer, options: argparse.Namespace) -> tuple[Any, list[float], Any]:
-    """Steps until the goal is reached. Returns the weights, the losses and the last report."""
+    """Train until the goal is reached. Returns the weights, the losses and the last report."""
     schedule = optax.linear_schedule(options.lr / 10, options.lr, 20)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01))
     state = model.new_state(jax.random.key(options.seed), optimizer)
@@ -90,7 +90,7 @@ def recent(losses: list[float]) -> float:
 
 
 def show_experts(report: Any) -> None:
-    """The share of the choices that fell on each expert; 1/e of them would be balanced."""
+    """Each expert's share of the choices; 1/e would be balanced."""
     table = Table("expert", "load", "", box=None)
     load = np.asarray(report["load"])
     for i, share in enumerate(load):

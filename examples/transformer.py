@@ -1,4 +1,4 @@
-"""A decoder-only transformer, dense or mixture of experts, whose parallelism is chosen by mesh and mapping alone.
+"""A decoder-only transformer, dense or mixture of experts. Only the mesh and a mapping choose its parallelism.
 
     dp    data parallel        rows of tokens
     fsdp  fully sharded        rows of tokens, and the weights at rest, gathered layer by layer
@@ -8,12 +8,12 @@
     ep    expert parallel      rows of tokens, and experts
     pp    pipeline parallel    layers; before and after them rows of tokens
 
-Any product of them: `spmd.make_mesh(fsdp=2, cp=2, tp=2)`. An axis that the mesh lacks divides nothing. Loss and
-gradients are those of one device on every mesh, with experts for the same `micro`, and if no choice of a token is
-dropped (`capacity=None`) or the same are everywhere (`groups` given, `placement="contiguous"`).
+Any combination works: `spmd.make_mesh(fsdp=2, cp=2, tp=2)`. An axis that the mesh lacks does not divide anything. Loss
+and gradients are those of one device on every mesh. With experts this needs the same `micro`, and either no dropped
+choices (`capacity=None`) or the same ones on every mesh (`groups` given, `placement="contiguous"`).
 
-The letters: b rows of tokens, s sequence, l layers, d model, h query heads, g key and value heads, k size of a head,
-f hidden units, e experts, v vocabulary. `train_moe_long.py` trains this model and `decode.py` lets it write.
+The letters: b rows of tokens, s sequence, l layers, d model, h query heads, g key and value heads, k size of a head, f
+hidden units, e experts, v vocabulary. `train_moe_long.py` trains this model, and `decode.py` generates text.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import optax
 import spmd
 from spmd import nn, parallel
 
-# Which mesh axes divide what. Those that the mesh lacks do not count.
+# Which mesh axes divide what. Axes that the mesh lacks do not count.
 MAPPING = spmd.AxisMapping(
     {
-        "b": ("dp", "fsdp", "ep"),  # where experts are divided, the rows of tokens are too, by the same axes last
+        "b": ("dp", "fsdp", "ep"),  # the axes that divide experts also divide the rows of tokens, as the last ones
         "s": "cp",
         "stream": "tp",  # the sequence between the layers, besides s; None: tensor without sequence parallel
         "rest": "fsdp",  # d of the weights at rest
@@ -64,7 +64,7 @@ EXPERTS = {"router": "l d/1 e/1", "gate": "l e d f", "up": "l e d f", "down": "l
 
 @dataclass(frozen=True)
 class Config:
-    """What is computed; where, is not said here."""
+    """What to compute. It does not say where."""
 
     vocabulary: int = 256
     layers: int = 2
@@ -81,7 +81,7 @@ class Config:
     z_loss: float = 1e-3  # weight of the squared logsumexp of the router
     context: str = "ring"  # how attention sees the divided sequence: "ring" or "ulysses"
     placement: str = "zigzag"  # of the tokens in a ring
-    window: int | None = None  # how far back a token sees, itself counted
+    window: int | None = None  # how far back a token sees, including itself
     theta: float = 10_000.0  # base of the rotary positions
     micro: int = 1  # micro-batches of a pipeline
     chunks: int = 2  # of the sequence, in the loss
@@ -98,16 +98,16 @@ class Transformer:
     mesh: Any
     mapping: spmd.AxisMapping = MAPPING
 
-    # --- where things lie -----------------------------------------------------------------------------------
+    # --- placement ------------------------------------------------------------------------------------------
 
     def axes(self, *names: str) -> tuple[str, ...] | None:
-        """The mesh axes of these dimensions; None where there are none."""
+        """The mesh axes of these dimensions, or None."""
         found = [axis for name in names for axis in self.mapping.get(name, ()) if axis in self.mesh.shape]
         return tuple(dict.fromkeys(found)) or None
 
     @property
     def kv_heads(self) -> str:
-        """Fewer key heads than devices are whole: each device takes those that its queries look at."""
+        """Key heads are whole if there are fewer than devices: each device takes those that its queries look at."""
         heads = math.prod(self.mesh.shape[axis] for axis in self.axes("h") or ())
         return "whole" if self.c.kv_heads % heads else "divided"
 
@@ -116,7 +116,7 @@ class Transformer:
         return self.c.placement if self.c.context == "ring" else "contiguous"
 
     def layouts(self, params: Any, d: str | None = "rest") -> Any:
-        """Where weights lie, all or some of them: at rest, or with d=None in use."""
+        """The layouts of all or some weights: at rest, or in use with d=None."""
         rules = {name: self.axes(name) for name in "lkhfve"}
         rules |= {"d": d and self.axes(d), "g": self.axes("h") if self.kv_heads == "divided" else None}
         names = {**NAMES, **(EXPERTS if self.c.experts else DENSE)}
@@ -128,7 +128,7 @@ class Transformer:
         return spmd.Layout("b s").resolve(spmd.AxisMapping({"b": self.axes("b", "l"), "s": self.axes("s")}))
 
     def place(self, tokens: np.ndarray) -> Any:
-        """Tokens or labels from the host, in the order in which the ring wants them."""
+        """Tokens or labels from the host, in the order that the ring needs."""
         blocks = math.prod(self.mesh.shape[axis] for axis in self.axes("s") or ())
         order = parallel.sequence_order(tokens.shape[1], blocks, self.placement)
         return spmd.from_process_local(tokens[:, order], self.tokens, mesh=self.mesh)
@@ -136,7 +136,7 @@ class Transformer:
     # --- the model, as one device sees it -------------------------------------------------------------------
 
     def block(self, w: Any, x: Any, positions: Any, attend: Any) -> tuple[Any, Any]:
-        """One layer of the stream "b s/cp/sp d"; what is reported of its experts."""
+        """One layer of the stream "b s/cp/sp d", and the report of its experts."""
         c, sp, cp = self.c, self.axes("stream"), self.axes("s")
         y = nn.rms_norm(x, w["norm_attention"])
         turn = nn.rotary_frequencies(c.head, theta=c.theta)
@@ -162,7 +162,7 @@ class Transformer:
         return parallel.ring_attention(q, k, v, cp=cp, placement=self.placement, **how)
 
     def gather(self, params: Any, over: tuple[str, ...]) -> Any:
-        """Weights for use. Their gradients are sums over the tokens that `over` divides: made once, where they rest."""
+        """Weights in use. Gradients are summed once over the tokens that `over` divides, in the layouts at rest."""
         where = self.layouts(params), self.layouts(params, None)
         return parallel.gather(params, *where, dtype=self.c.dtype, data=self.axes(*over))
 
@@ -172,16 +172,16 @@ class Transformer:
         return x, jax.tree.map(jnp.add, total, found)
 
     def run_layers(self, params: Any, x: Any, positions: Any) -> tuple[Any, Any]:
-        """All layers, their weights gathered one by one; what is reported of their experts is summed."""
+        """All layers, with weights gathered layer by layer; the reports of their experts are summed."""
         c = self.c
         where = {"at_rest": self.layouts(params), "compute": self.layouts(params, None)}
         options = {"dtype": c.dtype, "data": self.axes("b", "s", "stream"), "save": c.save, "prefetch": c.prefetch}
         return parallel.scan_layers(self.layer, params, (x, self.nothing()), positions, **where, **options)
 
     def run_pipeline(self, params: Any, x: Any, positions: Any) -> tuple[Any, Any]:
-        """All layers in stages, the weights of each gathered once for all micro-batches; as `run_layers`.
+        """Like `run_layers`, with layers in stages. The weights of each stage are gathered once for all micro-batches.
 
-        Every micro-batch is every m-th row, so that which rows are together does not depend on the mesh.
+        A micro-batch is every m-th row, so its rows do not depend on the mesh.
         """
         c, names = self.c, {"dp": self.axes("b"), "pp": self.axes("l")}
         w = self.gather(params, ("b", "s", "stream"))
@@ -202,12 +202,12 @@ class Transformer:
         return x, jax.tree.map(lambda one: jnp.mean(one, axis=0), totals)
 
     def nothing(self) -> Any:
-        """The report of no layer."""
+        """The report of zero layers."""
         e = self.c.experts
         return parallel.MoEReport(*(jnp.zeros(shape) for shape in ((), (), e, ()))) if e else None
 
     def loss(self, params: Any, tokens: Any, labels: Any) -> tuple[Any, Any]:
-        """The mean cross-entropy of the labels that are not negative, and what is reported."""
+        """The mean cross-entropy of the labels that are not negative, and the report."""
         c, sp, cp, tp = self.c, self.axes("stream"), self.axes("s"), self.axes("v")
         tables = {name: w for name, w in params.items() if name != "layers"}
         w = self.gather(tables, ("b", "l", "s", "stream"))
@@ -228,7 +228,7 @@ class Transformer:
 
     @functools.cached_property
     def loss_and_gradients(self) -> spmd.Kernel:
-        """From weights, tokens and labels: the loss with its auxiliary terms, what is reported, the gradients."""
+        """From weights, tokens and labels to the loss with its auxiliary terms, the report, and the gradients."""
         report = {"loss": "scalar", **({"load": "e", "drop_rate": "scalar"} if self.c.experts else {})}
         ins, outs = (self.layouts, self.tokens, self.tokens), ("scalar", report, self.layouts)
 
@@ -240,7 +240,7 @@ class Transformer:
         return loss_and_gradients
 
     def init(self, key: Any) -> Any:
-        """Random weights, born where they rest."""
+        """Random weights, created in their layouts at rest."""
         return spmd.init(functools.partial(new_weights, self.c), self.layouts, mesh=self.mesh)(key)
 
     def state_layouts(self, state: Any) -> Any:
@@ -248,7 +248,7 @@ class Transformer:
         return {"params": rest, "optimizer": parallel.state_layouts(state["optimizer"], state["params"], rest)}
 
     def new_state(self, key: Any, optimizer: optax.GradientTransformation) -> Any:
-        """Weights and the optimizer's state, which lies as they do."""
+        """Weights, and the optimizer's state in the same layouts."""
 
         def make(key: Any) -> Any:
             params = new_weights(self.c, key)
@@ -257,7 +257,7 @@ class Transformer:
         return spmd.init(make, self.state_layouts, mesh=self.mesh)(key)
 
     def train_step(self, optimizer: optax.GradientTransformation) -> Any:
-        """The jitted step: `step(state, tokens, labels)` to the next state and what is reported."""
+        """The jitted step: from `step(state, tokens, labels)` to the next state and the report."""
 
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state: Any, tokens: Any, labels: Any) -> Any:
@@ -277,7 +277,7 @@ def new_weights(c: Config, key: Any) -> Any:
     def matrix(inputs: int, *shape: int) -> Any:
         return jax.random.normal(next(keys), shape) / math.sqrt(inputs)
 
-    deep = 2 * c.layers  # as many terms does the stream sum up
+    deep = 2 * c.layers  # the number of terms that the stream sums up
     many = (c.experts,) if c.experts else ()
     layers = {
         "norm_attention": jnp.ones((c.layers, c.d)),

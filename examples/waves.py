@@ -11,11 +11,12 @@ of refraction n = 1.5:
 
     n^2 d2u/dt2 = laplace u
 
-The Laplacian reads one neighbour on each side, which is what its string says: "1+x/a+1 1+y/b+1 -> x/a y/b". The halos
-are all that is sent, and with `overlap` the inside of a block is computed while its borders travel.
+The Laplacian reads one neighbour on each side, as its string says: "1+x/a+1 1+y/b+1 -> x/a y/b". Only the halos are
+sent. With `overlap` the inside of a block is computed while its borders travel.
 
-In time the leapfrog, u at whole steps and v = du/dt halfway between. It conserves the energy (the sum of
-n^2 v^2 - u+ L u over 2, with u and u+ before and after the half step) but for rounding, which is printed and checked.
+The time integration is the leapfrog, with u at whole steps and v = du/dt halfway between. Except for rounding, it
+conserves the energy (the sum of n^2 v^2 - u+ L u over 2, with u and u+ before and after the half step). The run prints
+and checks this.
 """
 
 # test: --nx 64 --ny 32 --time 0.3 --frames 3 --mode all --scaling
@@ -44,7 +45,7 @@ GRID = "x/a y/b"
 
 
 def five_points(u):
-    """From a block with its margins to the Laplacian inside, in units of the grid."""
+    """The Laplacian inside a block, from the block with its margins, in units of the grid."""
     return u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
 
 
@@ -68,7 +69,7 @@ class Box:
             return from_function(at, GRID)
 
         def pulse(i, j, t):
-            """A short wave train at x = 0.3 + t, travelling to the right, and as high as the box but for its ends."""
+            """A short wave train at x = 0.3 + t that travels to the right, as high as the box except for its ends."""
             s = (i + 1) * h - 0.3 - t
             across = jnp.sin(jnp.pi * (j + 1) / (ny + 1)) ** 0.25
             return jnp.exp(-((s / 0.08) ** 2)) * jnp.cos(2 * jnp.pi * s / 0.08) * across
@@ -117,7 +118,7 @@ def simulate(box: Box, o: argparse.Namespace) -> list[tuple[float, np.ndarray]]:
 
 
 def scaling(o: argparse.Namespace) -> None:
-    """What a device sends in one step, for one problem on more and more devices."""
+    """What a device sends in one step, for one problem on increasing numbers of devices."""
     print(f"\n{o.nx} x {o.ny} points, one step:\n{'devices':>8} {'block':>10} {'sent':>9} {'formula':>9}   collectives")
     for a, b in ((1, 1), (2, 1), (2, 2), (8, 1), (2, 4)):
         mesh = spmd.make_mesh(a=a, b=b)
@@ -147,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--nx", type=int, default=512, help="points along the box (512)")
     parser.add_argument("--ny", type=int, default=256, help="points across (256)")
-    parser.add_argument("--time", type=float, default=1.5, help="until when; light needs 2 for the length (1.5)")
+    parser.add_argument("--time", type=float, default=1.5, help="end time; light needs 2 for the length (1.5)")
     parser.add_argument("--frames", type=int, default=6, help="pictures of it (6)")
     parser.add_argument("--a", type=int, default=2, help="devices that x is divided over (2)")
     parser.add_argument("--b", type=int, default=4, help="devices that y is divided over (4)")
