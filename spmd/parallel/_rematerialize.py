@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from spmd._jaxprs import opened, plain_call
+from spmd._jaxprs import plain_call
+from spmd._walker import Domain, walk
 
 __all__ = ["SAVE", "Layer", "differentiable", "without_integers"]
 
@@ -101,7 +102,7 @@ class Layer:
         jaxpr = recipe.jaxpr
         known = jax.tree.leaves((consts, weights, shared))
         unknown = [_UNKNOWN] * (len(jaxpr.jaxpr.invars) - len(known))
-        leaves = _replay(jaxpr.jaxpr, jaxpr.consts, [*known, *unknown], _evaluate)
+        leaves = walk(jaxpr, [*known, *unknown], _Replay(jaxpr.jaxpr))
         by_variable = dict(zip((jaxpr.jaxpr.outvars[i] for i in recipe.saved), values, strict=True))
         outvars = jaxpr.jaxpr.outvars
         merged = [
@@ -118,9 +119,7 @@ def _saved(jaxpr: Any, given: tuple[Any, ...], outputs: int) -> tuple[int, ...]:
 
     def made_of(*parts: bool) -> list[Any]:
         flags = [True if part else _UNKNOWN for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
-        return _replay(
-            jaxpr, [True] * len(jaxpr.constvars), flags, lambda _, eqn, operands, wanted: [True] * len(wanted)
-        )
+        return walk(jaxpr, flags, _Known())
 
     again = zip(made_of(False, True, False, False), made_of(True, False, True, False), strict=True)
     places: dict[Any, int] = {}
@@ -130,28 +129,36 @@ def _saved(jaxpr: Any, given: tuple[Any, ...], outputs: int) -> tuple[int, ...]:
     return tuple(places.values())
 
 
-def _replay(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], run: Callable[..., Sequence[Any]]) -> list[Any]:
-    """Evaluate those equations whose operands are all known."""
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    used = {
-        v for atoms in (*(e.invars for e in jaxpr.eqns), jaxpr.outvars) for v in atoms if not isinstance(v, Literal)
-    }
+class _Known(Domain):
+    """Which values can be made again: the results of an equation whose operands can."""
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values.get(atom, _UNKNOWN)
+    def constant(self, var: Any, value: Any) -> Any:
+        return True
 
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
+    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """An equation is one piece, whatever it holds; only of a plain call a part can be made again."""
         if not any(one is _UNKNOWN for one in operands):
-            wanted = [v for v in eqn.outvars if v in used]
-            values.update(zip(wanted, run(jaxpr, eqn, operands, wanted) if wanted else (), strict=True))
-        elif (inner := plain_call(eqn)) is not None:
-            values.update(zip(eqn.outvars, _replay(*opened(inner), operands, run), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return self.replayed(eqn, operands)
+        inner = plain_call(eqn)
+        return [_UNKNOWN] * len(eqn.outvars) if inner is None else walk(inner, operands, self)
+
+    def replayed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        return [True] * len(eqn.outvars)
 
 
-def _evaluate(jaxpr: Any, eqn: Any, operands: list[Any], wanted: list[Any]) -> Sequence[Any]:
-    """The results of one equation, as the jaxpr that has no other."""
-    given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
-    alone = jaxpr.replace(constvars=[], invars=list(given), outvars=wanted, eqns=[eqn])
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+class _Replay(_Known):
+    """The values that can be made again."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        super().__init__()
+        self.jaxpr = jaxpr
+
+    def constant(self, var: Any, value: Any) -> Any:
+        return value
+
+    def replayed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of one equation, as the jaxpr that has no other."""
+        given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
+        results = list(eqn.outvars)
+        alone = self.jaxpr.replace(constvars=[], invars=list(given), outvars=results, eqns=[eqn], effects=eqn.effects)
+        return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
