@@ -18,7 +18,6 @@ __all__ = [
     "Role",
     "axes_of",
     "call_of",
-    "equations",
     "held",
     "is_unknown",
     "opened",
@@ -184,19 +183,6 @@ def plain_call(eqn: Any) -> Any:
 def is_unknown(eqn: Any) -> bool:
     """Whether an equation holds jaxprs of which nobody here knows what becomes of them."""
     return bool(eqn.params) and any(one.role == Role.UNKNOWN for one in held(eqn))
-
-
-def equations(jaxpr: Any, *, derivatives: bool = True) -> Iterator[Any]:
-    """All equations of a jaxpr, at any depth, each before those of the jaxprs that it holds.
-
-    Without `derivatives`, those that run: not the ones kept for the derivative of an equation.
-    """
-    inner, _ = opened(jaxpr)
-    for eqn in inner.eqns:
-        yield eqn
-        for one in held(eqn):
-            if derivatives or one.role != Role.DERIVATIVE:
-                yield from equations(one.jaxpr, derivatives=derivatives)
 
 
 # --- collectives ----------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ settle. Which primitive holds which jaxprs is said once, in the table of `_jaxpr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jax.extend.core import Literal
 
 from spmd._jaxprs import Held, Role, held, opened
 
-__all__ = ["Domain", "Rule", "walk"]
+__all__ = ["Domain", "Rule", "equations", "walk"]
 
 Rule = Callable[[Any, Any, Sequence[Any]], Sequence[Any]]
 _ROUNDS = 200  # a loop of a sound domain settles in a few
@@ -40,6 +40,18 @@ def walk(jaxpr: Any, values: Sequence[Any], domain: Domain) -> list[Any]:
         ins = [domain.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
         known.update(zip(eqn.outvars, domain.equation(eqn, ins), strict=True))
     return [domain.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in body.outvars]
+
+
+def equations(jaxpr: Any, *, derivatives: bool = True) -> Iterator[Any]:
+    """All equations of a jaxpr, at any depth, each before those of the jaxprs that it holds.
+
+    Without `derivatives`, those that run: not the ones kept for the derivative of an equation.
+    """
+    for eqn in opened(jaxpr)[0].eqns:
+        yield eqn
+        for one in held(eqn):
+            if derivatives or one.role != Role.DERIVATIVE:
+                yield from equations(one.jaxpr, derivatives=derivatives)
 
 
 class Domain:

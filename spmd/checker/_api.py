@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spmd import _compat
-from spmd._jaxprs import equations, opened
+from spmd._jaxprs import opened
+from spmd._walker import equations
 from spmd.checker._axes import Origin
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._report import describe, raise_all

@@ -8,8 +8,8 @@ from typing import Any
 import jax.core
 
 from spmd import _compat, _walker
-from spmd._jaxprs import COMMUNICATES, Held, axes_of, equations, held, is_unknown, opened, shape_of
-from spmd._walker import Rule
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, opened, shape_of
+from spmd._walker import Rule, equations
 from spmd.checker._axes import Origin
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._markers import assert_equal_marker, layout_marker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from spmd.checker import _report as report
+import spmd.checker._report as report
 from spmd.checker._axes import Origin
 from spmd.checker._state import IOTA, UNKNOWN, ZERO, State
 from spmd.checker._walk import Walk

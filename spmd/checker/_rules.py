@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from spmd.checker import _linear as linear
-from spmd.checker import _uniform as uniform
+import spmd.checker._linear as linear
+import spmd.checker._uniform as uniform
 from spmd.checker._state import EVERYWHERE, IOTA, UNKNOWN, ZERO, State, normal
 from spmd.checker._walk import Walk
 

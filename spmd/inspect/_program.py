@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd._jaxprs import equations
 from spmd._trees import is_array, is_number
+from spmd._walker import equations
 from spmd.errors import SpmdError
 from spmd.kernels import Kernel
 from spmd.mesh import ambient_mesh, outside_trace

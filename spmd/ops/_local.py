@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat, _jax_errors, _lax
 from spmd._facts import CallName
-from spmd._jaxprs import equations
+from spmd._walker import equations
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import kind_of
 from spmd.comm._local import rearranged

@@ -342,7 +342,7 @@ def test_the_boundary_says_from_where_to_where(mesh):
     [moved] = written(jax.jit(lambda *args: kernel(*args)), (at("b/tp d/dp", 4, 8), at("n", 3)), {}).boundary
     assert (moved.text, moved.source, moved.target) == ("kernel: args[0]", "b/tp d/dp", "b/dp d/tp")
     cheapest = spmd.plan("b/tp d/dp -> b/dp d/tp", b=4, d=8, mesh=mesh).bytes
-    assert moved.bytes == cheapest > max_missing((4, 8), ("tp", "dp"), ("dp", "tp")) and moved.shape == (4, 8)
+    assert moved.bytes == cheapest >= max_missing((4, 8), ("tp", "dp"), ("dp", "tp")) and moved.shape == (4, 8)
     [one, two] = written(kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in there], {}).boundary
     assert one.source is None is one.bytes and (one.text, two.text) == ("kernel: x", "kernel: n")
     numbers = jnp.ones((4, 8)), np.ones(3, np.float32)

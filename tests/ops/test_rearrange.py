@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd._jaxprs import equations
+from spmd._walker import equations
 from spmd.checker._source import line_of
 from spmd.errors import CommunicationError, LayoutError, ReplicationError, SizeError
 from spmd.ops import iota, rearrange, repeat
