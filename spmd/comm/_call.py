@@ -135,19 +135,19 @@ def open_call(
             fix = Fix(name, shown or operand_names(name, len(arrays)), first, {**also, **binds})
         raise LayoutError(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}")
     text = call_text(name, pattern, len(arrays))
-    parsed = _parse(pattern, text, arrow)
-    sizes, axes = split_keywords(text, parsed, binds)
+    written = pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
+    sizes, axes = split_keywords(text, written, binds)
     if frame.watched:
-        known = parsed.names if frame.bound else ()
-        frame.met((*(a for a in parsed.axis_names if a not in axes), *(n for n in known if n not in sizes)))
-    renames = tuple(r for r in frame.renames if r[0] in parsed.axis_names and r[0] not in axes)
+        known = written.names if frame.bound else ()
+        frame.met((*(a for a in written.axis_names if a not in axes), *(n for n in known if n not in sizes)))
+    renames = tuple(r for r in frame.renames if r[0] in written.axis_names and r[0] not in axes)
     # A mesh axis has one name in a body, whether in a string or handed on by a keyword, as layers do.
     renames += tuple(sorted((name, frame.renamed(one) if frame.renames else one) for name, one in axes.items()))
     try:
-        resolved = resolve(parsed, parsed.source, renames, frame.mapping)
+        placed = resolve(written, written.source, renames, frame.mapping)
     except LayoutError as error:
         raise LayoutError(replace(error.fault, call=text)) from None
-    call = Call(name, text, parsed, resolved, frame)
+    call = Call(name, text, written, placed, frame)
     call.shown = shown or operand_names(name, len(arrays))
     call.also, call.given = also, sizes
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
@@ -157,10 +157,6 @@ def open_call(
     return call
 
 
-def _parse(pattern: Any, text: str, arrow: bool) -> Pattern:
-    return pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
-
-
 @functools.lru_cache(maxsize=4096)
 def _axes_of(pattern: Pattern) -> tuple[str, ...]:
     """Every mesh axis of a resolved pattern; asked at each call."""
@@ -168,12 +164,15 @@ def _axes_of(pattern: Pattern) -> tuple[str, ...]:
 
 
 class Call:
-    """One call of a string operation."""
+    """One call of a string operation.
 
-    def __init__(self, name: str, text: str, raw: Pattern, pattern: Pattern, frame: Frame):
+    `written` is its pattern as the user wrote it, `pattern` the same with axes renamed and bare names placed.
+    """
+
+    def __init__(self, name: str, text: str, written: Pattern, pattern: Pattern, frame: Frame):
         self.name = name
         self.text = text
-        self.raw = raw
+        self.written = written
         self.pattern = pattern
         self.frame = frame
         self.mesh = dict(frame.sizes)
@@ -194,7 +193,7 @@ class Call:
 
     def fork(self) -> Call:
         """The same call for another leaf of a pytree: sizes bound by one leaf do not bind the next."""
-        other = Call(self.name, self.text, self.raw, self.pattern, self.frame)
+        other = Call(self.name, self.text, self.written, self.pattern, self.frame)
         other.sizes = dict(self.sizes)
         other.shown, other.also, other.given = self.shown, self.also, self.given
         return other
@@ -213,7 +212,7 @@ class Call:
     ) -> NoReturn:
         """Raise `error` with this call, the fault underlined, the mesh, the fix and advice."""
         span = at if at and at[1] > at[0] else None
-        shown = {"call": self.text, "source": self.raw.source, "span": span}
+        shown = {"call": self.text, "source": self.written.source, "span": span}
         raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
 
     def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
@@ -288,7 +287,7 @@ class Call:
                 hint = did_you_mean(axis, (*known, *(name for name, _ in self.frame.renames)))
                 self.fail(
                     f"the mesh has no axis {axis!r}{hint or '.'}",
-                    at=axis_span(self.raw.source, axis),
+                    at=axis_span(self.written.source, axis),
                     got=[self.frame.describe()],
                     error=MeshError,
                 )
@@ -415,11 +414,11 @@ class Call:
 
     def _spaced(self) -> Fix | None:
         """The call with a space between the letters of each name, where all its strings are written as NumPy's are."""
-        names = [dim.short for one in self.raw.layouts for dim in one.dims]
-        alone = all(len(one.dims) < 2 for one in self.raw.layouts) and all(name.isalpha() for name in names)
+        names = [dim.short for one in self.written.layouts for dim in one.dims]
+        alone = all(len(one.dims) < 2 for one in self.written.layouts) and all(name.isalpha() for name in names)
         if not alone or self.given:
             return None
-        sides = (self.raw.inputs, self.raw.outputs) if self.raw.arrow else (self.raw.inputs,)
+        sides = (self.written.inputs, self.written.outputs) if self.written.arrow else (self.written.inputs,)
         texts = [", ".join(" ".join(one.short) if one.dims else one.short for one in side) for side in sides]
         return self.paste(*texts)
 
@@ -459,8 +458,8 @@ class Call:
 
     def _mark_span(self) -> tuple[int, int] | None:
         """Where the string says that something is a partial sum."""
-        at = self.raw.source.find("{U:")
-        return None if at < 0 else (at, self.raw.source.find("}", at) + 1)
+        at = self.written.source.find("{U:")
+        return None if at < 0 else (at, self.written.source.find("}", at) + 1)
 
     def _check_tag(self, known: Known, layout: Layout, label: str, index: int) -> None:
         have, origin, name = known

@@ -40,17 +40,17 @@ def check_sides(call: Call) -> None:
             advice=advice,
             error=LayoutError,
         )
-    if call.raw.inputs == call.raw.outputs:
+    if call.written.inputs == call.written.outputs:
         call.fail(
             f"both sides are the same, so {call.name} moves nothing under any mapping.", advice="leave the line out"
         )
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
         mark = f"{{U:{','.join(new)}}}"
-        at = call.raw.source.rfind("{U:")
+        at = call.written.source.rfind("{U:")
         call.fail(
             f"no verb makes a complete value a partial sum, as {mark} on the right says.",
-            at=None if at < 0 else (at, call.raw.source.find("}", at) + 1),
+            at=None if at < 0 else (at, call.written.source.find("}", at) + 1),
             got=[call.frame.describe()],
             advice=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
         )

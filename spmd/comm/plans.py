@@ -220,7 +220,7 @@ def plan(
     kind = _dtype(dtype)
     call = open_call("plan", pattern, {**(sizes or {}), **names}, frame=frame, example=_EXAMPLE)
     if mapping is not None and here is None:
-        for layout in call.raw.layouts:
+        for layout in call.written.layouts:
             mapping.place(layout, call.text)
     check_sides(call)
     source, target = _complete(call)

@@ -129,12 +129,12 @@ def read(
     static, donate = _names("static", static), _names("donate", donate)
     _check_dict("arg_mapping", arg_mapping, '{"params": {"embed": "dp"}}')
     _check_dict("axes", axes, '{"tp": "model"}')
-    parsed = _pattern(pattern, fn, in_layouts, out_layouts)
-    if parsed is not None:
-        inputs: Any = () if parsed.empty_left else parsed.inputs
-        single = len(parsed.outputs) == 1
-        outputs: Any = parsed.outputs[0] if single else parsed.outputs
-        source = parsed.source
+    pattern = _pattern(pattern, fn, in_layouts, out_layouts)
+    if pattern is not None:
+        inputs: Any = () if pattern.empty_left else pattern.inputs
+        single = len(pattern.outputs) == 1
+        outputs: Any = pattern.outputs[0] if single else pattern.outputs
+        source = pattern.source
     else:
         inputs, outputs, single = in_layouts, out_layouts, not isinstance(out_layouts, tuple)
         source = f"in_layouts={_short(in_layouts)}, out_layouts={_short(out_layouts)}"
@@ -153,7 +153,7 @@ def read(
         sizes=tuple(sorted((n, int(k) if isinstance(k, np.integer) else k) for n, k in sizes.items())),
         shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
         python=python,
-        written=parsed is not None,
+        written=pattern is not None,
     )
     signature.params = _parameters(signature, inputs)
     _check_names(signature)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes, axes_of_rule, place, rule_text
 from spmd.language._sizes import Size, WrongRank, as_fault, bind, written_out
-from spmd.language._syntax import Atom, Dim, Fault, Span, Value, axes_product, check, check_form, normal
+from spmd.language._syntax import Atom, Dim, Span, Value, axes_product, check, check_form, fault, normal, with_call
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
@@ -70,8 +70,8 @@ class Layout(Value):
             )
         try:
             return _parsed(str(text))
-        except Fault as fault:
-            raise_fault(fault, text, call or f'Layout("{text}")')
+        except LayoutError as error:
+            raise with_call(error, text, call or f'Layout("{text}")') from None
 
     @classmethod
     def from_dims(
@@ -99,14 +99,15 @@ class Layout(Value):
         dims, unreduced, reduced = tuple(dims), tuple(unreduced), tuple(reduced)
         try:
             check_form(dims, (*unreduced, *reduced))
-        except Fault as fault:
-            raise_fault(fault, None, "Layout.from_dims(...)")
+        except LayoutError as error:
+            raise with_call(error, None, "Layout.from_dims(...)") from None
         dims = tuple(normal(dim) for dim in dims)
         try:
             check(dims, unreduced, reduced, {})
-        except Fault as fault:
+        except LayoutError as error:
             text = _text(dims, unreduced, reduced)
-            raise_fault(fault, source, f'the layout "{text}"' if source is None else f'"{source}", read as "{text}"')
+            made = f'the layout "{text}"' if source is None else f'"{source}", read as "{text}"'
+            raise with_call(error, source, made) from None
         return make(dims, tuple(sorted(unreduced)), tuple(sorted(reduced)), source)
 
     @staticmethod
@@ -188,13 +189,13 @@ class Layout(Value):
         for dim in self.dims:
             if any(dim.margin):
                 rule = f"A dimension with margins, '{dim.short}', has no PartitionSpec: its shards overlap."
-                self._raise(Fault(rule, dim.span))
+                raise self._pointed(fault(rule, dim.span))
             if sum(bool(atom.axes) for atom in dim.atoms) > 1:
                 rule = (
                     f"'{dim.short}' has no PartitionSpec: with several divided factors a device holds "
                     "scattered pieces of the dimension. Inside a kernel this is legal."
                 )
-                self._raise(Fault(rule, dim.span))
+                raise self._pointed(fault(rule, dim.span))
             axes = dim.axes
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
         marks = {"unreduced": frozenset(self.unreduced), "reduced": frozenset(self.reduced)}
@@ -346,15 +347,15 @@ class Layout(Value):
 
     # --- faults
 
-    def _raise(self, fault: Fault) -> NoReturn:
-        """Raise a LayoutError that points at a part of this layout."""
-        raise_fault(fault, self.source, repr(self) if self.source is None else None)
+    def _pointed(self, error: LayoutError) -> LayoutError:
+        """The error, pointing at a part of this layout."""
+        return with_call(error, self.source, repr(self) if self.source is None else None)
 
     def _need_rank(self) -> None:
         for dim in self.dims:
             if dim.ellipsis:
                 rule = "The number of dimensions that '...' stands for is not known here."
-                self._raise(Fault(rule, dim.span, advice=".with_rank(n)"))
+                raise self._pointed(fault(rule, dim.span, advice=".with_rank(n)"))
 
     def _fitting(self, shape: tuple[int, ...], mesh: Mapping[str, int], **how: Any) -> list[tuple[Dim, int]]:
         """The dimensions with the sizes of the whole array; see `bind`."""
@@ -564,12 +565,6 @@ def axis_sizes(mesh: Any) -> dict[str, int]:
     return dict(getattr(mesh, "shape", mesh))
 
 
-def raise_fault(fault: Fault, source: str | None, call: str | None) -> NoReturn:
-    """Raise a fault as a LayoutError, with the call it happened in and the string that its span points into."""
-    shown: dict[str, Any] = {"call": call, "source": source, "span": fault.span}
-    raise LayoutError(fault.rule, **shown, got=fault.got, fix=fault.fix, advice=fault.advice) from None
-
-
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Layout:
     return make(*Parser(text).single(), text)
@@ -597,8 +592,8 @@ def _resolved(mapping: AxisMapping, layout: Layout, source: str | None, spans: t
     # Equal layouts of two strings stand at other places in them: source and spans are part of the key.
     try:
         dims = place(layout.dims, {"U": layout.unreduced, "R": layout.reduced}, mapping)
-    except Fault as fault:
-        layout._raise(fault)
+    except LayoutError as error:
+        raise layout._pointed(error) from None
     return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=layout.source)
 
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from typing import NoReturn
 
-from spmd.language._syntax import Atom, Dim, Fault, Parsed, Span, check, normal
+from spmd.language._syntax import Atom, Dim, Parsed, Span, check, fault, normal
 from spmd.language._tokens import Token, fixed, tokenize
 
 _MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large
@@ -65,9 +65,9 @@ class Parser:
         """A string that is one layout."""
         parsed = self.layout()
         if self.token.kind == "->":
-            raise Fault("A layout has no '->'; two layouts with an arrow between them are a Pattern.", self.token.span)
+            raise fault("A layout has no '->'; two layouts with an arrow between them are a Pattern.", self.token.span)
         if self.token.kind == ",":
-            raise Fault("A layout has no comma; several layouts make a Pattern.", self.token.span)
+            raise fault("A layout has no comma; several layouts make a Pattern.", self.token.span)
         return parsed
 
     def pattern(self, arrow: bool) -> tuple[list[Parsed], list[Parsed], bool, bool]:
@@ -75,28 +75,28 @@ class Parser:
         left, empty_left = self.side()
         if not arrow:
             if self.token.kind == "->":
-                raise Fault(
+                raise fault(
                     "This takes the layout of its operands only, without '->'.",
                     self.token.span,
                     f'"{self.source[: self.token.start].strip()}"',
                 )
             return left, [], empty_left, True
         if self.token.kind != "->":
-            raise Fault(
+            raise fault(
                 "A pattern has two sides with '->' between them: what you have -> what you want.",
                 (0, len(self.source)),
             )
         self.advance()
         right, empty_right = self.side()
         if self.token.kind == "->":
-            raise Fault("A pattern has one '->', this is the second.", self.token.span)
+            raise fault("A pattern has one '->', this is the second.", self.token.span)
         return left, right, empty_left, empty_right
 
     def side(self) -> tuple[list[Parsed], bool]:
         layouts: list[Parsed] = []
         while self.token.kind not in ("->", "end"):
             if self.token.kind == ",":
-                raise Fault(
+                raise fault(
                     "A layout is empty only when it is the whole side; a scalar among others is 'scalar'.",
                     self.token.span,
                     self.fixed(self.token.start, self.token.start, "scalar"),
@@ -120,13 +120,13 @@ class Parser:
                 self.mark(marks, spans)
                 continue
             if self.index > first and self.touching() and self.token.kind not in ("/", "+", ")", "]", "}", ":"):
-                raise Fault(
+                raise fault(
                     "Dimensions are separated by spaces.",
                     self.token.span,
                     self.spaced(),
                 )
             if marks:
-                raise Fault("The marks {U:...} and {R:...} come after all dimensions.", self.token.span)
+                raise fault("The marks {U:...} and {R:...} come after all dimensions.", self.token.span)
             dims.append(normal(self.dim(first)))
         unreduced, reduced = tuple(sorted(marks.get("U", ()))), tuple(sorted(marks.get("R", ())))
         check(tuple(dims), marks.get("U", ()), marks.get("R", ()), spans)
@@ -139,7 +139,7 @@ class Parser:
         if token.kind == "...":
             self.advance()
             if self.token.kind in ("/", "+") and self.touching():
-                raise Fault(
+                raise fault(
                     "The dimensions of '...' lie as the operand has them; they take no axis and no margin.",
                     (token.start, self.token.end),
                 )
@@ -155,16 +155,16 @@ class Parser:
         token = self.token
         before = self.tokens[self.index - 1] if self.index > first else None
         if token.kind in (")", "]", "}"):
-            raise Fault(f"'{token.text}' closes nothing.", token.span)
+            raise fault(f"'{token.text}' closes nothing.", token.span)
         if token.kind in ("/", "+") and before is not None:
             after = self.tokens[self.index + 1]
             fix = self.fixed(before.end, after.start if after.kind in ("name", "int") else token.end, token.text)
-            raise Fault(f"No space stands before or after '{token.text}'.", (before.end, token.end), fix)
+            raise fault(f"No space stands before or after '{token.text}'.", (before.end, token.end), fix)
         if token.kind == "/":
-            raise Fault("A dimension comes before '/': 'b/dp' is b divided over dp.", token.span)
+            raise fault("A dimension comes before '/': 'b/dp' is b divided over dp.", token.span)
         if token.kind == "+":
-            raise Fault("A margin is a number beside a dimension: '1+x/a+1'.", token.span)
-        raise Fault("A ':' occurs only in the marks {U:axis} and {R:axis}.", token.span)
+            raise fault("A margin is a number beside a dimension: '1+x/a+1'.", token.span)
+        raise fault("A ':' occurs only in the marks {U:axis} and {R:axis}.", token.span)
 
     def with_margin(self) -> Dim:
         """`1+x/a+1`: numbers on either side of a core."""
@@ -174,7 +174,7 @@ class Parser:
             if not self.touching() or self.token.kind not in ("name", "int", "("):
                 after = self.token
                 fix = self.fixed(plus.end, after.start, "") if after.kind in ("name", "int", "(") else None
-                raise Fault("A margin is a number beside a dimension, without spaces: '1+x/a+1'.", plus.span, fix)
+                raise fault("A margin is a number beside a dimension, without spaces: '1+x/a+1'.", plus.span, fix)
             parts.append(self.core())
         if len(parts) == 1:
             return parts[0]
@@ -183,13 +183,13 @@ class Parser:
         at = 1 if len(parts) == 3 or (plain[0] is not None and plain[1] is None) else 0
         low, high = plain[0] if at else 0, plain[-1] if at + 1 < len(parts) else 0
         if len(parts) == 2 and None not in plain:
-            raise Fault(
+            raise fault(
                 "Which of the two numbers is the margin? Name the dimension, or write both margins.",
                 span,
                 advice=f"'{parts[0].text}+{parts[1].text}+0' or '0+{parts[0].text}+{parts[1].text}'",
             )
         if len(parts) > 3 or low is None or high is None:
-            raise Fault("A dimension has at most one margin on each side, and a margin is a number: '1+x/a+1'.", span)
+            raise fault("A dimension has at most one margin on each side, and a margin is a number: '1+x/a+1'.", span)
         return replace(parts[at], margin=(low, high), span=span)
 
     @staticmethod
@@ -199,36 +199,36 @@ class Parser:
     def bracket(self) -> Dim:
         opening = self.advance()
         if self.token.kind == "]":
-            raise Fault(
+            raise fault(
                 "Brackets hold the dimension that the operation works along: '[k]'.",
                 (opening.start, self.token.end),
             )
         if self.token.kind in (",", "->", "end"):
-            raise Fault("This '[' is never closed.", opening.span)
+            raise fault("This '[' is never closed.", opening.span)
         if self.token.kind not in ("name", "int", "("):
-            raise Fault("Brackets hold one dimension: a name, a number or a '(h k)'.", self.token.span)
+            raise fault("Brackets hold one dimension: a name, a number or a '(h k)'.", self.token.span)
         core = self.core()
         if self.token.kind in ("name", "int", "("):
-            raise Fault(
+            raise fault(
                 "Brackets hold one dimension; give each its own.",
                 self.token.span,
                 self.fixed(core.span[1], self.token.start, "] ["),
             )
         if self.token.kind == "+":
-            raise Fault("A dimension in brackets has no margin.", self.token.span)
+            raise fault("A dimension in brackets has no margin.", self.token.span)
         if self.token.kind != "]":
-            raise Fault("This '[' is never closed.", opening.span)
+            raise fault("This '[' is never closed.", opening.span)
         closing = self.advance()
         if self.token.kind == "/" and self.touching():
             inside = re.match(r"[/A-Za-z0-9_]+", self.source[closing.end :])
             end = closing.end + (inside.end() if inside else 1)
-            raise Fault(
+            raise fault(
                 "The mesh axis stands inside the brackets.",
                 (closing.end, end),
                 self.fixed(closing.start, end, self.source[closing.end : end] + "]"),
             )
         if self.token.kind == "+" and self.touching():
-            raise Fault("A dimension in brackets has no margin.", self.token.span)
+            raise fault("A dimension in brackets has no margin.", self.token.span)
         return replace(core, bracket=True, span=(opening.start, closing.end))
 
     def core(self) -> Dim:
@@ -243,7 +243,7 @@ class Parser:
         self.name(token)
         axes = self.axes(token)
         if token.text == "_" and axes == ():
-            raise Fault(
+            raise fault(
                 "An unnamed dimension is whole unless an axis divides it; '_' says so already.",
                 (token.start, self.end),
                 self.fixed(token.start, self.end, "_"),
@@ -258,9 +258,9 @@ class Parser:
 
     def number(self, token: Token) -> int:
         if len(token.text.lstrip("0")) > _MAX_DIGITS:
-            raise Fault(f"A literal size has at most {_MAX_DIGITS} digits.", token.span)
+            raise fault(f"A literal size has at most {_MAX_DIGITS} digits.", token.span)
         if self.token.kind == "name" and self.touching():
-            raise Fault("A name begins with a letter.", (token.start, self.token.end))
+            raise fault("A name begins with a letter.", (token.start, self.token.end))
         return int(token.text.lstrip("0") or "0")
 
     def name(self, token: Token) -> None:
@@ -269,9 +269,9 @@ class Parser:
             if self.token.kind == "{" and (brace := self.source.find("}", token.start)) > 0:
                 mark = self.source[self.token.start : brace + 1]
                 fix = self.fixed(token.start, brace + 1, mark)
-            raise Fault("'scalar' is a whole layout: no dimension, axis or mark stands beside it.", token.span, fix)
+            raise fault("'scalar' is a whole layout: no dimension, axis or mark stands beside it.", token.span, fix)
         if not token.text.strip("_") and token.text != "_":
-            raise Fault("A name has a letter in it; '_' alone is an unnamed dimension.", token.span)
+            raise fault("A name has a letter in it; '_' alone is an unnamed dimension.", token.span)
 
     def group(self) -> Dim:
         """`(h k)/tp`, `(b/dp s/cp)`."""
@@ -280,13 +280,13 @@ class Parser:
         while self.token.kind != ")":
             token = self.advance()
             if token.kind in (",", "->", "end"):
-                raise Fault("This '(' is never closed.", opening.span)
+                raise fault("This '(' is never closed.", opening.span)
             if token.kind != "name" or token.text == "_":
                 self.no_factor(token, atoms)
             self.name(token)
             axes = self.axes(token)
             if axes == ():
-                raise Fault(
+                raise fault(
                     "A factor takes mesh axes only; '/1' stands after the whole of it: '(h k)/1'.",
                     (token.start, self.end),
                 )
@@ -298,7 +298,7 @@ class Parser:
         span = (opening.start, self.end)
         if axes is not None:
             if any(atom.axes for atom in atoms):
-                raise Fault("Mesh axes stand on the factors or after the whole '(h k)', not on both.", span)
+                raise fault("Mesh axes stand on the factors or after the whole '(h k)', not on both.", span)
             atoms = [replace(atom, axes=() if place else axes) for place, atom in enumerate(atoms)]
         return Dim(tuple(atoms), composite=True, span=span)
 
@@ -306,22 +306,22 @@ class Parser:
         """Something other than a name among the factors of a composite."""
         if token.kind == "/" and atoms:
             fix = self.fixed(atoms[-1].span[1], self.token.start, "/")
-            raise Fault("No space stands before or after '/'.", token.span, fix)
+            raise fault("No space stands before or after '/'.", token.span, fix)
         if token.kind == "{":
             self.braces(token)
         if token.kind == "(":
-            raise Fault("A '(h k)' holds names, not another '('.", token.span)
+            raise fault("A '(h k)' holds names, not another '('.", token.span)
         if token.kind == "int":
             fix = f"{self.fixed(token.start, token.end, 'n')}, n={token.text}"
-            raise Fault("The factors of a '(h k)' are names; a keyword binds a size.", token.span, fix)
-        raise Fault("The factors of a '(h k)' are names.", token.span)
+            raise fault("The factors of a '(h k)' are names; a keyword binds a size.", token.span, fix)
+        raise fault("The factors of a '(h k)' are names.", token.span)
 
     def empty_group(self, opening: Token, closing: Token) -> NoReturn:
         """`()`: a scalar in other notations."""
         before = self.tokens[self.tokens.index(opening) - 1].kind  # of the first: the end token
         alone = before in (",", "->", "end") and self.token.kind in (",", "->", "end")
         fix = self.fixed(opening.start, closing.end, "scalar") if alone else None
-        raise Fault("A scalar is written 'scalar', not '()'.", (opening.start, closing.end), fix)
+        raise fault("A scalar is written 'scalar', not '()'.", (opening.start, closing.end), fix)
 
     # mesh axes
 
@@ -334,27 +334,27 @@ class Parser:
             if token.kind not in ("name", "int") or not self.touching():
                 self.no_axis(slash, token)
             if token.kind == "int" and token.text != "1":
-                raise Fault(
+                raise fault(
                     "After '/' comes the name of a mesh axis (or 1 for whole), not a number of devices.",
                     token.span,
                 )
             if token.kind == "name" and not token.text.strip("_"):
-                raise Fault("A mesh axis has a name with a letter in it.", token.span)
+                raise fault("A mesh axis has a name with a letter in it.", token.span)
             found.append(self.advance())
             if token.kind == "int" and self.token.kind == "name" and self.touching():
-                raise Fault("A name begins with a letter.", (token.start, self.token.end))
+                raise fault("A name begins with a letter.", (token.start, self.token.end))
         if not found:
             return None
         if any(token.text == "1" for token in found):
             if len(found) > 1:
-                raise Fault("'/1' says whole; no other axis stands beside it.", (owner.start, found[-1].end))
+                raise fault("'/1' says whole; no other axis stands beside it.", (owner.start, found[-1].end))
             return ()
         return tuple(token.text for token in found)
 
     def no_axis(self, slash: Token, token: Token) -> NoReturn:
         """Something other than a mesh axis after a slash."""
         if token.kind == "/" and self.touching():
-            raise Fault(
+            raise fault(
                 "One '/' stands before each mesh axis.",
                 (slash.start, self.slashes(token)),
                 self.fixed(slash.start, self.slashes(token), "/"),
@@ -362,14 +362,14 @@ class Parser:
         if token.kind == "{" and self.touching():
             self.braces(token, "/")
         if token.kind == "(" and self.touching():
-            raise Fault("Several mesh axes are written one after another: 'b/dp/fsdp'.", token.span)
+            raise fault("Several mesh axes are written one after another: 'b/dp/fsdp'.", token.span)
         if token.kind in ("name", "int") and not self.touching():
-            raise Fault(
+            raise fault(
                 "No space stands before or after '/'.",
                 (slash.start, token.start),
                 self.fixed(slash.end, token.start, ""),
             )
-        raise Fault("After '/' comes the name of a mesh axis, or 1 for whole.", slash.span)
+        raise fault("After '/' comes the name of a mesh axis, or 1 for whole.", slash.span)
 
     def slashes(self, token: Token) -> int:
         """Where a run of slashes ends."""
@@ -383,7 +383,7 @@ class Parser:
         inside = self.source[opening.end : end - 1].strip() if close >= 0 else ""
         word = inside if inside.isascii() and inside.isidentifier() else "axis" if before else "n"
         what = "mesh axes" if before else "sizes and mesh axes"
-        raise Fault(
+        raise fault(
             f"Strings are constants, braces hold the marks {{U:axis}} and {{R:axis}}; keywords bind {what}.",
             (opening.start, end),
             advice=f"{self.fixed(opening.start, end, word)}, {word}=...",
@@ -398,21 +398,21 @@ class Parser:
         if kind.text not in ("U", "R"):
             better = kind.text.upper()
             fix = self.fixed(kind.start, kind.end, better) if better in ("U", "R") else None
-            raise Fault(
+            raise fault(
                 "The marks are {U:axis}, a partial sum, and {R:axis}, reduced.",
                 (opening.start, kind.end),
                 fix,
             )
         self.advance()
         if self.token.kind == "}" or (self.token.kind == ":" and self.tokens[self.index + 1].kind == "}"):
-            raise Fault(f"A mark names its mesh axes: {{{kind.text}:axis}}.", (opening.start, self.token.end))
+            raise fault(f"A mark names its mesh axes: {{{kind.text}:axis}}.", (opening.start, self.token.end))
         if self.token.kind != ":":
-            raise Fault(f"A mark is written {{{kind.text}:axis}}.", (opening.start, kind.end))
+            raise fault(f"A mark is written {{{kind.text}:axis}}.", (opening.start, kind.end))
         self.advance()
         axes = self.mark_axes(opening, kind.text, spans)
         if kind.text in marks:
             both = ",".join((*marks[kind.text], *axes))
-            raise Fault(
+            raise fault(
                 f"A layout has one {{{kind.text}:...}}; it lists all its axes.",
                 (opening.start, self.end),
                 advice=f"{{{kind.text}:{both}}}",
@@ -424,11 +424,11 @@ class Parser:
         while True:
             token = self.token
             if token.kind in ("->", "end"):
-                raise Fault("This '{' is never closed.", opening.span)
+                raise fault("This '{' is never closed.", opening.span)
             if token.kind != "name" or not token.text.strip("_"):
-                raise Fault("A mark lists names of mesh axes, separated by commas.", token.span)
+                raise fault("A mark lists names of mesh axes, separated by commas.", token.span)
             if token.text in axes:
-                raise Fault(
+                raise fault(
                     f"A mesh axis occurs once in a layout, but '{token.text}' is twice in {{{kind}:...}}.",
                     token.span,
                 )
@@ -437,13 +437,13 @@ class Parser:
             self.advance()
             closing = self.token
             if closing.kind == "name":
-                raise Fault(
+                raise fault(
                     "A mark lists names of mesh axes, separated by commas.",
                     closing.span,
                     self.fixed(token.end, closing.start, ","),
                 )
             if closing.kind not in (",", "}"):
-                raise Fault("This '{' is never closed.", opening.span)
+                raise fault("This '{' is never closed.", opening.span)
             self.advance()
             if closing.kind == "}":
                 return tuple(axes)

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any, final
 
 from spmd.errors import LayoutError
-from spmd.language._layout import AxisMapping, Layout, make, raise_fault
+from spmd.language._layout import AxisMapping, Layout, make
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes
-from spmd.language._syntax import Fault, Parsed, Value
+from spmd.language._syntax import Parsed, Value, with_call
 
 __all__ = ["Pattern"]
 
@@ -55,8 +55,8 @@ class Pattern(Value):
             raise LayoutError(rule, call=call)
         try:
             return _parsed(str(text), bool(arrow))
-        except Fault as fault:
-            raise_fault(fault, text, call or f'Pattern("{text}")')
+        except LayoutError as error:
+            raise with_call(error, text, call or f'Pattern("{text}")') from None
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from spmd.errors import LayoutError
-from spmd.language._syntax import Atom, Dim, Fault, divided, writable
+from spmd.language._syntax import Atom, Dim, divided, fault, writable
 
 Axes = str | tuple[str, ...] | None
 Rules = Mapping[str, tuple[str, ...]]
@@ -46,7 +46,7 @@ def place(dims: Iterable[Dim], marks: Mapping[str, Iterable[str]], rules: Rules)
       rules: The mesh axes of each name.
 
     Raises:
-      Fault: Two names come to lie on one mesh axis, or a factor behind a whole one is divided.
+      LayoutError: Two names come to lie on one mesh axis, or a factor behind a whole one is divided.
     """
     placed: list[Dim] = []
     ruled: set[str] = set()
@@ -73,7 +73,7 @@ def _need_distinct(dims: list[Dim], marks: Mapping[str, Iterable[str]], rules: R
         for axis in atom.axes or ():
             if axis in seen:
                 rule = f"The mapping puts two parts of one layout on the mesh axis '{axis}'."
-                raise Fault(rule, atom.span, got=[seen[axis], where(atom)])
+                raise fault(rule, atom.span, got=[seen[axis], where(atom)])
             seen[axis] = where(atom)
 
 
@@ -94,4 +94,4 @@ def _need_leading(dim: Dim, rules: Rules, ruled: set[str]) -> None:
                 f"'{whole.name}' whole {ruling}",
             ]
             bare = replace(dim, atoms=tuple(replace(one, axes=()) for one in dim.atoms))
-            raise Fault(rule, atom.span, got=got, advice=f"{bare.text}, or a rule that divides '{whole.name}' too")
+            raise fault(rule, atom.span, got=got, advice=f"{bare.text}, or a rule that divides '{whole.name}' too")

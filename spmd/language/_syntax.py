@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple, NoReturn, Self
 
+from spmd.errors import LayoutError
+
 Span = tuple[int, int]
 
 
@@ -64,17 +66,6 @@ class Parsed(NamedTuple):
     reduced: tuple[str, ...]
 
 
-@dataclass(eq=False)
-class Fault(Exception):
-    """What is wrong with a layout; becomes a LayoutError where the call is known."""
-
-    rule: str
-    span: Span | None
-    fix: str | None = None
-    advice: str | None = None
-    got: Sequence[str] = ()
-
-
 class Value:
     """An immutable value. A copy is the value itself, and values of one class are equal if their keys are."""
 
@@ -103,6 +94,18 @@ class Value:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+
+def fault(
+    rule: str, span: Span | None, fix: str | None = None, *, advice: str | None = None, got: Sequence[str] = ()
+) -> LayoutError:
+    """What is wrong with a layout, for those who know neither its string nor the call: `with_call` adds them."""
+    return LayoutError(rule, span=span, got=got, fix=fix, advice=advice)
+
+
+def with_call(error: LayoutError, source: str | None, call: str | None) -> LayoutError:
+    """The error with the string that its span points into, and the call."""
+    return LayoutError(replace(error.fault, source=source, call=call))
 
 
 def _dim_text(dim: Dim, *, explicit: bool) -> str:
@@ -150,7 +153,7 @@ def normal(dim: Dim) -> Dim:
 
 
 def check(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], spans: dict[str, Span]) -> None:
-    """Raise a Fault unless names, axes, `...` and divided factors obey the rules.
+    """Raise a LayoutError unless names, axes, `...` and divided factors obey the rules.
 
     `spans` says where the marks' axes are written.
     """
@@ -159,11 +162,11 @@ def check(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str,
     ellipsis = False
     for dim in dims:
         if dim.ellipsis and ellipsis:
-            raise Fault("A layout has at most one '...'.", dim.span)
+            raise fault("A layout has at most one '...'.", dim.span)
         ellipsis = ellipsis or dim.ellipsis
         for atom in dim.atoms:
             if atom.named and atom.name in names:
-                raise Fault(f"A name stands for one dimension of a layout, but '{atom.name}' occurs twice.", atom.span)
+                raise fault(f"A name stands for one dimension of a layout, but '{atom.name}' occurs twice.", atom.span)
             names.add(atom.name)
             for axis in atom.axes or ():
                 _once(axis, f"'{divided(atom)}'", places, atom.span)
@@ -180,7 +183,7 @@ def divided(atom: Atom) -> str:
 def _once(axis: str, place: str, places: dict[str, str], span: Span | None) -> None:
     if axis in places:
         where = f"twice in {place}" if places[axis] == place else f"in {places[axis]} and in {place}"
-        raise Fault(f"A mesh axis occurs once in a layout, but '{axis}' is used {where}.", span)
+        raise fault(f"A mesh axis occurs once in a layout, but '{axis}' is used {where}.", span)
     places[axis] = place
 
 
@@ -193,7 +196,7 @@ def _check_factors(dim: Dim) -> None:
         elif whole is not None:
             rest = [one for one in dim.atoms if one is not atom]
             moved = replace(dim, atoms=(atom, *rest), margin=(0, 0), bracket=False)
-            raise Fault(
+            raise fault(
                 f"A composite dimension is divided on its leading factors, but '{divided(atom)}' comes after "
                 f"the whole factor '{whole.name}'.",
                 atom.span,
@@ -202,22 +205,22 @@ def _check_factors(dim: Dim) -> None:
 
 
 def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
-    """Raise a Fault unless each part could have been written in a string (for layouts made by code)."""
+    """Raise a LayoutError unless each part could have been written in a string (for layouts made by code)."""
     for place, dim in enumerate(dims):
         bad = dim.ellipsis and (dim.atoms or any(dim.margin) or dim.bracket)
         bad = bad or (not dim.ellipsis and not dim.atoms) or (len(dim.atoms) > 1 and not dim.composite)
         bad = bad or (dim.bracket and any(dim.margin)) or min(dim.margin) < 0
         bad = bad or (dim.composite and not all(atom.named for atom in dim.atoms))
         if bad:
-            raise Fault(f"Dimension {place} cannot be written in the layout language.", dim.span)
+            raise fault(f"Dimension {place} cannot be written in the layout language.", dim.span)
         for atom in dim.atoms:
             if not (atom.name == "_" or atom.size is not None or writable(atom.name)) or atom.name == "scalar":
-                raise Fault(f"'{atom.name}' is no name of a dimension.", atom.span)
+                raise fault(f"'{atom.name}' is no name of a dimension.", atom.span)
             if atom.size is not None and (atom.size < 0 or atom.name != str(atom.size)):
-                raise Fault(f"'{atom.name}' is not the literal size {atom.size}.", atom.span)
+                raise fault(f"'{atom.name}' is not the literal size {atom.size}.", atom.span)
     for axis in (*marks, *(axis for dim in dims for axis in dim.axes)):
         if not writable(axis):
-            raise Fault(f"'{axis}' is no name of a mesh axis.", None)
+            raise fault(f"'{axis}' is no name of a mesh axis.", None)
 
 
 def writable(name: object) -> bool:

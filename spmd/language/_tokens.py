@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, NoReturn
 
-from spmd.language._syntax import Fault, Span
+from spmd.language._syntax import Span, fault
 
 _TOKEN = re.compile(
     r"(?P<space>\s+)|(?P<ellipsis>\.\.\.)|(?P<arrow>->)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
@@ -65,7 +65,7 @@ def _bad(source: str, at: int) -> NoReturn:
     for wrong in ("=>", ">", "-", "="):
         arrow = re.match(r"[-=]*>|-+|=+", rest)
         if rest.startswith(wrong) and arrow:
-            raise Fault(
+            raise fault(
                 "The two sides of a pattern are separated by '->'.",
                 (at, at + arrow.end()),
                 fixed(source, at, at + arrow.end(), "->"),
@@ -75,16 +75,16 @@ def _bad(source: str, at: int) -> NoReturn:
         left = " " if source[at - 1 : at].strip() else ""
         right = " " if rest[dots : dots + 1].strip() else ""
         fix = fixed(source, at, at + dots, f"{left}...{right}")
-        raise Fault("Any number of dimensions is written '...', three dots.", (at, at + dots), fix)
+        raise fault("Any number of dimensions is written '...', three dots.", (at, at + dots), fix)
     shown = rest[0] if rest[0].isprintable() else f"U+{ord(rest[0]):04X}"
     if rest[0] in _LOOKALIKES:
         better = _LOOKALIKES[rest[0]]
-        raise Fault(f"A layout has no '{shown}'; write '{better}'.", (at, at + 1), fixed(source, at, at + 1, better))
+        raise fault(f"A layout has no '{shown}'; write '{better}'.", (at, at + 1), fixed(source, at, at + 1, better))
     if rest[0] == "*":
-        raise Fault(
+        raise fault(
             "A layout has no '*'; any number of dimensions is '...', a product of two is '(h k)'.",
             (at, at + 1),
         )
     if rest[0].isidentifier():
-        raise Fault(f"Names consist of ASCII letters, digits and '_', but '{shown}' is none of them.", (at, at + 1))
-    raise Fault(f"A layout has no character '{shown}'.", (at, at + 1))
+        raise fault(f"Names consist of ASCII letters, digits and '_', but '{shown}' is none of them.", (at, at + 1))
+    raise fault(f"A layout has no character '{shown}'.", (at, at + 1))

@@ -211,5 +211,5 @@ def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names
 
 
 def _mark_span(call: Call) -> tuple[int, int] | None:
-    start = call.raw.source.find("{")
-    return None if start < 0 else (start, call.raw.source.find("}", start) + 1)
+    start = call.written.source.find("{")
+    return None if start < 0 else (start, call.written.source.find("}", start) + 1)

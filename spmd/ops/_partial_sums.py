@@ -85,7 +85,7 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
 
 def _mark_span(call: Call, axis: str) -> tuple[int, int] | None:
     """Where the mark with this axis stands, the last one if there are several."""
-    source = call.raw.source
+    source = call.written.source
     start = source.rfind("{")
     return (start, source.find("}", start) + 1) if start >= 0 and axis in source[start:] else None
 
