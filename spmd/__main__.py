@@ -77,7 +77,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0, or 2 where what was asked for is wrong."""
+    """Run a command. The exit status is 0, or 2 if the words are wrong."""
     options = _parser().parse_args(arguments)
     try:
         return {"plan": run_plan, "show": run_show, "info": run_info}[options.command](options)

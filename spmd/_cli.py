@@ -45,7 +45,7 @@ def named_numbers(flag: str, texts: Iterable[str]) -> dict[str, int]:
         if not part.strip():
             continue
         if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]*", number):
-            rule = f"{flag} takes names with positive numbers, '{part.strip()}' is none."
+            rule = f"{flag} takes names with positive numbers, not '{part.strip()}'."
             advice = f"as in {flag} {'dp=2,tp=4' if flag == '--mesh' else 'b=8,d=16'}"
             raise SizeError(rule, call=call, advice=advice)
         if name in found:
@@ -108,7 +108,7 @@ def run_show(options: Any) -> int:
 
 
 def run_info(options: Any) -> int:
-    """`info`: versions, devices, meshes that fit them; 1 if something that is needed is missing or too old."""
+    """`info`: versions, devices and meshes that fit them. It returns 1 if a package is missing or too old."""
     found = {"python": platform.python_version(), **_packages(), **_devices()}
     _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found)))
     return 0 if all(entry["ok"] for entry in found["needed"]) else 1
@@ -142,13 +142,13 @@ def _check_choice(flag: str, text: str, known: Sequence[str]) -> None:
 
 
 def _check_all_sizes(text: str, sizes: Mapping[str, int]) -> None:
-    """A size for each name that the whole pattern has. Other faults of the pattern are the plan's to find."""
+    """Check that each name of the pattern has a size. `plan` itself finds the other faults."""
     pattern = Pattern(text, arrow=True, call=f'plan("{text}")')
     _check_names("pattern", pattern.names, sizes)
     sides = [layout.names for layout in pattern.layouts]
     missing = [name for name in pattern.names if name not in sizes and all(name in side for side in sides)]
     if missing:
-        rule = f"a plan needs every size, and that of {' and '.join(missing)} is not given."
+        rule = f"a plan needs every size, and the size of {' and '.join(missing)} is not given."
         raise SizeError(rule, call=f'plan "{text}"', advice=f"as in --size {','.join(f'{n}=4096' for n in missing)}")
 
 
@@ -180,7 +180,7 @@ def _save(picture: Picture, path: str | None) -> None:
 
 
 def _show(picture: Picture) -> None:
-    """Coloured where the terminal can and rich is there."""
+    """Print a picture, in colours if the terminal has them and `rich` is installed."""
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         try:
             from rich.console import Console
@@ -193,7 +193,7 @@ def _show(picture: Picture) -> None:
 
 
 def _print(text: str) -> None:
-    """Print; where the terminal has no box characters, with plain ones."""
+    """Print a text, with plain characters if the terminal does not have those of boxes."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -207,7 +207,7 @@ def _print(text: str) -> None:
 
 
 def _packages() -> dict[str, Any]:
-    """What the package says it needs, and what is installed of that."""
+    """The packages that `spmd` needs or can use, with the versions that are installed."""
     try:
         about = metadata.metadata("spmd")
     except metadata.PackageNotFoundError:
@@ -227,7 +227,7 @@ def _packages() -> dict[str, Any]:
 
 
 def _requirement(text: str) -> tuple[str, str]:
-    """`jax>=0.10` as its name and what is wanted of its version."""
+    """The name and the wanted version of a requirement such as `jax>=0.10`."""
     found = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*\(?([^)]*)", text)
     return (found[1], found[2].strip()) if found else (text.strip(), "")
 
@@ -255,7 +255,7 @@ def _devices() -> dict[str, Any]:
 
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # a platform that is asked for and does not start
+    except RuntimeError as error:  # a platform was asked for and does not start
         return {"devices": None, "why": _jax_errors.first_line(error), "processes": 1, "meshes": []}
     kinds = sorted({f"{one.platform} ({one.device_kind})" for one in devices})
     meshes = suggestions(len(devices), min(_NODE, jax.local_device_count()))
@@ -267,7 +267,7 @@ def _devices() -> dict[str, Any]:
 
 
 def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
-    """Meshes of `count` devices, those inside a node last, where most is sent.
+    """Meshes of `count` devices. The last axis lies inside a node, and sends most.
 
     >>> suggestions(16, 8)[1]
     ({'dp': 2, 'tp': 8}, 'tensor parallel among neighbours, data parallel or FSDP across')
@@ -286,7 +286,7 @@ def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
 
 
 def _info_lines(found: dict[str, Any]) -> list[str]:
-    lines = [f"spmd {found['spmd']}" if found["spmd"] else "spmd, not installed: what it needs is not known"]
+    lines = [f"spmd {found['spmd']}" if found["spmd"] else "spmd is not installed, so what it needs is not known"]
     rows = [(one["name"], one["version"] or "missing", _verdict(one)) for one in found["needed"]]
     for one in found["optional"]:
         rows.append((one["name"], one["version"] or "missing", f"optional: {', '.join(one['extras'])}"))
@@ -297,7 +297,7 @@ def _info_lines(found: dict[str, Any]) -> list[str]:
     processes = f" in {found['processes']} processes" if found["processes"] > 1 else ""
     lines.append(f"devices: {devices['count']} x {', '.join(devices['kinds'])}{processes}")
     if devices["count"] == 1:
-        lines.append("  for more, virtual ones: spmd.use_cpu_devices(8) at the top of a program")
+        lines.append("  for eight virtual ones: spmd.use_cpu_devices(8) at the top of a program")
     lines.append("meshes that fit:")
     calls = [f"spmd.make_mesh({', '.join(f'{a}={n}' for a, n in one['axes'].items())})" for one in found["meshes"]]
     uses = [one["use"] for one in found["meshes"]]

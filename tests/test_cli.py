@@ -95,8 +95,8 @@ def test_flags_may_be_repeated_and_keep_their_order(run):
         (["show", "b/dp/dp", "--mesh", "dp=2"], "A mesh axis occurs once in a layout"),
         (["show", "b/tp", "--mesh", "dp=2"], "the mesh has no axis 'tp'"),
         (["show", "b/dp", "--mesh", "dp=2", "--size", "b=3"], "b of size 3 does not divide into the 2 blocks of dp"),
-        (["show", "b/dp", "--mesh", "dp=two"], "--mesh takes names with positive numbers, 'dp=two' is none."),
-        (["show", "b/dp", "--mesh", "dp=0"], "--mesh takes names with positive numbers, 'dp=0' is none."),
+        (["show", "b/dp", "--mesh", "dp=two"], "--mesh takes names with positive numbers, not 'dp=two'."),
+        (["show", "b/dp", "--mesh", "dp=0"], "--mesh takes names with positive numbers, not 'dp=0'."),
         (["show", "b/dp", "--mesh", ","], "A mesh has at least one axis.\nadvice: as in --mesh dp=2,tp=4"),
         (["show", "b/dp ...", "--mesh", "dp=2"], "advice: write the dimensions out"),
         (
@@ -111,7 +111,7 @@ def test_flags_may_be_repeated_and_keep_their_order(run):
         (["plan", "a/x b -> a b/x", "--mesh", "x=4", "--size", "b=8"], "advice: as in --size a=4096"),
         (["plan", "a/x b -> a c/x", "--mesh", "x=4", "--size", "a=8"], "both sides name the same ones"),
         ([*PLAN, "--size", "bb=3"], "--size a=4096,b=4096,bb=3\nthe pattern has no dimension 'bb'; did you mean 'b'?"),
-        (["plan", "a/x -> a", "--mesh", "x=0", "--size", "a=4"], "'x=0' is none."),
+        (["plan", "a/x -> a", "--mesh", "x=0", "--size", "a=4"], "not 'x=0'."),
         (["plan", "a/x b", "--mesh", "x=4", "--size", "a=4"], "->"),
         ([*PLAN, "--prefer", "bites"], "did you mean 'bytes'?"),
         ([*PLAN, "--hardware", "h1000"], "did you mean 'h100'?"),
@@ -203,7 +203,7 @@ def test_info_without_devices_or_package(run, monkeypatch):
     monkeypatch.setattr(jax, "devices", refuse)
     assert "no devices: Unable to initialize backend 'tpu'" in run("info")[1]
     monkeypatch.setattr(_cli.metadata, "metadata", absent)
-    assert "spmd, not installed" in run("info")[1]
+    assert "spmd is not installed" in run("info")[1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 8, 12, 16, 64, 256, 1024])

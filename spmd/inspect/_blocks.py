@@ -89,7 +89,7 @@ class Holdings:
 
     @cached_property
     def cells(self) -> dict[Block, tuple[tuple[int, ...], ...]]:
-        """For each block its copies; each copy the devices that hold it, several where they hold summands."""
+        """The copies of each block. A copy is the devices that hold it: several where they hold summands."""
         found: dict[Block, dict[tuple[int, ...], list[int]]] = {}
         kept = [place for place, (axis, _) in enumerate(self.mesh) if axis not in self.unreduced]
         for device, block, at in zip(self.devices, self.held.tolist(), self.coordinates, strict=True):
@@ -162,7 +162,7 @@ def of_layout(
       mesh: The mesh; an abstract one numbers its devices in mesh order.
       dims: The global size of each dimension, where given by position.
       call: For errors.
-      kind: What to say of the array; absent, the sizes.
+      kind: What to say of the array; by default its sizes.
       itemsize: Bytes per element.
       notes: More sentences for the picture.
     """
@@ -197,7 +197,7 @@ def known_sizes(layout: Layout, shape: Any, call: str) -> tuple[dict[str, int], 
     """The sizes that `shape` gives: by name from a mapping, else by position.
 
     Raises:
-      SizeError: Something is no size, or a name is not the layout's.
+      SizeError: Something is not a size, or the layout does not have a name.
     """
     if shape is None:
         return {}, None
@@ -217,7 +217,7 @@ def known_sizes(layout: Layout, shape: Any, call: str) -> tuple[dict[str, int], 
 
 
 def of_indices(shape: Sequence[int], indices: Mapping[int, Sequence[slice]], **facts: Any) -> Holdings:
-    """What a table from devices to index ranges says, as JAX's `devices_indices_map` gives it."""
+    """The blocks of a table from devices to index ranges, such as JAX's `devices_indices_map`."""
     ranges = {
         device: tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
         for device, index in indices.items()
@@ -266,7 +266,7 @@ def _side(dim: Dim, size: int | None, sizes: Mapping[str, int], mesh: Mapping[st
 
 
 def _is_scattered(dim: Dim, mesh: Mapping[str, int]) -> bool:
-    """Whether a factor behind the first is divided: what a device holds are then runs with gaps between."""
+    """Whether a factor after the first is divided. What a device holds is then runs with gaps between them."""
     return any(_parts(atom.axes, mesh) > 1 for atom in dim.atoms[1:])
 
 
@@ -282,7 +282,7 @@ def _parts(axes: Sequence[str] | None, mesh: Mapping[str, int]) -> int:
 
 
 def _held(layout: Layout, mesh: Mapping[str, int]) -> np.ndarray:
-    """For each device in mesh order its block in each dimension: its place on the dimension's axes, major first."""
+    """The block of each device in each dimension: its place on the axes that divide the dimension, major first."""
     at = dict(zip(mesh, np.indices(tuple(mesh.values())).reshape(len(mesh), -1), strict=True))
     held = np.zeros((math.prod(mesh.values()), len(layout.dims)), dtype=int)
     for place, dim in enumerate(layout.dims):
@@ -309,7 +309,7 @@ def _layout_notes(layout: Layout, sizes: Mapping[str, int], mesh: Mapping[str, i
 
 
 def _scattered(dim: Dim, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> str:
-    """Of `(b/dp s/cp)` a device holds rows of its b, and of each the columns of its s: runs with gaps."""
+    """With `(b/dp s/cp)` a device holds rows of its b, and in each row the columns of its s: runs with gaps."""
     local = [None if atom.name not in sizes else sizes[atom.name] // _parts(atom.axes, mesh) for atom in dim.atoms]
     text = f"{dim.short}: a device holds scattered pieces of the dimension"
     if None in local:
@@ -320,8 +320,8 @@ def _scattered(dim: Dim, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> s
 
 
 def no_arrow(text: Any, call: str) -> None:
-    """A pattern is no layout; its picture is that of its plan."""
+    """Refuse a pattern: it is not a layout, and its picture is the picture of its plan."""
     if isinstance(text, str) and "->" in text:
         advice = f'spmd.visualize(spmd.plan("{text}", sizes=..., mesh=mesh, dtype=...))'
-        rule = "A picture shows one layout; a pattern's picture is that of its plan."
+        rule = "A picture shows one layout. The picture of a pattern is the picture of its plan."
         raise LayoutError(rule, call=call, advice=advice)

@@ -45,12 +45,12 @@ class Collective:
     """One collective of a compiled program.
 
     Attributes:
-      kind: `all_gather`, `psum` (any all-reduce), `psum_scatter`, `all_to_all`, `ppermute`; XLA alone also
+      kind: `all_gather`, `psum` (any all-reduce), `psum_scatter`, `all_to_all`, `ppermute`; XLA itself also
         makes `ragged_all_to_all` and `pbroadcast`.
       axes: The mesh axes it runs over, in mesh order; empty when no mesh is known.
       whole: Whether its groups span those axes entirely. XLA's own resharding also uses parts of axes.
       group_size: Devices per group; for a ppermute, of the axes it moves along.
-      bytes: Bytes that one device sends, one execution: with n devices per group and S the larger side,
+      bytes: Bytes that one device sends in one execution: with n devices per group and S the larger side,
         S(n-1)/n for all_gather and psum_scatter, twice that for psum, shard*(n-1)/n for all_to_all, the
         shard for ppermute.
       count: How often one call of the program runs it (loops multiplied out).
@@ -58,8 +58,8 @@ class Collective:
       operands: dtype and local shape of each operand; several when XLA combined collectives into one.
       op_name: The name that JAX gave it, such as `jit(f)/shard_map/psum_invariant`.
       frames: The Python lines that made it, innermost first.
-      reducer: The name that JAX gave the sum it applies. It still says who asked for it where XLA has moved
-        the collective, out of a loop for one.
+      reducer: The name that JAX gave the sum it applies. It still says who asked for the collective if XLA has
+        moved it, for example out of a loop.
     """
 
     kind: str
@@ -229,8 +229,8 @@ def _row(items: Sequence[Collective]) -> tuple[str, ...]:
 def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> CollectiveReport:
     """The collectives of `fn` as compiled for these arguments: kinds, mesh axes, bytes, how often, where.
 
-    Nothing is run: `fn` is traced, lowered and compiled. What the compiler removed or combined shows as it
-    is, and so do dtypes: the CPU compiler, for one, sums bfloat16 in float32.
+    Nothing is run: `fn` is traced, lowered and compiled. The report shows what the compiler left, combined as it
+    has combined it and in its dtypes: the CPU compiler, for example, sums bfloat16 in float32.
 
     Args:
       fn: A kernel, a `jax.jit`ed or plain function, or what `.lower` or `.compile` returned (then without
@@ -285,7 +285,7 @@ def _collective_visits(module: HloModule) -> Iterator[tuple[Visit, str]]:
 def _goes_on(module: HloModule, visit: Visit) -> bool:
     """Whether this is a later part of a collective that runs beside other work.
 
-    XLA for TPUs writes such a one again into each fusion that runs meanwhile and into the one that ends it.
+    XLA for TPUs writes such a collective again into each fusion that runs meanwhile and into the one that ends it.
     """
     if "async_collective_fusion_config" not in visit.instruction.attributes:
         return False

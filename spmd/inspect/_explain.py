@@ -45,7 +45,7 @@ def explain(
         boundary of a kernel moves.
       mesh: The mesh, where neither `fn` nor its arguments carry one.
       hardware: A preset ("h100", "tpu-v5p") or a `spmd.Hardware`, for times.
-      compiled: False for the written view alone; a compiled program of `fn` to look at instead of compiling. By default
+      compiled: False for the written view alone, or a compiled program of `fn` to look at instead. By default
         `fn` is compiled if its mesh has devices; with True it is an error if it has none.
       **kwargs: Keyword arguments of `fn`.
 
@@ -109,11 +109,11 @@ def _check_compiled(compiled: Any) -> None:
 
 
 def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
-    """A program with a mesh of its own is looked at on that one."""
+    """Refuse a mesh that is not the program's own."""
     for mesh in meshes_of_jaxpr(program.jaxpr):
         if given is not None and mesh_sizes(mesh) != given:
             named = [", ".join(f"{k}={v}" for k, v in sizes.items()) for sizes in (mesh_sizes(mesh), given)]
-            rule = "the program has a mesh of its own, and it is not the one that mesh= says."
+            rule = "the program has a mesh of its own, which is not the one that mesh= says."
             got = [f"the program's: {named[0]}", f"mesh=: {named[1]}"]
             advice = "without mesh=, or a program made for that mesh"
             raise MeshError(rule, call="explain(..., mesh=...)", got=got, advice=advice)
@@ -121,7 +121,7 @@ def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
 
 
 def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
-    """The compiled program to look at, or None, and why."""
+    """The compiled program to look at, or None; then `missing` says why."""
     if hasattr(compiled, "memory_analysis"):
         return compiled
     abstract = "compiled view, temporary memory: need devices, and the mesh is abstract"
@@ -132,7 +132,7 @@ def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
         return None
     try:
         return program.compiled
-    except ValueError as error:  # of a traced program nobody may know the mesh before JAX needs its devices
+    except ValueError as error:  # the mesh of a traced program may be unknown until JAX needs its devices
         if compiled is True or program.mesh is not None or not _jax_errors.lacks_devices(error):
             raise
         missing.append(abstract)

@@ -31,7 +31,7 @@ class Explanation:
       name: The function's name.
       mesh: Axis sizes.
       collectives: The written collectives in program order, then those that nobody wrote.
-      written: The program as its jaxpr says it; None of a program that came lowered or compiled.
+      written: The program as its jaxpr says it; None for a program that came lowered or compiled.
       compiled: The compiled collectives; None where nothing was compiled.
       memory: Bytes on one device.
       time: Estimated seconds; None without `hardware`, or without the written view.
@@ -67,25 +67,25 @@ class Explanation:
 
     @property
     def unwritten(self) -> tuple[Communication, ...]:
-        """Compiled collectives that nobody wrote: the compiler's own. Of a program that came compiled all: the other
-        view is missing."""
+        """Compiled collectives that nobody wrote: the compiler's own. For a program that came compiled these are all,
+        because the written view is missing."""
         return tuple(one for one in self.collectives if not one.written)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that one device sends in one call, those that nobody wrote with them."""
+        """Bytes that one device sends in one call, including those that nobody wrote."""
         return sum(one.total_bytes for one in self.collectives)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many collectives of each kind one call runs, kinds in the order of their names. One per array: where the
+        """How many collectives of each kind one call runs, in the order of their names. Each array counts: where the
         compiler combines several, `.compiled.counts` has fewer."""
         runs = ((one.kind, one.count if one.runs is None else one.runs) for one in self.collectives)
         return counts_by_kind((kind, count) for kind, count in runs if count)
 
     @property
     def exact(self) -> bool:
-        """False where a loop of unknown length was counted once, or branches as if all were taken."""
+        """False if a loop of unknown length was counted once, or branches as if all were taken."""
         return all(one.exact for one in self.collectives)
 
     def by_axis(self) -> dict[str, tuple[Communication, ...]]:

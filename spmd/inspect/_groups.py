@@ -1,4 +1,4 @@
-"""Groups of devices in compiled text, in each form that JAX prints, and the mesh axes they stand for."""
+"""Groups of devices in compiled text, in each form that JAX prints, and the mesh axes that they stand for."""
 
 from __future__ import annotations
 
@@ -114,11 +114,9 @@ def _differing(groups: Groups, mesh: Mapping[str, int]) -> set[str]:
     shape = tuple(mesh.values())
     members = [device for group in groups for device in group]
     if max(members, default=0) >= math.prod(shape):
-        raise SpmdError(
-            f"The compiled program has a device {max(members)}, and the mesh "
-            f"({', '.join(f'{k}={v}' for k, v in mesh.items())}) has only {math.prod(shape)} devices.\n"
-            "advice: mesh= is the mesh that the program was compiled for"
-        )
+        size = f"the mesh ({', '.join(f'{k}={v}' for k, v in mesh.items())}) has only {math.prod(shape)} devices"
+        rule = f"The compiled program has a device {max(members)}, and {size}."
+        raise SpmdError(rule, advice="mesh= is the mesh that the program was compiled for")
     found: set[str] = set()
     for group in groups:
         places = np.stack(np.unravel_index(np.asarray(group, dtype=np.int64), shape))
@@ -190,5 +188,5 @@ def mesh_sizes(mesh: object) -> dict[str, int]:
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """Axis names as a layout writes them: `dp/tp`; `-` when there are none."""
+    """Axis names as a layout writes them: `dp/tp`; `-` if there are none."""
     return "/".join(axes) or "-"

@@ -1,6 +1,6 @@
-"""Optimised HLO text, as `compiled.as_text()` prints it, into instructions: no JAX, no meshes.
+"""The instructions of optimised HLO text, as `compiled.as_text()` prints it; JAX and meshes play no part here.
 
-Only what counting communication needs is understood: computations, instructions with their types, operands
+It understands what counting communication needs: computations, instructions with their types, operands
 and attributes, which computations an instruction runs and how often, and the table of source lines.
 """
 

@@ -44,7 +44,7 @@ class Drawing(Protocol):
 
 
 class Picture:
-    """Which device holds what: text where it is printed, SVG where a notebook shows it.
+    """A picture of which device holds what: text where it is printed, SVG where a notebook shows it.
 
     `print(picture)` gives plain text, complete without colour; `rich.print(picture)` colours the blocks.
 
@@ -64,7 +64,7 @@ class Picture:
         """The picture as text, no wider than the terminal if possible.
 
         Args:
-          width: Columns; absent, those of the terminal.
+          width: Columns; by default those of the terminal.
         """
         return plain(self._drawing.lines(width or _columns()))
 
@@ -77,7 +77,7 @@ class Picture:
         """Write the picture to a file: `.svg`, `.html` or `.txt`.
 
         Raises:
-          SpmdError: If the ending is another one.
+          SpmdError: If the file has another ending.
         """
         name = os.fspath(path)
         page = '<!doctype html><meta charset="utf-8"><title>spmd</title>'
@@ -133,10 +133,10 @@ def visualize(
       A `Picture`: text when printed, SVG in a notebook, `.save("file.svg")`.
 
     Raises:
-      LayoutError: If the layout is none, or what is to be drawn has none.
+      LayoutError: If the string is not a layout, or the value does not have one.
       SizeError: If sizes do not fit the layout.
       MeshError: If there is no mesh, or it lacks an axis.
-      PlacementError: If the array lies on no device, or the compiler decides later where.
+      PlacementError: If the array does not lie on devices, or the compiler has yet to decide where it lies.
 
     Example:
       >>> import spmd
@@ -162,7 +162,7 @@ def visualize(
     if isinstance(what, (str, Layout)):
         return Picture(_Drawn(_of_text(what, shape, mesh)))
     if (shape is not None or mesh is not None) and (isinstance(what, Plan) or hasattr(what, "sharding")):
-        rule = "An array brings its shape and its mesh along; only a layout is given them."
+        rule = "An array or a plan has a shape and a mesh of its own. Only a layout is given them."
         raise LayoutError(rule, call=_CALL, fix=Fix("visualize"))
     if isinstance(what, Plan):
         return Picture(PlanDrawing(what))
@@ -201,7 +201,7 @@ class _Drawn:
 
 
 class _Said:
-    """Where there is nothing to draw."""
+    """A sentence, where there is nothing to draw."""
 
     def __init__(self, title: str, sentence: str) -> None:
         self.title, self._sentence = title, sentence
@@ -282,7 +282,7 @@ def _given_mesh(mesh: Any, call: str) -> Mesh | AbstractMesh:
 
 
 def _frame_mesh(frame: Frame) -> Mesh | AbstractMesh:
-    """The mesh of a body, with its devices where they are known."""
+    """The mesh of a body, with its devices if they are known."""
     if isinstance(frame.mesh, Mesh) and tuple(mesh_sizes(frame.mesh)) == tuple(frame.sizes):
         return frame.mesh
     return _abstract(dict(frame.sizes))
@@ -352,7 +352,7 @@ def _of_type(x: Any, frame: Frame) -> Holdings:
 
 
 def _of_typed(x: Any, call: str) -> Holdings:
-    """A value traced by jit alone: on axes of type Explicit its type says where it lies."""
+    """A value that jit alone traces: its type says where it lies along axes of type Explicit."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
@@ -379,7 +379,7 @@ def _of_array(x: Any) -> Holdings:
         return _of_named(x, sharding, call, notes)
     table = {device.id: index for device, index in sharding.devices_indices_map(tuple(x.shape)).items()}
     if len(table) > 1:
-        notes.append(f"a {type(sharding).__name__}, which no layout can say")
+        notes.append(f"a {type(sharding).__name__}, which a layout cannot express")
     return of_indices(tuple(x.shape), table, kind=_kind(x), itemsize=_itemsize(x.dtype), notes=tuple(notes))
 
 
@@ -392,9 +392,9 @@ def _of_named(x: Any, sharding: NamedSharding, call: str, notes: list[str]) -> H
 
 def _nowhere(x: Any, call: str) -> SpmdError:
     if hasattr(x, "shape"):
-        rule = f"A picture is of an array on devices; one of type {type(x).__name__} without a sharding lies on none."
+        rule = f"A picture shows an array on devices, and this {type(x).__name__} does not have a sharding."
         return PlacementError(rule, call=call, advice='as in visualize("b/dp d", x.shape, mesh=mesh)')
-    rule = f"What can be drawn is a layout, an array on devices or a plan, not {type(x).__name__}."
+    rule = f"visualize draws a layout, an array on devices or a plan, not {type(x).__name__}."
     fix, advice = None, 'as in visualize("b/dp d", (8, 16), mesh=mesh)'
     if isinstance(x, (dict, list, tuple)):
         fix, advice = "for x in jax.tree.leaves(tree): print(visualize(x))", None

@@ -1,4 +1,4 @@
-"""How long a program takes at least and at most on a machine of which a few numbers are known."""
+"""Bounds on the memory and the time of a program, from a few numbers of the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Memory:
     Attributes:
       arguments: The arguments.
       outputs: The results.
-      temporaries: What the compiled program needs besides; None without the devices.
+      temporaries: What the compiled program needs besides; None without devices.
       aliased: The part of `outputs` that lies in donated arguments.
       code: The compiled program itself.
     """
@@ -34,9 +34,9 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes that one call needs: arguments, outputs and temporaries, what is donated once.
+        """Bytes that one call needs: arguments, outputs and temporaries. What is donated counts once.
 
-        The temporaries are one allocation, made at the start, so this is the peak; without them the least.
+        The temporaries are one allocation, made at the start, so this is the peak. Without them it is a lower bound.
         """
         return self.arguments + self.outputs - self.aliased + (self.temporaries or 0)
 
@@ -51,7 +51,7 @@ class Time:
 
     The model: floating-point work at the dtype's peak, memory traffic at full bandwidth, collectives one after
     another, each as `Hardware.collective_seconds` says. A program takes between `overlapped`, the largest of the three,
-    and `serial`, their sum. Both are from peaks; kernels that reach less, stragglers and waiting are not in them.
+    and `serial`, their sum. Both assume peaks: slower kernels, stragglers and waiting are not in them.
 
     Attributes:
       compute: Seconds of matrix products and convolutions.
@@ -103,7 +103,7 @@ def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) 
 def estimate(
     written: Written, collectives: Sequence[Communication], hardware: Hardware, mesh: Mapping[str, int]
 ) -> Time:
-    """The time of a program of which the written view is known."""
+    """The time of a program whose written view is known."""
     by_axis: dict[str, float] = {}
     for one in collectives:
         name = axes_text(one.axes)

@@ -1,4 +1,4 @@
-"""What a program sends, held to what a test says of it."""
+"""Assertions about what a program sends."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def assert_collectives(
       bytes: The bytes that one device sends in one call, all collectives together; None for any number.
       kwargs: Keyword arguments of `fn`.
       mesh: The mesh, where neither `fn` nor the arguments carry one.
-      view: "compiled", what the optimised program runs, with what nobody wrote; "written", what the strings say, which
-        needs no devices and is the same on every backend.
+      view: "compiled" for what the optimised program runs, including what nobody wrote; "written" for what the strings
+        say, which needs no devices and is the same on every backend.
       at_most: Whether the numbers are upper limits.
 
     Raises:
-      Mismatch: With both tables, and where each collective that differs was written.
-      SpmdError: On an unknown kind or view, or numbers that are none.
-      MeshError: On an axis that the mesh does not have; on a mesh without devices, for the compiled view.
+      Mismatch: The numbers differ. The message has both, and where each such collective was written.
+      SpmdError: A kind or a view is not known, or something is not a number.
+      MeshError: The mesh lacks an axis, or has no devices for the compiled view.
 
     Example:
       >>> import jax, spmd
@@ -109,7 +109,7 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
         fix, advice = ('view="written"', None) if written else (None, "a mesh with devices")
         raise MeshError(rule, call=f"{call}(...)", fix=fix, advice=advice)
     if view == "written" and found.written is None:
-        rule = "what the strings say is read off the trace, which a lowered or compiled program does not have any more."
+        rule = "what the strings say is read off the trace, and a lowered or compiled program does not have one."
         raise SpmdError(rule, call=f"{call}(...)", advice="the function itself with its arguments")
     return found
 
@@ -201,15 +201,15 @@ def assert_no_unwritten_collectives(
 
     Args:
       fn: What `spmd.explain` takes.
-      args: Its positional arguments as a tuple; their shardings count, for what lies elsewhere than a kernel wants it
-        is moved.
+      args: Its positional arguments as a tuple. Their shardings matter: a kernel moves what lies elsewhere than its
+        signature says.
       kwargs: Keyword arguments of `fn`.
       mesh: The mesh, where neither `fn` nor the arguments carry one.
-      above: Bytes per device and call up to which such a collective is let pass.
+      above: Collectives of at most so many bytes per device and call are allowed.
 
     Raises:
-      Mismatch: With what was written and what was compiled by kind and axes, and those that nobody wrote.
-      MeshError: On a mesh without devices.
+      Mismatch: There are such collectives. The message lists them, and what was written and compiled by kind and axes.
+      MeshError: The mesh has no devices.
 
     Example:
       >>> import jax, spmd

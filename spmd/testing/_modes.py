@@ -1,4 +1,4 @@
-"""One program, three modes, one meaning: results and gradients compared."""
+"""An assertion that the modes of a program agree, in results and gradients."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def assert_modes_agree(
     grad: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Assert that a kernel, or a function of kernels, gives the same in each mode, and the same gradients.
+    """Assert that a kernel, or a function of kernels, has the same results and gradients in each mode.
 
-    Runs `fn` once per mode under `jax.jit`, with its pull-back along fixed random cotangents. The last mode is what
-    the others are compared with. Communication: that of `fn` in each mode.
+    `fn` runs once per mode under `jax.jit`, and so does its pull-back along fixed random cotangents. The other modes
+    are compared with the last. Communication: that of `fn` in each mode.
 
     Args:
       fn: A kernel, or a function that calls kernels.
@@ -42,10 +42,10 @@ def assert_modes_agree(
       **kwargs: Keyword arguments of `fn`; not differentiated.
 
     Raises:
-      Mismatch: With, for each result and gradient that differs, its shape and dtype in both modes, and by how much.
-      ModeError: On an unknown mode.
-      LayoutError: On arguments without values.
-      PlacementError: On an argument that was donated or deleted.
+      Mismatch: Results or gradients differ. The message has their shapes and dtypes in both modes, and by how much.
+      ModeError: A mode is not known.
+      LayoutError: An argument has no values.
+      PlacementError: An argument was donated or deleted.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -89,7 +89,7 @@ def _checked(modes: Sequence[str]) -> list[str]:
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, grad: bool) -> dict[str, Any]:
-    """The results, and the gradients of all floating-point arguments along cotangents that are the same each time."""
+    """The results, and the gradients of all floating-point arguments along cotangents that are equal in each run."""
     leaves, structure = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)]
     moving = [i for i in arrays if grad and jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)]

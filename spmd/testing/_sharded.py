@@ -1,4 +1,4 @@
-"""How much of a tree every device holds that it need not."""
+"""An assertion that no device holds much more of a tree than its share."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def assert_sharded(
     Args:
       tree: Arrays, or `jax.ShapeDtypeStruct`s with shardings, such as `spmd.init(...).abstract`. Single numbers, such
         as the step count of an optimizer's state, may lie anywhere.
-      tolerance: The part of its share that a device may hold too much: small vectors are rarely divided. With
-        `layouts` it is the part of the intended bytes.
+      tolerance: How much more than its share a device may hold, as a part of it: small vectors are rarely divided.
+        With `layouts` it is a part of the intended bytes.
       layouts: The intended layouts, a prefix tree as kernels take it: a string for all leaves below.
       mapping: The `AxisMapping` that places bare names of `layouts`.
       axes: The mesh axes that are meant to divide parameters, all by default: `("fsdp", "tp")` where `dp` replicates
         them on purpose.
 
     Raises:
-      Mismatch: With, for each leaf that is too large, where it lies and where it should.
-      SpmdError: A leaf says nothing of where it lies, or the tolerance is no number.
-      MeshError: On an axis that the mesh does not have, or leaves on different meshes.
+      Mismatch: A device holds too much. The message has each leaf that is too large, how it lies and how it should.
+      SpmdError: A leaf does not say where it lies, or the tolerance is not a number.
+      MeshError: The mesh lacks an axis, or leaves lie on different meshes.
       SizeError: A layout has another rank than its leaf.
 
     Example:
@@ -67,7 +67,7 @@ def assert_sharded(
       `assert_params_sufficiently_sharded` of https://github.com/AI-Hypercomputer/maxtext, for the tolerance.
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
-        rule = f"tolerance is the part that one device may hold too much, a number from 0 on, not {tolerance!r}."
+        rule = f"tolerance is how much more than its share a device may hold, a number from 0 on, not {tolerance!r}."
         raise SpmdError(rule, call=_CALL, advice="tolerance=0.02, or layouts=...")
     axes = (axes,) if isinstance(axes, str) else axes
     leaves = _leaves(tree)
@@ -118,7 +118,7 @@ def _leaves(tree: Any) -> list[_Leaf]:
 
 
 def _anywhere(leaf: Any) -> bool:
-    """Whether it is a single number, which nothing could divide, and lies on no mesh."""
+    """Whether it is a single number, which cannot be divided, and does not lie on a mesh."""
     return not np.shape(leaf) and not isinstance(getattr(leaf, "sharding", None), NamedSharding)
 
 
@@ -189,7 +189,7 @@ def _check_intended(
             )
     if too_much > tolerance * meant:
         rule = f"{len(rows)} of {len(leaves)} leaves are not divided over an axis of their layout, "
-        rule += f"{bytes_text(too_much)} too much on one device where {bytes_text(meant)} are meant."
+        rule += f"and one device holds {bytes_text(too_much)} more than the intended {bytes_text(meant)}."
         head = ("leaf", "shape", "expected", "lies as", "not over", "expected", "held")
         raise Mismatch(f"{rule}\n{_table(rows, head)}")
 

@@ -62,7 +62,7 @@ def test_parameters_that_are_not(mesh):
 
 GOLDEN = {
     "intended": """\
-1 of 3 leaves are not divided over an axis of their layout, 64 KiB too much on one device where 322 KiB are meant.
+1 of 3 leaves are not divided over an axis of their layout, and one device holds 64 KiB more than the intended 322 KiB.
 leaf                shape    expected   lies as  not over  expected     held
 tree['layer']['w']  512x256  d/dp f/tp  _ _/tp   dp          64 KiB  128 KiB""",
     "share": """\
