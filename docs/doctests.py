@@ -1,6 +1,6 @@
-"""For mkdocstrings: `>>>` examples in docstrings become fenced blocks, wherever they stand.
+"""For mkdocstrings: turns the `>>>` examples of docstrings into fenced blocks.
 
-Google style knows them in a section named "Examples:" only; elsewhere Markdown takes `>>>` for quotations and
+Google style handles them only in a section named "Examples:". Elsewhere Markdown takes `>>>` for quotations and
 `[0 1]` for links.
 """
 

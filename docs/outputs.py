@@ -2,9 +2,8 @@
 
     python -m docs.outputs README.md docs/pages/*.md
 
-Runs the commands under `<!-- run -->` too, and draws the images under `<!-- picture: name -->`.
-Line numbers of the page itself become `...`, which the tests take for anything. An output that matches
-already stays as it is written.
+Also runs the commands under `<!-- run -->`, and draws the images under `<!-- picture: name -->`. Line numbers of the
+page itself become `...`, which matches anything in the tests. An output that already matches stays as it is.
 """
 
 from __future__ import annotations
