@@ -54,7 +54,7 @@ class SpmdError(ValueError):
     def __str__(self) -> str:
         # A traceback puts "spmd.errors.LayoutError: " before the first line, which would move it
         # away from its carets; such texts start on a line of their own.
-        text = super().__str__()
+        text = str(self.fault)
         return f"\n{text}" if self.fault.pointed else text
 
 
@@ -129,6 +129,7 @@ class Fault:
       got: What was got; several become bullets.
       fix: A call or code to paste; of several, each mends another fault.
       advice: What to do where no line can be pasted, or where only the author knows which.
+      layers: The library's functions that made the call, innermost first, where the user's own line calls those.
 
     >>> print(Fault("An axis divides one dimension.", call='psum(x, "b/dp d/dp -> b")',
     ...             source="b/dp d/dp -> b", span=(7, 9), got=["x: f32[2,4]"], fix='"b/dp d -> b"'))
@@ -146,6 +147,7 @@ class Fault:
     got: Sequence[str] = ()
     fix: Fixes = None
     advice: str | None = None
+    layers: Sequence[str] = ()
 
     @property
     def pointed(self) -> bool:
@@ -155,10 +157,11 @@ class Fault:
 
     def __str__(self) -> str:
         lines = [*_shown(self.call, self.source, self.span), self.rule]
-        if len(self.got) == 1:
-            lines.append(f"got: {self.got[0]}")
-        elif self.got:
-            lines += ["got:", *(f"- {line}" for line in self.got)]
+        got = [*self.got, *([f"called by {', called by '.join(self.layers)}"] if self.layers else [])]
+        if len(got) == 1:
+            lines.append(f"got: {got[0]}")
+        elif got:
+            lines += ["got:", *(f"- {line}" for line in got)]
         fixes = (self.fix,) if isinstance(self.fix, str | Fix) else self.fix or ()
         lines += ["fix: " + str(one).replace("\n", "\n     ") for one in fixes]
         if self.advice is not None:

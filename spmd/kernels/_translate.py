@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ def translated(signature: Signature, frame: Frame) -> Iterator[None]:
     """Turn what JAX says of unknown axes, carries and types into errors of this package."""
     try:
         yield
+    except SpmdError as error:
+        error.fault = error.fault if error.fault.layers else replace(error.fault, layers=_layers(error))
+        raise
     except (AssertionError, NameError, TypeError, ValueError, KeyError) as error:
         better = _better(error, signature, frame)
         if better is None:
@@ -88,6 +93,20 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
 
 
+def _layers(error: SpmdError) -> tuple[str, ...]:
+    """The functions of `spmd.nn` and `spmd.parallel` that an error comes from, innermost first: the user called those,
+    and not the verb that failed."""
+    found: list[str] = []
+    for here, _ in traceback.walk_tb(error.__traceback__):
+        name = here.f_code.co_name
+        if here.f_globals.get("__name__", "").startswith(_ROOMS):
+            rooms = (room for room in _ROOMS if name in getattr(sys.modules.get(room), "__all__", ()))
+            found += [f"{room.removeprefix('spmd.')}.{name}" for room in rooms]
+    own = found and (error.fault.call or "").startswith(f"{found[-1].partition('.')[2]}(")
+    return tuple(reversed(found[:-1] if own else found))
+
+
+_ROOMS = ("spmd.nn", "spmd.parallel")
 _HERE = str(Path(__file__).parents[1]) + os.sep
 
 

@@ -55,7 +55,7 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
     """
     y = x.astype(wide(x))
     y = y * jax.lax.rsqrt(_mean(y**2, tp) + eps)
-    return _scaled(y, scale, tp).astype(x.dtype)
+    return _scaled(y, scale, tp, "rms_norm").astype(x.dtype)
 
 
 @scope(mapping=None)
@@ -97,24 +97,24 @@ def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6
     """
     y = x.astype(wide(x))
     y = y - _mean(y, tp)
-    y = _scaled(y * jax.lax.rsqrt(_mean(y**2, tp) + eps), scale, tp)
-    return (y if bias is None else y + _like(bias, y, tp, "bias")).astype(x.dtype)
+    y = _scaled(y * jax.lax.rsqrt(_mean(y**2, tp) + eps), scale, tp, "layer_norm")
+    return (y if bias is None else y + _like(bias, y, tp, "layer_norm", "bias")).astype(x.dtype)
 
 
 def _mean(x: Any, tp: Axes) -> Any:
     return reduce(x, "... d/tp -> ... 1", "mean", tp=tp)
 
 
-def _scaled(x: Any, scale: Any, tp: Axes) -> Any:
-    return x if scale is None else x * _like(scale, x, tp, "scale")
+def _scaled(x: Any, scale: Any, tp: Axes, norm: str) -> Any:
+    return x if scale is None else x * _like(scale, x, tp, norm, "scale")
 
 
-def _like(features: Any, x: Any, tp: Axes, what: str) -> Any:
+def _like(features: Any, x: Any, tp: Axes, norm: str, what: str) -> Any:
     """One number per feature, with the dtype and the rank of x."""
     features = annotate(features, "d/tp", tp=tp)
     if features.shape != x.shape[-1:]:
         rule = f"{what} has one number for each feature."
         got = [f"x: {x.shape[-1]} features here", f"{what}: {features.shape[0]} here"]
         advice = f'gather it first if it rests divided, as in all_gather({what}, "d/fsdp -> d")'
-        raise SizeError(rule, call=f"norm(x, {what})", got=got, advice=advice)
+        raise SizeError(rule, call=f"{norm}(x, {what}=...)", got=got, advice=advice)
     return jnp.expand_dims(features.astype(x.dtype), tuple(range(x.ndim - 1)))
