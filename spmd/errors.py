@@ -1,9 +1,9 @@
 """The one family of errors, and the one way their texts are built.
 
 A message has up to five parts, always in this order: the call with carets under the fault, the rule
-that was broken (one sentence), what was got, the fix and advice.  A line `fix:` is code to paste, and a test pastes
-it and compares the numbers; what cannot be pasted, or what only the author can choose between, is `advice:`.
-Array values never occur.
+that was broken (one sentence), what was got, the fix and advice. A line `fix:` is code to paste: a test pastes it
+and compares the numbers. `advice:` is what cannot be pasted, or what only the author can choose. A message never
+shows values of arrays.
 """
 
 from __future__ import annotations

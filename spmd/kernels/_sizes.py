@@ -1,4 +1,4 @@
-"""Binding the names of a signature to global sizes, and every complaint about shapes at once."""
+"""Binds the names of a signature to global sizes, and reports all that does not fit at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout language: strings that say shape, placement and communication.  Pure Python."""
+"""The layout language: strings that say shape, placement and communication. Pure Python."""
 
 from spmd.language._layout import AxisMapping, Layout, axis_sizes
 from spmd.language._pattern import Pattern

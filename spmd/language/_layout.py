@@ -23,8 +23,8 @@ __all__ = ["AxisMapping", "Layout", "axis_sizes"]
 class Layout(Value):
     """How one array lies on the mesh: its dimensions, the mesh axes that divide them, and its marks.
 
-    `b/dp s d` is an array of rank 3 whose dimension b is split over the mesh axis dp; s and d are whole,
-    and the array is equal on every mesh axis that is not mentioned.  `{U:tp}` marks partial sums.
+    `b/dp s d` is an array of rank 3 whose dimension b is divided over the mesh axis dp. s and d are whole,
+    and the array is equal on every mesh axis that is not mentioned. `{U:tp}` marks partial sums.
     Layouts are immutable and hashable; a string is parsed once.
 
     Args:
@@ -32,7 +32,7 @@ class Layout(Value):
       call: the call to show in an error, with the string in it.
 
     Raises:
-      LayoutError: the string is no layout.
+      LayoutError: the string is not a layout.
 
     >>> layout = Layout("b/dp s (h k)/tp {U:cp}")
     >>> layout.names, layout.axes, layout.unreduced
@@ -149,7 +149,7 @@ class Layout(Value):
 
     @property
     def bare(self) -> tuple[str, ...]:
-        """The names that say nothing of their placement: a mapping decides, else they are whole."""
+        """The names without a placement of their own: a mapping places them, else they are whole."""
         return tuple(atom.name for atom in self.atoms if atom.axes is None)
 
     def axes_of(self, name: str) -> tuple[str, ...]:
@@ -226,10 +226,10 @@ class Layout(Value):
         Args:
           global_shape: the shape of the whole array, without margins.
           mesh: a Mesh, an AbstractMesh or `{"dp": 2}`.
-          sizes: the sizes of names, where known: the divided factors of a composite are checked by them.
+          sizes: sizes of names, where known; they check the divided factors of a composite.
 
         Raises:
-          SizeError: the rank differs or a size is not divisible; all failures at once.
+          SizeError: the rank differs, or sizes do not divide or contradict each other; all faults at once.
           MeshError: the mesh lacks an axis of the layout.
 
         >>> Layout("1+x/a+1 (h k)/tp").local_shape((8, 12), {"a": 2, "tp": 3})
@@ -259,7 +259,7 @@ class Layout(Value):
     # --- other layouts made of it
 
     def with_rank(self, rank: int) -> Layout:
-        """Return the layout with `...` replaced by unnamed dimensions, so that it has this rank.
+        """Return the layout with this rank: unnamed dimensions in place of `...`.
 
         >>> Layout("... d/tp").with_rank(3)
         Layout('_ _ d/tp')
@@ -379,7 +379,7 @@ class Layout(Value):
 
 
 class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
-    """Rules that say over which mesh axes named dimensions are divided.
+    """Rules for named dimensions: the mesh axes over which each is divided.
 
     Under a mapping a bare name lies as its rule says; `name/axis` is exactly that, `name/1` is whole.
     Immutable and hashable.
@@ -459,7 +459,7 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         """Check that the mesh has all axes of the rules.
 
         Raises:
-          MeshError: it lacks some; all of them are named.
+          MeshError: it lacks some; the message names all of them.
 
         >>> AxisMapping({"mlp": "tp"}).check(("dp", "tp"))
         """
@@ -498,7 +498,7 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         return _resolved(self, layout, layout.source, tuple(dim.span for dim in layout.dims))
 
     def place(self, layout: Layout | str, call: str, got: Iterable[str] = ()) -> Layout:
-        """`resolve` for a layout that stands by itself: each of its bare names has a rule.
+        """As `resolve`, for a layout that stands by itself: each of its bare names needs a rule.
 
         Args:
           layout: The layout.

@@ -1,4 +1,4 @@
-"""From a string to dimensions and marks.  Knows nothing of arrays, meshes or JAX.
+"""From a string to dimensions and marks. Knows nothing of arrays, meshes or JAX.
 
 layout  :=  'scalar'  |  dim* mark*
 dim     :=  '...'  |  [margin '+'] core ['+' margin]  |  '[' core ']'
@@ -45,8 +45,7 @@ class Parser:
         return fixed(self.source, start, end, text)
 
     def spaced(self) -> str:
-        """The rest with a space before each dimension that stands right behind another; what is in parentheses or marks
-        stays as it is."""
+        """The rest, with a space between dimensions that touch; parentheses and marks stay as they are."""
         text, depth = self.source[self.token.start :], 0
         gaps = []
         for before, token in itertools.pairwise(self.tokens[self.index - 1 :]):
@@ -335,7 +334,7 @@ class Parser:
                 self.no_axis(slash, token)
             if token.kind == "int" and token.text != "1":
                 raise fault(
-                    "After '/' comes the name of a mesh axis (or 1 for whole), not a number of devices.",
+                    "'/' takes the name of a mesh axis (or 1 for whole), not a number of devices.",
                     token.span,
                 )
             if token.kind == "name" and not token.text.strip("_"):
@@ -369,7 +368,7 @@ class Parser:
                 (slash.start, token.start),
                 self.fixed(slash.end, token.start, ""),
             )
-        raise fault("After '/' comes the name of a mesh axis, or 1 for whole.", slash.span)
+        raise fault("'/' takes the name of a mesh axis, or 1 for whole.", slash.span)
 
     def slashes(self, token: Token) -> int:
         """Where a run of slashes ends."""
@@ -384,7 +383,7 @@ class Parser:
         word = inside if inside.isascii() and inside.isidentifier() else "axis" if before else "n"
         what = "mesh axes" if before else "sizes and mesh axes"
         raise fault(
-            f"Strings are constants, braces hold the marks {{U:axis}} and {{R:axis}}; keywords bind {what}.",
+            f"Strings are constants: braces hold the marks {{U:axis}} and {{R:axis}}, and keywords bind {what}.",
             (opening.start, end),
             advice=f"{self.fixed(opening.start, end, word)}, {word}=...",
         )

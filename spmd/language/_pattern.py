@@ -19,7 +19,7 @@ __all__ = ["Pattern"]
 class Pattern(Value):
     """Layouts on both sides of an arrow: left what you have, right what you want.
 
-    Immutable and hashable; a string is parsed once.  Newlines and a trailing comma are allowed.
+    Immutable and hashable; a string is parsed once. Newlines and a trailing comma are allowed.
 
     Args:
       text: the pattern as a string; a Pattern is returned as it is.
@@ -27,7 +27,7 @@ class Pattern(Value):
       call: the call to show in an error, with the string in it.
 
     Raises:
-      LayoutError: the string is no pattern.
+      LayoutError: the string is not a pattern.
 
     >>> pattern = Pattern("b/dp d, d f/tp -> b/dp f/tp")
     >>> pattern.inputs
@@ -75,7 +75,7 @@ class Pattern(Value):
 
     @property
     def bare(self) -> tuple[str, ...]:
-        """The names that are somewhere without a placement of their own, each once."""
+        """The names that stand somewhere without a placement of their own, each once."""
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.bare))
 
     def bind(self, **axes: Axes) -> Pattern:

@@ -215,12 +215,12 @@ def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
             raise fault(f"Dimension {place} cannot be written in the layout language.", dim.span)
         for atom in dim.atoms:
             if not (atom.name == "_" or atom.size is not None or writable(atom.name)) or atom.name == "scalar":
-                raise fault(f"'{atom.name}' is no name of a dimension.", atom.span)
+                raise fault(f"'{atom.name}' is not a name of a dimension.", atom.span)
             if atom.size is not None and (atom.size < 0 or atom.name != str(atom.size)):
                 raise fault(f"'{atom.name}' is not the literal size {atom.size}.", atom.span)
     for axis in (*marks, *(axis for dim in dims for axis in dim.axes)):
         if not writable(axis):
-            raise fault(f"'{axis}' is no name of a mesh axis.", None)
+            raise fault(f"'{axis}' is not a name of a mesh axis.", None)
 
 
 def writable(name: object) -> bool:

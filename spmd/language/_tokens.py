@@ -37,7 +37,7 @@ class Token(NamedTuple):
 
 
 def fixed(source: str, start: int, end: int, text: str) -> str:
-    """The source with a part replaced, in quotes: a fix to paste (one line of it, if it has several)."""
+    """The source with a part replaced, in quotes: a fix to paste. Of a source of several lines, that line alone."""
     whole = source[:start] + text + source[end:]
     if "\n" in whole:
         first = whole.rfind("\n", 0, start) + 1
@@ -60,7 +60,7 @@ def tokenize(source: str) -> list[Token]:
 
 
 def _bad(source: str, at: int) -> NoReturn:
-    """A character that is no part of the language, with a guess at what was meant."""
+    """A character that is not part of the language, with a guess at what was meant."""
     rest = source[at:]
     for wrong in ("=>", ">", "-", "="):
         arrow = re.match(r"[-=]*>|-+|=+", rest)
@@ -86,5 +86,5 @@ def _bad(source: str, at: int) -> NoReturn:
             (at, at + 1),
         )
     if rest[0].isidentifier():
-        raise fault(f"Names consist of ASCII letters, digits and '_', but '{shown}' is none of them.", (at, at + 1))
+        raise fault(f"Names consist of ASCII letters, digits and '_', and '{shown}' is not one of them.", (at, at + 1))
     raise fault(f"A layout has no character '{shown}'.", (at, at + 1))

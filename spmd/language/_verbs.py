@@ -1,4 +1,4 @@
-"""Which verb takes one layout to another: a question about layouts alone, which checks and verbs both ask."""
+"""Which verb takes one layout to another. It depends on the layouts alone; the checker and the verbs both ask."""
 
 from __future__ import annotations
 

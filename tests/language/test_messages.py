@@ -267,7 +267,7 @@ GOLDEN = [
         [
             'Layout("b/")',
             "         ^",
-            "After '/' comes the name of a mesh axis, or 1 for whole.",
+            "'/' takes the name of a mesh axis, or 1 for whole.",
         ],
     ),
     (
@@ -276,7 +276,7 @@ GOLDEN = [
         [
             'Layout("b/2")',
             "          ^",
-            "After '/' comes the name of a mesh axis (or 1 for whole), not a number of devices.",
+            "'/' takes the name of a mesh axis (or 1 for whole), not a number of devices.",
         ],
     ),
     (
@@ -351,7 +351,7 @@ GOLDEN = [
         [
             'Layout("{n} s")',
             "        ^^^",
-            "Strings are constants, braces hold the marks {U:axis} and {R:axis}; keywords bind sizes and mesh axes.",
+            "Strings are constants: braces hold the marks {U:axis} and {R:axis}, and keywords bind sizes and mesh axes.",
             'advice: "n s", n=...',
         ],
     ),
@@ -361,7 +361,7 @@ GOLDEN = [
         [
             'Layout("b/{axis} s")',
             "          ^^^^^^",
-            "Strings are constants, braces hold the marks {U:axis} and {R:axis}; keywords bind mesh axes.",
+            "Strings are constants: braces hold the marks {U:axis} and {R:axis}, and keywords bind mesh axes.",
             'advice: "b/axis s", axis=...',
         ],
     ),
@@ -371,7 +371,7 @@ GOLDEN = [
         [
             'Layout("(h {n})")',
             "           ^^^",
-            "Strings are constants, braces hold the marks {U:axis} and {R:axis}; keywords bind sizes and mesh axes.",
+            "Strings are constants: braces hold the marks {U:axis} and {R:axis}, and keywords bind sizes and mesh axes.",
             'advice: "(h n)", n=...',
         ],
     ),
@@ -645,7 +645,7 @@ GOLDEN = [
         [
             'Layout("é")',
             "        ^",
-            "Names consist of ASCII letters, digits and '_', but 'é' is none of them.",
+            "Names consist of ASCII letters, digits and '_', and 'é' is not one of them.",
         ],
     ),
     (
@@ -986,7 +986,7 @@ GOLDEN = [
         "LayoutError",
         [
             "Layout.from_dims(...)",
-            "'b c' is no name of a dimension.",
+            "'b c' is not a name of a dimension.",
         ],
     ),
     (
@@ -994,7 +994,7 @@ GOLDEN = [
         "LayoutError",
         [
             "Layout.from_dims(...)",
-            "'a b' is no name of a mesh axis.",
+            "'a b' is not a name of a mesh axis.",
         ],
     ),
     (
