@@ -37,7 +37,8 @@ _IDENTITIES = """neg real imag conj copy stop_gradient reduce_precision name sha
     pvary pbroadcast pcast preduced reduced_vary_cast reduced_vary_cast_p"""
 _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integer_pow pow polynomial
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh one_minus_square
-    logistic erf erfc erf_inv lgamma digamma max min clamp rem floor ceil round nextafter
+    logistic erf erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a
+    regularized_incomplete_beta bessel_i0e bessel_i1e max min clamp rem floor ceil round nextafter
     eq ne lt le gt ge eq_to lt_to le_to and or xor not population_count clz
     shift_left shift_right_logical shift_right_arithmetic"""
 

@@ -93,5 +93,5 @@ def message(body: Callable[..., Any], *specs: Any, **kwargs: Any) -> str:
     try:
         check(body, *specs, **kwargs)
     except ReplicationError as error:
-        return re.sub(r"(\S*/)?(\w+\.py):\d+ \(\S*?(\w+)\)", r"\2:N (\3)", str(error).strip("\n"))
+        return re.sub(r"(\S*/)?(\w+\.py):\d+ \(\S*?([\w<>]+)\)", r"\2:N (\3)", str(error).strip("\n"))
     raise AssertionError("no error")

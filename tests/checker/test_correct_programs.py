@@ -30,6 +30,11 @@ def softmax_by_hand(x, w):
     return mark(e / total, "s/dp d/tp")
 
 
+def density_of_a_complete_sum(x, w):
+    y = lax.psum(mark(x @ w[:2], "s/dp d {U:tp}", "result"), "tp")
+    return mark(jnp.log(lax.bessel_i0e(y)), "s/dp d")
+
+
 def scan_with_remat(x, w):
     def layer(h, _):
         h = mark(h, "s/dp d", "operand")
@@ -199,6 +204,7 @@ def shifted_equal(x, w):
 PROGRAMS = [
     gathered_softmax,
     softmax_by_hand,
+    density_of_a_complete_sum,
     scan_with_remat,
     custom_derivatives,
     vmapped,

@@ -48,6 +48,10 @@ def exp_of_a_partial_sum(x, w):
     return lax.psum(jnp.exp(mark(x @ w[:2], "a/dp b {U:tp}", "result")), "tp")
 
 
+def bessel_of_a_partial_sum(x, w):
+    return lax.psum(lax.bessel_i0e(mark(x @ w[:2], "a/dp b {U:tp}", "result")), "tp")
+
+
 def square_of_a_partial_sum(x, w):
     y = mark(x @ w[:2], "a/dp b {U:tp}", "result")
     return lax.psum((y * y).sum(), AXES)
