@@ -184,8 +184,10 @@ def mode(name: str, *, constrain: str = "all") -> Iterator[None]:
     """Run the kernels called below in another mode.
 
     The mode is part of JAX's own trace cache key, so a `jax.jit`ted step called in one mode and then in
-    another is traced again. It holds in its thread, in a coroutine up to the end of the block: a kernel that another
-    coroutine calls while this one is suspended inside the block is an error. No communication of its own.
+    another is traced again. It holds in its thread up to the end of the block. A generator that yields inside the block
+    leaves its caller in this mode, as a context manager means to: where that is not meant, end the block before
+    `yield`. A kernel that another coroutine calls while this one is suspended inside the block is an error. No
+    communication of its own.
 
     Args:
       name: "explicit" (`jax.shard_map`, the collectives that the strings say), "auto" (whole arrays, each

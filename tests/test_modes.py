@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -127,6 +128,30 @@ def test_suspended_generators_leave_nothing_behind(one, other, read) -> None:
     with one():
         assert read() != before
     assert read() == before
+
+
+def test_a_suspended_generator_sets_its_callers_mode() -> None:
+    """That is how context managers are written, and Python cannot tell other generators from them."""
+
+    @contextlib.contextmanager
+    def whole():
+        with mode("auto"):
+            yield
+
+    def numbers():
+        with mode("auto"):
+            yield rows()
+
+    def outside():
+        with mode("auto"):
+            found = rows()
+        yield found
+
+    with whole():
+        assert rows() == 8
+    for wanted, generator in ((8, numbers()), (4, outside())):
+        assert next(generator) == 8 and rows() == wanted
+        assert next(generator, None) is None and rows() == 4
 
 
 @pytest.mark.parametrize(("one", "other", "read"), BLOCKS)
