@@ -248,7 +248,7 @@ def test_rules_that_are_none(rules) -> None:
 
 @pytest.mark.parametrize("name", ["explict", "", None, 3, "Auto"])
 def test_modes_that_are_none(name) -> None:
-    with pytest.raises(spmd.ModeError, match="'explicit', 'auto', 'reference'"), mode(name):
+    with pytest.raises(spmd.ModeError, match="'explicit', 'auto' or 'reference'"), mode(name):
         pass
 
 
