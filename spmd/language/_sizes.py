@@ -102,7 +102,7 @@ class Indivisible(Misfit):
 
 @dataclass(frozen=True, slots=True)
 class Unequal(Misfit):
-    """Two sizes of one name; as a block over an axis of `blocks` the second would be the first."""
+    """Two sizes of one name. Divided over an axis of `blocks` too, the name would have the first size."""
 
     name: str
     size: int
@@ -113,12 +113,8 @@ class Unequal(Misfit):
 
     @property
     def rule(self) -> str:
-        here = (
-            f"{self.size} here"
-            if self.local in (None, self.size)
-            else f"{self.size} here ({self.local} on each device)"
-        )
-        return f"{self.name} has two sizes: {here}, and {self.first.size} from {self.first.origin}"
+        part = "" if self.local in (None, self.size) else f" ({self.local} on each device)"
+        return f"{self.name} has two sizes: {self.size} here{part}, and {self.first.size} from {self.first.origin}"
 
     @property
     def advice(self) -> str | None:
