@@ -135,18 +135,7 @@ def compiled(fn: Callable[..., Any], devices: int, *args: Any) -> Any:
     """`fn(*args)`, jitted, with whole results."""
     mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     lowered = jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(*args)
-    return lowered.compile(compiler_options())(*args)
-
-
-@functools.cache
-def compiler_options() -> dict[str, Any]:
-    """XLA's older emitter of loops, where it is still there (jax 0.10), compiles small programs five times as fast."""
-    options = {"xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda x: x + 1).lower(np.float32(0)).compile(options)
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return options
+    return lowered.compile()(*args)
 
 
 def compare(program: Program, found: Mapping[str, Any]) -> None:
