@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from spmd.comm._call import Call, Factor
 from spmd.comm._keywords import kind_of
 from spmd.comm.permute import roll_p
 from spmd.errors import LayoutError
-from spmd.ops._softmax import bracketed, open_bracketed
+from spmd.ops._along import along
 
 __all__ = ["flip", "roll"]
 
@@ -47,21 +48,23 @@ def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) ->
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.roll(x, "[s/cp]", 3))(jnp.arange(8)))
       [5 6 7 0 1 2 3 4]
     """
-    call, operand = open_bracketed("roll", x, layout, names, linear=True)
-    dims = bracketed(call, operand, name="roll")
-    if fault := next((d for d in operand.layout.dims if d.bracket and len(d.atoms) > 1), None):
+    one = along("roll", x, layout, names, linear=True, example='roll(x, "b/dp [d]", 1)')
+    if fault := next((d for d in one.operand.layout.dims if d.bracket and len(d.atoms) > 1), None):
         rule = f"roll works along a dimension with one name, and this one has {len(fault.atoms)}."
-        call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first", error=LayoutError)
-    out = operand.x
-    with call.scope():
-        for dim, by in zip(dims, _shifts(call, shift, len(dims)), strict=True):
-            factor = operand.factors[dim]
+        one.call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first", error=LayoutError)
+    shifts = _shifts(one.call, shift, len(one.dims))
+
+    def rolled() -> Any:
+        out = one.x
+        for dim, factor, by in zip(one.dims, one.factors, shifts, strict=True):
             by %= factor.size
             if by and factor.local < factor.size:
-                out = _divided(call, out, dim, factor, by)
+                out = _divided(one.call, out, dim, factor, by)
             elif by:
                 out = roll_p.bind(out, by=by, axis=dim)
-    return call.result(out, operand.layout.without_brackets())
+        return out
+
+    return one.result(rolled, rolled)
 
 
 def _divided(call: Call, x: Any, dim: int, factor: Factor, by: int) -> Any:
@@ -114,13 +117,13 @@ def flip(x: Any, layout: str, **names: Any) -> Any:
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.flip(x, "[s/cp]"))(jnp.arange(8)))
       [7 6 5 4 3 2 1 0]
     """
-    call, operand = open_bracketed("flip", x, layout, names, linear=True)
-    dims = bracketed(call, operand, name="flip")
-    axes = tuple(a for i in dims for a in operand.factors[i].axes) if call.frame.explicit else ()
-    n = call.frame.axis_size(axes) if axes else 1
-    with call.scope():
-        # Blocks numbered by several dimensions at once change places as those of one: first with last.
-        out = jnp.flip(operand.x, dims)
-        if n > 1:
-            out = _lax.ppermute(out, axes, dict(call.frame.sizes), [(i, n - 1 - i) for i in range(n)])
-    return call.result(out, operand.layout.without_brackets())
+    one = along("flip", x, layout, names, linear=True)
+    flipped = functools.partial(jnp.flip, one.x, one.dims)
+    # Blocks that several dimensions number change places as those of one do: the first with the last.
+    n = one.call.frame.axis_size(one.axes)
+    return one.result(
+        whole=flipped,
+        divided=lambda: _lax.ppermute(
+            flipped(), one.axes, dict(one.call.frame.sizes), [(i, n - 1 - i) for i in range(n)]
+        ),
+    )

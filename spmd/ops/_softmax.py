@@ -1,9 +1,8 @@
-"""Operations along a dimension in brackets, divided or not: `softmax`, `argmax`, `cumsum`."""
+"""`softmax`, `argmax` and `cumsum`, along dimensions in brackets."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,12 +11,12 @@ import numpy as np
 from jax import lax
 
 from spmd import _lax
-from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError
-from spmd.language import Layout, Pattern
+from spmd.language import Layout
+from spmd.ops._along import Along, along
 from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
 
-__all__ = ["argmax", "bracketed", "cumsum", "open_bracketed", "softmax"]
+__all__ = ["argmax", "cumsum", "softmax"]
 
 Axes = tuple[str, ...]
 
@@ -46,18 +45,13 @@ def softmax(x: Any, layout: str, *, where: Any = None, **names: Any) -> Any:
       >>> print(spmd.kernel("k/tp -> k/tp", mesh=mesh)(lambda x: spmd.softmax(x, "[k/tp]"))(jnp.zeros(8)))
       [0.125 0.125 0.125 0.125 0.125 0.125 0.125 0.125]
     """
-    call, operand = open_bracketed("softmax", x, layout, names)
-    dims = bracketed(call, operand)
-    mask = None if where is None else _mask(call, where, x, operand)
-    divided = [f for f in (operand.factors[i] for i in dims) if f.local < f.size]
-    axes = tuple(a for f in divided for a in f.axes)
-    value = operand.x if jnp.issubdtype(operand.x.dtype, jnp.inexact) else operand.x.astype(jnp.result_type(float))
-    with call.scope():
-        if axes:
-            out = _divided_softmax(value, mask, dims, call.frame.in_mesh_order(axes))
-        else:
-            out = jax.nn.softmax(value, axis=dims, where=mask)
-    return call.result(out, operand.layout.without_brackets())
+    one = along("softmax", x, layout, names)
+    mask = None if where is None else _mask(one, where, jnp.shape(x))
+    value = one.x if jnp.issubdtype(one.x.dtype, jnp.inexact) else one.x.astype(jnp.result_type(float))
+    return one.result(
+        whole=lambda: jax.nn.softmax(value, axis=one.dims, where=mask),
+        divided=lambda: _divided_softmax(value, mask, one.dims, one.axes),
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -77,16 +71,16 @@ def _divided_softmax_jvp(dims: tuple[int, ...], axes: Axes, primals: Any, tangen
     return out, weighted - out * _lax.psum(jnp.sum(weighted, axis=dims, keepdims=True), axes)
 
 
-def _mask(call: Call, where: Any, x: Any, operand: Operand) -> Any:
-    """The mask, one axis per factor as the operand."""
+def _mask(one: Along, where: Any, shape: tuple[int, ...]) -> Any:
+    """The mask, with one axis per factor as the array."""
     try:
-        mask = jnp.broadcast_to(where, jnp.shape(x))
+        mask = jnp.broadcast_to(where, shape)
     except ValueError:
-        rule = f"where has shape {jnp.shape(where)}, which does not broadcast to {jnp.shape(x)}, the shape of x here."
-        call.fail(rule, error=LayoutError)
+        rule = f"where has shape {jnp.shape(where)}, which does not broadcast to {shape}, the shape of x here."
+        one.call.fail(rule, error=LayoutError)
     if mask.dtype != jnp.bool_:
-        call.fail(f"where is an array of booleans, not of {mask.dtype}.", error=LayoutError)
-    return mask.reshape(operand.x.shape)
+        one.call.fail(f"where is an array of booleans, not of {mask.dtype}.", error=LayoutError)
+    return mask.reshape(one.x.shape)
 
 
 def argmax(x: Any, pattern: str, **names: Any) -> Any:
@@ -117,27 +111,21 @@ def argmax(x: Any, pattern: str, **names: Any) -> Any:
       >>> print(best(jnp.eye(8)[2:5]))
       [2 3 4]
     """
-    call, operand = open_bracketed("argmax", x, pattern, names, arrow="->" in str(pattern))
-    dims = bracketed(call, operand, most=1, name="argmax")
-    [dim] = dims
-    out_layout, order = _kept(call, operand, dim)
-    value = lax.stop_gradient(operand.x)
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        call.fail(f"argmax needs numbers that are ordered, and the array is {value.dtype}.", error=LayoutError)
-    local = jnp.argmax(value, axis=dim).astype(jnp.int32)
-    factor = operand.factors[dim]
-    if call.frame.explicit and factor.axes and factor.local == factor.size:
-        local = _lax.pmin(local, factor.axes)  # of one block: it is the type that changes
-    elif call.frame.explicit and factor.axes:
-        key = _order_key(jnp.squeeze(jnp.take_along_axis(value, jnp.expand_dims(local, dim), axis=dim), dim))
-        start = call.start(factor)
+    example = 'argmax(x, "b/dp [d] -> b/dp")'
+    one = along("argmax", x, pattern, names, most=1, ordered=True, arrow=True, example=example)
+    layout, order = _kept(one)
+    value = lax.stop_gradient(one.x)
+    local = jnp.argmax(value, axis=one.dim).astype(jnp.int32)
+
+    def divided() -> Any:
+        key = _order_key(jnp.squeeze(jnp.take_along_axis(value, jnp.expand_dims(local, one.dim), one.dim), one.dim))
+        start = one.call.start(one.factor)
         place = local.astype(start.dtype) + start
-        axes = call.frame.in_mesh_order(factor.axes)
         last = jnp.full_like(place, np.iinfo(place.dtype).max)
-        with call.scope():
-            best = _lax.pmax(key, axes)
-            local = _lax.pmin(jnp.where(key == best, place, last), axes)
-    return call.result(local.transpose(order), out_layout)
+        best = _lax.pmax(key, one.axes)
+        return _lax.pmin(jnp.where(key == best, place, last), one.axes).transpose(order)
+
+    return one.result(lambda: local.transpose(order), divided, layout)
 
 
 def _order_key(x: Any) -> Any:
@@ -153,9 +141,10 @@ def _order_key(x: Any) -> Any:
     return jnp.where(jnp.isnan(wide), largest, jnp.where(bits < 0, bits ^ largest, bits))
 
 
-def _kept(call: Call, operand: Operand, dim: int) -> tuple[Layout, tuple[int, ...]]:
-    """The layout of the result without the dimension `dim`, and the order of the axes that are left."""
-    rest = [name for i, name in enumerate(operand.names) if i != dim]
+def _kept(one: Along) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of the result, without the dimension in brackets, and the order of the axes that are left."""
+    call, operand = one.call, one.operand
+    rest = [name for i, name in enumerate(operand.names) if i != one.dim]
     if not call.pattern.outputs:
         kept = [d for d in operand.layout.dims if not d.bracket]
         return Layout.from_dims(kept), tuple(range(len(rest)))
@@ -171,8 +160,8 @@ def _kept(call: Call, operand: Operand, dim: int) -> tuple[Layout, tuple[int, ..
     for atom in dst.atoms:
         factor = have[atom.name]
         if factor.axes != (atom.axes or ()):
-            one, two = placed(factor.name, factor.axes), placed(factor.name, atom.axes or ())
-            rule = f"argmax keeps the placement of the other dimensions: {one} on the left is {two} on the right."
+            left, right = placed(factor.name, factor.axes), placed(factor.name, atom.axes or ())
+            rule = f"argmax keeps the placement of the other dimensions: {left} on the left is {right} on the right."
             call.fail(rule, at=atom.span, advice="all_gather, split or relayout the result in a line of its own")
     return dst, tuple(rest.index(name) for name in names)
 
@@ -201,67 +190,21 @@ def cumsum(x: Any, layout: str, *, reverse: bool = False, **names: Any) -> Any:
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.cumsum(x, "[s/cp]"))(jnp.arange(8)))
       [ 0  1  3  6 10 15 21 28]
     """
-    call, operand = open_bracketed("cumsum", x, layout, names, linear=True)
-    [dim] = bracketed(call, operand, most=1, name="cumsum")
-    value = operand.x.astype(jnp.int32) if operand.x.dtype == jnp.bool_ else operand.x
-    out = lax.cumsum(value, axis=dim, reverse=reverse)
-    factor = operand.factors[dim]
-    if factor.local < factor.size:
-        with call.scope():
-            out = out + _before(call, out, dim, factor.axes, reverse)
-    return call.result(out, operand.layout.without_brackets())
+    one = along("cumsum", x, layout, names, most=1, linear=True)
+    value = one.x.astype(jnp.int32) if one.x.dtype == jnp.bool_ else one.x
+    sums = lax.cumsum(value, axis=one.dim, reverse=reverse)
+    return one.result(whole=lambda: sums, divided=lambda: sums + _before(one, sums, reverse))
 
 
-def _before(call: Call, sums: Any, dim: int, axes: Axes, reverse: bool) -> Any:
+def _before(one: Along, sums: Any, reverse: bool) -> Any:
     """The total of the blocks that come before this one."""
+    dim, axes = one.dim, one.factor.axes
     edge = 0 if reverse else sums.shape[dim] - 1
     total = lax.slice_in_dim(sums, edge, edge + 1, axis=dim)
     totals = _lax.all_gather(total, axes, dim, "varying")
     place = jnp.arange(totals.shape[dim])
-    here = _lax.axis_index(axes, dict(call.frame.sizes))
+    here = _lax.axis_index(axes, dict(one.call.frame.sizes))
     earlier = place > here if reverse else place < here
     mask = earlier.reshape(tuple(-1 if i == dim else 1 for i in range(totals.ndim)))
     counted = jnp.where(mask, totals, jnp.zeros_like(totals))
     return jnp.sum(counted, axis=dim, keepdims=True, dtype=sums.dtype)
-
-
-# --- brackets -----------------------------------------------------------------------------------------------
-
-
-_EXAMPLES = {
-    "argmax": 'argmax(x, "b/dp [d] -> b/dp")',
-    "top_k": 'top_k(x, "b/dp [d]", 2)',
-    "roll": 'roll(x, "b/dp [d]", 1)',
-    "stencil.convolve": 'stencil.convolve(x, weights, "b/dp [d]")',
-}
-
-
-def open_bracketed(
-    who: str, x: Any, pattern: Any, names: Mapping[str, Any], *, arrow: bool = False, linear: bool = False
-) -> tuple[Call, Operand]:
-    """The call and its operand; only what is linear may be of a partial sum."""
-    if isinstance(pattern, Pattern):
-        arrow = pattern.arrow
-    call = open_call(who, pattern, names, arrays=(x,), arrow=arrow, example=_EXAMPLES.get(who, f'{who}(x, "b/dp [d]")'))
-    [src] = call.pattern.inputs
-    plain_dims(call, src, unnamed=True, literals=True)
-    if src.unreduced and not linear:
-        rule = f"{who} of a partial sum is not {who} of its parts: psum first."
-        call.fail(rule, fix=call.summed_first())
-    return call, call.operand(x)
-
-
-def bracketed(call: Call, operand: Operand, *, most: int | None = None, name: str = "softmax") -> tuple[int, ...]:
-    """The positions of the factors in brackets."""
-    dims = tuple(i for i, factor in enumerate(operand.factors) if factor.bracket)
-    if not dims or (most is not None and len(dims) > most):
-        several = "one dimension" if most == 1 else "dimensions"
-        got = f"{len(dims)} in brackets" if dims else "no brackets"
-        last = operand.layout.dims[-1].short if operand.layout.dims else "k"
-        call.fail(
-            f"{name} works along the {several} in brackets.",
-            got=[got],
-            advice=f"as in [{last}]" if not dims else "one pair of brackets around one dimension",
-            error=LayoutError,
-        )
-    return dims

@@ -11,9 +11,7 @@ import numpy as np
 from jax import lax
 
 from spmd import _lax
-from spmd.comm._call import Call, Factor
-from spmd.errors import LayoutError
-from spmd.ops._softmax import bracketed, open_bracketed
+from spmd.ops._along import Along, along
 
 __all__ = ["sort"]
 
@@ -55,33 +53,26 @@ def sort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> Any:
       K. E. Batcher, Sorting networks and their applications, AFIPS 1968; D. E. Knuth, The Art of Computer Programming
       3, 5.2.2 algorithm M, and exercise 5.3.4-38 for blocks in the place of elements.
     """
-    call, operand = open_bracketed("sort", x, layout, names)
-    [dim] = bracketed(call, operand, most=1, name="sort")
-    factor = operand.factors[dim]
-    value = operand.x
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        call.fail(f"sort needs numbers that are ordered, and the array is {value.dtype}.", error=LayoutError)
-    n = call.frame.axis_size(factor.axes) if call.frame.explicit and factor.axes else 1
-    taker = next((i for i, m in enumerate(value.shape) if i != dim and m % n == 0), None)
-    with call.scope():
-        if n == 1:
-            out = jnp.sort(value, axis=dim, descending=descending)
-        elif taker is not None:
-            whole = _lax.all_to_all(value, factor.axes, split=taker, concat=dim)
-            ordered = jnp.sort(whole, axis=dim, descending=descending)
-            out = _lax.all_to_all(ordered, factor.axes, split=dim, concat=taker)
-        else:
-            out = _Network(call, factor, n, dim, descending).run(value)
-    return call.result(out, operand.layout.without_brackets())
+    one = along("sort", x, layout, names, most=1, ordered=True)
+    dim, axes = one.dim, one.factor.axes
+
+    def divided() -> Any:
+        n = one.call.frame.axis_size(axes)
+        taker = next((i for i, m in enumerate(one.x.shape) if i != dim and m % n == 0), None)
+        if taker is None:
+            return _Network(one, n, descending).run(one.x)
+        whole = _lax.all_to_all(one.x, axes, split=taker, concat=dim)
+        return _lax.all_to_all(jnp.sort(whole, axis=dim, descending=descending), axes, split=dim, concat=taker)
+
+    return one.result(lambda: jnp.sort(one.x, axis=dim, descending=descending), divided)
 
 
 class _Network:
-    """Merge exchange: each comparator gives one device the lower half of two blocks and the other the upper."""
+    """Merge exchange: each comparator gives one device the lower half of two blocks and the other the upper half."""
 
-    def __init__(self, call: Call, factor: Factor, n: int, dim: int, descending: bool) -> None:
-        self.call, self.factor = call, factor
-        self.axes, self.sizes, self.local = factor.axes, dict(call.frame.sizes), factor.local
-        self.n, self.dim, self.descending = n, dim, descending
+    def __init__(self, one: Along, n: int, descending: bool) -> None:
+        self.one, self.dim, self.n, self.descending = one, one.dim, n, descending
+        self.axes, self.sizes = one.factor.axes, dict(one.call.frame.sizes)
 
     def run(self, x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -93,7 +84,7 @@ class _Network:
 
     def places(self, x: Any) -> Any:
         """Where each element was, in the whole dimension."""
-        start = self.call.start(self.factor)
+        start = self.one.call.start(self.one.factor)
         return lax.broadcasted_iota(start.dtype, x.shape, self.dim) + start
 
     def ordered(self, held: Held) -> Any:

@@ -13,10 +13,10 @@ from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 from spmd.modes import current_frame, inner
+from spmd.ops._along import along
 from spmd.ops._edges import Edges, read_edges
 from spmd.ops._halo import halo, with_margins, without_margins
 from spmd.ops._local import local
-from spmd.ops._softmax import bracketed, open_bracketed
 
 __all__ = ["convolve", "diff", "stencil"]
 
@@ -114,8 +114,8 @@ def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> Any:
       >>> print(spmd.kernel("x/a -> x/a", mesh=mesh)(lambda u: spmd.stencil.diff(u, "[x/a]", edge="edge"))(squares))
       [ 1  3  5  7  9 11 13  0]
     """
-    call, operand = open_bracketed("stencil.diff", x, layout, names)
-    bracketed(call, operand, most=1, name="diff")
+    one = along("stencil.diff", x, layout, names, most=1)
+    call, operand = one.call, one.operand
     src = operand.layout
     edges = read_edges(call, edge, (src,), [d for d in src.dims if d.bracket])
     i = next(i for i, d in enumerate(src.dims) if d.bracket)
@@ -158,8 +158,8 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: 
       >>> print(smooth(jnp.eye(8)[3], jnp.array([0.25, 0.5, 0.25])))
       [0.   0.   0.25 0.5  0.25 0.   0.   0.  ]
     """
-    call, operand = open_bracketed("stencil.convolve", x, layout, names)
-    bracketed(call, operand, name="convolve")
+    one = along("stencil.convolve", x, layout, names, example='stencil.convolve(x, weights, "b/dp [d]")')
+    call, operand = one.call, one.operand
     src = operand.layout
     edges = read_edges(call, edge, (src,), [d for d in src.dims if d.bracket])
     weights = jnp.asarray(weights)

@@ -13,7 +13,7 @@ from spmd.comm._call import Call, Factor
 from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
-from spmd.ops._softmax import bracketed, open_bracketed
+from spmd.ops._along import along
 
 __all__ = ["top_k"]
 
@@ -50,22 +50,20 @@ def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[Any, Any]:
       >>> print(values, positions)
       [5. 5. 4.] [1 4 6]
     """
-    call, operand = open_bracketed("top_k", x, layout, names)
-    [dim] = bracketed(call, operand, most=1, name="top_k")
-    factor = operand.factors[dim]
-    _check(call, operand.x, k, factor)
-    with call.scope():
-        values, positions = _last(operand.x, min(k, factor.local), dim)
-        if call.frame.explicit and factor.axes:
-            start = call.start(factor)
-            positions = positions.astype(start.dtype) + start
-            # Blocks arrive in the order of their positions: among equals the earlier candidate is the earlier element.
-            values, positions = (_lax.all_gather(y, factor.axes, dim, "invarying") for y in (values, positions))
-            if factor.local < factor.size:
-                values, chosen = _last(values, k, dim)
-                positions = jnp.take_along_axis(positions, chosen, axis=dim)
-    out = _result_layout(operand.layout)
-    return call.result(values, out), call.result(positions, out)
+    one = along("top_k", x, layout, names, most=1, ordered=True, example='top_k(x, "b/dp [d]", 2)')
+    dim, factor = one.dim, one.factor
+    _check(one.call, k, factor)
+
+    def divided() -> Any:
+        values, positions = _last(one.x, min(k, factor.local), dim)
+        start = one.call.start(factor)
+        positions = positions.astype(start.dtype) + start
+        # Blocks arrive in the order of their positions: among equals the earlier candidate is the earlier element.
+        values, positions = (_lax.all_gather(y, factor.axes, dim, "invarying") for y in (values, positions))
+        values, chosen = _last(values, k, dim)
+        return values, jnp.take_along_axis(positions, chosen, axis=dim)
+
+    return one.result(lambda: _last(one.x, k, dim), divided, _result_layout(one.operand.layout))
 
 
 def _last(x: Any, k: int, dim: int) -> tuple[Any, Any]:
@@ -80,11 +78,9 @@ def _result_layout(layout: Layout) -> Layout:
     return Layout.from_dims([chosen if d.bracket else replace(d, bracket=False) for d in layout.dims])
 
 
-def _check(call: Call, x: Any, k: Any, factor: Factor) -> None:
+def _check(call: Call, k: Any, factor: Factor) -> None:
     if isinstance(k, bool) or not isinstance(k, int):
         call.fail(f"k is a number of elements, a Python int, not {kind_of(k)}.", error=LayoutError)
     if not 1 <= k <= factor.size:
         rule = f"k is from 1 to the size of {factor.name}, {factor.size}, not {k}."
         call.fail(rule, at=factor.span, got=[call.frame.describe()], error=SizeError)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        call.fail(f"top_k needs numbers that are ordered, and the array is {x.dtype}.", error=LayoutError)
