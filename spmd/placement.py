@@ -135,7 +135,7 @@ def _matched(layouts: Any, tree: Any, call: str) -> list[tuple[str, Any, Layout 
 def _check_marks(layout: Layout, mesh: Any, call: str, path: str) -> None:
     if (layout.unreduced or layout.reduced) and any(kind is not AxisType.Explicit for kind in mesh.axis_types):
         raise LayoutError(
-            "an array outside a kernel is no partial sum: the marks {U:} and {R:} are for values inside.",
+            "an array outside a kernel is not a partial sum: the marks {U:} and {R:} are for values inside.",
             call=call,
             got=[f'{path}: "{layout.short}"'],
             fix=f'"{Layout.from_dims(layout.dims).short}"',

@@ -242,7 +242,7 @@ def test_a_branch_that_devices_disagree_on():
 
         return ours
 
-    with pytest.raises(CommunicationError, match="equal on x, so it is no partial sum"):
+    with pytest.raises(CommunicationError, match="equal on x, so it is not a partial sum"):
         kernel(lax.cond)(1.0, FOUR)
     ours = kernel(spmd.cond)
     assert ours(1.0, FOUR) == 10.0

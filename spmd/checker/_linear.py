@@ -139,7 +139,7 @@ def quotient(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
 
 
 def nonlinear(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """f of a partial sum is no partial sum of f."""
+    """f of a partial sum is not a partial sum of f."""
     wrong = 0
     for operand in operands:
         if not operand.flags & ZERO:

@@ -449,7 +449,7 @@ class Call:
         if equal:
             n = self.frame.axis_size(equal)
             self.fail(
-                f"{label} is equal on {', '.join(equal)}, so it is no partial sum: summing {n} "
+                f"{label} is equal on {', '.join(equal)}, so it is not a partial sum: summing {n} "
                 f"copies multiplies it by {n}.",
                 at=self._mark_span(),
                 got=[f"{label}: {jax.typeof(x)}", self.frame.describe()],

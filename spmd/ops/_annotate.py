@@ -1,4 +1,4 @@
-"""What a body says about its values, and what it may ask: layouts, equality, types, prints."""
+"""What a body states about its values and what it may ask: layouts, equality, types, prints."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 
 def annotate(x: T, layout: str, **names: Any) -> T:
-    """State the layout of a value, and have it checked: `annotate(x, "b/dp s d")`.
+    """State the layout of a value and have it checked: `annotate(x, "b/dp s d")`.
 
-    The results of `spmd` operations are known already; this is for what plain JAX code made. Rank and sizes are
-    checked on the spot, equal and different by the pass after the trace. In auto mode it is the constraint.
+    Use it for values that plain JAX code made; the layouts of results of `spmd` operations are known already. Rank and
+    sizes are checked on the spot. The pass after the trace checks where the value is equal and where it is different.
+    In auto mode the layout is a sharding constraint.
 
-    Communication: none in explicit mode, forward and backward; in auto mode the compiler moves the value there.
+    Communication: none in explicit mode, forward and backward. In auto mode the compiler moves the value there.
 
     Args:
       x: An array, or a pytree of arrays of this layout.
@@ -70,11 +71,11 @@ def annotate(x: T, layout: str, **names: Any) -> T:
 
 
 def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
-    """Vouch that a value is equal along mesh axes, where no check can see it: `assert_equal(x, "cp", why="...")`.
+    """Vouch that a value is equal along mesh axes where no check can see it: `assert_equal(x, "cp", why="...")`.
 
-    Values that travelled round a whole ring, or were summed in another way than by a collective, may have
-    become equal by arithmetic. This says so to the check after the trace; nothing is compared at run time, and
-    JAX's own type does not change. In modes on whole arrays it says nothing.
+    A value that travelled round a whole ring, or that was summed without a collective, may have become equal by
+    arithmetic. This tells the check after the trace so. Nothing is compared at run time, and JAX's own type does not
+    change. In the modes on whole arrays it does nothing.
 
     Communication: none, forward and backward.
 
@@ -114,12 +115,12 @@ def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
 
 
 def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:
-    """Print values while the program runs; in explicit mode each device prints, with its place on the mesh.
+    """Print values while the program runs. In explicit mode each device prints, with its place on the mesh.
 
-    A line reads `[dp=0 tp=3] loss 1.5`, and lines come in any order. Where a body sees whole arrays the line
-    is printed once, without a place.
+    A line reads `[dp=0 tp=3] loss 1.5`, and lines come in any order. If a body sees whole arrays, the line is printed
+    once, without a place.
 
-    Communication: none in explicit mode; where arrays are whole they are brought to the host.
+    Communication: none in explicit mode. In the modes on whole arrays these are brought to the host.
 
     Args:
       fmt: A format string as of `jax.debug.print`: `"loss {}"`, `"{x} {y}"`.
@@ -127,8 +128,8 @@ def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:
       **named: What fills `{x}`.
 
     Raises:
-      ModeError: Outside a kernel, where `jax.debug.print` does it.
-      LayoutError: If the string does not come first, or its braces and the values do not go together.
+      ModeError: Outside a kernel; use `jax.debug.print` there.
+      LayoutError: If the string does not come first, or its braces do not match the values.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -171,13 +172,13 @@ def _check_format(fmt: Any, arrays: Sequence[Any], named: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class ValueType:
-    """What is known of a value: as JAX types it, and the layout that `spmd` gave it.
+    """What is known of a value: its JAX type, and the layout that `spmd` gave it.
 
     Attributes:
-      shape: Its shape here: in explicit mode, that of one device's shard.
+      shape: Its shape here. In explicit mode this is the shape of one device's shard.
       dtype: Its dtype.
-      layout: The layout, if the value came straight out of an `spmd` operation or is an argument, else None.
-      varying: Mesh axes along which JAX types it varying, in mesh order; a gathered copy is varying too.
+      layout: The layout if the value is an argument or the direct result of an `spmd` operation, else None.
+      varying: Mesh axes along which JAX types it varying, in mesh order. A gathered copy is varying too.
       unreduced: Mesh axes along which JAX types it unreduced.
       reduced: Mesh axes along which JAX types it reduced.
     """
@@ -207,7 +208,7 @@ def typeof(x: Any) -> ValueType:
       x: An array.
 
     Returns:
-      A `ValueType`; printed, `float32[4,8] "b/dp s" {V:dp}`.
+      A `ValueType`. It prints as `float32[4,8] "b/dp s" {V:dp}`.
 
     Example:
       >>> import jax.numpy as jnp, spmd

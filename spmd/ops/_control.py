@@ -19,12 +19,12 @@ __all__ = ["cond"]
 def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
     """`jax.lax.cond` that neither hangs nor loses gradients when the predicate differs between devices.
 
-    A raw `lax.cond` whose predicate differs lets devices take different branches: a collective in one of them
-    then waits for ever, and its gradient is wrong (jax#40823). Here a predicate that is equal by JAX's own type
-    gives a `lax.cond`; any other runs both branches everywhere and selects, so that, as with `jnp.where`, the branch
-    not taken must have finite derivatives too.
+    With a raw `lax.cond` whose predicate differs, devices take different branches. A collective in one of the branches
+    then waits forever, and its gradient is wrong (jax#40823). Here a predicate that is equal by JAX's own type gives a
+    `lax.cond`. Any other predicate runs both branches everywhere and selects, so the branch not taken must have finite
+    derivatives too, as with `jnp.where`.
 
-    Communication: that of the branches; of both, where the predicate is typed varying. Backward likewise.
+    Communication: that of the branch taken, or of both branches if the predicate is typed varying. Backward likewise.
 
     Args:
       predicate: A boolean scalar.
@@ -36,7 +36,7 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
       The result of one branch.
 
     Raises:
-      LayoutError: If the predicate is no scalar.
+      LayoutError: If the predicate is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -81,7 +81,8 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
 
 
 def _check_alike(yes: Any, no: Any) -> None:
-    """The same structure, shapes and dtypes, as `lax.cond` demands: a selection would broadcast in silence."""
+    """Both branches return the same structure, shapes and dtypes, as `lax.cond` demands. A selection would broadcast
+    without a word."""
     if jax.tree.structure(yes) != jax.tree.structure(no):
         got = [f"true_fn: {jax.tree.structure(yes)}", f"false_fn: {jax.tree.structure(no)}"]
         raise LayoutError("the branches of cond return the same structure.", call="cond(predicate, ...)", got=got)

@@ -1,4 +1,4 @@
-"""Arrays from nothing, of a layout: `zeros`, `ones`, `full`, `iota`."""
+"""Arrays made from a layout alone: `zeros`, `ones`, `full`, `iota`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["counted", "full", "iota", "ones", "open_made", "positions", "zeros"]
 def zeros(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
     """Zeros of this layout: `zeros("b/dp d")`, for accumulators and for carries of loops.
 
-    Sizes come from the kernel's signature or from keywords. By JAX's own type the value varies along the axes
-    that the layout mentions, as what a loop puts in its place does; a plain `jnp.zeros` carry is rejected by JAX.
+    Sizes come from the kernel's signature or from keywords. JAX types the value varying along the axes that the layout
+    mentions. A loop's new carry has that type too, which is why JAX rejects a plain `jnp.zeros` as the first one.
 
     Communication: none, forward and backward.
 
     Args:
-      layout: The layout of the result. `{U:axis}` makes the start of a partial sum; `{R:axis}` that of a carry
+      layout: The layout of the result. `{U:axis}` makes the start of a partial sum, `{R:axis}` the start of a carry
         that becomes a gathered copy over this axis.
-      dtype: Its dtype; absent, that of `jnp.zeros`: float32, or float64 where `jax_enable_x64` is set.
-      to: "varying" types it varying along every mesh axis; the result must then be reduced to leave the kernel.
+      dtype: Its dtype. The default is that of `jnp.zeros`: float32, or float64 if `jax_enable_x64` is set.
+      to: "varying" types it varying along every mesh axis. It must then be reduced before it leaves the kernel.
       **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
 
     Returns:
@@ -57,13 +57,13 @@ def zeros(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any
 def ones(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
     """Ones of this layout: `ones("b/dp d")`.
 
-    As `zeros`; a `{U:}` mark is an error, since the sum of n ones is n.
+    Works as `zeros`, but a `{U:}` mark is an error, because the sum of n ones is n.
 
     Communication: none, forward and backward.
 
     Args:
       layout: The layout of the result.
-      dtype: Its dtype; absent, that of `jnp.ones`.
+      dtype: Its dtype. The default is that of `jnp.ones`.
       to: "varying" types it varying along every mesh axis.
       **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
 
@@ -84,14 +84,14 @@ def ones(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any)
 
 
 def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
-    """One value everywhere, of this layout: `full("b/dp q", -jnp.inf)`.
+    """An array of this layout with one value everywhere: `full("b/dp q", -jnp.inf)`.
 
     Communication: none forward. Backward the gradient of `value` is a psum over the axes of the layout.
 
     Args:
       layout: The layout of the result.
-      value: A scalar, a number or an array of rank 0; it may be traced.
-      dtype: Its dtype; that of `value` when absent.
+      value: A scalar: a number or an array of rank 0. It may be traced.
+      dtype: Its dtype. The default is that of `value`.
       to: "varying" types it varying along every mesh axis.
       **names: Sizes of names (`d=64`), or mesh axes (`tp="model"`).
 
@@ -100,7 +100,7 @@ def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, *
 
     Raises:
       SizeError: If the size of a name is not known, or does not divide.
-      LayoutError: On a malformed layout, or a value that is no scalar.
+      LayoutError: On a malformed layout, or a value that is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -112,16 +112,17 @@ def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, *
 
 
 def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
-    """Global positions along a dimension: on each device those of its own block.
+    """Global positions along a dimension; each device has those of its own block.
 
-    `iota("s/cp")` is 0, 1, ... of the whole of s. Of several dimensions the brackets choose one:
-    `iota("b/dp [s/cp]")`. A `jnp.arange` of local length would start at 0 on every device.
+    `iota("s/cp")` counts 0, 1, ... over the whole of s. If there are several dimensions, brackets choose one:
+    `iota("b/dp [s/cp]")`. A `jnp.arange` of the local length would start at 0 on every device.
 
     Communication: none, forward and backward.
 
     Args:
       layout: One dimension, or several with one in brackets.
-      dtype: The dtype of the positions: int32 also where `jax_enable_x64` is set, as `offset` and JAX's `axis_index`.
+      dtype: The dtype of the positions. The default is int32 even if `jax_enable_x64` is set, as for `offset` and JAX's
+        `axis_index`.
       **names: Sizes of names (`s=1024`), or mesh axes (`cp="context"`).
 
     Returns:
@@ -149,7 +150,7 @@ def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
 
 
 def counted(call: Call, made: Layout) -> int:
-    """Which dimension is counted along: the only one, or the one in brackets."""
+    """The dimension along which positions are counted: the only one, or the one in brackets."""
     found = [i for i, dim in enumerate(made.dims) if dim.bracket] or list(range(len(made.dims)))
     if len(found) != 1:
         rule = f'{call.name} counts along one dimension: put it in brackets, as in "b/dp [s/cp]".'
@@ -158,7 +159,7 @@ def counted(call: Call, made: Layout) -> int:
 
 
 def positions(call: Call, dim: Dim, dtype: Any) -> Any:
-    """Global positions along one dimension, factor by factor: each factor's block starts at its own place."""
+    """Global positions along one dimension, built factor by factor, since each factor's block has its own start."""
     whole = math.prod(call.factor(atom).size for atom in dim.atoms)
     if jnp.issubdtype(dtype, jnp.integer) and whole - 1 > jnp.iinfo(dtype).max:
         wide = call.index_dtype(whole, Layout.from_dims((dim,)).short, dim.span)

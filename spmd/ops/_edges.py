@@ -1,4 +1,4 @@
-"""What lies beyond the ends of an array: the `edge` of halos and stencils, for all dimensions or for each."""
+"""What lies beyond the ends of an array: the `edge` of halos and stencils, one for all dimensions or one for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmd.language import Dim, Layout
 
 __all__ = ["EDGES", "Edge", "Edges", "read_edges"]
 
-# ours, and the mode of `np.pad` that gives the same elements; the odd ones turn what is mirrored afterwards
+# Our names, each with the mode of `np.pad` that gives the same elements. The odd ones are turned after mirroring.
 EDGES = {
     "periodic": "wrap",
     "zero": "constant",
@@ -28,7 +28,7 @@ EDGES = {
     "reflect": "reflect",
     "antireflect": "reflect",
 }
-# as other libraries call them
+# What other libraries call them.
 _ELSEWHERE = {
     "wrap": '"periodic"',
     "grid-wrap": '"periodic"',
@@ -45,7 +45,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Edge:
-    """What lies beyond one end: a kind of `EDGES`, or "constant" with its value."""
+    """What lies beyond one end: one of `EDGES`, or "constant" with its value."""
 
     kind: str
     value: Any = 0
@@ -60,16 +60,16 @@ class Edge:
 
     @property
     def skipped(self) -> int:
-        """How many elements at the end a mirror does not repeat: one where the wall lies on an element."""
+        """How many elements at the end a mirror does not repeat: one if the wall lies on an element."""
         return int(EDGES.get(self.kind) == "reflect")
 
     @property
     def plain(self) -> bool:
-        """Whether `jnp.pad` does it."""
+        """Whether `jnp.pad` makes it without further work."""
         return not self.odd and self.kind != "constant"
 
     def turned(self, mirrored: Any, last: Any) -> Any:
-        """What is mirrored, as it lies beyond the end: as it is, or odd about the wall, which is on `last` or after."""
+        """The mirrored elements as they lie beyond the end: unchanged, or odd about the wall on `last` or behind it."""
         if not self.odd:
             return mirrored
         return -mirrored if self.kind == "antisymmetric" else 2 * last - mirrored
@@ -77,7 +77,7 @@ class Edge:
     def continued(self, x: Any, dim: int, width: int, *, low: bool) -> Any:
         """The whole array with `width` elements more beyond one end.
 
-        Made of `pad` and `where` alone: XLA's partitioner aborts on slices of padded arrays that are joined again.
+        Uses `pad` and `where` alone, because XLA's partitioner aborts on slices of padded arrays that are joined again.
         """
         if not width:
             return x
@@ -93,7 +93,7 @@ class Edge:
         return jnp.where(place < width if low else place >= size, self.turned(padded, last), padded)
 
     def inside(self, places: Any, size: int, *, low: bool) -> Any:
-        """The places of the array from which those beyond one end are taken; the others as they are."""
+        """The places that elements come from: places beyond one end point into the array, all others stay."""
         if self.kind == "edge":
             return jnp.clip(places, 0, size - 1)
         if low:
@@ -101,7 +101,7 @@ class Edge:
         return jnp.where(places >= size, 2 * size - 1 - self.skipped - places, places)
 
     def on(self, call: Call, x: Any) -> Edge:
-        """The edge of this array: a constant in its dtype."""
+        """This edge for the array `x`: a constant is given its dtype."""
         unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_
         if self.odd and unsigned:
             rule = f'an edge "{self.kind}" has the opposite sign, and {x.dtype} has no negative numbers.'
@@ -113,7 +113,7 @@ class Edge:
             rule = f"the edge is a number that the array can hold, and {x.dtype} does not hold {shown}."
             call.fail(rule, error=LayoutError)
         value = self.value
-        if isinstance(value, jax.core.Tracer):  # equal on all devices, which the check then proves
+        if isinstance(value, jax.core.Tracer):  # the check proves that it is equal on all devices
             value = call.operand(value, layout=Layout("scalar"), name="the edge").x
         return replace(self, value=jnp.asarray(value, x.dtype))
 
@@ -123,7 +123,7 @@ Ends = tuple[Edge, Edge]
 
 @dataclass(frozen=True)
 class Edges:
-    """The two ends of each dimension, by name, or of all."""
+    """The two ends of each dimension by name, or one pair for all dimensions."""
 
     named: Mapping[str, Ends]
     others: Ends | None = None
@@ -133,8 +133,8 @@ class Edges:
 
 
 def read_edges(call: Call, edge: Any, layouts: Iterable[Layout], wide: Iterable[Dim]) -> Edges:
-    """The `edge` of a call: one for all dimensions, or one for each name; `wide` are those with margins."""
-    if isinstance(edge, Edges):  # a call inside another one
+    """The `edge` of a call: one for all dimensions or one for each name. `wide` are the dimensions with margins."""
+    if isinstance(edge, Edges):  # from a call that contains this one
         return edge
     if not isinstance(edge, Mapping):
         return Edges({}, _ends(call, edge, "edge"))
@@ -154,7 +154,7 @@ def read_edges(call: Call, edge: Any, layouts: Iterable[Layout], wide: Iterable[
 
 
 def _ends(call: Call, edge: Any, what: str) -> Ends:
-    """Both ends, from one edge or a pair."""
+    """Both ends, read from one edge or a pair."""
     if not isinstance(edge, tuple):
         both = _one(call, edge, what)
         return both, both
@@ -195,7 +195,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _holds(dtype: Any, value: Any) -> bool:
-    """Whether a constant is a number of this dtype: rounded where it has fractions, else exactly."""
+    """Whether this dtype holds a constant: floating-point dtypes round it, others hold it exactly or not at all."""
     if isinstance(value, jax.core.Tracer):
         return jnp.promote_types(dtype, value.dtype) == dtype
     value = np.asarray(value)

@@ -1,4 +1,4 @@
-"""`einsum`: products and sums whose string says what becomes of the partial sums."""
+"""`einsum`: products and sums. The string says what becomes of the partial sums."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["einsum"]
 def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> Any:
     """Multiply arrays and sum over the dimensions that the right side leaves out.
 
-    `einsum(x, w, "b/dp s d, d f/tp -> b/dp s f/tp")`. A dimension in several operands has one placement. A summed
-    dimension that is divided leaves a partial sum on its axes, and the right side says what becomes of it:
+    `einsum(x, w, "b/dp s d, d f/tp -> b/dp s f/tp")`. A dimension in several operands has one placement. If a summed
+    dimension is divided, it leaves a partial sum on its axes. The right side says what becomes of the partial sum:
 
-    - the axis is absent: it is summed (`"b f/tp, f/tp d -> b d"`);
-    - it is an extra, minor-most axis of an output dimension: summed and scattered (`"... -> b/tp d"`);
-    - it is in the mark: left as a partial sum (`"... -> b d {U:tp}"`).
+    - if the axis is absent, the parts are added up (`"b f/tp, f/tp d -> b d"`);
+    - if it is an extra, minor-most axis of an output dimension, they are added up and scattered (`"... -> b/tp d"`);
+    - if it is in the mark, they are left as a partial sum (`"... -> b d {U:tp}"`).
 
-    It never gathers and never slices: those are lines of their own.
+    It never gathers and never slices. Write those as lines of their own.
 
-    Communication: forward, for a local product of S bytes over n devices, nothing, a psum (2S(n-1)/n bytes) or a
-    psum_scatter (S(n-1)/n bytes); with several axes the scatter comes first. Backward the all-gather of a
-    scatter, nothing for a psum, and a psum for the gradient of an operand that is equal by JAX's own type where
-    the others are divided.
+    Communication: forward, for a local product of S bytes over n devices, either nothing, a psum (2S(n-1)/n bytes) or
+    a psum_scatter (S(n-1)/n bytes). With several axes the scatter comes first. Backward a scatter costs an all-gather
+    and a psum costs nothing. The gradient of an operand that is equal by JAX's own type, where the others are divided,
+    costs a psum.
 
     Args:
-      *operands: The arrays, as many as the left side has layouts, then the pattern
-        `"layout, layout -> layout"`. A composite dimension `(h k)/tp` is opened on the left and closed on the right.
-      preferred_element_type: The dtype to accumulate in and to return, as in `jnp.einsum`; the psum is in it too.
+      *operands: The arrays, one for each layout on the left side, then the pattern `"layout, layout -> layout"`. A
+        composite dimension `(h k)/tp` is opened on the left and closed on the right.
+      preferred_element_type: The dtype to accumulate in and to return, as in `jnp.einsum`. The psum has it too.
       precision: As in `jnp.einsum`.
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
 
@@ -96,7 +96,7 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
 
 
 def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:
-    """The factors by name; each has one placement."""
+    """The factors by name. Each has one placement in all operands."""
     have: dict[str, Factor] = {}
     first: dict[str, int] = {}
     for i, operand in enumerate(opened):
@@ -117,7 +117,7 @@ def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:
 
 
 def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, int]) -> dict[str, Any]:
-    """The fix that places a dimension of one operand as the other has it, where the right side goes with that."""
+    """The fix that places a dimension of one operand as the other has it, if the right side allows that."""
     first, second = (opened[n].factors[opened[n].position(name)].axes for n in pair)
     [dst] = call.pattern.outputs
     right = next((atom.axes or () for atom in dst.atoms if atom.name == name), None)
@@ -126,7 +126,7 @@ def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, in
         layout = opened[index].layout.without_brackets()
         if right not in (None, wanted) or new & {*layout.axis_names} or have != wanted[: len(have)]:
             continue
-        # What is whole is cut into blocks, which costs nothing; a sum over them is the right side's to say.
+        # Cutting a whole dimension into blocks costs nothing. The right side says whether they are summed.
         return {"fix": _placed_as(call, opened, name, index, wanted)}
     for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
         lost = set(have) - set(wanted)
@@ -186,7 +186,9 @@ def _marked(call: Call, opened: Sequence[Operand], owners: Mapping[str, Factor])
     for i, operand in enumerate(opened):
         for axis in operand.layout.unreduced:
             if axis in partial:
-                rule = f"the product of two partial sums on {axis} is no partial sum: psum one of the operands first."
+                rule = (
+                    f"the product of two partial sums on {axis} is not a partial sum: psum one of the operands first."
+                )
                 call.fail(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
             if axis in owners:
                 factor = owners[axis]

@@ -1,8 +1,9 @@
 """What becomes of partial sums: the part of `einsum`, `reduce` and `take` that reads the right side.
 
-An operation that works along divided dimensions leaves, on each device, a part of its result. The right
-side says what happens to it: an axis that is absent is reduced, an extra minor-most axis on an output
-dimension is scattered onto it, `{U:axis}` is left. Nothing else may change: what was whole stays whole.
+An operation that works along divided dimensions leaves a part of its result on each device. The right side says what
+becomes of the parts. If the axis is absent, they are reduced. If it is an extra minor-most axis of an output dimension,
+they are reduced and scattered onto it. If it is in `{U:axis}`, they are left. Nothing else may change: what was whole
+stays whole.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """What becomes of each partial axis: `(position, axes)` scattered, then summed, or left."""
+    """What becomes of the partial axes: those of each `(position, axes)` are scattered, others summed, others left."""
 
     scatters: tuple[tuple[int, Axes], ...]
     sums: Axes
@@ -45,7 +46,7 @@ def placed(name: str, axes: Iterable[str]) -> str:
 
 
 def plain_dims(call: Call, layout: Layout, *, unnamed: bool = False, literals: bool = False) -> None:
-    """Complain about dimensions that the operation has no meaning for: margins, `_`, literal sizes."""
+    """Complain about dimensions that mean nothing to the operation: margins, `_`, literal sizes."""
     call.no_margins(layout)
     for dim in layout.dims:
         for atom in dim.atoms:
@@ -56,7 +57,7 @@ def plain_dims(call: Call, layout: Layout, *, unnamed: bool = False, literals: b
 
 
 def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
-    """The factors of the right side, one per array axis; literal 1s are left out."""
+    """The factors of the right side, one per array axis, without literal 1s."""
     if dst.reduced:
         call.fail(
             f"{{R:{','.join(dst.reduced)}}} is made by defer, not by {call.name}.",
@@ -84,7 +85,7 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
 
 
 def _mark_span(call: Call, axis: str) -> tuple[int, int] | None:
-    """Where the mark with this axis stands, the last one if there are several."""
+    """Where the mark with this axis stands. If there are several, the last one."""
     source = call.written.source
     start = source.rfind("{")
     return (start, source.find("}", start) + 1) if start >= 0 and axis in source[start:] else None
@@ -99,11 +100,11 @@ def land(
     """Read off the right side what becomes of each partial axis.
 
     Args:
-      call: The call, its operands already opened.
+      call: The call. Its operands are open already.
       have: The factors of the left side by name.
-      partial: The axes along which the local result is a part, each with why (for messages).
+      partial: The axes along which the local result is a part, each with the reason, for messages.
       names: The factors of the right side, one per array axis.
-      linear: Whether partial results may be left (`{U:}`): true for sums.
+      linear: Whether partial results may be left (`{U:}`), as for sums.
     """
     dst = call.pattern.outputs[0]
     atoms = {atom.name: atom for atom in dst.atoms}
@@ -159,11 +160,11 @@ def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: 
 
 
 def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
-    """The operation without the change, and the verb that makes it of the result."""
+    """The operation without the change of layout, and the verb that then makes the change."""
     dst = call.pattern.outputs[0]
     old = _with_axes(dst, axes)
     first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), old)
-    # equal by JAX's type: the result may be what leaves the kernel
+    # The result may leave the kernel, so it is made equal by JAX's type.
     also = {} if verb == "split" else {"to": "invarying"}
     return None if first is None else Fix(verb, (first,), f"{old} -> {dst.short}", also)
 
@@ -175,7 +176,7 @@ def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: boo
             call.fail("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
         if axis not in partial:
             call.fail(
-                f"{{U:{axis}}} on the right, and the result is no partial sum on {axis}.",
+                f"{{U:{axis}}} on the right, and the result is not a partial sum on {axis}.",
                 at=at,
                 got=_got(call, partial),
                 advice=f"leave {axis} out of the mark",
@@ -188,7 +189,7 @@ def _got(call: Call, partial: Mapping[str, str]) -> list[str]:
 
 
 def _with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
-    """The layout's text with other axes on some names, as it is to be pasted (never checked)."""
+    """The layout's text with other axes on some names, for pasting. It is never checked."""
 
     def atom_text(atom: Atom) -> str:
         return placed(atom.name, axes.get(atom.name, atom.axes or ()))
@@ -206,13 +207,13 @@ def _with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
 
 
 def finish(x: Any, landing: Landing, frame: Frame) -> Any:
-    """Scatter first, then sum: the sum then travels in blocks. Whole arrays need neither. In the call's `scope`."""
+    """Scatter first, so that the sum travels in blocks. Whole arrays need neither. Runs in the call's `scope`."""
     if not frame.explicit:
         return x
     for position, axes in landing.scatters:
         x = _lax.psum_scatter(x, axes, position)
     x = _lax.psum(x, landing.sums) if landing.sums else x
-    # what is left partial is typed varying also where all operands were equal (zeros): carries need it
+    # A partial sum is typed varying even if all operands were equal (zeros), because carries of loops need that.
     return _compat.pvary(x, landing.left) if landing.left else x
 
 

@@ -1,4 +1,4 @@
-"""`reduce`: whole-array reductions over divided dimensions."""
+"""`reduce`: reductions of the whole array over dimensions that may be divided."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ LINEAR = ("sum", "mean")
 def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
     """Reduce the dimensions that the right side leaves out, over the whole array.
 
-    `reduce(x, "b/dp s d -> s d", "mean")` is the mean over all of b, whatever divides it. What becomes of the
-    axes of a reduced dimension is said as in `einsum`: absent on the right, the result is complete; an extra
-    minor-most axis on an output dimension, each device keeps its block; `{U:axis}`, sums and means are left
-    partial. A `1` on the right keeps a dimension of size one.
+    `reduce(x, "b/dp s d -> s d", "mean")` is the mean over all of b, whatever divides it. The right side says what
+    becomes of the axes of a reduced dimension, as in `einsum`. If the axis is absent, the result is complete. If it is
+    an extra minor-most axis of an output dimension, each device keeps its block. With `{U:axis}`, sums and means are
+    left partial. A `1` on the right keeps a dimension of size one.
 
-    With `-> scalar` the result is equal by JAX's own type on every mesh axis that the right side does not mark:
-    also where x is a gathered copy, by a mean over the copies. Such a scalar can leave a kernel and be a loss.
+    With `-> scalar` the result is equal by JAX's own type on every mesh axis that the right side does not mark. If x is
+    a gathered copy, a mean over the copies makes it so. Such a scalar can leave a kernel and be a loss.
 
-    Communication: forward one psum (or pmax, pmin) of the result over the reduced axes, 2S(n-1)/n bytes for S
-    bytes; logsumexp two; prod an all-gather; a scattered sum or mean a psum_scatter, S(n-1)/n bytes. Backward
-    nothing after a psum, an all-gather after a psum_scatter; max and min count their ties with one more psum.
+    Communication: forward one psum (or pmax, pmin) of the result over the reduced axes, 2S(n-1)/n bytes for S bytes. A
+    logsumexp has two, a prod has an all-gather, and a scattered sum or mean has a psum_scatter, S(n-1)/n bytes.
+    Backward a psum costs nothing and a psum_scatter costs an all-gather. The gradients of max and min count their ties
+    with one more psum.
 
     Args:
       x: The array.
-      pattern: `"layout -> layout"`; a sum or mean takes `{U:axis}` on both sides.
-      op: "sum", "mean" (divides by the global count), "max", "min" (gradients as `jnp.max`: ties share
-        equally), "prod", "any", "all" or "logsumexp".
+      pattern: `"layout -> layout"`. A sum or mean takes `{U:axis}` on both sides.
+      op: "sum", "mean" (divides by the global count), "max", "min" (ties share the gradient equally, as in `jnp.max`),
+        "prod", "any", "all" or "logsumexp".
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
 
     Returns:
@@ -93,7 +94,7 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> Any:
 
 
 def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict[str, str]:
-    """The axes along which the local result is a part, with why."""
+    """The axes along which the local result is a part, each with the reason."""
     partial = {axis: f"the operand is {{U:{axis}}}" for axis in marked}
     return partial | {a: f"{placed(n, f.axes)} is reduced" for n, f in have.items() if n not in right for a in f.axes}
 
@@ -104,7 +105,7 @@ def _check_kind(call: Call, x: Any, op: str) -> None:
 
 
 def _copies(call: Call, x: Any, landing: Landing) -> Axes:
-    """For a scalar: the axes on which `x` is a gathered copy, to be closed so that JAX's type says equal."""
+    """For a scalar: the axes on which `x` is a gathered copy. It is reduced over them, so that JAX types it equal."""
     if not call.frame.explicit or not call.pattern.outputs[0].is_scalar:
         return ()
     open_axes = _compat.varying_axes(x) - {*landing.all_axes, *landing.left}
@@ -115,7 +116,7 @@ def _copies(call: Call, x: Any, landing: Landing) -> Axes:
 
 
 class _Job:
-    """What to do: the array axes to reduce, the order of the rest, and what becomes of the mesh axes."""
+    """The work: the array axes to reduce, the order of the rest, and what becomes of the mesh axes."""
 
     def __init__(self, *, call: Call, dims: Dims, order: Dims, count: int, landing: Landing, copies: Axes):
         self.frame = call.frame
@@ -130,16 +131,16 @@ class _Job:
         return x if self.order == tuple(range(len(self.order))) else x.transpose(self.order)
 
     def land_sum(self, x: Any) -> Any:
-        """Sum over what is partial; copies are averaged in the same all-reduce."""
+        """Sum over the partial axes. Copies are averaged in the same all-reduce."""
         if self.copies:
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 x = x / self.copy_count
                 return _compat.pvary(_lax.psum(x, (*self.landing.sums, *self.copies)), self.landing.left)
-            x = _lax.pmax(jax.lax.stop_gradient(x), self.copies)  # of integers a mean could overflow
+            x = _lax.pmax(jax.lax.stop_gradient(x), self.copies)  # a mean of integers could overflow
         return finish(x, self.landing, self.frame)
 
     def land_whole(self, x: Any) -> Any:
-        """Keep this device's block of what every device has."""
+        """Keep this device's block of a result that every device has whole."""
         if self.frame.explicit:
             for position, axes in self.landing.scatters:
                 for axis in axes:
@@ -153,7 +154,7 @@ def _sum(x: Any, job: _Job) -> Any:
 
 def _mean(x: Any, job: _Job) -> Any:
     if x.dtype in (jnp.float16, jnp.bfloat16):
-        # In 16 bits the sum could overflow, and loses more bits than the mean: divide first, as jnp.mean does.
+        # In 16 bits the sum could overflow, and it loses more bits than the mean. So divide first, as jnp.mean does.
         part = jnp.sum(x, axis=job.dims, dtype=jnp.float32) / job.divisor
         return job.land_sum(job.place(part.astype(x.dtype)))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -182,7 +183,7 @@ _global_extreme = jax.custom_jvp(_primal_extreme, nondiff_argnums=(1, 2, 3))
 
 @_global_extreme.defjvp
 def _extreme_jvp(name: str, dims: Dims, axes: Axes, primals: Any, tangents: Any) -> Any:
-    """As `jnp.max` of the whole array: all positions that attain the extreme share equally."""
+    """As for `jnp.max` of the whole array: all positions that attain the extreme share the gradient equally."""
     (x,), (tangent,) = primals, tangents
     out = _global_extreme(x, name, dims, axes)
     attains = (x == jnp.expand_dims(out, dims)).astype(x.dtype if x.dtype == jnp.float64 else jnp.float32)
@@ -204,7 +205,7 @@ def _logical(name: str, x: Any, job: _Job) -> Any:
 def _prod(x: Any, job: _Job) -> Any:
     out = jnp.prod(x, axis=job.dims)
     if job.axes:
-        # Gathered and multiplied: the gradient of a product needs the other factors, zeros among them.
+        # Gather and multiply, because the gradient of a product needs the other factors, zeros among them.
         out = jnp.prod(_lax.all_gather(out[None], job.axes, 0, "invarying"), axis=0)
     if job.copies:
         inexact = jnp.issubdtype(out.dtype, jnp.inexact)

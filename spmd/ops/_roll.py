@@ -1,4 +1,4 @@
-"""`roll` and `flip`: along dimensions in brackets, divided or not."""
+"""`roll` and `flip`, along dimensions in brackets."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ __all__ = ["flip", "roll"]
 def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) -> Any:
     """`jnp.roll` of the whole array along the dimensions in brackets: `roll(x, "b [s/cp] d", 1)`.
 
-    Element i goes to place i + shift, and what leaves at one end comes in at the other. `spmd.shift` rolls by
-    whole blocks.
+    Element i goes to place i + shift. What leaves at one end comes in at the other. `spmd.shift` rolls by whole blocks.
 
-    Communication: nothing where a dimension is whole, or is rolled by a multiple of its size. Divided, with
-    shift = q blocks and a remainder of r elements: one collective-permute by q blocks of what stays together and
-    one by q + 1 of the r elements that cross a border; either is left out where it is empty or goes nowhere. Together
-    at most a shard's bytes; r / local of them for a shift smaller than a block. Backward the reverse roll, the same.
+    Communication: none if a dimension is whole, or is rolled by a multiple of its size. If it is divided, a shift of q
+    blocks and r elements takes two collective-permutes: one by q blocks, of what stays together, and one by q + 1, of
+    the r elements that cross a border. Either is left out if it is empty or goes nowhere. Together they send at most a
+    shard's bytes, and r / local of them if the shift is smaller than a block. Backward the reverse roll.
 
     Args:
       x: The array.
-      layout: Its layout, one or more dimensions in brackets.
-      shift: How many elements, a Python int of any size and sign; several dimensions: one for all, or a tuple
-        of one for each.
+      layout: Its layout, with one or more dimensions in brackets.
+      shift: How many elements, a Python int of any size and sign. For several dimensions one for all, or a tuple with
+        one for each.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
       The array, in the same layout.
 
     Raises:
-      LayoutError: On a malformed layout, one without brackets, or a shift that is no int.
+      LayoutError: On a malformed layout, one without brackets, or a shift that is not an int.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -68,7 +67,7 @@ def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) ->
 
 
 def _divided(call: Call, x: Any, dim: int, factor: Factor, by: int) -> Any:
-    """Two pieces of each block travel: what lands in one block, and the rest in the next."""
+    """Two pieces of each block travel: one lands in one block, and the rest in the next."""
     n = factor.size // factor.local
     blocks, rest = divmod(by, factor.local)
     stays = lax.slice_in_dim(x, 0, factor.local - rest, axis=dim)
@@ -97,12 +96,12 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
 def flip(x: Any, layout: str, **names: Any) -> Any:
     """`jnp.flip` of the whole array along the dimensions in brackets: `flip(x, "b [s/cp] d")`.
 
-    Communication: nothing where they are whole. Divided, one collective-permute of the shard, also for several
-    dimensions at once. Backward the same.
+    Communication: none if these dimensions are whole. If they are divided, one collective-permute of the shard, even if
+    they are several. Backward the same.
 
     Args:
       x: The array.
-      layout: Its layout, one or more dimensions in brackets.
+      layout: Its layout, with one or more dimensions in brackets.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:

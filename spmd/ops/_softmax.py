@@ -22,15 +22,15 @@ Axes = tuple[str, ...]
 
 
 def softmax(x: Any, layout: str, *, where: Any = None, **names: Any) -> Any:
-    """Softmax along the dimensions in brackets: `softmax(x, "b h q [k/tp]")`, over all of k.
+    """Softmax along the dimensions in brackets: `softmax(x, "b h q [k/tp]")` is over all of k.
 
-    Communication: nothing where the dimension is whole. Divided, forward a pmax and a psum of the result without
-    that dimension, each 2S(n-1)/n bytes for S bytes; backward one psum of the same size.
+    Communication: none if these dimensions are whole. If they are divided, forward a pmax and a psum of the result
+    without them, each 2S(n-1)/n bytes for S bytes; backward one psum of the same size.
 
     Args:
       x: The array.
-      layout: Its layout, one or more dimensions in brackets.
-      where: Booleans that broadcast to x; the others get probability zero and take no part.
+      layout: Its layout, with one or more dimensions in brackets.
+      where: Booleans that broadcast to x. Where they are False the probability is zero, and the element takes no part.
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the layout.
 
     Returns:
@@ -64,7 +64,7 @@ def _divided_softmax(x: Any, mask: Any, dims: tuple[int, ...], axes: Axes) -> An
 
 @_divided_softmax.defjvp
 def _divided_softmax_jvp(dims: tuple[int, ...], axes: Axes, primals: Any, tangents: Any) -> Any:
-    """Needs the result only: nothing else is kept for the backward pass, and rows all masked give no NaN."""
+    """Needs the result alone: the backward pass keeps nothing else, and a row that is all masked gives no NaN."""
     x, mask = primals
     out = _divided_softmax(x, mask, dims, axes)
     weighted = out * tangents[0]
@@ -84,17 +84,17 @@ def _mask(one: Along, where: Any, shape: tuple[int, ...]) -> Any:
 
 
 def argmax(x: Any, pattern: str, **names: Any) -> Any:
-    """The position of the largest element along the dimension in brackets, in the whole of it.
+    """The position of the largest element along the dimension in brackets, counted in the whole of it.
 
     `argmax(x, "b [v/tp]")`, or with the result spelled out: `argmax(x, "b [v/tp] -> b")`. The first of equals wins,
-    on whatever device it lies, and NaN counts as the largest, as in `jnp.argmax`. It has no gradient.
+    whichever device it lies on, and NaN counts as the largest, as in `jnp.argmax`. It has no gradient.
 
-    Communication: nothing where the dimension is whole. Divided, a pmax and a pmin of the result, each 2S(n-1)/n
+    Communication: none if the dimension is whole. If it is divided, a pmax and a pmin of the result, each 2S(n-1)/n
     bytes for S bytes of int32.
 
     Args:
       x: The array.
-      pattern: Its layout with one dimension in brackets; optionally `-> layout` with the others in any order.
+      pattern: Its layout with one dimension in brackets. `-> layout` may follow, with the others in any order.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -129,13 +129,13 @@ def argmax(x: Any, pattern: str, **names: Any) -> Any:
 
 
 def _order_key(x: Any) -> Any:
-    """Integers in the order of `x`, all NaNs largest and the two zeros equal: what pmax compares reliably."""
+    """Integers in the order of `x`, which pmax compares reliably: all NaNs are largest, and the two zeros are equal."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.int32)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     wide, word = (x, jnp.int64) if x.dtype == jnp.float64 else (x.astype(jnp.float32), jnp.int32)
-    # Floats of one sign are ordered as their bits are; those of negative numbers run backwards.
+    # Floats of one sign have the order of their bits; for negative numbers it runs backwards.
     bits = lax.bitcast_convert_type(jnp.where(wide == 0, jnp.zeros_like(wide), wide), word)
     largest = jnp.asarray(jnp.iinfo(word).max, word)
     return jnp.where(jnp.isnan(wide), largest, jnp.where(bits < 0, bits ^ largest, bits))
@@ -169,13 +169,13 @@ def _kept(one: Along) -> tuple[Layout, tuple[int, ...]]:
 def cumsum(x: Any, layout: str, *, reverse: bool = False, **names: Any) -> Any:
     """The running sum along the dimension in brackets: `cumsum(x, "b [s/cp] d")`, over all of s.
 
-    Communication: nothing where the dimension is whole. Divided, forward one all-gather of the blocks' totals,
-    S(n-1)/n bytes for S bytes, n totals; backward a psum_scatter of the same bytes.
+    Communication: none if the dimension is whole. If it is divided, forward one all-gather of the blocks' totals,
+    S(n-1)/n bytes for n totals of S bytes together; backward a psum_scatter of the same bytes.
 
     Args:
       x: The array.
-      layout: Its layout, one dimension in brackets.
-      reverse: Sum from the end.
+      layout: Its layout, with one dimension in brackets.
+      reverse: Whether to sum from the end.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:

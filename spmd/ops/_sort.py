@@ -1,4 +1,4 @@
-"""`sort`: along a dimension in brackets, divided or not."""
+"""`sort`, along a dimension in brackets."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from spmd.ops._along import Along, along
 
 __all__ = ["sort"]
 
-Held = tuple[Any, ...]  # the keys of one device's block: the elements and, where ties matter, their first places
+Held = tuple[Any, ...]  # the keys of one device's block: the elements and, if ties matter, their first places
 
 
 def sort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> Any:
     """The elements in order along the dimension in brackets: `sort(x, "[s/cp] d")`.
 
-    As `jnp.sort`: NaNs are the largest, `descending` is the reverse. The gradient goes to the elements that the sorted
-    ones are; among equals to the earlier one first, as there.
+    The order is that of `jnp.sort`: NaNs are the largest, and `descending` is the reverse. The gradient of a sorted
+    element goes to the place that it came from. Equal elements keep their order, also as in `jnp.sort`.
 
-    Communication: nothing where the dimension is whole. Divided over n devices, where the local size of another
-    dimension divides by n: that one is divided instead and back, two all-to-alls, together 2S(n-1)/n bytes for a shard
-    of S. Else Batcher's merge exchange of whole blocks: t(t+1)/2 rounds for n up to 2^t, a collective-permute of a
-    shard each (with gradients, of the elements' int32 positions too); memory of a few shards, never the whole. Backward
-    the reverse, of the elements' bytes.
+    Communication: none if the dimension is whole. If it is divided over n devices, and n divides the local size of
+    another dimension, that one is divided instead and then back: two all-to-alls, together 2S(n-1)/n bytes for a shard
+    of S bytes. Otherwise Batcher's merge exchange of whole blocks: t(t+1)/2 rounds for n up to 2^t, each a
+    collective-permute of a shard, and with gradients of the elements' int32 positions too. Memory is a few shards,
+    never the whole. Backward the reverse, with the elements' bytes.
 
     Args:
       x: The array, of numbers or booleans.
-      layout: Its layout, one dimension in brackets.
-      descending: Largest first.
+      layout: Its layout, with one dimension in brackets.
+      descending: Whether the largest comes first.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
@@ -78,12 +78,12 @@ class _Network:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return self.ordered((x,))
         ordered = jax.custom_jvp(lambda x: self.ordered((x,)))
-        # Equal elements are told apart only where each has a gradient of its own.
+        # Equal elements are told apart only if each has a gradient of its own.
         ordered.defjvp(lambda xs, ts: jax.jvp(lambda x: self.ordered((x, self.places(x))), xs, ts))
         return ordered(x)
 
     def places(self, x: Any) -> Any:
-        """Where each element was, in the whole dimension."""
+        """Where each element was in the whole dimension."""
         start = self.one.call.start(self.one.factor)
         return lax.broadcasted_iota(start.dtype, x.shape, self.dim) + start
 
@@ -95,7 +95,7 @@ class _Network:
             pairs = [(at(i), at(j)) for i, j in comparators]
             both = [*pairs, *((j, i) for i, j in pairs)]
             lows, highs = (np.isin(np.arange(self.n), side) for side in zip(*pairs, strict=True))
-            # Both blocks ascend, so of element i of the one and element i from the end of the other the lower
+            # Both blocks ascend. So of element i of one block and element i from the end of the other, the lower one
             # belongs to the lower half.
             theirs = tuple(jnp.flip(_lax.ppermute(y, self.axes, self.sizes, both), self.dim) for y in held)
             low, high = (jnp.asarray(side)[here] for side in (lows, highs))
@@ -109,7 +109,7 @@ class _Network:
 
 
 def _before(a: Held, b: Held) -> Any:
-    """Whether an element of `a` is lower than that of `b`: NaN above all, among equals the one that came first."""
+    """Whether an element of `a` is lower than that of `b`. NaN is above all, and of equals the first is the lower."""
     lower = _lower(a[0], b[0])
     return lower | (~_lower(b[0], a[0]) & (a[1] < b[1])) if len(a) > 1 else lower
 
@@ -119,7 +119,7 @@ def _lower(a: Any, b: Any) -> Any:
 
 
 def rounds(n: int) -> Iterator[list[tuple[int, int]]]:
-    """The comparators of merge exchange on n places, those of one round disjoint: Knuth's algorithm M."""
+    """The comparators of merge exchange on n places, disjoint within a round: Knuth's algorithm M."""
     top = 1 << max(n - 1, 1).bit_length() - 1  # the largest power of two below n
     p = top
     while p > 0:

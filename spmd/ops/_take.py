@@ -1,4 +1,4 @@
-"""`take`: rows of a table by their numbers, the rows divided or not."""
+"""`take`: rows of a table by number, whether the rows are divided or not."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["take"]
 def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
     """Look up rows by number: `take(e, ids, "[v/tp] d, b/dp s -> b/dp s d")`.
 
-    The brackets say which dimension of the table the integers count. Rows that are divided are looked up where
-    they lie, and the right side says what becomes of the parts, as in `einsum`: tp absent, a psum; `s/tp`, a
-    psum_scatter; `{U:tp}`, left as a partial sum. A number outside the table gives zeros, in every mode.
+    The brackets say which dimension of the table the integers count. If the rows are divided, each device looks up its
+    own, and the right side says what becomes of the parts, as in `einsum`: without tp a psum, with `s/tp` a
+    psum_scatter, and `{U:tp}` leaves a partial sum. A number outside the table gives zeros, in every mode.
 
-    Communication: nothing where the rows are whole. Divided, forward a psum (2S(n-1)/n bytes) or psum_scatter
-    (S(n-1)/n) of the result; backward nothing or its all-gather, and for a table that is equal by JAX's own type
-    on an axis that divides ids one psum of its gradient.
+    Communication: none if the rows are whole. If they are divided, forward a psum (2S(n-1)/n bytes) or psum_scatter
+    (S(n-1)/n) of the result; backward a psum costs nothing and a psum_scatter costs an all-gather. The gradient of a
+    table that is equal by JAX's own type on an axis that divides ids costs one psum.
 
     Args:
-      table: The table; one dimension in brackets, of any position.
-      ids: Integers, of any rank; not divided over an axis of the table.
-      pattern: `"table, ids -> result"`: the result has the dimensions of ids and those of the table but the
+      table: The table. One of its dimensions, at any position, is in brackets.
+      ids: Integers of any rank, not divided over an axis of the table.
+      pattern: `"table, ids -> result"`. The result has the dimensions of ids and those of the table, without the
         bracketed one, in any order.
       **names: Sizes or mesh axes of names in the pattern.
 
@@ -37,7 +37,7 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
 
     Raises:
       CommunicationError: If one axis divides both, or the right side asks for a gather, a slice or a relayout.
-      LayoutError: On a malformed pattern, or numbers that are no integers.
+      LayoutError: On a malformed pattern, or numbers that are not integers.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -83,8 +83,8 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
 
 
 def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
-    """The rows that lie here; zeros for all others."""
-    if ids.dtype.itemsize < 4:  # a block may start beyond what a small integer can say
+    """The rows that lie here, and zeros for all others."""
+    if ids.dtype.itemsize < 4:  # a block may start beyond the range of a small integer
         ids = ids.astype(jnp.int32)
     start: Any = 0
     if call.frame.explicit and key.axes:

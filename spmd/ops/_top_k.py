@@ -1,4 +1,4 @@
-"""`top_k`: the largest elements along a dimension in brackets, divided or not."""
+"""`top_k`: the largest elements along a dimension in brackets."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["top_k"]
 def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[Any, Any]:
     """The k largest elements along the dimension in brackets, and where they are: `top_k(x, "b s [e]", 2)`.
 
-    Largest first; the first of equals wins, on whatever device it lies, as in `jax.lax.top_k`. The values have
-    the gradient of the elements that they are, positions have none.
+    The largest comes first. The first of equals wins, whichever device it lies on, as in `jax.lax.top_k`. The gradient
+    of a value goes to the element that it came from. Positions have no gradient.
 
-    Communication: nothing where the dimension is whole. Divided over n devices, forward one all-gather of values
-    and one of positions: each device contributes its own m = min(k, local size) candidates, so the gathers
-    receive m (n - 1) elements and as many int32 for each row. Backward nothing.
+    Communication: none if the dimension is whole. If it is divided over n devices, forward one all-gather of values and
+    one of positions. Each device contributes its own m = min(k, local size) candidates, so the gathers receive
+    m (n - 1) elements and as many int32 for each row. Backward nothing.
 
     Args:
       x: The array.
-      layout: Its layout, one dimension in brackets.
+      layout: Its layout, with one dimension in brackets.
       k: How many, a Python int from 1 to the global size of that dimension.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
-      `(values, positions)`: that dimension has size k in both and is whole, equal on its former axes; positions are
-      int32 and count in the whole dimension. The other dimensions stay.
+      `(values, positions)`. In both that dimension has size k and is whole, equal on its former axes; the other
+      dimensions stay. Positions are int32 and count in the whole dimension.
 
     Raises:
-      LayoutError: On a malformed layout, one without brackets, or a k that is no int.
+      LayoutError: On a malformed layout, one without brackets, or a k that is not an int.
       SizeError: If k is larger than the dimension.
 
     Example:
@@ -58,7 +58,7 @@ def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[Any, Any]:
         values, positions = _last(one.x, min(k, factor.local), dim)
         start = one.call.start(factor)
         positions = positions.astype(start.dtype) + start
-        # Blocks arrive in the order of their positions: among equals the earlier candidate is the earlier element.
+        # Blocks arrive in the order of their positions, so of equals the earlier candidate is the earlier element.
         values, positions = (_lax.all_gather(y, factor.axes, dim, "invarying") for y in (values, positions))
         values, chosen = _last(values, k, dim)
         return values, jnp.take_along_axis(positions, chosen, axis=dim)

@@ -312,7 +312,7 @@ fix: einsum(psum(x, "b/dp f {U:tp} -> b/dp f"), y, "b/dp f, f d/tp -> b/dp d")""
         "b f {U:tp}, f d {U:tp} -> b d",
         """\
 einsum(x, y, "b f {U:tp}, f d {U:tp} -> b d")
-the product of two partial sums on tp is no partial sum: psum one of the operands first.
+the product of two partial sums on tp is not a partial sum: psum one of the operands first.
 got:
 - operand 0 is {U:tp}
 - operand 1 is {U:tp}
@@ -323,7 +323,7 @@ fix: einsum(x, psum(y, "f d {U:tp} -> f d"), "b f {U:tp}, f d -> b d")""",
         """\
 einsum(x, y, "b f, f d -> b d {U:tp}")
                               ^^^^^^
-{U:tp} on the right, and the result is no partial sum on tp.
+{U:tp} on the right, and the result is not a partial sum on tp.
 got:
 - no partial sum
 - mesh dp=2, tp=4
