@@ -1,4 +1,4 @@
-"""The collectives of `jax.lax` with the types made to fit: what is invarying is cast before it travels.
+"""The collectives of `jax.lax` with types that fit: invarying values are cast before they travel.
 
 Along axes of size 1 they are those of `_compat.alone`, which compile to nothing.
 """
@@ -34,7 +34,7 @@ Axes = tuple[str, ...]
 
 
 def psum(x: Any, axes: Axes) -> Any:
-    """The sum over `axes`, whatever JAX's type says on each; the result is invarying on them."""
+    """The sum over `axes`, whatever JAX's type is on each. The result is invarying on them."""
     unreduced = tuple(a for a in axes if a in _compat.unreduced_axes(x))
     rest = tuple(a for a in axes if a not in unreduced)
     if unreduced:
@@ -45,14 +45,14 @@ def psum(x: Any, axes: Axes) -> Any:
 
 
 def pmax(x: Any, axes: Axes) -> Any:
-    """The maximum over `axes`; no gradient of its own."""
+    """The maximum over `axes`. It has no gradient of its own."""
     if _compat.of_one(axes):
         return _compat.alone("pmax", x, axes)
     return lax.pmax(_compat.pvary(x, axes), axes) if axes else x
 
 
 def pmin(x: Any, axes: Axes) -> Any:
-    """The minimum over `axes`; no gradient of its own."""
+    """The minimum over `axes`. It has no gradient of its own."""
     if _compat.of_one(axes):
         return _compat.alone("pmin", x, axes)
     return lax.pmin(_compat.pvary(x, axes), axes) if axes else x
@@ -73,7 +73,7 @@ def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
 
 
 def all_to_all(x: Any, axes: Axes, split: int, concat: int) -> Any:
-    """Divide dimension `split` over `axes` and make `concat` whole again, one step inwards."""
+    """Divide dimension `split` over `axes`, and make dimension `concat` whole along them."""
     if _compat.of_one(axes):
         return _compat.alone("all_to_all", x, axes)
     x = _compat.apart(_compat.pvary(x, axes))
@@ -81,9 +81,9 @@ def all_to_all(x: Any, axes: Axes, split: int, concat: int) -> Any:
 
 
 def ppermute(x: Any, axes: Axes, sizes: dict[str, int], perm: Sequence[tuple[int, int]]) -> Any:
-    """Send block `i` to place `j`; blocks are numbered with the first of `axes` as the major one.
+    """Send block `i` to place `j` for each pair. Blocks are numbered with the first of `axes` as the major one.
 
-    JAX numbers devices by the axes in *mesh* order whatever order is asked for, so the pairs are renumbered.
+    JAX numbers devices by the axes in *mesh* order, whatever order is asked for, so the pairs are renumbered.
     """
     order = tuple(a for a in sizes if a in axes)
 
@@ -108,8 +108,8 @@ def axis_index(axes: Axes, sizes: dict[str, int]) -> Any:
 
 
 def slice_block(x: Any, axis: str, dim: int, parts: int) -> Any:
-    """This device's block of dimension `dim`. Backward: one all-gather where `x` is equal by JAX's type,
-    nothing where it is a gathered copy (then the zero-padded cotangent is a partial sum)."""
+    """This device's block of dimension `dim`. Backward one all-gather if `x` is equal by JAX's type. If it is a
+    gathered copy nothing is sent, and the zero-padded cotangent is a partial sum."""
     index = lax.axis_index(axis)
     if axis in _compat.varying_axes(x) or axis not in _compat.manual_axes():
         size = x.shape[dim] // parts
@@ -143,17 +143,17 @@ _split_p = _compat.linear_primitive(
 
 
 def to_invarying(x: Any, axes: Axes) -> Any:
-    """`x`, equal along `axes`, typed invarying there: no communication, forward or backward.
+    """`x`, equal along `axes`, typed invarying there. No communication, forward or backward.
 
-    The first device along them gets the cotangent and the others zeros, for x is typed varying and the cotangents of
-    equal copies are parts of a sum.
+    The first device along them gets the cotangent and the others get zeros, because x is typed varying and the
+    cotangents of equal copies are parts of a sum.
     """
     return retype(x, tuple(a for a in axes if a in _compat.varying_axes(x)), "invarying")
 
 
 def to_reduced(x: Any, axes: Axes) -> Any:
-    """`x`, equal along `axes`, typed as JAX's reduced there: no communication. Backward each device keeps its own term,
-    and where `x` is invarying one all-reduce adds them up."""
+    """`x`, equal along `axes`, typed as JAX's reduced there. No communication forward. Backward each device keeps its
+    own term, and if `x` is invarying one all-reduce adds them up."""
     varying = tuple(a for a in axes if a in _compat.varying_axes(x))
     rest = tuple(a for a in axes if a not in varying and a not in _compat.reduced_axes(x))
     x = retype(x, varying, "reduced")

@@ -1,4 +1,4 @@
-"""Communication: the verbs, each exactly one kind of collective; `relayout` for any other change, and its `plan`."""
+"""Communication: the verbs, each exactly one kind of collective; for any other change `relayout`, with its `plan`."""
 
 from spmd.comm.collectives import all_gather, all_to_all, defer, psum, psum_scatter, split
 from spmd.comm.permute import ppermute, shift

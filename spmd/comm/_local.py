@@ -1,4 +1,4 @@
-"""What happens to the axes of an array on the device that has it: taken apart, put in order, composed. By einops."""
+"""Rearranging the axes of an array on the device that has it: einops, for names that are not strings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Groups = Sequence[Sequence[Hashable]]
 
 
 def rearranged(x: Any, have: Groups, want: Groups, sizes: Mapping[Hashable, int] | None = None) -> Any:
-    """`einops.rearrange` of names that are anything hashable, as those of factors and of mesh axes.
+    """`einops.rearrange` where names are anything hashable, such as factors and mesh axes.
 
     Args:
       x: An array.
-      have: For each of its axes the names that it is composed of, the major one first; none for an axis of size 1.
-      want: The same for the result, of the same names.
-      sizes: Of the names; each composed axis may have one of unknown size.
+      have: For each of its axes the names that it is composed of, the major one first. No names for an axis of size 1.
+      want: The same for the result, with the same names.
+      sizes: The sizes of names. In each composed axis one may be unknown.
     """
     have, want = tuple(map(tuple, have)), tuple(map(tuple, want))
     pattern, known = _pattern(have, want)
@@ -29,7 +29,7 @@ def rearranged(x: Any, have: Groups, want: Groups, sizes: Mapping[Hashable, int]
 
 @functools.lru_cache(maxsize=4096)
 def _pattern(have: tuple[Any, ...], want: tuple[Any, ...]) -> tuple[str, dict[Hashable, str]]:
-    """The pattern in names of its own: those of einops are Python's, without underscores at their ends."""
+    """The pattern in names of its own, because einops takes Python names without underscores at their ends."""
     fresh = {name: f"a{i}" for i, name in enumerate(name for group in have for name in group)}
     sides = (" ".join(_axis([fresh[name] for name in group]) for group in side) for side in (have, want))
     return " -> ".join(sides), fresh

@@ -1,4 +1,4 @@
-"""What is remembered of a value: a note in the jaxpr, a constraint in auto mode, a tag on the tracer."""
+"""How a value's layout is remembered: a note in the jaxpr, a constraint in auto mode, a tag on the tracer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 
 
 class Known(NamedTuple):
-    """What is remembered of a value: its layout, where that was said, and the kernel's argument that it is, if any."""
+    """What is remembered of a value: its layout, the call that said so, and its name if it is a kernel's argument."""
 
     layout: Layout
     origin: str
@@ -33,15 +33,15 @@ _tags: dict[int, tuple[weakref.ref[Any], Known]] = {}
 
 
 def tag(x: Any, layout: Layout, origin: str, name: str | None = None) -> Any:
-    """Remember the layout of a value that `spmd` itself made; forgotten with the value."""
+    """Remember the layout of a value that `spmd` itself made. It is forgotten with the value."""
     key = id(x)
-    with contextlib.suppress(TypeError):  # a NumPy scalar or a Python number: nothing to remember it by
+    with contextlib.suppress(TypeError):  # a NumPy scalar or a Python number takes no weak reference
         _tags[key] = (weakref.ref(x, lambda _: _tags.pop(key, None)), Known(layout, origin, name))
     return x
 
 
 def tag_of(x: Any) -> Known | None:
-    """The layout that `spmd` gave this very value, and where; None for what came out of other JAX code."""
+    """The layout that `spmd` gave this very value, and where. None for a value that other JAX code made."""
     entry = _tags.get(id(x))
     if entry is None or entry[0]() is not x:
         return None
@@ -60,11 +60,18 @@ def mark(
 ) -> Any:
     """Leave a layout on a value: a note for the checks, a constraint in auto mode, a tag.
 
-    The note is left out where the operation's own collectives already say it: it is due where a partial sum
-    is left, where equal values are legal along a divided dimension, and where a verb moved nothing (the
-    result needs a tag of its own; on whole arrays that is everywhere, also under `vmap`, where no tag is seen).
-    `gone` are mesh axes that an operation took away: where the layout leaves out dimensions, it alone does not say so.
-    `name` is what messages call the value: an argument or a result of a kernel.
+    No note is left if the operation's own collectives say as much. It is needed if a partial sum is left, if equal
+    values are legal along a divided dimension, and if a verb moved nothing, because the result then needs a tag of its
+    own. On whole arrays it is always left, because under `vmap` no tag is seen.
+
+    Args:
+      x: The value.
+      layout: Its layout.
+      text: The call, for messages.
+      role: What the value is to the call: "argument", "result", "output" and so on.
+      frame: The frame of the call.
+      gone: Mesh axes that the operation took away. If the layout leaves out dimensions, it alone does not say so.
+      name: What messages call the value, if it is an argument or a result of a kernel.
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
         with jax.named_scope(LayoutName(one_line(text), layout)):  # what the compiler sends for it has no other name
@@ -77,10 +84,10 @@ def mark(
 
 
 def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
-    """`with_sharding_constraint` on the frame's mesh; what no spec can say stays unconstrained.
+    """`with_sharding_constraint` on the frame's mesh. What a spec cannot say stays unconstrained.
 
-    A concrete mesh tells the compiler the devices, which arguments that live nowhere yet do not. Where some of
-    its axes are Explicit, the body runs in `auto_axes`, and only the mesh being traced has them as Auto.
+    A concrete mesh tells the compiler the devices, which arguments that live nowhere yet do not tell. If some of its
+    axes are Explicit, the body runs in `auto_axes`, and only the mesh being traced has these axes as Auto.
     """
     mesh: Any = frame.mesh
     if not isinstance(mesh, Mesh) or any(kind is not AxisType.Auto for kind in mesh.axis_types):
@@ -100,7 +107,7 @@ def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
 
 
 def same_axes(a: Layout, b: Layout, *, marks: bool = True) -> bool | None:
-    """Whether two layouts divide each dimension alike; None where that cannot be told."""
+    """Whether two layouts divide each dimension alike. None if that cannot be told."""
     if a.has_ellipsis or b.has_ellipsis or len(a.dims) != len(b.dims):
         return None
     for da, db in zip(a.dims, b.dims, strict=True):

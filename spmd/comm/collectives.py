@@ -1,4 +1,4 @@
-"""The communicating verbs: each is exactly one kind of collective, or an error that names the right verb."""
+"""The communicating verbs. Each is exactly one kind of collective, or an error that names the right verb."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 def check_sides(call: Call) -> None:
-    """What holds for every verb: the same dimensions on both sides, a difference, and no partial sum from nothing."""
+    """Check what holds for every verb: both sides have the same dimensions, they differ, and no new partial sum
+    appears."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     before, after = [n for n, _ in factors_of(src)], [n for n, _ in factors_of(dst)]
     if before != after or _groups(src) != _groups(dst):
@@ -57,13 +58,13 @@ def check_sides(call: Call) -> None:
 
 
 def check_to(call: Call, to: Any) -> None:
-    """The keyword of what gathers."""
+    """Check the keyword `to` of an operation that gathers."""
     if to not in ("varying", "invarying"):
         call.fail(not_one_of("to", to, ("varying", "invarying")), error=LayoutError)
 
 
 def _check_pair(call: Call, verb: str) -> bool:
-    """Whether the call moves anything; an error where another verb is meant."""
+    """Whether the call moves anything. If another verb is meant, that is an error."""
     check_sides(call)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     needed = verb_for(src, dst)
@@ -80,7 +81,7 @@ def _check_pair(call: Call, verb: str) -> bool:
 
 
 def _check_margins(call: Call) -> None:
-    """Margins may stand where nothing moves: blocks that overlap are not put side by side."""
+    """Margins may stand where nothing moves, because blocks that overlap cannot be put side by side."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     for a, b in zip(src.dims, dst.dims, strict=True):
         if (any(a.margin) or any(b.margin)) and (a.margin, a.axes) != (b.margin, b.axes):
@@ -90,7 +91,7 @@ def _check_margins(call: Call) -> None:
 
 
 def _to(call: Call, verb: str) -> dict[str, Any]:
-    """The keyword for what gathers: what the user said, else equal by JAX's type, which may leave the kernel too."""
+    """The keyword `to` for a verb that gathers: what the user said, or else "invarying", which may leave the kernel."""
     return {"to": "invarying", **(call.also or {})} if verb in ("all_gather", "relayout") else {}
 
 
@@ -120,7 +121,7 @@ def _groups(layout: Layout) -> list[int]:
 
 
 def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
-    """The axes that each of the operand's factors has in `dst`; none for what `...` stands for."""
+    """The axes that each of the operand's factors has in `dst`. Factors that `...` stands for have none."""
     atoms = factors_of(dst)
     extra = len(operand.factors) - len(atoms) + 1
     after: list[tuple[str, ...]] = []
@@ -187,26 +188,26 @@ def _verb(
 def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
     """Make divided dimensions whole: every device gets the other devices' blocks.
 
-    The axes that leave are the minor-most of their dimension (`"b/dp/tp -> b/dp"`); several dimensions may
-    lose axes in one call, one all-gather each.
+    The axes that leave are the minor-most of their dimension (`"b/dp/tp -> b/dp"`). Several dimensions may lose axes in
+    one call, with one all-gather each.
 
-    Communication: forward an all-gather per dimension that changes, S(n-1)/n bytes received per device for a
-    result of S bytes over n devices. Backward with `to="varying"` a reduce-scatter of the same bytes (the
-    cotangent of a gathered copy is a partial sum); with `to="invarying"` nothing (a local slice), but each use
-    of the result by divided data then costs an all-reduce backward.
+    Communication: forward an all-gather for each dimension that changes. A device receives S(n-1)/n bytes for a result
+    of S bytes over n devices. With `to="varying"` the cotangent is a partial sum, and backward is a reduce-scatter of
+    the same bytes. With `to="invarying"` backward is a local slice, but each use of the result by divided data then
+    costs an all-reduce backward.
 
     Args:
       x: An array or a pytree of arrays of this layout.
       pattern: `"layout -> layout"`.
-      to: "varying": a gathered copy, for what is used by divided data (FSDP weights, sequence parallel).
-        "invarying": equal by JAX's own type, for what leaves the kernel whole.
+      to: "varying" gives a gathered copy, for use with divided data (FSDP weights, sequence parallel). "invarying"
+        makes the result equal by JAX's own type, so that it can leave the kernel whole.
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
 
     Returns:
       The array with those dimensions whole.
 
     Raises:
-      CommunicationError: If another verb is meant, with its name and the line to paste.
+      CommunicationError: If another verb is meant. The message has its name and the line to paste.
       LayoutError: On a malformed pattern.
 
     Example:
@@ -232,11 +233,11 @@ def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
 def psum(x: T, pattern: str, **names: Any) -> T:
     """Add up partial sums: `"d {U:tp} -> d"`.
 
-    Communication: forward an all-reduce over the marked axes, 2S(n-1)/n bytes per device for S bytes.
-    Backward nothing: every device's cotangent is the result's.
+    Communication: forward an all-reduce over the marked axes, 2S(n-1)/n bytes per device for S bytes. Backward nothing,
+    because the cotangent of every part is that of the sum.
 
     Args:
-      x: An array or a pytree of arrays, each device holding a part of the sum.
+      x: An array or a pytree of arrays. Each device holds a part of the sum.
       pattern: `"layout {U:axes} -> layout"`.
       **names: Sizes or mesh axes of names in the pattern.
 
@@ -244,8 +245,8 @@ def psum(x: T, pattern: str, **names: Any) -> T:
       The sum, equal on those axes by JAX's own type.
 
     Raises:
-      CommunicationError: If another verb is meant, or the value is equal on the axis (then the sum would
-        count it once per device).
+      CommunicationError: If another verb is meant, or if the value is equal on the axis, since the sum would then count
+        it once per device.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -269,8 +270,8 @@ def psum_scatter(x: T, pattern: str, **names: Any) -> T:
     all-gather of the same bytes.
 
     Args:
-      x: An array or a pytree of arrays, each device holding a part of the sum.
-      pattern: `"layout {U:axes} -> layout"`, each marked axis becoming the minor-most of a dimension.
+      x: An array or a pytree of arrays. Each device holds a part of the sum.
+      pattern: `"layout {U:axes} -> layout"`. Each marked axis becomes the minor-most of a dimension.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -307,7 +308,7 @@ def all_to_all(x: T, pattern: str, **names: Any) -> T:
 
     Args:
       x: An array or a pytree of arrays of this layout.
-      pattern: `"layout -> layout"`; the axes that move are minor-most on both sides.
+      pattern: `"layout -> layout"`. The axes that move are minor-most on both sides.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -340,12 +341,12 @@ def all_to_all(x: T, pattern: str, **names: Any) -> T:
 def split(x: T, pattern: str, **names: Any) -> T:
     """Keep this device's block of a value that every device holds whole: `"b s d -> b s/tp d"`.
 
-    Communication: none forward. Backward one all-gather (S(n-1)/n bytes for S bytes whole) where the value is
-    equal by JAX's own type, and none where it is a gathered copy; a plain slice would cost a full all-reduce.
+    Communication: none forward. Backward one all-gather (S(n-1)/n bytes for S bytes whole) if the value is equal by
+    JAX's own type, and none if it is a gathered copy. A plain slice would cost a full all-reduce.
 
     Args:
       x: An array or a pytree of arrays, equal on the axes that the right side adds.
-      pattern: `"layout -> layout"`; the new axes are minor-most.
+      pattern: `"layout -> layout"`. The new axes are minor-most.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -376,11 +377,11 @@ def split(x: T, pattern: str, **names: Any) -> T:
 def defer(x: T, pattern: str, **names: Any) -> T:
     """Leave the reduction of a replicated value's gradient for later: `"d -> d {R:dp}"`.
 
-    Before a loop over micro-batches, `defer` what is replicated; gradients inside the loop are then partial
-    sums (`{U:dp}`), to be added up and reduced once, after the loop, by one `psum`.
+    Use `defer` on replicated values before a loop over micro-batches. The gradients inside the loop are then partial
+    sums (`{U:dp}`). Add them up in the loop, and reduce them once after it, by one `psum`.
 
-    Communication: none, forward and backward. (Differentiated from outside, the whole costs one all-reduce, as
-    a replicated value does.)
+    Communication: none, forward and backward. If the whole is differentiated from outside, it costs one all-reduce, as
+    for any replicated value.
 
     Args:
       x: An array or a pytree of arrays, equal on those axes.

@@ -24,17 +24,17 @@ T = TypeVar("T")
 def ppermute(x: T, layout: str, perm: Sequence[tuple[int, int]], **names: Any) -> T:
     """Send blocks of the bracketed dimension to other places: `ppermute(x, "b [s/cp] d", [(0, 1), (1, 0)])`.
 
-    The global meaning: the dimension's blocks, one per device along its axes, are permuted; a place that
-    nothing is sent to gets zeros. With several axes (`[s/a/b]`) blocks are numbered with the first as the
+    The global meaning is a permutation of the dimension's blocks, of which each device along its axes has one. A place
+    that nothing is sent to gets zeros. With several axes (`[s/a/b]`) blocks are numbered with the first axis as the
     major one.
 
     Communication: forward one collective-permute, at most a shard's bytes per device. Backward the reverse.
 
     Args:
       x: An array or a pytree of arrays of this layout.
-      layout: The layout, the dimension whose blocks move in brackets.
-      perm: Pairs `(from block, to block)`; no block twice on either side.
-      **names: Sizes or mesh axes of names in the layout. `cp=None`: one block, the whole.
+      layout: The layout. The dimension whose blocks move is in brackets.
+      perm: Pairs `(from block, to block)`. No block occurs twice on either side.
+      **names: Sizes or mesh axes of names in the layout. With `cp=None` the whole is one block.
 
     Returns:
       The array with its blocks moved.
@@ -66,18 +66,18 @@ def ppermute(x: T, layout: str, perm: Sequence[tuple[int, int]], **names: Any) -
 def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) -> T:
     """Roll the blocks of the bracketed dimension: block i goes to place i + by.
 
-    The global meaning: `jnp.roll` by whole blocks. With `wrap=False` the blocks that leave are dropped and
-    zeros come in.
+    The global meaning is `jnp.roll` by whole blocks. With `wrap=False` the blocks that leave are dropped, and zeros
+    come in.
 
-    Communication: forward one collective-permute, a shard's bytes per device; none where nothing moves.
-    Backward the reverse.
+    Communication: forward one collective-permute, a shard's bytes per device, or none if nothing moves. Backward the
+    reverse.
 
     Args:
       x: An array or a pytree of arrays of this layout.
-      layout: The layout, the dimension whose blocks move in brackets: `"b [c/cp] l h d"`.
+      layout: The layout. The dimension whose blocks move is in brackets: `"b [c/cp] l h d"`.
       by: How many places, negative for the other direction.
       wrap: Whether what leaves at one end comes in at the other.
-      **names: Sizes or mesh axes of names in the layout. `cp=None`: one block, the whole.
+      **names: Sizes or mesh axes of names in the layout. With `cp=None` the whole is one block.
 
     Returns:
       The array with its blocks moved.
@@ -109,7 +109,7 @@ def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) ->
 
 
 def _bracketed(call: Call, layout: Layout) -> Fix | None:
-    """The line to paste where one dimension is divided: that in brackets."""
+    """The line to paste if one dimension is divided: the call with that dimension in brackets."""
     dims = [replace(d, bracket=False) for d in layout.dims]
     divided = [i for i, d in enumerate(dims) if d.axes and len(d.atoms) == 1]
     if len(divided) != 1:
@@ -177,8 +177,8 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
 
 
 def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) -> Any:
-    """The permutation on a whole array. A roll is a primitive of its own, for compilers turn a roll into one permute,
-    and the transpose that JAX would derive for it into two."""
+    """The permutation on a whole array. A roll is a primitive of its own, because compilers turn a roll into one
+    permute, and the transpose that JAX would derive for it into two."""
     x = operand.x
     shape = x.shape
     cut = x.reshape(*shape[:i], blocks, shape[i] // blocks, *shape[i + 1 :])

@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The steps of a relayout, what they send, and what no method could save. Printed, it is a table.
+    """The steps of a relayout, what they send, and the least that any method must send. It prints as a table.
 
     Attributes:
       source: The layout before.
@@ -88,9 +88,9 @@ class Plan:
       prefer: What it was planned for.
       steps: The steps, in order.
       lower_bound: Bytes that some device must receive whatever the method: what its target shard needs and its source
-        shard lacks, on the device where that is most. Of a partial sum of u parts, the larger of the target shard and
-        (u - 1 + q - 1) transfers per element averaged over the devices, for q devices that want it.
-      exceeds: Whether an array on the way is larger per device than both ends; only where no sequence of collectives
+        shard lacks, on the device where that is most. For a partial sum of u parts that q devices want, it is the
+        larger of the target shard and u - 1 + q - 1 transfers per element, averaged over the devices.
+      exceeds: Whether an array on the way is larger per device than both ends. It is only if no sequence of collectives
         avoids it.
       shape: The local shape before.
     """
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """`bytes` over `lower_bound`; 1 where nothing must travel and nothing does."""
+        """`bytes` over `lower_bound`, or 1 if nothing must travel and nothing does."""
         return self.bytes / self.lower_bound if self.lower_bound else 1.0
 
     @property
@@ -151,7 +151,7 @@ class Plan:
         }
 
     def table(self, width: int | None = None) -> str:
-        """The plan as text, no wider than `width` columns; by default the terminal's."""
+        """The plan as text, no wider than `width` columns, by default those of the terminal."""
         return _table(self, width or shutil.get_terminal_size((100, 24)).columns)
 
     def __str__(self) -> str:
@@ -174,25 +174,25 @@ def plan(
 ) -> Plan:
     """The cheapest way from one layout to another: `plan("a/x b -> a b/x", sizes=..., mesh=...)`.
 
-    It is what `relayout` does inside a kernel and `shard` to an array that lies on the mesh already; nothing is
-    run, and no device is needed. See `relayout` for what is compared and for the source of the method. A bare name lies
-    where the surrounding `axis_mapping` says, or inside a kernel the mapping of the kernel.
+    `relayout` does it inside a kernel, and `shard` does it to an array that lies on the mesh already. `plan` runs
+    nothing and needs no devices. See `relayout` for what is compared and for the source of the method. A bare name lies
+    where the surrounding `axis_mapping` says, or, inside a kernel, the mapping of the kernel.
 
-    Communication: none; the plan says what the steps would send.
+    Communication: none. The plan says what the steps would send.
 
     Args:
-      pattern: `"layout -> layout"`, the same dimensions in the same order; the left one may have `{U:axes}`.
-      *misplaced: Nothing; all else is given by keyword.
+      pattern: `"layout -> layout"`, with the same dimensions in the same order. The left one may have `{U:axes}`.
+      *misplaced: Nothing. All else is given by keyword.
       sizes: The global size of each name.
-      mesh: A Mesh, an AbstractMesh or `{"x": 4}`; absent, that of `jax.set_mesh`.
+      mesh: A Mesh, an AbstractMesh or `{"x": 4}`. The default is that of `jax.set_mesh`.
       dtype: The type of the elements.
       prefer: As in `relayout`: "collectives", "bytes" or "latency".
-      hardware: A profile or the name of a preset, as `spmd.hardware` takes it: steps then have seconds.
-        `prefer="latency"` needs one.
+      hardware: A profile or the name of a preset, as `spmd.hardware` takes it. Steps then have seconds.
+        `prefer="latency"` needs a profile.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
-      The `Plan`; printed, a table of its steps, their bytes, the lower bound and the ratio.
+      The `Plan`. It prints as a table of its steps, their bytes, the lower bound and the ratio.
 
     Raises:
       LayoutError: If the dimensions differ, or a size is not given.
@@ -240,7 +240,7 @@ def plan(
 
 
 def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
-    """The hardware profile that the keywords name; an error where they are none."""
+    """The hardware profile that the keywords name. Keywords that name none are an error."""
     if prefer not in PREFER:
         raise CommunicationError(not_one_of("prefer", prefer, PREFER), call=call)
     if profile is None and prefer == "latency":
@@ -308,7 +308,7 @@ def as_plan(
 
 
 def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...]) -> Layout:
-    """The dimensions of `like`, divided otherwise; opened where a composite cannot be written so."""
+    """The dimensions of `like`, divided otherwise. Composites that cannot be written so are opened."""
     axes = iter(placement)
     dims = [replace(d, atoms=tuple(replace(a, axes=next(axes)) for a in d.atoms)) for d in like.dims]
     try:
@@ -367,7 +367,7 @@ def _dtype(dtype: Any) -> np.dtype:
 
 
 def _complete(call: Call) -> tuple[Layout, Layout]:
-    """Both layouts, which must say the size of everything: no `...`, no margins, no unnamed dimension."""
+    """Both layouts. They must say the size of everything: no `...`, no margins, no unnamed dimension."""
     [source], [target] = call.pattern.inputs, call.pattern.outputs
     for dim in (*source.dims, *target.dims):
         rule = None
@@ -403,7 +403,7 @@ def _table(found: Plan, width: int) -> str:
 
 
 def summary(found: Plan) -> list[str]:
-    """What a plan comes to, one sentence per line."""
+    """The result of a plan, one sentence per line."""
     if not found.steps:
         return ["nothing to do", f"largest array on the way: {bytes_text(found.peak)} per device"]
     total = f"total: {bytes_text(found.bytes)} per device, lower bound {bytes_text(found.lower_bound)}"

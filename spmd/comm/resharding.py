@@ -35,24 +35,25 @@ def relayout(
 ) -> T:
     """Bring an array from one layout to any other by the cheapest steps: `relayout(x, "a/x b -> a b/x")`.
 
-    The steps are local slices, all_gathers, all_to_alls (of several axes from and to several dimensions at once),
-    ppermutes of whole shards, and for partial sums psum_scatters and psums. Of all sequences the one is taken with the
+    The steps are local slices, all_gathers, all_to_alls (of several axes, from and to several dimensions at once),
+    ppermutes of whole shards, and for partial sums psum_scatters and psums. The planner takes the sequence with the
     fewest bytes per device, then the fewest collectives, then the smallest intermediate array, then the smallest arrays
-    early (gathers last). No array on the way is larger than the larger end, unless the sizes divide in no other way. A
-    mesh axis that neither side names may carry slices of the copies along it, where that saves bytes. Where axes of
-    different sizes take part, rounds of point-to-point sends are taken that send less in no more collectives, or that
-    need no larger array on the way. `spmd.plan` shows the steps with their bytes and the least that any method must
+    early, so that gathers come last. No array on the way is larger than the larger end, unless the sizes do not divide
+    in any other way. If it saves bytes, a mesh axis that neither side names may carry slices of the copies along it.
+    Between axes of different sizes, rounds of point-to-point sends are taken if they send less in no more collectives,
+    or need no larger array on the way. `spmd.plan` shows the steps, their bytes, and the least that any method must
     send.
 
-    Communication: forward what the plan says; nothing where the layouts are equal under the mapping. Backward what the
-    plan of the way back says; with `to="varying"` the gradients of copies are parts of a sum, and are added up on it.
+    Communication: forward what the plan says, and nothing if the layouts are equal under the mapping. Backward what the
+    plan of the way back says. With `to="varying"` the gradients of copies are parts of a sum, which the way back adds
+    up.
 
     Args:
       x: An array or a pytree of arrays of this layout.
-      pattern: `"layout -> layout"`, the same dimensions in the same order, any placement on either side.
+      pattern: `"layout -> layout"`, with the same dimensions in the same order, and any placement on either side.
       to: As in `all_gather`, the type of what is whole afterwards: "varying" or "invarying".
-      prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, where collectives
-        cannot reach the lower bound; "latency" to take the least time on a hardware profile.
+      prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, if collectives cannot
+        reach the lower bound; "latency" to take the least time on a hardware profile.
       hardware: The profile, or the name of a preset: see `spmd.hardware`. "latency" needs one.
       **names: Sizes or mesh axes of names in the pattern.
 
@@ -62,7 +63,7 @@ def relayout(
     Raises:
       LayoutError: If the dimensions differ.
       SizeError: If a dimension does not divide.
-      CommunicationError: If `prefer` is none of these, or lacks its profile.
+      CommunicationError: If `prefer` is not one of these, or lacks its profile.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -105,7 +106,7 @@ def _before_and_after(call: Call, operand: Operand, dst: Layout) -> tuple[list[A
 
 
 def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
-    """The whole array in auto mode: where the compiler cannot do the change at once, the steps are constraints."""
+    """The whole array in auto mode. If the compiler cannot make the change at once, the steps are constraints."""
     frame = call.frame
     sizes = [frame.axis_size(a) for a in {*src.axes, *dst.axes}]
     if frame.mode != "auto" or frame.constrain != "all" or not uneven(sizes):
@@ -122,8 +123,9 @@ def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
 
 
 def _one_by_one(now: list[Axes], then: list[Axes]) -> Iterator[list[Axes]]:
-    """Placements on the way, each one axis from the last: an axis that is minor-most where it is and next in line where
-    it goes is exchanged; what else is in the way is gathered, minor-most first, and divided again at the end."""
+    """The placements on the way. Each differs from the one before in one axis. An axis that is minor-most where it is,
+    and next in line where it goes, is exchanged. Anything else in the way is gathered, minor-most first, and divided
+    again at the end."""
     now = list(now)
 
     def next_in_line(axis: str) -> int | None:
@@ -155,7 +157,7 @@ def _planned(call: Call, operand: Operand, dst: Layout, to: str, prefer: str, pr
         source=tuple(before),
         target=tuple(after),
         summed=frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced)),
-        # not for any step: partial sums that stay, what others are told is equal, and axes that are the compiler's
+        # No step may use these: partial sums that stay, copies that are marked reduced, and axes of the compiler.
         kept=tuple(a for a in frame.axis_names if a in (*dst.unreduced, *src.reduced, *dst.reduced) or a not in manual),
         itemsize=x.dtype.itemsize,
         prefer=prefer,

@@ -1,4 +1,4 @@
-"""Operations on arrays: their strings say shape, placement and communication."""
+"""Operations on arrays. Their strings say shape, placement and communication."""
 
 from spmd.ops._annotate import annotate, assert_equal, debug_print, typeof
 from spmd.ops._control import cond

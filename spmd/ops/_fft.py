@@ -1,4 +1,4 @@
-"""Fourier transforms of distributed arrays: a renamed dimension is a transformed one."""
+"""Fourier transforms of distributed arrays. A dimension that is renamed is transformed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd.errors import Fix, LayoutError, SizeError, not_one_of
 from spmd.language import Atom, Dim, Layout
 from spmd.modes import inner
 from spmd.ops._fft_freq import frequencies
-from spmd.ops._fft_line import along, factors, in_two_factors
+from spmd.ops._fft_line import factors, in_two_factors, transformed
 from spmd.ops._fft_moves import JOINED, cut, joined, transposed
 from spmd.ops._fft_route import Job, Stage, route
 from spmd.ops._local import local
@@ -34,21 +34,20 @@ _relayout, _local = inner(relayout), inner(local)
 def fft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
     """The discrete Fourier transform along each renamed dimension: `fft(x, "x/a y z -> kx ky/a kz")`.
 
-    Dimensions match by position, whatever they are called; one that has another name on the right is transformed.
-    The right side says where the result lies: `"x/a y z -> kx ky/a kz"` leaves the spectrum transposed, as
-    slab-decomposed codes do, `"... -> kx/a ky kz"` brings it back, which costs a second exchange. Any placements
-    on either side, any number of transformed dimensions, in any modes. What lies between is chosen to send the
-    fewest bytes; a dimension that a layout in between does not divide is padded on the way.
+    Dimensions match by position. One that has another name on the right is transformed. The right side says where the
+    result lies: `"x/a y z -> kx ky/a kz"` leaves the spectrum transposed, as slab-decomposed codes do, and
+    `"... -> kx/a ky kz"` brings it back, which costs a second exchange. Any placements are allowed on either side, any
+    number of dimensions may be transformed, and all modes work. The layouts in between are chosen to send the fewest
+    bytes. A dimension that such a layout does not divide is padded on the way.
 
-    Communication: with N numbers in a device's shard, one all-to-all of N (n - 1)/n for each group of n devices
-    that a transformed dimension has to be freed from, and what the right side asks for beyond that: a slab
-    (`"x/a y z -> kx ky/a kz"`) takes one, a pencil (`"x/a y/b z -> kx ky/a kz/b"`) two. Never a gather unless
-    the right side is gathered. A single dimension, `"x/a -> kx/a"`, takes three. Backward the same, in reverse.
-    Memory: shards, and padding.
+    Communication: with N numbers in a device's shard, one all-to-all of N (n - 1)/n for each group of n devices that
+    divides a transformed dimension, and then whatever the right side asks for. A slab (`"x/a y z -> kx ky/a kz"`) takes
+    one, a pencil (`"x/a y/b z -> kx ky/a kz/b"`) two, and a single dimension, `"x/a -> kx/a"`, three. There is no
+    gather unless the right side is gathered. Backward the same in reverse. Memory: shards and padding.
 
     Args:
       x: The array, real or complex.
-      pattern: `"layout -> layout"`, dimensions in the same order.
+      pattern: `"layout -> layout"`, with the dimensions in the same order.
       norm: "backward" (no factor forward, 1/n in the inverse), "ortho" or "forward", as in `jnp.fft`.
       to: As in `all_gather`, the type of a result that the right side gathers.
       **names: Sizes or mesh axes of names in the pattern.
@@ -111,17 +110,18 @@ def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", *
 def rfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
     """The Fourier transform of a real array: the last renamed dimension keeps its n // 2 + 1 frequencies from 0 up.
 
-    `rfft(x, "x/a y z -> kx ky/a kz")` transforms z first, as real numbers, then x and y; what is sent before
-    that has half the bytes. Otherwise as `fft`.
+    `rfft(x, "x/a y z -> kx ky/a kz")` transforms z first, as real numbers, then x and y. What is sent before that has
+    half the bytes. All else is as in `fft`.
 
-    For even n, n // 2 + 1 is odd and rarely divides. Let another dimension take over the axes, or, where all are taken
-    as in pencils, let `pad=True` add zeros behind the frequencies: `rfft(x, "x/a y/b z -> kx ky/a kz/b", pad=True)`.
+    For even n, n // 2 + 1 is odd and rarely divides. Let another dimension take over the axes. If all dimensions are
+    taken, as in pencils, let `pad=True` add zeros behind the frequencies:
+    `rfft(x, "x/a y/b z -> kx ky/a kz/b", pad=True)`.
 
     Args:
       x: A real array.
-      pattern: `"layout -> layout"`; the last renamed dimension has n // 2 + 1 entries on the right.
-      pad: Whether zeros may follow these: up to the size that its name has by keyword or signature (`kz=40`, the same
-        on every mesh), else to the next one that its axes divide. `irfft` and `rfftfreq` take the same keyword.
+      pattern: `"layout -> layout"`. The last renamed dimension has n // 2 + 1 entries on the right.
+      pad: Whether zeros may follow these, up to the size that a keyword or the signature gives its name (`kz=40`, the
+        same on every mesh), or else to the next size that its axes divide. `irfft` and `rfftfreq` take the keyword too.
       norm: As in `fft`.
       to: As in `all_gather`, the type of a result that the right side gathers.
       **names: Sizes or mesh axes of names in the pattern.
@@ -148,14 +148,14 @@ def rfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to:
 def irfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
     """The inverse of `rfft`, to a real array: `irfft(f, "kx ky/a kz -> x/a y z", z=64)`.
 
-    The size of the last renamed dimension is that of its name on the right, given by keyword or by the kernel's
-    signature; left out it is 2 (m - 1) for m frequencies, as in `jnp.fft.irfft`. Otherwise as `ifft`.
+    The size of the last renamed dimension is that of its name on the right, given by a keyword or by the kernel's
+    signature. Without one it is 2 (m - 1) for m frequencies, as in `jnp.fft.irfft`. All else is as in `ifft`.
 
     Args:
       x: The half spectrum.
       pattern: `"layout -> layout"`.
-      pad: Whether the spectrum has more entries than frequencies, as `rfft(..., pad=True)` makes it: the first
-        n // 2 + 1 are transformed back, whatever stands behind them. The size n must then be given.
+      pad: Whether the spectrum has more entries than frequencies, as `rfft(..., pad=True)` makes it. The first
+        n // 2 + 1 are transformed back, and those behind them are ignored. The size n must then be given.
       norm: As given to `rfft`.
       to: As in `all_gather`, the type of a result that the right side gathers.
       **names: Sizes or mesh axes of names in the pattern.
@@ -213,7 +213,7 @@ def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any])
 
 
 def _in_place(job: Job) -> bool:
-    """Whether it is of the one dimension there is, divided alike on both sides."""
+    """Whether the array has one dimension that is divided, the transformed one, alike on both sides."""
     alone = job.moved == {len(job.source) - 1} and not any(job.source[:-1])
     return alone and not job.real and job.source == job.target
 
@@ -229,7 +229,7 @@ def _nowhere(call: Call, job: Job) -> NoReturn:
 
 
 def _inexact(call: Call, x: Any) -> Any:
-    """Numbers that XLA transforms: floats of less than float32 become that, integers and booleans JAX's default."""
+    """Numbers that XLA transforms: smaller floats become float32, integers and booleans JAX's default float."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         if call.name == "fft.rfft":
             fix = call.paste(call.pattern.inputs[0], call.pattern.outputs[0], name="fft.fft")
@@ -268,8 +268,8 @@ def _renamed(call: Call) -> tuple[int, ...]:
 
 
 def _check_order(call: Call, pairs: list[tuple[Dim, Dim]]) -> None:
-    """Names that are those of the left side in another order, as in `"x y -> ky kx"`, say that something is transposed,
-    while the positions say that nothing is. Other libraries do transpose."""
+    """Refuse names that repeat those of the left side in another order, as in `"x y -> ky kx"`. They say that something
+    is transposed, and the positions say that nothing is. Other libraries do transpose."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     left, right = ([one[side].atoms[0].name for one in pairs] for side in (0, 1))
     one, other = _told_apart(left), _told_apart(right)
@@ -294,7 +294,7 @@ def _check_order(call: Call, pairs: list[tuple[Dim, Dim]]) -> None:
 
 
 def _told_apart(names: list[str]) -> list[str]:
-    """Names without what they all begin and end with: `x`, `y` of `kx`, `ky`."""
+    """Names without their common beginning and end: `x`, `y` for `kx`, `ky`."""
     names = [name.casefold() for name in names]
     for _ in range(2):  # the front, then, written backwards, the back
         shared = sum(1 for _ in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*names, strict=False)))
@@ -387,8 +387,8 @@ def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
 class _Walk:
     """The stages of one transform, on arrays.
 
-    Where a body has its own collectives, the dimension that is transformed next is the last one in memory: an exchange
-    is a copy of the array anyway, and its pieces are joined where the transform reads them.
+    In explicit mode the dimension that is transformed next is the last one in memory. An exchange copies the array
+    anyway, and its pieces are joined where the transform reads them.
     """
 
     def __init__(self, call: Call, job: Job, named: Job, names: tuple[str, ...], how: _How) -> None:
@@ -431,7 +431,7 @@ class _Walk:
         return self.resized(x, stage.to, {i: pads[i][0] for i in leaving})
 
     def resized(self, x: Any, at: tuple[Any, ...], sizes: dict[int, int]) -> Any:
-        """Each block with zeros at its end, or without what is there, so that dimensions have these sizes."""
+        """Each block with zeros added or entries removed at its end, so that the dimensions have these sizes."""
         auto = self.call.frame.mode == "auto"
 
         def run(x: Any) -> Any:
@@ -448,7 +448,7 @@ class _Walk:
         return _local(run, f"{text} -> {self.text(at, sizes)}")(x)
 
     def moved(self, x: Any, at: tuple[Any, ...], to: tuple[Any, ...], freed: list[int]) -> Any:
-        """From one placement to another; what is freed to be transformed becomes last."""
+        """From one placement to another. The dimensions that are freed to be transformed become the last ones."""
         if self.call.frame.explicit:
             order = (*(i for i in self.order if i not in freed), *freed)
             x = x.transpose([self.order.index(i) for i in order])
@@ -462,7 +462,8 @@ class _Walk:
         return _relayout(x, f"{self.text(at)} -> {self.text(to)}", to=self.to)
 
     def apply(self, x: Any, dims: tuple[int, ...], at: tuple[Any, ...]) -> Any:
-        """The transform along dimensions that are whole. XLA of jax 0.10 gathers all others first: hence an island."""
+        """The transform along dimensions that are whole. In auto mode it is an island, because XLA of jax 0.10 would
+        gather all other dimensions first."""
         fn = self.plain(dims)
         if self.call.frame.mode != "auto":
             return fn(x)
@@ -476,7 +477,7 @@ class _Walk:
             extra = self.job.after[half] - (self.job.before[half] // 2 + 1)
 
             def halved(x: Any) -> Any:
-                x = along(functools.partial(jnp.fft.rfftn, norm=norm), x, [place(half)])
+                x = transformed(functools.partial(jnp.fft.rfftn, norm=norm), x, [place(half)])
                 return jnp.pad(x, [(0, extra * (i == place(half))) for i in range(x.ndim)]) if extra else x
 
             return halved
@@ -486,11 +487,11 @@ class _Walk:
 
         def run(x: Any) -> Any:
             if rest:
-                x = along(functools.partial(many, norm=norm), x, rest)
+                x = transformed(functools.partial(many, norm=norm), x, rest)
             if half in dims and real == "last":
                 n = self.job.after[half]
                 x = jax.lax.slice_in_dim(x, 0, n // 2 + 1, axis=place(half))
-                x = along(functools.partial(jnp.fft.irfftn, s=(n,), norm=norm), x, [place(half)])
+                x = transformed(functools.partial(jnp.fft.irfftn, s=(n,), norm=norm), x, [place(half)])
             return x
 
         return run
@@ -500,7 +501,7 @@ class _Walk:
         return self.written(self.placed(at), renamed)
 
     def placed(self, at: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A placement with the axes of one block, which stay where the source has them until the end."""
+        """A placement with the axes of size 1, which stay where the source has them until the end."""
         units = (tuple(a for a in axes if self.job.parts((a,)) == 1) for axes in self.named.source)
         ends = zip(self.job.source, self.named.source, units, at, strict=True)
         return tuple(written if now == wide else (*unit, *now) for wide, written, unit, now in ends)

@@ -17,12 +17,12 @@ __all__ = ["fftfreq", "rfftfreq"]
 
 
 def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
-    """The sample frequencies of a transformed dimension, each device its own: `fftfreq("ky/a")`.
+    """The sample frequencies of a transformed dimension. Each device has those of its own block: `fftfreq("ky/a")`.
 
     Communication: none.
 
     Args:
-      layout: One dimension, `"ky/a"`, of the size that its signature or a keyword binds.
+      layout: One dimension, `"ky/a"`. The kernel's signature or a keyword binds its size.
       d: The distance of the samples.
       **names: Sizes or mesh axes of names in the layout.
 
@@ -55,7 +55,7 @@ def rfftfreq(layout: str, n: int, d: Any = 1.0, *, pad: bool = False, **names: A
       layout: One dimension, `"kz"`.
       n: How many samples were transformed.
       d: Their distance.
-      pad: As given to `rfft`. Behind the frequencies, where the spectrum is zero, their sequence goes on.
+      pad: As given to `rfft`. The sequence of frequencies goes on behind them, where the spectrum is zero.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:

@@ -1,5 +1,5 @@
-"""Fourier transforms on one device, and of a dimension that is divided and has none beside it: in two factors, three
-exchanges."""
+"""Fourier transforms on one device, and of a divided dimension with no other one to take its axes: in two factors, with
+three exchanges."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from spmd.ops._create import iota
 from spmd.ops._rearrange import rearrange
 from spmd.ops._sizes import axis_size
 
-__all__ = ["along", "factors", "in_two_factors"]
+__all__ = ["factors", "in_two_factors", "transformed"]
 
 
-def along(fn: Callable[..., Any], x: Any, dims: list[int]) -> Any:
-    """A transform of the dimensions `dims`, as XLA has it: of the last ones, in memory too."""
+def transformed(fn: Callable[..., Any], x: Any, dims: list[int]) -> Any:
+    """A transform of the dimensions `dims`. XLA transforms the last ones, so they become last, in memory too."""
     order = [*(i for i in range(x.ndim) if i not in dims), *dims]
     out = _compat.row_major(fn(_compat.row_major(x.transpose(order)), axes=range(-len(dims), 0)))
     return out.transpose([order.index(i) for i in range(x.ndim)])
 
 
 def factors(n: int, parts: int) -> tuple[int, int]:
-    """n, a multiple of `parts`, as a product whose first factor is one too, and the second if it can be: then as equal
-    as they come."""
+    """n, a multiple of `parts`, as a product. The first factor is a multiple of `parts`; if the second can be one too,
+    it is, and the two are as equal as possible."""
     rest, remainder = divmod(n, parts * parts)
     if remainder:
         return parts, n // parts
@@ -50,12 +50,12 @@ def in_two_factors(x: Any, sizes: tuple[int, int], axes: tuple[str, ...], *, inv
     many = functools.partial(jnp.fft.ifftn if inverse else jnp.fft.fftn, norm=norm)
     x = rearrange(x, "... (m n)/a -> ... m/a n", n=n, a=axes)
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, wide - n)]) if wide > n else x
-    x = along(many, all_to_all(x, "... m/a n -> ... m n/a", a=axes), [x.ndim - 2])
+    x = transformed(many, all_to_all(x, "... m/a n -> ... m n/a", a=axes), [x.ndim - 2])
     turns = jnp.arange(m, dtype=jnp.int32)[:, None] * iota("n/a", n=wide, a=axes)[None, :]
     angle = turns.astype(x.real.dtype) * (math.tau / (m * n) * (1 if inverse else -1))
     x = x * lax.expand_dims(lax.complex(jnp.cos(angle), jnp.sin(angle)), range(x.ndim - 2))
     x = all_to_all(x, "... k n/a -> ... k/a n", a=axes)
-    x = along(many, x[..., :n] if wide > n else x, [x.ndim - 1])
+    x = transformed(many, x[..., :n] if wide > n else x, [x.ndim - 1])
     if wide > n:
         return _in_blocks(x, axes)
     x = all_to_all(x, "... k/a q -> ... k q/a", a=axes)
@@ -65,8 +65,8 @@ def in_two_factors(x: Any, sizes: tuple[int, int], axes: tuple[str, ...], *, inv
 def _in_blocks(x: Any, axes: tuple[str, ...]) -> Any:
     """`"... k/a q"` to `"... (q k)/a"` with one k on each device, though a does not divide q.
 
-    What row k has for block d are the frequencies `q K + k` from `d N` on, `N / K` rounded up or down of them: each
-    pair of devices exchanges as many as the most, and each block is put in order where it lies.
+    Row k has for block d the frequencies `q K + k` from `d N` on. Their number is `N / K`, rounded up or down. Each
+    pair of devices exchanges the larger number, and each device puts its block in order.
     """
     parts, n = axis_size(axes), x.shape[-1]
     places = -(-n // parts)
@@ -83,5 +83,5 @@ def _in_blocks(x: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _taken(x: Any, at: Any) -> Any:
-    """Of the last dimension, by row."""
+    """Elements of the last dimension, chosen row by row."""
     return jnp.take_along_axis(x, lax.expand_dims(at, range(x.ndim - 2)), axis=-1)

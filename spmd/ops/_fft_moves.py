@@ -1,8 +1,8 @@
 """Rearrangements of a block that XLA for CPUs makes in one pass over the memory, forward and backward.
 
-It joins what it finds as slices of one array in one pass, and what is said as a transpose in two. The gradient of a
-slice is an array of zeros with the slice in it, and that of many slices the sum of as many: so these have transposes of
-their own, which are the way back.
+XLA joins slices of one array in one pass, and a transpose that does the same takes two. But the gradient of a slice is
+an array of zeros with the slice in it, and the gradient of many slices is a sum of as many such arrays. So these
+operations have transposes of their own: the way back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmd import _compat
 
 __all__ = ["JOINED", "cut", "joined", "transposed"]
 
-JOINED = 16  # pieces of an array that are joined one by one; more would make programs large
+JOINED = 16  # the most pieces that are joined one by one; more would make programs large
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class _Cut:
     fixed: bool = False  # whether it undoes a join
 
     def run(self, x: Any) -> Any:
-        # Else XLA sees through both where one follows the other, for some of the pieces only, and then refuses an
-        # exchange of pieces that lie in memory in different orders.
+        # Otherwise XLA removes a join and a cut that follow each other, but for some of the pieces only, and then
+        # refuses an exchange of pieces that lie in memory in different orders.
         x = _compat.row_major(x) if self.fixed else x
         return jnp.moveaxis(x.reshape(*x.shape[: self.dim], self.n, -1, *x.shape[self.dim + 1 :]), self.dim, 0)
 
@@ -43,7 +43,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Join:
-    """The way back: a stack of `n` pieces, one behind the other in dimension `dim`."""
+    """The reverse: the `n` pieces of a stack, one behind the other in dimension `dim`."""
 
     n: int
     dim: int
@@ -60,7 +60,7 @@ class _Join:
 
 @dataclass(frozen=True)
 class _Transpose:
-    """A transpose; plane by plane where there are few, which caches like better."""
+    """A transpose. If there are few planes, it goes plane by plane, which suits caches better."""
 
     order: tuple[int, ...]
 

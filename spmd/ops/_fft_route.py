@@ -1,8 +1,12 @@
-"""The way of a distributed Fourier transform: which dimensions are transformed when, and the layouts between.
+"""The route of a distributed Fourier transform: which dimensions are transformed when, and the layouts in between.
 
-Pure Python on placements: a dimension can be transformed where it is whole on each device, so the divided ones are
-freed one after another (or several at once) by moving their mesh axes to other dimensions. The way that sends the
-fewest bytes is found by Dijkstra's algorithm; ways are short and few, and each is searched once.
+Pure Python on placements. A dimension can be transformed while it is whole on each device. So the divided ones are
+freed one after another, or several at once, by moving their mesh axes to other dimensions. Dijkstra's algorithm finds
+the route that sends the fewest bytes; the planner says what each change of layout sends. Routes are short and few, and
+each is searched once.
+
+This search is not the planner's. Between two layouts here dimensions must be whole, in an order for real transforms,
+sizes and item sizes change, and some dimensions are padded; the planner's states and its bound know none of this.
 """
 
 from __future__ import annotations
@@ -25,18 +29,18 @@ Placement = tuple[Axes, ...]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be done: dimensions by position.
+    """What is to be done. Dimensions go by position.
 
     Attributes:
       source: The mesh axes of each dimension before.
       target: The same after.
       before: The global size of each dimension before.
-      after: The same after; the real transforms change the size of one.
+      after: The same after. The real transforms change the size of one dimension.
       moved: The dimensions that are transformed.
-      half: The one of a real transform, which comes first forward and last backward; else -1.
+      half: The halved dimension of a real transform, transformed first forward and last backward; otherwise -1.
       real: "" for a complex transform, "first" where dimension `half` starts real, "last" where it ends real.
-      movable: The dimensions that may take over axes: those with one name.
-      together: Whether several dimensions may give axes away at once. In auto mode XLA gathers there.
+      movable: The dimensions that may take over axes, which are those with one name.
+      together: Whether several dimensions may give axes away at once. In auto mode XLA would gather.
       mesh: Size of each mesh axis.
       given: Bytes of a number before the first transform.
       itemsize: Bytes of a complex number.
@@ -60,7 +64,7 @@ class Job:
         return math.prod(sizes[axis] for axis in axes)
 
     def of_wide_axes(self) -> Job:
-        """The same without axes of size 1, along which a dimension is one block, and so is whole."""
+        """The same without axes of size 1: a dimension along them is one block, and so is whole."""
         sides = ((tuple(a for a in axes if self.parts((a,)) > 1) for axes in x) for x in (self.source, self.target))
         source, target = map(tuple, sides)
         return self if (source, target) == (self.source, self.target) else replace(self, source=source, target=target)
@@ -71,9 +75,9 @@ class Stage:
     """One stage: transform the dimensions `moved`, or go to the placement `to`.
 
     Attributes:
-      moved: The dimensions to transform, all whole here; empty for a change of layout.
-      to: The placement after; None for a transform.
-      sizes: The size that each dimension has during the change, padded where it would not divide.
+      moved: The dimensions to transform, all whole here. Empty for a change of layout.
+      to: The placement after it. None for a transform.
+      sizes: The size that each dimension has during the change, padded if it would not divide.
     """
 
     moved: tuple[int, ...] = ()
@@ -83,8 +87,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Where a search stands: the placement, what is left to transform, and each padded dimension with the axes that it
-    had, and will have again, without the padding."""
+    """Where a search stands: the placement, the dimensions left to transform, and each padded dimension with the axes
+    that it has without the padding, before and after."""
 
     at: Placement
     left: frozenset[int]
@@ -93,7 +97,7 @@ class _State:
 
 @functools.lru_cache(maxsize=1024)
 def route(job: Job) -> tuple[Stage, ...] | None:
-    """The stages of the cheapest way; None where no dimension can take over the axes of one that must be whole."""
+    """The stages of the cheapest route. None if no dimension can take over the axes of one that must be whole."""
     if not job.together and (stages := _search(job, singly=True)) is not None:
         return stages
     return _search(job, singly=False)
@@ -121,7 +125,8 @@ def _search(job: Job, *, singly: bool) -> tuple[Stage, ...] | None:
 
 
 def _sliced(job: Job) -> Placement:
-    """The source, cut further where the target divides a dimension that is not transformed by axes still free."""
+    """The source, cut further: if a dimension is not transformed, the target's additional axes may divide it at
+    once."""
     used = {axis for axes in job.source for axis in axes}
     out = []
     for i, (have, want) in enumerate(zip(job.source, job.target, strict=True)):
@@ -131,7 +136,7 @@ def _sliced(job: Job) -> Placement:
 
 
 def _transformed(job: Job, state: _State, stages: tuple[Stage, ...]) -> tuple[_State, tuple[Stage, ...]]:
-    """Everything transformed that can be here."""
+    """The state and stages after every transform that is possible here."""
     left = state.left
     while True:
         ready = tuple(i for i in sorted(left) if not state.at[i] and _in_turn(job, left, i))
@@ -162,7 +167,7 @@ def _itemsize(job: Job, left: frozenset[int]) -> int:
 def _changes(
     job: Job, state: _State, singly: bool
 ) -> Iterator[tuple[Placement, tuple[int, ...], frozenset[tuple[int, Axes]], int]]:
-    """The layouts that may come next: the target where it frees something, and every move of whole groups of axes."""
+    """The layouts that may come next: the target if it frees something, and every move of whole groups of axes."""
     item = _itemsize(job, state.left)
     for to in dict.fromkeys((job.target, *_freed(job, state), *(_homeward(job, state) if singly else ()))):
         if to == state.at or not (to != job.target or _frees(state, to)) or (singly and not _single(state.at, to)):
@@ -175,7 +180,7 @@ def _changes(
 
 
 def _frees(state: _State, to: Placement) -> bool:
-    """Whether the target brings the work on: nothing is left to transform, or something becomes whole or is cropped."""
+    """Whether the target is progress: nothing is left to transform, or some dimension becomes whole or is cropped."""
     return (
         not state.left
         or any(state.at[i] and not to[i] for i in state.left)
@@ -192,7 +197,7 @@ def _single(at: Placement, to: Placement) -> bool:
 
 
 def _freed(job: Job, state: _State) -> Iterator[Placement]:
-    """All ways to take the axes away from one or several of the dimensions that wait: all of them, or from a padded one
+    """All ways to take axes away from one or several of the waiting dimensions: all its axes, or, from a padded one,
     those that it was padded for."""
     bases = dict(state.padded)
     waiting = [i for i in sorted(state.left | set(bases)) if state.at[i] != bases.get(i, ())]
@@ -208,7 +213,7 @@ def _freed(job: Job, state: _State) -> Iterator[Placement]:
 
 
 def _homeward(job: Job, state: _State) -> Iterator[Placement]:
-    """When all is transformed: the moves of minor axes to where the target has them next."""
+    """Once all is transformed: the moves of minor axes to where the target has them next."""
     for giver, axes in enumerate(() if state.left else state.at):
         for keep, taker in itertools.product(range(len(axes)), range(len(state.at))):
             moved = (*state.at[taker], *axes[keep:])
@@ -217,10 +222,10 @@ def _homeward(job: Job, state: _State) -> Iterator[Placement]:
 
 
 def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], frozenset[tuple[int, Axes]]] | None:
-    """The sizes that make the change possible, and what is padded after it; None where padding cannot help.
+    """The sizes that make the change possible, and what is padded after it. None if padding cannot help.
 
-    A dimension is padded when it takes over axes, behind those that it has already: each of its blocks at its end. It
-    is cropped when it has given them away again, and nothing else is done to it in between.
+    A dimension is padded when it takes over axes behind its own: each of its blocks gets zeros at its end. It is
+    cropped when it has given these axes away again. In between nothing else is done to it.
     """
     sizes, padded, bases = [], set(), dict(state.padded)
     for i, (have, want) in enumerate(zip(state.at, to, strict=True)):

@@ -1,4 +1,4 @@
-"""Gradients inside kernels: of complete losses or declared partial sums, and custom rules with fitting types."""
+"""Gradients inside kernels, of complete losses or declared partial sums, and custom rules with matching types."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """The value and gradient of a loss, inside a kernel, with the meaning of the whole program.
 
-    Raw `jax.grad` inside `shard_map` differentiates the sum over devices of their scalars: a loss that is a
-    gathered copy comes out n times too big, and so does a local mean. Here the loss must be, on each mesh axis,
-    complete (equal by JAX's own type: the result of a `psum` or of `reduce(..., "... -> scalar")`), or a
-    partial sum that is declared.
+    Raw `jax.grad` inside `shard_map` differentiates the sum of the devices' scalars. The gradient of a loss that is a
+    gathered copy comes out n times too big, and so does that of a local mean. Here the loss must be complete on each
+    mesh axis, or a declared partial sum. It is complete if it is equal by JAX's own type, as the result of a `psum` or
+    of `reduce(..., "... -> scalar")` is.
 
-    Layouts of gradients: that of the argument. Where the argument is equal by JAX's type, the gradient is
-    summed over the devices (one all-reduce); where it is a gathered copy or deferred (`{R:}`), the gradient is
-    a partial sum (`{U:}`); where it is divided, so is the gradient.
+    The gradient has the layout of its argument. If the argument is equal by JAX's type, the gradient is summed over the
+    devices (one all-reduce). If it is a gathered copy or deferred (`{R:}`), the gradient is a partial sum (`{U:}`). If
+    it is divided, so is the gradient.
 
     Communication: the transposes of the collectives of `fn`, and one all-reduce per argument that is equal by
     JAX's type and used by divided data.
@@ -47,14 +47,14 @@ def value_and_grad(
     Args:
       fn: A function to a scalar, or to `(scalar, aux)`.
       argnums: Which positional arguments to differentiate.
-      loss: "" for a complete loss, or "{U:dp}" for one that is a partial sum on those axes.
+      loss: "" for a complete loss, or "{U:dp}" for a loss that is a partial sum on those axes.
       has_aux: Whether `fn` returns auxiliary results too.
 
     Returns:
       A function to `(value, gradient)`, or `((value, aux), gradient)`.
 
     Raises:
-      ReplicationError: If the loss is neither complete nor declared on some axis, or declared and equal.
+      ReplicationError: If on some axis the loss is neither complete nor declared, or it is declared and equal.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -102,9 +102,9 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient of a loss inside a kernel; `value_and_grad` without the value.
+    """The gradient of a loss inside a kernel: `value_and_grad` without the value.
 
-    Communication: that of `value_and_grad`.
+    Communication: as for `value_and_grad`.
 
     Args:
       fn: A function to a scalar, or to `(scalar, aux)`.
@@ -116,7 +116,7 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_au
       A function to the gradient, or to `(gradient, aux)`.
 
     Raises:
-      ReplicationError: If the loss is neither complete nor declared on some axis.
+      ReplicationError: If on some axis the loss is neither complete nor declared.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -138,7 +138,7 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_au
 
 
 def _loss_of(out: Any, has_aux: bool, text: str) -> Any:
-    """The scalar among what the function returns; an error of ours where it returns something else."""
+    """The scalar among what the function returns. Anything else is an error."""
     if has_aux:
         if not isinstance(out, tuple) or len(out) != 2:
             raise LayoutError("with has_aux=True the function returns (loss, aux).", call=text)
@@ -178,9 +178,8 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
         axes = ", ".join(loose)
         n = frame.axis_size(loose)
         raise ReplicationError(
-            f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would "
-            f"differentiate the sum of the "
-            f"{n} devices' scalars.",
+            f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would differentiate the sum "
+            f"of the {n} devices' scalars.",
             call=text,
             got=[f"the loss: {jax.typeof(value)}", frame.describe()],
             advice=(
@@ -190,8 +189,7 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
         )
     if equal:
         raise ReplicationError(
-            f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: "
-            f"the sum would count it "
+            f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: the sum would count it "
             f"{frame.axis_size(equal)} times.",
             call=text,
             got=[f"the loss: {jax.typeof(value)}", frame.describe()],
@@ -201,7 +199,7 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
 
 @dataclass(frozen=True)
 class _Types:
-    """On which axes JAX typed each primal argument varying, carried to the backward rule."""
+    """The axes along which JAX typed each primal argument varying, for the backward rule."""
 
     axes: tuple[frozenset[str], ...]
 
@@ -212,12 +210,12 @@ jax.tree_util.register_static(_Types)
 class custom_vjp(ByName):
     """`jax.custom_vjp` whose cotangents are summed to the types of their primals.
 
-    Inside a kernel JAX wants the cotangent of an argument that is equal on an axis to be equal there too. A
-    backward rule computes each device's part; this class adds the parts up, and leaves what the rule has
-    summed already. `spmd` operations may be used in all three functions.
+    If an argument is equal on an axis, JAX wants its cotangent to be equal there too. A backward rule computes each
+    device's part. This class adds the parts up, unless the rule has already done so. All three functions may use `spmd`
+    operations.
 
-    Communication: in the backward pass one all-reduce per argument that is equal on axes on which its
-    cotangent, as the rule returns it, varies.
+    Communication: in the backward pass one all-reduce for each argument that is equal on axes on which the cotangent
+    that the rule returns varies.
 
     Args:
       fn: The function.
@@ -242,8 +240,8 @@ class custom_vjp(ByName):
         self.nondiff = tuple(nondiff_argnums)
         self._python = inspect.signature(fn)
 
-        # The rules run when the kernel is differentiated, which may be long after its body was traced: the
-        # frame of the call travels with it as a static argument.
+        # The rules run when the kernel is differentiated, which may be long after its body was traced. So the frame of
+        # the call travels with it as a static argument.
         def framed(frame: Frame | None, *args: Any) -> Any:
             return fn(*args)
 

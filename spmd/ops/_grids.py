@@ -1,4 +1,4 @@
-"""Grids of coordinates, each device making its own part: `linspace`, `meshgrid`, `from_function`."""
+"""Grids of coordinates, of which each device makes its own part: `linspace`, `meshgrid`, `from_function`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ __all__ = ["born", "linspace", "meshgrid"]
 
 
 def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = None, **names: Any) -> Any:
-    """Evenly spaced numbers along a dimension, on each device those of its own block: `linspace(0, 1, "x/a")`.
+    """Evenly spaced numbers along a dimension: `linspace(0, 1, "x/a")`. Each device has those of its own block.
 
-    Element i of n is `start + (stop - start) i / (n - 1)`, without the end point `i / n`, as in `jnp.linspace`: the
-    same numbers on every mesh. Both ends are exact.
+    Element i of n is `start + (stop - start) i / (n - 1)`, or with `i / n` if the end point is left out, as in
+    `jnp.linspace`. The numbers are the same on every mesh, and both ends are exact.
 
     Communication: none forward. Backward the gradients of `start` and `stop` are a psum over the axes of the layout.
 
     Args:
-      start: The first number, a scalar; it may be traced.
-      stop: The last one, or with `endpoint=False` the one after it.
+      start: The first number, a scalar. It may be traced.
+      stop: The last number, or with `endpoint=False` the one after it.
       layout: One dimension, or several with one in brackets, along which the numbers run.
       endpoint: Whether `stop` is one of the numbers.
-      dtype: A dtype of floating-point numbers; absent, the one that `jnp.linspace` gives for start and stop.
+      dtype: A floating-point dtype. The default is what `jnp.linspace` gives for start and stop.
       **names: Sizes of names (`x=64`), or mesh axes (`a="data"`).
 
     Returns:
       The numbers: this device's block in explicit mode.
 
     Raises:
-      LayoutError: On a malformed layout, a start or stop that is no scalar, or a dtype of integers.
+      LayoutError: On a malformed layout, a start or stop that is not a scalar, or a dtype of integers.
       SizeError: If the size of a name is not known, or does not divide.
 
     Example:
@@ -82,8 +82,8 @@ def _dtype_between(start: Any, stop: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=3)  # compiled also where the body is not
 def _between(i: Any, first: Any, last: Any, steps: int) -> Any:
-    """Rounded alike in every program: a compiler may fuse a product and a sum into one rounding, but not across the
-    bounds of the products here, and may multiply by the inverse of a constant, which the sum of the counts is not."""
+    """The numbers, rounded alike in every program. A compiler may round a product and a sum at once, so the products
+    here are clipped. It may multiply by the inverse of a constant, so the divisor here is a sum of counts."""
     steps = max(steps, 1)
     most = jnp.finfo(first.dtype).max
     largest = jnp.maximum(abs(first), abs(last))
@@ -97,19 +97,19 @@ def _between(i: Any, first: Any, last: Any, steps: int) -> Any:
 def meshgrid(*arrays: Any, sparse: bool = False, **names: Any) -> tuple[Any, ...]:
     """Coordinates of a grid from those of its sides: `meshgrid(x, y, z, "x/a, y/b, z -> x/a y/b z")`.
 
-    Result i is array i, repeated along the dimensions of the others; the right side says their order, where
-    `jnp.meshgrid` has `indexing`. With `sparse` the others have size 1 and the results broadcast to the grid.
+    Result i is array i, repeated along the dimensions of the others. The right side says their order, which is what
+    `indexing` does in `jnp.meshgrid`. With `sparse` the other dimensions have size 1, and the results broadcast.
 
-    Communication: none forward. Backward the gradient of an array is the sum over the other dimensions, a psum
-    over their axes where the array is equal on them by JAX's own type (with `sparse`, nothing).
+    Communication: none forward. Backward the gradient of an array is the sum over the other dimensions: a psum over
+    their axes if the array is equal on them by JAX's own type, and nothing with `sparse`.
 
     Args:
-      *arrays: One array of one dimension for each dimension of the grid, and then the pattern.
+      *arrays: One array of one dimension for each dimension of the grid, then the pattern.
       sparse: Whether results keep size 1 along the other dimensions.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
-      A tuple of arrays, one for each given one.
+      A tuple of arrays, one for each of those given.
 
     Raises:
       LayoutError: If the pattern does not name one dimension per array on the left, and all of them on the right.

@@ -1,4 +1,4 @@
-"""`halo`: copies of the neighbours' borders, in the string."""
+"""`halo`: copies of the neighbours' borders, as the string says."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ T = TypeVar("T")
 def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **names: Any) -> T:
     """Add margins with the neighbours' values: `halo(u, "x/a y -> 1+x/a+2 y")`.
 
-    The global meaning is `jnp.pad`: the whole array with one more element before x and two after it. On each device
-    the margins continue its own block, so that code which reads neighbours and returns the inner part (`u[:-2] +
-    u[2:]`) means the same on a block and on the whole. Margins may be of any width, wider than a block too, on any
-    number of dimensions, divided or whole; corners are filled. An array that has margins may get wider ones, or some
-    in another dimension, whose corners are then right: the margins that it has stay as they are.
+    The global meaning is `jnp.pad`: the whole array with one more element before x and two after it. On each device the
+    margins continue its own block. So code that reads neighbours and returns the inner part (`u[:-2] + u[2:]`) means
+    the same on a block and on the whole. Margins may have any width, even wider than a block, on any number of
+    dimensions, divided or whole. Corners are filled. An array that has margins may get wider ones, or margins in
+    another dimension with the right corners. The margins that it has stay as they are.
 
-    Communication: for each dimension with margins and for each side one collective-permute of the margin, or several
-    where it is wider than a block: in all as many bytes as the margin has, the corners included that earlier
-    dimensions have added. Without corners, no bytes for them, and no dimension waits for another. None where the
-    dimension is whole. Backward the same in reverse: what lies in the margins is added to the owners.
+    Communication: one collective-permute of the margin for each dimension with margins and for each side, or several if
+    it is wider than a block. Together they send as many bytes as the margin has, with the corners that earlier
+    dimensions have added. With `corners=False` these are not sent, and no dimension waits for another. A dimension that
+    is whole sends nothing. Backward the same in reverse: what lies in the margins is added to its owners.
 
     Args:
       x: An array or a pytree of arrays of this layout.
-      pattern: `"layout -> layout"`, the same dimensions and axes, on the right wider margins.
-      edge: What lies beyond the ends of the array. For a b c d, of which the next two are
+      pattern: `"layout -> layout"`, with the same dimensions and axes, and wider margins on the right.
+      edge: What lies beyond the ends of the array. After a b c d, the next two elements are
 
         - "periodic": a b, the other end; `np.pad`'s "wrap";
         - a number, also a traced scalar, or "zero": `np.pad`'s "constant";
@@ -49,10 +49,10 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
         - "antireflect": 2d-c 2d-b, the same odd about the last element (vertex-centred: the wall keeps its value);
           `np.pad`'s "reflect" with `reflect_type="odd"`.
 
-        A pair for the low and the high end, `("antisymmetric", 1.0)`; a dict for each dimension with margins, `{"x":
-        "periodic", "y": "antisymmetric"}`.
-      corners: False where nothing reads what lies in the margins of two dimensions at once, as in a five-point
-        stencil: in explicit mode it is then NaN, so that whoever reads it notices. Integers and booleans have no NaN:
+        A pair is for the low and the high end: `("antisymmetric", 1.0)`. A dict has an entry for each dimension with
+        margins: `{"x": "periodic", "y": "antisymmetric"}`.
+      corners: False if nothing reads what lies in the margins of two dimensions at once, as in a five-point stencil. In
+        explicit mode these are then NaN, so that whoever reads them notices. Integers and booleans have no NaN, so
         their corners are sent all the same.
       **names: Sizes or mesh axes of names in the pattern.
 
@@ -60,9 +60,10 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
       The array with its margins.
 
     Raises:
-      LayoutError: If the sides differ in more than margins, a margin gets narrower, a dimension in several parts
-        gets one, or an edge is unknown, of a dimension that the pattern lacks, or a number that the array cannot hold.
-      SizeError: If a mirrored margin is wider than the array, or for a wall on the last element as wide.
+      LayoutError: If the sides differ in more than margins, a margin gets narrower, a dimension in several parts gets a
+        margin, or an edge is unknown, names a dimension that the pattern lacks, or is a number that the array cannot
+        hold.
+      SizeError: If a mirrored margin is wider than the array, or, for a wall on the last element, as wide.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -95,7 +96,7 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
                 margins.append(one)
             at += extra if dim.ellipsis else len(dim.atoms)
         with call.scope():
-            # what has no NaN cannot show that a corner was read: its corners are filled
+            # without a NaN nothing would show that a corner was read, so the corners are filled
             if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
                 return own.result(_crossed(operand.x, margins))
             return own.result(functools.reduce(lambda out, one: one.added(out), margins, operand.x))
@@ -131,7 +132,7 @@ def _check_sides(call: Call) -> None:
 
 
 def with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout:
-    """The layout with other margins, by position, and without brackets."""
+    """The layout with other margins, given by position, and without brackets."""
     dims = [
         Dim(d.atoms, composite=d.composite, ellipsis=d.ellipsis, margin=margins.get(i, d.margin))
         for i, d in enumerate(layout.dims)
@@ -163,7 +164,7 @@ def _check_mirrors(one: _Margins, dim: Dim) -> None:
 
 
 def _crossed(x: Any, margins: list[_Margins]) -> Any:
-    """The block with margins on its sides, of which none has seen the others."""
+    """The block with margins on its sides, each made without the others."""
     nothing = jnp.asarray(jnp.nan, x.dtype)
     out, widths = x, [(0, 0)] * x.ndim
     for one in margins:
@@ -179,7 +180,7 @@ def _crossed(x: Any, margins: list[_Margins]) -> Any:
 
 @dataclass(frozen=True)
 class _Margins:
-    """The margins of one dimension: those that the array has, and those that are wanted, before and after."""
+    """The margins of one dimension, before and after: those that the array has, and those that are wanted."""
 
     call: Call
     dim: int
@@ -207,7 +208,7 @@ class _Margins:
     def added(self, x: Any) -> Any:
         if not self.call.frame.explicit or self.blocks == 1:
             return self.padded(x)
-        # What is mirrored may lie on the other side, further inside than that margin reaches.
+        # Mirrored elements may lie on the other side, further inside than that margin reaches.
         (before, after), (low, high) = self.want, self.wider
         if low and self.low.mirrored:
             after = max(after, self.want[0] - self.local + self.low.skipped)
@@ -234,13 +235,14 @@ class _Margins:
         return jnp.where(there, jnp.pad(x, self.widths(x, low, high)), out)
 
     def widths(self, x: Any, before: int, after: int) -> list[tuple[int, int]]:
-        """What `pad` is told to add to this dimension."""
+        """The widths for `pad` in this dimension."""
         return [(before, after) if i == self.dim else (0, 0) for i in range(x.ndim)]
 
     # --- where it is divided
 
     def exchanged(self, x: Any, before: int, after: int) -> Any:
-        """The block between what the devices before and after it have; zeros beyond the ends unless periodic."""
+        """The block between the pieces of the devices before and after it. Beyond the ends there are zeros unless it is
+        periodic."""
         low = [self.received(x, -hop, near, far) for hop, near, far in self.hops(self.have[0], before)]
         high = [self.received(x, hop, near, far) for hop, near, far in self.hops(self.have[1], after)]
         parts = [*reversed(low), x, *high]

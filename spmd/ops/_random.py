@@ -45,7 +45,7 @@ def _words(number: int) -> tuple[np.uint32, np.uint32]:
 
 
 def _multiply(a: Any, number: int) -> Words:
-    """`a * number` for a uint32 array: in 16-bit limbs, whose products fit a word."""
+    """`a * number` for a uint32 array, in 16-bit limbs, because their products fit a word."""
     high, low = _words(number)
     mask, half = np.uint32(0xFFFF), np.uint32(16)
     a0, a1, b0, b1 = a & mask, a >> half, low & mask, low >> half
@@ -122,7 +122,7 @@ def _strides(factors: Sequence[Factor]) -> list[int]:
 
 
 def _collapse(factors: Sequence[Factor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The block's sizes and strides in the whole array, dimensions that lie without gaps joined."""
+    """The block's sizes and strides in the whole array. Dimensions without gaps between them are joined."""
     joined: list[tuple[int, int]] = []
     for factor, stride in zip(factors, _strides(factors), strict=True):
         if factor.local == 1:
@@ -155,7 +155,7 @@ def _block_key(call: Call, data: Any, layout: Layout, shape: tuple[int, ...]) ->
 
 
 def _key_words(call: Call, key: Any) -> Any:
-    """The two words of a threefry key, typed or of the old kind; an error for any other generator."""
+    """The two words of a threefry key, typed or raw. A key of any other generator is an error."""
     dtype = getattr(key, "dtype", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != np.uint32:
@@ -241,7 +241,7 @@ def _draw(
     _check_layout(call, placed)
     _check_number(call, **numbers)
     data = _key_words(call, key)
-    # A bound that the compiler sees is folded at compile time, with other rounding than at run time.
+    # A bound that the compiler sees is folded at compile time, and the rounding then differs from that at run time.
     fail = functools.partial(call.fail, error=LayoutError)
     bounds = [lax.optimization_barrier(as_array(value, name, fail)) for name, value in numbers.items()]
     shape = call.local_shape(placed)
@@ -266,7 +266,7 @@ def uniform(
     Args:
       key: One threefry key, the same on every device.
       layout: The layout of the array, `"b/dp s d"`.
-      dtype: A floating-point dtype; `float` is float32, or float64 where `jax_enable_x64` is set, as in `jax.random`.
+      dtype: A floating-point dtype; `float` is float32, or float64 if `jax_enable_x64` is set.
       minval: The smallest value, one number.
       maxval: The bound above, one number.
       **names: Sizes of names that the kernel's signature does not bind, and mesh axes (`tp="model"`).
@@ -275,7 +275,7 @@ def uniform(
       The array in that layout.
 
     Raises:
-      ModeError: If the key is of another generator than threefry, or JAX's older threefry scheme is on.
+      ModeError: If the key is not a threefry key, or if JAX's older threefry scheme is on.
       ReplicationError: If the key differs along an axis that divides the array.
       SizeError: If a size is not known, or does not divide.
 
@@ -301,7 +301,7 @@ def normal(key: Any, layout: str, *, dtype: Any = float, **names: Any) -> jax.Ar
     """Standard normal random numbers: `jax.random.normal` of the global shape, shard by shard.
 
     Every mode and every mesh gives the numbers of `jax.random.normal(key, global_shape, dtype)`, bit for bit
-    where the backend rounds `erf_inv` alike in all shapes. Each device draws its own shard only.
+    if the backend rounds `erf_inv` alike in all shapes. Each device draws its own shard only.
 
     Communication: none, forward and backward.
 
@@ -315,7 +315,7 @@ def normal(key: Any, layout: str, *, dtype: Any = float, **names: Any) -> jax.Ar
       The array in that layout.
 
     Raises:
-      ModeError: If the key is of another generator than threefry, or JAX's older threefry scheme is on.
+      ModeError: If the key is not a threefry key, or if JAX's older threefry scheme is on.
       ReplicationError: If the key differs along an axis that divides the array.
       SizeError: If a size is not known, or does not divide.
 
@@ -350,7 +350,7 @@ def bernoulli(key: Any, layout: str, *, p: Any = 0.5, **names: Any) -> jax.Array
       The boolean array in that layout.
 
     Raises:
-      ModeError: If the key is of another generator than threefry, or JAX's older threefry scheme is on.
+      ModeError: If the key is not a threefry key, or if JAX's older threefry scheme is on.
       ReplicationError: If the key differs along an axis that divides the array.
       SizeError: If a size is not known, or does not divide.
 
@@ -373,8 +373,8 @@ def truncated_normal(
     """Normal random numbers in `(lower, upper)`: `jax.random.truncated_normal` of the global shape, sharded.
 
     Every mode and every mesh gives the numbers of `jax.random.truncated_normal(key, lower, upper,
-    global_shape, dtype)`, bit for bit where the backend rounds `erf_inv` alike in all shapes. Each device
-    draws its own shard only.
+    global_shape, dtype)`, bit for bit if the backend rounds `erf_inv` alike in all shapes. Each device draws its own
+    shard only.
 
     Communication: none, forward and backward.
 
@@ -383,14 +383,14 @@ def truncated_normal(
       layout: The layout of the array, `"d/dp f/tp"`.
       lower: The bound below, one number.
       upper: The bound above, one number.
-      dtype: A floating-point dtype; `float` is float32, or float64 where `jax_enable_x64` is set, as in `jax.random`.
+      dtype: A floating-point dtype; `float` is float32, or float64 if `jax_enable_x64` is set.
       **names: Sizes of names that the kernel's signature does not bind, and mesh axes (`tp="model"`).
 
     Returns:
       The array in that layout.
 
     Raises:
-      ModeError: If the key is of another generator than threefry, or JAX's older threefry scheme is on.
+      ModeError: If the key is not a threefry key, or if JAX's older threefry scheme is on.
       ReplicationError: If the key differs along an axis that divides the array.
       SizeError: If a size is not known, or does not divide.
 

@@ -22,13 +22,13 @@ Axes = tuple[str, ...]
 
 
 def rearrange(x: Any, pattern: str, **names: Any) -> Any:
-    """Transpose, compose and decompose dimensions, each name keeping its mesh axes.
+    """Transpose, compose and decompose dimensions. Each name keeps its mesh axes.
 
-    `rearrange(x, "b s (h k)/tp -> b h/tp s k", k=64)`. A composite is divided on its leading factor, `(h k)/tp` is
-    `(h/tp k)`. Blocks become a dimension with `c=axis_size("cp")`: `"b (c l)/cp d -> b c/cp l d"`. A `1` adds or
+    `rearrange(x, "b s (h k)/tp -> b h/tp s k", k=64)`. A composite is divided on its leading factor: `(h k)/tp` means
+    `(h/tp k)`. With `c=axis_size("cp")` blocks become a dimension: `"b (c l)/cp d -> b c/cp l d"`. A `1` adds or
     removes a dimension of size one.
 
-    Communication: none, forward and backward; what would need some is an error naming the verb.
+    Communication: none, forward and backward. A pattern that would need some is an error that names the verb.
 
     Args:
       x: The array.
@@ -40,7 +40,7 @@ def rearrange(x: Any, pattern: str, **names: Any) -> Any:
 
     Raises:
       CommunicationError: If a name has other axes on the right, with the verb that does that.
-      LayoutError: On a malformed pattern, or a name that is on one side only.
+      LayoutError: On a malformed pattern, or if a name is on one side only.
       SizeError: If a factor's size cannot be found, or does not divide.
 
     Example:
@@ -72,15 +72,15 @@ def rearrange(x: Any, pattern: str, **names: Any) -> Any:
 def repeat(x: Any, pattern: str, **names: Any) -> Any:
     """Repeat an array along new dimensions: `repeat(x, "b d -> b n d", n=4)`.
 
-    A new dimension may be divided (`n/tp`): each device then makes its own block only. Names that x has keep
-    their mesh axes, as in `rearrange`.
+    A new dimension may be divided (`n/tp`). Each device then makes its own block only. The names of x keep their mesh
+    axes, as in `rearrange`.
 
-    Communication: none forward. Backward the gradient is summed over the new dimensions: a psum over the axes of
-    a divided one where x is equal by JAX's own type.
+    Communication: none forward. Backward the gradient is summed over the new dimensions. For a divided one that is a
+    psum over its axes, if x is equal by JAX's own type.
 
     Args:
       x: The array.
-      pattern: `"layout -> layout"`; the right side has all names of the left and new ones.
+      pattern: `"layout -> layout"`. The right side has all names of the left side, and new ones.
       **names: Sizes of the new names, unless the kernel's signature binds them, or mesh axes.
 
     Returns:
@@ -119,7 +119,7 @@ def repeat(x: Any, pattern: str, **names: Any) -> Any:
     new = [axis for f in target if f.name not in kept for axis in f.axes]
     if call.frame.explicit:
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
-    # Equal blocks are what a divided new dimension has; in a composite one it does not show that they are copies.
+    # The blocks of a divided new dimension are equal. In a composite one nothing shows that they are copies.
     return call.result(out, role="result" if not new else "born" if _closes(dst) else "copies")
 
 

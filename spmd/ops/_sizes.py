@@ -1,4 +1,4 @@
-"""Where am I, in terms that all three modes understand: sizes, blocks, places on the mesh."""
+"""Where am I? Sizes, blocks and places on the mesh, in terms that all three modes understand."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def size(x: Any, layout: str, /, **names: Any) -> int: ...
 def size(*args: Any, **names: Any) -> int:
     """The global size of a dimension, whatever its `.shape` is here: `size("b")`, `size(x, "... [v/tp]")`.
 
-    With an array in front it is read off the array, the dimension in brackets: for library functions, which know
-    the layouts of their arguments and not the signature of the kernel.
+    If an array comes first, the size of the dimension in brackets is read off the array. That is for library functions,
+    which know the layouts of their arguments and not the signature of the kernel.
 
     Communication: none.
 
     Args:
-      *args: One dimension whose names the kernel's signature binds, `"b"`; of a composite, `"(h k)"`, the product.
-        Or an array and its layout, one dimension of it in brackets.
+      *args: One dimension whose names the kernel's signature binds: `"b"`, or a composite, `"(h k)"`, for the product.
+        Or an array and its layout, with one dimension in brackets.
       **names: Sizes of names that the signature does not bind, and mesh axes (`tp="model"`).
 
     Returns:
@@ -42,7 +42,7 @@ def size(*args: Any, **names: Any) -> int:
 
     Raises:
       SizeError: If the size of a name is not known.
-      LayoutError: If the string is not one dimension, or with an array not a layout with one in brackets.
+      LayoutError: If the string is not one dimension, or, after an array, does not have one in brackets.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -75,10 +75,10 @@ def size(*args: Any, **names: Any) -> int:
 
 
 def local_size(layout: str, **names: Any) -> int:
-    """How much of a dimension an array here holds: `local_size("b/dp")`.
+    """How much of a dimension an array holds here: `local_size("b/dp")`.
 
-    In explicit mode one device's block, in the other modes, where arrays are whole, the global size. It is
-    what `.shape` of an array of that layout says.
+    In explicit mode this is one device's block. In the other modes arrays are whole, and it is the global size. It is
+    the size in `.shape` of an array of that layout.
 
     Communication: none.
 
@@ -107,24 +107,24 @@ def local_size(layout: str, **names: Any) -> int:
 
 
 def offset(layout: str, **names: Any) -> Any:
-    """The global position at which the block that is held here starts: `offset("v/tp")`.
+    """The global position at which the local block starts: `offset("v/tp")`.
 
-    In the modes where arrays are whole it is 0, so `ids - offset("v/tp")` means the same in all of them. For
-    the positions of a whole block use `iota`.
+    In the modes on whole arrays it is 0, so `ids - offset("v/tp")` means the same in all modes. For the positions of a
+    whole block use `iota`.
 
     Communication: none.
 
     Args:
-      layout: One dimension, `"v/tp"`; of a composite only the leading factor is divided.
+      layout: One dimension, `"v/tp"`. Of a composite, only the leading factor may be divided.
       **names: Sizes of names that the signature does not bind, and mesh axes (`tp="model"`).
 
     Returns:
-      An int32 scalar, different along the axes that divide the dimension; the int 0 where it is whole. Beyond 2^31
+      An int32 scalar, different along the axes that divide the dimension, or the int 0 if it is whole. Beyond 2^31
       elements it is int64, which needs `jax_enable_x64`.
 
     Raises:
       SizeError: If the size of a name is not known, or does not divide.
-      LayoutError: If the string is not one dimension, or its blocks are scattered, as those of `"(b/dp s/cp)"`.
+      LayoutError: If the string is not one dimension, or its blocks are scattered, as in `"(b/dp s/cp)"`.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -178,11 +178,10 @@ def axis_size(axes: Axes) -> int:
 
 
 def axis_index(axes: Axes) -> Any:
-    """This device's place along a mesh axis, or along several together, the first being the major one.
+    """This device's place along a mesh axis, or along several together, of which the first is the major one.
 
-    Only per-shard code has a place: in auto and reference mode, where a body sees whole arrays, this is an
-    error unless an island (`local`) is around it. `iota`, `shift` and `offset` say most of what it is used for
-    in a way that all modes understand.
+    Only per-shard code has a place. In auto and reference mode a body sees whole arrays, and this is an error outside
+    an island (`local`). `iota`, `shift` and `offset` do most of what it is used for in a way that all modes understand.
 
     Communication: none.
 
@@ -194,7 +193,7 @@ def axis_index(axes: Axes) -> Any:
 
     Raises:
       MeshError: If the mesh has no such axis.
-      ModeError: Where the body sees whole arrays, or outside a kernel.
+      ModeError: If the body sees whole arrays, or outside a kernel.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -220,7 +219,7 @@ def axis_index(axes: Axes) -> Any:
 
 
 def named_axes(axes: Any, frame: Frame, call: str) -> tuple[str, ...]:
-    """The mesh axes that the caller names, the kernel's `axes=` renames applied."""
+    """The mesh axes that the caller names, after the renames of the kernel's `axes=`."""
     given = (axes,) if isinstance(axes, str) else axes
     if not isinstance(given, (tuple, list)) or not all(isinstance(a, str) for a in given):
         rule = f"a mesh axis is a str, or several a tuple of str, not {type(axes).__name__}."

@@ -1,4 +1,4 @@
-"""Stencils: functions of a neighbourhood, on arrays whose neighbours are on other devices."""
+"""Stencils: functions of a neighbourhood, for arrays whose neighbours lie on other devices."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ def stencil(
 ) -> Callable[..., Any]:
     """Apply a function of a neighbourhood: `stencil(laplace, "1+x/a+1 1+y/b+1 -> x/a y/b")(u)`.
 
-    The left side says what `fn` reads: each array with margins, which are filled as `halo` does. `fn` computes from
-    them the inner part, as it would from a whole padded array, and the right side says what that is; with margins on
-    the right it leaves some for a second step.
+    The left side says what `fn` reads: each array with margins, which `halo` fills. From them `fn` computes the inner
+    part, as it would from a whole padded array. The right side says what that is. Margins on the right are left for a
+    second step.
 
-    Communication: the halos, see `halo`; where two devices or more hold the dimension. Backward the same in reverse.
-    With `overlap`, what needs no neighbour is computed without waiting for them, and borders of the width of the
-    margins afterwards: `fn` runs on 1 + 2d pieces for d divided dimensions, in explicit mode, and a compiler that
-    overlaps communication finds work that does not depend on it.
+    Communication: the halos, if two or more devices hold the dimension; see `halo`. Backward the same in reverse. With
+    `overlap`, the part that needs no neighbour is computed without waiting, and then the borders, as wide as the
+    margins. In explicit mode `fn` then runs on 1 + 2d pieces for d divided dimensions, and a compiler that overlaps
+    communication finds work that does not depend on it.
 
     Args:
-      fn: A function from the padded arrays to one array; it may not depend on where in the array it is.
-      pattern: `"layout, ... -> layout"`; margins on the left where neighbours are read.
-      edge: As in `halo`, for all the arrays; with different ones call `halo` on each array.
+      fn: A function from the padded arrays to one array. It must not depend on its place in the array.
+      pattern: `"layout, ... -> layout"`, with margins on the left where `fn` reads neighbours.
+      edge: As in `halo`, for all arrays. If they differ, call `halo` on each array.
       overlap: Whether the inner part is computed apart.
-      corners: As in `halo`: False where `fn` reads no diagonal neighbours.
+      corners: As in `halo`: False if `fn` reads no diagonal neighbours.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
       A function of the arrays without margins.
 
     Raises:
-      LayoutError: On a malformed pattern, or a right side with dimensions that no array on the left has.
-      SizeError: If `fn` returns another shape than the right side says.
+      LayoutError: On a malformed pattern, or if no array on the left has a dimension of the right side.
+      SizeError: If `fn` returns a shape other than that of the right side.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -90,14 +90,14 @@ def stencil(
 def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> Any:
     """The difference to the next element along the dimension in brackets: `diff(u, "[x/a] y")`.
 
-    What `jnp.diff` gives, with one more element at the end, so that the size and the layout stay: the difference to
-    what lies beyond the end.
+    It gives what `jnp.diff` gives, with one more element at the end: the difference to what lies beyond the end. So the
+    size and the layout stay.
 
-    Communication: one collective-permute of one slice where the dimension is divided; backward the reverse.
+    Communication: one collective-permute of one slice if the dimension is divided. Backward the reverse.
 
     Args:
       x: The array.
-      layout: Its layout, one dimension in brackets.
+      layout: Its layout, with one dimension in brackets.
       edge: What lies beyond the end, as in `halo`.
       **names: Sizes or mesh axes of names in the layout.
 
@@ -131,16 +131,16 @@ def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> Any:
 def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: Any) -> Any:
     """The convolution with a small array along the dimensions in brackets: `convolve(u, w, "[x/a] [y/b]")`.
 
-    As `scipy.signal.convolve(..., mode="same")` does, on divided dimensions: the result has the size and the layout of
-    x. Dimensions without brackets are a batch.
+    It is `scipy.signal.convolve(..., mode="same")` on divided dimensions: the result has the size and the layout of x.
+    Dimensions without brackets are a batch.
 
     Communication: the halo, half the width of the weights on each side; see `halo`. Backward the same in reverse, and
-    for the weights one psum over the axes that divide x where they are equal by JAX's own type. In auto mode the same:
-    an island, see `local`.
+    one psum for the weights over the axes that divide x, if they are equal by JAX's own type. In auto mode the same, in
+    an island; see `local`.
 
     Args:
       x: The array, of floats or complex numbers.
-      weights: One dimension per bracket, in their order; whole on each device. Of the dtype of x.
+      weights: An array with the dtype of x and one dimension per bracket, in their order, whole on each device.
       layout: The layout of x.
       edge: What lies beyond the ends, as in `halo`.
       **names: Sizes or mesh axes of names in the layout.
@@ -149,7 +149,7 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: 
       The convolution, in the layout of x.
 
     Raises:
-      LayoutError: On a malformed layout, or weights of another dtype, or whose rank is not the number of brackets.
+      LayoutError: On a malformed layout, or if the weights have another dtype, or not one dimension per bracket.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -179,8 +179,8 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: 
         return _valid(padded, weights, places)
 
     if call.frame.mode == "auto":
-        # XLA's partitioner (jax 0.10 and 0.12, CPU) sums wide windows over axes that hold copies too, and gives
-        # multiples of convolutions and of the gradients of weights: hence an island.
+        # An island, because XLA's partitioner (jax 0.10 and 0.12, CPU) sums wide windows over axes that hold copies
+        # too, and gives multiples of convolutions and of the gradients of weights.
         run = _local(run, f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}", **parts)
     return call.result(_opened(operand, run(x, weights)), plain)
 
@@ -197,13 +197,13 @@ def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand
 
 
 def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
-    """The sizes that a call below needs said: those of the parts of composite dimensions."""
+    """The sizes that a call below must be given: those of the parts of composite dimensions."""
     names = [atom.name for dim in layout.dims if dim.composite for atom in dim.atoms]
     return {name: call.sizes[name][0] for name in names if name in call.sizes}
 
 
 def _valid(x: Any, weights: Any, places: list[int]) -> Any:
-    """The convolution where the weights lie inside of x, the other dimensions a batch."""
+    """The convolution where the weights lie inside x. The other dimensions are a batch."""
     places = [i % x.ndim for i in places]
     rest = [i for i in range(x.ndim) if i not in places]
     turned = x.transpose((*rest, *places))

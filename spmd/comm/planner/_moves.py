@@ -1,4 +1,4 @@
-"""The steps that a relayout is made of, with what each sends."""
+"""The steps of a relayout, and what each sends."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Move(NamedTuple):
 
     Attributes:
       kind: What it is.
-      axes: The axes whose devices talk to each other; none for a split.
+      axes: The axes whose devices talk to each other. None for a split.
       after: How the array lies then.
-      elements: How many a device sends (a psum's are rounded up).
-      collectives: How many of them it takes: none for a split, the rounds of sends.
-      steps: How many it counts for where all else is equal; a ppermute of cut shards more than a split and a ppermute.
+      elements: How many elements a device sends, rounded up for a psum.
+      collectives: How many collectives it takes: none for a split, and for sends their rounds.
+      steps: What it counts for if all else is equal: a ppermute of cut shards more than a split and a ppermute.
     """
 
     kind: str
@@ -52,9 +52,9 @@ def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterato
 
 
 def _landings(problem: Problem, state: State, limit: int) -> Iterator[Move]:
-    """split and all_to_all: some dimensions lose the axes at their end, which land at the end of others, in any order
-    and with axes between them on which the array is equal (each device keeps its own block of those). Of the axes lost
-    some may land nowhere: along those every device gets the same, as from an all_gather."""
+    """split and all_to_all: some dimensions lose the axes at their end, which land at the end of others, in any order.
+    Axes on which the array is equal may stand between them, and each device keeps its own block of those. Some of the
+    axes lost may land nowhere. Along these every device gets the same, as from an all_gather."""
     placement, local = state.placement, problem.local(state.placement)
     free = problem.free(state)
     for keep in itertools.product(*(range(len(axes) + 1) for axes in placement)):
@@ -79,7 +79,8 @@ def _landings(problem: Problem, state: State, limit: int) -> Iterator[Move]:
 def _landed(
     problem: Problem, kept: Placement, gains: list[int], must: tuple[int, ...], may: tuple[int, ...]
 ) -> Iterator[tuple[Placement, tuple[int, ...]]]:
-    """Placements in which the axes `must`, and any of `may`, have landed behind `kept` in the dimensions `gains`."""
+    """Placements in which the axes `must` and any of the axes `may` have landed behind `kept` in the dimensions
+    `gains`."""
     for extra in _choices(may):
         axes = must + extra
         if not axes:
@@ -99,8 +100,8 @@ def _choices(axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _permutes(problem: Problem, state: State) -> Iterator[Move]:
-    """ppermute: whole shards change places, to where the target is or is one gather away, or where the axes of a
-    dimension stand in another order. Of equal shards each may be cut, so that every device sends another part of it."""
+    """ppermute: whole shards change places. Afterwards the target is reached or one gather away, or the axes of a
+    dimension stand in another order. Equal shards may be cut first, so that every device sends another part."""
     blocks = problem.blocks(state.placement)
     yield from _reordered(problem, state)
     for after, there in problem.finer:
@@ -115,8 +116,8 @@ def _permutes(problem: Problem, state: State) -> Iterator[Move]:
 
 
 def _reordered(problem: Problem, state: State) -> Iterator[Move]:
-    """Axes of different sizes in another order within their dimensions. Of equal ones another axis could have been
-    moved in the first place, which costs no more."""
+    """Axes of different sizes in another order within their dimensions. Among axes of equal size, another one could
+    have been moved in the first place, at no greater cost."""
     choices = []
     for axes in state.placement:
         mixed = len({problem.axes[a] for a in axes}) > 1 and len(axes) <= MOST
@@ -128,7 +129,7 @@ def _reordered(problem: Problem, state: State) -> Iterator[Move]:
 
 
 def _differing(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes behind those that both have in front."""
+    """The axes behind the common front of both."""
     shared = next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
     return x[shared:] + y[shared:]
 
@@ -145,7 +146,7 @@ def _gathers(problem: Problem, state: State, limit: int) -> Iterator[Move]:
 
 
 def _sums(problem: Problem, state: State) -> Iterator[Move]:
-    """psum and psum_scatter: the sum is completed on some axes; scattered, they land as in an all_to_all."""
+    """psum and psum_scatter: the sum is completed on some axes. If it is scattered, they land as in an all_to_all."""
     local, every = problem.local(state.placement), list(range(len(state.placement)))
     for done in _choices(state.summed):
         if not done:

@@ -1,4 +1,4 @@
-"""What is to be planned, in numbers only: sizes, axes as ids, and the bound on what must travel."""
+"""The problem in numbers alone: sizes, axes as numbers, and the bound on what must travel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 class State(NamedTuple):
-    """How an array lies on the mesh on the way: its placement, and the axes on which it still is a partial sum."""
+    """How an array lies on the mesh on the way: its placement, and the axes on which it is still a partial sum."""
 
     placement: Placement
     summed: tuple[int, ...] = ()
@@ -26,15 +26,15 @@ class State(NamedTuple):
 class Problem:
     """From one placement to another.
 
-    Mesh axes are numbers; their sizes are `axes`. An axis of size 1 or one that stands at the front of a
-    dimension on both sides is no part of the problem.
+    Mesh axes are numbers, and `axes` are their sizes. An axis of size 1 is not part of the problem, and neither is an
+    axis that stands at the front of a dimension on both sides.
 
     Attributes:
       sizes: The sizes of the dimensions, divided by the axes that stay in front.
       axes: The size of each axis.
       source: Where the array lies.
-      target: Where it shall lie.
-      summed: Axes on which the source is a partial sum, and the target complete.
+      target: Where it is to lie.
+      summed: Axes on which the source is a partial sum and the target is complete.
     """
 
     sizes: tuple[int, ...]
@@ -45,12 +45,12 @@ class Problem:
 
     @cached_property
     def whole(self) -> int:
-        """Elements of the array that one setting of the axes in front holds together."""
+        """Elements of the array that the devices with one setting of the axes in front hold together."""
         return math.prod(self.sizes)
 
     @cached_property
     def limit(self) -> int:
-        """The larger of both ends, per device: what an intermediate should not exceed."""
+        """The larger of the two ends, per device, which an intermediate should not exceed."""
         return max(self.local(self.source), self.local(self.target))
 
     def count(self, axes: Sequence[int]) -> int:
@@ -80,15 +80,15 @@ class Problem:
     def bound(self, state: State) -> int:
         """Elements that some device must receive to come from `state` to the target, whatever the method.
 
-        A complete source: what the target shard needs and the source shard lacks, on the device where that is most. Two
-        blocks of a dimension either lie in each other on every device (one list of axes is the front of the other), or
-        there are devices where they do not meet: the first axes that differ are set independently. So no device needs
-        to be looked at.
+        For a complete source it is what the target shard needs and the source shard lacks, on the device where that is
+        most. Two blocks of a dimension lie in each other on every device if one list of axes is the front of the other.
+        Otherwise the first axes that differ are set independently, and there are devices where the blocks do not meet.
+        So no device needs to be looked at.
 
-        A partial sum of u parts: no element of the target is there before something came in, so at least the target
-        shard. And to bring u parts together takes u - 1 transfers, to give the sum to q devices q - 1 more (they come
-        later than any that completed the first), which some device has the average of: this makes a reduce-scatter
-        S(n-1)/n and an all-reduce 2S(n-1)/n.
+        For a partial sum of u parts no element of the target is there before something came in, so it is at least the
+        target shard. Bringing u parts together takes u - 1 transfers. Giving the sum to q devices takes q - 1 more,
+        which come later. Some device has at least the average of these: S(n-1)/n for a reduce-scatter, 2S(n-1)/n for an
+        all-reduce.
         """
         wanted = self.local(self.target)
         if state.summed:
@@ -118,17 +118,17 @@ class Problem:
 
 
 MOST = 4
-"""Of more axes than these, not every order is tried."""
+"""With more axes than these, not every order is tried."""
 
 
 def ordered(axes: Sequence[int], least: int = 0) -> Iterator[tuple[int, ...]]:
-    """Every choice of the axes in every order; of many only in the order given."""
+    """Every choice of the axes in every order, or, if they are many, in the order given."""
     for count in range(least, len(axes) + 1):
         yield from itertools.permutations(axes, count) if len(axes) <= MOST else itertools.combinations(axes, count)
 
 
 def cuts(run: tuple[int, ...], parts: int) -> Iterator[Placement]:
-    """Every way to cut a run into consecutive parts, empty ones too."""
+    """Every way to cut a run into consecutive parts, which may be empty."""
     if not parts:
         if not run:
             yield ()

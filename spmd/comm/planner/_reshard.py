@@ -1,4 +1,4 @@
-"""Arrays that lie on the mesh already, moved outside kernels by the planned steps."""
+"""Outside kernels: arrays that lie on the mesh already are moved by the planned steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["move", "program", "uneven"]
 
 
 def uneven(sizes: Iterable[int]) -> bool:
-    """Whether some size of an axis does not divide a larger one. XLA of jax 0.12 then aborts the process on some direct
-    changes of layout ("Could not slice dimension"), and not on steps of one axis at a time."""
+    """Whether the size of some axis does not divide a larger one. XLA of jax 0.12 then aborts the process on some
+    direct changes of layout ("Could not slice dimension"), but not on steps of one axis at a time."""
     return any(a % b and b % a for a, b in itertools.combinations(sizes, 2))
 
 
 def move(x: Any, target: NamedSharding) -> Any:
-    """`x` brought to another sharding by the planned steps; None where JAX's own way is as good, or the only one.
+    """`x` brought to another sharding by the planned steps. None if JAX's own way is as good, or the only one.
 
     Args:
       x: An array, or the tracer of a gradient that is taken outside jit.
-      target: Where it shall lie.
+      target: Where it is to lie.
     """
     source = getattr(_compat.concrete(x), "sharding", None)
-    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)  # which not every collective takes
+    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)  # not every collective takes keys
     if keys or not isinstance(source, NamedSharding) or not _comparable(source, target):
         return None
     steps = program(source, target, tuple(x.shape), x.dtype.itemsize)
@@ -39,7 +39,7 @@ def move(x: Any, target: NamedSharding) -> Any:
 
 
 def _comparable(a: NamedSharding, b: NamedSharding) -> bool:
-    """Whether both are on one mesh and in one memory, with nothing but divisions to tell them apart."""
+    """Whether both are on one mesh and in one memory, and differ in nothing but divisions."""
     return (
         a.mesh == b.mesh
         and a.memory_kind == b.memory_kind
@@ -49,7 +49,7 @@ def _comparable(a: NamedSharding, b: NamedSharding) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], itemsize: int) -> Any:
-    """The steps, to be compiled once; None where nothing travels."""
+    """The steps, to be compiled once. None if nothing travels."""
     before, after = _placement(source, len(shape)), _placement(target, len(shape))
     mesh = tuple(source.mesh.shape.items())
     request = Request(shape, mesh, before, after, itemsize=itemsize)

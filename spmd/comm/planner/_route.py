@@ -1,4 +1,4 @@
-"""Routes in the user's names: what does not take part is set aside, the rest becomes numbers and back."""
+"""Routes in the user's names. Axes that take no part are set aside, and the others become numbers and names again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_BORROWED = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, hashable: two equal requests are planned once.
+    """What is asked for. It is hashable, so two equal requests are planned once.
 
     Attributes:
       sizes: The size of each dimension of the whole array.
@@ -30,10 +30,10 @@ class Request:
       source: The axes of each dimension now, major first.
       target: The axes of each dimension then.
       summed: Axes on which the value is a partial sum now and complete then.
-      kept: Axes on which values differ on both sides, which no step may use: partial sums that stay.
+      kept: Axes that no step may use, because values differ along them on both sides, as in partial sums that stay.
       itemsize: Bytes of an element.
       prefer: "collectives", "bytes" or "latency".
-      hardware: The profile that "latency" weighs steps with, None for the others.
+      hardware: The profile with which "latency" weighs steps. None for the others.
     """
 
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Leg:
-    """One step in names; axes of size 1 are left out.
+    """One step in names, without axes of size 1.
 
     Attributes:
       kind: What it is.
@@ -76,7 +76,7 @@ class NamedRoute:
 
     Attributes:
       legs: The steps.
-      bound: Bytes that some device must receive, whatever the method.
+      bound: Bytes that some device must receive whatever the method.
       exceeds: Whether some array on the way is larger per device than both ends.
     """
 
@@ -121,7 +121,7 @@ def _spare(request: Request, plain: _Named) -> Axes:
 
 
 class _Named:
-    """A request as a problem in numbers, and the way back. `spare` are axes to be used though nobody names them."""
+    """A request as a problem in numbers, and the way back to names. `spare` are axes to use that neither side names."""
 
     def __init__(self, request: Request, spare: Axes = ()) -> None:
         self.request, self.mesh = request, dict(request.mesh)
@@ -131,7 +131,7 @@ class _Named:
         self.front = [_common(a, b) for a, b in zip(source, target, strict=True)]
         rest = [(a[len(f) :], b[len(f) :]) for a, b, f in zip(source, target, self.front, strict=True)]
         summed = [a for a in request.summed if self.mesh[a] > 1]
-        # in order of appearance, so that a problem is solved once whatever its axes are called
+        # Axes are numbered in order of appearance, so a problem is solved once whatever their names are.
         named = dict.fromkeys([*(a for axes, _ in rest for a in axes), *(a for _, axes in rest for a in axes), *summed])
         named.update(dict.fromkeys(spare))
         self.names = tuple(named)
@@ -191,7 +191,7 @@ class _Named:
 
 
 def _common(a: Axes, b: Axes) -> Axes:
-    """The axes that both sides have in front."""
+    """The common front of both sides."""
     shared = 0
     while shared < min(len(a), len(b)) and a[shared] == b[shared]:
         shared += 1

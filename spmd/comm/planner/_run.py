@@ -1,7 +1,7 @@
 """A route, run on one device's shard inside a shard_map.
 
-Each collective of several dimensions is one of `jax.lax` between two local transpositions: the pieces for the devices
-of its group in front, one for each, and what comes in put in its place.
+A collective of several dimensions is one of `jax.lax` between two local transpositions. The first puts the pieces in
+front, one for each device of the group. The second puts what comes in where it belongs.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def run(x: Any, request: Request, copies: Copies) -> Any:
     * a copy typed varying: equal as well, but the cotangents of the copies are parts of a sum;
     * a part of a sum: varying; the cotangent of each part is the whole sum's.
 
-    What follows the sums of a plan takes a whole array from blocks and copies to blocks and copies, so its transpose is
-    the plan of the way back, where copies are typed invarying. Copies typed varying are made so at the ends only: one
-    that leaves by a pvary, whose transpose adds the parts up, one that enters by a retype, whose transpose gives the
-    whole cotangent to one of them. A copy never becomes invarying in another way: each device would get the cotangent,
-    and their sum would be as many times too large. Steps whose own transposes in JAX already say this, and as cheaply,
-    are left to JAX.
+    The steps after the sums of a plan take a whole array from blocks and copies to blocks and copies. So their
+    transpose is the plan of the way back, in which copies are typed invarying. Copies are typed varying at the ends
+    only. One that leaves is made varying by a pvary, whose transpose adds the parts up. One that enters is made
+    invarying by `to_invarying`, whose transpose gives the whole cotangent to one device. A copy never becomes invarying
+    in another way, because each device would get the cotangent, and their sum would be as many times too large. Some
+    steps have transposes in JAX that already do this, and as cheaply. These are left to JAX.
 
-    Along an axis of size 1 all four are one thing, and a plan does not see it: here they are only retyped.
+    Along an axis of size 1 all four are the same, and a plan does not have it. There the value is only retyped.
 
     Args:
       x: The shard.
-      request: What is asked for; all axes that the steps use are manual here.
+      request: What is asked for. All axes that the steps use are manual here.
       copies: Of the axes that divide the source and not the target, those along which the result is typed varying.
 
     Returns:
@@ -69,7 +69,7 @@ def run(x: Any, request: Request, copies: Copies) -> Any:
         for axis in axes:
             if axis in unit - here:
                 x = _lax.slice_block(x, axis, dim, 1)
-    # Whatever the steps were: the check of the body sees blocks exchanged, and cannot tell that they make a whole.
+    # The check of the body sees that blocks are exchanged, and cannot tell that they make a whole.
     equal = tuple(a for a, _ in request.mesh if a in copies and a in here - there)
     return assert_equal_p.bind(x, axes=equal, why="a plan of the whole", copies=True) if equal else x
 
@@ -108,8 +108,8 @@ def _without(request: Request, unit: set[str]) -> Request:
 
 
 def _is_own_reverse(leg: Leg, copies: Copies) -> bool:
-    """Whether a step leaves what the plan's end asks for and JAX's transpose of it is the step back, of no more bytes
-    than it needs."""
+    """Whether a step leaves what the end of the plan asks for, and JAX's transpose of it is the step back, with no more
+    bytes than needed."""
     before, after = _axes(leg.before), _axes(leg.after)
     return (
         leg.kind in ("split", "all_gather")
@@ -186,8 +186,8 @@ def _psum(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
 
 
 def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
-    """One piece for each device of the group, in front. Of the axes gained that are not in the group, whose devices
-    hold the same, each device keeps its own block; along axes of the group that no dimension gains all get the same."""
+    """One piece for each device of the group, in front. If an axis that is gained is not in the group, its devices hold
+    the same, and each keeps its own block. If no dimension gains an axis of the group, its devices all get the same."""
     axes = [axis for run in gained for axis in (*run, "")]
     counts = [_count(run, sizes) for run in gained]
     local = iter(n // count for n, count in zip(x.shape, counts, strict=True))
@@ -204,11 +204,11 @@ def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     if x.shape[: len(group)] == tuple(sizes[a] for a in group):
         return x.reshape(-1, *shape)
     copied = jnp.broadcast_to(x, (*(sizes[a] for a in group), *shape)).reshape(-1, *shape)
-    return lax.optimization_barrier(copied)  # XLA would take equal pieces for one array, and then fail to lay it out
+    return lax.optimization_barrier(copied)  # else XLA takes equal pieces for one array and fails to lay it out
 
 
 def _joined(x: Any, lost: list[Axes], group: Axes, sizes: Sizes) -> Any:
-    """The pieces in front, one from each device of the group, put in their places."""
+    """The pieces in front, one from each device of the group, put where they belong."""
     x = x.reshape([sizes[a] for a in group] + list(x.shape[1:]))
     order = [place for dim, run in enumerate(lost) for place in (*(group.index(a) for a in run), len(group) + dim)]
     shape = [x.shape[len(group) + dim] * _count(run, sizes) for dim, run in enumerate(lost)]
@@ -251,7 +251,7 @@ def _rounds(
     sizes: Sizes,
     local: tuple[int, ...],
 ) -> Rounds:
-    """The rounds of a step, over its axes only: those that stay in front divide nothing here."""
+    """The rounds of a step, over its axes only. Axes that stay in front divide nothing here."""
     before, after = (
         tuple(tuple(leg.axes.index(a) for a in run if a in leg.axes) for run in side)
         for side in (leg.before, leg.after)
@@ -276,7 +276,7 @@ def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
 
 
 def _bound(x: Any, request: Request, found: NamedRoute, moving: Axes) -> Any:
-    """The steps as one primitive, which shows them as a jaxpr, and whose transpose is the plan of the way back."""
+    """The steps as one primitive. It shows them as a jaxpr, and its transpose is the plan of the way back."""
     jaxpr = jax.make_jaxpr(functools.partial(_plain, request=request, found=found, moving=moving))(x)
     return relayout_p.bind(x, request=request, found=found, moving=moving, jaxpr=jaxpr)
 
@@ -295,7 +295,7 @@ def _type(x: Any, *, jaxpr: Any, **_: Any) -> Any:
 
 
 def _transpose(cotangent: Any, *, request: Request, **_: Any) -> Any:
-    # What varies and divides nothing is, of a cotangent, a part of a sum, and no step may take it for a copy.
+    # A cotangent that varies along an axis which divides nothing is a part of a sum. No step may take it for a copy.
     parts = _compat.varying_axes(cotangent) - _axes(request.target)
     kept = tuple(a for a, _ in request.mesh if a in parts or a in request.kept)
     back = replace(request, source=request.target, target=request.source, kept=kept)

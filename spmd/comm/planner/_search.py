@@ -15,8 +15,8 @@ __all__ = ["Route", "search"]
 
 Seconds = Callable[[Move], float]
 PATIENCE = 40_000
-"""Steps looked at, a second or two, before the search takes the best route so far, or goes where the bound is smallest
-until it has one. Enough for three axes, and for most plans on four."""
+"""How many steps the search looks at, a second or two, before it takes the best route so far. If it has none yet, it
+goes where the bound is smallest until it has one. This is enough for three axes, and for most plans on four."""
 
 
 class Route(NamedTuple):
@@ -24,7 +24,7 @@ class Route(NamedTuple):
 
     Attributes:
       moves: The steps.
-      cost: Seconds where they count, elements that a device sends, collectives.
+      cost: Seconds if they count, elements that a device sends, collectives.
       exceeds: Whether some array on the way is larger per device than both ends.
     """
 
@@ -38,7 +38,8 @@ class Route(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """What is compared, in this order. Sums, and one maximum: a better start stays better with any continuation."""
+    """What is compared, in this order. All are sums but one, a maximum, so a better start stays better however it goes
+    on."""
 
     seconds: float = 0.0
     elements: int = 0
@@ -55,8 +56,8 @@ def search(problem: Problem, *, sends: bool = False, seconds: Seconds | None = N
     Args:
       problem: The problem.
       sends: Whether point-to-point rounds may be used.
-      seconds: What a step takes, where time counts before bytes.
-      fastest: Seconds per element that no step undercuts.
+      seconds: The time of a step, if time counts before bytes.
+      fastest: The least seconds per element that any step takes.
     """
     for limit in (problem.limit, problem.whole):
         found = _search(problem, sends, seconds, fastest, limit)
@@ -106,7 +107,7 @@ def _search(
 
 
 def _estimate(cost: _Cost, left: int, fastest: float) -> _Cost:
-    """The least that a route through here costs."""
+    """The least cost of a route through here."""
     return _Cost(
         cost.seconds + left * fastest,
         cost.elements + left,
