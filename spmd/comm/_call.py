@@ -1,8 +1,8 @@
-"""One call of a string operation: its pattern, resolved; its arrays, checked; its errors, with context.
+"""One call of a string operation: its resolved pattern, its checked arrays, and its errors with their context.
 
-Every operation opens a `Call`, turns each array into an `Operand` (the array with one axis per *factor*:
-composite dimensions opened, `...` expanded) and hands back `call.result(...)`. What is checked on the spot
-is checked here, for all operations alike: rank, sizes, names, mesh axes, JAX's own type and tags.
+Every operation opens a `Call`, turns each array into an `Operand` and returns `call.result(...)`. An operand is the
+array with one axis per *factor*: composite dimensions are opened, and `...` is expanded. All checks on the spot are
+here, for all operations alike: rank, sizes, names, mesh axes, JAX's own type and tags.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = ["Call", "Factor", "Operand", "open_call"]
 
 Span = tuple[int, int] | None
 
-# What may give a gathered copy, and takes `to="invarying"`.
+# The operations that may give a gathered copy, and take `to="invarying"`.
 _GATHERS = ("all_gather", "relayout", "fft.fft", "fft.ifft", "fft.rfft", "fft.irfft")
 
-# What changes the layout and nothing else: where its sides are turned, the fix is all that was meant.
+# The operations that change the layout and nothing else. If their sides are swapped, the fix replaces the call.
 _MOVES = ("all_gather", "all_to_all", "psum", "psum_scatter", "relayout", "split")
 
 
@@ -81,7 +81,7 @@ class Operand:
     layout: Layout
 
     def position(self, name: str) -> int:
-        """Which array axis the factor `name` is."""
+        """The array axis of the factor `name`."""
         return next(i for i, f in enumerate(self.factors) if f.name == name)
 
     @property
@@ -106,20 +106,20 @@ def open_call(
     also: Mapping[str, Any] | None = None,
     shown: tuple[str, ...] | None = None,
 ) -> Call:
-    """Parse and resolve the pattern of one call, and check its keywords.
+    """Parse and resolve the pattern of a call, and check its keywords.
 
     Args:
       name: The operation, for messages.
       pattern: The user's string.
       binds: The user's keywords, sizes and axes together.
       arrays: The arrays given, to count them and to catch a string that came first.
-      inputs: How many layouts the left side has; None for as many as there are arrays.
-      outputs: How many layouts the right side has; None for any number.
+      inputs: How many layouts the left side has. None for as many as there are arrays.
+      outputs: How many layouts the right side has. None for any number.
       arrow: Whether the pattern has an arrow.
-      example: A call of this operation that is right, for messages that know nothing of the one meant.
-      also: The call's other arguments that are not their defaults, by name, for fixes that repeat the call; None
-        where they are not told, and then no fix repeats it.
-      shown: How messages call the arrays; x, y and so on by default.
+      example: A correct call of this operation, for messages that cannot know which one was meant.
+      also: The call's other arguments that differ from their defaults, by name, for fixes that repeat the call. If they
+        are unknown, None, and then no fix repeats it.
+      shown: How messages call the arrays. By default x, y and so on.
     """
     frame = frame or current_frame(f"spmd.{name}")
     first = next((a for a in arrays if isinstance(a, str)), None)
@@ -141,7 +141,7 @@ def open_call(
         known = written.names if frame.bound else ()
         frame.met((*(a for a in written.axis_names if a not in axes), *(n for n in known if n not in sizes)))
     renames = tuple(r for r in frame.renames if r[0] in written.axis_names and r[0] not in axes)
-    # A mesh axis has one name in a body, whether in a string or handed on by a keyword, as layers do.
+    # A mesh axis has one name in a body, in strings as in keywords, which layers hand on.
     renames += tuple(sorted((name, frame.renamed(one) if frame.renames else one) for name, one in axes.items()))
     try:
         placed = resolve(written, written.source, renames, frame.mapping)
@@ -187,12 +187,13 @@ class Call:
         return jax.named_scope(one_line(self.text))
 
     def hidden(self) -> contextlib.AbstractContextManager[Any]:
-        """What this call is made of: an error that tells of gathers names this call, not those inside."""
+        """A context for the calls that this call is made of. Errors about gathers then name this call, not those
+        inside."""
         frame = self.frame
         return frame.replace(diagnosing=False).enter() if frame.diagnosing else contextlib.nullcontext()
 
     def fork(self) -> Call:
-        """The same call for another leaf of a pytree: sizes bound by one leaf do not bind the next."""
+        """The same call for another leaf of a pytree. Sizes that one leaf binds do not bind the next."""
         other = Call(self.name, self.text, self.written, self.pattern, self.frame)
         other.sizes = dict(self.sizes)
         other.shown, other.also, other.given = self.shown, self.also, self.given
@@ -216,26 +217,26 @@ class Call:
         raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
 
     def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
-        """Another call of the same arrays, to paste: with the sizes that the user gave for names of the pattern, and,
-        where it is the same operation, with its other arguments (None where those are not told)."""
+        """Another call of the same arrays, to paste. It has the sizes that the user gave for names of the pattern. If
+        it is the same operation, it has its other arguments too, and is None if those are unknown."""
         also = self.also if name in (None, self.name) else {}
         shown = self.shown if name in (None, self.name) else self.shown or ("x",)
         return None if also is None else self._fix(name or self.name, shown, sides, {**also, **keywords})
 
     def first(self, verb: str, *sides: Layout | str, index: int = 0, of: str | None = None) -> Fix:
-        """A call on one operand, which it makes as this call wants it; `of` is the kernel's argument that it is."""
+        """A call that turns one operand into what this call wants. `of` names the kernel's argument, if it is one."""
         return self._fix(verb, (of or self._shown(index),), sides, {})
 
     def around(self, first: Fix, *sides: Layout | str, index: int = 0) -> Fix | tuple[Fix | str, ...]:
-        """This call again, of an operand that another call makes and with another pattern; two fixes, that call and
-        the pattern, where the other arguments are not told."""
+        """This call again with another pattern, of an operand that the call `first` makes. If the other arguments are
+        unknown, there are two fixes: that call and the pattern."""
         again = self._fix(self.name, self.shown, sides, dict(self.also or {}))
         if self.also is None:
             return first, f'"{again.pattern}"'
         return replace(again, operands=(*again.operands[:index], first, *again.operands[index + 1 :]))
 
     def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...]:
-        """This call of an operand that is not a partial sum any more."""
+        """This call of an operand that a psum has completed."""
         inputs, outputs = self.pattern.inputs, self.pattern.outputs
         marked = inputs[index]
         whole = marked.without(*marked.unreduced)
@@ -245,20 +246,21 @@ class Call:
         return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
 
     def _text(self, *layouts: Layout) -> str:
-        """Layouts of one side. Under a mapping a bare name is placed, so what is whole says so."""
+        """The layouts of one side as text. Under a mapping a bare name is placed, so whole dimensions say that they
+        are."""
         return ", ".join(one.short if self.frame.mapping is None else str(one) for one in layouts)
 
     def _shown(self, index: int) -> str:
         return self.shown[index] if index < len(self.shown) else "x"
 
     def _to_invarying(self) -> Fix | None:
-        """This call, with a result that JAX too knows to be equal."""
+        """This call, with a result that is equal by JAX's own type."""
         return self.paste(self.pattern.inputs[0], self.pattern.outputs[0], to="invarying")
 
     def _fix(self, verb: str, shown: tuple[str, ...], sides: Sequence[Layout | str], keywords: dict[str, Any]) -> Fix:
         own = verb == self.name
         texts = [one if isinstance(one, str) else self._text(one if own else one.without_brackets()) for one in sides]
-        # Sizes that the call was given: those that another call needs too cannot be read off a dimension.
+        # Sizes that the call was given and another call needs too, because no dimension tells them.
         dims = [dim for layout in self.pattern.layouts for dim in layout.dims if own or dim.composite]
         names = {atom.name for dim in dims for atom in dim.atoms}
         sizes = {name: size for name, size in self.given.items() if name in names}
@@ -301,7 +303,7 @@ class Call:
             self.misfit(Unequal("", at, name, size, first), [f"{name} = {size}: {origin}"])
 
     def local(self, size: int, axes: tuple[str, ...], name: str, at: Span, *, fix: Fix | None = None) -> int:
-        """The size here of a dimension of global size `size`: a block in explicit mode, else the whole."""
+        """The size here of a dimension of global size `size`: that of a block in explicit mode, otherwise the whole."""
         fault = indivisible(name, size, axes, self.mesh, span=at)
         if fault is not None:
             self.misfit(fault, fix=fix)
@@ -331,7 +333,7 @@ class Call:
         )
 
     def _gather_block(self, fault: Unequal) -> str | None:
-        """Advice where the array has the size of a block over an axis that the string does not name."""
+        """Advice if the array has the size of a block over an axis that the string does not name."""
         used = {axis for layout in self.pattern.layouts for axis in layout.axis_names}
         axis = next((axis for axis in fault.blocks if axis not in used), (*fault.blocks, None)[0])
         if axis is None:
@@ -340,7 +342,7 @@ class Call:
         return f'as a block it would be {whole}/{axis}: gather what stays divided, "{whole}/{axis} -> {whole}"'
 
     def index_dtype(self, size: int, name: str, at: Span = None) -> Any:
-        """The dtype of positions along `size` elements: int32, or int64 where they need it and JAX has it."""
+        """The dtype of positions along `size` elements: int32, or int64 if they need it and JAX has it."""
         if size <= 2**31:
             return jnp.int32
         if jax.config.jax_enable_x64:
@@ -349,7 +351,7 @@ class Call:
         return self.fail(rule, at=at, advice='jax.config.update("jax_enable_x64", True)', error=SizeError)
 
     def start(self, factor: Factor) -> Any:
-        """Where the block that is held here starts in the whole of a divided factor; of `index_dtype`."""
+        """Where the local block of a divided factor starts in the whole, with the dtype of `index_dtype`."""
         dtype = self.index_dtype(factor.size, factor.name, factor.span)
         index = _lax.axis_index(factor.axes, dict(self.frame.sizes))
         return jnp.asarray(index, dtype) * np.asarray(factor.local, dtype)
@@ -386,7 +388,7 @@ class Call:
         got = [f"{label}: shape {x.shape}{here}"]
         if isinstance(fault, WrongRank):
             self.misfit(fault, got, fix=self._spaced() if fault.advice else None)
-        # What is known of the placement first: a wrong axis explains a wrong size, not the reverse.
+        # The placement is checked first, because a wrong axis explains a wrong size, and not the reverse.
         self._check_type(x, layout, label, known, index)
         if fault is not None:
             self.misfit(fault, got)
@@ -396,9 +398,10 @@ class Call:
         for position, (dim, size) in enumerate(bound.dims[0]):
             opened = self._open(dim, size or 0, position)
             factors += opened
-            # a factor's size is that of its block, and the array has the margins too
+            # A factor's size is that of its block. The array has the margins too.
             shape += [x.shape[position]] if any(dim.margin) else [f.local for f in opened]
-        # What a tag already says needs no note; where an error is explained, a gather's is the line to paste.
+        # If a tag already says it, no note is needed. While an error is explained, a gather's note has the line to
+        # paste.
         explaining = self.frame.diagnosing and self.name in _GATHERS
         if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
             again = self._to_invarying() if explaining else None
@@ -413,7 +416,7 @@ class Call:
             self.fail(rule, at=fault.span, error=LayoutError)
 
     def _spaced(self) -> Fix | None:
-        """The call with a space between the letters of each name, where all its strings are written as NumPy's are."""
+        """The call with a space between the letters of each name, if all its strings are written as NumPy's are."""
         names = [dim.short for one in self.written.layouts for dim in one.dims]
         alone = all(len(one.dims) < 2 for one in self.written.layouts) and all(name.isalpha() for name in names)
         if not alone or self.given:
@@ -438,7 +441,7 @@ class Call:
         return Factor(name, atom.axes or (), self._here(size, atom.axes), size, bracket, atom.span)
 
     def _check_type(self, x: Any, layout: Layout, label: str, known: Known | None, index: int) -> None:
-        """What JAX's type and the tag of a value already contradict, before the trace ends."""
+        """Check the layout against JAX's type and the value's tag, before the trace ends."""
         if known is not None:
             self._check_tag(known, layout, label, index)
         if not self.frame.explicit or not layout.unreduced:
@@ -523,7 +526,7 @@ class Call:
         return tuple(self.sizes[f"...{i}"][0] for i in range(sum(n.startswith("...") for n in self.sizes)))
 
     def check_divides(self, operand: Operand, changes: Sequence[tuple[int, tuple[str, ...], tuple[str, ...]]]) -> None:
-        """Every dimension that gains axes divides by them: `(position, axes lost, axes gained)`."""
+        """Check that every dimension divides by the axes that it gains: `(position, axes lost, axes gained)`."""
         for i, lost, gained in changes:
             factor = operand.factors[i]
             kept = factor.axes[: len(factor.axes) - len(lost)]
@@ -562,7 +565,7 @@ class Call:
 
 @functools.lru_cache(maxsize=4096)
 def _written_out(layout: Layout, have: Layout) -> Layout:
-    """The layout with the dimensions of a value that lies as `have` in place of `...`; as it is where that fails."""
+    """The layout with `...` replaced by the dimensions of a value that lies as `have`. Unchanged if that fails."""
     extra = len(have.dims) - len(layout.dims) + 1
     if not layout.has_ellipsis or have.has_ellipsis or extra < 0:
         return layout
@@ -570,7 +573,7 @@ def _written_out(layout: Layout, have: Layout) -> Layout:
     dims = (*layout.dims[:at], *have.dims[at : at + extra], *layout.dims[at + 1 :])
     try:
         return Layout.from_dims(dims, layout.unreduced, layout.reduced)
-    except LayoutError:  # a name or an axis twice: what lies otherwise may be any of them
+    except LayoutError:  # a name or an axis twice: any of them may be the one that lies otherwise
         return layout
 
 
@@ -579,13 +582,13 @@ def _axes_by_dim(layout: Layout) -> tuple[tuple[str, ...], ...]:
 
 
 def _misaligned(have: Layout, wanted: Layout) -> bool:
-    """Whether one name stands for different dimensions of the two: then it is the call that is wrong."""
+    """Whether one name stands for different dimensions of the two. Then the call is wrong, and not the placement."""
     here, there = ({a.name: i for i, dim in enumerate(x.dims) for a in dim.atoms if a.named} for x in (have, wanted))
     return any(here.get(name, i) != i for name, i in there.items())
 
 
 def _with_axes(have: Layout, wanted: Layout) -> Layout | None:
-    """The names of `have` with the axes of `wanted`; None where the dimensions do not correspond, or its marks name one
+    """The names of `have` with the axes of `wanted`. None if the dimensions do not correspond, or if its marks name one
     of these axes."""
     pairs = list(zip(have.dims, wanted.dims, strict=True))
     if any(len(h.atoms) != len(w.atoms) for h, w in pairs):

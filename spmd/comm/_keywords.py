@@ -1,4 +1,4 @@
-"""What a call says: its pattern resolved, and its keywords, an int a size, a str, tuple or None a mesh axis."""
+"""What a call says: its resolved pattern and its keywords. An int is a size; a str, tuple or None is a mesh axis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _axis_keyword(value: Any) -> bool:
 
 
 def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Sizes and mesh axes among the keywords of a call; an error for anything else."""
+    """The sizes and the mesh axes among the keywords of a call. Anything else is an error."""
     sizes: dict[str, int] = {}
     axes: dict[str, Any] = {}
     for key, value in binds.items():
@@ -54,7 +54,7 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in a message: never the value, nor a class that users do not know."""
+    """What messages call a value. They never show the value itself, or a class that users do not know."""
     if isinstance(value, jax.core.Tracer):
         return "a traced array"
     if foreign := foreign_kind(value):
@@ -68,7 +68,7 @@ def kind_of(value: Any) -> str:
 
 
 def as_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> jax.Array:
-    """A value as an array; what JAX cannot hold is said by `fail`.
+    """A value as an array. If JAX cannot hold it, `fail` says so.
 
     Args:
       value: What the user gave.
@@ -86,7 +86,7 @@ def as_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> jax.Arr
 
 
 def check_array(value: Any, label: str, fail: Callable[[str], NoReturn], dtype: Any = None) -> None:
-    """As `as_array`, for a value that somebody else makes an array, of this dtype if one is given."""
+    """Check a value as `as_array` does, where other code makes it an array, of this dtype if one is given."""
     if isinstance(value, jax.Array) or (isinstance(value, int) and dtype is not None):
         return
     if foreign := foreign_kind(value):
@@ -98,7 +98,7 @@ def check_array(value: Any, label: str, fail: Callable[[str], NoReturn], dtype: 
 
 
 def misfit(call: str) -> Callable[[str], NoReturn]:
-    """What `as_array` says where the caller has no pattern."""
+    """The `fail` for `as_array` if the caller has no pattern."""
 
     def fail(rule: str) -> NoReturn:
         raise LayoutError(rule, call=call)
@@ -124,5 +124,5 @@ def resolve(
     pattern: Pattern, source: str, renames: tuple[tuple[str, Any], ...], mapping: AxisMapping | None
 ) -> Pattern:
     """The pattern of a call with its axes renamed and its bare names placed."""
-    del source  # equal patterns may be written differently, and carets point into what was written
+    del source  # in the key, because equal patterns may be written differently, and carets point into the text
     return (pattern.bind(**dict(renames)) if renames else pattern).resolve(mapping)

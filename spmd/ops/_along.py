@@ -1,7 +1,7 @@
 """Operations along the dimensions in brackets, as in `softmax(x, "b h q [k/tp]")`.
 
-Such an operation says what it does where these dimensions are whole on each device, and what it does where they are
-divided, with its collectives. All else is here: the pattern is read, the array is checked and opened, one of the two
+Such an operation says what it does if these dimensions are whole on each device, and what it does, with its
+collectives, if they are divided. All else is here: the pattern is read, the array is checked and opened, one of the two
 ways is taken, and the result gets its layout.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Along", "along"]
 
 @dataclass(frozen=True)
 class Along:
-    """A call, read, with the factors of its array that are in brackets.
+    """A call that has been read, with its array and the factors in brackets.
 
     Attributes:
       call: The call.
@@ -61,16 +61,16 @@ class Along:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that divide these dimensions, in mesh order; none where each device has them whole."""
+        """The mesh axes that divide these dimensions, in mesh order. None if each device has them whole."""
         return self.call.frame.in_mesh_order([a for f in self.factors if f.local < f.size for a in f.axes])
 
     def result(self, whole: Callable[[], Any], divided: Callable[[], Any], layout: Layout | None = None) -> Any:
-        """What the operation gives.
+        """The result of the operation.
 
         Args:
-          whole: Computes it where each device has the dimensions whole.
-          divided: Computes it where they are divided.
-          layout: How it lies; as the array where nothing else is said.
+          whole: Computes it if each device has the dimensions whole.
+          divided: Computes it if they are divided.
+          layout: Its layout. The default is that of the array.
         """
         layout = self.operand.layout.without_brackets() if layout is None else layout
         with self.call.scope():
@@ -99,8 +99,8 @@ def along(
       x: The array.
       pattern: The user's string.
       names: The user's keywords.
-      most: How many dimensions may be in brackets; None for any number.
-      linear: Whether the operation is linear; only then may the array be a partial sum.
+      most: How many dimensions may be in brackets. None for any number.
+      linear: Whether the operation is linear. Only then may the array be a partial sum.
       ordered: Whether it compares elements, which complex numbers do not allow.
       arrow: Whether the pattern may say the result too.
       example: A correct call, for messages.
