@@ -258,8 +258,8 @@ def uniform(
 ) -> jax.Array:
     """Uniform random numbers in `[minval, maxval)`: `jax.random.uniform` of the global shape, shard by shard.
 
-    Every mode and every mesh gives the same bits, those of `jax.random.uniform(key, global_shape, dtype,
-    minval, maxval)`. Each device draws its own shard only.
+    Every mode and every mesh gives the same bits, those of
+    `jax.random.uniform(key, global_shape, dtype, minval, maxval)`. Each device draws its own shard only.
 
     Communication: none, forward and backward.
 
@@ -372,9 +372,8 @@ def truncated_normal(
 ) -> jax.Array:
     """Normal random numbers in `(lower, upper)`: `jax.random.truncated_normal` of the global shape, sharded.
 
-    Every mode and every mesh gives the numbers of `jax.random.truncated_normal(key, lower, upper,
-    global_shape, dtype)`, bit for bit if the backend rounds `erf_inv` alike in all shapes. Each device draws its own
-    shard only.
+    Every mode and every mesh gives the numbers of `jax.random.truncated_normal(key, lower, upper, global_shape, dtype)`,
+    bit for bit if the backend rounds `erf_inv` alike in all shapes. Each device draws its own shard only.
 
     Communication: none, forward and backward.
 
