@@ -1,12 +1,12 @@
-"""Random arrays, each device drawing only its own shard, bit-equal to `jax.random` on the whole shape.
+"""Random arrays that are bit-equal to `jax.random` on the whole shape, though each device draws only its own shard.
 
-JAX's partitionable threefry hashes the position of each element in the whole array, so a block can be drawn
-by itself if the positions are those of the block. A PRNG implementation of our own does that: its key is a
-threefry key and the position of the block's first element; JAX's own samplers then run on it unchanged.
+JAX's partitionable threefry hashes the position of each element in the whole array. So a block can be drawn by itself
+from the positions of its elements. A PRNG implementation of our own does that: its key is a threefry key with the
+position of the block's first element, and JAX's own samplers run on it unchanged.
 
-The random bits are equal always. What a sampler computes from them is XLA's code, and on some backends (CPUs
-with FMA under jaxlib 0.12) its rounding of `erf_inv`, hence of normal numbers, depends on the shape of the
-array: in the last place then, as between two shapes of `jax.random.normal` itself.
+The random bits are always equal. Samplers compute from them by XLA's code. On some backends (CPUs with FMA under jaxlib
+0.12) its rounding of `erf_inv`, and so of normal numbers, depends on the shape of the array. The numbers then differ in
+the last place, as those of two shapes of `jax.random.normal` itself do.
 """
 
 from __future__ import annotations
@@ -372,8 +372,9 @@ def truncated_normal(
 ) -> jax.Array:
     """Normal random numbers in `(lower, upper)`: `jax.random.truncated_normal` of the global shape, sharded.
 
-    Every mode and every mesh gives the numbers of `jax.random.truncated_normal(key, lower, upper, global_shape, dtype)`,
-    bit for bit if the backend rounds `erf_inv` alike in all shapes. Each device draws its own shard only.
+    Every mode and every mesh gives the numbers of
+    `jax.random.truncated_normal(key, lower, upper, global_shape, dtype)`, bit for bit if the backend rounds `erf_inv`
+    alike in all shapes. Each device draws its own shard only.
 
     Communication: none, forward and backward.
 
