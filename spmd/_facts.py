@@ -20,13 +20,15 @@ class CallName(str):
 
     Attributes:
       verb: The function that is called, `psum`.
+      pattern: Its string, if it takes one.
     """
 
     verb: str
+    pattern: str
 
-    def __new__(cls, text: str, verb: str = "") -> Self:
+    def __new__(cls, text: str, verb: str = "", pattern: str = "") -> Self:
         self = super().__new__(cls, text)
-        self.verb = verb
+        self.verb, self.pattern = verb, pattern
         return self
 
 
@@ -44,7 +46,7 @@ class LayoutName(str):
 def one_line(text: str) -> str:
     """The same text in one line, as the name of a scope must be; what it knows is kept."""
     line = " ".join(text.split())
-    return CallName(line, text.verb) if isinstance(text, CallName) else line
+    return CallName(line, text.verb, one_line(text.pattern)) if isinstance(text, CallName) else line
 
 
 @dataclass(frozen=True, slots=True)

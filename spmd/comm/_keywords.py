@@ -116,7 +116,7 @@ def call_text(name: str, pattern: Any, arrays: int = 1) -> CallName:
     shown = {0: "", 1: "x, ", 2: "x, y, "}.get(arrays, "x, ..., ")
     if name.startswith("random."):
         shown = "key, "
-    return CallName(f'{name}({shown}"{pattern}")', name)
+    return CallName(f'{name}({shown}"{pattern}")', name, str(pattern))
 
 
 @functools.lru_cache(maxsize=4096)

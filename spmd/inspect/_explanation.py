@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from spmd._facts import CallName
 from spmd._table import Line, Row, Table, plain, rich_lines, wrapped
 from spmd._units import bytes_text, seconds_text, si_text
 from spmd.accelerators import Hardware
@@ -217,8 +217,8 @@ def _row(it: Explanation, ones: Sequence[Communication], style: str) -> Row:
     one = ones[0]
     implicit = "implicit in this call" if one.implicit and one.phase == "forward" else ""
     remarks = (implicit, one.branch and f"in {one.branch}", one.note)
-    own = re.fullmatch(rf"{one.kind}\([^\"]*(\".*\")\)", one.text)
-    call = own.group(1) if own and one.written else one.text
+    own = isinstance(one.text, CallName) and one.text.verb == one.kind
+    call = f'"{one.text.pattern}"' if own else one.text
     times = f"{sum(o.count for o in ones)}{'' if all(o.exact for o in ones) else '*'}"
     cells = (one.kind, axes_text(one.axes), times, *_bytes_and_time(it, ones), one.where, call)
     return Row(cells, style, tuple(filter(None, remarks)))
