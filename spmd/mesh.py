@@ -52,7 +52,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
       A `jax.sharding.Mesh`, or an `AbstractMesh`.
 
     Raises:
-      MeshError: If a size is not a positive integer, a name is none that a layout can write, a device is given twice,
+      MeshError: If a size is not a positive integer, a layout cannot write a name, a device is given twice,
         or there are too few devices.
 
     Example:
@@ -155,7 +155,7 @@ def use_cpu_devices(count: int) -> list[Any]:
       The first `count` CPU devices, which `make_mesh` uses from now on.
 
     Raises:
-      MeshError: If JAX already runs with fewer CPU devices; their number cannot change any more.
+      MeshError: If JAX already runs with fewer CPU devices; their number can no longer change.
 
     Example:
       >>> import spmd
@@ -260,7 +260,7 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
 
 
 def check_mesh(mesh: Any, call: str) -> None:
-    """Complain about a keyword `mesh=` that is none."""
+    """Complain about a `mesh=` that is not a mesh."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
         raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
@@ -270,7 +270,7 @@ def mesh_for(mesh: Any, leaves: Sequence[Any], call: str) -> Mesh | AbstractMesh
     """The mesh of a call: the one given, else that of its arrays, else that of `jax.set_mesh`.
 
     Raises:
-      MeshError: If there is none, or the one given is no mesh.
+      MeshError: If there is none, or what is given is not a mesh.
     """
     check_mesh(mesh, call)
     found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
@@ -286,7 +286,7 @@ def abstract_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """A context for a `shard_map` that is given its mesh: none, whatever surrounds it.
+    """A context without a mesh, for a `shard_map` that is given its own.
 
     JAX writes the context mesh into the jaxpr, and `checkify` fails where that is not the manual one of the body.
     """
@@ -325,7 +325,7 @@ def check_arguments_alive(args: Any, kwargs: Any, call: str) -> None:
 
 def _whole(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:
     """Where reference mode has its arrays outside `jit`: on the first device of the mesh; under `jax.set_mesh` on each
-    device of that mesh, since JAX lets arrays that were put on fewer devices meet nothing there."""
+    device of that mesh, since JAX refuses to combine arrays on fewer devices with others there."""
     if outside_trace() and not (around := jax.sharding.get_mesh()).empty:
         return NamedSharding(around, PartitionSpec())
     # not the device itself, with which device_put keeps the type that an array had on an Explicit mesh

@@ -225,9 +225,9 @@ def axis_mapping(mapping: Any, *, merge: bool = False, **rules: Any) -> Iterator
 
     `shard`, `init`, `from_process_local`, `from_function`, `visualize`, `plan` and every kernel read it, unless they
     are given a mapping of their own: a bare name lies as its rule says, `name/axis` is exactly that, `name/1` is whole,
-    and a bare name without a rule is an error. A rule that nothing uses is none. A kernel's body has the mapping of its
-    kernel; there a name without a rule, which the signature does not have, is whole. It is part of JAX's trace cache
-    key, as the mode is, and holds in its thread likewise. No communication of its own.
+    and a bare name without a rule is an error. A rule that nothing uses is not an error. A kernel's body has the
+    mapping of its kernel; there a name without a rule, which the signature does not have, is whole. The mapping is part
+    of JAX's trace cache key, as the mode is, and holds in its thread likewise. No communication of its own.
 
     Args:
       mapping: An `AxisMapping`, a dict of rules such as `{"batch": "dp", "mlp": "tp", "embed": None}`, or
@@ -268,8 +268,8 @@ def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
     mode stay, and so does the kernel's mapping, whose names are the vocabulary of a whole model. A function that
     takes mesh axes by keyword instead hides that too, with `@scope(mapping=None)`: whatever the caller's mapping
     says of a name that both happen to use, in its strings a bare name is whole. A function among the arguments
-    (an activation, `attend=` of an attention layer) is the caller's, and runs with the caller's names; under
-    `jax.jit` it is no function any more, and does not. No communication of its own.
+    (an activation, `attend=` of an attention layer) is the caller's, and runs with the caller's names. A jitted
+    function does not keep the caller's names. No communication of its own.
 
     Args:
       fn: A function written with `spmd` operations.
@@ -306,7 +306,7 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
         inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
         if inner == frame:
             return fn(*args, **kwargs)
-        run: Callable[..., R] = fn  # with its own parameters, some of them dressed
+        run: Callable[..., R] = fn  # with its own parameters, some of them wrapped
         given = [_callers_own(one, frame) for one in args]
         named = {name: _callers_own(one, frame) for name, one in kwargs.items()}
         with inner.enter():
@@ -350,7 +350,7 @@ def inner(fn: Callable[P, R]) -> Callable[P, R]:
 def outermost() -> tuple[tuple[str, str], AxisMapping | None] | None:
     """The ambient mode and mapping where nothing else surrounds the caller; None inside a kernel or a `shard_map`.
 
-    One question, since every warm call of a kernel asks it.
+    Every warm call of a kernel asks this, so it is one function.
     """
     if _frame.value is not None or jax.sharding.get_abstract_mesh().manual_axes:
         return None

@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd._leaves import Static, check_hashable, is_array, is_number, unwrapped, wrapped
 from spmd._named import ByName
 from spmd._recent import Recent
-from spmd._trees import Static, check_hashable, is_array, is_number, match_prefix, unwrapped, wrapped
+from spmd._trees import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
 from spmd.kernels import kernel
@@ -40,7 +41,7 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     arrays lie so already.
 
     Args:
-      tree: An array or a pytree; leaves that are no arrays stay as they are. A number is placed where it has a layout
+      tree: An array or a pytree; leaves that are not arrays stay as they are. A number is placed where it has a layout
         of its own.
       layouts: A prefix tree of layouts: a string for all leaves below, a dict, a class or dataclass whose
         annotations are layouts, the result of `spmd.layouts`, or a function from the tree to one of these. Arrays
@@ -93,7 +94,7 @@ def _check_outside(name: str, call: str) -> None:
 def _placements(
     tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str, *, parts: bool = False
 ) -> list[NamedSharding | None]:
-    """A sharding for each leaf, None where it is no array. `parts`: the leaves are one process's parts, whose
+    """A sharding for each leaf, None where it is not an array. `parts`: the leaves are one process's parts, whose
     shapes do not tell the sizes of the whole."""
     rules = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
     if rules is not None:
@@ -256,7 +257,7 @@ class Init(ByName):
         return _filled(tree, shardings, jax.tree.leaves(run(*args, **kwargs)))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).lower` of what a call runs; what is no array is None in its results."""
+        """`jax.jit(...).lower` of what a call runs; leaves that are not arrays are None in its results."""
         args, kwargs = wrapped((args, kwargs))
         return self._compiled(*self._where(args, kwargs)).lower(*args, **kwargs)
 
@@ -265,8 +266,8 @@ class Init(ByName):
         return self._fn(*args, **kwargs)
 
     def _where(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[NamedSharding | None]]:
-        """The tree that is born, with shapes for arrays; the mesh; the sharding of each leaf, None where it is no
-        array."""
+        """The tree that is born, with shapes for arrays; the mesh; the sharding of each leaf, None where it is
+        not an array."""
         check_hashable((args, kwargs), self._text)
         shapes, still = jax.eval_shape(self._leaves, *args, **kwargs)
         rest, (found, structure) = iter(shapes), still.parts
@@ -343,7 +344,7 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
     Communication: none for parameters made of random numbers and constants.
 
     Args:
-      fn: A function to a pytree, usually of a key. Leaves of its result that are no arrays (functions, flags,
+      fn: A function to a pytree, usually of a key. Leaves of its result that are not arrays (functions, flags,
         numbers without a layout of their own) stay as they are, as in `shard`: any Equinox module is such a tree.
       layouts: A prefix tree of layouts for its result, as in `shard`.
       mesh: The mesh; absent, that of `jax.set_mesh`.

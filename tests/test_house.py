@@ -36,6 +36,8 @@ FLOORS = {
     "_named.py": 2,
     "_recent.py": 0,
     "_table.py": 0,
+    "_annotations.py": 2,
+    "_leaves.py": 2,
     "_trees.py": 2,
     "_units.py": 0,
     "_walker.py": 2,

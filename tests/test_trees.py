@@ -319,7 +319,7 @@ def test_all_failures_of_a_prefix_at_once():
         "- params['deep']: layouts are strings, Layouts, or containers of them, not an int",
         "- params['extra']: no layout among 'w', 'pair', 'vv', ..., but here is an array float32[2,3]",
         "- params['pair']: 3 layouts for a tuple with '0', '1'",
-        "- params['v']: None is no layout, but here is an array float32[3]",
+        "- params['v']: None is not a layout, but here is an array float32[3]",
         "- params['w']: layouts for 'x' (a dict), but here is an array float32[2,3]",
         "- params: a layout for 'vv', but here is a dict with 'act', 'arr', 'deep', ...; did you mean 'v'?",
     ]
@@ -332,7 +332,7 @@ def test_a_dataclass_that_is_no_pytree():
 
     assert message(lambda: said(Params, Params(W))) == [
         "The layouts of params follow its structure.",
-        "got: params: Params is no pytree; register it: @jax.tree_util.register_dataclass",
+        "got: params: Params is not a pytree; register it: @jax.tree_util.register_dataclass",
     ]
 
 

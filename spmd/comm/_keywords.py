@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._facts import CallName
-from spmd._trees import foreign_kind
+from spmd._leaves import foreign_kind
 from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.language import AxisMapping, Pattern
 

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
+from spmd._leaves import Static, check_hashable, is_array
 from spmd._named import ByName
-from spmd._trees import Static, check_hashable, is_array
 from spmd.errors import LayoutError, did_you_mean
 from spmd.haliax._placement import shard
 from spmd.mesh import check_arguments_alive

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import spmd
 from spmd import AxisMapping
-from spmd._trees import by_path, is_array
+from spmd._leaves import by_path, is_array
 from spmd._units import bytes_text
 from spmd.errors import Fault, LayoutError, MeshError, warn
 from spmd.mesh import ambient_mesh

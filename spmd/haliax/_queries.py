@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd import AxisMapping, Layout
-from spmd._trees import Each, Unknown, annotated
+from spmd._annotations import Each, Unknown, annotated
 from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.haliax._placement import mapping_of, mesh_of
 from spmd.language import axis_sizes

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd._trees import is_array, is_number
+from spmd._leaves import is_array, is_number
 from spmd._walker import equations
 from spmd.errors import SpmdError
 from spmd.kernels import Kernel

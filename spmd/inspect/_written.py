@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spmd import _compat
-from spmd._trees import is_array
+from spmd._leaves import is_array
 from spmd.errors import SpmdError
 from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
 from spmd.inspect._program import meshes_of_jaxpr, stage

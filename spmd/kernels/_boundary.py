@@ -1,4 +1,4 @@
-"""Where arguments lie when a kernel is called, as far as JAX shows it, and what its call moves."""
+"""Where arguments lie when a kernel is called, as far as JAX shows it, and what the call moves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_boundary(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _elsewhere(plan: Plan, leaf: Any, layout: Layout) -> str:
-    """Where an argument lies if not as its layout says; nothing where JAX does not show it."""
+    """Where an argument lies, if not as its layout says; empty where it does, or where JAX does not show it."""
     value, dims = _compat.mapped(leaf)
     if isinstance(value, jax.core.Tracer):  # its type shows Explicit axes only
         if not plan.typed_axes or plan.mode == "reference":
@@ -83,7 +83,7 @@ def _axes(array: Any, dim: int) -> tuple[str, ...]:
 
 
 def _form(spec: P) -> tuple[Any, ...]:
-    """A spec without the entries at its end that say nothing."""
+    """A spec without the empty entries at its end."""
     entries = [(one,) if isinstance(one, str) else one or () for one in spec.partitions]
     while entries and not entries[-1]:
         entries.pop()
@@ -97,8 +97,7 @@ def _mapped_axes(x: Any) -> tuple[str, ...]:
 
 
 def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -> None:
-    """Say that `jax.vmap` gathered a dimension which was divided, where the arrays show it: outside jit, and in it on
-    Explicit axes."""
+    """Warn that `jax.vmap` gathered a divided dimension. Arrays show it outside jit, on Explicit axes inside too."""
     if plan.mode == "reference":
         return
     kept = {axis for x in jax.tree.leaves(out) for axis in _mapped_axes(x)}

@@ -10,9 +10,10 @@ import jax
 
 from spmd import _compat
 from spmd._facts import Leaf
+from spmd._leaves import Static, is_array, is_number, wrapped
 from spmd._named import ByName
 from spmd._recent import Recent
-from spmd._trees import Static, is_array, is_number, matched, wrapped
+from spmd._trees import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
 from spmd.kernels._boundary import check_boundary, check_mapped
 from spmd.kernels._inside import inlined, nested
@@ -26,7 +27,7 @@ from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
 __all__ = ["Kernel", "kernel"]
 
 
-# Each is a compiled program with whatever is static in it. More are of a kernel whose static arguments never recur.
+# Each one is a compiled program with its static values. Only static arguments that never recur would need more.
 _KEPT = 256
 
 
@@ -92,7 +93,7 @@ class Kernel(ByName):
         return jitted.lower(*args, **kwargs)
 
     def _staged(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """A `jax.jit` with the kernel's own arguments, and those; with flat ones where leaves are no arrays."""
+        """A `jax.jit` and its arguments: the kernel's own, or flat leaves where some leaves are not arrays."""
         plan, leaves = self._prepare(ambient_mode(), args, kwargs)
         signature = self.signature
         given = {k: v for k, v in kwargs.items() if k not in signature.static}
@@ -178,9 +179,9 @@ class Kernel(ByName):
         return plan, leaves
 
     def _partition(self, leaves: list[Any], structure: Any, values: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        """The leaves that a layout places, and all others, static, in their positions.
+        """The leaves that layouts place, and all other leaves as static values in their positions.
 
-        A number has a layout where it is an argument, or has one of its own; a module's settings are no arrays."""
+        A number is placed where it is an argument or has a layout of its own; the settings of a module are not."""
         numbers = tuple(i for i, x in enumerate(leaves) if is_number(x) and not is_array(x))
         key = (structure, numbers)
         if numbers and key not in self._numbers:
@@ -327,15 +328,15 @@ def kernel(
       mapping: Where bare names live: an `AxisMapping`, or a dict (then each of its rules must be used). Absent, the
         surrounding `axis_mapping` at the call, if there is one; without any a bare name is whole.
       arg_mapping: Another mapping for single arguments, by name.
-      axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None. All of them
-        are used.
-      static: Arguments that are no arrays: hashable values, part of the cache key.
+      axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None. Each must
+        be used.
+      static: Arguments that are not arrays: hashable values, part of the cache key.
       donate: Arguments whose buffers the results may take over, in a call from Python with arrays. A call that is
         being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
       boundary: "move" brings arguments into their layouts; "error" raises instead, as far as JAX shows where arguments
         lie: always outside jit; inside, on Explicit axes, which their types name. On Auto axes nothing is known in
         there before it is compiled, and `explain` lists what is moved.
-      **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`. Each is used.
+      **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`. Each must be used.
 
     Returns:
       A decorator that gives a `Kernel`.

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._lax import to_reduced
-from spmd._trees import Static, matched, unwrapped
+from spmd._leaves import Static, unwrapped
+from spmd._trees import matched
 from spmd.checker import check_jaxpr, explain_output
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
@@ -53,7 +54,7 @@ class Outputs:
         self.paths: list[str] = []
         self.ranks: list[int] | None = None
         self.structure: Any = None
-        self.still: list[Any] = []  # what is no array, in its place; None where an array is
+        self.still: list[Any] = []  # the leaves that are not arrays, in their places; None for an array
         self.wraps = False
 
     def declared(self) -> list[Layout]:
@@ -149,7 +150,7 @@ class Outputs:
         return ReplicationError(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
 
     def leaving(self, flat: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
-        """The results as `specs` expects them: what carries a mark is typed as JAX has it outside."""
+        """The results as `specs` expects them: a value with a mark has the type that JAX gives it outside."""
         typed = []
         for x, layout in zip(flat, self.layouts, strict=True):
             x = _compat.to_unreduced(x, layout.unreduced) if layout.unreduced else x
@@ -157,7 +158,7 @@ class Outputs:
         return typed
 
     def build(self, flat: Sequence[Any]) -> Any:
-        """The results as the body returned them; what is no array is a part of their structure, until `returned`."""
+        """The results in the structure that the body gave them, of which leaves that are not arrays are a part here."""
         if not self.wraps:
             return jax.tree.unflatten(self.structure, flat)
         rest = iter(flat)
@@ -165,7 +166,7 @@ class Outputs:
         return jax.tree.unflatten(self.structure, whole)
 
     def returned(self, out: Any) -> Any:
-        """What a caller gets of `build`'s results."""
+        """The results of `build` as a caller gets them: every leaf is itself again."""
         return unwrapped(out) if self.wraps else out
 
 

@@ -1,6 +1,6 @@
 """A kernel made ready for one mode, one mesh and one structure of arguments: `jit` of the body.
 
-Everything here runs while JAX traces; a warm call runs none of it.
+A warm call asks `fits` and runs `jitted`. Everything else here runs while JAX traces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
 
 def concrete(leaves: Sequence[Any]) -> bool:
-    """Whether all leaves are arrays with values; on the way of every warm call, hence by class."""
+    """Whether all leaves are arrays with values. It is on the hot path, so it looks only at their classes."""
     if _concrete.issuperset(map(type, leaves)):
         return True
     if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves):
@@ -144,8 +144,8 @@ class Plan:
         return jax.set_mesh(self.mesh) if self._sets_mesh and outside_trace() else contextlib.nullcontext()
 
     def _lie(self) -> Any:
-        """Where results lie, for `jit`: said where JAX would lose it, of a dimension that is divided over axes both
-        Explicit and not."""
+        """The shardings of the results, for `jit`. They are given only where JAX would lose them: where a dimension is
+        divided over both Explicit and other axes."""
         typed, free = set(self.typed_axes), set(self.free_axes)
         both = any(typed & {*d.axes} and free & {*d.axes} for layout in self.outputs.declared() for d in layout.dims)
         mixed = both and isinstance(self.mesh, Mesh) and self.mode != "reference"
@@ -164,7 +164,7 @@ class Plan:
         check_jaxpr(jaxpr, mesh_axes=tuple(self.sizes), kernel=self.signature.text, **self.arguments())
 
     def arguments(self) -> dict[str, Any]:
-        """What the pass is told of the arguments: how messages call them, and their layouts."""
+        """What the pass knows of the arguments: their names in messages, and their layouts."""
         return {"arg_names": [x.path for x in self.leaves], "arg_layouts": [x.layout for x in self.leaves]}
 
     # --- before any trace ---------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Plan:
         return flat
 
     def _check_keywords(self, unused: frozenset[str]) -> None:
-        """A keyword that neither the signature nor the body means is a typo."""
+        """A keyword that neither the signature nor the body uses is a typo."""
         for what, given, names in (
             ("the keyword binds the size of", self.signature.sizes, {n for s in self._layouts() for n in s.names}),
             ("axes= renames the mesh axis", self.signature.axes, {a for s in self._layouts() for a in s.axis_names}),
@@ -311,8 +311,8 @@ class Plan:
             return self.outputs.build(run(*leaves))
 
     def _anchored(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The same arrays through a `shard_map` that does nothing: it alone tells a `jit` around us, whose arguments
-        lie nowhere yet, on which devices an Explicit mesh is."""
+        """The same arrays, through a `shard_map` that does nothing. The arguments of an outer `jit` have no devices
+        yet, and nothing else tells it those of an Explicit mesh."""
         if not leaves or not isinstance(self.mesh, Mesh):
             return leaves
         names = self.mesh.axis_names
@@ -340,7 +340,7 @@ class Plan:
 
 
 def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The mesh that arrays of Explicit types are typed with, whatever mesh surrounds the call."""
+    """The mesh of the arrays' Explicit types, even if another mesh surrounds the call."""
     meshes = (jax.typeof(x).sharding.mesh for x in leaves)
     mesh = next((m for m in meshes if not m.empty), None)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)

@@ -252,7 +252,7 @@ def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
                 f"the left side {len(inputs)} "
                 f"layout{'s' * (len(inputs) != 1)}.",
                 got=[f"arguments: {', '.join(arrays) or 'none'}"],
-                advice="one layout per argument; static=(...) for those that are no arrays",
+                advice="one layout per argument; static=(...) for those that are not arrays",
             )
         by_name = {n: _as_layouts(v) for n, v in zip(arrays, inputs, strict=True)}
     elif len(arrays) == 1:
@@ -291,7 +291,7 @@ def _check_names(signature: Signature) -> None:
         for name in names:
             if name not in signature.params:
                 rule = (
-                    f"{what} names {name!r}, which is no argument of "
+                    f"{what} names {name!r}, which is not an argument of "
                     f"{signature.name}{did_you_mean(name, signature.params) or '.'}"
                 )
                 signature.fail(rule, got=[f"arguments: {', '.join(signature.params)}"])

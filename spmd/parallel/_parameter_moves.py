@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from spmd import Layout
-from spmd._trees import is_array, match_prefix
+from spmd._leaves import is_array
+from spmd._trees import match_prefix
 from spmd.errors import LayoutError, MeshError
 
 __all__ = ["Axes", "Move", "axes_by_dim", "axes_tuple", "is_array", "layout_leaves", "moves", "paths", "text_of"]

@@ -158,7 +158,7 @@ CASES = {
         errors.LayoutError,
         """
         two: kernel("b -> b")
-        static names 'kimd', which is no argument of two; did you mean 'kind'?
+        static names 'kimd', which is not an argument of two; did you mean 'kind'?
         got: arguments: x, kind
         """,
     ),

@@ -1,0 +1,213 @@
+"""The leaves of a tree: which of them are arrays, what is static, where they stand, and how messages call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from spmd.errors import LayoutError
+from spmd.language import Layout
+
+__all__ = [
+    "SCALAR",
+    "LeafAt",
+    "Static",
+    "by_path",
+    "check_hashable",
+    "children",
+    "described",
+    "foreign_kind",
+    "has_room",
+    "is_array",
+    "is_foreign",
+    "is_number",
+    "key_name",
+    "leaves_of",
+    "listed",
+    "rankless",
+    "unwrapped",
+    "with_article",
+    "wrapped",
+]
+
+Path = tuple[Any, ...]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array: it has a shape and a dtype (a ShapeDtypeStruct has), one that JAX has too."""
+    shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+    return shaped and not is_foreign(leaf)
+
+
+def is_foreign(leaf: Any) -> bool:
+    """Whether a leaf is a NumPy array that JAX does not compute with: strings, objects, dates, records, long floats."""
+    return isinstance(leaf, (np.ndarray, np.generic)) and not _held(leaf.dtype)
+
+
+def foreign_kind(leaf: Any) -> str | None:
+    """What a leaf is, in a message, if JAX cannot make it an array to compute with."""
+    if is_foreign(leaf):
+        return f"a NumPy array of dtype {leaf.dtype}, which JAX does not compute with"
+    if not isinstance(leaf, int) or _fits_integers(leaf):
+        return None
+    held = jax.dtypes.canonicalize_dtype(int)
+    wider = held.itemsize < 8 and -(2**63) <= leaf < 2**63
+    return f"an int that {held} does not hold" + (" without jax_enable_x64" if wider else "")
+
+
+def _fits_integers(number: int) -> bool:
+    limits = np.iinfo(jax.dtypes.canonicalize_dtype(int))
+    return bool(limits.min <= number <= limits.max)
+
+
+@lru_cache(maxsize=256)
+def _held(dtype: np.dtype) -> bool:
+    try:
+        jax.typeof(np.zeros(0, dtype))
+    except TypeError:
+        return False
+    return dtype.kind != "T"  # strings of any length: JAX brings them to a CPU, and takes them into no computation
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number of Python's own, which a layout of its own makes an array."""
+    return isinstance(leaf, (float, complex)) or (isinstance(leaf, int) and _fits_integers(leaf))
+
+
+@jax.tree_util.register_static
+class Static:
+    """Leaves that are not arrays, on their way through `jit` as part of the structure. 1, 1.0 and True differ here."""
+
+    def __init__(self, leaves: tuple[Any, ...], *parts: Any) -> None:
+        self.parts = (leaves, *parts)
+        # an object may be known by what it equals, a number only by its text: 0.0 == -0.0
+        texts = tuple(repr(x) if is_number(x) else None for x in leaves)
+        self._key = (self.parts, texts)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return self is other or (isinstance(other, Static) and bool(self._key == other._key))
+        except (TypeError, ValueError):  # of NumPy arrays that have no one answer
+            return False
+
+
+def wrapped(tree: Any) -> Any:
+    """A tree that `jit` takes and gives: what is neither array nor number is a part of its structure."""
+    return jax.tree.map(lambda x: x if is_array(x) or is_number(x) else Static((x,)), tree)
+
+
+def check_hashable(tree: Any, call: str) -> None:
+    """Complain about leaves of a `wrapped` tree that cannot be a part of a compiled program.
+
+    Raises:
+      LayoutError: if one is not hashable.
+    """
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_static):
+        try:
+            hash(leaf) if _is_static(leaf) else None
+        except TypeError as error:
+            rule = "what is not an array is a part of the compiled program, and must be hashable."
+            raise LayoutError(rule, call=call, got=[f"{error}"]) from None
+
+
+def unwrapped(tree: Any) -> Any:
+    """The inverse of `wrapped`."""
+    return jax.tree.map(lambda x: x.parts[0][0] if _is_static(x) else x, tree, is_leaf=_is_static)
+
+
+def _is_static(x: Any) -> bool:
+    return isinstance(x, Static)
+
+
+SCALAR = Layout("scalar")  # the one layout that an array without dimensions can have, so nobody need write it
+
+
+def rankless(leaf: Any) -> bool:
+    return is_array(leaf) and len(leaf.shape) == 0
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """The keys and children of a pytree node, in JAX's order; None for a leaf."""
+    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda one: one is not node)[0]
+    if len(flat) == 1 and not flat[0][0]:
+        return None
+    return [(path[0], child) for path, child in flat]
+
+
+def key_name(key: Any) -> str:
+    """A key of a path as one part of it."""
+    if isinstance(key, (DictKey, FlattenedIndexKey)):
+        return str(key.key)
+    if isinstance(key, GetAttrKey):
+        return key.name
+    return str(key.idx) if isinstance(key, SequenceKey) else str(key)
+
+
+def _is_box(node: Any) -> bool:
+    """Whether a node is a Flax variable, whose one child `value` nobody writes in a path."""
+    return any(one.__name__ == "Variable" and one.__module__.startswith("flax") for one in type(node).__mro__)
+
+
+class LeafAt(NamedTuple):
+    path: Path
+    parts: tuple[str, ...]
+    value: Any
+
+
+def leaves_of(node: Any, path: Path = (), parts: tuple[str, ...] = ()) -> Iterator[LeafAt]:
+    """All leaves, in the order of jax.tree.leaves."""
+    below = children(node)
+    if below is None:
+        yield LeafAt(path, parts, node)
+        return
+    boxed = _is_box(node)
+    for key, child in below:
+        yield from leaves_of(child, (*path, key), parts if boxed else (*parts, key_name(key)))
+
+
+def described(node: Any) -> str:
+    """What stands at a place of a tree, without values."""
+    if is_array(node):
+        return f"an array {node.dtype}[{','.join(map(str, node.shape))}]"
+    if foreign := foreign_kind(node):
+        return foreign
+    below = children(node)
+    kind = type(node).__name__
+    if node is None:
+        return "None"
+    if below is None:
+        return f"a leaf of type {kind}"
+    return f"{with_article(kind)} with {listed([key_name(key) for key, _ in below])}"
+
+
+def with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiouAEIO" else f"a {noun}"
+
+
+def listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return shown or "no entries"
+
+
+def by_path(fn: Callable[[str], Any], tree: Any) -> Any:
+    """The same tree with `fn("mlp/w_in")` for each array, and None for any other leaf.
+
+    >>> by_path(str.upper, {"w": jax.numpy.ones(2), "name": "mlp"})
+    {'name': None, 'w': 'W'}
+    """
+    found = [fn("/".join(leaf.parts)) if is_array(leaf.value) else None for leaf in leaves_of(tree)]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), found)
+
+
+def has_room(layout: Layout, rank: int) -> bool:
+    """Whether an array of this rank can lie so."""
+    least = sum(not dim.ellipsis for dim in layout.dims)
+    return rank == least or (layout.has_ellipsis and rank > least)
