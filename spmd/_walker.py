@@ -33,13 +33,17 @@ def walk(jaxpr: Any, values: Sequence[Any], domain: Domain) -> list[Any]:
       One value for each of its results.
     """
     body, consts = opened(jaxpr)
+    rules, literal = domain.rules, domain.literal
     known = dict(zip(body.invars, values, strict=True))
     for i, var in enumerate(body.constvars):
         known[var] = domain.constant(var, consts[i] if consts else None)
     for eqn in body.eqns:
-        ins = [domain.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
-        known.update(zip(eqn.outvars, domain.equation(eqn, ins), strict=True))
-    return [domain.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in body.outvars]
+        operands = [literal(atom.val) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+        rule = rules.get(eqn.primitive.name)
+        outs = domain.equation(eqn, operands) if rule is None else rule(domain, eqn, operands)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            known[var] = out
+    return [literal(atom.val) if isinstance(atom, Literal) else known[atom] for atom in body.outvars]
 
 
 def equations(jaxpr: Any, *, derivatives: bool = True) -> Iterator[Any]:
@@ -119,9 +123,9 @@ class Domain:
         """A constant of a jaxpr; its value is None where the jaxpr does not hold it."""
         raise NotImplementedError
 
-    def literal(self, literal: Any) -> Any:
+    def literal(self, value: Any) -> Any:
         """A number that stands in an equation."""
-        return self.constant(literal, literal.val)
+        return self.constant(None, value)
 
     def step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation that holds no jaxpr, or one that is part of its own work."""
@@ -167,10 +171,7 @@ class Domain:
     # --- equations that hold jaxprs -----------------------------------------------------------------------
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results of any equation."""
-        rule = self.rules.get(eqn.primitive.name)
-        if rule is not None:
-            return rule(self, eqn, operands)
+        """The results of an equation whose primitive has no rule."""
         parts = held(eqn) if eqn.params else ()
         if not parts or parts[0].role == Role.SCALARS:
             return self.step(eqn, operands)

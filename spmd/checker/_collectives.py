@@ -131,7 +131,7 @@ def retypes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Our own casts: a relayout knows what is equal, and opaque code tells nothing of its arguments and results."""
     names, to = eqn.params["axes"], eqn.params["to"]
     if to in ("hidden", "shown"):
-        return [compute(walk, eqn, operands)]
+        return compute(walk, eqn, operands)
     if to != "invarying":
         return list(operands)
     axes = walk.axes.mask(names)

@@ -22,11 +22,6 @@ from spmd.checker._walk import Walk
 OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
 
 
-def _computed(walk: Walk, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
-    """A plain computation, of one result or of several alike."""
-    return [compute(walk, eqn, operands)] * len(eqn.outvars) if eqn.outvars else []
-
-
 def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
     """JAX's interpreter of Pallas calls fails on values that vary, and only when the program is lowered."""
     varying = any(_compat.is_varying(result.aval) for result in eqn.outvars)
@@ -36,7 +31,7 @@ def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[Sta
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(TABLE, _computed),
+    **dict.fromkeys(TABLE, compute),
     "pallas_call": _pallas,
     **COLLECTIVES,
     "spmd_layout": layout_marker,
@@ -63,11 +58,11 @@ class Dataflow(Walk):
         partial = _compat.unreduced_axes(value)
         return State(self.axes.mask(_compat.varying_axes(value) | partial), self.axes.mask(partial))
 
-    def literal(self, literal: Any) -> State:
-        return literal_state(literal.val)
+    def literal(self, value: Any) -> State:
+        return literal_state(value)
 
     def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
-        outs = _computed(self, eqn, operands)
+        outs = compute(self, eqn, operands)
         return [_unknown(out) for out in outs] if eqn.primitive.name in OUTSIDE else outs
 
     def unread(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:

@@ -122,8 +122,10 @@ class Places(Domain):
     def constant(self, var: Any, value: Any) -> Found:
         return None
 
-    def literal(self, literal: Any) -> Found:
-        return _literal(literal)
+    def literal(self, value: Any) -> Found:
+        number = np.asarray(value)
+        plain = number.ndim == 0 and number.dtype.kind in "iuf"
+        return Place((FREE,) * number.ndim, value=float(number) if plain else None)
 
     def step(self, eqn: Any, operands: Sequence[Found]) -> Sequence[Found]:
         name = eqn.primitive.name
@@ -158,12 +160,6 @@ class Places(Domain):
             places.append(place and replace(place, name=name, layout=layout))
         self.run(eqn, part, places)
         return [None] * len(eqn.outvars)
-
-
-def _literal(atom: Any) -> Found:
-    rank = len(_shape(atom))
-    number = rank == 0 and getattr(atom.aval, "dtype", None) is not None and atom.aval.dtype.kind in "iuf"
-    return Place((FREE,) * rank, value=float(np.asarray(atom.val)) if number else None)
 
 
 def _believed(layout: Layout, place: Found, rank: int) -> Found:

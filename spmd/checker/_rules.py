@@ -79,8 +79,10 @@ _enter("reduce_window_sum fft", linear.passes, uniform.nothing)
 _enter("reduce_window_max reduce_window_min", linear.nonlinear, uniform.nothing)
 
 
-def compute(walk: Walk, eqn: Any, operands: Sequence[State]) -> State:
-    """The output of a primitive that does not communicate: the union of its operands, refined."""
+def compute(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """The outputs of a primitive that does not communicate: the union of its operands, refined."""
+    if not eqn.outvars:
+        return []
     different = partial = origin = flags = 0
     for operand in operands:
         different |= operand.different
@@ -101,4 +103,4 @@ def compute(walk: Walk, eqn: Any, operands: Sequence[State]) -> State:
         mask = EVERYWHERE if zero else mask
     if name == "iota":
         flags |= IOTA
-    return State(different, partial, mask, flags, origin)
+    return [State(different, partial, mask, flags, origin)] * len(eqn.outvars)

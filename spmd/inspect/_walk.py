@@ -116,7 +116,7 @@ class Walk(Domain):
         [value] = self._stand([var])
         return value
 
-    def literal(self, literal: Any) -> Value:
+    def literal(self, value: Any) -> Value:
         return Value(ANYWHERE)
 
     def join(self, one: Value, other: Value) -> Value:

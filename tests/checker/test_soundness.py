@@ -170,18 +170,14 @@ def test_constants_are_recognised() -> None:
 # --- the tests of the pass can fail ---------------------------------------------------------------------------
 
 
-def union(walk, eqn, operands):
-    return [_rules.compute(walk, eqn, operands)] * len(eqn.outvars)
-
-
 BREAKS = [
-    ("psum", lambda: _dataflow.RULES, ("psum", "psum_invariant"), union),
-    ("all_gather", lambda: _dataflow.RULES, ("all_gather", "all_gather_invariant"), union),
+    ("psum", lambda: _dataflow.RULES, ("psum", "psum_invariant"), _rules.compute),
+    ("all_gather", lambda: _dataflow.RULES, ("all_gather", "all_gather_invariant"), _rules.compute),
     ("ppermute", lambda: _dataflow.RULES, ("ppermute",), _collectives.exchanges),
-    ("scan", lambda: _dataflow.RULES, ("scan",), union),
+    ("scan", lambda: _dataflow.RULES, ("scan",), _rules.compute),
     ("layouts", lambda: _dataflow.RULES, ("spmd_layout",), lambda walk, eqn, operands: list(operands)),
     ("axis_index", lambda: _dataflow.RULES, ("axis_index",), lambda walk, eqn, operands: [State()]),
-    ("cond", lambda: _dataflow.RULES, ("cond",), union),
+    ("cond", lambda: _dataflow.RULES, ("cond",), _rules.compute),
     ("exp", lambda: _rules.TABLE, ("exp",), _rules.TABLE["neg"]),
     ("add", lambda: _rules.TABLE, ("add",), _rules.TABLE["neg"]),
     ("broadcast", lambda: _rules.TABLE, ("broadcast_in_dim",), _rules.NO_RULE),
