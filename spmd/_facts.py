@@ -1,8 +1,8 @@
 """Names in a jaxpr that know what they name: the scope of a call, the `jit` of a kernel.
 
-JAX hands on the very string that it was given as the name of a scope or of a jitted function: through `jit`, `grad`,
-`vmap`, loops and rematerialisation. A string that carries a fact is therefore found again in the jaxpr of any program.
-It adds no equation, and the compiled program holds its text and nothing else.
+JAX keeps the very string that it is given as the name of a scope or of a jitted function, through `jit`, `grad`,
+`vmap`, loops and rematerialisation. A string that carries a fact can therefore be found in the jaxpr of any program. It
+adds no equation, and the compiled program contains its text only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which primitives hold jaxprs, and which of an equation's operands and results theirs are.
+"""Which primitives hold jaxprs, and how their inputs and results correspond to an equation's operands and results.
 
-One table, for everybody who walks over jaxprs: a primitive that holds jaxprs is entered here once, and the check,
-`explain` and the layers know it. What is not entered is a call if one of its jaxprs fits its operands and results one
-to one; else nobody looks into it, and `explain` says so.
+One table for every walk over jaxprs (`_walker`): a primitive that holds jaxprs is entered here once, and the checker,
+`explain` and the layers know it. A primitive that is not entered counts as a call if one of its jaxprs fits its
+operands and results one to one. Otherwise no walk looks into it, and `explain` says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Role:
     SCALARS = "scalars"  # combines two scalars by it: part of the equation's own work
     DERIVATIVE = "derivative"  # does not run it: the derivative of the equation does
     OPAQUE = "opaque"  # runs it in a language of its own, on blocks or on references
-    UNKNOWN = "unknown"  # nobody knows
+    UNKNOWN = "unknown"  # the table does not say
 
 
 class Held(NamedTuple):
@@ -46,8 +46,8 @@ class Held(NamedTuple):
     Attributes:
       jaxpr: The jaxpr, closed or open.
       role: What the equation does with it, one of `Role`.
-      operands: For each of its inputs, which operand of the equation it is (in a loop: at first); empty where
-        its inputs are not operands.
+      operands: For each of its inputs, the number of the operand that it is (in a loop: in the first round); empty
+        where its inputs are not operands.
       sliced: For each input, whether it is one slice of the operand.
       stacked: For each result, whether the equation's is a stack of them.
       number: Which of the branches it is.
@@ -61,7 +61,7 @@ class Held(NamedTuple):
     number: int = 0
 
     def of(self, values: Sequence[Any]) -> list[Any]:
-        """What its inputs are, of one value per operand of the equation."""
+        """The values of its inputs, from one value per operand of the equation."""
         return [values[i] for i in self.operands]
 
 
@@ -103,7 +103,7 @@ def _cond(eqn: Any) -> tuple[Held, ...]:
 
 
 def _linear_solve(eqn: Any) -> tuple[Held, ...]:
-    """The solver runs; the product that it inverts, and the transposes of both, are there for derivatives."""
+    """Only the solver runs. The product that it inverts, and the transposes of both, serve derivatives."""
     found, first = [], 0
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     rest = tuple(range(sum(lengths), len(eqn.invars)))
@@ -140,7 +140,7 @@ _PLAIN = frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 
 def held(eqn: Any) -> tuple[Held, ...]:
-    """The jaxprs that an equation holds, each with what it is there for."""
+    """The jaxprs that an equation holds, each with its role."""
     known = _TABLE.get(eqn.primitive.name)
     if known is not None:
         return known(eqn)
@@ -181,7 +181,7 @@ def plain_call(eqn: Any) -> Any:
 
 
 def is_unknown(eqn: Any) -> bool:
-    """Whether an equation holds jaxprs of which nobody here knows what becomes of them."""
+    """Whether an equation holds jaxprs and the table does not say what it does with them."""
     return bool(eqn.params) and any(one.role == Role.UNKNOWN for one in held(eqn))
 
 

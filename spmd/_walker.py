@@ -1,8 +1,8 @@
 """One walk over jaxprs: a value for every variable, carried from the arguments to the results.
 
-What a value is, and what an equation makes of it, is the matter of a `Domain`: the checker's states, the costs and
-placements of `explain`, the residuals of a layer. The walk knows the rest: constants, calls, branches, loops until they
-settle. Which primitive holds which jaxprs is said once, in the table of `_jaxprs`.
+A `Domain` says what a value is and what an equation makes of it: the checker has states, `explain` has costs and
+placements, a layer asks which values it can make again. The walk does the rest: it reads constants, enters calls and
+branches, and repeats loops until they settle. The table of `_jaxprs` says which primitive holds which jaxprs.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def equations(jaxpr: Any, *, derivatives: bool = True) -> Iterator[Any]:
 
 
 class Domain:
-    """What a walk carries. A subclass says what constants are (`constant`) and what an equation gives (`step`).
+    """What a walk carries. A subclass says what a constant is (`constant`) and what an equation gives (`step`).
 
-    To follow loops and branches it also says what is known where two paths meet (`join`). Everything else has a
-    meaning already: a call gives what its jaxpr gives, a loop is walked until its carries settle, branches are joined.
-    A subclass that counts, as costs do, overrides `run`, which every jaxpr inside another one goes through.
+    To follow loops and branches, it also says what is known where two paths meet (`join`). Everything else has a
+    default: a call gives what its jaxpr gives, a loop is walked until its carries settle, branches are joined.
+    A subclass that counts overrides `run`, because every jaxpr inside another one passes through it.
 
     Attributes:
-      rules: By the name of a primitive, what gives its results: `rule(domain, eqn, operands)`. They come first, so a
-        primitive that holds a jaxpr and has a rule is not entered.
+      rules: For the name of a primitive, a function that gives its results: `rule(domain, eqn, operands)`. Rules come
+        first: a primitive that has a rule is not entered, even if it holds a jaxpr.
       callers: The equations whose jaxprs the walk is inside of, outermost first.
-      findings: What the walk has to report. It forgets what it found in a loop that had not settled yet.
+      findings: What the walk reports. It forgets what it found in a round of a loop that had not settled yet.
 
     Example:
       Which arguments is each result made of?
@@ -132,7 +132,7 @@ class Domain:
         raise NotImplementedError
 
     def unread(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation whose jaxprs nobody here can read."""
+        """The results of an equation whose jaxprs no walk can read."""
         return self.step(eqn, operands)
 
     # --- where paths meet ---------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Domain:
         """A branch is chosen, or a loop goes on, by a value like this one."""
 
     def decided(self, value: Any, predicate: Any) -> Any:
-        """What is known of a result that such a decision chose."""
+        """What is known of a result that depends on such a decision."""
         return value
 
     # --- equations that hold jaxprs -----------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Domain:
         return self.unread(eqn, operands)
 
     def run(self, eqn: Any, part: Held, operands: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr that an equation holds, of values for its own inputs."""
+        """The results of a jaxpr that an equation holds; `operands` are the values of the jaxpr's own inputs."""
         context = self.context()
         key = None if context is None else (id(opened(part.jaxpr)[0]), tuple(operands), context)
         if key in self._walked:
@@ -201,9 +201,10 @@ class Domain:
         return outs
 
     def context(self) -> Hashable:
-        """What the results of a jaxpr depend on besides its operands; None: on so much that it is walked each time.
+        """What the results of a jaxpr depend on besides its operands. None: each jaxpr is walked each time.
 
-        Else it is walked once for equal operands, unless something was found in it: findings name their callers.
+        Otherwise a jaxpr is walked once for equal operands, unless the walk found something in it: findings name their
+        callers.
         """
         return None
 
@@ -248,7 +249,7 @@ class Domain:
         ]
 
     def _settle(self, once: Callable[[Sequence[Any]], list[Any]], carry: Sequence[Any]) -> list[Any]:
-        """The results of the round that changes no carry any more."""
+        """The results of the first round that changes no carry."""
         for _ in range(_ROUNDS):
             found = len(self.findings)
             outs = list(once(carry))

@@ -247,7 +247,7 @@ def _ends(name: str) -> str:
 
 
 def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Communication:
-    """A written collective with what was found of it, with what to say where nothing was, or where nobody looked."""
+    """A written collective with its compiled pieces, with a note if there are none, or with None if not compiled."""
     pieces = () if found is None or isinstance(found, str) else found
     runs = None if found is None else sum(piece.of.count for piece in pieces)
     note = found if isinstance(found, str) else _note(row, pieces, runs or 0) if pieces else ""
@@ -346,7 +346,7 @@ def _cause(one: Collective, written: Written | None) -> str:
 
 
 def _fitting(one: Collective, moved: Sequence[Boundary]) -> Sequence[Boundary]:
-    """Those arguments of which a part can be what is moved; all where none can."""
+    """The arguments that the moved data can be a part of; all of them if it fits none."""
     return [entry for entry in moved if _holds(one, entry)] or moved
 
 

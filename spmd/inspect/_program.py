@@ -27,10 +27,10 @@ class Program:
     Attributes:
       name: The function's name.
       jaxpr: The closed jaxpr, traced once; None of a program that came lowered or compiled.
-      mesh: The mesh that the program names first, a Mesh rather than an AbstractMesh if it has both; None
-        if it has none, or none is known before it is compiled.
+      mesh: The first mesh that the program names, a Mesh rather than an AbstractMesh if it has both. None if it has
+        none, or if none is known before it is compiled.
       arguments: The leaves of its arguments, as given.
-      donated: Which inputs of the jaxpr are donated; empty where nobody knows.
+      donated: Which inputs of the jaxpr are donated; empty where that is not known.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Program:
 
 
 def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any = None) -> Program:
-    """Trace `fn`, or take over what is traced, lowered or compiled already.
+    """Trace `fn`, or accept what is traced, lowered or compiled already.
 
     Args:
       verb: The function that asks, for messages.
       fn: A kernel, a function, or what `.trace`, `.lower` or `.compile` returned.
-      args: Its arguments; leaves of plain functions that are no arrays are constants.
+      args: Its arguments; leaves of plain functions that are not arrays are constants.
       kwargs: Its keyword arguments.
       mesh: A mesh for kernels that have none and take it from their surroundings.
 

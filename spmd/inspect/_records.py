@@ -63,7 +63,7 @@ class WrittenCollective:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """An array that enters a kernel and lies elsewhere than the signature says, or nobody knows where.
+    """An array that enters a kernel and lies elsewhere than the signature says, or at an unknown place.
 
     Attributes:
       text: The kernel and the argument, `mlp: x`.
@@ -92,7 +92,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """Code that this view cannot look into (a custom call, a callback), or that is per-shard where the rest is not.
+    """Code that this view cannot read (a custom call, a callback), or per-shard code where the rest is not per shard.
 
     Attributes:
       text: The user's call, or the primitive.
@@ -135,15 +135,15 @@ class Written:
         additions both counted.
       matmul_flops: The part of `flops` that is dots and convolutions.
       hbm_bytes: Bytes that one device reads and writes, if elementwise chains are fused into what uses them, and one
-        that ends in a result reads what it is made of and writes the result. Outside kernels by placement; where nobody
-        knows it, the devices share the array.
+        that ends in a result reads what it is made of and writes the result. Outside kernels the placement decides;
+        where it is not known, the devices share the array.
       exact: False where a loop of unknown length was counted once, or branches as if all were taken.
       boundary: What is moved to enter a kernel.
       islands: What is not looked into.
       constraints: Those of auto mode.
       arguments_bytes: Bytes of the arguments on one device; where their shardings do not tell, as the first kernel
         wants them, else whole.
-      outputs_bytes: Bytes of the results on one device; whole where nobody knows how they lie.
+      outputs_bytes: Bytes of the results on one device; whole where their placement is not known.
       donated_bytes: The part of them that can lie in donated arguments.
     """
 

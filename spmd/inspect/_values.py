@@ -1,8 +1,8 @@
 """What a walk knows of a value: where it lies outside kernels, and which buffers it would be computed from.
 
-Elementwise chains are taken to be fused into what uses them: only what stands in memory is read and written. That are
-arguments, the results of products, reductions, gathers and collectives, and what a loop carries. Everything else is a
-chain, which is read and written where it is a result itself, of the program or of a loop's body.
+Elementwise chains count as fused into what uses them: only arrays in memory are read and written. Those are the
+arguments, the results of products, reductions, gathers and collectives, and the carries of loops. Everything else is a
+chain. It is read and written only where it is itself a result, of the program or of a loop's body.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Value:
     Attributes:
       place: Where it lies, outside kernels.
       label: Which argument it is, if it is one.
-      sliced: In a scan over the argument a slice of it, of as many dimensions fewer.
+      sliced: How many dimensions it lacks as a slice of the argument, in a scan over it.
       buffers: What it is computed from, itself if it stands in memory.
       chain: Whether it is computed from them when it is used.
     """
@@ -145,8 +145,8 @@ def chained(eqn: Any, ins: Sequence[Value]) -> tuple[frozenset[Buffer], bool]:
 
 
 def ending_bytes(results: Iterable[tuple[Value, float]]) -> float:
-    """What is read and written to have these values, of so many bytes, in memory: what each is computed from, once for
-    all of them, and the values, but for those that an open buffer makes room for."""
+    """The bytes read and written to put these values into memory. What they are computed from is read once for all of
+    them. Each value is written, unless an open buffer has room for it."""
     total, read, filled = 0.0, set[Buffer](), set[Buffer]()
     for value, nbytes in results:
         if not value.chain:
@@ -166,7 +166,7 @@ def shape_of(of: Any) -> tuple[int, ...]:
 
 
 def typed_place(aval: Any, sizes: Mapping[str, int]) -> Placement:
-    """What the type of an array says of its place: something on Explicit axes only."""
+    """The place that the type of an array states; only types on Explicit axes state one."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
         return None

@@ -36,9 +36,9 @@ def written(
 ) -> Written:
     """The written view of `fn` for these arguments; see `Written`.
 
-    `fn` is traced as `jax.jit` would and nothing else: no device is asked, nothing is compiled. What no result needs is
-    left out first, as the compiler leaves it out. The compiled program may still differ: XLA merges equal collectives
-    of equal operands, combines several into one, moves some out of loops and knows the length of some `while` loops.
+    `fn` is traced as `jax.jit` would trace it. No device is used and nothing is compiled. Equations that no result
+    needs are left out first, as the compiler does. The compiled program may still differ: XLA merges equal collectives of
+    equal operands, combines several into one, moves some out of loops and knows the length of some `while` loops.
 
     Args:
       fn: A kernel, or any function that calls kernels, jitted, differentiated or vmapped or not; or what `.trace`
@@ -82,8 +82,8 @@ def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]])
 
 
 def _inside_a_trace(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """A jitted function as a function of its arrays, the rest fixed, since it may be static. Only inside another trace
-    does a jaxpr say where `in_shardings` wants arguments."""
+    """A jitted function as a function of its arrays; its other arguments are fixed, since they may be static. A jaxpr
+    says where `in_shardings` wants arguments only inside another trace."""
     leaves, structure = jax.tree.flatten((args, dict(kwargs)))
     arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
@@ -105,7 +105,7 @@ def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
 
 
 def _leaves(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[tuple[str, Any]]:
-    """What each input of the jaxpr is called, with the argument; static ones are no inputs."""
+    """What each input of the jaxpr is called, with the argument; static arguments are not inputs."""
     labelled = list(zip(_paths(fn, args, kwargs), jax.tree.leaves((args, dict(kwargs))), strict=True))
     arrays = [(label, leaf) for label, leaf in labelled if is_array(leaf)]
     for found in (labelled, arrays):

@@ -1,6 +1,6 @@
-"""A layer as a pair of functions, forward and backward, with a say in what is kept between them.
+"""A layer as a pair of functions, forward and backward, with a choice of what is kept between them.
 
-`jax.checkpoint` decides by operation what it saves; here it is decided by what a value was made of: what depends on
+`jax.checkpoint` chooses by operation what it saves. This module chooses by what a value is made of: whatever depends on
 weights alone (the gathered weights, and all their casts, transposes and copies) is made again from the weights.
 """
 
@@ -28,7 +28,7 @@ def differentiable(leaf: Any) -> bool:
 
 
 def without_integers(cotangents: Any, primals: Any) -> Any:
-    """Cotangents with None where the primal is no floating array."""
+    """Cotangents with None where the primal is not a floating-point array."""
     return jax.tree.map(lambda x, ct: ct if differentiable(jnp.asarray(x)) else None, primals, cotangents)
 
 
@@ -113,8 +113,8 @@ class Layer:
 
 
 def _saved(jaxpr: Any, given: tuple[Any, ...], outputs: int) -> tuple[int, ...]:
-    """Which results of the forward function are kept: one place for each variable that neither the weights alone nor
-    what all layers share alone can make again."""
+    """Which results of the forward function are kept: one for each variable that can be made again neither from the
+    weights alone nor from what all layers share alone."""
     sizes = [len(jax.tree.leaves(part)) for part in given]
 
     def made_of(*parts: bool) -> list[Any]:
@@ -136,7 +136,7 @@ class _Known(Domain):
         return True
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """An equation is one piece, whatever it holds; only of a plain call a part can be made again."""
+        """An equation is one piece, whatever it holds, except a plain call: a part of it can be made again."""
         if not any(one is _UNKNOWN for one in operands):
             return self.replayed(eqn, operands)
         inner = plain_call(eqn)
