@@ -37,8 +37,8 @@ def written(
     """The written view of `fn` for these arguments; see `Written`.
 
     `fn` is traced as `jax.jit` would trace it. No device is used and nothing is compiled. Equations that no result
-    needs are left out first, as the compiler does. The compiled program may still differ: XLA merges equal collectives of
-    equal operands, combines several into one, moves some out of loops and knows the length of some `while` loops.
+    needs are left out first, as the compiler does. The compiled program may still differ: XLA merges equal collectives
+    of equal operands, combines several into one, moves some out of loops and knows the length of some `while` loops.
 
     Args:
       fn: A kernel, or any function that calls kernels, jitted, differentiated or vmapped or not; or what `.trace`
