@@ -337,7 +337,7 @@ class Layout(Value):
         return AxisMapping.of(mapping).resolve(self)
 
     def __str__(self) -> str:
-        return str(self._key)
+        return _text(self.dims, self.unreduced, self.reduced)
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
@@ -547,7 +547,7 @@ def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, 
     atoms = tuple(atom for dim in dims for atom in dim.atoms)
     axes = tuple(axis for atom in atoms for axis in atom.axes or ())
     layout._hold(
-        _text(dims, unreduced, reduced),
+        (dims, unreduced, reduced),
         dims=dims,
         unreduced=unreduced,
         reduced=reduced,
