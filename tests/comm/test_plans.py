@@ -273,6 +273,20 @@ def test_no_plan_takes_less_time_than_that_for_latency(mesh) -> None:
             assert fast <= default * (1 + 1e-9), (source, target, n)
 
 
+@pytest.mark.parametrize("prefer", ["bytes", "latency"])
+@pytest.mark.parametrize(
+    ("pattern", "mesh", "n"),
+    [
+        ("a/x b -> a b", {"x": 2, "y": 4}, 64),  # one send would do as well
+        ("a/x b/y -> a b/y", {"x": 4, "y": 6}, 576),  # three sends take as long, but for the rounding of their sum
+    ],
+    ids=["one send", "three sends"],
+)
+def test_sends_that_gain_nothing_do_not_replace_a_gather(pattern, mesh, n, prefer) -> None:
+    plan = spmd.plan(pattern, sizes={"a": n, "b": n}, mesh=mesh, dtype="bfloat16", prefer=prefer, hardware="h100")
+    assert [step.kind for step in plan.steps] == ["all_gather"]
+
+
 def test_an_array_that_divides_in_no_other_way_is_gathered_and_the_plan_says_so() -> None:
     plan = spmd.plan("a/x -> a/y", sizes={"a": 96}, mesh={"x": 32, "y": 48}, dtype=np.uint8)
     assert plan.exceeds and plan.peak == 96

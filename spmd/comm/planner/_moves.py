@@ -44,11 +44,12 @@ def moves(problem: Problem, state: State, *, sends: bool, limit: int) -> Iterato
     yield from _landings(problem, state, limit)
     if not state.summed:
         yield from _permutes(problem, state)
-        if sends and state.placement != problem.target and (rounds := rounds_between(problem, state)):
-            everyone = tuple(range(len(problem.axes)))
-            yield Move("sends", everyone, State(problem.target), problem.bound(state), rounds)
     yield from _sums(problem, state)
     yield from _gathers(problem, state, limit)
+    if sends and not state.summed and state.placement != problem.target and (rounds := rounds_between(problem, state)):
+        # Last: of two steps that cost the same, the first is taken, and one gather is simpler than its sends.
+        everyone = tuple(range(len(problem.axes)))
+        yield Move("sends", everyone, State(problem.target), problem.bound(state), rounds)
 
 
 def _landings(problem: Problem, state: State, limit: int) -> Iterator[Move]:

@@ -63,7 +63,7 @@ def search(problem: Problem, *, sends: bool = False, seconds: Seconds | None = N
         found = _search(problem, sends, seconds, fastest, limit)
         if found is not None:
             time = sum(map(seconds, found)) if seconds else 0.0
-            cost = time, sum(move.elements for move in found), sum(move.collectives for move in found)
+            cost = _compared(time), sum(move.elements for move in found), sum(move.collectives for move in found)
             return Route(found, cost, limit > problem.limit)
     raise AssertionError("gathering everything is always possible")
 
@@ -74,6 +74,7 @@ def _search(
     start, goal = State(problem.source, problem.summed), State(problem.target)
     best: dict[State, _Cost] = {start: _Cost()}
     came: dict[State, tuple[Move, ...]] = {start: ()}
+    times = {start: 0.0}
     left = {start: problem.bound(start)}
     count = itertools.count()
     queue = [(_estimate(_Cost(), left[start], fastest), next(count), start, _Cost())]
@@ -87,8 +88,9 @@ def _search(
         for move in moves(problem, state, sends=sends, limit=limit):
             looked += 1
             local = problem.local(move.after.placement)
+            time = times[state] + (seconds(move) if seconds else 0.0)
             new = _Cost(
-                cost.seconds + (seconds(move) if seconds else 0.0),
+                _compared(time),
                 cost.elements + move.elements,
                 cost.collectives + move.collectives,
                 max(cost.peak, local if move.after != goal else 0),
@@ -96,7 +98,7 @@ def _search(
                 cost.steps + move.steps,
             )
             if move.after not in best or new < best[move.after]:
-                best[move.after], came[move.after] = new, (*came[state], move)
+                best[move.after], came[move.after], times[move.after] = new, (*came[state], move), time
                 if move.after not in left:
                     left[move.after] = problem.bound(move.after)
                 guess = _estimate(new, left[move.after], fastest)
@@ -109,10 +111,15 @@ def _search(
 def _estimate(cost: _Cost, left: int, fastest: float) -> _Cost:
     """The least cost of a route through here."""
     return _Cost(
-        cost.seconds + left * fastest,
+        _compared(cost.seconds + left * fastest),
         cost.elements + left,
         cost.collectives + (left > 0),
         cost.peak,
         cost.sizes,
         cost.steps,
     )
+
+
+def _compared(time: float) -> float:
+    """A time in whole picoseconds, so that sums of the same times in another order are equal and bytes decide."""
+    return round(time, 12)
