@@ -140,8 +140,9 @@ class NotProduct(Misfit):
 
     @property
     def rule(self) -> str:
-        product = " * ".join(f"{name}={'?' if size is None else size}" for name, size in self.factors)
-        return f"the size {self.size} is not {product}"
+        product = " * ".join(f"{name}={size}" for name, size in self.factors if size is not None)
+        unknown = any(size is None for _, size in self.factors)
+        return f"the size {self.size} {'does not divide by' if unknown else 'is not'} {product}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ def _bind_factors(bound: Bound, where: str, dim: Dim, size: int | None, mesh: Ma
         bound.sizes[unknown[0]] = Size(size // rest, where)
         factors[unknown[0]] = size // rest
     sized = [(atom, one) for atom in dim.atoms if (one := factors[atom.name]) is not None]
-    wrong = [indivisible(atom.name, one, atom.axes, mesh, where, dim.span) for atom, one in sized]
+    wrong = [indivisible(atom.name, one, atom.axes, mesh, where, atom.span) for atom, one in sized]
     if not any(wrong) and size is not None:
         wrong = [indivisible(f"({' '.join(factors)})", size, dim.axes, mesh, where, dim.span)]
     bound.faults.extend(one for one in wrong if one)

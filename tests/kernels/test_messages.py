@@ -102,7 +102,7 @@ CASES = {
         the arguments do not fit the signature.
         got:
         - x, dimension 1: (h k) of size 6 does not divide into the 4 blocks of tp; pad (h k) by 2 to 8
-        - x, dimension 1: the size 6 is not h=4 * k=?
+        - x, dimension 1: the size 6 does not divide by h=4
         - mesh dp=2, tp=4
         """,
     ),

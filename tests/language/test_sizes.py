@@ -37,6 +37,7 @@ def test_a_size_may_be_unknown():
     found = bound(("", (None, 6), "(h k)/tp b"), known={"h": Size(3, "the sizes")})
     assert [size for _, size in found.dims[0]] == [None, 6]
     assert [fault.rule for fault in found.faults] == ["h of size 3 does not divide into the 4 blocks of tp"]
+    assert [fault.span for fault in found.faults] == [(1, 2)]  # the factor, not the whole dimension
 
 
 def test_dimensions_of_an_ellipsis_are_one_arrays_own_or_shared():
@@ -52,6 +53,7 @@ def test_all_faults_are_found_and_are_facts():
     assert (faults[1].name, faults[1].size, faults[1].first) == ("b", 4, (8, "x, dimension 0"))
     assert [fault.where for fault in faults] == ["y of shape (3,)", "z, dimension 0", "z, dimension 1"]
     assert faults[2].factors == (("d", 8), ("n", None))
+    assert faults[2].rule == "the size 6 does not divide by d=8"
 
 
 def test_a_block_is_recognised():
