@@ -281,9 +281,9 @@ def _value(walk: Walk, eqn: Any) -> list[str]:
 def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     """Something that is not linear, of a partial sum."""
     mark, name = _mark(axes), _name(eqn)
-    rule = f"{name} is not linear, so the {name} of the parts of a sum {mark} is no part of its {name}."
+    rule = f"{name} is not linear, so the {name} of the parts of a sum {mark} is not part of its {name}."
     if name in ("mul", "matmul", "conv_general_dilated"):
-        rule = f"{name} of two partial sums {mark}: the product of the parts is no part of the product."
+        rule = f"{name} of two partial sums {mark}: the product of the parts is not part of the product."
     if name == "div":
         rule = f"div by a partial sum {mark}: dividing by the parts is not dividing by the sum."
         if rounds(eqn):
