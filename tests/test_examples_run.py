@@ -133,7 +133,7 @@ def test_a_wrong_page_is_noticed(right, wrong, fault):
 def test_commands_of_a_page_are_run():
     page = "<!-- run -->\n```console\n$ python -m spmd show a/x --mesh x=0\n```\n\n<!-- output -->\n```text\n{}\n```\n"
     assert run_page("page.md", page.format("--mesh x=0...\nexit status 2")) == []
-    assert "'x=0' is none" in run_page("page.md", page.format("fine"))[0]
+    assert "not 'x=0'" in run_page("page.md", page.format("fine"))[0]
 
 
 def test_pictures_of_a_page_are_drawn(tmp_path):

@@ -114,7 +114,7 @@ class Plan:
             return False
         for x in leaves:
             lies = x.sharding
-            elsewhere = lies.mesh is not self.mesh if isinstance(lies, NamedSharding) else x.committed
+            elsewhere = lies.mesh is not self.mesh if type(lies) is NamedSharding else x.committed
             if elsewhere or x.is_deleted():
                 return False
         return True

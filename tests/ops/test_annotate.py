@@ -95,7 +95,8 @@ def test_error_annotate_against_what_is_known(mesh):
 
 
 def test_error_annotate_sizes_and_strings(mesh):
-    assert "d/tp is 2 on each device" in message(wrap(mesh, lambda x: annotate(x[:, :1], "b/dp d/tp")), SizeError)
+    sizes = message(wrap(mesh, lambda x: annotate(x[:, :1], "b/dp d/tp")), SizeError)
+    assert "d has two sizes: 3 here (1 on each device), and 6 from x, dimension 1" in sizes
     assert "has 3 dimensions" in message(wrap(mesh, lambda x: annotate(x, "b/dp d/tp e")), LayoutError)
     assert "arrays come first" in message(wrap(mesh, lambda x: annotate("b/dp d/tp", x)), LayoutError)
 
