@@ -289,7 +289,7 @@ def test_sizes_by_keyword(mesh):
         return spmd.rearrange(spmd.rearrange(x, "b/dp (h k)/tp -> b/dp h/tp k"), "b/dp h/tp k -> b/dp (h k)/tp")
 
     np.testing.assert_array_equal(in_modes(body, W[:4]), W[:4])
-    with pytest.raises(SizeError, match="is not h=4"):
+    with pytest.raises(SizeError, match="does not divide by h=4"):
         body(np.ones((4, 6), np.float32))
 
 
