@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd._ambient import Ambient
 from spmd.errors import ModeError, not_one_of
-from spmd.language import AxisMapping
+from spmd.language import AxisMapping, axes_tuple
 
 __all__ = [
     "Frame",
@@ -109,7 +109,7 @@ class Frame:
         """The number of devices along one mesh axis, or the product over several."""
         total = 1
         known = dict(self.sizes)
-        for axis in (axes,) if isinstance(axes, str) else axes:
+        for axis in axes_tuple(axes):
             total *= known[axis]
         return total
 
@@ -126,11 +126,11 @@ class Frame:
         """Mesh axes that the body names, as the mesh calls them: the kernel's `axes=` applied."""
         new = dict(self.renames)
         found: list[str] = []
-        axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        axes = axes_tuple(axes)
         self.met(axes)
         for axis in axes:
             one = new.get(axis, axis)
-            found += [one] if isinstance(one, str) else one or ()
+            found += axes_tuple(one)
         return tuple(found)
 
     def in_mesh_order(self, axes: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from spmd._trees import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
 from spmd.kernels import kernel
-from spmd.language import AxisMapping, Layout, WrongRank, axis_sizes, bind
+from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, axis_sizes, bind
 from spmd.mesh import check_alive, check_arguments_alive, check_axes, made_whole, mesh_for, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
 from spmd.ops._grids import born
@@ -209,8 +209,7 @@ def _part(spec: P, axes: set[str]) -> P:
     """The entries of a spec that name only `axes`; `reshard` and constraints each know one type of axis."""
     entries = []
     for entry in spec.partitions:
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        kept = tuple(a for a in names if a in axes)
+        kept = tuple(a for a in axes_tuple(entry) if a in axes)
         entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
     return P(*entries, unreduced=spec.unreduced & axes, reduced=spec.reduced & axes)
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from spmd.comm.plans import plan
 from spmd.errors import SpmdError
-from spmd.language import Layout
+from spmd.language import Layout, axes_tuple
 
 __all__ = [
     "ANYWHERE",
@@ -41,8 +41,7 @@ def of_spec(spec: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
     for entry in entries:
         if entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
             return None
-        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        dims.append(tuple(a for a in axes if sizes.get(a, 1) > 1))
+        dims.append(tuple(a for a in axes_tuple(entry) if sizes.get(a, 1) > 1))
     return tuple(dims)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd.comm.planner import move
-from spmd.language import Layout
+from spmd.language import Layout, axes_tuple
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def _foreign(plan: Plan, leaf: Any) -> bool:
 def _brought(plan: Plan, leaf: Any, layout: Layout) -> Any:
     """An argument that lies otherwise on this mesh, moved by the planned steps: the compiler may not survive it."""
     held = getattr(_compat.concrete(leaf), "sharding", None)
-    ranked = any(d.ellipsis for d in layout.dims) or len(layout.dims) == leaf.ndim
+    ranked = layout.has_ellipsis or len(layout.dims) == leaf.ndim
     if not (isinstance(held, NamedSharding) and held.mesh == plan.mesh and ranked):
         return leaf
     wanted = _wanted(plan, leaf, layout)
-    parts = [math.prod(plan.sizes[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in wanted.spec]
+    parts = [math.prod(plan.sizes[a] for a in axes_tuple(e)) for e in wanted.spec]
     fits = all(n % k == 0 for n, k in zip(leaf.shape, parts, strict=False))
     moved = move(leaf, wanted) if fits and not held.is_equivalent_to(wanted, leaf.ndim) else None
     return leaf if moved is None else moved

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd.errors import Fault, PlacementError, warn
-from spmd.language import Layout
+from spmd.language import Layout, axes_tuple
 from spmd.mesh import abstract_of
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ def _axes(array: Any, dim: int) -> tuple[str, ...]:
     sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     partitions = getattr(getattr(sharding, "spec", None), "partitions", ())
     entry = partitions[dim] if dim < len(partitions) else None
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return axes_tuple(entry)
 
 
 def _form(spec: P) -> tuple[Any, ...]:
     """A spec without the empty entries at its end."""
-    entries = [(one,) if isinstance(one, str) else one or () for one in spec.partitions]
+    entries = [axes_tuple(one) for one in spec.partitions]
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries), spec.unreduced, spec.reduced

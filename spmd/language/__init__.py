@@ -3,7 +3,7 @@
 from spmd.language._layout import AxisMapping, Layout, axis_sizes
 from spmd.language._pattern import Pattern
 from spmd.language._sizes import Misfit, NotProduct, Size, Unequal, WrongRank, another_name, as_fault, bind, indivisible
-from spmd.language._syntax import Atom, Dim
+from spmd.language._syntax import Atom, Dim, axes_tuple
 from spmd.language._verbs import factors_of, verb_for
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "WrongRank",
     "another_name",
     "as_fault",
+    "axes_tuple",
     "axis_sizes",
     "bind",
     "factors_of",

@@ -228,6 +228,11 @@ def writable(name: object) -> bool:
     return isinstance(name, str) and name.isascii() and name.isidentifier() and bool(name.strip("_"))
 
 
+def axes_tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Mesh axes as a tuple, as an argument or an entry of a PartitionSpec gives them: one name, several, or None."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
 def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Into how many blocks the axes divide."""
     return prod(sizes[axis] for axis in axes)

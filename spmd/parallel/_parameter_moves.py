@@ -12,18 +12,19 @@ from spmd import Layout
 from spmd._leaves import is_array
 from spmd._trees import match_prefix
 from spmd.errors import LayoutError, MeshError
+from spmd.language import axes_tuple
 
-__all__ = ["Axes", "Move", "axes_by_dim", "axes_tuple", "is_array", "layout_leaves", "moves", "paths", "text_of"]
+__all__ = ["Axes", "Move", "axes_by_dim", "checked_axes", "is_array", "layout_leaves", "moves", "paths", "text_of"]
 
 Axes = tuple[str, ...]
 
 
-def axes_tuple(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
+def checked_axes(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
     """One mesh axis, several, or None, as a tuple."""
     if axes is not None and not isinstance(axes, (str, tuple, list)):
         rule = f"{what} is a mesh axis, a tuple of them, or None, not {type(axes).__name__}."
         raise MeshError(rule, call=call, advice=f'as in {what}="dp"')
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+    return axes_tuple(axes)
 
 
 def paths(tree: Any) -> list[str]:
@@ -118,7 +119,7 @@ def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str, what: str
         rule = "each parameter has the same dimensions at rest and in use, and no marks."
         raise LayoutError(rule, call=call, got=faults)
     gathered = dict.fromkeys(axis for move in found if move for axis in move.gathered)
-    wanted = tuple(gathered) if data is None else axes_tuple(data, "data", call)
+    wanted = tuple(gathered) if data is None else checked_axes(data, "data", call)
     missing = [axis for axis in gathered if axis not in wanted]
     if missing:
         rule = f"parameters are gathered over {', '.join(missing)}, which must divide the data too."

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
+from spmd.language import axes_tuple
 from spmd.nn import dot_product_attention
 from spmd.nn.masks import check_positive
 from spmd.parallel._ring import Ring, attend_in_ring
@@ -217,7 +218,7 @@ def ulysses_attention(
     q, k, v = all_to_all((q, k, v), "... s/ring/cp h/tp k -> ... s/ring h/tp/cp k", **names)
     if segments is not None:
         segments = all_gather(segments, "... s/ring/cp -> ... s/ring", ring=ring, cp=cp)
-    divided = (*_axes(tp), *_axes(cp)) or None
+    divided = (*axes_tuple(tp), *axes_tuple(cp)) or None
     options = {"causal": causal, "window": window, "segments": segments, "scale": scale, "softcap": softcap}
     if ring is None:
         out = dot_product_attention(q, k, v, tp=divided, implementation=implementation, **options)
@@ -227,10 +228,6 @@ def ulysses_attention(
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------
-
-
-def _axes(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def _check_heads(q: Any, k: Any, call: str) -> None:

@@ -34,6 +34,7 @@ from spmd import (
     top_k,
 )
 from spmd.errors import LayoutError, MeshError, SizeError, not_one_of
+from spmd.language import axes_tuple
 from spmd.nn.dtypes import wide
 
 __all__ = ["MoEReport", "Routing", "balance_bias", "moe", "router"]
@@ -425,10 +426,6 @@ def _report(routing: Routing, load: Any, moves: _Moves, dp: Axes, sp: Axes) -> M
 # --- placements ---------------------------------------------------------------------------------------------
 
 
-def _tuple(axes: Axes) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
 def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, Any]:
     """The mesh axes of the placeholders in the strings.
 
@@ -466,7 +463,7 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
 
 
 def _groups(x: Any, groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
-    blocks = (axis_size(_tuple(dp)), axis_size(_tuple(sp)))
+    blocks = (axis_size(axes_tuple(dp)), axis_size(axes_tuple(sp)))
     if groups is None:
         return blocks
     call = f"moe(..., groups={groups!r})"
@@ -477,6 +474,6 @@ def _groups(x: Any, groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
     for name, axes, parts, count, whole in zip(("batch", "sequence"), (dp, sp), blocks, groups, sizes, strict=True):
         if count % parts or whole % count:
             rule = f"the {name} of {whole} is cut into groups of equal size, and no group is on two devices."
-            got = [f"{count} groups", f"{parts} blocks, along {'/'.join(_tuple(axes)) or 'no axis'}"]
+            got = [f"{count} groups", f"{parts} blocks, along {'/'.join(axes_tuple(axes)) or 'no axis'}"]
             raise SizeError(rule, call=call, got=got, fix=f"groups={blocks}")
     return groups

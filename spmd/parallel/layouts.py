@@ -12,7 +12,7 @@ import jax
 from spmd import AxisMapping, Layout
 from spmd._table import Table
 from spmd.errors import LayoutError, MeshError, did_you_mean
-from spmd.parallel._parameter_moves import Axes, axes_by_dim, axes_tuple, is_array, layout_leaves, paths, text_of
+from spmd.parallel._parameter_moves import Axes, axes_by_dim, checked_axes, is_array, layout_leaves, paths, text_of
 
 __all__ = ["FSDPLayouts", "ZeroLayouts", "fsdp_layouts", "mapped_layouts", "state_layouts"]
 
@@ -153,7 +153,7 @@ def fsdp_layouts(
       https://arxiv.org/abs/2205.00119
     """
     call = "fsdp_layouts(tree, base, fsdp=...)"
-    axes = axes_tuple(fsdp, "fsdp", call)
+    axes = checked_axes(fsdp, "fsdp", call)
     sizes = dict(getattr(mesh, "shape", mesh))
     named = (keep,) if isinstance(keep, str) else tuple(keep)
     leaves, structure = jax.tree.flatten(tree)

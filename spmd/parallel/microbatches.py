@@ -11,7 +11,7 @@ from jax import lax
 
 import spmd
 from spmd.errors import LayoutError, ReplicationError, SizeError
-from spmd.parallel._parameter_moves import Axes, axes_tuple, is_array, moves
+from spmd.parallel._parameter_moves import Axes, checked_axes, is_array, moves
 from spmd.parallel.weights import gather_leaf, reduce_leaf
 
 __all__ = ["accumulate"]
@@ -78,7 +78,7 @@ def accumulate(
       96.0 [48. 48. 48. 48.] {'all_gather': 1, 'psum': 1, 'psum_scatter': 1}
     """
     call = "accumulate(loss_fn, params, micro_batches, ...)"
-    axes = axes_tuple(data, "data", call)
+    axes = checked_axes(data, "data", call)
     if not axes:
         rule = "data names at least one mesh axis that divides the batch."
         raise LayoutError(rule, call=call, advice='data="dp", or plain spmd.value_and_grad')

@@ -15,7 +15,7 @@ from spmd._table import Table
 from spmd._trees import match_prefix
 from spmd._units import bytes_text
 from spmd.errors import MeshError, SizeError, SpmdError, did_you_mean
-from spmd.language import AxisMapping, Layout
+from spmd.language import AxisMapping, Layout, axes_tuple
 from spmd.testing._mismatch import Mismatch
 
 __all__ = ["assert_sharded"]
@@ -90,14 +90,12 @@ class _Leaf:
 
     @property
     def used(self) -> frozenset[str]:
-        entries = ((e,) if isinstance(e, str) else e or () for e in self.sharding.spec.partitions)
-        return frozenset(axis for entry in entries for axis in entry)
+        return frozenset(axis for entry in self.sharding.spec.partitions for axis in axes_tuple(entry))
 
     @property
     def lies(self) -> str:
         entries = [*self.sharding.spec.partitions, *[None] * (len(self.shape) - len(self.sharding.spec))]
-        parts = [(e,) if isinstance(e, str) else e or () for e in entries]
-        return " ".join("/".join(("_", *axes)) for axes in parts) or "scalar"
+        return " ".join("/".join(("_", *axes_tuple(entry))) for entry in entries) or "scalar"
 
 
 def _leaves(tree: Any) -> list[_Leaf]:

@@ -10,7 +10,7 @@ of `spmd` to another. An idea is counted by the files that have its mark, a line
 else; they are printed, so that a reader can judge.
 
 The graph shows which room imports from which, as text from the top floor down, or file by file for `dot -Tsvg`. With
-`--root` all of it is measured on another checkout, as before a change: `git worktree add /tmp/before 99bb065`.
+`--root` all of it is measured on another checkout, as before a change: `git worktree add ../before 99bb065`.
 """
 
 from __future__ import annotations

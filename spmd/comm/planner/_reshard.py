@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from spmd import _compat
 from spmd.comm.planner._route import Axes, Request, route
 from spmd.comm.planner._run import run
+from spmd.language import axes_tuple
 
 __all__ = ["move", "program", "uneven"]
 
@@ -61,5 +62,5 @@ def program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 
 
 def _placement(sharding: NamedSharding, rank: int) -> tuple[Axes, ...]:
-    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec.partitions]
+    entries = [axes_tuple(e) for e in sharding.spec.partitions]
     return (*entries, *[()] * (rank - len(entries)))
