@@ -432,7 +432,7 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
     dp and sp are without ep and tp. by_b and by_s are ep, if it divides the batch or the sequence. tp_s is tp if it
     divides the sequence, and whole is tp if it divides no tokens.
     """
-    batch, sequence, experts, hidden = map(_tuple, (dp, sp, ep, tp))
+    batch, sequence, experts, hidden = map(axes_tuple, (dp, sp, ep, tp))
     call = f"moe(..., dp={dp!r}, sp={sp!r}, ep={ep!r}, tp={tp!r})"
 
     def ends(axes: tuple[str, ...], tail: tuple[str, ...]) -> bool:
