@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+import spmd
+
 # Before any backend is used, hence at import. Not through XLA_FLAGS, which would depend on import order.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -50,6 +52,12 @@ def forget() -> Iterator[None]:
 def cases() -> int:
     """The number of random cases per sampled test (SPMD_TEST_CASES, small by default)."""
     return case_count()
+
+
+@pytest.fixture(scope="session")
+def mesh() -> jax.sharding.Mesh:
+    """The mesh of a test that asks for nothing special."""
+    return spmd.make_mesh(dp=2, tp=4)
 
 
 @pytest.fixture(scope="session")

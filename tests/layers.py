@@ -28,10 +28,10 @@ import numpy as np
 import spmd
 from spmd import Layout
 from spmd.inspect import collectives
+from spmd.modes import MODES
 from tests.conftest import DEFAULT_CASES, case_count
 from tests.sampler import first_seed
 
-MODES = ("explicit", "auto", "reference")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
 
 Axes = str | tuple[str, ...] | None

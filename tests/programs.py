@@ -21,14 +21,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import spmd
 from spmd import ops
 from spmd.comm.planner import uneven
+from spmd.modes import MODES
 from tests import layers
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.test_permute import Move
 from tests.ops import halos, harness, test_einsum, test_fft, test_reduce, test_softmax, test_top_k
 from tests.sampler import Choices, Sampler
-
-MODES = harness.MODES
 
 
 @dataclass(frozen=True)

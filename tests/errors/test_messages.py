@@ -48,11 +48,6 @@ def golden() -> dict[str, str]:
     return {name: text.strip("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
-
-
 if os.environ.get("SPMD_UPDATE_GOLDEN"):
 
     def test_write(mesh):

@@ -12,11 +12,6 @@ import spmd
 from spmd.inspect._written import written
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
-
-
 def test_a_rematerialised_loop(mesh):
     """Per device: two per product, backward twice that, once more for remat, all of it in a loop."""
 

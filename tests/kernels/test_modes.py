@@ -15,11 +15,6 @@ X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 W = np.linspace(-2, 1, 128, dtype=np.float32).reshape(8, 16)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
-
-
 def test_a_jitted_step_is_traced_again_in_each_mode(mesh):
     seen = []
 

@@ -13,18 +13,13 @@ import pytest
 
 import spmd
 from spmd.errors import LayoutError, SizeError
+from spmd.modes import MODES
 
 equinox = pytest.importorskip("equinox")
 nnx = pytest.importorskip("flax.nnx")
 
 X = np.arange(24, dtype=np.float32).reshape(4, 6)
 W = np.arange(48, dtype=np.float32).reshape(6, 8) / 7
-MODES = ("explicit", "auto", "reference")
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
 
 
 def linear(x, p):

@@ -13,34 +13,8 @@ from jax.sharding import AxisType
 
 import spmd
 from spmd.errors import ModeError
-
-MODES = ("explicit", "auto", "reference")
-X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
-W = np.linspace(-2, 1, 64, dtype=np.float32).reshape(8, 8)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
-
-
-@pytest.fixture(scope="module")
-def layer(mesh):
-    @spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=mesh)
-    def layer(x, w):
-        h = jnp.tanh(spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp"))
-        return spmd.all_gather(h, "b/dp f/tp -> b/dp f", to="invarying")
-
-    return layer
-
-
-def plain(x, w):
-    return jnp.tanh(x @ w)
-
-
-def close(a, b, tolerance=1e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
-
+from spmd.modes import MODES
+from tests.kernels.harness import W, X, close, plain
 
 # -------------------- transformations
 

@@ -1,4 +1,4 @@
-"""What the tests of the layers share: a mesh, numbers, and two ways to run a function."""
+"""What the tests of the layers share: a mesh, numbers, and a way to run a function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import numpy as np
 
 import spmd
 
-MODES = ("explicit", "auto", "reference")
 MESH = spmd.make_mesh(dp=2, tp=4)
 
 
@@ -17,8 +16,3 @@ def normal(seed, *shape):
 
 def mapped(body, in_specs, out_specs, mesh=MESH):
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-
-
-def quick(fn):
-    """Jitted with little care for its speed."""
-    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import nn
+from spmd.modes import MODES
 from tests.nn.cases_loss import plain_cross_entropy
-from tests.nn.harness import MESH, MODES, mapped, normal, quick
+from tests.nn.harness import MESH, mapped, normal
 
 # -------------------- the known traps
 
@@ -36,7 +37,7 @@ def test_a_loss_over_unequal_numbers_of_tokens():
         return nn.cross_entropy(logits, labels, mask, tp="tp", dp="dp")
 
     for mode in MODES:
-        np.testing.assert_allclose(quick(getattr(loss, mode))(LOGITS, LABELS, UNEVEN), truth, rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(getattr(loss, mode))(LOGITS, LABELS, UNEVEN), truth, rtol=1e-6)
 
 
 def test_gathered_scores_in_a_divided_loss():
@@ -77,7 +78,7 @@ def loss_of(logits, labels, *mask, **options):
         value, pull = jax.vjp(lambda logits: kernel(logits, labels, *mask), logits)
         return value, pull(jnp.ones_like(value))[0]
 
-    return tuple(map(np.asarray, quick(both)(jnp.asarray(logits))))
+    return tuple(map(np.asarray, jax.jit(both)(jnp.asarray(logits))))
 
 
 def test_tokens_that_do_not_count():
@@ -131,7 +132,7 @@ def test_tokens_of_any_rank(layout, shape, mode):
         lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp")
     )
     truth = plain_cross_entropy(logits, labels, np.ones(shape))
-    np.testing.assert_allclose(quick(getattr(kernel, mode))(logits, labels), truth, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(getattr(kernel, mode))(logits, labels), truth, rtol=1e-6)
 
 
 def test_the_scores_never_exist_whole():

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import nn
-from tests.nn.harness import MODES
+from spmd.modes import MODES
 
 Q_AT, K_AT = np.array([[0, 3, 5], [6, 2, 1]]), np.array([[0, 1, 5, -1], [2, 7, 6, 3]])
 Q_OF, K_OF = np.array([[0, 0, 1], [1, 1, 0]]), np.array([[0, 1, 1, 0], [1, 0, 1, 1]])

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import nn
+from spmd.modes import MODES
 from tests.nn.cases_norm import plain_rms
-from tests.nn.harness import MESH, MODES, mapped, normal, quick
+from tests.nn.harness import MESH, mapped, normal
 
 
 def test_the_gradient_of_a_norm_where_the_sequence_is_divided():
@@ -34,7 +35,7 @@ def test_the_gradient_of_a_norm_where_the_sequence_is_divided():
 
     kernel = spmd.kernel("b/dp s/tp d, d, b/dp s/tp d -> d", mesh=MESH)
     for mode in MODES:
-        np.testing.assert_allclose(quick(getattr(kernel(gradient), mode))(x, scale, weights), truth, atol=1e-5)
+        np.testing.assert_allclose(jax.jit(getattr(kernel(gradient), mode))(x, scale, weights), truth, atol=1e-5)
     # deferred, the gradient is a partial sum, which does not leave the kernel as if it were complete
     with pytest.raises(spmd.SpmdError, match="psum"):
         kernel(lambda x, scale, weights: gradient(x, spmd.defer(scale, "d -> d {R:dp,tp}"), weights))(x, scale, weights)

@@ -18,8 +18,6 @@ from spmd.inspect import collectives
 from spmd.language import Layout
 from spmd.modes import Frame
 
-MODES = ("explicit", "auto", "reference")
-
 
 @functools.cache
 def _mesh(sizes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:

@@ -13,10 +13,9 @@ from spmd.errors import CommunicationError, LayoutError, MeshError, ModeError, R
 from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.mesh import make_mesh
-from spmd.modes import mode
+from spmd.modes import MODES, mode
 from spmd.ops._annotate import ValueType, annotate, assert_equal, debug_print, typeof
 
-MODES = ("explicit", "auto", "reference")
 X = np.arange(48, dtype=np.float32).reshape(8, 6)
 
 

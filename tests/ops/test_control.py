@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import spmd
-from tests.ops.harness import MODES, close, make_mesh, pulled
+from spmd.modes import MODES
+from tests.ops.harness import close, make_mesh, pulled
 
 MESH = {"a": 4, "b": 2}
 

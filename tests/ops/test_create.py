@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 from spmd import from_function
 from spmd.errors import LayoutError, SizeError, SpmdError
 from spmd.fft import fftfreq, rfftfreq
+from spmd.modes import MODES
 from spmd.ops import full, iota, linspace, ones, zeros
 from tests import simulator
-from tests.ops.harness import MODES, close, frame, make_mesh, run
+from tests.ops.harness import close, frame, make_mesh, run
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}

@@ -15,7 +15,8 @@ import spmd
 from spmd import fft
 from spmd._jaxprs import axes_of
 from spmd._walker import equations
-from tests.ops.harness import MODES, make_mesh, pulled
+from spmd.modes import MODES
+from tests.ops.harness import make_mesh, pulled
 from tests.sampler import dice, seeds
 
 NUMPY = {"fft": np.fft.fftn, "ifft": np.fft.ifftn, "rfft": np.fft.rfftn, "irfft": np.fft.irfftn}

@@ -8,7 +8,8 @@ import pytest
 
 import spmd
 from spmd import fft
-from tests.ops.harness import MODES, make_mesh
+from spmd.modes import MODES
+from tests.ops.harness import make_mesh
 
 PENCIL = {"a": 2, "b": 4}
 

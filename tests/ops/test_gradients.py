@@ -14,8 +14,7 @@ import pytest
 import spmd
 from spmd import all_gather, defer, einsum, psum, psum_scatter, reduce
 from spmd.inspect import collectives
-
-MODES = ("explicit", "auto", "reference")
+from spmd.modes import MODES
 
 
 @dataclass(frozen=True)

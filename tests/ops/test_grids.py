@@ -10,8 +10,9 @@ import pytest
 import spmd
 from spmd.errors import LayoutError, SizeError, SpmdError
 from spmd.inspect import collectives
+from spmd.modes import MODES
 from spmd.ops import linspace, meshgrid
-from tests.ops.harness import MODES, close, frame, make_mesh, pulled, run
+from tests.ops.harness import close, frame, make_mesh, pulled, run
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}

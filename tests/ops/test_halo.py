@@ -11,8 +11,9 @@ import pytest
 
 import spmd
 from spmd import stencil
+from spmd.modes import MODES
 from tests.ops.halos import EDGES, inner_body, numbers, padded, sample, texts
-from tests.ops.harness import MODES, close, make_mesh, pulled
+from tests.ops.harness import close, make_mesh, pulled
 from tests.ops.harness import run as run_in
 from tests.sampler import dice, seeds
 

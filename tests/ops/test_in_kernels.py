@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.modes import MODES
 from tests.sampler import Sampler
-
-MODES = ("explicit", "auto", "reference")
 
 
 def in_all_modes(kernel, *args, grads: tuple[int, ...] = (), tolerance: float = 1e-4):
@@ -37,11 +36,6 @@ def _pulled(kernel, grads: tuple[int, ...], *args):
     given = lambda moving: [dict(zip(grads, moving, strict=True)).get(i, x) for i, x in enumerate(args)]
     value, pull = jax.vjp(lambda *moving: kernel(*given(moving)), *(args[i] for i in grads))
     return value, pull(value)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
 
 
 def test_cross_entropy_over_a_divided_vocabulary(mesh) -> None:

@@ -13,9 +13,10 @@ import spmd
 from spmd._walker import equations
 from spmd.checker._source import line_of
 from spmd.errors import CommunicationError, LayoutError, ReplicationError, SizeError
+from spmd.modes import MODES
 from spmd.ops import iota, rearrange, repeat
 from tests import simulator
-from tests.ops.harness import MODES, close, communicates, frame, pulled, run
+from tests.ops.harness import close, communicates, frame, pulled, run
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}

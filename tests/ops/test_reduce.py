@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _lax
 from spmd.errors import CommunicationError, LayoutError
+from spmd.modes import MODES
 from spmd.ops import reduce
 from tests import simulator
-from tests.ops.harness import MODES, backward_counts, close, communicates, counts, frame, make_mesh, pulled, run
+from tests.ops.harness import backward_counts, close, communicates, counts, frame, make_mesh, pulled, run
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}

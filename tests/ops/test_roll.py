@@ -9,9 +9,10 @@ import pytest
 
 from spmd.errors import SpmdError
 from spmd.inspect import collectives
+from spmd.modes import MODES
 from spmd.ops import roll
 from tests import simulator
-from tests.ops.harness import MODES, backward_counts, close, frame, make_mesh, pulled, run
+from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, run
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from spmd.errors import CommunicationError, LayoutError, SpmdError
+from spmd.modes import MODES
 from spmd.ops import argmax, cumsum, softmax
 from tests import simulator
-from tests.ops.harness import MODES, backward_counts, close, counts, frame, pulled, run
+from tests.ops.harness import backward_counts, close, counts, frame, pulled, run
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}

@@ -10,8 +10,9 @@ import scipy.signal
 
 import spmd
 from spmd import stencil
+from spmd.modes import MODES
 from tests.ops.halos import EDGES, inner_body, neighbourhood, numbers, padded, sample, texts
-from tests.ops.harness import MODES, close, make_mesh, pulled
+from tests.ops.harness import close, make_mesh, pulled
 from tests.sampler import seeds
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from spmd.errors import SpmdError
 from spmd.inspect import collectives
+from spmd.modes import MODES
 from spmd.ops import top_k
 from tests import simulator
-from tests.ops.harness import MODES, backward_counts, close, frame, make_mesh, pulled, run, spec
+from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, run, spec
 from tests.ops.harness import tally as compiled_counts
 from tests.sampler import Sampler, seeds
 

@@ -16,12 +16,6 @@ from spmd.testing import (
 )
 from tests.testing.harness import LAYOUTS, make_mlp, message, structs
 
-
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
-
-
 RIGHT = {"all_gather": {"tp": 1, "dp": 2}, "psum_scatter": {"tp": 1}}
 BYTES = 4 * (2 * 8 * 6 * 3 // 4 * 2 + 6 * 3 // 2 * 2)
 

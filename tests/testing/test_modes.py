@@ -15,11 +15,6 @@ from spmd.testing import (
 from tests.testing.harness import message
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
-
-
 def test_modes_agree(mesh):
     @spmd.kernel("b/dp d/tp, d/dp f -> b/dp f/tp", mesh=mesh)
     def layer(x, w):

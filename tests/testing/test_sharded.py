@@ -16,11 +16,6 @@ from spmd.testing import (
 from tests.testing.harness import message
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
-
-
 def params(mesh, w="d/dp f/tp", norm="d"):
     at = lambda layout, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spmd.Layout(layout).sharding(mesh))
     return {"layer": {"w": at(w, 512, 256), "norm": at(norm, 512)}, "head": at("d/dp v/tp", 512, 1024)}

@@ -1,0 +1,12 @@
+"""The layer that the tests of kernels call."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.harness import layer_on
+
+
+@pytest.fixture(scope="module")
+def layer(mesh):
+    return layer_on(mesh)

@@ -1,0 +1,29 @@
+"""What the tests of kernels share: numbers, one layer as a kernel and in plain JAX, and how results are compared."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+W = np.linspace(-2, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+def layer_on(mesh):
+    @spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=mesh)
+    def layer(x, w):
+        h = jnp.tanh(spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp"))
+        return spmd.all_gather(h, "b/dp f/tp -> b/dp f", to="invarying")
+
+    return layer
+
+
+def plain(x, w):
+    return jnp.tanh(x @ w)
+
+
+def close(a, b, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
