@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd.comm.planner import move
+from spmd.kernels._plan import Plan
 from spmd.language import Layout, axes_tuple
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 
-if TYPE_CHECKING:
-    from spmd.kernels._plan import Plan
-
-__all__ = ["arrived", "gathered", "typed"]
+__all__ = ["arrived"]
 
 
 def arrived(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
@@ -66,16 +63,3 @@ def _brought(plan: Plan, leaf: Any, layout: Layout) -> Any:
     fits = all(n % k == 0 for n, k in zip(leaf.shape, parts, strict=False))
     moved = move(leaf, wanted) if fits and not held.is_equivalent_to(wanted, leaf.ndim) else None
     return leaf if moved is None else moved
-
-
-def typed(x: Any, layout: Layout, mesh: Any) -> Any:
-    """A traced argument with the type that its layout has on the Explicit axes of a mesh."""
-    spec = layout.with_rank(x.ndim).spec
-    known = getattr(jax.typeof(x).sharding, "spec", None)
-    return x if known == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def gathered(x: Any) -> Any:
-    """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
-    known = jax.typeof(x).sharding
-    return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x

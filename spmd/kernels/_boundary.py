@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,11 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd.errors import Fault, PlacementError, warn
+from spmd.kernels._plan import Plan
 from spmd.language import Layout, axes_tuple
 from spmd.mesh import abstract_of
-
-if TYPE_CHECKING:
-    from spmd.kernels._plan import Plan
 
 __all__ = ["VmapWarning", "check_boundary", "check_mapped"]
 

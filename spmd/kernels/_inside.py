@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -12,13 +12,10 @@ from jax.sharding import PartitionSpec as P
 from spmd.checker import check_body, in_states_of
 from spmd.comm._marks import same_axes, tag_of
 from spmd.errors import MeshError
-from spmd.kernels._arguments import typed
 from spmd.kernels._outputs import Unequal
+from spmd.kernels._plan import Plan, typed
 from spmd.language import Layout
 from spmd.modes import Frame, current_frame, inside_kernel, no_frame
-
-if TYPE_CHECKING:
-    from spmd.kernels._plan import Plan
 
 __all__ = ["inlined", "nested"]
 

@@ -15,6 +15,7 @@ from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
+from spmd.kernels._arguments import arrived
 from spmd.kernels._boundary import check_boundary, check_mapped
 from spmd.kernels._inside import inlined, nested
 from spmd.kernels._outputs import Outputs
@@ -126,7 +127,7 @@ class Kernel(ByName):
             flat, structure = jax.tree.flatten(args)
             if concrete(flat) and around == (mode, ambient_mapping()):
                 self._warm[around, structure] = plan
-        out = plan.call(leaves)
+        out = plan.outputs.returned(plan.call(arrived(plan, leaves)))
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             check_mapped(plan, leaves, out, strict=self.boundary == "error")
         return out

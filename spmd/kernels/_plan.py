@@ -20,7 +20,6 @@ from spmd.checker import check_jaxpr
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, did_you_mean
-from spmd.kernels._arguments import arrived, gathered, typed
 from spmd.kernels._outputs import Outputs, Unequal, diagnose
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
@@ -29,7 +28,7 @@ from spmd.language import AxisMapping, Layout, Size
 from spmd.mesh import abstract_of, check_axes, mesh_sizes, no_mesh, outside_trace
 from spmd.modes import Frame
 
-__all__ = ["Plan", "concrete"]
+__all__ = ["Plan", "concrete", "typed"]
 
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
@@ -120,10 +119,7 @@ class Plan:
         return True
 
     def call(self, leaves: Sequence[Any]) -> Any:
-        """Run, wherever the arguments lie."""
-        return self.outputs.returned(self._call(arrived(self, leaves)))
-
-    def _call(self, leaves: Sequence[Any]) -> Any:
+        """Run on arguments that `arrived`."""
         if self._deviceless and outside_trace():
             self.signature.fail(
                 "an abstract mesh has no devices to run on.",
@@ -336,7 +332,20 @@ class Plan:
     def _reference(self, *leaves: Any) -> Any:
         frame = self.frame(self.bind(leaves, local=False))
         with _context_of(leaves):
-            return self.outputs.build(self.run(frame, [gathered(x) for x in leaves], local=False))
+            return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
+
+
+def typed(x: Any, layout: Layout, mesh: Any) -> Any:
+    """A traced argument with the type that its layout has on the Explicit axes of a mesh."""
+    spec = layout.with_rank(x.ndim).spec
+    known = getattr(jax.typeof(x).sharding, "spec", None)
+    return x if known == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _gathered(x: Any) -> Any:
+    """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
+    known = jax.typeof(x).sharding
+    return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x
 
 
 def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

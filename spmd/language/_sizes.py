@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from spmd.errors import Fault
 from spmd.language._syntax import Atom, Dim, Span, axes_product
 
-if TYPE_CHECKING:
-    from spmd.language._layout import Layout
-
 Shape = Sequence[int | None]
+
+
+class Dims(Protocol):
+    """What binding reads of a `Layout`."""
+
+    dims: tuple[Dim, ...]
+
+    @property
+    def short(self) -> str: ...
 
 
 class Size(NamedTuple):
@@ -65,13 +71,13 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class WrongRank(Misfit):
-    layout: Layout
+    layout: Dims
     rank: int
 
     @property
     def rule(self) -> str:
         count = sum(not dim.ellipsis for dim in self.layout.dims)
-        least = "at least " if self.layout.has_ellipsis else ""
+        least = "at least " if count < len(self.layout.dims) else ""
         return f'"{self.layout.short}" has {least}{count} dimension{"s" * (count != 1)}, not {self.rank}'
 
     @property
@@ -156,7 +162,7 @@ class Narrow(Misfit):
 
 
 def bind(
-    arrays: Iterable[tuple[str, Shape, Layout]],
+    arrays: Iterable[tuple[str, Shape, Dims]],
     mesh: Mapping[str, int],
     *,
     known: Mapping[str, Size] | None = None,
@@ -270,6 +276,6 @@ def _bind_factors(bound: Bound, where: str, dim: Dim, size: int | None, mesh: Ma
         bound.faults.append(NotProduct(where, dim.span, size, tuple(factors.items())))
 
 
-def _span(layout: Layout) -> Span | None:
+def _span(layout: Dims) -> Span | None:
     """Where all dimensions stand."""
     return (layout.dims[0].span[0], layout.dims[-1].span[1]) if layout.dims else None
