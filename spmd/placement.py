@@ -18,11 +18,11 @@ from spmd._recent import Recent
 from spmd._trees import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
-from spmd.kernels import kernel
+from spmd.kernels import Kernel, kernel
 from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, axis_sizes, bind
 from spmd.mesh import check_alive, check_arguments_alive, check_axes, made_whole, mesh_for, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
-from spmd.ops._grids import born
+from spmd.ops import _grids
 
 __all__ = ["Init", "from_function", "from_process_local", "init", "shard"]
 
@@ -247,11 +247,11 @@ class Init(ByName):
             out = jax.jit(_arrays_only(self._whole, shardings))(*args, **kwargs)
             return _filled(tree, shardings, [_on_one(x, mesh) for x in jax.tree.leaves(out)])
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-            born = jax.tree.leaves(_arrays_only(self._whole, shardings)(*args, **kwargs))
+            made = jax.tree.leaves(_arrays_only(self._whole, shardings)(*args, **kwargs))
             placed = [s for s in shardings if s is not None]
-            return _filled(tree, shardings, [_place(x, s) for x, s in zip(born, placed, strict=True)])
+            return _filled(tree, shardings, [_place(x, s) for x, s in zip(made, placed, strict=True)])
         run = self._compiled(tree, mesh, shardings)
-        # a key that lives on one device of another mesh must not decide where parameters are born
+        # a key that lives on one device of another mesh must not decide where parameters are created
         args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
         return _filled(tree, shardings, jax.tree.leaves(run(*args, **kwargs)))
 
@@ -265,7 +265,7 @@ class Init(ByName):
         return self._fn(*args, **kwargs)
 
     def _where(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[NamedSharding | None]]:
-        """The tree that is born, with shapes for arrays; the mesh; the sharding of each leaf, None where it is
+        """The tree that is created, with shapes for arrays; the mesh; the sharding of each leaf, None where it is
         not an array."""
         check_hashable((args, kwargs), self._text)
         shapes, still = jax.eval_shape(self._leaves, *args, **kwargs)
@@ -277,7 +277,7 @@ class Init(ByName):
     def _compiled(self, tree: Any, mesh: Any, shardings: list[NamedSharding | None]) -> Any:
         if not isinstance(mesh, Mesh):
             raise MeshError(
-                "parameters are born on devices, and an abstract mesh has none.",
+                "parameters are created on devices, and an abstract mesh has none.",
                 call=self._text,
                 advice=".abstract(...)",
             )
@@ -335,7 +335,7 @@ def _everywhere(x: Any, mesh: Mesh) -> Any:
 
 
 def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any = None) -> Init:
-    """Parameters that are born sharded: `init(fn, layouts)(key)`, and no device ever holds the whole.
+    """Create parameters sharded: `init(fn, layouts)(key)`. No device ever holds the whole.
 
     `fn` is ordinary JAX on whole arrays; it is compiled with the layouts as output shardings, and JAX's
     counter-based random numbers make the values independent of the mesh.
@@ -422,7 +422,7 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
 
 
 def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **names: Any) -> Any:
-    """An array born sharded, of its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
+    """Create an array sharded, from its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
 
     `fn` gets the global positions along each dimension, int32 arrays (int64 along more than 2^31 elements, which needs
     `jax_enable_x64`) that broadcast to the block which is here, and gives the elements: the same on every mesh, and no
@@ -461,7 +461,7 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
         if mesh is not None:
             rule = "inside a kernel the mesh is the kernel's."
             raise MeshError(rule, call="from_function(fn, layout)", advice="leave out mesh=")
-        return born(fn, layout, **names)
+        return _grids.from_function(fn, layout, **names)
     call = "from_function(fn, layout)"
     if not callable(fn) or not isinstance(layout, (str, Layout)):
         rule = "a function of positions comes first, then the layout, a string."
@@ -473,18 +473,20 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
     rest = (layout, where, mapping, tuple(axes.items()), tuple(sizes.items()))
     cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
     try:  # equal numbers may differ in what they print: 1, 1.0 and True
-        run = _born(fn, *rest, tuple((x, repr(x)) for x in cells)) if outside_trace() else None
+        run = _kernel_of(fn, *rest, tuple((x, repr(x)) for x in cells)) if outside_trace() else None
     except TypeError:  # what is not hashable may change
         run = None
-    return (run or _born.__wrapped__(fn, *rest))()
+    return (run or _kernel_of.__wrapped__(fn, *rest))()
 
 
 @functools.lru_cache(maxsize=256)
-def _born(fn: Any, layout: Any, mesh: Any, mapping: Any, axes: Any, sizes: Any, cells: Any = ()) -> Callable[[], Any]:
+def _kernel_of(
+    fn: Any, layout: Any, mesh: Any, mapping: Any, axes: Any, sizes: Any, cells: Any = ()
+) -> Callable[[], Any]:
     """A kernel that makes the array of `fn`. The key has all that it depends on, but for globals."""
     del cells
 
     def from_function() -> Any:  # the name that messages show
-        return born(fn, layout, **dict(axes), **dict(sizes))
+        return _grids.from_function(fn, layout, **dict(axes), **dict(sizes))
 
     return kernel(f"-> {layout}", mesh=mesh, mapping=mapping, axes=dict(axes) or None, **dict(sizes))(from_function)

@@ -68,7 +68,7 @@ def parameters_instead_of_a_function(mesh):
 
 
 @bad
-def born_on_an_abstract_mesh(mesh):
+def created_on_an_abstract_mesh(mesh):
     spmd.init(lambda: jnp.ones((8, 4)), "b/dp d", mesh=spmd.make_mesh(dp=2, abstract=True))()
 
 

@@ -107,7 +107,7 @@ def fourier_transforms_there_and_back(mesh):
 
 
 @check
-def arrays_that_are_born_sharded(mesh):
+def arrays_that_are_created_sharded(mesh):
     make = spmd.init(lambda key: jax.random.normal(key, (16, 12)), "i/a j/b", mesh=mesh)
     close(make(jax.random.key(0)), jax.random.normal(jax.random.key(0), (16, 12)))
     table = spmd.from_function(lambda i, j: 10 * i + j, "x/a y/b", x=16, y=12, mesh=mesh)

@@ -164,16 +164,16 @@ WHERE = {"w": "d/dp f/tp", "deep": ["d f/dp/tp", "d/tp"]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_init_is_born_sharded(kind) -> None:
+def test_init_creates_sharded(kind) -> None:
     """The values are those of one device; no device ever holds a whole array."""
     mesh = mesh_of(kind)
     make = init(parameters, WHERE, mesh=mesh)
-    born = make(jax.random.key(0))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), born, parameters(jax.random.key(0)))
-    lies(born["w"], "d/dp f/tp")
-    lies(born["deep"][0], "d f/dp/tp")
-    lies(born["deep"][1], "d/tp")
-    for leaf in jax.tree.leaves(born):
+    made = make(jax.random.key(0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), made, parameters(jax.random.key(0)))
+    lies(made["w"], "d/dp f/tp")
+    lies(made["deep"][0], "d f/dp/tp")
+    lies(made["deep"][1], "d/tp")
+    for leaf in jax.tree.leaves(made):
         assert {shard.data.size for shard in leaf.addressable_shards} != {leaf.size}
 
 
@@ -198,9 +198,9 @@ def test_abstract() -> None:
     mesh = mesh_of()
     make = init(parameters, WHERE, mesh=mesh)
     abstract = make.abstract(jax.random.key(0))
-    born = make(jax.random.key(0))
+    made = make(jax.random.key(0))
     same = lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
-    assert all(jax.tree.leaves(jax.tree.map(same, abstract, born)))
+    assert all(jax.tree.leaves(jax.tree.map(same, abstract, made)))
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
     on_nothing = init(parameters, WHERE, mesh=spmd.make_mesh(dp=8, tp=8, abstract=True))
     assert on_nothing.abstract(jax.random.key(0))["w"].sharding.spec == P("dp", "tp")
@@ -321,15 +321,15 @@ MODULES = {
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
 def test_init_of_ordinary_modules(module, mode) -> None:
-    """Arrays are born in their places, all else stays as the function made it."""
+    """Arrays are created in their places, all else stays as the function made it."""
     mesh, key, make = mesh_of(), jax.random.key(0), MODULES[module]
     layouts = lambda tree: spmd.layouts(tree, {"**/weight": "o/tp i/dp", "**/bias": "o/tp"})
     plain = jax.tree.leaves(make(key))
     with spmd.mode(mode):
-        born = jax.tree.leaves(init(make, layouts, mesh=mesh)(key))
+        made = jax.tree.leaves(init(make, layouts, mesh=mesh)(key))
         inside = jax.jit(lambda key: eqx.filter(init(make, layouts, mesh=mesh)(key), eqx.is_array))(key)
     shapes = jax.tree.leaves(init(make, layouts, mesh=mesh).abstract(key))
-    for x, y, shape in zip(plain, born, shapes, strict=True):
+    for x, y, shape in zip(plain, made, shapes, strict=True):
         if eqx.is_array(x):
             assert np.allclose(x, y, rtol=1e-6) and shape.sharding.spec[0] == "tp"
             assert mode == "reference" or y.sharding.spec[0] == "tp"
@@ -356,9 +356,9 @@ def test_init_takes_arguments_that_are_no_arrays() -> None:
 def test_a_number_is_placed_where_it_has_a_layout_of_its_own() -> None:
     mesh = mesh_of()
     make = init(lambda: {"step": 0, "rate": 0.5, "w": jnp.ones(8)}, {"step": "scalar", "w": "d/dp"}, mesh=mesh)
-    born = make()
-    assert born["rate"] == 0.5 and isinstance(born["rate"], float)
-    assert born["step"].sharding == NamedSharding(mesh, P()) and make.abstract()["step"].dtype == jnp.int32
+    made = make()
+    assert made["rate"] == 0.5 and isinstance(made["rate"], float)
+    assert made["step"].sharding == NamedSharding(mesh, P()) and make.abstract()["step"].dtype == jnp.int32
     for number in (3, 2.5, True, 1j):
         placed = shard(number, "scalar", mesh=mesh)
         assert placed == number and placed.sharding == NamedSharding(mesh, P())

@@ -12,7 +12,7 @@ from spmd.checker._walk import Walk
 from spmd.language import Layout
 
 # Roles after which `{U:}` is a certainty. Operands of a verb are consumed by the verb's own collectives.
-DECLARES = frozenset(("result", "annotate", "born", "copies", "argument"))
+DECLARES = frozenset(("result", "annotate", "created", "copies", "argument"))
 
 
 class Claim(NamedTuple):
@@ -101,14 +101,14 @@ def _trust_unit_axes(walk: Walk, eqn: Any, state: State, claim: Claim, mentioned
 
 def _check_divided(walk: Walk, eqn: Any, state: State, claim: Claim) -> None:
     rank = len(getattr(eqn.invars[0].aval, "shape", ()))
-    born = eqn.params["role"] in ("born", "copies")
+    created = eqn.params["role"] in ("created", "copies")
     same: dict[int, list[str]] = {}
     summed: dict[int, list[str]] = {}
     for axis, dim in claim.divided:
         bit = walk.axes.bit(axis)
         if state.partial & bit and not state.flags & ZERO:
             summed.setdefault(dim, []).append(axis)
-        elif not state.different & bit and not born and not _constant_along(state, dim, rank, claim):
+        elif not state.different & bit and not created and not _constant_along(state, dim, rank, claim):
             same.setdefault(dim, []).append(axis)
     same = {dim: axes for dim, axes in same.items() if not _copies_along(walk, eqn, dim, claim)}
     for dim, axes in same.items():
@@ -135,7 +135,7 @@ def _copies_along(walk: Walk, eqn: Any, dim: int, claim: Claim) -> bool:
 
 def _check_unreduced(walk: Walk, eqn: Any, state: State, unreduced: int) -> None:
     wrong = unreduced & ~state.different & ~state.partial
-    if wrong and not state.flags & ZERO and eqn.params["role"] != "born":
+    if wrong and not state.flags & ZERO and eqn.params["role"] != "created":
         walk.findings.append(report.claimed_partial(walk, eqn, walk.axes.names(wrong)))
 
 

@@ -270,7 +270,7 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
 
 
 def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:
-    """How a copy that came from no gather (a carry born varying) becomes equal by JAX's type."""
+    """How a copy that came from no gather (a carry that varies from the start) becomes equal by JAX's type."""
     if layout.is_scalar:
         return [Fix("reduce", (path,), "scalar -> scalar", {"op": "mean"})]
     i = next((i for i, dim in enumerate(layout.dims) if len(dim.atoms) == 1 and dim.atoms[0].named), None)

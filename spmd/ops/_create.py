@@ -146,7 +146,7 @@ def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
     shape = call.local_shape(made)
     x = jax.lax.broadcast_in_dim(positions(call, made.dims[at], dtype), shape, (at,))
     x = _compat.pvary(x, call.frame.in_mesh_order(made.axis_names)) if call.frame.explicit else x
-    return call.result(x, made.without_brackets(), role="born")
+    return call.result(x, made.without_brackets(), role="created")
 
 
 def counted(call: Call, made: Layout) -> int:
@@ -208,7 +208,7 @@ def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names
     if call.frame.explicit:
         axes = call.frame.axis_names if to == "varying" else call.frame.in_mesh_order(made.axis_names)
         x = _compat.pvary(x, axes)
-    return call.result(x, made.without_brackets(), role="born")
+    return call.result(x, made.without_brackets(), role="created")
 
 
 def _mark_span(call: Call) -> tuple[int, int] | None:

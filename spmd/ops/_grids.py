@@ -23,7 +23,7 @@ from spmd.ops._partial_sums import placed, plain_dims
 
 _EXAMPLE = 'meshgrid(x, y, "x/a, y/b -> x/a y/b")'
 
-__all__ = ["born", "linspace", "meshgrid"]
+__all__ = ["from_function", "linspace", "meshgrid"]
 
 
 def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = None, **names: Any) -> Any:
@@ -70,7 +70,7 @@ def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype
     wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
     first, last = (jnp.asarray(value, wide) for value in (start, stop))
     out = _between(iota(layout, index_dtype(call, along), **names), first, last, steps).astype(dtype)
-    return call.result(out, made.without_brackets(), role="born")
+    return call.result(out, made.without_brackets(), role="created")
 
 
 def _dtype_between(start: Any, stop: Any) -> Any:
@@ -141,7 +141,7 @@ def meshgrid(*arrays: Any, sparse: bool = False, **names: Any) -> tuple[Any, ...
             out.append(call.result(x, Layout.from_dims(dims)))
             continue
         x = _compat.pvary(x, call.frame.in_mesh_order(grid.axis_names)) if call.frame.explicit else x
-        out.append(call.result(jnp.broadcast_to(x, call.local_shape(grid)), grid, role="born"))
+        out.append(call.result(jnp.broadcast_to(x, call.local_shape(grid)), grid, role="created"))
     return tuple(out)
 
 
@@ -167,7 +167,7 @@ def _check_sides(call: Call, grid: Layout) -> None:
             call.fail(rule, at=dim.span, advice=f'relayout(x, "{one} -> {two}") in a line of its own')
 
 
-def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
+def from_function(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
     """`from_function` inside a kernel."""
     call = open_made("from_function", layout, names)
     [made] = call.pattern.inputs
@@ -195,4 +195,4 @@ def born(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
         rule = f"fn gives what broadcasts to {shape}, the shape here."
         call.fail(rule, got=[f"fn returned shape {out.shape}"], error=SizeError)
     axes = call.frame.in_mesh_order(made.axis_names)
-    return call.result(_compat.pvary(whole, axes) if call.frame.explicit else whole, made, role="born")
+    return call.result(_compat.pvary(whole, axes) if call.frame.explicit else whole, made, role="created")

@@ -250,7 +250,7 @@ def _draw(
         own = _block_key(call, data, placed, shape)
     else:
         own = _typed(data)
-    return mark(sample(own, shape, *bounds), placed, call.text, role="born", frame=call.frame)
+    return mark(sample(own, shape, *bounds), placed, call.text, role="created", frame=call.frame)
 
 
 def uniform(

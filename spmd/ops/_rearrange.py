@@ -120,7 +120,7 @@ def repeat(x: Any, pattern: str, **names: Any) -> Any:
     if call.frame.explicit:
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
     # The blocks of a divided new dimension are equal. In a composite one nothing shows that they are copies.
-    return call.result(out, role="result" if not new else "born" if _closes(dst) else "copies")
+    return call.result(out, role="result" if not new else "created" if _closes(dst) else "copies")
 
 
 # --- what both check ----------------------------------------------------------------------------------------

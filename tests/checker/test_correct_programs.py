@@ -71,7 +71,7 @@ def custom_derivatives(x, w):
 def vmapped(x, w):
     one = lambda row: mark(lax.psum(mark(row, "d/tp", "operand"), "tp"), "d")
     y = mark(jax.vmap(one)(x), "s/dp d")  # inside, no layout mentions s nor dp
-    z = jax.vmap(lambda v: mark(jnp.zeros_like(v), "d/tp", "born"))(w)
+    z = jax.vmap(lambda v: mark(jnp.zeros_like(v), "d/tp", "created"))(w)
     return y + z[:4, :2]
 
 
@@ -122,8 +122,8 @@ def constants(x, w):
     b = mark(jnp.broadcast_to(w[:1], SHAPE2[:1] + (8,)), "s/dp d")
     c = mark(jnp.full((2, 3), 2.0).reshape(6).astype(jnp.bfloat16), "n/dp/tp")
     d = mark(np.full((4,), 3.0, np.float32) * jnp.ones((4,)), "n/tp")
-    e = mark(jnp.arange(4), "n/tp", "born")
-    f = mark(jnp.zeros(()), "{U:tp}", "born")
+    e = mark(jnp.arange(4), "n/tp", "created")
+    f = mark(jnp.zeros(()), "{U:tp}", "created")
     counted = mark(mark(jnp.ones((4,)), "n/tp", "operand").sum(), "{U:tp}", "result")
     return (
         a.sum()

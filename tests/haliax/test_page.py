@@ -14,7 +14,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pages" / "haliax.md").re
 ROWS = {
     "Axis": [test_placement.test_names_of_a_tree, test_placement.test_equinox_modules],
     "Mesh": [test_queries.test_queries],
-    "zeros": [test_placement.test_zeros_are_born_in_their_place],
+    "zeros": [test_placement.test_zeros_are_created_in_their_place],
     "device_put": [test_placement.test_shard_takes_the_mesh_of_the_array_and_keeps_gradients],
     "with_sharding_constraint": [test_placement.test_shard_inside_and_outside_jit],
     "ResourceMapping": [test_placement.test_mappings_nest_and_merge],

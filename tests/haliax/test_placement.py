@@ -109,7 +109,7 @@ def test_shard_with_axis_mapping(mesh):
         assert spec(hax.shard_with_axis_mapping(X, "batch embed", RULES)) == ("data",)
 
 
-def test_zeros_are_born_in_their_place(mesh):
+def test_zeros_are_created_in_their_place(mesh):
     with hax.axis_mapping(RULES):
         zeros = spmd.init(lambda: jnp.zeros((8, 12)), "batch mlp", mesh=mesh)
         assert spec(zeros()) == ("data", "tp") and not zeros().any()

@@ -366,7 +366,7 @@ REDUCED = {
     "as it is": ("d f {R:dp} -> d f {R:dp}", lambda w: w, lambda w: w),
     "scaled": ("d f {R:dp} -> d f {R:dp}", lambda w: w * 2 - 1, lambda w: w * 2 - 1),
     "nonlinear": ("d f {R:dp,tp} -> d f {R:dp,tp}", jnp.tanh, np.tanh),
-    "born here": ("d f -> d f {R:dp}", lambda w: spmd.defer(w, "d f -> d f {R:dp}") * 3, lambda w: w * 3),
+    "created here": ("d f -> d f {R:dp}", lambda w: spmd.defer(w, "d f -> d f {R:dp}") * 3, lambda w: w * 3),
     "passed on": (
         "d f/tp {R:dp} -> d f {R:dp}",
         lambda w: spmd.all_gather(w, "d f/tp -> d f", to="invarying"),

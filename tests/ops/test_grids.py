@@ -1,4 +1,4 @@
-"""`linspace`, `meshgrid`, `from_function`: coordinates that are born sharded."""
+"""`linspace`, `meshgrid`, `from_function`: coordinates created sharded."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_meshgrid_and_its_gradients(order: str, sparse: bool) -> None:
         jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, *sides, by=by), wanted)
 
 
-def test_a_grid_is_born_without_communication_and_in_parts() -> None:
+def test_a_grid_is_created_without_communication_and_in_parts() -> None:
     """No device computes or holds more than its block."""
     mesh = make_mesh(MESH)
 
