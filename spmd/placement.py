@@ -480,9 +480,7 @@ def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **na
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel_of(
-    fn: Any, layout: Any, mesh: Any, mapping: Any, axes: Any, sizes: Any, cells: Any = ()
-) -> Callable[[], Any]:
+def _kernel_of(fn: Any, layout: Any, mesh: Any, mapping: Any, axes: Any, sizes: Any, cells: Any = ()) -> Kernel:
     """A kernel that makes the array of `fn`. The key has all that it depends on, but for globals."""
     del cells
 
