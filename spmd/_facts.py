@@ -7,12 +7,24 @@ adds no equation, and the compiled program contains its text only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import jax.extend.source_info_util as source_info_util
+
+from spmd import _compat
 from spmd.language import Layout
 
-__all__ = ["CallName", "KernelName", "LayoutName", "Leaf", "one_line"]
+__all__ = [
+    "CallName",
+    "KernelName",
+    "LayoutName",
+    "Leaf",
+    "PerShardName",
+    "one_line",
+    "per_shard_reason",
+]
 
 
 class CallName(str):
@@ -41,6 +53,36 @@ class LayoutName(str):
         self = super().__new__(cls, text)
         self.layout = layout
         return self
+
+
+class PerShardName(str):
+    """The scope of `spmd.per_shard(why)`: what is traced inside is meant per shard.
+
+    Attributes:
+      why: The user's reason.
+      source_info: Where `per_shard` was called, as an equation has it.
+    """
+
+    why: str
+    source_info: Any
+
+    def __new__(cls, why: str) -> Self:
+        why = one_line(why)
+        self = super().__new__(cls, f'per_shard("{why}")')
+        self.why, self.source_info = why, source_info_util.current()
+        return self
+
+
+def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
+    """Why an equation is meant per shard, as its innermost `per_shard` says; None where nobody says so.
+
+    Args:
+      eqn: The equation.
+      callers: The equations whose jaxprs it is inside of, outermost first. The scope of a whole loop or of a call of
+        `jit` is around that equation only.
+    """
+    names = (name for one in (eqn, *reversed(callers)) for _, name in reversed(_compat.name_stack(one)))
+    return next((name.why for name in names if isinstance(name, PerShardName)), None)
 
 
 def one_line(text: str) -> str:

@@ -3,7 +3,7 @@
 from spmd.inspect._collectives import Collective, CollectiveReport, collectives
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
-from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
+from spmd.inspect._records import Boundary, Constraint, Island, PerShard, Written, WrittenCollective
 from spmd.inspect._roofline import Memory, Time
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Explanation",
     "Island",
     "Memory",
+    "PerShard",
     "Time",
     "Written",
     "WrittenCollective",

@@ -239,7 +239,8 @@ def _bytes_and_time(it: Explanation, ones: Sequence[Communication]) -> tuple[str
 
 
 def _around(written: Written, compiled: bool) -> list[Row]:
-    """What is moved to enter kernels, the islands in them, and the layouts asked of the compiler."""
+    """What is moved to enter kernels, the islands in them, what is meant per shard, and the layouts asked of the
+    compiler."""
     rows: list[Row] = []
     known = [one for one in written.boundary if one.source is not None]
     moved = [
@@ -256,6 +257,9 @@ def _around(written: Written, compiled: bool) -> list[Row]:
     if written.islands:
         inside = {True: " (not looked into)", False: " (looked into)"}
         rows += _section("islands", [f"{one.where}  {one.text}{inside[one.opaque]}" for one in written.islands])
+    if written.per_shard:
+        where = {True: " (here on whole arrays)", False: ""}
+        rows += _section("meant per shard", [f"{one.where}  {one.why}{where[one.whole]}" for one in written.per_shard])
     if written.constraints and not compiled:
         lines = [f"{one.where}  {one.text}" for one in written.constraints]
         rows += _section("layouts asked of the compiler", lines)

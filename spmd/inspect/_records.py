@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd.inspect._collectives import counts_by_kind
 
-__all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective"]
+__all__ = ["Boundary", "Constraint", "Island", "PerShard", "Written", "WrittenCollective"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,21 @@ class Island:
 
 
 @dataclass(frozen=True, slots=True)
+class PerShard:
+    """Code that `spmd.per_shard` states to be meant per shard.
+
+    Attributes:
+      why: The user's reason.
+      where: `file.py:12`, the line of `per_shard`.
+      whole: Whether it runs on whole arrays only, as in auto and reference mode.
+    """
+
+    why: str
+    where: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Constraint:
     """A layout that auto mode asks the compiler for; what is sent for it, the compiler decides.
 
@@ -140,6 +155,7 @@ class Written:
       exact: False where a loop of unknown length was counted once, or branches as if all were taken.
       boundary: What is moved to enter a kernel.
       islands: What is not looked into.
+      per_shard: What is meant per shard.
       constraints: Those of auto mode.
       arguments_bytes: Bytes of the arguments on one device; where their shardings do not tell, as the first kernel
         wants them, else whole.
@@ -155,6 +171,7 @@ class Written:
     exact: bool = True
     boundary: tuple[Boundary, ...] = ()
     islands: tuple[Island, ...] = ()
+    per_shard: tuple[PerShard, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     arguments_bytes: int = 0
     outputs_bytes: int = 0

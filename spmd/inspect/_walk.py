@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd import _compat
-from spmd._facts import CallName, KernelName, LayoutName, one_line
+from spmd._facts import CallName, KernelName, LayoutName, PerShardName, one_line
 from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened
 from spmd._walker import Domain, walk
 from spmd.checker._source import line_of
@@ -29,7 +29,7 @@ from spmd.inspect._placement import (
     text_of,
     with_others,
 )
-from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
+from spmd.inspect._records import Boundary, Constraint, Island, PerShard, Written, WrittenCollective
 from spmd.inspect._values import (
     WINDOWS,
     Buffer,
@@ -82,6 +82,7 @@ class Walk(Domain):
         self._collectives: list[WrittenCollective] = []
         self._boundary: dict[Any, Boundary] = {}
         self._islands: dict[tuple[str, str], Island] = {}
+        self._per_shard: dict[tuple[str, str], PerShard] = {}
         self._constraints: list[Constraint] = []
         self._flops: dict[str, float] = defaultdict(float)
         self._matmul: dict[str, float] = defaultdict(float)
@@ -90,6 +91,7 @@ class Walk(Domain):
 
     def read(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         """Walk over a whole program; what is known of its results."""
+        self._release(jaxpr)
         outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
         return self._end(jaxpr.outvars, outs)
 
@@ -104,6 +106,7 @@ class Walk(Domain):
             exact=self._exact,
             boundary=tuple(self._boundary.values()),
             islands=tuple(self._islands.values()),
+            per_shard=tuple(self._per_shard.values()),
             constraints=tuple(self._constraints),
             arguments_bytes=arguments,
             outputs_bytes=outputs,
@@ -145,6 +148,7 @@ class Walk(Domain):
         body = opened(part.jaxpr)[0]
         before, self.site = self.site, self._inside(eqn, part)
         self._exact &= self.site.exact
+        self._release(body)
         through_memory = part.role in (Role.LOOP, Role.TEST, Role.BRANCH)
         if through_memory:
             operands = self._stand(body.invars, operands)
@@ -283,6 +287,15 @@ class Walk(Domain):
         text, where = one_line(text), self._line(eqn)
         self._islands.setdefault((text, where), Island(text, where, opaque))
 
+    def _release(self, body: Any) -> None:
+        """Note what is meant per shard in a jaxpr. Around a kernel it is the kernel's body that is meant."""
+        names = {id(name): name for eqn in body.eqns for _, name in self._names(eqn) if isinstance(name, PerShardName)}
+        for name in names.values():
+            where = _short(line_of(name))
+            before = self._per_shard.get((name.why, where))
+            whole = not self.site.manual and (before is None or before.whole)
+            self._per_shard[name.why, where] = PerShard(name.why, where, whole)
+
     # --- collectives and work -----------------------------------------------------------------------------
 
     def _collective(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
@@ -399,7 +412,7 @@ class Walk(Domain):
         return (*self.site.names, *_compat.name_stack(eqn))
 
     def _line(self, eqn: Any) -> str:
-        return os.path.basename(line_of(eqn, self.callers).partition(" (")[0])
+        return _short(line_of(eqn, self.callers))
 
     def _kept_by_vmap(self, place: Any, specs: Sequence[Any]) -> str:
         """What `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no
@@ -419,6 +432,11 @@ Walk.rules = {
     "reshard": Walk._resharded,
     "spmd_layout": Walk._marked,
 }
+
+
+def _short(line: str) -> str:
+    """`file.py:12` of a line as `line_of` gives it."""
+    return os.path.basename(line.partition(" (")[0])
 
 
 def _manual(eqn: Any) -> dict[str, int]:

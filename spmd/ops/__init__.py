@@ -1,6 +1,6 @@
 """Operations on arrays. Their strings say shape, placement and communication."""
 
-from spmd.ops._annotate import annotate, assert_equal, debug_print, typeof
+from spmd.ops._annotate import annotate, assert_equal, debug_print, per_shard, typeof
 from spmd.ops._control import cond
 from spmd.ops._create import full, iota, ones, zeros
 from spmd.ops._einsum import einsum
@@ -38,6 +38,7 @@ __all__ = [
     "offset",
     "ones",
     "opaque",
+    "per_shard",
     "rearrange",
     "reduce",
     "repeat",

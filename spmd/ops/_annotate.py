@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
+from spmd._facts import PerShardName
 from spmd.comm._call import open_call
 from spmd.comm._keywords import as_array, check_array, kind_of, misfit
 from spmd.comm._marks import assert_equal_p, mark, tag_of
@@ -20,7 +22,7 @@ from spmd.language import Layout
 from spmd.modes import current_frame, try_frame
 from spmd.ops._sizes import named_axes
 
-__all__ = ["ValueType", "annotate", "assert_equal", "debug_print", "typeof"]
+__all__ = ["ValueType", "annotate", "assert_equal", "debug_print", "per_shard", "typeof"]
 
 T = TypeVar("T")
 
@@ -112,6 +114,61 @@ def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
         return x
     fail = misfit(call)
     return jax.tree.map(lambda v: assert_equal_p.bind(as_array(v, "the value", fail), axes=chosen, why=why), x)
+
+
+def per_shard(why: str) -> _PerShard:
+    """State that code is meant per shard: `with spmd.per_shard("each device augments its own images"):`.
+
+    The check after the trace reports what is done to a piece of an array as if it were the whole: a sort of each
+    device's block, positions that start at zero on each device, one random key for all. Where that is what you mean,
+    say so and why. The check then reports nothing inside the block, and knows nothing of what the block makes.
+    `explain` lists the line and the reason. Nothing else changes: JAX's own check stays on, and so do the layouts that
+    you write. In auto and reference mode the body sees whole arrays, so the same code works on the whole and may give
+    other numbers; `spmd.local` runs code per shard in all modes.
+
+    Communication: none, forward and backward.
+
+    Args:
+      why: The reason, for the reader.
+
+    Returns:
+      A context manager, which is also a decorator: `per_shard("why")(fn)` is `fn`, and all of it is meant per shard.
+
+    Raises:
+      LayoutError: If no reason is given.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2)
+      >>> @spmd.kernel("n/dp -> n/dp", mesh=mesh)
+      ... def runs(x):
+      ...     with spmd.per_shard("sorted runs, which a later step merges"):
+      ...         return jnp.sort(x)
+      >>> print(runs(jnp.array([4, 1, 3, 2])))
+      [1 4 2 3]
+    """
+    if not isinstance(why, str) or not why.strip():
+        got = [] if isinstance(why, str) else [f"why: {kind_of(why)}"]
+        rule = "a reader wants to know why the code is meant per shard."
+        raise LayoutError(rule, call="per_shard(...)", got=got, advice='per_shard("why"), with the reason in words')
+    return _PerShard(PerShardName(why))
+
+
+class _PerShard(contextlib.ContextDecorator):
+    """The scope of `per_shard`; as a decorator it is opened anew for each call."""
+
+    def __init__(self, name: PerShardName) -> None:
+        self.name = name
+        self.open = contextlib.ExitStack()
+
+    def _recreate_cm(self) -> _PerShard:
+        return _PerShard(self.name)
+
+    def __enter__(self) -> None:
+        self.open.enter_context(jax.named_scope(self.name))
+
+    def __exit__(self, *raised: object) -> None:
+        self.open.close()
 
 
 def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:

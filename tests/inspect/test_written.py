@@ -536,6 +536,42 @@ def test_islands(mesh):
     ]
 
 
+def test_what_is_meant_per_shard_is_listed(mesh):
+    """Once for each line that says so, however often the line runs."""
+
+    def ordered(x):
+        with spmd.per_shard("merged later"):  # the first line
+            return jnp.sort(x) * 2
+
+    @spmd.kernel("a/tp -> a/tp", mesh=mesh)
+    def body(x):
+        for _ in range(3):
+            x = ordered(x)
+        with spmd.per_shard("merged later"):  # the second line
+            x = jnp.sin(x)
+        return jax.lax.scan(lambda x, _: (spmd.per_shard("each step")(jnp.flip)(x), None), x, length=2)[0]  # the third
+
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    lines = [line_of(f"the {place}") for place in ("first line", "second line", "third")]
+    expected = list(zip(["merged later", "merged later", "each step"], lines, strict=True))
+    for fn, whole in ((body, False), (body.auto, True), (body.reference, True)):
+        view = written(fn, [x], {})
+        assert [(one.why, one.where) for one in view.per_shard] == expected
+        assert {one.whole for one in view.per_shard} == {whole}
+    backward = written(jax.grad(lambda x: body(x).sum()), [x], {}).per_shard
+    assert {(one.why, one.where) for one in backward} == set(expected)
+    around = written(spmd.per_shard("around a kernel")(body), [x], {}).per_shard
+    assert [(one.why, one.whole) for one in around if one.why == "around a kernel"] == [("around a kernel", False)]
+    text = str(spmd.explain(body, x, compiled=False))
+    assert f"\nmeant per shard\n  {lines[0]}  merged later\n" in text
+    assert f"{lines[0]}  merged later (here on whole arrays)\n" in str(spmd.explain(body.auto, x, compiled=False))
+    assert written(body, [x], {}).to_dict()["per_shard"][0] == {
+        "why": "merged later",
+        "where": lines[0],
+        "whole": False,
+    }
+
+
 def test_no_devices_are_asked(monkeypatch):
     """On an abstract mesh of any size, with arguments that lie on it."""
     mesh = spmd.make_mesh(dp=256, tp=64, abstract=True)

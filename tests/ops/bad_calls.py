@@ -226,6 +226,19 @@ def layout_before_the_key(mesh):
 
 
 @bad
+def per_shard_without_a_reason(mesh):
+    with spmd.per_shard("  "):
+        pass
+
+
+@bad
+def per_shard_of_a_function(mesh):
+    @spmd.per_shard
+    def windows(x):
+        return x
+
+
+@bad
 def island_without_a_function(mesh):
     body(SAME, lambda x: spmd.local(None, SAME)(x), mesh)
 

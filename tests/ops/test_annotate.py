@@ -1,4 +1,4 @@
-"""annotate, assert_equal, debug_print, typeof: what a body says about its values."""
+"""annotate, assert_equal, debug_print, per_shard, typeof: what a body says about its values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from jax import lax
 
+from spmd._facts import per_shard_reason
+from spmd._jaxprs import held, opened
 from spmd.comm import all_gather, psum
 from spmd.errors import CommunicationError, LayoutError, MeshError, ModeError, ReplicationError, SizeError
 from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.mesh import make_mesh
 from spmd.modes import MODES, mode
-from spmd.ops._annotate import ValueType, annotate, assert_equal, debug_print, typeof
+from spmd.ops._annotate import ValueType, annotate, assert_equal, debug_print, per_shard, typeof
 
 X = np.arange(48, dtype=np.float32).reshape(8, 6)
 
@@ -216,3 +218,96 @@ def test_typeof_of_whole_arrays(mesh):
     assert str(typeof(jnp.ones(3))) == "float32[3]"
     kinds = ValueType((2,), jnp.dtype("int8"), None, ("a",), ("b", "c"), ("d",))
     assert str(kinds) == "int8[2] {V:a, U:b,c, R:d}"
+
+
+# --- per_shard -----------------------------------------------------------------------------------------------
+
+WHY = "runs, merged by the host"
+
+
+def released(fn, *args):
+    """The primitives of a function that are meant per shard, and those that are not."""
+    found = ({}, {})
+
+    def read(jaxpr, callers):
+        for eqn in opened(jaxpr)[0].eqns:
+            for part in held(eqn):
+                read(part.jaxpr, [*callers, eqn])
+            why = per_shard_reason(eqn, callers)
+            assert why in (WHY, None)
+            found[why is None][eqn.primitive.name] = eqn
+
+    read(jax.make_jaxpr(fn)(*args), [])
+    return found
+
+
+def squared_inside(x):
+    with per_shard(WHY):
+        y = jnp.tanh(x)
+    return jax.nn.sigmoid(y)
+
+
+FOLLOWED = {
+    "plain": squared_inside,
+    "jit": jax.jit(squared_inside),
+    "grad": jax.grad(lambda x: squared_inside(x).sum()),
+    "vmap": jax.vmap(squared_inside),
+    "grad of remat": jax.grad(lambda x: jax.checkpoint(squared_inside)(x).sum()),
+    "scan": lambda x: lax.scan(lambda c, _: (squared_inside(c), None), x, length=2)[0],
+    "grad of scan": jax.grad(lambda x: lax.scan(lambda c, _: (squared_inside(c), None), x, length=2)[0].sum()),
+    "a function": lambda x: jax.nn.sigmoid(per_shard(WHY)(jnp.tanh)(x)),
+    "a function, twice": lambda x: (lambda f: jax.nn.sigmoid(f(f(x))))(per_shard(WHY)(jnp.tanh)),
+    "around a loop": lambda x: jax.nn.sigmoid(
+        per_shard(WHY)(lambda x: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c), x))(x)
+    ),
+    "around a jit": lambda x: jax.nn.sigmoid(per_shard(WHY)(jax.jit(jnp.tanh))(x)),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_per_shard_is_found_in_the_jaxpr(name):
+    inside, outside = released(FOLLOWED[name], jnp.ones(4))
+    assert "tanh" in inside
+    assert "tanh" not in outside
+    assert "logistic" in outside
+    assert "logistic" not in inside
+    assert ("mul" in inside) == ("grad" in name)
+
+
+def test_per_shard_is_found_in_a_kernel(mesh):
+    body = wrap(mesh, squared_inside)
+    for fn in (body, body.auto, body.reference):
+        inside, outside = released(fn, X)
+        assert "tanh" in inside
+        assert "logistic" not in inside
+        assert "logistic" in outside
+
+
+def test_the_innermost_reason_is_the_one_given():
+    def both(x):
+        with per_shard("outer"):
+            return per_shard("inner,\n  in two lines")(jnp.tanh)(x) + 1
+
+    one, plus = jax.make_jaxpr(both)(1.0).eqns
+    assert per_shard_reason(one) == "inner, in two lines"
+    assert per_shard_reason(plus) == "outer"
+    assert per_shard_reason(plus, [one]) == "outer"
+    assert per_shard_reason(jax.make_jaxpr(jnp.tanh)(1.0).eqns[0], [plus, one]) == "inner, in two lines"
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_per_shard_changes_nothing(mesh, name):
+    body = wrap(mesh, squared_inside)
+    np.testing.assert_allclose(getattr(body, name)(X), 1 / (1 + np.exp(-np.tanh(X))), rtol=1e-6)
+
+
+def test_per_shard_ends_with_its_block():
+    with pytest.raises(ZeroDivisionError), per_shard(WHY):
+        raise ZeroDivisionError
+    assert per_shard_reason(jax.make_jaxpr(jnp.tanh)(1.0).eqns[0]) is None
+
+
+@pytest.mark.parametrize("why", ["", " \n", None, 3, jnp.tanh])
+def test_per_shard_without_a_reason(why):
+    with pytest.raises(LayoutError, match="wants to know why the code is meant per shard"):
+        per_shard(why)
