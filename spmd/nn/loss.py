@@ -46,7 +46,8 @@ def cross_entropy(
 
     Communication, for T tokens per device on n devices of tp: forward, three psums over tp of one float32 per token
     (the maximum, the sum of exponentials, the label's score), 24T(n-1)/n bytes. A sum or mean adds a psum of one number
-    over dp and cp, and with a mask a second one. Backward nothing.
+    over dp and cp, and with a mask a second one. Backward nothing, except if the labels are a gathered copy: then a psum
+    of one number per token.
 
     Memory: the logits and one number per token are kept for the backward pass, which makes one array of their size.
     Reverse mode only.
@@ -194,7 +195,9 @@ def linear_cross_entropy(
 
 def _token_losses(logits: Any, labels: Any, tp: Axes, smoothing: float, z_loss: float) -> Any:
     """The loss of each token. The backward pass uses the kept logsumexp and does not communicate."""
-    return _losses(logits, labels, (tp, smoothing, z_loss))
+    known = (labels >= 0) & (labels < size(logits, "... [v/tp]", tp=tp))
+    # Outside of the custom rule: labels may be a gathered copy, and then JAX sums the copies' cotangents here.
+    return jnp.where(known, _losses(logits, labels, (tp, smoothing, z_loss)), jnp.nan)
 
 
 def _plain(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
@@ -206,8 +209,7 @@ def _forward(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> An
     scores = logits.astype(wide(logits))
     lse = checkpoint_name(reduce(scores, "... v/tp -> ...", "logsumexp", tp=tp), "logsumexp")
     losses = lse - reduce(scores * _target(logits, labels, options), "... v/tp -> ...", tp=tp) + z_loss * lse**2
-    known = (labels >= 0) & (labels < size(logits, "... [v/tp]", tp=tp))
-    return jnp.where(known, losses, jnp.nan), (logits, labels, lse)
+    return losses, (logits, labels, lse)
 
 
 def _backward(options: tuple[Axes, float, float], kept: Any, cotangent: Any) -> Any:

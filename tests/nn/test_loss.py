@@ -40,6 +40,24 @@ def test_a_loss_over_unequal_numbers_of_tokens():
         np.testing.assert_allclose(jax.jit(getattr(loss, mode))(LOGITS, LABELS, UNEVEN), truth, rtol=1e-6)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_gradient_with_gathered_labels(fused):
+    """A gathered copy varies by type, so that each device of tp has a share of the cotangent: the rule needs their sum."""
+    truth = jax.grad(lambda x, t: plain_cross_entropy(x @ t.T, LABELS, np.ones((4, 6))), argnums=(0, 1))
+
+    @spmd.kernel("b/dp s d, v/cp/tp d, b/dp s/cp -> scalar", mesh=spmd.make_mesh(dp=2, cp=2, tp=2))
+    def loss(x, table, labels):
+        labels = spmd.all_gather(labels, "b/dp s/cp -> b/dp s")
+        if fused:
+            return nn.linear_cross_entropy(x, table, labels, chunks=2, tp=("cp", "tp"), dp="dp")
+        return nn.cross_entropy(nn.unembedding(x, table, tp=("cp", "tp")), labels, tp=("cp", "tp"), dp="dp")
+
+    x, table = normal(1, 4, 6, 5), normal(2, 8, 5)
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, table, LABELS)
+    for g, want in zip(found, truth(x, table), strict=True):
+        np.testing.assert_allclose(g, want, rtol=1e-5, atol=1e-6)
+
+
 def test_gathered_scores_in_a_divided_loss():
     """Summed over tp, copies of all scores give n times the sum of exponentials: the loss is too large by log n."""
     truth = plain_cross_entropy(LOGITS, LABELS, np.ones((4, 6)))
