@@ -46,8 +46,8 @@ def cross_entropy(
 
     Communication, for T tokens per device on n devices of tp: forward, three psums over tp of one float32 per token
     (the maximum, the sum of exponentials, the label's score), 24T(n-1)/n bytes. A sum or mean adds a psum of one number
-    over dp and cp, and with a mask a second one. Backward nothing, except if the labels are a gathered copy: then a psum
-    of one number per token.
+    over dp and cp, and with a mask a second one. Backward nothing, except if labels are a gathered copy: then a psum of
+    one number per token.
 
     Memory: the logits and one number per token are kept for the backward pass, which makes one array of their size.
     Reverse mode only.
