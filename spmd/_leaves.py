@@ -27,6 +27,7 @@ __all__ = [
     "is_foreign",
     "is_number",
     "key_name",
+    "kind_of",
     "leaves_of",
     "listed",
     "rankless",
@@ -72,6 +73,19 @@ def _held(dtype: np.dtype) -> bool:
     except TypeError:
         return False
     return dtype.kind != "T"  # strings of any length: JAX brings them to a CPU, and takes them into no computation
+
+
+def kind_of(value: Any) -> str:
+    """What messages call a value. They never show the value itself, or a class that users do not know."""
+    if isinstance(value, jax.core.Tracer):
+        return "a traced array"
+    if foreign := foreign_kind(value):
+        return foreign
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return "an array"
+    if hasattr(value, "__name__") and callable(value) and not isinstance(value, type):  # a mesh is callable
+        return "a function"
+    return "None" if value is None else with_article(type(value).__name__)
 
 
 def is_number(leaf: Any) -> bool:

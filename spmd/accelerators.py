@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmd._leaves import kind_of
 from spmd.errors import MeshError, SpmdError, did_you_mean
 
 __all__ = ["PRESETS", "Hardware", "Link", "hardware"]
@@ -90,7 +91,7 @@ class Hardware:
         named = {"default": self.default, **{f"links[{axis!r}]": link for axis, link in self.links.items()}}
         for what, link in (named if self.node is None else {**named, "node": self.node}).items():
             if not isinstance(link, Link):
-                rule = f"{what} is a Link, got {type(link).__name__}."
+                rule = f"{what} is a Link, not {kind_of(link)}."
                 raise SpmdError(rule, call=call, advice="as in spmd.Link(bandwidth=50e9, latency=4e-6)")
 
     def __hash__(self) -> int:
@@ -267,7 +268,7 @@ def hardware(which: str | Hardware) -> Hardware:
         return which
     known = ", ".join(map(repr, _PRESETS))
     if not isinstance(which, str):
-        rule = f"hardware is the name of a preset or a spmd.Hardware, got {type(which).__name__}."
+        rule = f"hardware is the name of a preset or an spmd.Hardware, not {kind_of(which)}."
         raise SpmdError(rule, call="hardware(...)", got=[f"presets: {known}"])
     if which not in _PRESETS:
         rule = f"no hardware preset is called {which!r}{did_you_mean(which, _PRESETS) or '.'}"

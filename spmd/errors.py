@@ -13,6 +13,8 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 __all__ = [
     "CommunicationError",
@@ -26,6 +28,7 @@ __all__ = [
     "SizeError",
     "SpmdError",
     "did_you_mean",
+    "is_int",
     "nearest",
     "not_one_of",
     "warn",
@@ -200,6 +203,16 @@ def not_one_of(what: str, value: object, known: Iterable[str], more: str = "") -
     given = repr(value) if plain else f"of type {type(value).__name__}"
     hint = did_you_mean(value, known) if isinstance(value, str) else ""
     return f"{what} is {', '.join(rest)} or {last}, not {given}{hint or '.'}"
+
+
+def is_int(value: Any, least: int | None = None) -> bool:
+    """Whether an argument is an integer, of Python or of NumPy, and at least `least`. True and False are not numbers.
+
+    >>> is_int(3), is_int(0, 1), is_int(True), is_int(2.0)
+    (True, False, False, False)
+    """
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return whole and (least is None or int(value) >= least)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

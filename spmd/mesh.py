@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd import _compat
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean
+from spmd._leaves import kind_of
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean, is_int
 from spmd.language import Layout
 
 __all__ = [
@@ -69,7 +70,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
             rule = f"layouts name the axes of a mesh, and none can name {name!r}."
             advice = "a name of ASCII letters, digits and '_' that starts with a letter"
             raise MeshError(rule, call=call, advice=advice)
-        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or (size < 1 and size != -1):
+        if not is_int(size, 1) and not (is_int(size) and size == -1):
             raise MeshError(
                 f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.",
                 call=call,
@@ -162,7 +163,7 @@ def use_cpu_devices(count: int) -> list[Any]:
       >>> len(spmd.use_cpu_devices(8))
       8
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_int(count, 1):
         raise MeshError(
             f"the number of devices is a positive integer, not {count!r}.",
             call=f"use_cpu_devices({count!r})",
@@ -262,7 +263,7 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
 def check_mesh(mesh: Any, call: str) -> None:
     """Complain about a `mesh=` that is not a mesh."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(mesh).__name__}."
+        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {kind_of(mesh)}."
         raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
 
 
@@ -275,9 +276,26 @@ def mesh_for(mesh: Any, leaves: Sequence[Any], call: str) -> Mesh | AbstractMesh
     check_mesh(mesh, call)
     found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
     if found is None:
-        rule = "no mesh: none was given, no array lives on one, and no jax.set_mesh surrounds the call."
+        arrays = " no array lives on one," if leaves else ""
+        rule = f"no mesh: none was given,{arrays} and no jax.set_mesh surrounds the call."
         raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
     return found
+
+
+def sizes_for(mesh: Any, call: str) -> dict[str, int]:
+    """The sizes of the mesh axes where no devices are needed: of a mesh, of a dict, else of `jax.set_mesh`.
+
+    Raises:
+      MeshError: If there is none, or what is given does not say sizes.
+    """
+    if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
+        return dict(mesh_sizes(mesh_for(mesh, [], call)))
+    named = isinstance(mesh, Mapping) and mesh
+    if not named or not all(isinstance(axis, str) and is_int(size, 1) for axis, size in mesh.items()):
+        got = f"{dict(mesh)}" if isinstance(mesh, Mapping) else kind_of(mesh)
+        rule = f"mesh is a Mesh, an AbstractMesh or a dict of axis names and positive sizes, not {got}."
+        raise MeshError(rule, call=call, advice='as in mesh={"dp": 2, "tp": 4}')
+    return {axis: int(size) for axis, size in mesh.items()}
 
 
 def abstract_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd._leaves import Static, check_hashable, is_array, is_number, unwrapped, wrapped
+from spmd._leaves import Static, check_hashable, is_array, is_number, kind_of, unwrapped, wrapped
 from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import match_prefix
@@ -367,7 +367,7 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
       P('dp', 'tp')
     """
     if not callable(fn):
-        rule = f"init takes a function that makes the parameters, not {type(fn).__name__}."
+        rule = f"init takes a function that makes the parameters, not {kind_of(fn)}."
         advice = "init(lambda key: ..., layouts)(key); shard(params, layouts) for arrays that exist"
         raise LayoutError(rule, call="init(fn, layouts)", advice=advice)
     return Init(fn, layouts, mesh, mapping)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import spmd
 from spmd import MeshError, make_mesh, use_cpu_devices
+from spmd.mesh import sizes_for
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -152,3 +154,14 @@ def test_here_eight_are_enough() -> None:
 def test_numbers_of_devices_that_cannot_be(count) -> None:
     with pytest.raises(MeshError, match="positive integer"):
         use_cpu_devices(count)
+
+
+def test_sizes_are_those_of_a_mesh_of_a_dict_or_of_the_surroundings() -> None:
+    mesh = make_mesh(dp=2, tp=4)
+    for given in (mesh, mesh.abstract_mesh, {"dp": np.int32(2), "tp": 4}):
+        assert sizes_for(given, "f") == {"dp": 2, "tp": 4}
+    with jax.set_mesh(mesh):
+        assert sizes_for(None, "f") == {"dp": 2, "tp": 4}
+    for wrong, shown in (([2, 4], "a list"), ({}, "{}"), ({"dp": 0}, "{'dp': 0}"), ({"dp": True}, "{'dp': True}")):
+        with pytest.raises(MeshError, match=re.escape(f"positive sizes, not {shown}.")):
+            sizes_for(wrong, "f")

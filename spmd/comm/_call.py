@@ -20,7 +20,8 @@ import numpy as np
 
 from spmd import _compat, _lax
 from spmd._facts import one_line
-from spmd.comm._keywords import as_array, call_text, kind_of, operand_names, resolve, split_keywords
+from spmd._leaves import kind_of
+from spmd.comm._keywords import as_array, call_text, operand_names, resolve, split_keywords
 from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,

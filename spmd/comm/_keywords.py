@@ -8,14 +8,13 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spmd._facts import CallName
-from spmd._leaves import foreign_kind
-from spmd.errors import LayoutError, SizeError, did_you_mean
+from spmd._leaves import foreign_kind, kind_of
+from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import AxisMapping, Pattern
 
-__all__ = ["call_text", "kind_of", "operand_names", "resolve", "split_keywords"]
+__all__ = ["call_text", "operand_names", "resolve", "split_keywords"]
 
 
 def _axis_keyword(value: Any) -> bool:
@@ -29,7 +28,7 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
     sizes: dict[str, int] = {}
     axes: dict[str, Any] = {}
     for key, value in binds.items():
-        if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        if is_int(value):
             known, what = pattern.names, "dimension"
             sizes[key] = int(value)
         elif _axis_keyword(value):
@@ -51,20 +50,6 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
         if key in sizes and sizes[key] < 1:
             raise SizeError(f"the size of {key} is positive, not {value}.", call=text, source=pattern.source)
     return sizes, axes
-
-
-def kind_of(value: Any) -> str:
-    """What messages call a value. They never show the value itself, or a class that users do not know."""
-    if isinstance(value, jax.core.Tracer):
-        return "a traced array"
-    if foreign := foreign_kind(value):
-        return foreign
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return "an array"
-    if hasattr(value, "__name__") and callable(value) and not isinstance(value, type):  # a mesh is callable
-        return "a function"
-    name = type(value).__name__
-    return "None" if value is None else f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"
 
 
 def as_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> jax.Array:

@@ -11,16 +11,16 @@ from typing import Any, Never, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
+from spmd._leaves import kind_of
 from spmd._table import Table, wrapped
 from spmd._units import bytes_text, seconds_text
 from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
-from spmd.comm._keywords import kind_of
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
-from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, not_one_of
-from spmd.language import Dim, Layout, axis_sizes
-from spmd.mesh import ambient_mesh
+from spmd.errors import CommunicationError, LayoutError, SizeError, not_one_of
+from spmd.language import Dim, Layout
+from spmd.mesh import sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
 _EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
@@ -215,7 +215,7 @@ def plan(
         raise SizeError(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}')
     here = try_frame()
     mapping = ambient_mapping() if here is None else here.mapping
-    frame = Frame("explicit", None, tuple(_mesh_sizes(mesh).items()), mapping)
+    frame = Frame("explicit", None, tuple(sizes_for(mesh, "plan(...)").items()), mapping)
     profile = check_prefer("plan(...)", prefer, hardware)
     kind = _dtype(dtype)
     call = open_call("plan", pattern, {**(sizes or {}), **names}, frame=frame, example=_EXAMPLE)
@@ -339,21 +339,6 @@ def _misplaced(pattern: Any, *rest: Any) -> NoReturn:
     got = [", ".join(f'"{one}"' if isinstance(one, str | Layout) else kind_of(one) for one in (pattern, *rest))]
     advice = f'as in plan("{shown}", sizes={{...}}, mesh=mesh)'
     raise LayoutError(rule, call="plan(...)", got=got, advice=advice)
-
-
-def _mesh_sizes(mesh: Any) -> dict[str, int]:
-    mesh = ambient_mesh() if mesh is None else mesh
-    if mesh is None:
-        rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
-        raise MeshError(rule, call="plan(...)", advice='mesh=spmd.make_mesh(x=4), or mesh={"x": 4}')
-    try:
-        sizes = axis_sizes(mesh)
-    except (TypeError, ValueError):
-        sizes = {}
-    if not sizes or not all(isinstance(a, str) and isinstance(n, int | np.integer) and n > 0 for a, n in sizes.items()):
-        rule = f"mesh is a Mesh, an AbstractMesh or a dict of axis names and their sizes, not {mesh!r}."
-        raise MeshError(rule, call="plan(...)", advice='as in mesh={"x": 4}')
-    return {axis: int(size) for axis, size in sizes.items()}
 
 
 def _dtype(dtype: Any) -> np.dtype:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
-from spmd._leaves import Static, check_hashable, is_array
+from spmd._leaves import Static, check_hashable, is_array, kind_of
 from spmd._named import ByName
 from spmd.errors import LayoutError, did_you_mean
 from spmd.haliax._placement import shard
@@ -92,7 +92,7 @@ def named_jit(
         )
         return lambda fn: named_jit(fn, **options)
     if not callable(fn):
-        rule = f"named_jit takes a function, not {type(fn).__name__}."
+        rule = f"named_jit takes a function, not {kind_of(fn)}."
         raise LayoutError(rule, call="named_jit(fn, ...)", advice="named_jit(axis_resources=...)(fn)")
     if taken := next((option for option in _TAKEN if option in jit_options), None):
         rule = f"{taken} is not for named_jit: non-arrays are static, and names and mappings place arrays."
@@ -105,7 +105,7 @@ def named_jit(
             raise LayoutError(rule, call="named_jit(fn, ...)", advice=advice)
     if in_names is not None and not isinstance(in_names, (tuple, dict)):
         rule = "in_names is a tuple with an entry for each parameter, or a dict by parameter name."
-        got = [f"in_names: {type(in_names).__name__}"]
+        got = [f"in_names: {kind_of(in_names)}"]
         raise LayoutError(rule, call="named_jit(fn, ...)", got=got, advice='as in in_names=("batch embed",)')
     return _NamedJit(
         fn,

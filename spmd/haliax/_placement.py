@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 import spmd
 from spmd import AxisMapping
 from spmd._leaves import by_path, is_array
 from spmd._units import bytes_text
-from spmd.errors import Fault, LayoutError, MeshError, warn
-from spmd.mesh import ambient_mesh
+from spmd.errors import Fault, LayoutError, warn
 from spmd.modes import ambient_mapping, ambient_mode
 
-__all__ = ["WholeArrayWarning", "auto_sharded", "mapping_of", "mesh_of", "shard", "shard_with_axis_mapping"]
+__all__ = ["WholeArrayWarning", "auto_sharded", "mapping_of", "shard", "shard_with_axis_mapping"]
 
 T = TypeVar("T")
 BIG = 2**20
@@ -126,18 +124,6 @@ def mapping_of(who: str, mapping: Any) -> AxisMapping:
         rule = "no mapping: none was given, and no axis_mapping surrounds the call."
         advice = 'mapping={"batch": "data"}, or with axis_mapping({"batch": "data"}): around the call'
         raise LayoutError(rule, call=f"{who}(...)", advice=advice)
-    return found
-
-
-def mesh_of(who: str, mesh: Any, *, sizes: bool = False) -> Any:
-    """The given mesh, or else the ambient one; a dict of sizes if only these are needed."""
-    found = ambient_mesh() if mesh is None else mesh
-    if found is None:
-        rule = "no mesh: none was given, and no jax.set_mesh surrounds the call."
-        raise MeshError(rule, call=f"{who}(...)", advice="as in mesh=spmd.make_mesh(data=8)")
-    if not isinstance(found, (Mesh, AbstractMesh, Mapping) if sizes else (Mesh, AbstractMesh)):
-        rule = f"mesh is a jax.sharding.Mesh or an AbstractMesh, not {type(found).__name__}."
-        raise MeshError(rule, call=f"{who}(...)", advice="as in mesh=spmd.make_mesh(data=8)")
     return found
 
 

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd import AxisMapping, Layout
 from spmd._annotations import Each, Unknown, annotated
-from spmd.errors import LayoutError, SizeError, did_you_mean
-from spmd.haliax._placement import mapping_of, mesh_of
-from spmd.language import axis_sizes
+from spmd._leaves import kind_of
+from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
+from spmd.haliax._placement import mapping_of
+from spmd.mesh import mesh_for, sizes_for
 
 __all__ = [
     "physical_axis_name",
@@ -47,7 +47,7 @@ def round_axis_for_partitioning(name: str, size: int, mapping: Any = None, mesh:
       >>> hax.round_axis_for_partitioning("vocab", 50257, {"vocab": "tp"}, spmd.make_mesh(tp=8))
       50264
     """
-    if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
+    if not is_int(size, 0):
         rule = f"the size of a dimension is an int of at least 0, not {size!r}."
         raise SizeError(rule, call=f"round_axis_for_partitioning({name!r}, size)")
     parts = physical_axis_size(name, mapping, mesh) or 1
@@ -102,7 +102,7 @@ def physical_axis_size(name: str, mapping: Any = None, mesh: Any = None) -> int 
       8
     """
     axes = _axes("physical_axis_size", name, mapping)
-    sizes = axis_sizes(mesh_of("physical_axis_size", mesh, sizes=True))
+    sizes = sizes_for(mesh, "physical_axis_size(...)")
     AxisMapping({name: axes}).check(sizes)
     return math.prod(sizes[axis] for axis in axes) if axes else None
 
@@ -130,8 +130,8 @@ def sharding_for_axis(names: Any, mapping: Any = None, mesh: Any = None) -> Any:
       >>> hax.sharding_for_axis("batch", {"batch": "data"}, spmd.make_mesh(data=8)).spec
       P('data',)
     """
-    found = mesh_of("sharding_for_axis", mesh)
-    mapping_of("sharding_for_axis", mapping).check(axis_sizes(found))
+    found = mesh_for(mesh, [], "sharding_for_axis(...)")
+    mapping_of("sharding_for_axis", mapping).check(found.axis_names)
     specs = _specs("sharding_for_axis", names, mapping)
     is_spec = lambda one: isinstance(one, PartitionSpec)
     return jax.tree.map(lambda spec: NamedSharding(found, spec), specs, is_leaf=is_spec)
@@ -167,7 +167,7 @@ def _specs(who: str, names: Any, mapping: Any) -> Any:
         if isinstance(one, type):
             return {name: tree(below) for name, below in annotated(one).items()}
         if not isinstance(one, (str, Layout)):
-            what = "a function" if callable(one) else f"a value of type {type(one).__name__}"
+            what = kind_of(one)
             if isinstance(one, (Each, Unknown)):
                 what = "a container in an annotation, which needs a tree for its length"
             rule = f"{who} is given no arrays, so names are layouts, a tree of them, or a class of them, not {what}."
@@ -186,7 +186,7 @@ def _specs(who: str, names: Any, mapping: Any) -> Any:
 def _axes(who: str, name: Any, mapping: Any) -> tuple[str, ...]:
     rules = mapping_of(who, mapping)
     if not isinstance(name, str):
-        rule = f"a dimension is named by a str, not by {type(name).__name__}."
+        rule = f"a dimension is named by a str, not by {kind_of(name)}."
         raise LayoutError(rule, call=f"{who}(name)", advice=f'as in {who}("batch")')
     _known(who, name, rules, name)
     return rules[name]

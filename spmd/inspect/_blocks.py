@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.errors import LayoutError, SizeError, did_you_mean
+from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import Dim, Layout, Size, as_fault, bind
 from spmd.mesh import check_axes, mesh_sizes
 
@@ -202,7 +202,7 @@ def known_sizes(layout: Layout, shape: Any, call: str) -> tuple[dict[str, int], 
     if shape is None:
         return {}, None
     given: dict[Any, Any] = dict(shape) if isinstance(shape, Mapping) else dict(enumerate(shape))
-    wrong = [f"{name}={size!r}" for name, size in given.items() if not _is_size(size)]
+    wrong = [f"{name}={size!r}" for name, size in given.items() if not is_int(size, 0)]
     if wrong:
         rule = "Sizes are global sizes, integers of at least 0."
         raise SizeError(rule, call=call, got=wrong, advice='{"b": 8, "d": 16}, or (8, 16) by position')
@@ -239,13 +239,6 @@ def of_indices(shape: Sequence[int], indices: Mapping[int, Sequence[slice]], **f
         local_shape=shapes.pop() if len(shapes) == 1 else None,
         **facts,
     )
-
-
-# --- sizes ---------------------------------------------------------------------------------------------------
-
-
-def _is_size(size: Any) -> bool:
-    return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and int(size) >= 0
 
 
 def _size(dim: Dim, sizes: Mapping[str, int]) -> int | None:

@@ -17,13 +17,13 @@ from spmd.inspect._groups import (
     axes_of_groups,
     axes_of_pairs,
     axes_text,
-    mesh_sizes,
     named_mesh,
     parse_groups,
     parse_pairs,
 )
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage
+from spmd.mesh import sizes_for
 
 __all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text", "counts_by_kind"]
 
@@ -263,7 +263,7 @@ def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collect
 def collectives_of_text(text: str, *, mesh: Any = None) -> CollectiveReport:
     """The collectives in `text`, the text of a compiled module; see `collectives`."""
     module = parse_module(text)
-    sizes = None if mesh is None else mesh_sizes(mesh)
+    sizes = None if mesh is None else sizes_for(mesh, "collectives(..., mesh=...)")
     visits = list(_collective_visits(module))
     if sizes is None:
         # JAX 0.12 writes groups in the program's own mesh; use its names when nothing better is known.

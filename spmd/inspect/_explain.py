@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd import _jax_errors
+from spmd._leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import collectives_of_text
 from spmd.inspect._explanation import Explanation
-from spmd.inspect._groups import mesh_sizes
 from spmd.inspect._program import Program, meshes_of_jaxpr, stage
 from spmd.inspect._roofline import memory_of
 from spmd.inspect._written import written as read
 from spmd.kernels import Kernel
+from spmd.mesh import sizes_for
 
 __all__ = ["explain"]
 
@@ -68,7 +69,7 @@ def explain(
     """
     machine = None if hardware is None else _hardware(hardware)
     _check_compiled(compiled)
-    given = None if mesh is None else mesh_sizes(mesh)
+    given = None if mesh is None else sizes_for(mesh, "explain(..., mesh=...)")
     program = stage("explain", fn, args, kwargs, mesh)
     _check_mesh(program, given)
     found = program.mesh if program.mesh is not None else mesh
@@ -78,7 +79,7 @@ def explain(
         raise MeshError(rule, call="explain(..., compiled=True)", advice="compiled=None, or a mesh with devices")
     stats = _compiled(program, compiled, missing)
     found = program.mesh if found is None else found
-    sizes = {} if found is None else mesh_sizes(found)
+    sizes = {} if found is None else sizes_for(found, "")
     # A jitted function is read inside another trace, which shares its body: see `written`.
     own = hasattr(fn, "lower") and not isinstance(fn, Kernel) and not hasattr(fn, "jaxpr")
     jaxpr = None if own else program.jaxpr
@@ -104,15 +105,15 @@ _hardware = hardware
 def _check_compiled(compiled: Any) -> None:
     if compiled is None or isinstance(compiled, bool) or hasattr(compiled, "memory_analysis"):
         return
-    rule = f"compiled is None, True, False or a compiled program, got {type(compiled).__name__}."
+    rule = f"compiled is None, True, False or a compiled program, not {kind_of(compiled)}."
     raise SpmdError(rule, call="explain(..., compiled=...)", advice="as in compiled=jax.jit(fn).lower(x).compile()")
 
 
 def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
     """Refuse a mesh that is not the program's own."""
     for mesh in meshes_of_jaxpr(program.jaxpr):
-        if given is not None and mesh_sizes(mesh) != given:
-            named = [", ".join(f"{k}={v}" for k, v in sizes.items()) for sizes in (mesh_sizes(mesh), given)]
+        if given is not None and dict(mesh.shape) != given:
+            named = [", ".join(f"{k}={v}" for k, v in sizes.items()) for sizes in (mesh.shape, given)]
             rule = "the program has a mesh of its own, which is not the one that mesh= says."
             got = [f"the program's: {named[0]}", f"mesh=: {named[1]}"]
             advice = "without mesh=, or a program made for that mesh"

@@ -15,7 +15,6 @@ __all__ = [
     "axes_of_groups",
     "axes_of_pairs",
     "axes_text",
-    "mesh_sizes",
     "named_mesh",
     "parse_groups",
     "parse_pairs",
@@ -177,14 +176,6 @@ def _ints(text: str) -> tuple[int, ...]:
 
 def _rows(grid: np.ndarray) -> Groups:
     return tuple(tuple(int(i) for i in row) for row in grid)
-
-
-def mesh_sizes(mesh: object) -> dict[str, int]:
-    """Axis names and sizes of a Mesh, an AbstractMesh, a mapping, or anything with such a `.shape`."""
-    shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
-    if not isinstance(shape, Mapping) or not all(isinstance(n, str) for n in shape):
-        raise SpmdError(f'mesh= takes a Mesh or sizes like {{"dp": 2, "tp": 4}}, got {type(mesh).__name__}.')
-    return {str(name): int(size) for name, size in shape.items()}
 
 
 def axes_text(axes: Sequence[str]) -> str:

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any, Protocol, cast
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
+from spmd._leaves import kind_of
 from spmd._table import Line, plain, rich_lines
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
@@ -25,7 +25,7 @@ from spmd.inspect._picture_plan import PlanDrawing
 from spmd.inspect._svg import below, caption, card, flow, grid_box
 from spmd.inspect._text import grid_lines, heading, sentences
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import ambient_mesh, mesh_sizes
+from spmd.mesh import ambient_mesh, mesh_sizes, sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
 __all__ = ["Picture", "visualize"]
@@ -262,23 +262,12 @@ def _sequence(shape: Any, call: str) -> tuple[Any, ...]:
     try:
         return tuple(shape)
     except TypeError:
-        rule = f"The shape is a tuple of global sizes or a mapping from names to them, not {type(shape).__name__}."
+        rule = f"The shape is a tuple of global sizes or a mapping from names to them, not {kind_of(shape)}."
         raise LayoutError(rule, call=call, advice="as in (8, 16)") from None
 
 
 def _given_mesh(mesh: Any, call: str) -> Mesh | AbstractMesh:
-    if isinstance(mesh, Mapping):
-        wrong = [
-            f"{axis}={size!r}" for axis, size in mesh.items() if not isinstance(size, int | np.integer) or size < 1
-        ]
-        if wrong or not mesh:
-            rule = "A mesh has at least one axis, each of a positive integer size."
-            raise MeshError(rule, call=call, got=wrong, advice='as in mesh={"dp": 2, "tp": 4}')
-        return _abstract({axis: int(size) for axis, size in mesh.items()})
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        rule = f"The mesh is a jax Mesh, an AbstractMesh or sizes by axis, not {type(mesh).__name__}."
-        raise MeshError(rule, call=call, advice='as in mesh={"dp": 2, "tp": 4}')
-    return mesh
+    return mesh if isinstance(mesh, Mesh | AbstractMesh) else _abstract(sizes_for(mesh, call))
 
 
 def _frame_mesh(frame: Frame) -> Mesh | AbstractMesh:
@@ -394,7 +383,7 @@ def _nowhere(x: Any, call: str) -> SpmdError:
     if hasattr(x, "shape"):
         rule = f"A picture shows an array on devices, and this {type(x).__name__} does not have a sharding."
         return PlacementError(rule, call=call, advice='as in visualize("b/dp d", x.shape, mesh=mesh)')
-    rule = f"visualize draws a layout, an array on devices or a plan, not {type(x).__name__}."
+    rule = f"visualize draws a layout, an array on devices or a plan, not {kind_of(x)}."
     fix, advice = None, 'as in visualize("b/dp d", (8, 16), mesh=mesh)'
     if isinstance(x, (dict, list, tuple)):
         fix, advice = "for x in jax.tree.leaves(tree): print(visualize(x))", None

@@ -10,7 +10,7 @@ import jax
 
 from spmd import _compat
 from spmd._facts import Leaf
-from spmd._leaves import Static, is_array, is_number, wrapped
+from spmd._leaves import Static, is_array, is_number, kind_of, wrapped
 from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import matched
@@ -375,7 +375,7 @@ def kernel(
 
     def decorate(fn: Callable[..., Any]) -> Kernel:
         if not callable(fn):
-            raise LayoutError(f"a kernel's body is a function, not {type(fn).__name__}.", call=f'kernel("{pattern}")')
+            raise LayoutError(f"a kernel's body is a function, not {kind_of(fn)}.", call=f'kernel("{pattern}")')
         signature = read(
             fn,
             pattern,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._lax import to_reduced
-from spmd._leaves import Static, unwrapped
+from spmd._leaves import Static, kind_of, unwrapped
 from spmd._trees import matched
 from spmd.checker import check_jaxpr, explain_output
 from spmd.comm._marks import mark, same_axes, tag_of
@@ -210,7 +210,7 @@ def _as_array(x: Any, path: str, signature: Signature, shown: Any) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        return signature.fail(f"{path} is a {type(shown).__name__}, and the results of a kernel are arrays.")
+        return signature.fail(f"{path} is {kind_of(shown)}, and the results of a kernel are arrays.")
 
 
 def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal: Unequal) -> SpmdError:

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spmd.errors import Fix, LayoutError, SpmdError, did_you_mean
+from spmd._leaves import kind_of
+from spmd.errors import Fix, LayoutError, SpmdError, did_you_mean, is_int
 from spmd.language import AxisMapping, Layout, Pattern
 
 __all__ = ["Signature"]
@@ -182,7 +183,7 @@ def _names(what: str, value: Any) -> tuple[str, ...]:
 
 def _check_dict(what: str, value: Any, example: str) -> None:
     if value is not None and not isinstance(value, Mapping):
-        rule = f"{what} is a dict, not {type(value).__name__}."
+        rule = f"{what} is a dict, not {kind_of(value)}."
         raise LayoutError(rule, call="kernel(...)", advice=f"as in {what}={example}")
 
 
@@ -201,7 +202,7 @@ def _pattern(pattern: Any, fn: Callable[..., Any], in_layouts: Any, out_layouts:
     if isinstance(pattern, Pattern):
         return pattern
     if not isinstance(pattern, str):
-        rule = f"the pattern is a string, not {type(pattern).__name__}."
+        rule = f"the pattern is a string, not {kind_of(pattern)}."
         raise LayoutError(rule, call=f"{name}: kernel(...)", advice='as in kernel("b/dp d -> b/dp d", mesh=mesh)(fn)')
     return Pattern(pattern, call=f'{name}: kernel("{pattern}")')
 
@@ -280,7 +281,7 @@ def _drop_defaults(signature: Signature, arrays: list[str], count: int) -> list[
 
 def _check_names(signature: Signature) -> None:
     for name, size in signature.sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_int(size, 1):
             rule = f"the keyword {name} binds a size, a positive int, not {size!r}; mesh axes are renamed with axes=."
             signature.fail(rule, advice=f'axes={{"{name}": ...}}')
     for what, names in (

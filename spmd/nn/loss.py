@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_gather, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size
-from spmd.errors import LayoutError, SizeError, not_one_of
+from spmd.errors import LayoutError, SizeError, is_int, not_one_of
 from spmd.nn.dtypes import wide
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -160,7 +160,7 @@ def linear_cross_entropy(
       Those of `cross_entropy`; for the cost of the scores Wijmans et al., "Cut Your Losses",
       https://arxiv.org/abs/2411.09009.
     """
-    if not isinstance(chunks, int) or chunks < 1:
+    if not is_int(chunks, 1):
         rule = f"chunks is a positive number of parts, not {chunks!r}."
         raise LayoutError(rule, call="linear_cross_entropy(x, table, labels)")
     if sp is None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import SizeError
+from spmd.errors import is_int
 
 __all__ = ["attention_mask", "check_positive"]
 
@@ -78,6 +79,6 @@ def check_positive(call: str, **given: Any) -> None:
     for name, value in given.items():
         if value is None or isinstance(value, jax.Array):
             continue
-        kinds, what = ((int, float, np.number), "a number") if name == "softcap" else ((int, np.integer), "an int")
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+        if not (is_int(value, 1) or (name == "softcap" and isinstance(value, float | np.floating) and value > 0)):
+            what = "a number" if name == "softcap" else "an int"
             raise SizeError(f"{name} is {what} above zero, or None, not {value!r}.", call=call)

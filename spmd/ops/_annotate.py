@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from spmd import _compat
 from spmd._facts import PerShardName
+from spmd._leaves import kind_of
 from spmd.comm._call import open_call
-from spmd.comm._keywords import as_array, check_array, kind_of, misfit
+from spmd.comm._keywords import as_array, check_array, misfit
 from spmd.comm._marks import assert_equal_p, mark, tag_of
 from spmd.errors import LayoutError
 from spmd.language import Layout

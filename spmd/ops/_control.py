@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
+from spmd._leaves import kind_of
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError
 from spmd.modes import current_frame
@@ -50,7 +51,7 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
     frame = current_frame("spmd.cond")
     for branch in (true_fn, false_fn):
         if not callable(branch):
-            rule = f"the branches of cond are functions, and this one is a {type(branch).__name__}."
+            rule = f"the branches of cond are functions, and this one is {kind_of(branch)}."
             raise LayoutError(rule, call="cond(predicate, true_fn, false_fn, *operands)")
     for what, value in [("the predicate", predicate), *(("an operand", x) for x in jax.tree.leaves(operands))]:
         check_array(value, what, misfit("cond(predicate, true_fn, false_fn, *operands)"))

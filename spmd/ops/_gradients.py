@@ -16,6 +16,7 @@ import numpy as np
 
 from spmd import _compat, _lax
 from spmd._facts import CallName
+from spmd._leaves import kind_of
 from spmd._named import ByName
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, MeshError, ReplicationError, did_you_mean
@@ -73,7 +74,7 @@ def value_and_grad(
 
 def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bool) -> Callable[..., Any]:
     if not callable(fn):
-        rule = f"{name} takes a function to a scalar loss, not {type(fn).__name__}."
+        rule = f"{name} takes a function to a scalar loss, not {kind_of(fn)}."
         raise LayoutError(rule, call=f"{name}(...)", advice=f"as in {name}(loss_fn)(w)")
     marked = _loss_axes(loss, name)
     text = _text(name, fn, loss)
@@ -144,7 +145,7 @@ def _loss_of(out: Any, has_aux: bool, text: str) -> Any:
             raise LayoutError("with has_aux=True the function returns (loss, aux).", call=text)
         out = out[0]
     elif isinstance(out, (tuple, list, dict)):
-        rule = f"the loss is one scalar, and the function returns a {type(out).__name__}."
+        rule = f"the loss is one scalar, and the function returns {kind_of(out)}."
         raise LayoutError(rule, call=text, fix="has_aux=True")
     return out
 

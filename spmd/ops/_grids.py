@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from spmd import _compat
+from spmd._leaves import kind_of
 from spmd.comm._call import Call, open_call
-from spmd.comm._keywords import as_array, check_array, kind_of
+from spmd.comm._keywords import as_array, check_array
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.ops._create import counted, index_dtype, iota, open_made, positions

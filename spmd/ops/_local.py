@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat, _jax_errors, _lax
 from spmd._facts import CallName
+from spmd._leaves import kind_of
 from spmd._walker import equations
 from spmd.comm._call import Call, Operand, open_call
-from spmd.comm._keywords import kind_of
 from spmd.comm._local import rearranged
 from spmd.comm._marks import mark
 from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _lax
+from spmd._leaves import kind_of
 from spmd.comm._call import Call, Factor
-from spmd.comm._keywords import kind_of
 from spmd.comm.permute import roll_p
-from spmd.errors import LayoutError
+from spmd.errors import LayoutError, is_int
 from spmd.ops._along import along
 
 __all__ = ["flip", "roll"]
@@ -85,7 +85,7 @@ def _sent(call: Call, x: Any, axes: tuple[str, ...], by: int, n: int) -> Any:
 
 def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
     shifts = shift if isinstance(shift, tuple) else (shift,) * count
-    if fault := [s for s in shifts if isinstance(s, bool) or not isinstance(s, int)]:
+    if fault := [s for s in shifts if not is_int(s)]:
         call.fail(f"shift is a number of elements, a Python int, not {kind_of(fault[0])}.", error=LayoutError)
     if len(shifts) != count:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."

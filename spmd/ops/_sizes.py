@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _lax
+from spmd._leaves import kind_of
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, MeshError, ModeError, did_you_mean
 from spmd.language import Dim, Layout
@@ -222,7 +223,7 @@ def named_axes(axes: Any, frame: Frame, call: str) -> tuple[str, ...]:
     """The mesh axes that the caller names, after the renames of the kernel's `axes=`."""
     given = (axes,) if isinstance(axes, str) else axes
     if not isinstance(given, (tuple, list)) or not all(isinstance(a, str) for a in given):
-        rule = f"a mesh axis is a str, or several a tuple of str, not {type(axes).__name__}."
+        rule = f"a mesh axis is a str, or several a tuple of str, not {kind_of(axes)}."
         raise MeshError(rule, call=call)
     out = frame.renamed(given)
     for axis in out:

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from spmd._leaves import kind_of
 from spmd.comm._call import Call, Operand, open_call
-from spmd.comm._keywords import kind_of
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 from spmd.modes import current_frame, inner

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _lax
+from spmd._leaves import kind_of
 from spmd.comm._call import Call, Factor
-from spmd.comm._keywords import kind_of
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import LayoutError, SizeError, is_int
 from spmd.language import Atom, Dim, Layout
 from spmd.ops._along import along
 
@@ -79,7 +79,7 @@ def _result_layout(layout: Layout) -> Layout:
 
 
 def _check(call: Call, k: Any, factor: Factor) -> None:
-    if isinstance(k, bool) or not isinstance(k, int):
+    if not is_int(k):
         call.fail(f"k is a number of elements, a Python int, not {kind_of(k)}.", error=LayoutError)
     if not 1 <= k <= factor.size:
         rule = f"k is from 1 to the size of {factor.name}, {factor.size}, not {k}."

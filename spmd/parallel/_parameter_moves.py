@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmd import Layout
-from spmd._leaves import is_array
+from spmd._leaves import is_array, kind_of
 from spmd._trees import match_prefix
 from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_tuple
@@ -22,7 +22,7 @@ Axes = tuple[str, ...]
 def checked_axes(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
     """One mesh axis, several, or None, as a tuple."""
     if axes is not None and not isinstance(axes, (str, tuple, list)):
-        rule = f"{what} is a mesh axis, a tuple of them, or None, not {type(axes).__name__}."
+        rule = f"{what} is a mesh axis, a tuple of them, or None, not {kind_of(axes)}."
         raise MeshError(rule, call=call, advice=f'as in {what}="dp"')
     return axes_tuple(axes)
 

@@ -33,7 +33,7 @@ from spmd import (
     softmax,
     top_k,
 )
-from spmd.errors import LayoutError, MeshError, SizeError, not_one_of
+from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
 from spmd.language import axes_tuple
 from spmd.nn.dtypes import wide
 
@@ -467,7 +467,7 @@ def _groups(x: Any, groups: Any, dp: Axes, sp: Axes) -> tuple[int, int]:
     if groups is None:
         return blocks
     call = f"moe(..., groups={groups!r})"
-    if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, int) and g > 0 for g in groups)):
+    if not (isinstance(groups, tuple) and len(groups) == 2 and all(is_int(g, 1) for g in groups)):
         rule = "groups is a pair of positive ints: the numbers of pieces of the batch and of the sequence."
         raise SizeError(rule, call=call, fix=f"groups={blocks}")
     sizes = (size(x, "[b/dp] s/sp d", dp=dp, sp=sp), size(x, "b/dp [s/sp] d", dp=dp, sp=sp))

@@ -12,7 +12,7 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
-from spmd.errors import Fix, not_one_of
+from spmd.errors import Fix, is_int, not_one_of
 from spmd.parallel._parameter_moves import is_array, paths
 from spmd.parallel.schedule import PipelineSchedule
 
@@ -275,7 +275,7 @@ def _check_options(save: Any, result: Any, repeats: Any) -> None:
         if value not in known and not (name == "save" and callable(value)):
             rule = not_one_of(name, value, known, "a policy of jax.checkpoint" if name == "save" else "")
             raise LayoutError(rule, call=_CALL, fix=f'{name}="{known[0]}"')
-    if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
+    if repeats is not None and not is_int(repeats, 1):
         rule = f"repeats is a Python int, at least 1, or None, not {repeats!r}."
         raise SizeError(rule, call=_CALL, advice="as in repeats=2")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmd import SizeError
+from spmd.errors import is_int
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
@@ -139,7 +140,7 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> Pipel
       Training on GPU Clusters", https://arxiv.org/abs/2104.04473, for interleaved stages
     """
     numbers = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
-    wrong = [f"{name}={n!r}" for name, n in numbers.items() if not isinstance(n, int) or n < 1]
+    wrong = [f"{name}={n!r}" for name, n in numbers.items() if not is_int(n, 1)]
     if wrong:
         rule = "stages, microbatches and repeats are Python ints, at least 1."
         raise SizeError(rule, call="pipeline_schedule(stages, microbatches, repeats)", got=wrong)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import index
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn
 
+from spmd._leaves import kind_of
 from spmd._table import Table
 from spmd._units import bytes_text
-from spmd.errors import MeshError, SpmdError, did_you_mean, not_one_of
+from spmd.errors import MeshError, SpmdError, did_you_mean, is_int, not_one_of
 from spmd.inspect._explain import explain
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
@@ -61,7 +61,7 @@ def assert_collectives(
       >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
       >>> spmd.testing.assert_collectives(gather, (x,), {"all_gather": {"tp": 1}}, bytes=768)
     """
-    if bytes is not None and (isinstance(bytes, bool) or not isinstance(bytes, SupportsIndex) or index(bytes) < 0):
+    if bytes is not None and not is_int(bytes, 0):
         rule = f"bytes is what one device may send, a number from 0 on, not {bytes!r}."
         raise SpmdError(rule, call="assert_collectives(...)", advice="as in bytes=768")
     found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
@@ -100,7 +100,7 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
     if view not in ("compiled", "written"):
         raise SpmdError(not_one_of("view", view, ("compiled", "written")), call=f"{call}(...)")
     if not isinstance(args, tuple | list):
-        rule = f"the arguments of the function come as one tuple, not as {type(args).__name__}."
+        rule = f"the arguments of the function come as one tuple, not as {kind_of(args)}."
         raise SpmdError(rule, call=f"{call}(fn, args, ...)", advice=f"as in {call}(fn, (x, w), ...)")
     found = explain(fn, *args, mesh=mesh, compiled=None if view == "compiled" else False, **dict(kwargs or {}))
     if view == "compiled" and found.compiled is None:
@@ -138,10 +138,10 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
 
 
 def _times(times: Any) -> int:
-    if isinstance(times, bool) or not isinstance(times, SupportsIndex) or index(times) < 0:
+    if not is_int(times, 0):
         rule = f"how often a collective runs is a number from 0 on, not {times!r}."
         raise SpmdError(rule, call="assert_collectives(...)", advice='as in {"all_gather": {"tp": 2}}')
-    return index(times)
+    return int(times)
 
 
 def _malformed(expected: Any) -> NoReturn:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import SpmdError
 from spmd.inspect._collectives import collectives_of_text, sent_bytes
-from spmd.inspect._groups import axes_of_groups, axes_of_pairs, mesh_sizes, parse_groups, parse_pairs
+from spmd.inspect._groups import axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
 from spmd.inspect._hlo import parse_module, parse_shapes, shape_bytes
 
 
@@ -77,13 +77,6 @@ def test_axes_of_pairs():
 def test_a_mesh_that_is_too_small_is_named():
     with pytest.raises(SpmdError, match=r"a device 7, and the mesh \(x=2\) has only 2 devices"):
         axes_of_groups(((0, 7),), {"x": 2})
-
-
-def test_mesh_sizes_takes_meshes_and_mappings():
-    mesh = jax.make_mesh((2, 4), ("dp", "tp"))
-    assert mesh_sizes(mesh) == mesh_sizes(mesh.abstract_mesh) == mesh_sizes({"dp": 2, "tp": 4})
-    with pytest.raises(SpmdError, match="got list"):
-        mesh_sizes([2, 4])
 
 
 def test_shapes_and_bytes():

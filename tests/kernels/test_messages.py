@@ -209,7 +209,7 @@ CASES = {
         errors.MeshError,
         """
         kernel(...)
-        mesh is a jax.sharding.Mesh or an AbstractMesh, not dict.
+        mesh is a jax.sharding.Mesh or an AbstractMesh, not a dict.
         advice: as in mesh=spmd.make_mesh(dp=2, tp=4)
         """,
     ),

@@ -232,7 +232,7 @@ def test_error_scattered_blocks(mesh):
         (lambda: local_size("1+b/dp+1"), LayoutError, 'fix: local_size("b/dp")'),
         (lambda: local_size("s/tp", s=4), SizeError, "s of size 4 does not divide into the 3 blocks of tp."),
         (lambda: size("b", b=9), SizeError, "b has two sizes: 9 here, and 8 from"),
-        (lambda: axis_size(3), MeshError, "a mesh axis is a str, or several a tuple of str, not int."),
+        (lambda: axis_size(3), MeshError, "a mesh axis is a str, or several a tuple of str, not an int."),
         (lambda: axis_index(("dp", "dp")), MeshError, "a mesh axis is named twice."),
         (lambda: offset("v/xp", v=4), MeshError, "the mesh has no axis 'xp'"),
     ],
