@@ -93,9 +93,17 @@ class Kernel(ByName):
         jitted, args, kwargs = self._staged(args, kwargs)
         return jitted.lower(*args, **kwargs)
 
+    def on(self, mesh: Any) -> Kernel:
+        """The same kernel on another mesh; arguments that lie elsewhere are moved."""
+        return Kernel(self.signature, mesh, "move")
+
+    def prepared(self, args: Any, kwargs: Any) -> tuple[Plan, list[Any]]:
+        """How a call of the current mode will run, and its array leaves; nothing is traced."""
+        return self._prepare(ambient_mode(), args, kwargs)
+
     def _staged(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """A `jax.jit` and its arguments: the kernel's own, or flat leaves where some leaves are not arrays."""
-        plan, leaves = self._prepare(ambient_mode(), args, kwargs)
+        plan, leaves = self.prepared(args, kwargs)
         signature = self.signature
         given = {k: v for k, v in kwargs.items() if k not in signature.static}
         if signature.python is None or len(jax.tree.leaves((args, given))) - len(self._static_given(args)) != len(

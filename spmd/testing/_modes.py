@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spmd._table import Table
@@ -14,6 +14,7 @@ from spmd.errors import LayoutError, ModeError, not_one_of
 from spmd.mesh import check_arguments_alive
 from spmd.modes import MODES, mode
 from spmd.testing._mismatch import Mismatch
+from spmd.testing._numbers import compared, labelled, pulled
 
 __all__ = ["assert_modes_agree"]
 
@@ -65,11 +66,12 @@ def assert_modes_agree(
     found = {}
     for name in names:
         with mode(name):
-            found[name] = jax.tree.map(np.asarray, _run(fn, args, kwargs, grad))
+            program, arrays = pulled(functools.partial(fn, **kwargs), args, grad=grad)
+            found[name] = jax.tree.map(np.asarray, jax.jit(program)(*arrays))
     *others, base = names
     rows: list[tuple[str, ...]] = []
     for name in others:
-        rows += _differences(name, found[name], found[base], rtol, atol)
+        rows += _rows(name, found[name], found[base], rtol, atol)
     if rows:
         head = ("", "mode", "got", f"in {base} mode", "largest difference", "allowed there", "elements")
         shown = getattr(fn, "__name__", "fn")
@@ -88,52 +90,6 @@ def _checked(modes: Sequence[str]) -> list[str]:
     return names
 
 
-def _run(fn: Callable[..., Any], args: Any, kwargs: Any, grad: bool) -> dict[str, Any]:
-    """The results, and the gradients of all floating-point arguments along cotangents that are equal in each run."""
-    leaves, structure = jax.tree.flatten(args)
-    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)]
-    moving = [i for i in arrays if grad and jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)]
-    rest = [i for i in arrays if i not in moving]
-
-    def program(given: Any, fixed: Any) -> dict[str, Any]:
-        def of(*given: Any) -> Any:
-            filled = {**dict(zip(moving, given, strict=True)), **dict(zip(rest, fixed, strict=True))}
-            return fn(*jax.tree.unflatten(structure, [filled.get(i, x) for i, x in enumerate(leaves)]), **kwargs)
-
-        if not moving:
-            return {"result": of()}
-        out, pull = jax.vjp(of, *given)
-        draws = np.random.default_rng(0)
-        gradients = pull(jax.tree.map(lambda y: _cotangent(y, draws), out))
-        whole = [None] * len(leaves)
-        for i, g in zip(moving, gradients, strict=True):
-            whole[i] = g
-        return {"result": out, "gradient": jax.tree.unflatten(structure, whole)}
-
-    return jax.jit(program)([leaves[i] for i in moving], [leaves[i] for i in rest])
-
-
-def _cotangent(y: Any, draws: np.random.Generator) -> Any:
-    if not jnp.issubdtype(y.dtype, jnp.inexact):
-        return np.zeros(y.shape, jax.dtypes.float0)
-    return jnp.asarray(draws.normal(size=y.shape), y.dtype)
-
-
-def _differences(name: str, got: Any, wanted: Any, rtol: float, atol: float) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    expected = dict(jax.tree.leaves_with_path(wanted))
-    for path, x in jax.tree.leaves_with_path(got):
-        y = expected[path]
-        label = jax.tree_util.keystr(path).replace("['result']", "result").replace("['gradient']", "gradient of args")
-        kinds = tuple(f"{v.dtype}{list(v.shape)}" for v in (x, y))
-        if x.shape != y.shape or x.dtype != y.dtype:
-            rows.append((label, name, *kinds, "-", "-", "-"))
-            continue
-        wide = [np.asarray(v, np.complex128 if v.dtype.kind == "c" else np.float64) for v in (x, y)]
-        gap, allowed = np.abs(wide[0] - wide[1]), atol + rtol * np.abs(wide[1])
-        wrong = ~((gap <= allowed) | (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])))
-        if wrong.any():
-            worst = np.unravel_index(np.argmax(np.where(wrong, np.nan_to_num(gap, nan=np.inf), 0)), wrong.shape)
-            counts = f"{int(wrong.sum())} of {wrong.size}"
-            rows.append((label, name, *kinds, f"{gap[worst]:.3g}", f"{allowed[worst]:.3g}", counts))
-    return rows
+def _rows(name: str, got: Any, wanted: Any, rtol: float, atol: float) -> list[tuple[str, ...]]:
+    found = compared(got, wanted, lambda _, y: atol + rtol * np.abs(y))
+    return [(labelled(one.path), name, one.got, one.wanted, *one.counts) for one in found]

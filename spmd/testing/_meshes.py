@@ -1,0 +1,421 @@
+"""An assertion that a program means the same on any mesh, in results and gradients."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd._jaxprs import opened
+from spmd._leaves import is_array, wrapped
+from spmd._table import Table
+from spmd._walker import equations
+from spmd.checker import check_jaxpr
+from spmd.errors import LayoutError, MeshError, SpmdError
+from spmd.kernels._kernel import Kernel
+from spmd.mesh import check_arguments_alive, make_mesh, mesh_for
+from spmd.modes import mode
+from spmd.testing._mismatch import Mismatch
+from spmd.testing._numbers import Difference, compared, labelled, pulled, wide
+from spmd.testing._structs import drawn, lacks_values, shrunk
+
+__all__ = ["assert_same_on_any_mesh"]
+
+_CALL = "assert_same_on_any_mesh(kernel, ...)"
+_BUILD = "build(mesh), a function that makes the kernel for a mesh, where its meaning depends on the sizes of axes"
+_SHOWN = 20
+
+# What rounding may do, as a part of the largest number of an array.
+_TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 1e-2, "bfloat16": 4e-2}
+_COARSEST = 0.25  # of eight bits and fewer
+_SMALL = 1 / 20  # of the largest of all gradients: what is smaller than that is rounded as that is
+
+
+def assert_same_on_any_mesh(
+    kernel: Callable[..., Any],
+    *args: Any,
+    mesh: Any = None,
+    meshes: Sequence[Any] | None = None,
+    rtol: float | Mapping[str, float] | None = None,
+    atol: float = 0.0,
+    grad: bool = True,
+    seed: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Assert that a kernel has the same results and gradients on its mesh, on one device, and on meshes between.
+
+    A layout says how an array is divided, and not what it means: the same strings on a mesh whose axes all have size 1
+    are plain JAX on whole arrays. What differs from that is wrong, whatever the types say. The program runs in
+    explicit mode on the mesh given, on a mesh of ones, and on meshes where one axis alone has its size (with one axis,
+    where that has a divisor of its size). So the message says which axis is to blame.
+
+    Communication: that of the program on each mesh, forward and backward. The gradients of all floating-point
+    arguments are taken by one `jax.vjp` along random cotangents that lie as the results do.
+
+    Args:
+      kernel: A kernel; or `build(mesh)`, which makes a function of whole arrays for a mesh. A function that calls
+        kernels is given so, and what depends on the sizes of axes: the stages of a pipeline, the groups of `moe`,
+        `jax.shard_map`.
+      *args: The arguments: arrays, or `jax.ShapeDtypeStruct`s, which get random values. Then the names in a kernel's
+        signature also get the smallest distinct sizes that the meshes divide, as far as the body runs with them and no
+        array with values has them. Random integers are indices of the smallest dimension.
+      mesh: The mesh, where it is not that of the kernel, of the arguments or of `jax.set_mesh`.
+      meshes: Other meshes in place of those between: `{"dp": 2}` for axes and sizes (all others have size 1), or a
+        `jax.sharding.Mesh` with the same axes.
+      rtol: What is allowed, as a part of the largest number of each array; or a dict of this by dtype. By default 2e-5
+        for float32, 4e-2 for bfloat16, by the coarsest dtype in the whole program. Integers are equal.
+      atol: What is allowed in addition.
+      grad: Whether to compare gradients.
+      seed: Draws other values.
+      **kwargs: Keyword arguments of the kernel; differentiated too.
+
+    Raises:
+      Mismatch: Results or gradients differ, or the program fails on some mesh and not on the one given. The message
+        names the result or the argument whose gradient differs, on which meshes, by how much, and if all numbers have
+        one factor, which sizes of axes that is.
+      ReplicationError: A collective that not all of its devices reach. It is found before anything runs.
+      MeshError: There is no mesh, or none with several devices.
+      SpmdError: All numbers of a result are NaN, so that nothing is compared.
+
+    Example:
+      >>> import jax, spmd
+      >>> from spmd.testing import assert_same_on_any_mesh
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> @spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)
+      ... def norm(x):
+      ...     return spmd.reduce(x * x, "b/dp d/tp -> b/dp") ** 0.5
+      >>> assert_same_on_any_mesh(norm, jax.ShapeDtypeStruct((512, 4096), "float32"))
+
+      A sum where a mean is meant has the type of a mean:
+
+      >>> @spmd.kernel("b/dp d -> d", mesh=mesh)
+      ... def mean(x):
+      ...     return spmd.psum(x.mean(0), "d {U:dp} -> d")
+      >>> assert_same_on_any_mesh(mean, jax.ShapeDtypeStruct((512, 4096), "float32"))
+      Traceback (most recent call last):
+      ...
+      spmd.testing._mismatch.Mismatch: mean is not the same on every mesh.
+      ...
+
+      What depends on the number of stages is built for each mesh:
+
+      >>> def build(mesh):
+      ...     @spmd.kernel("p/pp l d f, m b d -> m b d", mesh=mesh)
+      ...     def stages(w, x):
+      ...         def stage(w, x):
+      ...             return jax.lax.scan(lambda x, w: (jax.numpy.tanh(x @ w), None), x, w)[0]
+      ...         return spmd.parallel.pipeline(stage, w, x, pp="pp")
+      ...     return lambda layers, x: stages(layers.reshape(mesh.shape["pp"], -1, 3, 3), x)
+      >>> layers, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 3, 3), (5, 2, 3)))
+      >>> assert_same_on_any_mesh(build, layers, x, mesh=spmd.make_mesh(pp=4))
+    """
+    check_arguments_alive(args, kwargs, _CALL)
+    own = kernel.mesh if isinstance(kernel, Kernel) else None
+    given = _concrete(mesh_for(own if mesh is None else mesh, jax.tree.leaves((args, kwargs)), _CALL))
+    grid = _grid(given, meshes)
+    made = _made(kernel, given)
+    sizes: dict[str, tuple[int, int]] = {}
+    if isinstance(made, Kernel) and lacks_values((args, kwargs)):
+        values, sizes = shrunk(functools.partial(_made, kernel), grid, args, kwargs)
+        args, kwargs = tuple(values), {}
+    program = _Program(kernel, made, (args, kwargs), grad, seed)
+    runs = [program.run(one, first=one == given) for one in grid]
+    base = next(run for run in runs if run.mesh.size == 1)
+    _check_compared(program, base)
+    found = {run.mesh: _differences(run, base, rtol, atol) for run in runs if run is not base}
+    if any(found.values()):
+        raise Mismatch("\n".join(_text(program, base.mesh, found, sizes)))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a program gave on a mesh, and the coarsest dtype that it computed in there."""
+
+    mesh: Mesh
+    arrays: dict[str, Any]
+    dtype: str
+
+
+class _Program:
+    """A kernel or what `build` made, with its arguments, to be run on one mesh after another.
+
+    Args:
+      kernel: What the user gave.
+      made: The same for the mesh given.
+      given: Its arguments and keyword arguments, some without values.
+      grad: Whether to take gradients.
+      seed: Draws the values.
+    """
+
+    def __init__(self, kernel: Any, made: Any, given: tuple[Any, Any], grad: bool, seed: int) -> None:
+        self.kernel, self.grad = kernel, grad
+        self.name = getattr(made, "__name__", type(made).__name__)
+        self.builds = not isinstance(kernel, Kernel)
+        if isinstance(made, Kernel):
+            self.params, static = list(made.signature.params), made.signature.static
+            self.static = {*static, *(i for i, name in enumerate(self.params) if name in static)}
+        else:
+            self.params, self.static = _parameters(made), set()
+        self.specs = [_spec(x) for x in jax.tree.leaves(given)]
+        self.given = drawn(given, seed)
+
+    def run(self, mesh: Mesh, first: bool) -> _Run:
+        """Results and gradients on a mesh.
+
+        Raises:
+          Mismatch: If it fails on this mesh; on the first one the error is the program's own.
+        """
+        try:
+            with jax.set_mesh(mesh), mode("explicit"), jax.default_matmul_precision("highest"):
+                return self._run(mesh)
+        except Exception as error:
+            if first:
+                error.add_note(f"So it is on the mesh given to assert_same_on_any_mesh: {_shown(mesh)}.")
+                raise
+            rule = f"{self.name} runs on the mesh given, and fails on {_shown(mesh)}."
+            lines = [rule, f"{type(error).__name__}: {str(error).strip()}"]
+            raise Mismatch("\n".join(lines + ([] if self.builds else [f"advice: {_BUILD}"]))) from error
+
+    def _run(self, mesh: Mesh) -> _Run:
+        fn = _made(self.kernel, mesh)
+        leaves, structure = jax.tree.flatten(self.given)
+        placed = [_placed(x, spec, mesh) for x, spec in zip(leaves, self.specs, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, placed)
+        if self.builds:
+            _check_divergent(fn, args, kwargs, mesh, self.name)
+        program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)
+        traced = jax.jit(program).trace(*arrays)
+        found = traced.lower().compile()(*arrays)
+        return _Run(mesh, jax.tree.map(np.asarray, found), _coarsest(traced.jaxpr))
+
+
+def _made(kernel: Any, mesh: Mesh) -> Callable[..., Any]:
+    """The program on a mesh."""
+    if isinstance(kernel, Kernel):
+        return kernel.on(mesh)
+    try:
+        made = kernel(mesh)
+    except TypeError as error:
+        rule = "what is not a kernel is called with a mesh, to make one, and this does not take it."
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        advice = f"lambda mesh: {name}, or a kernel made in it with mesh=mesh"
+        raise LayoutError(rule, call=_CALL, got=[f"{name}(mesh): {error}"], advice=advice) from error
+    if not callable(made):
+        rule = f"build(mesh) makes a kernel, or a function that calls kernels, and it gave {type(made).__name__}."
+        raise LayoutError(rule, call=_CALL, advice="a kernel, or lambda mesh: a function made for that mesh")
+    return made
+
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    """The names of the positional parameters, as far as they are known."""
+    try:
+        known = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = itertools.takewhile(lambda one: one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD), known)
+    return [one.name for one in named]
+
+
+def _spec(x: Any) -> P:
+    """How an argument lies, for other meshes with the same axes."""
+    spec = getattr(getattr(x, "sharding", None), "spec", P())
+    return P(*spec.partitions)
+
+
+def _placed(x: Any, spec: P, mesh: Mesh) -> Any:
+    return jax.device_put(x, NamedSharding(mesh, spec)) if is_array(x) else x
+
+
+def _check_divergent(fn: Callable[..., Any], args: Any, kwargs: Any, mesh: Mesh, name: str) -> None:
+    """Find collectives that some devices do not reach, before they wait for each other.
+
+    Kernels look for themselves when they are traced, a `shard_map` of the user's own does not.
+    """
+    traced = jax.jit(lambda: wrapped(fn(*args, **kwargs))).trace()
+    check_jaxpr(traced.jaxpr, mesh_axes=mesh.axis_names, kernel=name)
+
+
+# --- the meshes ---------------------------------------------------------------------------------------------
+
+
+def _concrete(mesh: Any) -> Mesh:
+    """The mesh with devices."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    return Mesh(make_mesh(**mesh.shape).devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _grid(given: Mesh, meshes: Sequence[Any] | None) -> list[Mesh]:
+    """The mesh given, the mesh of ones, and the others."""
+    others = _between(dict(given.shape)) if meshes is None else list(meshes)
+    ones = dict.fromkeys(given.shape, 1)
+    made = [_resized(given, one) for one in (ones, *others)]
+    found = list(dict.fromkeys((given, *made)))
+    if len(found) == 1:
+        rule = "a mesh of one device has nothing to be compared with."
+        raise MeshError(rule, call=_CALL, got=[f"mesh {_shown(given)}"], advice="mesh=spmd.make_mesh(dp=2, tp=4)")
+    return found
+
+
+def _between(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Each axis alone; where there is only one, the largest part of it that divides it."""
+    wide = {axis: n for axis, n in sizes.items() if n > 1}
+    if len(wide) > 1:
+        return [{axis: n} for axis, n in wide.items()]
+    return [{axis: max(k for k in range(1, n) if n % k == 0)} for axis, n in wide.items()]
+
+
+def _resized(given: Mesh, other: Any) -> Mesh:
+    """The mesh given with other sizes of its axes, on its own devices where these are enough."""
+    if isinstance(other, Mesh) and other.axis_names == given.axis_names:
+        return other
+    if not isinstance(other, Mapping) or not set(other) <= set(given.axis_names):
+        got = [f"{dict(other)}" if isinstance(other, Mapping) else type(other).__name__, f"mesh {_shown(given)}"]
+        rule = "meshes are sizes by axis of the mesh given, or meshes with the same axes."
+        raise MeshError(rule, call=_CALL, got=got, advice=f'meshes=[{{"{given.axis_names[0]}": 2}}]')
+    sizes = {axis: other.get(axis, 1) for axis in given.axis_names}
+    if all(n <= given.shape[axis] for axis, n in sizes.items()):
+        devices = given.devices[tuple(slice(n) for n in sizes.values())]
+    else:
+        devices = make_mesh(**sizes).devices
+    return Mesh(devices, given.axis_names, axis_types=given.axis_types)
+
+
+def _shown(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
+
+
+# --- the comparison -----------------------------------------------------------------------------------------
+
+
+def _coarsest(jaxpr: Any) -> str:
+    """The floating-point dtype of the fewest bits that a program computes in."""
+    made = [v for eqn in equations(jaxpr) for v in eqn.outvars]
+    dtypes = {getattr(v.aval, "dtype", None) for v in (*opened(jaxpr)[0].invars, *made)} - {None}
+    infos = [jnp.finfo(one) for one in dtypes if jnp.issubdtype(one, jnp.inexact)]
+    return max(infos, key=lambda one: float(one.eps)).dtype.name if infos else "float32"
+
+
+def _check_compared(program: _Program, run: _Run) -> None:
+    """What is NaN everywhere equals itself, and would hide every mistake."""
+    for path, x in jax.tree.leaves_with_path(run.arrays):
+        if x.size and x.dtype.kind in "fcV" and np.isnan(x.astype(np.complex128)).all():
+            what = f"{program.name}, {labelled(path, program.params)}"
+            rule = f"{what}: all numbers are NaN on one device, so nothing is compared."
+            raise SpmdError(rule, call=_CALL, advice="arguments with values that the program is made for")
+
+
+def _differences(run: _Run, base: _Run, rtol: Any, atol: float) -> list[Difference]:
+    structures = [jax.tree.structure(one.arrays) for one in (run, base)]
+    if structures[0] != structures[1]:
+        rule = f"the program gives another tree on {_shown(run.mesh)} than on {_shown(base.mesh)}."
+        raise Mismatch(f"{rule}\n- {structures[0]}\n- {structures[1]}\nadvice: {_BUILD}")
+    dtype = max((run.dtype, base.dtype), key=lambda one: float(jnp.finfo(one).eps))
+    part = rtol.get(dtype) if isinstance(rtol, Mapping) else rtol
+    part = _TOLERANCE.get(dtype, _COARSEST) if part is None else part
+    gradients = _scale(*jax.tree.leaves(base.arrays.get("gradient")))
+
+    def allowed(path: Any, y: np.ndarray) -> Any:
+        return atol + part * max(_scale(y), _SMALL * gradients * (path[0].key == "gradient"))
+
+    found = compared(run.arrays, base.arrays, allowed)
+    shapes = [one for one in found if one.got != one.wanted]
+    return shapes or found  # of other shapes the gradients were taken along other cotangents
+
+
+def _scale(*arrays: np.ndarray) -> float:
+    """The largest finite number."""
+    found = (np.abs(wide(x)) for x in arrays)
+    return max((float(np.max(x, where=np.isfinite(x), initial=0)) for x in found), default=0.0)
+
+
+# --- the message --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """What the sizes of axes say of a factor: which axes, and whether the numbers are too large by them."""
+
+    axes: tuple[str, ...]
+    large: bool
+
+
+def _cause(factors: Mapping[Mesh, float | None]) -> _Cause | None:
+    """The axes whose sizes explain a factor on every mesh."""
+    names = next(iter(factors)).axis_names
+    for count in range(1, len(names) + 1):
+        for axes in itertools.combinations(names, count):
+            for large in (True, False):
+                sizes = {mesh: math.prod(mesh.shape[a] for a in axes) for mesh in factors}
+                power = {mesh: n if large else 1 / n for mesh, n in sizes.items()}
+                if all(x is not None and math.isclose(x, power[mesh], rel_tol=0.05) for mesh, x in factors.items()):
+                    return _Cause(axes, large)
+    return None
+
+
+def _text(
+    program: _Program, base: Mesh, found: Mapping[Mesh, list[Difference]], sizes: Mapping[str, tuple[int, int]]
+) -> Iterator[str]:
+    at = {(one.path, mesh): one for mesh, ones in found.items() for one in ones}
+    paths = sorted(dict.fromkeys(path for path, _ in at), key=lambda path: path[0].key != "result")
+    factors = {path: {m: at[path, m].factor if (path, m) in at else 1.0 for m in found} for path in paths}
+    causes = {path: _cause(factors[path]) for path in paths}
+    rows = []
+    for path in paths:
+        for mesh in found:
+            if (path, mesh) in at:
+                one = at[path, mesh]
+                rows.append((labelled(path, program.params), _shown(mesh), *one.counts, _how(one, causes[path])))
+    more = [(f"and {len(rows) - _SHOWN} more",)] if len(rows) > _SHOWN else []
+    head = ("", "mesh", "largest difference", "allowed", "elements", "")
+    yield f"{program.name} is not the same on every mesh."
+    yield f"compared with {_shown(base)}, where nothing is divided:"
+    yield Table([*rows[:_SHOWN], *more], head, right=(2, 3, 4)).text()
+    if same := [_shown(mesh) for mesh, ones in found.items() if not ones]:
+        yield f"the same: {'; '.join(same)}"
+    for axis in base.axis_names:
+        if len(found) > 1 and all(bool(ones) == (mesh.shape[axis] > 1) for mesh, ones in found.items()):
+            yield f"It differs where {axis} has several devices, and nowhere else."
+    if sizes:
+        shown = (f"{name}={after}" for name, (_, after) in sizes.items())
+        yield f"The names have smaller sizes here: {', '.join(shown)}."
+    yield f"advice: {_advice(program, at.values(), [one for one in causes.values() if one])}"
+
+
+def _how(one: Difference, cause: _Cause | None) -> str:
+    """What all elements of an array have in common."""
+    if one.got != one.wanted:
+        return f"{one.got}, not {one.wanted}"
+    if one.factor is None or math.isclose(one.factor, 1, rel_tol=1e-3):
+        return "the same numbers in another order" if one.permuted else ""
+    times = abs(one.factor)
+    if one.factor < -1e-6:
+        return "the sign is wrong" if math.isclose(times, 1, rel_tol=1e-3) else f"times {one.factor:.3g}"
+    if times < 1e-6:
+        return "all zero"
+    text = f"{times:.4g} times too large" if times > 1 else f"{1 / times:.4g} times too small"
+    return text if cause is None else f"{text}: the size of {' times that of '.join(cause.axes)}"
+
+
+def _advice(program: _Program, differences: Iterable[Difference], causes: Sequence[_Cause]) -> str:
+    if causes:
+        axes = "/".join(causes[0].axes)
+        if causes[0].large:
+            return (
+                f"a mean over {axes} where it is summed; or what is equal on {axes} is counted on each of its devices"
+            )
+        return f"a sum over {axes} in place of a mean, or one division less"
+    if all(one.permuted for one in differences):
+        return "blocks are put together in another order than they were divided, or come from another device"
+    lines = ["spmd.explain lists what is sent between devices, with its lines"]
+    return "\n        ".join(lines if program.builds else [*lines, _BUILD])

@@ -1,0 +1,202 @@
+"""Results and gradients of a program as numbers, and how two sets of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
+
+from spmd._leaves import wrapped
+
+__all__ = ["Difference", "compared", "is_key", "labelled", "pulled", "wide"]
+
+
+def is_key(x: Any) -> bool:
+    """Whether this is an array of `jax.random` keys, or stands for one."""
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def pulled(
+    fn: Callable[..., Any], args: Any, kwargs: Any = None, *, grad: bool = True, static: Collection[Any] = ()
+) -> tuple[Callable[..., dict[str, Any]], tuple[list[Any], list[Any]]]:
+    """A function of arrays to the results of `fn`, and to the gradients of its floating-point arguments.
+
+    The pull-back is taken along random cotangents, which depend on the shapes of the results alone. They lie as the
+    results do.
+
+    Args:
+      fn: The program.
+      args: Its positional arguments.
+      kwargs: Its keyword arguments.
+      grad: Whether gradients are asked for.
+      static: Positions and keywords of arguments that stay as they are, numbers included.
+
+    Returns:
+      The function, and the arrays to call it with.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs or {})))
+    leaves = [x for _, x in paths]
+    free = [i for i, (path, _) in enumerate(paths) if _at(path) not in static]
+    arrays = [i for i in free if isinstance(leaves[i], jax.Array | np.ndarray | np.generic | float | complex)]
+    moving = [i for i in arrays if grad and jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)]
+    rest = [i for i in arrays if i not in moving]
+
+    def program(given: Any, fixed: Any) -> dict[str, Any]:
+        def of(*given: Any) -> Any:
+            filled = {**dict(zip(moving, given, strict=True)), **dict(zip(rest, fixed, strict=True))}
+            args, kwargs = jax.tree.unflatten(structure, [filled.get(i, x) for i, x in enumerate(leaves)])
+            return wrapped(fn(*args, **kwargs))
+
+        if not moving:
+            return {"result": _plain(of())}
+        out, pull = jax.vjp(of, *given)
+        draws = np.random.default_rng(0)
+        gradients = pull(jax.tree.map(lambda y: _cotangent(y, draws), out))
+        whole = [None] * len(leaves)
+        for i, g in zip(moving, gradients, strict=True):
+            whole[i] = g
+        return {"result": _plain(out), "gradient": jax.tree.unflatten(structure, whole)}
+
+    return program, ([leaves[i] for i in moving], [leaves[i] for i in rest])
+
+
+def _at(path: Any) -> Any:
+    """Which argument a leaf of `(args, kwargs)` belongs to: a position or a keyword."""
+    return getattr(path[1], "idx", getattr(path[1], "key", None))
+
+
+def _plain(tree: Any) -> Any:
+    """Arrays as they can be read: keys as the integers that they are made of, partial sums added up."""
+
+    def one(x: Any) -> Any:
+        if is_key(x):
+            return jax.random.key_data(x)
+        sharding = getattr(jax.typeof(x), "sharding", None)
+        if sharding is None or not sharding.spec.unreduced:
+            return x
+        return jax.sharding.reshard(x, sharding.update(spec=P(*sharding.spec.partitions)))
+
+    return jax.tree.map(one, tree)
+
+
+def _cotangent(y: Any, draws: np.random.Generator) -> Any:
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        return np.zeros(y.shape, jax.dtypes.float0)
+    drawn = draws.normal(size=y.shape)
+    if jnp.issubdtype(y.dtype, jnp.complexfloating):
+        drawn = drawn + 1j * draws.normal(size=y.shape)
+    return _lying(jnp.asarray(drawn, y.dtype), getattr(jax.typeof(y), "sharding", None))
+
+
+def _lying(cotangent: Any, sharding: Any) -> Any:
+    """The cotangent of a result that lies so, where its type says it: on Explicit axes. A partial sum has a copy."""
+    spec = getattr(sharding, "spec", None)
+    if spec is None or not (any(spec.partitions) or spec.unreduced):
+        return cotangent
+    return jax.sharding.reshard(cotangent, sharding.update(spec=P(*spec.partitions, reduced=spec.unreduced)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How an array differs from what was expected.
+
+    Attributes:
+      path: Where it stands in what `pulled` gives; `labelled` says it in words.
+      got: Its dtype and shape.
+      wanted: Those expected.
+      largest: The largest difference; None where dtypes or shapes differ, as the next four.
+      allowed: What is allowed there.
+      wrong: How many elements differ by more.
+      size: How many there are.
+      factor: What all elements are multiplied by, if it is one number.
+      permuted: Whether the same numbers are there in another order.
+    """
+
+    path: tuple[Any, ...]
+    got: str
+    wanted: str
+    largest: float | None = None
+    allowed: float | None = None
+    wrong: int = 0
+    size: int = 0
+    factor: float | None = None
+    permuted: bool = False
+
+    @property
+    def counts(self) -> tuple[str, str, str]:
+        """The three numbers, as a table shows them."""
+        if self.largest is None:
+            return "-", "-", "-"
+        return f"{self.largest:.3g}", f"{self.allowed:.3g}", f"{self.wrong} of {self.size}"
+
+
+def labelled(path: tuple[Any, ...], params: Sequence[str] = ()) -> str:
+    """What a message calls an array of `pulled`'s: `result[0]`, `gradient of w['scale']`; without a parameter's name
+    `gradient of args[0]`."""
+    root, *rest = path
+    if root.key == "result":
+        return f"result{keystr(tuple(rest))}"
+    where, at, *rest = rest
+    if where.idx == 1:
+        return f"gradient of {at.key}{keystr(tuple(rest))}"
+    name = params[at.idx] if at.idx < len(params) else f"args[{at.idx}]"
+    return f"gradient of {name}{keystr(tuple(rest))}"
+
+
+def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -> list[Difference]:
+    """Compare two trees of arrays of one structure, leaf by leaf; NaN equals NaN.
+
+    Args:
+      got: The arrays.
+      wanted: Those expected.
+      allowed: From the path and the values of an expected array to the difference that is allowed, for each element.
+
+    Returns:
+      What differs.
+    """
+    found = []
+    expected: Mapping[Any, Any] = dict(jax.tree.leaves_with_path(wanted))
+    for path, x in jax.tree.leaves_with_path(got):
+        y = expected[path]
+        kinds = [f"{v.dtype}{list(v.shape)}" for v in (x, y)]
+        if kinds[0] != kinds[1]:
+            found.append(Difference(path, *kinds))
+            continue
+        pair = [wide(v) for v in (x, y)]
+        limit = np.broadcast_to(allowed(path, pair[1]), pair[1].shape)
+        with np.errstate(invalid="ignore"):  # of infinities
+            gap = np.abs(pair[0] - pair[1])
+            wrong = ~((gap <= limit) | (pair[0] == pair[1]) | (np.isnan(pair[0]) & np.isnan(pair[1])))
+        if wrong.any():
+            worst = np.unravel_index(np.argmax(np.where(wrong, np.nan_to_num(gap, nan=np.inf), 0)), wrong.shape)
+            how = _factor(*pair, limit), _permuted(*pair, limit)
+            size = int(wrong.sum()), wrong.size
+            found.append(Difference(path, *kinds, float(gap[worst]), float(limit[worst]), *size, *how))
+    return found
+
+
+def wide(x: Any) -> np.ndarray:
+    """The same numbers in double precision."""
+    return np.asarray(x, np.complex128 if np.asarray(x).dtype.kind == "c" else np.float64)
+
+
+def _factor(got: np.ndarray, wanted: np.ndarray, limit: np.ndarray) -> float | None:
+    """The real number that `got` is `wanted` times, if there is one."""
+    if not (np.isfinite(got).all() and np.isfinite(wanted).all()) or not np.vdot(wanted, wanted).real:
+        return None
+    factor = float(np.vdot(wanted, got).real / np.vdot(wanted, wanted).real)
+    room = 2 * limit * max(abs(factor), 1)
+    return factor if (np.abs(got - factor * wanted) <= room).all() else None
+
+
+def _permuted(got: np.ndarray, wanted: np.ndarray, limit: np.ndarray) -> bool:
+    if got.size < 2 or not limit.min() >= 0:
+        return False
+    pairs = zip(np.sort(got, axis=None), np.sort(wanted, axis=None), strict=True)
+    return all(abs(a - b) <= 2 * limit.max() for a, b in pairs)
