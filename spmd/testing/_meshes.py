@@ -183,7 +183,7 @@ class _Program:
                 error.add_note(f"So it is on the mesh given to assert_same_on_any_mesh: {_shown(mesh)}.")
                 raise
             rule = f"{self.name} runs on the mesh given, and fails on {_shown(mesh)}."
-            lines = [rule, f"{type(error).__name__}: {str(error).strip()}"]
+            lines = [rule, f"{type(error).__name__}: {error}"]
             raise Mismatch("\n".join(lines + ([] if self.builds else [f"advice: {_BUILD}"]))) from error
 
     def _run(self, mesh: Mesh) -> _Run:
@@ -208,7 +208,7 @@ def _made(kernel: Any, mesh: Mesh) -> Callable[..., Any]:
     except TypeError as error:
         rule = "what is not a kernel is called with a mesh, to make one, and this does not take it."
         name = getattr(kernel, "__name__", type(kernel).__name__)
-        advice = f"lambda mesh: {name}, or a kernel made in it with mesh=mesh"
+        advice = "a function build(mesh) that makes the kernel, or the function that calls it, with mesh=mesh"
         raise LayoutError(rule, call=_CALL, got=[f"{name}(mesh): {error}"], advice=advice) from error
     if not callable(made):
         rule = f"build(mesh) makes a kernel, or a function that calls kernels, and it gave {type(made).__name__}."
@@ -252,7 +252,13 @@ def _concrete(mesh: Any) -> Mesh:
     """The mesh with devices."""
     if isinstance(mesh, Mesh):
         return mesh
-    return Mesh(make_mesh(**mesh.shape).devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return Mesh(_devices(mesh.shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _devices(sizes: Mapping[str, int]) -> Any:
+    """The devices of a mesh of these sizes."""
+    mesh: Any = make_mesh(**sizes)
+    return mesh.devices
 
 
 def _grid(given: Mesh, meshes: Sequence[Any] | None) -> list[Mesh]:
@@ -287,7 +293,7 @@ def _resized(given: Mesh, other: Any) -> Mesh:
     if all(n <= given.shape[axis] for axis, n in sizes.items()):
         devices = given.devices[tuple(slice(n) for n in sizes.values())]
     else:
-        devices = make_mesh(**sizes).devices
+        devices = _devices(sizes)
     return Mesh(devices, given.axis_names, axis_types=given.axis_types)
 
 
@@ -301,8 +307,8 @@ def _shown(mesh: Mesh) -> str:
 def _coarsest(jaxpr: Any) -> str:
     """The floating-point dtype of the fewest bits that a program computes in."""
     made = [v for eqn in equations(jaxpr) for v in eqn.outvars]
-    dtypes = {getattr(v.aval, "dtype", None) for v in (*opened(jaxpr)[0].invars, *made)} - {None}
-    infos = [jnp.finfo(one) for one in dtypes if jnp.issubdtype(one, jnp.inexact)]
+    dtypes = {getattr(v.aval, "dtype", None) for v in (*opened(jaxpr)[0].invars, *made)}
+    infos = [jnp.finfo(one) for one in dtypes if one is not None and jnp.issubdtype(one, jnp.inexact)]
     return max(infos, key=lambda one: float(one.eps)).dtype.name if infos else "float32"
 
 
@@ -411,9 +417,7 @@ def _advice(program: _Program, differences: Iterable[Difference], causes: Sequen
     if causes:
         axes = "/".join(causes[0].axes)
         if causes[0].large:
-            return (
-                f"a mean over {axes} where it is summed; or what is equal on {axes} is counted on each of its devices"
-            )
+            return f"a mean over {axes} in place of a sum; or a sum over {axes} only of what differs there"
         return f"a sum over {axes} in place of a mean, or one division less"
     if all(one.permuted for one in differences):
         return "blocks are put together in another order than they were divided, or come from another device"

@@ -164,11 +164,11 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -
     expected: Mapping[Any, Any] = dict(jax.tree.leaves_with_path(wanted))
     for path, x in jax.tree.leaves_with_path(got):
         y = expected[path]
-        kinds = [f"{v.dtype}{list(v.shape)}" for v in (x, y)]
+        kinds = f"{x.dtype}{list(x.shape)}", f"{y.dtype}{list(y.shape)}"
         if kinds[0] != kinds[1]:
             found.append(Difference(path, *kinds))
             continue
-        pair = [wide(v) for v in (x, y)]
+        pair = wide(x), wide(y)
         limit = np.broadcast_to(allowed(path, pair[1]), pair[1].shape)
         with np.errstate(invalid="ignore"):  # of infinities
             gap = np.abs(pair[0] - pair[1])
@@ -176,8 +176,8 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -
         if wrong.any():
             worst = np.unravel_index(np.argmax(np.where(wrong, np.nan_to_num(gap, nan=np.inf), 0)), wrong.shape)
             how = _factor(*pair, limit), _permuted(*pair, limit)
-            size = int(wrong.sum()), wrong.size
-            found.append(Difference(path, *kinds, float(gap[worst]), float(limit[worst]), *size, *how))
+            sizes = float(gap[worst]), float(limit[worst]), int(wrong.sum()), wrong.size
+            found.append(Difference(path, *kinds, *sizes, *how))
     return found
 
 

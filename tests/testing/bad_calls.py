@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.testing import assert_collectives, assert_modes_agree, assert_no_unwritten_collectives, assert_sharded
+from spmd.testing import (
+    assert_collectives,
+    assert_modes_agree,
+    assert_no_unwritten_collectives,
+    assert_same_on_any_mesh,
+    assert_sharded,
+)
 from tests.errors.registry import X, bad, fixed
 
 
@@ -169,3 +175,48 @@ def agreement_of_an_unknown_mode(mesh):
 @bad
 def agreement_without_values(mesh):
     assert_modes_agree(gather(mesh), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+
+
+@bad
+def any_mesh_without_a_mesh(mesh):
+    assert_same_on_any_mesh(gather(None), X)
+
+
+@fixed
+def any_mesh_without_a_mesh_fixed(mesh):
+    assert_same_on_any_mesh(gather(None), X, mesh=mesh)
+
+
+@bad
+def any_mesh_of_one_device(mesh):
+    assert_same_on_any_mesh(gather(spmd.make_mesh(dp=1)), X)
+
+
+@bad
+def any_mesh_with_other_axes(mesh):
+    assert_same_on_any_mesh(gather(mesh), X, meshes=[{"data": 2}])
+
+
+@bad
+def any_mesh_with_a_number(mesh):
+    assert_same_on_any_mesh(gather(mesh), X, meshes=[4])
+
+
+@bad
+def any_mesh_for_a_plain_function(mesh):
+    assert_same_on_any_mesh(lambda x, w: gather(mesh)(x @ w), X, X, mesh=mesh)
+
+
+@fixed
+def any_mesh_for_a_plain_function_fixed(mesh):
+    assert_same_on_any_mesh(lambda mesh: lambda x, w: gather(mesh)(x @ w), X, X.T, mesh=mesh)
+
+
+@bad
+def any_mesh_with_a_build_of_nothing(mesh):
+    assert_same_on_any_mesh(lambda mesh: None, X, mesh=mesh)
+
+
+@bad
+def any_mesh_of_nothing_but_nan(mesh):
+    assert_same_on_any_mesh(spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: jnp.log(x)), -1 - X)

@@ -1,0 +1,444 @@
+"""The same results and gradients on any mesh: what is right passes, and what is wrong is told with its cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd import nn, parallel
+from spmd.testing import Mismatch, assert_same_on_any_mesh
+from tests.testing.harness import SHAPES, make_mlp, message
+
+GOLDEN = Path(__file__).with_name("mismatches.txt")
+
+
+def struct(*shape, dtype="float32", sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+# -------------------- what is right
+
+
+def test_a_block_with_arrays_and_without(mesh):
+    """A model's own sizes are never computed with: the names become small."""
+    mlp = make_mlp(mesh)
+    assert_same_on_any_mesh(mlp, *(struct(*shape) for shape in SHAPES), meshes=())
+    assert_same_on_any_mesh(mlp, struct(64, 4096, 4096), struct(4096, 14336), struct(14336, 4096))
+    draws = np.random.default_rng(5)
+    x, *weights = (draws.normal(size=shape).astype("f4") for shape in SHAPES)
+    assert_same_on_any_mesh(mlp, spmd.shard(x, "b/dp s/tp d", mesh=mesh), *weights, meshes=[{"tp": 2}])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64", "int32", "bool"])
+def test_dtypes(mesh, dtype):
+    """Numbers without gradients, with complex ones, and with few bits."""
+
+    @spmd.kernel("b/dp s/tp -> b/dp, s/tp", mesh=mesh)
+    def sums(x):
+        kind = "any" if x.dtype == bool else "sum"
+        return spmd.reduce(x, "b/dp s/tp -> b/dp", kind), spmd.reduce(x, "b/dp s/tp -> s/tp", kind)
+
+    assert_same_on_any_mesh(sums, struct(64, 64, dtype=dtype), meshes=())
+
+
+def test_trees_keys_numbers_and_static_arguments(mesh):
+    """All that a kernel takes and gives: keys of both kinds, a number with a layout, a function, integers beside floats."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Scale:
+        by: float
+
+    @spmd.kernel(
+        in_layouts=({"x": "b/dp d", "ids": "b/dp"}, "scalar", "scalar"),
+        out_layouts={"x": "b/dp d", "key": "scalar", "sum": "scalar", "big": "b/dp"},
+        mesh=mesh,
+        static="scale",
+    )
+    def noisy(data, key, rate, *, scale):
+        noise = spmd.random.normal(key, "b/dp d", b=spmd.size("b"), d=spmd.size("d"))
+        x = data["x"] * rate + noise * scale.by
+        total = spmd.reduce(x * data["ids"][:, None].astype(x.dtype), "b/dp d -> scalar")
+        return {"x": x, "key": jax.random.fold_in(key, 3), "sum": total, "big": (x > 0).any(1)}
+
+    data = {"x": struct(512, 64), "ids": struct(512, dtype="int32")}
+    key = jax.random.key(0)
+    assert_same_on_any_mesh(noisy, data, struct(dtype=key.dtype), 0.5, scale=Scale(2.0), meshes=[{"dp": 2}])
+    assert_same_on_any_mesh(noisy, data, rate=0.5, key=key, scale=Scale(2.0), meshes=())
+
+
+def test_attention_in_a_ring():
+    @spmd.kernel("b s/cp h/tp k, b s/cp h/tp k, b s/cp h/tp k -> b s/cp h/tp k", mesh=spmd.make_mesh(cp=4, tp=2))
+    def ring(q, k, v):
+        return parallel.ring_attention(q, k, v, cp="cp", tp="tp", causal=True)
+
+    assert_same_on_any_mesh(ring, *[struct(8, 32768, 32, 128)] * 3, meshes=())
+
+
+def test_fourier_transforms():
+    @spmd.kernel("x/a y z/b -> kx ky/a kz/b", mesh=spmd.make_mesh(a=2, b=2))
+    def spectrum(u):
+        return spmd.fft.fft(u, "x/a y z/b -> kx ky/a kz/b")
+
+    assert_same_on_any_mesh(spectrum, struct(512, 512, 64, dtype="complex64"), meshes=())
+
+
+def test_fsdp_and_a_loss_inside(mesh):
+    """Gradients that the kernel takes itself are results: a factor in them is seen like any other."""
+
+    @spmd.kernel("b/dp s d, d/dp f, f/dp v/tp, b/dp s -> scalar, d/dp f, f/dp v/tp", mesh=mesh)
+    def step(x, w_in, w_out, labels):
+        def loss(w_in, w_out):
+            w = parallel.gather((w_in, w_out), ("d/dp f", "f/dp v/tp"), ("d f", "f v/tp"), data="dp")
+            h = jnp.tanh(spmd.einsum(x, w[0], "b/dp s d, d f -> b/dp s f"))
+            logits = spmd.einsum(h, w[1], "b/dp s f, f v/tp -> b/dp s v/tp")
+            return nn.cross_entropy(logits, labels, dp="dp", tp="tp")
+
+        value, grads = spmd.value_and_grad(loss, (0, 1))(w_in, w_out)
+        return value, *grads
+
+    shapes = [struct(64, 128, 512), struct(512, 512), struct(512, 1024), struct(64, 128, dtype="int32")]
+    assert_same_on_any_mesh(step, *shapes, meshes=())
+
+
+def test_experts_are_built_with_their_groups():
+    """Capacity is counted by groups. By default there is one for each block of tokens, so the mesh is a part of the
+    meaning."""
+    shapes = [struct(8, 6, 4), struct(4, 4), *[struct(4, 4, 6)] * 2, struct(4, 6, 4)]
+    mesh = spmd.make_mesh(dp=2, ep=2)
+
+    def build(groups):
+        def made(mesh):
+            pattern = "b/dp/ep s d, d e, e/ep d f, e/ep d f, e/ep f d -> b/dp/ep s d"
+
+            @spmd.kernel(pattern, mesh=mesh)
+            def experts(x, w, gate, up, down):
+                routing = parallel.router(x, w, k=2)
+                data = {"dp": ("dp", "ep"), "ep": "ep"}
+                return parallel.moe(x, routing, gate, up, down, **data, capacity_factor=0.5, groups=groups)[0]
+
+            return experts
+
+        return made
+
+    assert_same_on_any_mesh(build((4, 1)), *shapes, mesh=mesh, meshes=())
+    with pytest.raises(Mismatch, match="experts is not the same"):
+        assert_same_on_any_mesh(build(None), *shapes, mesh=mesh, meshes=(), grad=False)
+
+
+def pipeline_of(mesh):
+    """Layers on as many stages as the mesh has."""
+
+    @spmd.kernel("p/pp l d f, m b d -> m b d", mesh=mesh)
+    def stages(w, x):
+        stage = lambda w, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return parallel.pipeline(stage, w, x, pp="pp")
+
+    return lambda layers, x: stages(layers.reshape(mesh.shape["pp"], -1, *layers.shape[1:]), x)
+
+
+def test_pipelines_are_built_for_their_stages():
+    mesh = spmd.make_mesh(pp=4)
+    assert_same_on_any_mesh(pipeline_of, struct(8, 3, 3), struct(3, 2, 3), mesh=mesh, meshes=())
+
+    @spmd.kernel("p/pp d f, m b d -> m b d", mesh=mesh)
+    def stages(w, x):
+        return parallel.pipeline(lambda w, x: jnp.tanh(x @ w), w, x, pp="pp")
+
+    text = message(assert_same_on_any_mesh, stages, jnp.ones((4, 3, 3)), jnp.ones((3, 2, 3)))
+    assert "stages runs on the mesh given, and fails on pp=1" in text and "advice: build(mesh)" in text
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_shard_map_is_built(kind):
+    """Raw JAX, on both kinds of axes; arguments lie on each mesh as they did."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+
+    def build(mesh):
+        def mean(x):
+            return lax.pmean(x.mean(0), "dp")
+
+        return jax.shard_map(mean, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("tp"))
+
+    assert_same_on_any_mesh(build, struct(8, 6, sharding=NamedSharding(mesh, P("dp", "tp"))))
+
+
+def test_an_abstract_mesh_and_a_surrounding_one():
+    @spmd.kernel("b/dp -> b/dp")
+    def double(x):
+        return 2 * x
+
+    assert_same_on_any_mesh(double, jnp.ones(8), mesh=spmd.make_mesh(dp=2, abstract=True))
+    with jax.set_mesh(spmd.make_mesh(dp=4)):
+        assert_same_on_any_mesh(double, jnp.ones(8))
+
+
+# -------------------- sizes
+
+
+def sizes_seen(kernel, *args, **options):
+    """The local shapes that the body meets on the mesh given, from the last trace there."""
+    seen = []
+
+    def body(*shards):
+        seen.append([x.shape for x in shards])
+        return shards[0]
+
+    pattern, mesh = kernel
+    assert_same_on_any_mesh(spmd.kernel(pattern, mesh=mesh, **options)(body), *args, meshes=())
+    return {tuple(shapes) for shapes in seen}
+
+
+def test_names_get_the_smallest_distinct_sizes(mesh):
+    """Two rows on each device, all sizes distinct; a size of the kernel's own, and that of a given array, stay."""
+    pattern = "b/dp s/tp d, d e -> b/dp s/tp d"
+    seen = sizes_seen((pattern, mesh), struct(512, 4096, 1024), struct(1024, 3))
+    assert seen == {((2, 2, 2), (2, 3)), ((4, 8, 2), (2, 3))}
+    seen = sizes_seen((pattern, mesh), struct(512, 4096, 5), jnp.ones((5, 7)))
+    assert ((2, 2, 5), (5, 7)) in seen
+    seen = sizes_seen(("b/dp (h k)/tp -> b/dp (h k)/tp", mesh), struct(512, 4096), h=8)
+    assert ((2, 4),) in seen
+
+
+def test_names_keep_the_sizes_that_the_body_needs(mesh):
+    @spmd.kernel("b/dp s/tp -> b/dp s/tp", mesh=mesh)
+    def picky(x):
+        assert spmd.size("s") == 64
+        return x * 2
+
+    @spmd.kernel("b/dp s/tp -> b/dp s/tp", mesh=mesh)
+    def wrong(x):
+        assert spmd.size("s") == 64
+        return x * x.shape[0]
+
+    assert_same_on_any_mesh(picky, struct(512, 64), meshes=())
+    text = message(assert_same_on_any_mesh, wrong, struct(512, 64))
+    assert "The names have smaller sizes here: b=4.\n" in text
+
+
+def test_indices_have_rows(mesh):
+    """Random integers are rows of every array; given ones keep the dimensions that they may index."""
+
+    @spmd.kernel("v/tp d, b/dp s -> b/dp s d", mesh=mesh)
+    def embed(table, ids):
+        return spmd.take(table, ids, "[v/tp] d, b/dp s -> b/dp s d")
+
+    assert_same_on_any_mesh(embed, struct(512, 128), struct(8, 6, dtype="int32"), meshes=())
+    ids = np.arange(24, dtype=np.int32).reshape(4, 6) + 70
+    assert_same_on_any_mesh(embed, struct(512, 128), ids, meshes=())
+
+
+# -------------------- what is wrong
+
+
+def sum_for_mean(mesh):
+    @spmd.kernel("b/dp d -> d", mesh=mesh)
+    def mean(x):
+        return spmd.psum(x.mean(0), "d {U:dp} -> d")
+
+    return mean, struct(512, 4096)
+
+
+def dropped_psum(mesh):
+    """Hidden from the checker by a false word."""
+
+    @spmd.kernel("b/dp d/tp, d/tp f -> b/dp f/tp", mesh=mesh)
+    def linear(x, w):
+        return spmd.split(spmd.assert_equal(x @ w, "tp", "so it seems"), "b/dp f -> b/dp f/tp")
+
+    return linear, struct(512, 4096), struct(4096, 64)
+
+
+def local_statistics(mesh):
+    """What the checker does not see: raw JAX in a function that says what it is."""
+
+    @spmd.kernel("b/dp s/tp -> b/dp s/tp", mesh=mesh)
+    def soften(x):
+        return spmd.local(lambda x: jax.nn.softmax(x, 1), "b/dp s/tp -> b/dp s/tp")(x)
+
+    return soften, struct(512, 4096)
+
+
+def reversed_ring(mesh):
+    @spmd.kernel("b/dp s/tp -> b/dp s/tp", mesh=mesh)
+    def turn(x):
+        n = spmd.axis_size("tp")
+        return lax.ppermute(x, "tp", [((i + 1) % n, i) for i in range(n)]) - spmd.roll(x, "b/dp [s/tp]", 2)
+
+    return turn, struct(512, 4096)
+
+
+def a_step_short(mesh):
+    """A ring that sums what comes by, and stops one device too early."""
+
+    @spmd.kernel("b/dp s/tp -> b/dp s/tp", mesh=mesh)
+    def total(x):
+        n = spmd.axis_size("tp")
+        found = here = x.sum(1, keepdims=True)
+        for _ in range(max(n - 2, 0)):
+            here = lax.ppermute(here, "tp", [(i, (i + 1) % n) for i in range(n)])
+            found = found + here
+        return x + found
+
+    return total, struct(512, 4096)
+
+
+def wrong_gradient(mesh):
+    """A right result, and a gradient that stays on its device."""
+
+    @jax.custom_vjp
+    def own(w):
+        return w
+
+    own.defvjp(lambda w: (w, None), lambda _, g: (g / 4,))
+
+    @spmd.kernel("b/dp d/tp, d/tp -> b/dp d/tp", mesh=mesh)
+    def scale(x, w):
+        return x * (own(w) if spmd.axis_size("tp") > 1 else w)[None]
+
+    return scale, struct(512, 4096), struct(4096)
+
+
+def other_order(mesh):
+    @spmd.kernel("b/dp s/tp -> b/dp s/tp", mesh=mesh)
+    def swap(x):
+        n = spmd.axis_size("tp")
+        return lax.ppermute(x, "tp", [(i, n - 1 - i) for i in range(n)])
+
+    return swap, struct(512, 4096)
+
+
+def other_shape(mesh):
+    @spmd.kernel("b/dp -> n", mesh=mesh)
+    def zeros(x):
+        return jnp.zeros(x.shape[0])
+
+    return zeros, struct(512)
+
+
+WRONG = [
+    sum_for_mean,
+    dropped_psum,
+    local_statistics,
+    reversed_ring,
+    a_step_short,
+    wrong_gradient,
+    other_order,
+    other_shape,
+]
+
+
+def told(program):
+    return message(assert_same_on_any_mesh, *program(spmd.make_mesh(dp=2, tp=4)))
+
+
+if os.environ.get("SPMD_UPDATE_GOLDEN"):
+
+    def test_write():
+        GOLDEN.write_text("\n\n".join(f"=== {program.__name__}\n{told(program)}" for program in WRONG) + "\n")
+
+
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_what_is_wrong_is_told(program):
+    parts = re.split(r"^=== (\w+)\n", GOLDEN.read_text(), flags=re.MULTILINE)[1:]
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert told(program) == texts[program.__name__].strip("\n")
+
+
+def test_the_axis_is_told_where_two_have_one_size():
+    """A factor of 2 on a mesh of 2 x 2 is that of dp: the meshes between say so."""
+    text = message(assert_same_on_any_mesh, *sum_for_mean(spmd.make_mesh(tp=2, dp=2)))
+    assert "2 times too large: the size of dp" in text and "the size of tp" not in text
+
+
+def test_between_alone_may_differ():
+    """Each mesh is compared: here both ends are right."""
+
+    @spmd.kernel("b/dp -> b/dp", mesh=spmd.make_mesh(dp=4))
+    def odd(x):
+        return x * (3 if spmd.axis_size("dp") == 2 else 1)
+
+    text = message(assert_same_on_any_mesh, odd, struct(8))
+    assert "dp=2" in text and "the same: dp=4" in text and "3 times too large" in text
+
+
+def test_a_failure_names_its_mesh(mesh):
+    """On the mesh given it is the program's own error with a note; on another one it is a mismatch."""
+
+    def fails_at(n):
+        @spmd.kernel("b/dp -> b/dp", mesh=mesh)
+        def body(x):
+            if spmd.axis_size("dp") == n:
+                raise RuntimeError("not here")
+            return x
+
+        return body
+
+    with pytest.raises(RuntimeError, match="not here") as caught:
+        assert_same_on_any_mesh(fails_at(2), jnp.ones(8))
+    assert "dp=2, tp=4" in "".join(caught.value.__notes__)
+    text = message(assert_same_on_any_mesh, fails_at(1), jnp.ones(8))
+    assert text.startswith(
+        "body runs on the mesh given, and fails on dp=1, tp=1.\nRuntimeError: not here\nadvice: build"
+    )
+
+
+def test_a_divergent_collective_is_found_before_it_hangs():
+    """In a raw `shard_map` too; along another axis than that of the predicate every group agrees."""
+    mesh = spmd.make_mesh(dp=2, tp=2)
+
+    def build(axis):
+        def made(mesh):
+            def body(x):
+                add = lambda x: lax.pcast(lax.psum(x, axis), axis, to="varying")
+                return lax.cond(lax.axis_index("dp") == 0, add, lambda x: x * 2, x)
+
+            return jax.shard_map(body, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
+
+        return made
+
+    with pytest.raises(spmd.ReplicationError, match="dp"):
+        assert_same_on_any_mesh(build("dp"), struct(4, 4), mesh=mesh)
+    with pytest.raises(Mismatch, match="body is not the same"):  # it runs; it means something else on each mesh
+        assert_same_on_any_mesh(build("tp"), struct(4, 4), mesh=mesh)
+
+
+def test_tolerances(mesh):
+    """By the coarsest dtype in the program, or by what is given."""
+
+    def rounded(dtype):
+        @spmd.kernel("b/dp -> b/dp", mesh=mesh)
+        def body(x):
+            off = 1 + 1e-3 * (spmd.axis_size("dp") - 1)
+            return (x.astype(dtype).astype("float32")) * off
+
+        return body
+
+    x = jnp.linspace(1, 2, 8)
+    assert_same_on_any_mesh(rounded("bfloat16"), x, meshes=())
+    for options in ({"rtol": 1e-4}, {"rtol": {"bfloat16": 1e-4}}):
+        with pytest.raises(Mismatch):
+            assert_same_on_any_mesh(rounded("bfloat16"), x, meshes=(), **options)
+    with pytest.raises(Mismatch):
+        assert_same_on_any_mesh(rounded("float32"), x, meshes=())
+    for options in ({"rtol": 0.01}, {"atol": 0.01}, {"rtol": {"float32": 0.01}}):
+        assert_same_on_any_mesh(rounded("float32"), x, meshes=(), **options)
+    with pytest.raises(Mismatch):
+        assert_same_on_any_mesh(rounded("float32"), x, meshes=(), rtol={"bfloat16": 0.01})
+
+
+def test_gradients_can_be_left_out(mesh):
+    program = wrong_gradient(mesh)
+    assert_same_on_any_mesh(*program, grad=False)
+    with pytest.raises(Mismatch, match="gradient of w"):
+        assert_same_on_any_mesh(*program)
