@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd._leaves import kind_of
-from spmd.errors import MeshError, SpmdError, did_you_mean
+from spmd.errors import SpmdError, did_you_mean
+from spmd.language import check_axes
 
 __all__ = ["PRESETS", "Hardware", "Link", "hardware"]
 
@@ -162,10 +163,7 @@ class Hardware:
 
     def _phases(self, axes: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[Link, int]]:
         """The links that a collective over `axes` uses, each with its number of devices, slowest first."""
-        for axis in axes:
-            if axis not in sizes:
-                got = ["mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())]
-                raise MeshError(f"the mesh has no axis {axis!r}{did_you_mean(axis, sizes) or '.'}", got=got)
+        check_axes(axes, sizes)
         room, found = self.node_size if self.node is not None else 1, []
         for axis, size in reversed(tuple(sizes.items())):
             inside = max(n for n in range(1, min(room, size) + 1) if size % n == 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,15 +14,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from spmd import _compat
 from spmd._leaves import kind_of
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, did_you_mean, is_int
-from spmd.language import Layout
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, is_int
+from spmd.language import Layout, mesh_text
 
 __all__ = [
     "ambient_mesh",
-    "axis_span",
     "check_alive",
     "check_arguments_alive",
-    "check_axes",
     "check_mesh",
     "lies_whole",
     "made_whole",
@@ -254,7 +251,7 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
         elif found != here and abstract_of(found) != here:
             raise MeshError(
                 "the arguments live on two meshes, so the mesh cannot be read off them.",
-                got=[_show(found) + _devices_text(found), _show(here) + _devices_text(here)],
+                got=[mesh_text(found.shape) + _devices_text(found), mesh_text(here.shape) + _devices_text(here)],
                 advice="mesh=mesh, the one to run on; arrays that lie on the other are moved there",
             )
     return found
@@ -376,36 +373,8 @@ def made_whole(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     return x if wanted is None else jax.device_put(x, wanted)
 
 
-def _show(mesh: Mesh | AbstractMesh) -> str:
-    return "mesh " + ", ".join(f"{name}={size}" for name, size in mesh_sizes(mesh))
-
-
 def _devices_text(mesh: Mesh | AbstractMesh) -> str:
     if not isinstance(mesh, Mesh):
         return ""
     ids = [str(device.id) for device in mesh.devices.flat]
     return f" of devices {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''}"
-
-
-def axis_span(source: str, axis: str) -> tuple[int, int] | None:
-    """Where a mesh axis stands in a string: behind a slash, or in a mark."""
-    found = re.search(rf"(?:/|[:,]\s*)({re.escape(axis)})\b", source)
-    return None if found is None else found.span(1)
-
-
-def check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, *, call: str, source: str | None = None) -> None:
-    """Complain about a mesh axis that the mesh does not have.
-
-    Raises:
-      MeshError: With the mesh's own axes, in mesh order, and the nearest name.
-    """
-    for axis in axes:
-        if axis not in mesh.shape:
-            span = None if source is None else axis_span(source, axis)
-            raise MeshError(
-                f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.shape) or '.'}",
-                call=call,
-                source=source,
-                span=span,
-                got=[_show(mesh)],
-            )

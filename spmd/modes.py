@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd._ambient import Ambient
 from spmd.errors import ModeError, not_one_of
-from spmd.language import AxisMapping, axes_tuple
+from spmd.language import AxisMapping, axes_tuple, mesh_text
 
 __all__ = [
     "Frame",
@@ -138,9 +138,7 @@ class Frame:
         return tuple(name for name, _ in self.sizes if name in axes)
 
     def describe(self) -> str:
-        return (
-            "mesh " + ", ".join(f"{name}={size}" for name, size in self.sizes) if self.sizes else "a mesh without axes"
-        )
+        return mesh_text(dict(self.sizes))
 
     def replace(self, **changes: Any) -> Frame:
         return replace(self, **changes)

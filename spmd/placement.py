@@ -19,8 +19,8 @@ from spmd._trees import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
 from spmd.kernels import Kernel, kernel
-from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, axis_sizes, bind
-from spmd.mesh import check_alive, check_arguments_alive, check_axes, made_whole, mesh_for, outside_trace
+from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, axis_sizes, bind, check_axes
+from spmd.mesh import check_alive, check_arguments_alive, made_whole, mesh_for, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
 from spmd.ops import _grids
 
@@ -108,7 +108,7 @@ def _placements(
             out.append(None)
             continue
         layout = resolved(declared, rules, call, path)
-        check_axes(layout.axis_names, mesh, call=f'{path}: "{layout.short}"')
+        check_axes(layout.axis_names, mesh.shape, call=f'{path}: "{layout.short}"')
         _check_marks(layout, mesh, call, path)
         shape = np.shape(leaf)
         rank = len(shape)

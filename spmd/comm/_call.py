@@ -43,11 +43,12 @@ from spmd.language import (
     Unequal,
     WrongRank,
     another_name,
+    axes_product,
+    axis_span,
     bind,
     indivisible,
     verb_for,
 )
-from spmd.mesh import axis_span
 from spmd.modes import Frame, current_frame
 
 __all__ = ["Call", "Factor", "Operand", "open_call"]
@@ -312,7 +313,7 @@ class Call:
 
     def _here(self, size: int, axes: Sequence[str] | None) -> int:
         """How much of a size is here."""
-        return size // math.prod(self.mesh[axis] for axis in axes or ()) if self.frame.explicit else size
+        return size // axes_product(axes or (), self.mesh) if self.frame.explicit else size
 
     def misfit(self, fault: Misfit, got: Sequence[str] = (), *, fix: Fix | None = None) -> NoReturn:
         """Raise what does not fit, with what of it the names of the signature and blocks explain."""

@@ -19,7 +19,7 @@ from spmd.comm._call import Call, open_call
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
 from spmd.errors import CommunicationError, LayoutError, SizeError, not_one_of
-from spmd.language import Dim, Layout
+from spmd.language import Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
@@ -320,7 +320,7 @@ def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...
 def _shape(like: Layout, request: Request, placement: tuple[Axes, ...]) -> tuple[int, ...]:
     """The local shape of an array whose factors lie so."""
     mesh = dict(request.mesh)
-    local = iter(n // math.prod(mesh[a] for a in axes) for n, axes in zip(request.sizes, placement, strict=True))
+    local = iter(n // axes_product(axes, mesh) for n, axes in zip(request.sizes, placement, strict=True))
     return tuple(math.prod(next(local) for _ in dim.atoms) for dim in like.dims)
 
 
@@ -372,10 +372,9 @@ def _complete(call: Call) -> tuple[Layout, Layout]:
 
 def _table(found: Plan, width: int) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
-    mesh = ", ".join(f"{name}={size}" for name, size in found.mesh.items())
     head = [f"{found.source.short} -> {found.target.short}"]
     head = head if len(head[0]) <= width else [found.source.short, f"-> {found.target.short}"]
-    head.append(f"{sizes}, {found.dtype.name}; mesh {mesh}")
+    head.append(f"{sizes}, {found.dtype.name}; {mesh_text(found.mesh)}")
     rows = []
     for step in found.steps:
         kind = f"{step.kind} in {step.collectives}" if step.kind == "sends" else step.kind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from spmd._annotations import Each, Unknown, annotated
 from spmd._leaves import kind_of
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.haliax._placement import mapping_of
+from spmd.language import axes_product
 from spmd.mesh import mesh_for, sizes_for
 
 __all__ = [
@@ -104,7 +104,7 @@ def physical_axis_size(name: str, mapping: Any = None, mesh: Any = None) -> int 
     axes = _axes("physical_axis_size", name, mapping)
     sizes = sizes_for(mesh, "physical_axis_size(...)")
     AxisMapping({name: axes}).check(sizes)
-    return math.prod(sizes[axis] for axis in axes) if axes else None
+    return axes_product(axes, sizes) if axes else None
 
 
 def sharding_for_axis(names: Any, mapping: Any = None, mesh: Any = None) -> Any:

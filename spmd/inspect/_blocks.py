@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
-from spmd.language import Dim, Layout, Size, as_fault, bind
-from spmd.mesh import check_axes, mesh_sizes
+from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text
+from spmd.mesh import mesh_sizes
 
 __all__ = ["Holdings", "Piece", "Side", "known_sizes", "of_indices", "of_layout"]
 
@@ -111,7 +111,7 @@ class Holdings:
 
     @property
     def mesh_text(self) -> str:
-        return "mesh " + ", ".join(f"{axis}={size}" for axis, size in self.mesh) if self.mesh else "no mesh"
+        return mesh_text(dict(self.mesh)) if self.mesh else "no mesh"
 
     @property
     def nbytes(self) -> int | None:
@@ -167,7 +167,7 @@ def of_layout(
       notes: More sentences for the picture.
     """
     source = layout.source if layout.source and f'"{layout.source}"' in call else None
-    check_axes(layout.axis_names, mesh, call=call, source=source)
+    check_axes(layout.axis_names, mesh.shape, call=call, source=source)
     whole = [_size(dim, sizes) for dim in layout.dims] if dims is None else list(dims)
     shape = dict(mesh_sizes(mesh))
     given = {name: Size(size, "the sizes") for name, size in sizes.items()}
@@ -176,7 +176,7 @@ def of_layout(
         raise SizeError(as_fault(bound.faults, shape, "The sizes do not fit the layout.", call=call))
     known = {name: bound.sizes[name].size for name in layout.names if name in bound.sizes}
     sides = tuple(_side(dim, size, known, shape) for dim, size in bound.dims[0])
-    local = [None if n is None else n // _parts(dim.axes, shape) + sum(dim.margin) for dim, n in bound.dims[0]]
+    local = [None if n is None else n // axes_product(dim.axes, shape) + sum(dim.margin) for dim, n in bound.dims[0]]
     ids = tuple(d.id for d in mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(range(mesh.size))
     return Holdings(
         layout.short,
@@ -252,15 +252,15 @@ def _size(dim: Dim, sizes: Mapping[str, int]) -> int | None:
 def _side(dim: Dim, size: int | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Side:
     if _is_scattered(dim, mesh):
         divided = [atom for atom in dim.atoms if atom.axes]
-        runs = [_pieces(atom.name, sizes.get(atom.name), _parts(atom.axes, mesh)) for atom in divided]
+        runs = [_pieces(atom.name, sizes.get(atom.name), axes_product(atom.axes or (), mesh)) for atom in divided]
         return Side(dim.short, size, tuple(itertools.product(*runs)), dim.margin)
-    pieces = _pieces(dim.short, size, _parts(dim.axes, mesh))
+    pieces = _pieces(dim.short, size, axes_product(dim.axes, mesh))
     return Side(dim.short, size, tuple((piece,) for piece in pieces), dim.margin)
 
 
 def _is_scattered(dim: Dim, mesh: Mapping[str, int]) -> bool:
     """Whether a factor after the first is divided. What a device holds is then runs with gaps between them."""
-    return any(_parts(atom.axes, mesh) > 1 for atom in dim.atoms[1:])
+    return any(axes_product(atom.axes or (), mesh) > 1 for atom in dim.atoms[1:])
 
 
 def _pieces(name: str, size: int | None, count: int) -> list[Piece]:
@@ -268,10 +268,6 @@ def _pieces(name: str, size: int | None, count: int) -> list[Piece]:
         return [Piece(name, f"block {number}" if count > 1 else "all") for number in range(count)]
     step = size // count
     return [Piece(name, f"{at}:{at + step}", at, at + step) for at in (number * step for number in range(count))]
-
-
-def _parts(axes: Sequence[str] | None, mesh: Mapping[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in axes or ())
 
 
 def _held(layout: Layout, mesh: Mapping[str, int]) -> np.ndarray:
@@ -303,7 +299,10 @@ def _layout_notes(layout: Layout, sizes: Mapping[str, int], mesh: Mapping[str, i
 
 def _scattered(dim: Dim, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> str:
     """With `(b/dp s/cp)` a device holds rows of its b, and in each row the columns of its s: runs with gaps."""
-    local = [None if atom.name not in sizes else sizes[atom.name] // _parts(atom.axes, mesh) for atom in dim.atoms]
+    local = [
+        None if atom.name not in sizes else sizes[atom.name] // axes_product(atom.axes or (), mesh)
+        for atom in dim.atoms
+    ]
     text = f"{dim.short}: a device holds scattered pieces of the dimension"
     if None in local:
         return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from spmd.inspect._groups import (
 )
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage
+from spmd.language import axes_product
 from spmd.mesh import sizes_for
 
 __all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text", "counts_by_kind"]
@@ -341,7 +341,7 @@ def _group(
         if mesh is None:
             return (), True, len({device for pair in pairs for device in pair})
         axes = axes_of_pairs(pairs, mesh)
-        return axes, True, math.prod(mesh[axis] for axis in axes)
+        return axes, True, axes_product(axes, mesh)
     groups = parse_groups(instruction.attribute_from("replica_groups") or "{}", module.partitions)
     size = max(len(group) for group in groups)
     if size <= 1:

@@ -15,6 +15,7 @@ from spmd.inspect._program import Program, meshes_of_jaxpr, stage
 from spmd.inspect._roofline import memory_of
 from spmd.inspect._written import written as read
 from spmd.kernels import Kernel
+from spmd.language import mesh_text
 from spmd.mesh import sizes_for
 
 __all__ = ["explain"]
@@ -113,9 +114,8 @@ def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
     """Refuse a mesh that is not the program's own."""
     for mesh in meshes_of_jaxpr(program.jaxpr):
         if given is not None and dict(mesh.shape) != given:
-            named = [", ".join(f"{k}={v}" for k, v in sizes.items()) for sizes in (mesh.shape, given)]
             rule = "the program has a mesh of its own, which is not the one that mesh= says."
-            got = [f"the program's: {named[0]}", f"mesh=: {named[1]}"]
+            got = [f"the program: {mesh_text(mesh.shape)}", f"the call: {mesh_text(given)}"]
             advice = "without mesh=, or a program made for that mesh"
             raise MeshError(rule, call="explain(..., mesh=...)", got=got, advice=advice)
         return

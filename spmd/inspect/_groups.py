@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmd.errors import SpmdError
+from spmd.language import axes_product, mesh_text
 
 __all__ = [
     "axes_of_groups",
@@ -95,7 +96,7 @@ def axes_of_groups(groups: Groups, mesh: Mapping[str, int]) -> tuple[tuple[str, 
     """
     differs = _differing(groups, mesh)
     axes = tuple(name for name in mesh if name in differs)
-    size = math.prod(mesh[name] for name in axes)
+    size = axes_product(axes, mesh)
     return axes, all(len(group) == size for group in groups)
 
 
@@ -113,7 +114,7 @@ def _differing(groups: Groups, mesh: Mapping[str, int]) -> set[str]:
     shape = tuple(mesh.values())
     members = [device for group in groups for device in group]
     if max(members, default=0) >= math.prod(shape):
-        size = f"the mesh ({', '.join(f'{k}={v}' for k, v in mesh.items())}) has only {math.prod(shape)} devices"
+        size = f"the {mesh_text(mesh)} has only {math.prod(shape)} devices"
         rule = f"The compiled program has a device {max(members)}, and {size}."
         raise SpmdError(rule, advice="mesh= is the mesh that the program was compiled for")
     found: set[str] = set()

@@ -32,7 +32,7 @@ from spmd.inspect._svg import (
     text,
 )
 from spmd.inspect._text import grid_lines, heading, sentences
-from spmd.language import Dim, Layout
+from spmd.language import Dim, Layout, mesh_text
 
 __all__ = ["PlanDrawing", "Transfer", "groups", "transfers"]
 
@@ -50,7 +50,7 @@ class PlanDrawing:
         self.plan = plan
         self.title = f"{plan.source.short} -> {plan.target.short}"
         self._sizes = ", ".join(f"{name}={size}" for name, size in plan.sizes.items()) + f", {plan.dtype.name}"
-        self._mesh = "mesh " + ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+        self._mesh = mesh_text(plan.mesh)
 
     def lines(self, width: int) -> list[Line]:
         lines = [*heading([self.title, self._sizes, self._mesh], width), [], *self._state_lines(0, width)]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from spmd.comm.plans import plan
 from spmd.errors import SpmdError
-from spmd.language import Layout, axes_tuple
+from spmd.language import Layout, axes_product, axes_tuple
 
 __all__ = [
     "ANYWHERE",
@@ -86,7 +86,7 @@ def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, 
     """How many elements one device holds; all where the placement is not known."""
     if placement is None or isinstance(placement, str):
         return math.prod(shape)
-    return math.prod(-(-n // _parts(axes, sizes)) for n, axes in zip(shape, placement, strict=True))
+    return math.prod(-(-n // axes_product(axes, sizes)) for n, axes in zip(shape, placement, strict=True))
 
 
 def moved_bytes(
@@ -116,12 +116,8 @@ def _received_bytes(shape: Sequence[int], itemsize: int, source: Any, target: An
     for n, old, new in zip(shape, source, target, strict=True):
         (start, end), (low, high) = _block(n, old, place, sizes), _block(n, new, place, sizes)
         common = common * np.maximum(np.minimum(end, high) - np.maximum(start, low), 0)
-        wanted *= n // _parts(new, sizes)
+        wanted *= n // axes_product(new, sizes)
     return int(wanted - np.min(common)) * itemsize
-
-
-def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[a] for a in axes)
 
 
 def _block(n: int, axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Any, Any]:
@@ -129,5 +125,5 @@ def _block(n: int, axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping
     index: Any = 0
     for axis in axes:
         index = index * sizes[axis] + place[axis]
-    size = n // _parts(axes, sizes)
+    size = n // axes_product(axes, sizes)
     return index * size, (index + 1) * size

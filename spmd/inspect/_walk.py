@@ -43,7 +43,7 @@ from spmd.inspect._values import (
     typed_place,
 )
 from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes, writes_results
-from spmd.language import Layout
+from spmd.language import Layout, axes_product, mesh_text
 
 __all__ = ["Walk"]
 
@@ -193,7 +193,7 @@ class Walk(Domain):
         self.sizes = self.sizes or dict(mesh.shape)
         if dict(mesh.shape) != self.sizes:
             rule = "what is looked at has one mesh, and the kernels of this program are on two."
-            got = ["mesh " + ", ".join(f"{a}={n}" for a, n in sizes.items()) for sizes in (self.sizes, mesh.shape)]
+            got = [mesh_text(sizes) for sizes in (self.sizes, mesh.shape)]
             raise MeshError(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself")
         if not self.site.manual:
             specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
@@ -309,7 +309,7 @@ class Walk(Domain):
         if "perm" in eqn.params:  # those that its pairs differ along, as in the compiled program
             axes = axes_of_pairs(eqn.params["perm"], {a: sizes[a] for a in axes})
         groups = eqn.params.get("axis_index_groups")
-        devices = len(groups[0]) if groups else math.prod(sizes[a] for a in axes)
+        devices = len(groups[0]) if groups else axes_product(axes, sizes)
         if devices == 1:
             return
         names = self._names(eqn)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from spmd import _compat
 from spmd.comm.planner import move
 from spmd.kernels._plan import Plan
-from spmd.language import Layout, axes_tuple
+from spmd.language import Layout, axes_product, axes_tuple
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 
 __all__ = ["arrived"]
@@ -59,7 +58,7 @@ def _brought(plan: Plan, leaf: Any, layout: Layout) -> Any:
     if not (isinstance(held, NamedSharding) and held.mesh == plan.mesh and ranked):
         return leaf
     wanted = _wanted(plan, leaf, layout)
-    parts = [math.prod(plan.sizes[a] for a in axes_tuple(e)) for e in wanted.spec]
+    parts = [axes_product(axes_tuple(e), plan.sizes) for e in wanted.spec]
     fits = all(n % k == 0 for n, k in zip(leaf.shape, parts, strict=False))
     moved = move(leaf, wanted) if fits and not held.is_equivalent_to(wanted, leaf.ndim) else None
     return leaf if moved is None else moved

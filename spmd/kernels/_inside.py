@@ -14,7 +14,7 @@ from spmd.comm._marks import same_axes, tag_of
 from spmd.errors import MeshError
 from spmd.kernels._outputs import Unequal
 from spmd.kernels._plan import Plan, typed
-from spmd.language import Layout
+from spmd.language import Layout, mesh_text
 from spmd.modes import Frame, current_frame, inside_kernel, no_frame
 
 __all__ = ["inlined", "nested"]
@@ -81,7 +81,7 @@ def nested(plan: Plan, manual: Sequence[str], leaves: Sequence[Any]) -> Any:
         lacking = ", ".join(missing)
         plan.signature.fail(
             f"the surrounding shard_map's mesh lacks the kernel's axis {lacking}, or has another size there.",
-            got=["mesh " + ", ".join(f"{a}={n}" for a, n in here.shape.items()), plan.frame({}).describe()],
+            got=[mesh_text(here.shape), plan.frame({}).describe()],
             error=MeshError,
         )
     pairs = list(zip(leaves, plan.leaves, strict=True))

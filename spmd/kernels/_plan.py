@@ -24,8 +24,8 @@ from spmd.kernels._outputs import Outputs, Unequal, diagnose
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import translated
-from spmd.language import AxisMapping, Layout, Size
-from spmd.mesh import abstract_of, check_axes, mesh_sizes, no_mesh, outside_trace
+from spmd.language import AxisMapping, Layout, Size, check_axes
+from spmd.mesh import abstract_of, mesh_sizes, no_mesh, outside_trace
 from spmd.modes import Frame
 
 __all__ = ["Plan", "concrete", "typed"]
@@ -171,7 +171,7 @@ class Plan:
                 mapping.check(self.mesh.axis_names)
         marked = False
         for layout in (*(leaf.layout for leaf in self.leaves), *self.outputs.declared()):
-            check_axes(layout.axis_names, self.mesh, call=self.signature.text, source=self.signature.source)
+            check_axes(layout.axis_names, self.sizes, call=self.signature.text, source=self.signature.source)
             marked |= bool(layout.unreduced or layout.reduced)
             if any(sum(bool(a.axes) for a in d.atoms) > 1 for d in layout.dims):
                 self.signature.fail(

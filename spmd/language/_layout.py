@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
+from spmd.language._axes import axes_product, mesh_text
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes, axes_of_rule, place, rule_text
 from spmd.language._sizes import Size, WrongRank, as_fault, bind, written_out
-from spmd.language._syntax import Atom, Dim, Span, Value, axes_product, check, check_form, fault, normal, with_call
+from spmd.language._syntax import Atom, Dim, Span, Value, check, check_form, fault, normal, with_call
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
@@ -371,10 +372,9 @@ class Layout(Value):
         sizes = axis_sizes(mesh)
         missing = [f"'{axis}'{did_you_mean(axis, sizes)}" for axis in self.axis_names if axis not in sizes]
         if missing:
-            axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
             what = "a mesh axis" if len(missing) == 1 else "mesh axes"
             rule = f"The mesh lacks {what} of the layout."
-            raise MeshError(rule, call=repr(self), got=[*missing, f"mesh {axes or 'without axes'}"])
+            raise MeshError(rule, call=repr(self), got=[*missing, mesh_text(sizes)])
         return sizes
 
 

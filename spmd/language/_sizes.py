@@ -12,7 +12,8 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from spmd.errors import Fault
-from spmd.language._syntax import Atom, Dim, Span, axes_product
+from spmd.language._axes import axes_product, mesh_text
+from spmd.language._syntax import Atom, Dim, Span
 
 Shape = Sequence[int | None]
 
@@ -209,8 +210,7 @@ def bind(
 
 def as_fault(faults: Sequence[Misfit], mesh: Mapping[str, int], several: str, **shown: Any) -> Fault:
     """What does not fit as the fault of an error: one, or several of which `several` is the rule."""
-    axes = "mesh " + (", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "without axes")
-    first = faults[0]
+    axes, first = mesh_text(mesh), faults[0]
     if len(faults) == 1:
         return Fault(f"{first.where}: {first.rule}.", span=first.span, got=[axes], advice=first.advice, **shown)
     return Fault(several, span=first.span, got=[*(f"{one.where}: {one.told}" for one in faults), axes], **shown)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import NamedTuple, NoReturn, Self
 
 from spmd.errors import LayoutError
@@ -226,13 +225,3 @@ def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
 def writable(name: object) -> bool:
     """Whether a layout string could have this name."""
     return isinstance(name, str) and name.isascii() and name.isidentifier() and bool(name.strip("_"))
-
-
-def axes_tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Mesh axes as a tuple, as an argument or an entry of a PartitionSpec gives them: one name, several, or None."""
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
-
-
-def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Into how many blocks the axes divide."""
-    return prod(sizes[axis] for axis in axes)

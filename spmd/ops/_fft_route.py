@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._route import route as cheapest
+from spmd.language import axes_product
 
 __all__ = ["Job", "Stage", "route"]
 
@@ -60,8 +60,7 @@ class Job:
     itemsize: int
 
     def parts(self, axes: Axes) -> int:
-        sizes = dict(self.mesh)
-        return math.prod(sizes[axis] for axis in axes)
+        return axes_product(axes, dict(self.mesh))
 
     def of_wide_axes(self) -> Job:
         """The same without axes of size 1: a dimension along them is one block, and so is whole."""

@@ -19,8 +19,8 @@ from spmd._facts import CallName
 from spmd._leaves import kind_of
 from spmd._named import ByName
 from spmd.comm._keywords import check_array, misfit
-from spmd.errors import LayoutError, MeshError, ReplicationError, did_you_mean
-from spmd.language import Layout
+from spmd.errors import LayoutError, ReplicationError
+from spmd.language import Layout, check_axes
 from spmd.modes import Frame, current_frame, try_frame
 
 __all__ = ["custom_vjp", "grad", "value_and_grad"]
@@ -83,10 +83,7 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         frame = current_frame(f"spmd.{name}")
         partial = frame.renamed(marked)
-        unknown = [a for a in partial if a not in frame.axis_names]
-        if unknown:
-            rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], frame.axis_names) or '.'}"
-            raise MeshError(rule, call=text, got=[frame.describe()])
+        check_axes(partial, dict(frame.sizes), call=text)
 
         @functools.wraps(fn)
         def checked(*inner: Any, **named: Any) -> Any:

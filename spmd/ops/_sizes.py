@@ -12,8 +12,8 @@ import numpy as np
 from spmd import _lax
 from spmd._leaves import kind_of
 from spmd.comm._call import Call, open_call
-from spmd.errors import LayoutError, MeshError, ModeError, did_you_mean
-from spmd.language import Dim, Layout
+from spmd.errors import LayoutError, MeshError, ModeError
+from spmd.language import Dim, Layout, check_axes
 from spmd.modes import Frame, current_frame
 
 __all__ = ["axis_index", "axis_size", "local_size", "offset", "size"]
@@ -226,10 +226,7 @@ def named_axes(axes: Any, frame: Frame, call: str) -> tuple[str, ...]:
         rule = f"a mesh axis is a str, or several a tuple of str, not {kind_of(axes)}."
         raise MeshError(rule, call=call)
     out = frame.renamed(given)
-    for axis in out:
-        if axis not in frame.axis_names:
-            rule = f"the mesh has no axis {axis!r}{did_you_mean(axis, frame.axis_names) or '.'}"
-            raise MeshError(rule, call=call, got=[frame.describe()])
+    check_axes(out, dict(frame.sizes), call=call)
     if len(set(out)) < len(out):
         raise MeshError("a mesh axis is named twice.", call=call, got=[", ".join(out)])
     return out

@@ -12,6 +12,7 @@ import jax
 from spmd import AxisMapping, Layout
 from spmd._table import Table
 from spmd.errors import LayoutError, MeshError, did_you_mean
+from spmd.language import axes_product, check_axes, mesh_text
 from spmd.parallel._parameter_moves import Axes, axes_by_dim, checked_axes, is_array, layout_leaves, paths, text_of
 
 __all__ = ["FSDPLayouts", "ZeroLayouts", "fsdp_layouts", "mapped_layouts", "state_layouts"]
@@ -171,7 +172,7 @@ def fsdp_layouts(
         rest, why = _divided(layout, leaf.shape, axes, sizes, min_size, named)
         at_rest.append(rest)
         compute.append(layout)
-        parts = math.prod(sizes[axis] for axis in rest.axes)
+        parts = axes_product(rest.axes, sizes)
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         rows.append(_Row(path, str(leaf.dtype), tuple(leaf.shape), rest.short, size, parts, why))
     if rows and all(row.why for row in rows):
@@ -184,15 +185,10 @@ def fsdp_layouts(
 
 def _check_axes(axes: Axes, layouts: Sequence[Layout | None], sizes: Mapping[str, int], call: str) -> None:
     used = dict.fromkeys([*axes, *(axis for layout in layouts if layout for axis in layout.axes)])
-    missing = [axis for axis in used if axis not in sizes]
-    if missing or not axes:
-        rule = (
-            f"the mesh has no axis {missing[0]!r}{did_you_mean(missing[0], sizes) or '.'}"
-            if missing
-            else "fsdp names at least one mesh axis that divides the parameters."
-        )
-        got = ["mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())]
-        raise MeshError(rule, call=call, got=got)
+    check_axes(used, sizes, call=call)
+    if not axes:
+        rule = "fsdp names at least one mesh axis that divides the parameters."
+        raise MeshError(rule, call=call, got=[mesh_text(sizes)])
 
 
 def _ranked(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layout | None]:
@@ -225,9 +221,9 @@ def _divided(
         return layout, ""
     if math.prod(shape[i] for i in free) < min_size:
         return layout, f"whole: fewer than {min_size} elements"
-    parts = math.prod(sizes[axis] for axis in new)
+    parts = axes_product(new, sizes)
     before = axes_by_dim(layout)
-    fitting = [i for i in free if shape[i] % (parts * math.prod(sizes[axis] for axis in before[i])) == 0]
+    fitting = [i for i in free if shape[i] % (parts * axes_product(before[i], sizes)) == 0]
     if not fitting:
         text = ", ".join(f"{axis}={sizes[axis]}" for axis in new)
         return layout, f"whole: no dimension divides by {text}"

@@ -12,6 +12,7 @@ from spmd.errors import MeshError, SpmdError, did_you_mean, is_int, not_one_of
 from spmd.inspect._explain import explain
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
+from spmd.language import check_axes
 from spmd.testing._mismatch import Mismatch
 
 __all__ = ["assert_collectives", "assert_no_unwritten_collectives"]
@@ -128,11 +129,7 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
             continue
         for axes, times in by_axes.items():
             names = (axes.split("/") if axes else []) if isinstance(axes, str) else _malformed({kind: by_axes})
-            for name in names:
-                if name not in found.mesh:
-                    rule = f"the mesh has no axis {name!r}{did_you_mean(name, found.mesh) or '.'}"
-                    got = ["mesh " + ", ".join(f"{a}={n}" for a, n in found.mesh.items())]
-                    raise MeshError(rule, call="assert_collectives(...)", got=got)
+            check_axes(names, found.mesh, call="assert_collectives(...)")
             wanted[kind, "/".join(a for a in found.mesh if a in names)] = _times(times)
     return {key: times for key, times in wanted.items() if times}
 

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from spmd._table import Table
 from spmd._trees import match_prefix
 from spmd._units import bytes_text
-from spmd.errors import MeshError, SizeError, SpmdError, did_you_mean
-from spmd.language import AxisMapping, Layout, axes_tuple
+from spmd.errors import MeshError, SizeError, SpmdError
+from spmd.language import AxisMapping, Layout, axes_product, axes_tuple, check_axes, mesh_text
 from spmd.testing._mismatch import Mismatch
 
 __all__ = ["assert_sharded"]
@@ -127,23 +127,20 @@ def _pairs(layouts: Any, tree: Any) -> list[Any]:
 def _mesh(leaves: Sequence[_Leaf]) -> Mapping[str, int]:
     shapes = {tuple(leaf.sharding.mesh.shape.items()) for leaf in leaves}
     if len(shapes) > 1:
-        got = ["mesh " + ", ".join(f"{a}={n}" for a, n in shape) for shape in sorted(shapes)]
+        got = [mesh_text(dict(shape)) for shape in sorted(shapes)]
         raise MeshError("all leaves lie on one mesh.", call=_CALL, got=got)
     return dict(shapes.pop()) if shapes else {}
 
 
 def _divided(mesh: Mapping[str, int], axes: Sequence[str] | None) -> list[str]:
     """The axes that are meant to divide parameters."""
-    for axis in axes or ():
-        if axis not in mesh:
-            rule = f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh) or '.'}"
-            raise MeshError(rule, call=_CALL, got=["mesh " + ", ".join(f"{a}={n}" for a, n in mesh.items())])
+    check_axes(axes or (), mesh, call=_CALL)
     return [a for a in mesh if axes is None or a in axes]
 
 
 def _check_share(leaves: Sequence[_Leaf], mesh: Mapping[str, int], tolerance: float, axes: Any) -> None:
     wanted = _divided(mesh, axes)
-    parts = math.prod(mesh[a] for a in wanted)
+    parts = axes_product(wanted, mesh)
     held, share = sum(leaf.held for leaf in leaves), sum(leaf.whole for leaf in leaves) / parts
     if held <= (1 + tolerance) * share:
         return
@@ -172,12 +169,10 @@ def _check_intended(
     meant = too_much = 0
     for leaf, (_, _, layout) in zip(leaves, pairs, strict=True):
         resolved: Layout = _of_rank(layout, leaf).resolve(rules)
-        if unknown := [a for a in resolved.axes if a not in mesh]:
-            rule = f"the mesh has no axis {unknown[0]!r}{did_you_mean(unknown[0], mesh) or '.'}"
-            raise MeshError(rule, call=_CALL, got=[f'{leaf.path}: "{resolved.short}"'])
+        check_axes(resolved.axes, mesh, call=f'{_CALL}, {leaf.path} as "{resolved.short}"', source=resolved.short)
         intended = [a for a in resolved.axes if a in wanted]
         missing = [a for a in intended if a not in leaf.used and mesh[a] > 1]
-        aim = leaf.whole // math.prod(mesh[a] for a in intended)
+        aim = leaf.whole // axes_product(intended, mesh)
         meant += aim
         if missing:
             too_much += leaf.held - min(aim, leaf.held)

@@ -1111,7 +1111,7 @@ GOLDEN = [
             "The mesh lacks a mesh axis of the layout.",
             "got:",
             "- 'dp'",
-            "- mesh without axes",
+            "- a mesh without axes",
         ],
     ),
     (
@@ -1120,7 +1120,7 @@ GOLDEN = [
         [
             '"b s" with shape (2, 3, 4)',
             'shape (2, 3, 4): "b s" has 2 dimensions, not 3.',
-            "got: mesh without axes",
+            "got: a mesh without axes",
         ],
     ),
     (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -12,6 +11,7 @@ from spmd.accelerators import Hardware
 from spmd.comm.planner._moves import Move
 from spmd.comm.planner._problem import Placement, Problem, State
 from spmd.comm.planner._search import Route, search
+from spmd.language import axes_product
 
 __all__ = ["Axes", "Leg", "NamedRoute", "Request", "route", "seconds_of"]
 
@@ -137,9 +137,7 @@ class _Named:
         self.names = tuple(named)
         number = {a: i for i, a in enumerate(self.names)}
         self.problem = Problem(
-            sizes=tuple(
-                n // math.prod(self.mesh[a] for a in f) for n, f in zip(request.sizes, self.front, strict=True)
-            ),
+            sizes=tuple(n // axes_product(f, self.mesh) for n, f in zip(request.sizes, self.front, strict=True)),
             axes=tuple(self.mesh[a] for a in self.names),
             source=tuple(tuple(number[a] for a in axes) for axes, _ in rest),
             target=tuple(tuple(number[a] for a in axes) for _, axes in rest),

@@ -24,6 +24,7 @@ from spmd.comm._marks import assert_equal_p
 from spmd.comm.planner._problem import Placement
 from spmd.comm.planner._route import Axes, Leg, NamedRoute, Request, route
 from spmd.comm.planner._sends import Rounds, permutation, schedule
+from spmd.language import axes_product
 
 __all__ = ["run"]
 
@@ -118,10 +119,6 @@ def _is_own_reverse(leg: Leg, copies: Copies) -> bool:
     )
 
 
-def _count(axes: Axes, sizes: Sizes) -> int:
-    return math.prod(sizes[axis] for axis in axes)
-
-
 def _all_axes(leg: Leg) -> set[str]:
     lost, gained = _runs(leg)
     return {*leg.axes, *(a for run in (*lost, *gained) for a in run)}
@@ -189,7 +186,7 @@ def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     """One piece for each device of the group, in front. If an axis that is gained is not in the group, its devices hold
     the same, and each keeps its own block. If no dimension gains an axis of the group, its devices all get the same."""
     axes = [axis for run in gained for axis in (*run, "")]
-    counts = [_count(run, sizes) for run in gained]
+    counts = [axes_product(run, sizes) for run in gained]
     local = iter(n // count for n, count in zip(x.shape, counts, strict=True))
     x = x.reshape([sizes[axis] if axis else next(local) for axis in axes])
     for place, axis in enumerate(axes):
@@ -211,7 +208,7 @@ def _joined(x: Any, lost: list[Axes], group: Axes, sizes: Sizes) -> Any:
     """The pieces in front, one from each device of the group, put where they belong."""
     x = x.reshape([sizes[a] for a in group] + list(x.shape[1:]))
     order = [place for dim, run in enumerate(lost) for place in (*(group.index(a) for a in run), len(group) + dim)]
-    shape = [x.shape[len(group) + dim] * _count(run, sizes) for dim, run in enumerate(lost)]
+    shape = [x.shape[len(group) + dim] * axes_product(run, sizes) for dim, run in enumerate(lost)]
     return x.transpose(order).reshape(shape)
 
 
@@ -231,7 +228,7 @@ def _sends(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     found = _rounds(_schedule, leg, sizes, x.shape)
     me = _lax.axis_index(leg.axes, sizes)
     ends = zip(x.shape, leg.before, leg.after, strict=True)
-    shape = [n * _count(before, sizes) // _count(after, sizes) for n, before, after in ends]
+    shape = [n * axes_product(before, sizes) // axes_product(after, sizes) for n, before, after in ends]
     x = _compat.pvary(x, leg.axes)
     out = _compat.pvary(jnp.zeros(shape, x.dtype), tuple(_compat.varying_axes(x)))
     for one in found.rounds:
