@@ -95,12 +95,14 @@ class Pair:
     def shape(self, layout: spmd.Layout) -> tuple[int, ...]:
         return tuple(self.sizes[n] if n in self.sizes else int(n) for n in re.findall(r"[a-z]\w*|\d+", bare(layout)))
 
-    def kernel(self, body: Callable[..., Any], **options: Any) -> Any:
-        return spmd.kernel(str(self.pattern), mesh=spmd.make_mesh(**self.mesh), **options)(body)
-
-    def shard_map(self, body: Callable[..., Any], *, ones: bool = False) -> Any:
-        """The body in plain JAX, with the pattern's specs; on the mesh, or on a mesh of ones."""
+    def kernel(self, body: Callable[..., Any], *, ones: bool = False) -> Any:
+        """The body as a kernel; on the mesh, or on a mesh of ones."""
         mesh = spmd.make_mesh(**{axis: 1 if ones else n for axis, n in self.mesh.items()})
+        return spmd.kernel(str(self.pattern), mesh=mesh)(body)
+
+    def shard_map(self, body: Callable[..., Any]) -> Any:
+        """The body in plain JAX, with the pattern's specs."""
+        mesh = spmd.make_mesh(**self.mesh)
         ins, outs = ([lay.spec for lay in side] for side in (self.pattern.inputs, self.pattern.outputs))
         return jax.shard_map(body, mesh=mesh, in_specs=tuple(ins), out_specs=outs[0] if len(outs) == 1 else tuple(outs))
 
@@ -145,7 +147,7 @@ def integers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 def uneven(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """A mask whose blocks count differently: mostly ones at the start, hardly any at the end."""
-    return (rng.random(shape) > np.linspace(0.1, 0.8, shape[-1])).astype(np.float32)
+    return (rng.random(shape) > np.linspace(0.1, 0.8, np.prod(shape)).reshape(shape)).astype(np.float32)
 
 
 def definite(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -195,7 +197,7 @@ def weighted(x: Any) -> Any:
 
 def truth(pair: Pair) -> list[Any]:
     """By plain JAX on whole arrays, or by the right body on a mesh of ones."""
-    return results(pair.reference or pair.shard_map(pair.correct, ones=True), pair)
+    return results(pair.reference or pair.kernel(pair.correct, ones=True), pair)
 
 
 def same(found: list[Any], want: list[Any], tolerance: float = 1e-4) -> bool:

@@ -1,0 +1,216 @@
+"""Means of unequal means, and other statistics that do not average."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd import all_gather, reduce
+from tests.checker.twins.registry import wrong
+
+MASKED = "n/tp, n/tp -> scalar"
+WHOLE = "b/dp n/tp -> b/dp"
+
+
+@wrong(MASKED)
+def mean_of_masked_means(x, mask):
+    """Blocks have different numbers of tokens."""
+    return lax.pmean((x * mask).sum() / mask.sum(), "tp")  # wrong: nonlinear
+
+
+@mean_of_masked_means.right
+def _(x, mask):
+    return lax.psum((x * mask).sum(), "tp") / lax.psum(mask.sum(), "tp")
+
+
+@mean_of_masked_means.whole
+def _(x, mask):
+    return (x * mask).sum() / mask.sum()
+
+
+@wrong("b/dp n/tp, b/dp n/tp -> scalar")
+def mean_over_one_axis_first(x, mask):
+    """Complete along tp, and then a mean of means along dp."""
+    total, count = lax.psum((x * mask).sum(), "tp"), lax.psum(mask.sum(), "tp")
+    return lax.pmean(total / count, "dp")  # wrong: nonlinear
+
+
+@mean_over_one_axis_first.right
+def _(x, mask):
+    return lax.psum((x * mask).sum(), ("dp", "tp")) / lax.psum(mask.sum(), ("dp", "tp"))
+
+
+@mean_over_one_axis_first.whole
+def _(x, mask):
+    return (x * mask).sum() / mask.sum()
+
+
+@wrong(WHOLE)
+def mean_of_variances(x):
+    """The variance between blocks is lost."""
+    return lax.pmean(x.var(-1), "tp")  # wrong: mixed or nonlinear or pending
+
+
+@mean_of_variances.right
+def _(x):
+    mean = lax.pmean(x.mean(-1, keepdims=True), "tp")
+    return lax.pmean(((x - mean) ** 2).mean(-1), "tp")
+
+
+@mean_of_variances.whole
+def _(x):
+    return x.var(-1)
+
+
+@wrong(WHOLE)
+def mean_of_deviations(x):
+    return lax.pmean(jnp.sqrt((x**2).mean(-1)), "tp")  # wrong: nonlinear
+
+
+@mean_of_deviations.right
+def _(x):
+    return jnp.sqrt(lax.pmean((x**2).mean(-1), "tp"))
+
+
+@mean_of_deviations.whole
+def _(x):
+    return jnp.sqrt((x**2).mean(-1))
+
+
+@wrong(WHOLE)
+def mean_of_logsumexps(x):
+    return lax.pmean(jax.nn.logsumexp(x, axis=-1), "tp")  # wrong: nonlinear or pending
+
+
+@mean_of_logsumexps.right
+def _(x):
+    return reduce(x, "b/dp n/tp -> b/dp", "logsumexp")
+
+
+@mean_of_logsumexps.whole
+def _(x):
+    return jax.nn.logsumexp(x, axis=-1)
+
+
+@wrong(WHOLE)
+def geometric_mean_of_sums(x):
+    return jnp.exp(lax.pmean(jnp.log((x**2).sum(-1)), "tp"))  # wrong: nonlinear
+
+
+@geometric_mean_of_sums.right
+def _(x):
+    return lax.psum((x**2).sum(-1), "tp")
+
+
+@geometric_mean_of_sums.whole
+def _(x):
+    return (x**2).sum(-1)
+
+
+@wrong(WHOLE)
+def mean_of_norms(x):
+    return lax.pmean(jnp.linalg.norm(x, axis=-1), "tp")  # wrong: nonlinear
+
+
+@mean_of_norms.right
+def _(x):
+    return jnp.sqrt(lax.psum((x**2).sum(-1), "tp"))
+
+
+@mean_of_norms.whole
+def _(x):
+    return jnp.linalg.norm(x, axis=-1)
+
+
+@wrong(WHOLE)
+def mean_of_medians(x):
+    return lax.pmean(jnp.median(x, axis=-1), "tp")  # wrong: pending
+
+
+@mean_of_medians.right
+def _(x):
+    return jnp.median(all_gather(x, "b/dp n/tp -> b/dp n", to="invarying"), axis=-1)
+
+
+@mean_of_medians.whole
+def _(x):
+    return jnp.median(x, axis=-1)
+
+
+@wrong(WHOLE)
+def mean_of_maxima(x):
+    return lax.pmean(x.max(-1), "tp")  # wrong: pending
+
+
+@mean_of_maxima.right
+def _(x):
+    return reduce(x, "b/dp n/tp -> b/dp", "max")
+
+
+@mean_of_maxima.whole
+def _(x):
+    return x.max(-1)
+
+
+@wrong(WHOLE)
+def sum_divided_by_the_local_count(x):
+    """Four times the mean: the count is that of a block."""
+    return lax.psum(x.sum(-1), "tp") / x.shape[1]  # wrong: scale
+
+
+@sum_divided_by_the_local_count.right
+def _(x):
+    return lax.psum(x.sum(-1), "tp") / (x.shape[1] * lax.axis_size("tp"))
+
+
+@sum_divided_by_the_local_count.whole
+def _(x):
+    return x.mean(-1)
+
+
+@wrong(WHOLE)
+def sum_of_means(x):
+    return lax.psum(x.mean(-1), "tp")  # wrong: scale
+
+
+@sum_of_means.right
+def _(x):
+    return lax.pmean(x.mean(-1), "tp")
+
+
+@sum_of_means.whole
+def _(x):
+    return x.mean(-1)
+
+
+@wrong(WHOLE)
+def mean_of_sums(x):
+    return lax.pmean(x.sum(-1), "tp")  # wrong: scale
+
+
+@mean_of_sums.right
+def _(x):
+    return lax.psum(x.sum(-1), "tp")
+
+
+@mean_of_sums.whole
+def _(x):
+    return x.sum(-1)
+
+
+@wrong("b/dp n/tp, b/dp n/tp -> b/dp")
+def cosine_of_blocks(x, y):
+    cos = (x * y).sum(-1) / jnp.sqrt((x**2).sum(-1) * (y**2).sum(-1))  # wrong: nonlinear
+    return lax.pmean(cos, "tp")
+
+
+@cosine_of_blocks.right
+def _(x, y):
+    xy, xx, yy = (lax.psum((a * b).sum(-1), "tp") for a, b in ((x, y), (x, x), (y, y)))
+    return xy / jnp.sqrt(xx * yy)
+
+
+@cosine_of_blocks.whole
+def _(x, y):
+    return (x * y).sum(-1) / jnp.sqrt((x**2).sum(-1) * (y**2).sum(-1))
