@@ -13,7 +13,7 @@ from tests.sampler import first_seed
 
 PAIRS = list(load().values())
 LISTED = dict(line.split(": ", 1) for line in MISSED.read_text().splitlines())
-SAMPLE = random.Random(first_seed()).sample(PAIRS, min(4 * case_count(), len(PAIRS)))
+SAMPLE = random.Random(first_seed()).sample(PAIRS, min(3 * case_count(), len(PAIRS)))
 
 named = lambda pair: f"{pair.group}-{pair.name}"
 all_pairs = pytest.mark.parametrize("pair", PAIRS, ids=named)
