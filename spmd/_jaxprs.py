@@ -187,7 +187,7 @@ def is_unknown(eqn: Any) -> bool:
 
 # --- collectives ----------------------------------------------------------------------------------------------
 
-_COLLECTIVES = """psum psum2 psum_invariant unreduced_psum pmax pmin pmean all_gather all_gather_invariant
+_COLLECTIVES = """psum psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant
     all_gather_reduced reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ragged_all_to_all ppermute
     pgather psend precv"""
 COMMUNICATES = frozenset(_COLLECTIVES.split())  # what the devices of an axis enter together

@@ -12,6 +12,7 @@ from typing import Any, overload
 from spmd._notebook import shown_file
 from spmd._table import Table, wrapped
 from spmd._units import bytes_text
+from spmd.errors import SpmdError
 from spmd.inspect._groups import (
     axes_of_groups,
     axes_of_pairs,
@@ -256,12 +257,14 @@ def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collect
     ({'psum': 1}, 384)
     """
     program = stage("collectives", fn, args, kwargs)
-    text = program.text()
+    text = program.compiled.as_text()
     return collectives_of_text(text, mesh=program.mesh if mesh is None else mesh)
 
 
 def collectives_of_text(text: str, *, mesh: Any = None) -> CollectiveReport:
     """The collectives in `text`, the text of a compiled module; see `collectives`."""
+    if not text:
+        raise SpmdError("This backend does not give the text of its compiled programs.")
     module = parse_module(text)
     sizes = None if mesh is None else sizes_for(mesh, "collectives(..., mesh=...)")
     visits = list(_collective_visits(module))

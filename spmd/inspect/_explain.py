@@ -87,7 +87,7 @@ def explain(
     written = None if program.jaxpr is None else read(fn, args, kwargs, mesh, jaxpr=jaxpr, donated=program.donated)
     if written is None:
         missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
-    report = None if stats is None else collectives_of_text(_text(stats), mesh=sizes or None)
+    report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)
     return Explanation(
         program.name,
         sizes or (report.mesh if report is not None and report.mesh else {}),
@@ -138,13 +138,6 @@ def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
             raise
         missing.append(abstract)
         return None
-
-
-def _text(compiled: Any) -> str:
-    text = compiled.as_text()
-    if not text:
-        raise SpmdError("This backend does not give the text of its compiled programs.")
-    return text
 
 
 def _platform(mesh: Any) -> str:

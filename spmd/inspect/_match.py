@@ -20,7 +20,7 @@ __all__ = ["Communication", "communications", "moved_text"]
 _PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
 _OPS = {
     "all_gather": "all_gather all_gather_invariant all_gather_reduced",
-    "psum": "psum psum_invariant psum2 unreduced_psum pmax pmin all_reduce reduce_and",
+    "psum": "psum psum_invariant unreduced_psum pmax pmin all_reduce reduce_and",
     "psum_scatter": "reduce_scatter psum_scatter unreduced_reduce_scatter",
     "all_to_all": "all_to_all ragged_all_to_all",
     "ppermute": "ppermute",

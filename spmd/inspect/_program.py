@@ -54,13 +54,6 @@ class Program:
         """Whether it can be compiled: an abstract mesh has names and sizes only."""
         return not isinstance(self.mesh, AbstractMesh)
 
-    def text(self) -> str:
-        """The compiled program's text."""
-        text = self.compiled.as_text()
-        if not text:
-            raise SpmdError("This backend does not give the text of its compiled programs.")
-        return text
-
 
 def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any = None) -> Program:
     """Trace `fn`, or accept what is traced, lowered or compiled already.

@@ -55,11 +55,6 @@ class WrittenCollective:
         """Bytes that one device sends in one call of the program."""
         return self.bytes * self.count
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """What a compiled collective has too: the call's text, which its `op_name` holds, and the user's line."""
-        return self.text, self.where
-
 
 @dataclass(frozen=True, slots=True)
 class Boundary:

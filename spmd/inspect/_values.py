@@ -27,75 +27,22 @@ __all__ = [
 ]
 
 _ELEMENTWISE = frozenset(
-    (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "exp",
-        "exp2",
-        "log",
-        "log1p",
-        "expm1",
-        "tanh",
-        "logistic",
-        "sin",
-        "cos",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "erf",
-        "integer_pow",
-        "pow",
-        "max",
-        "min",
-        "abs",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "select_n",
-        "clamp",
-        "convert_element_type",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "square",
-        "add_any",
-        "copy",
-        "is_finite",
-        "rem",
-        "nextafter",
-        "optimization_barrier",
-        "reduce_precision",
-        "name",
-        "spmd_layout",
-        "stop_gradient",
+    str.split(
+        """
+        add sub mul div neg exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf integer_pow pow
+        max min abs sign floor ceil round select_n clamp convert_element_type and or not xor eq ne lt le gt ge
+        square add_any copy is_finite rem nextafter optimization_barrier reduce_precision name spmd_layout
+        stop_gradient
+        """
     )
 )
 # They give another name to the same bytes.
 _RENAMES = frozenset(
-    (
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "name",
-        "pvary",
-        "pcast",
-        "sharding_constraint",
-        "stop_gradient",
-        "optimization_barrier",
-        "spmd_layout",
-        "spmd_assert_equal",
-        "spmd_retype",
+    str.split(
+        """
+        reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient optimization_barrier
+        spmd_layout spmd_assert_equal spmd_retype
+        """
     )
 )
 

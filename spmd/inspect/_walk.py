@@ -48,7 +48,7 @@ from spmd.language import Layout, axes_product, mesh_text
 __all__ = ["Walk"]
 
 _KINDS: dict[str, str] = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "psum"),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "psum"),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all_gather"),
     **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "psum_scatter"),
 }

@@ -10,45 +10,13 @@ __all__ = ["dtype_name", "flops_of", "is_matmul", "memory_of", "size_bytes", "wr
 
 # Elementwise work that costs nothing worth counting: data is moved, renamed or chosen.
 _FREE = frozenset(
-    (
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "concatenate",
-        "pad",
-        "rev",
-        "iota",
-        "convert_element_type",
-        "bitcast_convert_type",
-        "copy",
-        "copy_p",
-        "select_n",
-        "stop_gradient",
-        "device_put",
-        "gather",
-        "pvary",
-        "pcast",
-        "sharding_constraint",
-        "reshard",
-        "split",
-        "name",
-        "optimization_barrier",
-        "is_finite",
-        "real",
-        "imag",
-        "reduce_precision",
-        "sort",
-        "spmd_layout",
-        "spmd_assert_equal",
-        "spmd_split",
-        "spmd_roll",
-        "spmd_move",
-        "spmd_retype",
+    str.split(
+        """
+        broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice
+        concatenate pad rev iota convert_element_type bitcast_convert_type copy copy_p select_n stop_gradient
+        device_put gather pvary pcast sharding_constraint reshard split name optimization_barrier is_finite real
+        imag reduce_precision sort spmd_layout spmd_assert_equal spmd_split spmd_roll spmd_move spmd_retype
+        """
     )
 )
 # What writes its result to memory and reads its operands from there; elementwise chains between are fused into it.
