@@ -15,8 +15,6 @@ import jax
 
 from spmd.errors import ModeError
 
-__all__ = ["Ambient"]
-
 
 class _Here(threading.local):
     """What one thread has. The default is an attribute of the class, which a warm call of a kernel reads fastest."""

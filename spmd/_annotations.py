@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from spmd.language import Layout
 
-__all__ = ["Each", "Unknown", "annotated"]
-
 
 class Each(NamedTuple):
     """The layouts of every entry of a container, from an annotation such as `list[Block]`."""

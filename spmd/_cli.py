@@ -22,8 +22,6 @@ from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, S
 from spmd.inspect._picture import Picture, visualize
 from spmd.language import Layout, Pattern
 
-__all__ = ["named_numbers", "run_info", "run_plan", "run_show", "suggestions"]
-
 _SHORT = re.compile(r"(bf|f|i|s|u)(\d+)")
 _KINDS = {"bf": "bfloat", "f": "float", "i": "int", "s": "int", "u": "uint"}
 _NODE = 8  # devices that usually share the fastest links

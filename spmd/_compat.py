@@ -17,30 +17,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-__all__ = [
-    "Primitive",
-    "alone",
-    "concrete",
-    "identity_primitive",
-    "in_jax",
-    "is_varying",
-    "linear_primitive",
-    "live_jaxpr",
-    "manual_axes",
-    "manual_sizes",
-    "mapped",
-    "name_stack",
-    "of_one",
-    "pvary",
-    "reduced_axes",
-    "to_unreduced",
-    "unreduced_axes",
-    "varying_axes",
-    "with_varying",
-    "without_varying",
-]
-
-
 _JAX = str(Path(jax.__file__).parent) + os.sep
 
 

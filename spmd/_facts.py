@@ -16,16 +16,6 @@ import jax.extend.source_info_util as source_info_util
 from spmd import _compat
 from spmd.language import Layout
 
-__all__ = [
-    "CallName",
-    "KernelName",
-    "LayoutName",
-    "Leaf",
-    "PerShardName",
-    "one_line",
-    "per_shard_reason",
-]
-
 
 class CallName(str):
     """A call of ours as text, `psum(x, "b {U:tp} -> b")`.

@@ -12,19 +12,6 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import jaxprs_in_params
 
-__all__ = [
-    "COMMUNICATES",
-    "Held",
-    "Role",
-    "axes_of",
-    "call_of",
-    "held",
-    "is_unknown",
-    "opened",
-    "plain_call",
-    "shape_of",
-]
-
 
 class Role:
     """What an equation does with a jaxpr that it holds."""

@@ -15,21 +15,6 @@ from jax import lax
 
 from spmd import _compat
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "axis_index",
-    "pmax",
-    "pmin",
-    "ppermute",
-    "psum",
-    "psum_scatter",
-    "retype",
-    "slice_block",
-    "to_invarying",
-    "to_reduced",
-]
-
 Axes = tuple[str, ...]
 
 

@@ -13,29 +13,6 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from spmd.errors import LayoutError
 from spmd.language import Layout
 
-__all__ = [
-    "SCALAR",
-    "LeafAt",
-    "Static",
-    "by_path",
-    "check_hashable",
-    "children",
-    "described",
-    "foreign_kind",
-    "has_room",
-    "is_array",
-    "is_foreign",
-    "is_number",
-    "key_name",
-    "kind_of",
-    "leaves_of",
-    "listed",
-    "rankless",
-    "unwrapped",
-    "with_article",
-    "wrapped",
-]
-
 Path = tuple[Any, ...]
 
 

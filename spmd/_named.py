@@ -8,8 +8,6 @@ from typing import Any
 
 from spmd.errors import Fault
 
-__all__ = ["ByName"]
-
 
 class ByName:
     """What a decorator of ours returns. `functools.update_wrapper` gave it the module and the name of its function."""

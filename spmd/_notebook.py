@@ -6,8 +6,6 @@ import linecache
 import re
 import sys
 
-__all__ = ["shown_file"]
-
 _HASHED = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")  # Jupyter: a hash of the cell's text
 _NUMBERED = re.compile(r"<ipython-input-(\d+)-")  # the IPython shell
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Recent"]
-
 
 class Recent(dict[Any, Any]):
     """A dict that forgets. Keys may hold whatever a user made static; nobody else would ever let go of it.

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Line", "Row", "Table", "plain", "rich_lines", "wrapped"]
-
 Line = list[tuple[str, str]]
 """Pieces of text, each with its style for `rich`: "bold red", or "" for none."""
 

@@ -32,9 +32,6 @@ from spmd._leaves import (
 from spmd.errors import LayoutError, did_you_mean, nearest
 from spmd.language import Layout
 
-__all__ = ["Matched", "layouts", "match_prefix", "matched"]
-
-
 # --- rules over paths ----------------------------------------------------------------------------------
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "seconds_text", "si_text"]
-
 
 def bytes_text(count: int) -> str:
     """A number of bytes.

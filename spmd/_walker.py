@@ -15,8 +15,6 @@ from jax.extend.core import Literal
 
 from spmd._jaxprs import Held, Role, held, opened
 
-__all__ = ["Domain", "Rule", "equations", "walk"]
-
 Rule = Callable[[Any, Any, Sequence[Any]], Sequence[Any]]
 _ROUNDS = 200  # a loop of a sound domain settles in a few
 

@@ -51,8 +51,6 @@ from spmd.language import (
 )
 from spmd.modes import Frame, current_frame
 
-__all__ = ["Call", "Factor", "Operand", "open_call"]
-
 Span = tuple[int, int] | None
 
 # The operations that may give a gathered copy, and take `to="invarying"`.

@@ -14,8 +14,6 @@ from spmd._leaves import foreign_kind, kind_of
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import AxisMapping, Pattern
 
-__all__ = ["call_text", "operand_names", "resolve", "split_keywords"]
-
 
 def _axis_keyword(value: Any) -> bool:
     return (

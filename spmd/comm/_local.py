@@ -8,8 +8,6 @@ from typing import Any
 
 import einops
 
-__all__ = ["rearranged"]
-
 Groups = Sequence[Sequence[Hashable]]
 
 

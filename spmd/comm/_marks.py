@@ -15,8 +15,6 @@ from spmd._facts import LayoutName, one_line
 from spmd.language import Layout
 from spmd.modes import Frame
 
-__all__ = ["Known", "assert_equal_p", "constrain", "layout_p", "mark", "same_axes", "tag", "tag_of"]
-
 layout_p = _compat.identity_primitive("spmd_layout")
 assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 

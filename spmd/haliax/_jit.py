@@ -18,8 +18,6 @@ from spmd.haliax._placement import shard
 from spmd.mesh import check_arguments_alive
 from spmd.modes import ambient_mapping, ambient_mode
 
-__all__ = ["fsdp", "named_jit"]
-
 _TAKEN = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

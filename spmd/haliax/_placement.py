@@ -17,8 +17,6 @@ from spmd._units import bytes_text
 from spmd.errors import Fault, LayoutError, warn
 from spmd.modes import ambient_mapping, ambient_mode
 
-__all__ = ["WholeArrayWarning", "auto_sharded", "mapping_of", "shard", "shard_with_axis_mapping"]
-
 T = TypeVar("T")
 BIG = 2**20
 

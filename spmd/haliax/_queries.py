@@ -15,14 +15,6 @@ from spmd.haliax._placement import mapping_of
 from spmd.language import axes_product
 from spmd.mesh import mesh_for, sizes_for
 
-__all__ = [
-    "physical_axis_name",
-    "physical_axis_size",
-    "pspec_for",
-    "round_axis_for_partitioning",
-    "sharding_for_axis",
-]
-
 
 def round_axis_for_partitioning(name: str, size: int, mapping: Any = None, mesh: Any = None) -> int:
     """The next size of a dimension that divides evenly over its mesh axes.

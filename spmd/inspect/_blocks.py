@@ -16,8 +16,6 @@ from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text
 from spmd.mesh import mesh_sizes
 
-__all__ = ["Holdings", "Piece", "Side", "known_sizes", "of_indices", "of_layout"]
-
 Block = tuple[int, ...]
 
 

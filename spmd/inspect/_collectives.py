@@ -26,8 +26,6 @@ from spmd.inspect._program import stage
 from spmd.language import axes_product
 from spmd.mesh import sizes_for
 
-__all__ = ["Collective", "CollectiveReport", "collectives", "collectives_of_text", "counts_by_kind"]
-
 # XLA's names and ours. Any reduction is an all-reduce, so `psum` stands for pmax and pmin too.
 KINDS = {
     "all-gather": "all_gather",

@@ -18,8 +18,6 @@ from spmd.kernels import Kernel
 from spmd.language import mesh_text
 from spmd.mesh import sizes_for
 
-__all__ = ["explain"]
-
 
 def explain(
     fn: Any,

@@ -18,8 +18,6 @@ from spmd.inspect._match import Communication, communications, moved_text
 from spmd.inspect._records import Written
 from spmd.inspect._roofline import Memory, Time, estimate, seconds_of
 
-__all__ = ["Explanation"]
-
 _HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
 _LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted as taken)"
 

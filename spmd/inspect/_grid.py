@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from spmd._units import bytes_text
 from spmd.inspect._blocks import Block, Holdings
 
-__all__ = ["MOST_DEVICES", "Cell", "Grid", "block_grids", "device_runs", "facts", "is_summary", "mesh_grid", "tints"]
-
 MOST_DEVICES = 64  # that are drawn one by one, so that each block has a colour of its own
 _SHOWN = 2  # of more blocks or devices than fit, how many are drawn at the front; and one block at the end
 _WIDEST = 24  # characters of a list of devices, before it goes on in the next line

@@ -12,15 +12,6 @@ import numpy as np
 from spmd.errors import SpmdError
 from spmd.language import axes_product, mesh_text
 
-__all__ = [
-    "axes_of_groups",
-    "axes_of_pairs",
-    "axes_text",
-    "named_mesh",
-    "parse_groups",
-    "parse_pairs",
-]
-
 _IOTA = re.compile(r"^\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAME = r"(?:'[^']*'|\"[^\"]*\"|[\w.]+)"
 _MESH = re.compile(

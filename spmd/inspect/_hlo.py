@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from spmd.errors import SpmdError
 
-__all__ = ["Frame", "HloModule", "Instruction", "Visit", "parse_module", "parse_shapes", "shape_bytes"]
-
 _BITS = {"pred": 8, "bf16": 16, "tf32": 32, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')

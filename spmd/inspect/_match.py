@@ -14,8 +14,6 @@ from spmd.inspect._hlo import shape_bytes
 from spmd.inspect._placement import ONE_DEVICE
 from spmd.inspect._records import Boundary, Written, WrittenCollective
 
-__all__ = ["Communication", "communications", "moved_text"]
-
 # The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.
 _PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
 _OPS = {

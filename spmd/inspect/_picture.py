@@ -28,8 +28,6 @@ from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, mesh_sizes, sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
-__all__ = ["Picture", "visualize"]
-
 _CALL = "visualize(...)"
 
 

@@ -34,8 +34,6 @@ from spmd.inspect._svg import (
 from spmd.inspect._text import grid_lines, heading, sentences
 from spmd.language import Dim, Layout, mesh_text
 
-__all__ = ["PlanDrawing", "Transfer", "groups", "transfers"]
-
 _MOST_ARROWS = 12  # written out
 _MOST_CHIPS = 16  # devices of a group that are drawn
 _CHIP, _SPACE, _REACH = 20.0, 26.0, 90.0  # of a device, from one to the next, of an arrow

@@ -15,19 +15,6 @@ from spmd.comm.plans import plan
 from spmd.errors import SpmdError
 from spmd.language import Layout, axes_product, axes_tuple
 
-__all__ = [
-    "ANYWHERE",
-    "ONE_DEVICE",
-    "Placement",
-    "local_count",
-    "moved_bytes",
-    "names_of",
-    "of_sharding",
-    "of_spec",
-    "text_of",
-    "with_others",
-]
-
 # The axes of each dimension, major first. None: nobody knows.
 Placement = tuple[tuple[str, ...], ...] | str | None
 ONE_DEVICE = "one device"

@@ -17,8 +17,6 @@ from spmd.errors import SpmdError
 from spmd.kernels import Kernel
 from spmd.mesh import ambient_mesh, outside_trace
 
-__all__ = ["Program", "meshes_of_jaxpr", "stage"]
-
 
 @dataclass
 class Program:

@@ -8,8 +8,6 @@ from typing import Any
 
 from spmd.inspect._collectives import counts_by_kind
 
-__all__ = ["Boundary", "Constraint", "Island", "PerShard", "Written", "WrittenCollective"]
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenCollective:

@@ -11,8 +11,6 @@ from spmd.inspect._groups import axes_text
 from spmd.inspect._match import Communication
 from spmd.inspect._records import Written
 
-__all__ = ["Memory", "Time", "estimate", "memory_of", "seconds_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -13,22 +13,6 @@ from xml.sax.saxutils import escape, quoteattr
 
 from spmd.inspect._grid import Cell, Grid
 
-__all__ = [
-    "EDGES",
-    "FILLS",
-    "INK",
-    "WIDTH",
-    "Box",
-    "below",
-    "beside",
-    "caption",
-    "card",
-    "element",
-    "grid_box",
-    "paragraph",
-    "text",
-]
-
 # One colour for each device that is drawn. The first eight are tints of Okabe and Ito's colours, which colour-blind
 # readers can tell apart (https://jfly.uni-koeln.de/color/). Each further one lies as far as possible, in OKLab, from
 # all before it, among those on which dark text reads, and looks different to colour-blind readers too from those

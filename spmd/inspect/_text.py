@@ -8,8 +8,6 @@ from spmd._table import Line, wrapped
 from spmd.inspect._grid import Cell, Grid
 from spmd.inspect._svg import FILLS, INK
 
-__all__ = ["grid_lines", "heading", "sentences"]
-
 _GAP = "   "  # between grids
 
 

@@ -13,19 +13,6 @@ from typing import Any
 
 from spmd.inspect._placement import ANYWHERE, Placement, of_sharding
 
-__all__ = [
-    "WINDOWS",
-    "Buffer",
-    "Value",
-    "chained",
-    "ending_bytes",
-    "shape_of",
-    "sliced",
-    "stacked",
-    "through",
-    "typed_place",
-]
-
 _ELEMENTWISE = frozenset(
     str.split(
         """

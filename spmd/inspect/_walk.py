@@ -45,8 +45,6 @@ from spmd.inspect._values import (
 from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes, writes_results
 from spmd.language import Layout, axes_product, mesh_text
 
-__all__ = ["Walk"]
-
 _KINDS: dict[str, str] = {
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "psum"),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all_gather"),

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["dtype_name", "flops_of", "is_matmul", "memory_of", "size_bytes", "writes_results"]
-
 # Elementwise work that costs nothing worth counting: data is moved, renamed or chosen.
 _FREE = frozenset(
     str.split(

@@ -16,13 +16,11 @@ from spmd._leaves import is_array
 from spmd.errors import SpmdError
 from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
 from spmd.inspect._program import meshes_of_jaxpr, stage
-from spmd.inspect._records import Boundary, Constraint, Island, Written, WrittenCollective
+from spmd.inspect._records import Written
 from spmd.inspect._values import Value
 from spmd.inspect._walk import Walk
 from spmd.inspect._work import size_bytes
 from spmd.kernels import Kernel
-
-__all__ = ["Boundary", "Constraint", "Island", "Written", "WrittenCollective", "written"]
 
 
 def written(

@@ -14,8 +14,6 @@ from spmd.kernels._plan import Plan
 from spmd.language import Layout, axes_product, axes_tuple
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 
-__all__ = ["arrived"]
-
 
 def arrived(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     """The arguments of a call, those moved that `jit` would refuse or the compiler would not survive."""

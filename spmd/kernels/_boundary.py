@@ -16,8 +16,6 @@ from spmd.kernels._plan import Plan
 from spmd.language import Layout, axes_tuple
 from spmd.mesh import abstract_of
 
-__all__ = ["VmapWarning", "check_boundary", "check_mapped"]
-
 
 class VmapWarning(UserWarning):
     """`jax.vmap` of a kernel gathers the dimension that it maps, which was divided."""

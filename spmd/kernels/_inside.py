@@ -17,8 +17,6 @@ from spmd.kernels._plan import Plan, typed
 from spmd.language import Layout, mesh_text
 from spmd.modes import Frame, current_frame, inside_kernel, no_frame
 
-__all__ = ["inlined", "nested"]
-
 
 def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
     """The results where all of the kernel's axes are manual: arguments are shards, and nothing moves."""

@@ -25,9 +25,6 @@ from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import check_mesh, mesh_for
 from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
 
-__all__ = ["Kernel", "kernel"]
-
-
 # Each one is a compiled program with its static values. Only static arguments that never recur would need more.
 _KEPT = 256
 

@@ -23,8 +23,6 @@ from spmd.kernels._sizes import bind_sizes
 from spmd.language import Layout, Size, verb_for
 from spmd.modes import Frame
 
-__all__ = ["Outputs", "Unequal", "diagnose"]
-
 
 class Unequal(Exception):
     """Results that JAX types varying where their layout says equal; becomes a ReplicationError."""

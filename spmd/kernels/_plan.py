@@ -28,9 +28,6 @@ from spmd.language import AxisMapping, Layout, Size, check_axes
 from spmd.mesh import abstract_of, mesh_sizes, no_mesh, outside_trace
 from spmd.modes import Frame
 
-__all__ = ["Plan", "concrete", "typed"]
-
-
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
 

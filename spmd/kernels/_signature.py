@@ -14,8 +14,6 @@ from spmd._leaves import kind_of
 from spmd.errors import Fix, LayoutError, SpmdError, did_you_mean, is_int
 from spmd.language import AxisMapping, Layout, Pattern
 
-__all__ = ["Signature"]
-
 
 @dataclass(eq=False)
 class Signature:

@@ -8,8 +8,6 @@ from dataclasses import replace
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout, Size, Unequal, WrongRank, another_name, as_fault, bind
 
-__all__ = ["bind_sizes"]
-
 
 def bind_sizes(
     text: str,

@@ -21,8 +21,6 @@ from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_y
 from spmd.kernels._signature import Signature
 from spmd.modes import Frame
 
-__all__ = ["translated"]
-
 
 @contextlib.contextmanager
 def translated(signature: Signature, frame: Frame) -> Iterator[None]:

@@ -17,8 +17,6 @@ from spmd.language._syntax import Atom, Dim, Span, Value, check, check_form, fau
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["AxisMapping", "Layout", "axis_sizes"]
-
 
 @final
 class Layout(Value):

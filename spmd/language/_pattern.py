@@ -12,8 +12,6 @@ from spmd.language._parse import Parser
 from spmd.language._rules import Axes
 from spmd.language._syntax import Parsed, Value, with_call
 
-__all__ = ["Pattern"]
-
 
 @final
 class Pattern(Value):

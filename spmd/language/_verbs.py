@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from spmd.language._layout import Layout
 
-__all__ = ["factors_of", "verb_for"]
-
 
 def factors_of(layout: Layout) -> list[tuple[str, tuple[str, ...]]]:
     """Factor names with their axes; `...` counts as one."""

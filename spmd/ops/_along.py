@@ -21,8 +21,6 @@ from spmd.errors import LayoutError
 from spmd.language import Layout, Pattern
 from spmd.ops._partial_sums import plain_dims
 
-__all__ = ["Along", "along"]
-
 
 @dataclass(frozen=True)
 class Along:

@@ -23,8 +23,6 @@ from spmd.language import Layout
 from spmd.modes import current_frame, try_frame
 from spmd.ops._sizes import named_axes
 
-__all__ = ["ValueType", "annotate", "assert_equal", "debug_print", "per_shard", "typeof"]
-
 T = TypeVar("T")
 
 

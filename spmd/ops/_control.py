@@ -14,8 +14,6 @@ from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError
 from spmd.modes import current_frame
 
-__all__ = ["cond"]
-
 
 def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
     """`jax.lax.cond` that neither hangs nor loses gradients when the predicate differs between devices.

@@ -17,8 +17,6 @@ from spmd.comm._keywords import check_array
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 
-__all__ = ["counted", "full", "iota", "ones", "open_made", "positions", "zeros"]
-
 
 def zeros(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any) -> Any:
     """Zeros of this layout: `zeros("b/dp d")`, for accumulators and for carries of loops.

@@ -16,8 +16,6 @@ from spmd.comm._call import Call
 from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Dim, Layout
 
-__all__ = ["EDGES", "Edge", "Edges", "read_edges"]
-
 # Our names, each with the mode of `np.pad` that gives the same elements. The odd ones are turned after mirroring.
 EDGES = {
     "periodic": "wrap",

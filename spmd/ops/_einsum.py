@@ -14,8 +14,6 @@ from spmd.errors import LayoutError
 from spmd.language import Layout, verb_for
 from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
 
-__all__ = ["einsum"]
-
 
 def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> Any:
     """Multiply arrays and sum over the dimensions that the right side leaves out.

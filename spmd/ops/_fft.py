@@ -25,8 +25,6 @@ from spmd.ops._fft_route import Job, Stage, route
 from spmd.ops._local import local
 from spmd.ops._partial_sums import plain_dims
 
-__all__ = ["fft", "ifft", "irfft", "rfft"]
-
 NORMS = ("backward", "ortho", "forward")
 _relayout, _local = inner(relayout), inner(local)
 

@@ -13,8 +13,6 @@ from spmd.language import Atom
 from spmd.ops._create import iota
 from spmd.ops._partial_sums import plain_dims
 
-__all__ = ["fftfreq", "rfftfreq"]
-
 
 def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
     """The sample frequencies of a transformed dimension. Each device has those of its own block: `fftfreq("ky/a")`.

@@ -18,8 +18,6 @@ from spmd.ops._create import iota
 from spmd.ops._rearrange import rearrange
 from spmd.ops._sizes import axis_size
 
-__all__ = ["factors", "in_two_factors", "transformed"]
-
 
 def transformed(fn: Callable[..., Any], x: Any, dims: list[int]) -> Any:
     """A transform of the dimensions `dims`. XLA transforms the last ones, so they become last, in memory too."""

@@ -15,8 +15,6 @@ import jax.numpy as jnp
 
 from spmd import _compat
 
-__all__ = ["JOINED", "cut", "joined", "transposed"]
-
 JOINED = 16  # the most pieces that are joined one by one; more would make programs large
 
 

@@ -21,8 +21,6 @@ from spmd.comm.planner._route import Request
 from spmd.comm.planner._route import route as cheapest
 from spmd.language import axes_product
 
-__all__ = ["Job", "Stage", "route"]
-
 Axes = tuple[str, ...]
 Placement = tuple[Axes, ...]
 

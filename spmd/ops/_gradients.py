@@ -23,8 +23,6 @@ from spmd.errors import LayoutError, ReplicationError
 from spmd.language import Layout, check_axes
 from spmd.modes import Frame, current_frame, try_frame
 
-__all__ = ["custom_vjp", "grad", "value_and_grad"]
-
 Argnums = int | Sequence[int]
 
 

@@ -24,8 +24,6 @@ from spmd.ops._partial_sums import placed, plain_dims
 
 _EXAMPLE = 'meshgrid(x, y, "x/a, y/b -> x/a y/b")'
 
-__all__ = ["from_function", "linspace", "meshgrid"]
-
 
 def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = None, **names: Any) -> Any:
     """Evenly spaced numbers along a dimension: `linspace(0, 1, "x/a")`. Each device has those of its own block.

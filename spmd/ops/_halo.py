@@ -16,8 +16,6 @@ from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Dim, Layout
 from spmd.ops._edges import EDGES, Edge, read_edges
 
-__all__ = ["halo", "with_margins", "without_margins"]
-
 T = TypeVar("T")
 
 

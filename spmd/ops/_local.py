@@ -28,8 +28,6 @@ from spmd.language import Dim, Layout
 from spmd.mesh import no_mesh
 from spmd.modes import Frame, current_frame
 
-__all__ = ["local", "opaque"]
-
 Axes = tuple[str, ...]
 
 

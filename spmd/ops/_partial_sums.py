@@ -18,8 +18,6 @@ from spmd.errors import Fix, LayoutError, did_you_mean
 from spmd.language import Atom, Layout
 from spmd.modes import Frame
 
-__all__ = ["Landing", "finish", "land", "placed", "plain_dims", "right_names"]
-
 Axes = tuple[str, ...]
 
 

@@ -29,8 +29,6 @@ from spmd.comm._marks import mark
 from spmd.errors import LayoutError, ModeError, ReplicationError
 from spmd.language import Layout
 
-__all__ = ["bernoulli", "normal", "truncated_normal", "uniform"]
-
 THREEFRY = "threefry2x32"
 _WORD = 2**32
 

@@ -16,8 +16,6 @@ from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Atom, Layout
 from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
 
-__all__ = ["rearrange", "repeat"]
-
 Axes = tuple[str, ...]
 
 

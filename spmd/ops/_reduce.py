@@ -15,8 +15,6 @@ from spmd.comm._call import Call, Factor, open_call
 from spmd.errors import LayoutError, not_one_of
 from spmd.ops._partial_sums import Landing, factors_by_name, finish, land, placed, plain_dims, right_names
 
-__all__ = ["reduce"]
-
 Axes = tuple[str, ...]
 Dims = tuple[int, ...]
 

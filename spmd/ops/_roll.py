@@ -15,8 +15,6 @@ from spmd.comm.permute import roll_p
 from spmd.errors import LayoutError, is_int
 from spmd.ops._along import along
 
-__all__ = ["flip", "roll"]
-
 
 def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) -> Any:
     """`jnp.roll` of the whole array along the dimensions in brackets: `roll(x, "b [s/cp] d", 1)`.

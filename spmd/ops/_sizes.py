@@ -16,8 +16,6 @@ from spmd.errors import LayoutError, MeshError, ModeError
 from spmd.language import Dim, Layout, check_axes
 from spmd.modes import Frame, current_frame
 
-__all__ = ["axis_index", "axis_size", "local_size", "offset", "size"]
-
 Axes = str | tuple[str, ...]
 
 

@@ -16,8 +16,6 @@ from spmd.language import Layout
 from spmd.ops._along import Along, along
 from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
 
-__all__ = ["argmax", "cumsum", "softmax"]
-
 Axes = tuple[str, ...]
 
 

@@ -13,8 +13,6 @@ from jax import lax
 from spmd import _lax
 from spmd.ops._along import Along, along
 
-__all__ = ["sort"]
-
 Held = tuple[Any, ...]  # the keys of one device's block: the elements and, if ties matter, their first places
 
 

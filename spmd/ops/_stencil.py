@@ -18,8 +18,6 @@ from spmd.ops._edges import Edges, read_edges
 from spmd.ops._halo import halo, with_margins, without_margins
 from spmd.ops._local import local
 
-__all__ = ["convolve", "diff", "stencil"]
-
 Ranges = dict[str, tuple[int, int]]
 _halo, _local = inner(halo), inner(local)
 

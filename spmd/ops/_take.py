@@ -11,8 +11,6 @@ from spmd.comm._local import rearranged
 from spmd.errors import LayoutError
 from spmd.ops._partial_sums import factors_by_name, finish, land, placed, plain_dims, right_names
 
-__all__ = ["take"]
-
 
 def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
     """Look up rows by number: `take(e, ids, "[v/tp] d, b/dp s -> b/dp s d")`.

@@ -15,8 +15,6 @@ from spmd.errors import LayoutError, SizeError, is_int
 from spmd.language import Atom, Dim, Layout
 from spmd.ops._along import along
 
-__all__ = ["top_k"]
-
 
 def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[Any, Any]:
     """The k largest elements along the dimension in brackets, and where they are: `top_k(x, "b s [e]", 2)`.

@@ -14,8 +14,6 @@ from spmd._trees import match_prefix
 from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_tuple
 
-__all__ = ["Axes", "Move", "axes_by_dim", "checked_axes", "is_array", "layout_leaves", "moves", "paths", "text_of"]
-
 Axes = tuple[str, ...]
 
 

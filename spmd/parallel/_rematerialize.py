@@ -17,8 +17,6 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from spmd._jaxprs import plain_call
 from spmd._walker import Domain, walk
 
-__all__ = ["SAVE", "Layer", "differentiable", "without_integers"]
-
 SAVE = ("activations", "inputs")
 _UNKNOWN = object()
 

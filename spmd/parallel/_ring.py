@@ -23,8 +23,6 @@ from spmd.nn import attention_mask
 from spmd.nn.dtypes import wide
 from spmd.parallel.sequence import block_positions
 
-__all__ = ["Ring", "attend_in_ring"]
-
 Axes = str | tuple[str, ...] | None
 Tree = Any
 

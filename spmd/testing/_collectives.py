@@ -15,8 +15,6 @@ from spmd.inspect._match import Communication
 from spmd.language import check_axes
 from spmd.testing._mismatch import Mismatch
 
-__all__ = ["assert_collectives", "assert_no_unwritten_collectives"]
-
 KINDS = ("all_gather", "all_to_all", "pbroadcast", "ppermute", "psum", "psum_scatter", "ragged_all_to_all")
 Key = tuple[str, str]  # a kind, and axes as a layout writes them
 

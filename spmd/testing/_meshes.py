@@ -29,8 +29,6 @@ from spmd.testing._mismatch import Mismatch
 from spmd.testing._numbers import Difference, compared, labelled, pulled, wide
 from spmd.testing._structs import drawn, lacks_values, shrunk
 
-__all__ = ["assert_same_on_any_mesh"]
-
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _BUILD = "build(mesh), a function that makes the kernel for a mesh, where its meaning depends on the sizes of axes"
 _SHOWN = 20

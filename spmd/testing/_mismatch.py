@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Mismatch"]
-
 
 class Mismatch(AssertionError):
     """A program is not what a test says of it. The message has both, side by side."""

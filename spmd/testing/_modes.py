@@ -16,8 +16,6 @@ from spmd.modes import MODES, mode
 from spmd.testing._mismatch import Mismatch
 from spmd.testing._numbers import compared, labelled, pulled
 
-__all__ = ["assert_modes_agree"]
-
 
 def assert_modes_agree(
     fn: Callable[..., Any],

@@ -14,8 +14,6 @@ from jax.tree_util import keystr
 
 from spmd._leaves import wrapped
 
-__all__ = ["Difference", "compared", "is_key", "labelled", "pulled", "wide"]
-
 
 def is_key(x: Any) -> bool:
     """Whether this is an array of `jax.random` keys, or stands for one."""

@@ -18,8 +18,6 @@ from spmd.errors import MeshError, SizeError, SpmdError
 from spmd.language import AxisMapping, Layout, axes_product, axes_tuple, check_axes, mesh_text
 from spmd.testing._mismatch import Mismatch
 
-__all__ = ["assert_sharded"]
-
 _CALL = "assert_sharded(tree, ...)"
 _SHOWN = 20
 

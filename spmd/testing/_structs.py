@@ -14,8 +14,6 @@ from spmd._leaves import is_array
 from spmd.language import Dim, Size, bind
 from spmd.testing._numbers import is_key
 
-__all__ = ["drawn", "lacks_values", "shrunk"]
-
 
 def lacks_values(tree: Any) -> bool:
     """Whether an array of a tree is a `jax.ShapeDtypeStruct`."""

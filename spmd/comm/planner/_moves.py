@@ -9,8 +9,6 @@ from typing import NamedTuple
 from spmd.comm.planner._problem import MOST, Placement, Problem, State, cuts, ordered
 from spmd.comm.planner._sends import rounds_between
 
-__all__ = ["Move", "moves"]
-
 
 class Move(NamedTuple):
     """One step.

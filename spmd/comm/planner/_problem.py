@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = ["MOST", "Placement", "Problem", "State"]
-
 Placement = tuple[tuple[int, ...], ...]
 """For each dimension the axes that divide it, major first."""
 

@@ -15,8 +15,6 @@ from spmd.comm.planner._route import Axes, Request, route
 from spmd.comm.planner._run import run
 from spmd.language import axes_tuple
 
-__all__ = ["move", "program", "uneven"]
-
 
 def uneven(sizes: Iterable[int]) -> bool:
     """Whether the size of some axis does not divide a larger one. XLA of jax 0.12 then aborts the process on some

@@ -13,8 +13,6 @@ from spmd.comm.planner._problem import Placement, Problem, State
 from spmd.comm.planner._search import Route, search
 from spmd.language import axes_product
 
-__all__ = ["Axes", "Leg", "NamedRoute", "Request", "route", "seconds_of"]
-
 Axes = tuple[str, ...]
 
 MOST_BORROWED = 3

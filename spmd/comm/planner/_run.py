@@ -26,8 +26,6 @@ from spmd.comm.planner._route import Axes, Leg, NamedRoute, Request, route
 from spmd.comm.planner._sends import Rounds, permutation, schedule
 from spmd.language import axes_product
 
-__all__ = ["run"]
-
 Copies = frozenset[str]
 Sizes = dict[str, int]
 

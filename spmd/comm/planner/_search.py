@@ -11,8 +11,6 @@ from typing import NamedTuple
 from spmd.comm.planner._moves import Move, moves
 from spmd.comm.planner._problem import Problem, State
 
-__all__ = ["Route", "search"]
-
 Seconds = Callable[[Move], float]
 PATIENCE = 40_000
 """How many steps the search looks at, a second or two, before it takes the best route so far. If it has none yet, it
