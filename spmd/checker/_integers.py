@@ -22,13 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd._recent import Recent
+
 __all__ = ["Moves", "Table", "along", "blocks_of", "constant", "evaluate", "moves", "sends", "starts_of", "true_once"]
 
 Sizes = Mapping[str, int]  # of the mesh axes, in mesh order
 Blocks = tuple[tuple[str, ...], ...]
+Rule = Callable[[Any, Sequence["Table"], Sizes], Any]  # an equation to the table of its result, or a list of them
 
 _BLOCK = 4096  # entries that a table has for one device
 _TOTAL = 65536  # entries for all devices, also while a table is made
+_EVALUATED = Recent(1024)  # the layers of a model ask for the same positions and masks
 
 
 class _Unknown(Exception):
@@ -68,6 +72,13 @@ class Table:
         constant."""
         return np.frombuffer(self.data, self.dtype).reshape(self.counts)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.shape, self.steps, self.data))
+
     @property
     def values(self) -> np.ndarray | None:
         """All values, with a dimension for each of `axes` in front. None if they are too many."""
@@ -99,12 +110,25 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
       sizes: The sizes of the mesh axes, in mesh order.
     """
     rule = _RULES.get(eqn.primitive.name)
+    if rule is _same:
+        return operands
     known = [table for table in operands if table is not None]
     if rule is None or len(known) < len(operands):
         return [None] * len(eqn.outvars)
     try:
+        key = (rule, *known, eqn.outvars[0].aval.shape, *eqn.params.items(), *sizes.items())
+        found = _EVALUATED.get(key)
+    except TypeError:  # a parameter has no hash
+        return _evaluated(rule, eqn, known, sizes)
+    if found is None:
+        found = _EVALUATED[key] = _evaluated(rule, eqn, known, sizes)
+    return found
+
+
+def _evaluated(rule: Rule, eqn: Any, tables: Sequence[Table], sizes: Sizes) -> Sequence[Table | None]:
+    try:
         with np.errstate(all="ignore"):
-            found = rule(eqn, known, sizes)
+            found = rule(eqn, tables, sizes)
     except _Unknown:
         return [None] * len(eqn.outvars)
     return found if isinstance(found, list) else [found]
@@ -206,7 +230,6 @@ def _led(entries: np.ndarray, table: Table, axes: Sequence[str]) -> np.ndarray:
 
 # --- rules: elementwise ----------------------------------------------------------------------------------------
 
-Rule = Callable[[Any, Sequence[Table], Sizes], Any]  # the table of the result, or a list of them
 
 
 def _elementwise(fn: Callable[..., Any], *, linear: bool = False) -> Rule:
