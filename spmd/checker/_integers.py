@@ -24,7 +24,20 @@ import numpy as np
 
 from spmd._recent import Recent
 
-__all__ = ["Moves", "Table", "along", "blocks_of", "constant", "evaluate", "moves", "sends", "starts_of", "true_once"]
+__all__ = [
+    "Moves",
+    "Table",
+    "along",
+    "blocks_of",
+    "constant",
+    "evaluate",
+    "moves",
+    "plus",
+    "rows_of",
+    "sends",
+    "starts_of",
+    "true_once",
+]
 
 Sizes = Mapping[str, int]  # of the mesh axes, in mesh order
 Blocks = tuple[tuple[str, ...], ...]
@@ -229,7 +242,6 @@ def _led(entries: np.ndarray, table: Table, axes: Sequence[str]) -> np.ndarray:
 
 
 # --- rules: elementwise ----------------------------------------------------------------------------------------
-
 
 
 def _elementwise(fn: Callable[..., Any], *, linear: bool = False) -> Rule:
@@ -533,9 +545,9 @@ def _each(fn: Callable[..., Any]) -> Rule:
 def _reduction(fn: np.ufunc) -> Rule:
     def run(params: Any, lead: int, x: np.ndarray) -> Any:
         axes = tuple(lead + d for d in params["axes"])
-        if 0 in x.shape:
+        if 0 in x.shape or (fn is np.multiply and x.dtype.kind not in "iu"):
             raise _Unknown
-        return _summed(x, axes) if fn is np.add else fn.reduce(x, axis=axes)
+        return _summed(x, axes) if fn is np.add else fn.reduce(x, axis=axes, dtype=x.dtype)
 
     return _listing(run)
 
@@ -771,13 +783,16 @@ _RULES: dict[str, Rule] = {
     "stack": _listing(lambda p, lead, *xs: np.stack(xs, lead + p["axis"])),
     "tile": _listing(_tile),
     "split": _listing(_split),
+    "unstack": _listing(lambda p, lead, x: list(np.moveaxis(x, lead + p["axis"], 0))),
     "reduce_sum": _reduction(np.add),
+    "reduce_prod": _reduction(np.multiply),
     "reduce_max": _reduction(np.maximum),
     "reduce_min": _reduction(np.minimum),
     "reduce_and": _reduction(np.bitwise_and),
     "reduce_or": _reduction(np.bitwise_or),
     "reduce_xor": _reduction(np.bitwise_xor),
     "cumsum": _cumulative(np.add),
+    "cumprod": _cumulative(np.multiply),
     "cummax": _cumulative(np.maximum),
     "cummin": _cumulative(np.minimum),
     "argmax": _first_of(np.argmax),
@@ -863,6 +878,36 @@ def starts_of(table: Table, size: int, sizes: Sizes) -> tuple[str, ...] | None:
         found.insert(0, axis)
         wanted *= sizes[axis]
     return tuple(found)
+
+
+def rows_of(table: Table, whole: int, sizes: Sizes) -> tuple[str, ...] | None:
+    """The axes that divide the rows which a `take` of `whole` rows gives, if each device takes its own block.
+
+    Args:
+      table: The rows that each device takes, `offset + arange`; further dimensions have size 1.
+      whole: How many rows there are.
+      sizes: The sizes of the mesh axes.
+
+    Returns:
+      The axes, major one first. None if other rows are taken, or not all of them.
+    """
+    long = [d for d, n in enumerate(table.shape) if n > 1]
+    if table.data == b"" or len(long) > 1 or any(_listed(table, d) or table.steps[d] != 1 for d in long):
+        return None
+    size = math.prod(table.shape)
+    start = _made(table.axes, table.entries.reshape(table.counts[: len(table.axes)]), ())
+    axes = starts_of(start, size, sizes)
+    return axes if axes is not None and size * math.prod(sizes[axis] for axis in axes) == whole else None
+
+
+def plus(table: Table, start: Table, sizes: Sizes) -> Table | None:
+    """The table with a scalar added. Ids minus `start` meet `arange(n)` where the ids meet `start + arange(n)`."""
+    if start.shape or start.dtype != table.dtype or table.dtype.kind not in "iu":
+        return None
+    axes = _together((table, start), sizes)
+    by = _led(start.entries, start, axes)
+    entries = _led(table.entries, table, axes) + by.reshape(by.shape + (1,) * len(table.shape))
+    return _made(axes, entries, table.shape, table.steps)
 
 
 def true_once(table: Table, axes: Sequence[str], sizes: Sizes) -> bool:

@@ -190,6 +190,9 @@ class Program:
             lambda: lax.pad(x, jnp.zeros((), x.dtype), [(self.dice.randint(-1, 2), 1, 1)] + [(0, 0, 0)] * (x.ndim - 1)),
             lambda: small.sum(dim),
             lambda: small.max(dim),
+            lambda: small.prod(dim),
+            lambda: jnp.cumprod(small, dim),
+            lambda: jnp.unstack(x, axis=dim)[-2:],
             lambda: small.min(),
             lambda: (small > 2).any(dim),
             lambda: (small > 2).all(dim),
@@ -390,6 +393,42 @@ STARTS: list[tuple[Callable[[], Any], Any]] = [
 def test_starts_of_blocks(case: int) -> None:
     body, expected = STARTS[case]
     assert integers.starts_of(table_of(body, MESH), 3, MESH) == expected
+
+
+ROWS: list[tuple[Callable[[], Any], Any]] = [
+    (lambda: index("b") * 3 + arange(3), ("b",)),
+    (lambda: (index("b") * 3 + arange(3))[:, None], ("b",)),
+    (lambda: arange(12), ()),
+    (lambda: arange(3), None),
+    (lambda: index("a") * 3 + arange(3), None),  # half of them
+    (lambda: index("a", "b") * 3 + arange(3), None),  # some do not exist
+    (lambda: index("b") * 3 + arange(3) + 1, None),
+    (lambda: 3 * arange(3) + index("b"), None),
+    (lambda: (index("b") * 3 + arange(3))[:, None] + arange(1)[None], ("b",)),
+    (lambda: jnp.zeros((0,), "int32"), None),
+]
+
+
+@pytest.mark.parametrize("case", range(len(ROWS)))
+def test_rows_that_each_device_takes(case: int) -> None:
+    body, expected = ROWS[case]
+    assert integers.rows_of(table_of(body, MESH), 12, MESH) == expected
+
+
+def test_one_row_for_each_device() -> None:
+    assert integers.rows_of(table_of(lambda: index("b")[None], MESH), 4, MESH) == ("b",)
+    assert integers.rows_of(table_of(lambda: index("b"), MESH), 4, MESH) == ("b",)
+    assert integers.rows_of(table_of(lambda: index("b"), MESH), 5, MESH) is None
+
+
+def test_ids_counted_from_the_start_of_a_block() -> None:
+    """`ids - start == arange(n)` says what `ids == start + arange(n)` says."""
+    start, rows = table_of(lambda: index("b") * 3, MESH), table_of(lambda: arange(3)[None], MESH)
+    both = integers.plus(rows, start, MESH)
+    assert both == table_of(lambda: (index("b") * 3 + arange(3))[None], MESH)
+    assert integers.blocks_of(both, MESH) == ((), ("b",))
+    assert integers.plus(rows, rows, MESH) is None
+    assert integers.plus(table_of(lambda: arange(3) > 0, MESH), start, MESH) is None
 
 
 def test_the_starts_that_plain_indexing_makes_are_seen() -> None:
