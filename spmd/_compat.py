@@ -19,6 +19,9 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 _JAX = str(Path(jax.__file__).parent) + os.sep
 
+# What `jax.jit(inline=...)` takes for a function whose equations are to stand in the caller's jaxpr.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
 
 def in_jax(filename: str) -> bool:
     """Whether a line of a traceback is JAX's own."""
@@ -135,10 +138,15 @@ def apart(x: Any) -> Any:
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
+def primal(x: Any) -> Any:
+    """The value that the tracer of a gradient holds beside its tangent; None for anything else."""
+    return getattr(x, "primal", None) if isinstance(x, jax.core.Tracer) else None
+
+
 def concrete(x: Any) -> Any:
     """The array that the tracer of a gradient stands for, where it is taken outside jit; else `x`."""
-    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
-        x = x.primal
+    while (inner := primal(x)) is not None:
+        x = inner
     return x
 
 

@@ -39,11 +39,17 @@ def tag(x: Any, layout: Layout, origin: str, name: str | None = None) -> Any:
 
 
 def tag_of(x: Any) -> Known | None:
-    """The layout that `spmd` gave this very value, and where. None for a value that other JAX code made."""
-    entry = _tags.get(id(x))
-    if entry is None or entry[0]() is not x:
-        return None
-    return entry[1]
+    """The layout that `spmd` gave this very value, and where. None for a value that other JAX code made.
+
+    Under `grad` the value is the one that the tracer holds, if the tracer itself is unknown: so a kernel's argument is
+    known in the function that is differentiated.
+    """
+    while x is not None:
+        entry = _tags.get(id(x))
+        if entry is not None and entry[0]() is x:
+            return entry[1]
+        x = _compat.primal(x)
+    return None
 
 
 def mark(

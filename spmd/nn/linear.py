@@ -71,10 +71,11 @@ def column_linear(
     weights, structure = jax.tree.flatten(w)
     for one in weights:
         _check_rank("column_linear", one, 2, '"d f/tp"')
-    # Several output dimensions, the first divided, are one divided dimension: (h k)/tp.
-    flat = [one.reshape(one.shape[0], -1) for one in weights]
-    outs = _columns(x, flat, tp=tp, sp=sp, cp=cp, overlap=overlap)
-    outs = [y.reshape(*y.shape[:-1], *one.shape[1:]) for y, one in zip(outs, weights, strict=True)]
+    # In a ring, several output dimensions, the first divided, are one divided dimension: (h k)/tp.
+    flat = [one.reshape(one.shape[0], -1) for one in weights] if overlap else weights
+    outs = _columns(x, flat, [_divided(one.ndim - 1) for one in flat], tp=tp, sp=sp, cp=cp, overlap=overlap)
+    if overlap:
+        outs = [y.reshape(*y.shape[:-1], *one.shape[1:]) for y, one in zip(outs, weights, strict=True)]
     biases = [None] * len(outs) if b is None else structure.flatten_up_to(b)
     return structure.unflatten([_plus(y, bias) for y, bias in zip(outs, biases, strict=True)])
 
@@ -129,14 +130,14 @@ def row_linear(
     _check_rank("row_linear", w, 2, '"f/tp d"')
     rows = w.ndim - 1
     _check_rank("row_linear", x, rows, '"... f/tp"', "x")
-    x = x.reshape(*x.shape[: x.ndim - rows], -1)
-    w = w.reshape(-1, w.shape[-1]).astype(x.dtype)
+    w = w.astype(x.dtype)
+    inputs = _divided(rows)
     if sp is None:
-        y = einsum(x, w, "... f/tp, f/tp d -> ... d", tp=tp)
+        y = einsum(x, w, f"... {inputs}, {inputs} d -> ... d", tp=tp)
     elif overlap and _is_ring("row_linear", tp, sp):
-        y = einsum_scatter(x, w, tp=tp, cp=cp)
+        y = einsum_scatter(x.reshape(*x.shape[: x.ndim - rows], -1), w.reshape(-1, w.shape[-1]), tp=tp, cp=cp)
     else:
-        y = einsum(x, w, "... s/cp f/tp, f/tp d -> ... s/cp/sp d", tp=tp, sp=sp, cp=cp)
+        y = einsum(x, w, f"... s/cp {inputs}, {inputs} d -> ... s/cp/sp d", tp=tp, sp=sp, cp=cp)
     return _plus(y, b)
 
 
@@ -311,7 +312,7 @@ def gated_mlp(
         biases = None if b_in is None else tuple(b_in)
         gate, up = column_linear(x, tuple(w_in), biases, tp=tp, sp=sp, cp=cp, overlap=overlap)
     elif shape is not None and len(shape) == 3 and shape[1] == 2:
-        [both] = _columns(x, [w_in], tp=tp, sp=sp, cp=cp, overlap=overlap)
+        [both] = _columns(x, [w_in], ["n f/tp"], tp=tp, sp=sp, cp=cp, overlap=overlap)
         both = _plus(both, b_in)
         gate, up = both[..., 0, :], both[..., 1, :]
     else:
@@ -324,8 +325,15 @@ def gated_mlp(
 # --- where products meet communication ----------------------------------------------------------------------
 
 
-def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes, overlap: bool) -> list[Any]:
-    """The products of x with weights "d f/tp" or "d n f/tp"; the sequence is gathered once for all of them."""
+def _divided(count: int) -> str:
+    """So many dimensions, of which the first is divided: `"f/tp"`, `"f/tp k1 k2"`."""
+    return " ".join(["f/tp", *(f"k{i}" for i in range(1, count))])
+
+
+def _columns(
+    x: Any, weights: list[Any], outputs: list[str], *, tp: Axes, sp: Axes, cp: Axes, overlap: bool
+) -> list[Any]:
+    """The products of x with weights of dimensions "d" and `outputs`; the sequence is gathered once for all of them."""
     if overlap and sp is not None and _is_ring("column_linear", tp, sp):
         return ring_columns(x, weights, tp=tp, cp=cp)
     if sp is None:
@@ -333,8 +341,8 @@ def _columns(x: Any, weights: list[Any], *, tp: Axes, sp: Axes, cp: Axes, overla
         x = defer(x, "... d -> ... d {R:tp}", tp=tp)
     else:
         x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
-    patterns = {2: "... d, d f/tp -> ... f/tp", 3: "... d, d n f/tp -> ... n f/tp"}
-    return [einsum(x, w.astype(x.dtype), patterns[w.ndim], tp=tp) for w in weights]
+    pairs = zip(weights, outputs, strict=True)
+    return [einsum(x, w.astype(x.dtype), f"... d, d {dims} -> ... {dims}", tp=tp) for w, dims in pairs]
 
 
 def _plus(y: Any, b: Any) -> Any:

@@ -54,7 +54,7 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
       Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
     """
     y = x.astype(wide(x))
-    y = y * jax.lax.rsqrt(_mean(y**2, tp) + eps)
+    y = y * jax.lax.rsqrt(_mean(jnp.square(y), tp) + eps)
     return _scaled(y, scale, tp, "rms_norm").astype(x.dtype)
 
 
@@ -97,7 +97,7 @@ def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6
     """
     y = x.astype(wide(x))
     y = y - _mean(y, tp)
-    y = _scaled(y * jax.lax.rsqrt(_mean(y**2, tp) + eps), scale, tp, "layer_norm")
+    y = _scaled(y * jax.lax.rsqrt(_mean(jnp.square(y), tp) + eps), scale, tp, "layer_norm")
     return (y if bias is None else y + _like(bias, y, tp, "layer_norm", "bias")).astype(x.dtype)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmd._lax import once
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import LayoutError
 from spmd.language import Layout, verb_for
-from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
+from spmd.modes import Frame
+from spmd.ops._partial_sums import Landing, finish, land, placed, plain_dims, right_names
 
 
 def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> Any:
@@ -83,14 +85,22 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
     }
     landing = land(call, have, partial, right)
     with call.scope():
-        out = jnp.einsum(
-            _subscripts(call, opened, right),
+        out = _product(
             *(o.x for o in opened),
-            preferred_element_type=preferred_element_type,
+            subscripts=_subscripts(call, opened, right),
+            dtype=preferred_element_type,
             precision=precision,
+            landing=landing,
+            frame=call.frame,
         )
-        out = finish(out, landing, call.frame)
     return call.result(out)
+
+
+@once("subscripts", "dtype", "precision", "landing", "frame")
+def _product(*arrays: Any, subscripts: str, dtype: Any, precision: Any, landing: Landing, frame: Frame) -> Any:
+    """The product of blocks, and what becomes of its partial sums."""
+    out = jnp.einsum(subscripts, *arrays, preferred_element_type=dtype, precision=precision)
+    return finish(out, landing, frame)
 
 
 def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:

@@ -249,3 +249,14 @@ def test_micro_batches_reduce_once():
     report = collectives(kernel, *micro_values())
     assert report.counts["all_gather"] == 1 and report.counts["psum_scatter"] == 1
     assert all(one.count == 1 for one in report)
+
+
+def test_an_argument_is_known_in_the_function_that_is_differentiated():
+    def loss(w):
+        return reduce(all_gather(w, "m/tp/dp -> m") ** 2, "m -> scalar")
+
+    mesh = spmd.make_mesh(dp=2, tp=4)
+    step = spmd.kernel("m/dp/tp -> m/dp/tp", mesh=mesh)(lambda w: spmd.grad(loss)(w))
+    with pytest.raises(spmd.SpmdError, match=r'holds "m/dp/tp", and is read as "m/tp/dp"') as raised:
+        step(jnp.arange(16.0))
+    assert 'relayout(w, "m/dp/tp -> m/tp/dp")' in str(raised.value), "the argument is called by its name"
