@@ -45,8 +45,8 @@ def test_numbers_say_which_one_is_right(pair: Pair) -> None:
     """In plain JAX, unchecked: the right body gives the whole arrays' numbers and gradients, and the wrong one others."""
     want = truth(pair)
     assert same(results(pair.kernel(pair.correct), pair), want)
-    if pair.predicate is not None:  # devices that do not agree would wait for each other
-        assert len(set(results(pair.shard_map(pair.predicate), pair)[0].tolist())) > 1
+    if pair.predicate is not None:  # it would wait for ever: devices along tp, which the collective joins, disagree
+        assert (pair.decisions() != pair.decisions()[:, :1]).any()
     elif not refused(pair):
         assert not same(results(pair.shard_map(pair.mistaken), pair), want, tolerance=1e-2)
 

@@ -18,7 +18,7 @@ def psum_in_one_branch(x):
 
 @psum_in_one_branch.decides
 def _(x):
-    return jnp.broadcast_to((x[0, 0] > 0), x.shape)
+    return x[0, 0] > 0
 
 
 @psum_in_one_branch.right
@@ -44,7 +44,7 @@ def psum_in_a_loop_of_different_length(x):
 
 @psum_in_a_loop_of_different_length.decides
 def _(x):
-    return jnp.broadcast_to(jnp.abs(x * 0.1).max() > 0.2, x.shape)
+    return jnp.ceil(jnp.log2(jnp.abs(x).max() / 0.2))
 
 
 @psum_in_a_loop_of_different_length.right
@@ -67,7 +67,7 @@ def permutation_in_one_branch(x):
 
 @permutation_in_one_branch.decides
 def _(x):
-    return jnp.broadcast_to(lax.axis_index("tp") == 0, x.shape)
+    return lax.axis_index("tp") == 0
 
 
 @permutation_in_one_branch.right
@@ -88,7 +88,7 @@ def different_collectives_in_branches(x):
 
 @different_collectives_in_branches.decides
 def _(x):
-    return jnp.broadcast_to(x.sum() > 0, x.shape)
+    return x.sum() > 0
 
 
 @different_collectives_in_branches.right
@@ -109,7 +109,7 @@ def psum_of_a_chosen_half(x, w):
 
 @psum_of_a_chosen_half.decides
 def _(x, w):
-    return jnp.broadcast_to(lax.pmax((lax.axis_index("tp") >= 2).astype(jnp.int32), "dp"), (x.shape[0], w.shape[1]))
+    return lax.axis_index("tp") >= 2
 
 
 @psum_of_a_chosen_half.right

@@ -40,6 +40,7 @@ class Pair:
       reference: What the right one computes, in plain JAX on whole arrays; without it, the right one on a mesh of ones.
       raw: Whether the fault is certain in a raw `shard_map` too, whose specs claim nothing about whole arrays.
       no_gradient: Why gradients are not compared, where they are not.
+      helper: The function that has the wrong line, where it is not in the body.
       predicate: Of a divergent program, which must never run: what its devices decide by.
     """
 
@@ -50,6 +51,7 @@ class Pair:
     mistaken: Callable[..., Any]
     raw: bool = False
     no_gradient: str = ""
+    helper: Callable[..., Any] | None = None
     correct: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
     predicate: Callable[..., Any] | None = None
@@ -81,7 +83,7 @@ class Pair:
         return f"{Path(inspect.getfile(self.mistaken)).name}:{self._marked()[0]}"
 
     def _marked(self) -> tuple[int, tuple[str, ...]]:
-        lines, first = inspect.getsourcelines(self.mistaken)
+        lines, first = inspect.getsourcelines(self.helper or self.mistaken)
         found = [(first + i, m[1]) for i, line in enumerate(lines) if (m := re.search(r"# wrong: (.*)$", line))]
         assert len(found) == 1, f"{self.name} marks {len(found)} lines as wrong"
         return found[0][0], tuple(re.split(r" or ", found[0][1].strip()))
@@ -106,6 +108,14 @@ class Pair:
         ins, outs = ([lay.spec for lay in side] for side in (self.pattern.inputs, self.pattern.outputs))
         return jax.shard_map(body, mesh=mesh, in_specs=tuple(ins), out_specs=outs[0] if len(outs) == 1 else tuple(outs))
 
+    def decisions(self) -> np.ndarray:
+        """What each device of the mesh decides, of a divergent program."""
+        specs = tuple(lay.spec for lay in self.pattern.inputs)
+        each = lambda *args: jnp.atleast_1d(self.predicate(*args))
+        out = jax.sharding.PartitionSpec(tuple(self.mesh))
+        run = jax.shard_map(each, mesh=spmd.make_mesh(**self.mesh), in_specs=specs, out_specs=out)
+        return np.asarray(jax.jit(run)(*self.arguments())).reshape(*self.mesh.values())
+
 
 def bare(layout: spmd.Layout) -> str:
     """The names and numbers of a layout's dimensions."""
@@ -113,14 +123,21 @@ def bare(layout: spmd.Layout) -> str:
 
 
 def wrong(
-    pattern: str, *, mesh: dict[str, int] | None = None, raw: bool = False, no_gradient: str = "", **sizes: int
+    pattern: str,
+    *,
+    mesh: dict[str, int] | None = None,
+    raw: bool = False,
+    no_gradient: str = "",
+    helper: Callable[..., Any] | None = None,
+    **sizes: int,
 ) -> Callable[[Callable[..., Any]], Pair]:
     """Register a wrong body. `sizes` are those that differ from `SIZES`."""
 
     def register(body: Callable[..., Any]) -> Pair:
         name = body.__name__
         assert name not in PAIRS, f"two pairs are named {name}"
-        PAIRS[name] = Pair(name, Pattern(pattern), mesh or MESH, {**SIZES, **sizes}, body, raw, no_gradient)
+        known = {**SIZES, **sizes}
+        PAIRS[name] = Pair(name, Pattern(pattern), mesh or MESH, known, body, raw, no_gradient, helper)
         return PAIRS[name]
 
     return register
