@@ -738,7 +738,8 @@ def _all_to_all(params: Any, at: int, x: np.ndarray) -> np.ndarray:
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("pvary", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "spmd_retype"), _same),
+    **dict.fromkeys(("pvary", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier"), _same),
+    **dict.fromkeys(("reshard", "sharding_constraint", "spmd_assert_equal", "spmd_layout", "spmd_retype"), _same),
     "add": _elementwise(_exactly(operator.add), linear=True),
     "sub": _elementwise(_exactly(operator.sub), linear=True),
     "neg": _elementwise(operator.neg, linear=True),

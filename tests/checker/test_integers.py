@@ -94,9 +94,11 @@ class Program:
     def __call__(self) -> list[Any]:
         self.dice = random.Random(self.seed)
         self.values = [lax.axis_index(axis) for axis in self.sizes]
+        self.values += [jnp.arange(4, dtype="float32") / 4, index(*self.sizes).astype("bfloat16") / 2]
         self.values += [jnp.arange(4, dtype="int32"), lax.broadcasted_iota("int32", (2, 4), 1), jnp.ones((3,), "int32")]
         while len(self.values) < self.steps:
-            found = self.dice.choice((self.unary, self.binary, self.binary, self.shaped, self.indexed, self.sent))()
+            ways = (self.unary, self.floats, self.binary, self.binary, self.shaped, self.indexed, self.sent)
+            found = self.dice.choice(ways)()
             for x in found if isinstance(found, (list, tuple)) else [found]:
                 self.values.append(x if x.size <= 64 else x.reshape(-1)[:12])
         return self.values
@@ -126,15 +128,7 @@ class Program:
         if x.dtype.kind == "b":
             return self.dice.choice((jnp.logical_not, lambda x: x.astype("int32"), lambda x: x.astype("float32")))(x)
         if x.dtype.kind in "fV":
-            ways = (
-                jnp.floor,
-                jnp.ceil,
-                lambda x: jnp.round(x),
-                lambda x: x.astype("int32"),
-                jnp.isfinite,
-                lambda x: x * 2,
-            )
-            return self.dice.choice((*ways, lambda x: x / 2, jnp.abs, lambda x: jnp.clip(x, -9, 9), lambda x: -x))(x)
+            return x * jnp.asarray(k, x.dtype)
         ways = (
             lambda x: x + jnp.asarray(k).astype(x.dtype),
             lambda x: x * jnp.asarray(k).astype(x.dtype),
@@ -148,11 +142,33 @@ class Program:
             lambda x: x.astype(self.dice.choice(INTEGERS)),
             lambda x: x.astype(self.dice.choice(INTEGERS)),
             lambda x: x.astype(self.dice.choice(("bool", "float32", "bfloat16"))),
+            lambda x: lax.clamp(jnp.asarray(1, x.dtype), x, jnp.asarray(4, x.dtype)),
+            jnp.square,
+            lambda x: lax.optimization_barrier(lax.stop_gradient(jnp.copy(x))),
             lambda x: x << jnp.asarray(self.dice.randint(0, 7), x.dtype),
             lambda x: x >> jnp.asarray(self.dice.randint(0, 7), x.dtype),
             lambda x: lax.shift_right_logical(x, jnp.asarray(3, x.dtype)),
             lambda x: x // jnp.asarray(self.dice.choice((2, 3, 5)), x.dtype),
             lambda x: x % jnp.asarray(self.dice.choice((2, 3, 4)), x.dtype),
+        )
+        return self.dice.choice(ways)(x)
+
+    def floats(self) -> Any:
+        x = self.any(kinds="fV")
+        ways = (
+            jnp.floor,
+            jnp.ceil,
+            jnp.round,
+            lambda x: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO),
+            jnp.isfinite,
+            lambda x: x * 2,
+            lambda x: x / 2,
+            lambda x: x + x[..., :1] if x.ndim else x - 1,
+            lambda x: -jnp.abs(x),
+            lambda x: jnp.clip(x, -9, 9) >= 2,
+            lambda x: jnp.sum(x, dtype=x.dtype),
+            lambda x: x.astype("int32"),
+            lambda x: jnp.where(x > 1, x, jnp.full_like(x, -jnp.inf)),
         )
         return self.dice.choice(ways)(x)
 
@@ -198,6 +214,8 @@ class Program:
             lambda: (small > 2).all(dim),
             lambda: jnp.cumsum(small, dim),
             lambda: lax.cummax(small, dim, reverse=True),
+            lambda: lax.cummin(small, dim),
+            lambda: lax.reduce_xor(small, (dim,)),
             lambda: jnp.roll(x, 1, dim),
             lambda: jnp.split(x, [1], dim),
         )
@@ -236,6 +254,7 @@ class Program:
             lambda: lax.pmin(x, names),
             lambda: lax.all_gather(x, names, axis=dim),
             lambda: lax.all_gather(x[None], names, axis=self.dice.randint(0, x.ndim), tiled=True),
+            lambda: lax.all_gather(x, names, axis=dim, to="invarying"),
             lambda: lax.psum_scatter(block, names),
             lambda: lax.psum_scatter(jnp.stack([block, block], 1), names, tiled=True),
             lambda: lax.all_to_all(block, names, 0, 0),
