@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -61,3 +62,14 @@ def test_twins_have_the_same_signature() -> None:
         count = pair.mistaken.__code__.co_argcount
         assert count == len(pair.pattern.inputs) == pair.correct.__code__.co_argcount, pair.name
         assert pair.kinds and pair.place
+
+
+def test_sizes_hide_nothing() -> None:
+    """No device has one row of anything, and no two dimensions have the same size, except of square matrices."""
+    for pair in PAIRS:
+        layouts = pair.pattern.layouts
+        names = {name for layout in layouts for name in layout.names}
+        assert len({pair.sizes[name] for name in names}) == len(names) or pair.group == "factorisations", pair.name
+        for layout, name in ((layout, name) for layout in layouts for name in layout.names):
+            blocks = math.prod(pair.mesh[axis] for axis in layout.axes_of(name))
+            assert pair.sizes[name] % blocks == 0 and pair.sizes[name] > blocks, f"{pair.name}: {name}"

@@ -22,7 +22,7 @@ import numpy as np
 import spmd
 from spmd.language import Pattern
 
-# No two names in one pattern have the same size, and no device of any mesh here has a size of one.
+# Local sizes and those of other dimensions must not hide a mistake: see test_sizes_hide_nothing.
 SIZES = {"b": 4, "f": 8, "h": 8, "d": 12, "s": 16, "v": 24, "m": 32, "n": 40, "k": 6, "l": 3, "e": 20}
 MESH = {"dp": 2, "tp": 4}
 

@@ -131,7 +131,7 @@ def _(x):
     return jnp.linalg.norm(x, axis=1)
 
 
-@wrong("b/dp d/tp -> b/tp d")
+@wrong("b/dp d/tp -> b/tp d", b=16)
 def block_of_another_axis(x):
     """Gathered, and still divided over dp."""
     full = all_gather(x, "b/dp d/tp -> b/dp d")
