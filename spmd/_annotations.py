@@ -79,4 +79,4 @@ def _annotation_text(text: str, cls: type, space: Mapping[str, Any]) -> Any:
         value = eval(text, dict(space), dict(vars(cls)))
     except Exception:
         return Unknown(text)
-    return _annotation(value, cls, space)
+    return _annotation(value, cls, {**space, "annotations": None})  # a string inside is a layout, not code again
