@@ -67,9 +67,9 @@ def test_twins_have_the_same_signature() -> None:
 def test_sizes_hide_nothing() -> None:
     """No device has one row of anything, and no two dimensions have the same size, except of square matrices."""
     for pair in PAIRS:
-        layouts = pair.pattern.layouts
-        names = {name for layout in layouts for name in layout.names}
+        names = {name for layout in pair.pattern.layouts for name in layout.names}
         assert len({pair.sizes[name] for name in names}) == len(names) or pair.group == "factorisations", pair.name
-        for layout, name in ((layout, name) for layout in layouts for name in layout.names):
-            blocks = math.prod(pair.mesh[axis] for axis in layout.axes_of(name))
-            assert pair.sizes[name] % blocks == 0 and pair.sizes[name] > blocks, f"{pair.name}: {name}"
+        for layout in pair.pattern.layouts:
+            for name in layout.names:
+                blocks = math.prod(pair.mesh[axis] for axis in layout.axes_of(name))
+                assert pair.sizes[name] % blocks == 0 and pair.sizes[name] > blocks, f"{pair.name}: {name}"
