@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import LayoutError, SizeError, axis_size, einsum, iota, scope, size, softmax, take
+from spmd import LayoutError, SizeError, annotate, axis_size, einsum, iota, scope, size, softmax, take
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
@@ -109,6 +109,8 @@ def dot_product_attention(
         raise LayoutError(
             rule, call="dot_product_attention(q, k, v, mask=...)", advice="pass what is added to the scores as bias="
         )
+    if bias is not None and bias.ndim > 2 and bias.shape[-3] > 1:  # one for all heads is the same on all devices
+        bias = annotate(bias, "... h/tp s t", tp=tp)
     check_positive("dot_product_attention(q, k, v)", window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     given = positions
@@ -263,6 +265,7 @@ def multi_head_attention(
     if frequencies is not None:
         if positions is None:
             positions = iota("s/cp", s=size(q, "... [s/cp] h/tp k", cp=cp, tp=tp), cp=cp)
+        positions = annotate(positions, "... s/cp", cp=cp)
         q, k = (rotary_embedding(y, positions, frequencies) for y in (q, k))
     mixed = dot_product_attention(q, k, v, tp=tp, **options) if attend is None else attend(q, k, v)
     return row_linear(mixed, wo, tp=tp, sp=sp, cp=cp, overlap=overlap)

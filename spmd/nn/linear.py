@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import all_gather, axis_size, defer, einsum, scope
+from spmd import SizeError, all_gather, annotate, axis_size, defer, einsum, scope
 from spmd.errors import LayoutError
 from spmd.nn.overlap import einsum_scatter, ring_columns
 
@@ -77,7 +77,8 @@ def column_linear(
     if overlap:
         outs = [y.reshape(*y.shape[:-1], *one.shape[1:]) for y, one in zip(outs, weights, strict=True)]
     biases = [None] * len(outs) if b is None else structure.flatten_up_to(b)
-    return structure.unflatten([_plus(y, bias) for y, bias in zip(outs, biases, strict=True)])
+    pairs = zip(outs, biases, strict=True)
+    return structure.unflatten([_plus("column_linear(x, w, b)", y, bias, "f/tp ...", tp=tp) for y, bias in pairs])
 
 
 @scope(mapping=None)
@@ -138,7 +139,7 @@ def row_linear(
         y = einsum_scatter(x.reshape(*x.shape[: x.ndim - rows], -1), w.reshape(-1, w.shape[-1]), tp=tp, cp=cp)
     else:
         y = einsum(x, w, f"... s/cp {inputs}, {inputs} d -> ... s/cp/sp d", tp=tp, sp=sp, cp=cp)
-    return _plus(y, b)
+    return _plus("row_linear(x, w, b)", y, b, "d")
 
 
 @scope(mapping=None)
@@ -313,7 +314,7 @@ def gated_mlp(
         gate, up = column_linear(x, tuple(w_in), biases, tp=tp, sp=sp, cp=cp, overlap=overlap)
     elif shape is not None and len(shape) == 3 and shape[1] == 2:
         [both] = _columns(x, [w_in], ["n f/tp"], tp=tp, sp=sp, cp=cp, overlap=overlap)
-        both = _plus(both, b_in)
+        both = _plus("gated_mlp(x, w_in, w_out, b_in)", both, b_in, "n f/tp", tp=tp)
         gate, up = both[..., 0, :], both[..., 1, :]
     else:
         rule = 'w_in is the pair (gate, up) of "d f/tp" each, or fused "d 2 f/tp".'
@@ -345,8 +346,17 @@ def _columns(
     return [einsum(x, w.astype(x.dtype), f"... d, d {dims} -> ... {dims}", tp=tp) for w, dims in pairs]
 
 
-def _plus(y: Any, b: Any) -> Any:
-    return y if b is None else y + jnp.expand_dims(b.astype(y.dtype), tuple(range(y.ndim - b.ndim)))
+def _plus(call: str, y: Any, b: Any, layout: str, **names: Axes) -> Any:
+    """Outputs and a bias for their last dimensions. The annotation says how it lies, which its shape does not."""
+    if b is None:
+        return y
+    b = annotate(b, layout, **names)
+    if b.shape != y.shape[y.ndim - b.ndim :]:
+        rule = "a bias has one number for each output."
+        got = [f"outputs: shape {y.shape} here", f"the bias: shape {b.shape} here"]
+        advice = f'a bias of the layout "{layout}": split it if it is whole, gather it if it rests divided'
+        raise SizeError(rule, call=call, got=got, advice=advice)
+    return y + jnp.expand_dims(b.astype(y.dtype), tuple(range(y.ndim - b.ndim)))
 
 
 def _is_ring(name: str, tp: Axes, sp: Axes) -> bool:

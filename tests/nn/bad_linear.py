@@ -35,6 +35,48 @@ def row_linear_of_too_few_dimensions(mesh):
 
 
 @bad
+def column_linear_of_a_whole_bias(mesh):
+    """The outputs are divided over tp, and the bias is not."""
+    column = lambda x, w, b: spmd.nn.column_linear(x, w, b, tp="tp")
+    body("b/dp d, d f/tp, f -> b/dp f/tp", column, mesh, X, X.T, X[:, 0])
+
+
+@fixed
+def column_linear_of_a_whole_bias_fixed(mesh, fix):
+    column = lambda x, w, b: spmd.nn.column_linear(x, w, fix(b=b), tp="tp")
+    out = body("b/dp d, d f/tp, f -> b/dp f/tp", column, mesh, X, X.T, X[:, 0])
+    np.testing.assert_allclose(out, X @ X.T + X[:, 0])
+
+
+@bad
+def row_linear_of_half_a_bias(mesh):
+    """A bias for other outputs."""
+    body("b f/tp, f/tp d, e -> b d", lambda x, w, b: spmd.nn.row_linear(x, w, b, tp="tp"), mesh, X, X.T, X[:2, 0])
+
+
+@bad
+def attention_with_the_first_biases(mesh):
+    """Each device adds the biases of the first heads to its own."""
+
+    def attend(q, bias):
+        return spmd.nn.dot_product_attention(q, q, q, bias=bias[: q.shape[1]], tp="tp")
+
+    body("s h/tp k, h s t -> s h/tp k", attend, mesh, np.ones((2, 8, 4), "f4"), np.ones((8, 2, 2), "f4"))
+
+
+@bad
+def attention_layer_at_positions_of_a_shard(mesh):
+    """Positions that start at zero on each device of the divided sequence."""
+
+    def layer(x, wq, wo):
+        turn, at = spmd.nn.rotary_frequencies(4), jax.numpy.arange(x.shape[0])
+        ring = lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp="tp")
+        return spmd.nn.multi_head_attention(x, wq, wq, wq, wo, attend=ring, frequencies=turn, positions=at, cp="tp")
+
+    body("s/tp d, d h k, h k d -> s/tp d", layer, mesh, X, np.ones((4, 2, 4), "f4"), np.ones((2, 4, 4), "f4"))
+
+
+@bad
 def qkv_linear_of_a_matrix(mesh):
     body("b/dp d, d f -> b/dp f", lambda x, w: spmd.nn.qkv_linear(x, w)[0], mesh, X, X.T)
 

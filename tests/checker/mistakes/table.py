@@ -1,0 +1,73 @@
+"""The table of mistakes: its rows, its place in the documentation, its sums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from tests.checker.mistakes.registry import Mistake
+
+__all__ = ["PAGE", "Row", "read", "row", "summary", "write"]
+
+PAGE = Path(__file__).parents[3] / "docs/pages/mistakes.md"
+HEAD = ("layer", "mistake", "numbers", "given the arguments", "given computed values")
+_START, _END = "<!-- mistakes -->", "<!-- end of mistakes -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one mistake.
+
+    Attributes:
+      layer: The layer.
+      what: The mistake.
+      numbers: "differ", "same", or "" if nothing can be computed.
+      arguments: Who rejects the call on the kernel's arguments; "" for nobody.
+      computed: Who rejects it on what was computed from them.
+    """
+
+    layer: str
+    what: str
+    numbers: str
+    arguments: str
+    computed: str
+
+    @property
+    def silent(self) -> bool:
+        """Whether it gives wrong numbers and nobody says so, at least on computed values."""
+        return self.numbers == "differ" and not (self.arguments and self.computed)
+
+    def __str__(self) -> str:
+        cells = [f"`{self.layer}`", self.what, *(text or "-" for text in astuple(self)[2:])]
+        return f"| {' | '.join(cells)} |"
+
+
+def row(one: Mistake) -> Row:
+    """What becomes of a mistake now."""
+    return Row(one.layer, one.what, one.numbers(), one.caught(computed=False), one.caught(computed=True))
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many there are, and who rejects those on computed values."""
+    by = Counter(one.computed.partition(":")[0] or "nobody" for one in rows if one.numbers != "same")
+    shown = ", ".join(f"{who} {by[who]}" for who in ("call", "JAX", "check", "nobody") if by[who])
+    return f"{len(rows)} mistakes, {sum(by.values())} of which change the numbers or cannot run. Rejected by: {shown}."
+
+
+def write(rows: Iterable[Row]) -> None:
+    """Put the table into the page."""
+    rows = list(rows)
+    before, _, rest = PAGE.read_text().partition(_START)
+    _, _, after = rest.partition(_END)
+    head = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    PAGE.write_text("\n".join([f"{before}{_START}", summary(rows), "", *head, *map(str, rows), f"{_END}{after}"]))
+
+
+def read() -> tuple[str, list[Row]]:
+    """The sums and the rows of the page."""
+    _, _, rest = PAGE.read_text().partition(f"{_START}\n")
+    said, _, table = rest.partition(_END)[0].partition("\n\n")
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+    return said, [Row(one[0].strip("`"), one[1], *("" if text == "-" else text for text in one[2:])) for one in cells]

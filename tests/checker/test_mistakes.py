@@ -1,0 +1,34 @@
+"""What becomes of wrong calls of layers is what the documentation says, and right calls are accepted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.checker.mistakes.registry import Mistake, load
+from tests.checker.mistakes.table import read, row, summary
+from tests.conftest import case_count
+from tests.sampler import first_seed
+
+ALL = load()
+SAMPLE = random.Random(first_seed()).sample(ALL, min(case_count(), len(ALL)))
+SAID, ROWS = read()
+
+
+def test_the_page_has_each_mistake() -> None:
+    assert [(one.layer, one.what) for one in ALL] == [(one.layer, one.what) for one in ROWS]
+    assert len(set(map(str, ALL))) == len(ALL)
+    assert summary(ROWS) == SAID
+
+
+@pytest.mark.parametrize("one", SAMPLE, ids=str)
+def test_the_page_is_true(one: Mistake) -> None:
+    """After a change for the better: `python -m tests.checker.mistakes --write`."""
+    assert row(one) in ROWS
+
+
+@pytest.mark.parametrize("one", SAMPLE, ids=str)
+def test_right_calls_are_accepted(one: Mistake) -> None:
+    assert not one.alarm(computed=False)
+    assert not one.alarm(computed=True)
