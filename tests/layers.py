@@ -29,6 +29,7 @@ import spmd
 from spmd import Layout
 from spmd.inspect import collectives
 from spmd.modes import MODES
+from spmd.testing import assert_same_on_any_mesh
 from tests.conftest import DEFAULT_CASES, case_count
 from tests.sampler import first_seed
 
@@ -58,6 +59,8 @@ class LayerCase:
       dtype: Of the arguments; `dtypes` are those that the sampler chooses from.
       out_dtype: Of the result; absent, `dtype`.
       tolerance: Relative to the largest number of each array; absent, by dtype.
+      build: `build(case, mesh)`, a function of the same arguments with the same results on every mesh, where those of
+        the layer itself depend on the sizes of axes; absent, the layer.
       label: Which variant of the layer it is; each is drawn before another of the same.
     """
 
@@ -76,6 +79,7 @@ class LayerCase:
     dtype: str = "float32"
     out_dtype: str | None = None
     tolerance: float | None = None
+    build: Callable[[LayerCase, Any], Callable[..., Any]] | None = None
     label: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -341,6 +345,41 @@ def check_nested(case: LayerCase) -> None:
 def _four(x: Any) -> Any:
     scales = (1, -1, 0.5, 0.75) if jnp.issubdtype(x.dtype, jnp.inexact) else (None,) * 4
     return jnp.stack([x if scale is None else x * scale for scale in scales]).reshape(2, 2, *x.shape)
+
+
+def check_any_mesh(case: LayerCase) -> None:
+    """Equal results and gradients on the mesh of the case, on one device, and where one axis alone has its size."""
+    mesh, build = spmd.make_mesh(**case.mesh), case.build
+    program = kernel_of(case, mesh) if build is None else functools.partial(build, case)
+    rtol = None if case.tolerance is None else {case.dtype: case.tolerance}
+    assert_same_on_any_mesh(program, *arguments(case), mesh=mesh, rtol=rtol)
+
+
+def in_order(
+    placement: str, role: str, *, into: bool = True, out: bool = True
+) -> Callable[[LayerCase, Any], Callable[..., Any]]:
+    """A `build` for layers whose arguments (`into`) and result (`out`) have their tokens placed: here these are in their
+    order. The dimensions of tokens are those that `role` divides.
+    """
+
+    def build(case: LayerCase, mesh: Any) -> Callable[..., Any]:
+        kernel, parts = kernel_of(case, mesh), math.prod(mesh.shape[axis] for axis in case._axes(role))
+
+        def moved(x: Any, layout: str, back: bool) -> Any:
+            for axis, dim in enumerate(Layout(layout).dims):
+                if role in dim.axes:
+                    order = spmd.parallel.sequence_order(x.shape[axis], parts, placement)
+                    x = jnp.take(x, np.argsort(order) if back else order, axis)
+            return x
+
+        def program(*args: Any) -> Any:
+            if into:
+                args = tuple(moved(x, layout, back=False) for x, layout in zip(args, case.ins, strict=True))
+            return moved(kernel(*args), case.outs, back=True) if out else kernel(*args)
+
+        return program
+
+    return build
 
 
 def arguments(case: LayerCase) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from tests.layers import (
     CASES,
     LayerCase,
     check,
+    check_any_mesh,
     check_nested,
     drawn,
     fit,
@@ -41,6 +42,12 @@ def test_layer(case):
 def test_layer_under_vmap_scan_and_remat(case):
     """A few of all layers, in float32; each of them once if SPMD_TEST_CASES is large."""
     check_nested(case)
+
+
+@pytest.mark.parametrize("case", some(case_count() // 2), ids=lambda case: f"{case.name}-{case}")
+def test_layer_is_the_same_on_any_mesh(case):
+    """A few of all layers; each of them once if SPMD_TEST_CASES is large."""
+    check_any_mesh(case)
 
 
 # -------------------- the checks can fail

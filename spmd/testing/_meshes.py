@@ -255,7 +255,8 @@ def _concrete(mesh: Any) -> Mesh:
 
 def _devices(sizes: Mapping[str, int]) -> Any:
     """The devices of a mesh of these sizes."""
-    mesh: Any = make_mesh(**sizes)
+    axes: dict[str, Any] = dict(sizes)
+    mesh: Any = make_mesh(**axes)
     return mesh.devices
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from spmd import nn, parallel
-from tests.layers import LayerCase, cases, fit, placements
+from tests.layers import LayerCase, cases, fit, in_order, placements
 from tests.nn.dense import plain_rotary
 
 
@@ -35,5 +35,6 @@ def _():
             reference=lambda x, order=order: plain_rotary(x, order),
             forward=lambda c: {},
             backward=lambda c: {},
+            build=in_order(placement, "cp"),
             label=placement,
         )

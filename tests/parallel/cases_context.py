@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from spmd import parallel
-from tests.layers import LayerCase, cases, fit, placements, total
+from tests.layers import LayerCase, cases, fit, in_order, placements, total
 from tests.nn.dense import dense_attention, placed_order
 
 QUERIES, KEYS, VALUES = "b/dp s/cp h/tp k", "b/dp t/cp g/tp k", "b/dp t/cp g/tp j"
@@ -82,6 +82,7 @@ def ring_case(label, options, mesh, axes):
         forward=forward,
         backward=backward,
         make=made,
+        build=in_order(options.get("placement", "contiguous"), "cp"),
         label=label,
     )
 
@@ -151,6 +152,7 @@ def ulysses_case(label, options, mesh, axes, groups):
         forward=forward,
         backward=backward,
         make=made,
+        build=in_order(options.get("placement", "contiguous"), "ring"),
         label=label,
     )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import jax.numpy as jnp
 
 import spmd
 from spmd import nn, parallel
-from tests.layers import LayerCase, cases, fit, placements, total
+from tests.layers import LayerCase, cases, fit, kernel_of, placements, total
 
 # Micro-batches and rounds: odd numbers, fewer micro-batches than stages, None for parameters without rounds.
 SHAPES = list(itertools.product((5, 3, 1), (None, 2, 1, 3)))
@@ -51,8 +52,21 @@ def pipeline_cases(name, body, ins, outs, reference, forward, backward, roles):
             make=gentle,
             forward=forward,
             backward=backward(lead),
+            build=on_stages,
             label=f"m{m}-v{v}",
         )
+
+
+def on_stages(case, mesh):
+    """The same layers on as many stages as the mesh has, in more rounds where there are fewer."""
+    p = math.prod(mesh.shape[axis] for axis in case._axes("pp"))
+    if p == case.n("pp"):
+        return kernel_of(case, mesh)
+    lead = 2 if "v" in case.shapes else 1
+    rounds = case.shapes.get("v", 1) * case.n("pp") // p
+    ins = [f"v p/pp {layout.partition('p/pp ')[2]}" for layout in case.ins[1:]]
+    other = replace(case, ins=(case.ins[0], *ins), fn=lambda axes: case.fn(axes, v=rounds))
+    return lambda x, *weights: kernel_of(other, mesh)(x, *(w.reshape(rounds, p, *w.shape[lead:]) for w in weights))
 
 
 def gentle(rng, shapes):

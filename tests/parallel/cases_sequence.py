@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from spmd import parallel
-from tests.layers import LayerCase, cases, fit, placements
+from tests.layers import LayerCase, cases, fit, in_order, placements
 from tests.nn.dense import placed_order
 
 
@@ -41,6 +41,7 @@ def placed_case(name, placement, mesh, axes):
         reference=lambda x: x[:, order],
         forward=formula,
         backward=formula,
+        build=in_order(placement, "cp", into=name == "restore_sequence", out=name == "place_sequence"),
         label=placement,
     )
 
