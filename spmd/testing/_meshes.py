@@ -37,6 +37,9 @@ _SHOWN = 20
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 1e-2, "bfloat16": 4e-2}
 _COARSEST = 0.25  # of eight bits and fewer
 _SMALL = 1 / 20  # of the largest of all gradients: what is smaller than that is rounded as that is
+# What the program makes of rounding its arguments may come so many times, but not as more than so much of the largest
+# number: what rounding changes by more is not compared, and a wrong factor is never as small.
+_TIMES, _MOST = 10, 0.02
 
 
 def assert_same_on_any_mesh(
@@ -71,7 +74,8 @@ def assert_same_on_any_mesh(
       meshes: Other meshes in place of those between: `{"dp": 2}` for axes and sizes (all others have size 1), or a
         `jax.sharding.Mesh` with the same axes.
       rtol: What is allowed, as a part of the largest number of each array; or a dict of this by dtype. By default 2e-5
-        for float32, 4e-2 for bfloat16, by the coarsest dtype in the whole program. Integers are equal.
+        for float32, 4e-2 for bfloat16, by the coarsest dtype in the whole program; and up to 2e-2 where as much comes
+        from rounding the arguments in another way. Integers are equal.
       atol: What is allowed in addition.
       grad: Whether to compare gradients.
       seed: Draws other values.
@@ -137,11 +141,19 @@ def assert_same_on_any_mesh(
 
 @dataclass(frozen=True)
 class _Run:
-    """What a program gave on a mesh, and the coarsest dtype that it computed in there."""
+    """What a program gave on a mesh.
+
+    Attributes:
+      mesh: The mesh.
+      arrays: The results and gradients.
+      dtype: The coarsest dtype that it computed in.
+      moved: How much each array moves where the arguments are rounded; on a mesh of ones.
+    """
 
     mesh: Mesh
     arrays: dict[str, Any]
     dtype: str
+    moved: dict[Any, float]
 
 
 class _Program:
@@ -193,11 +205,18 @@ class _Program:
             _check_divergent(fn, args, kwargs, mesh, self.name)
         program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)
         traced = jax.jit(program).trace(*arrays)
-        found = traced.lower().compile()(*arrays)
-        return _Run(mesh, jax.tree.map(np.asarray, found), _coarsest(traced.jaxpr))
+        compiled, dtype = traced.lower().compile(), _coarsest(traced.jaxpr)
+        found = jax.tree.map(np.asarray, compiled(*arrays))
+        moved = {}
+        if mesh.size == 1:
+            again = jax.tree.leaves(compiled(*_rounded(arrays, dtype)))
+            with np.errstate(invalid="ignore"):  # of infinities
+                pairs = zip(jax.tree.leaves_with_path(found), again, strict=True)
+                moved = {path: _scale(wide(x) - wide(y)) for (path, x), y in pairs}
+        return _Run(mesh, found, dtype, moved)
 
 
-def _made(kernel: Any, mesh: Mesh) -> Callable[..., Any]:
+def _made(kernel: Any, mesh: Mesh) -> Any:
     """The program on a mesh."""
     if isinstance(kernel, Kernel):
         return kernel.on(mesh)
@@ -222,6 +241,18 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
         return []
     named = itertools.takewhile(lambda one: one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD), known)
     return [one.name for one in named]
+
+
+def _rounded(arrays: Any, dtype: str) -> Any:
+    """Floating-point arrays with each number up or down by as much as this dtype rounds."""
+    draws, eps = np.random.default_rng(3), float(jnp.finfo(dtype).eps)
+
+    def one(x: Any) -> Any:
+        if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return jnp.asarray(x * jnp.asarray(1 + eps * draws.choice((-1, 1), np.shape(x)), x.dtype), x.dtype)
+
+    return jax.tree.map(one, arrays)
 
 
 def _spec(x: Any) -> P:
@@ -326,12 +357,14 @@ def _differences(run: _Run, base: _Run, rtol: Any, atol: float) -> list[Differen
         rule = f"the program gives another tree on {_shown(run.mesh)} than on {_shown(base.mesh)}."
         raise Mismatch(f"{rule}\n- {structures[0]}\n- {structures[1]}\nadvice: {_BUILD}")
     dtype = max((run.dtype, base.dtype), key=lambda one: float(jnp.finfo(one).eps))
-    part = rtol.get(dtype) if isinstance(rtol, Mapping) else rtol
-    part = _TOLERANCE.get(dtype, _COARSEST) if part is None else part
+    given = rtol.get(dtype) if isinstance(rtol, Mapping) else rtol
+    part = _TOLERANCE.get(dtype, _COARSEST) if given is None else given
     gradients = _scale(*jax.tree.leaves(base.arrays.get("gradient")))
 
     def allowed(path: Any, y: np.ndarray) -> Any:
-        return atol + part * max(_scale(y), _SMALL * gradients * (path[0].key == "gradient"))
+        size = max(_scale(y), _SMALL * gradients * (path[0].key == "gradient"))
+        more = 0.0 if given is not None else min(_TIMES * base.moved[path], _MOST * size)
+        return atol + max(part * size, more)
 
     found = compared(run.arrays, base.arrays, allowed)
     shapes = [one for one in found if one.got != one.wanted]

@@ -154,6 +154,7 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -
       got: The arrays.
       wanted: Those expected.
       allowed: From the path and the values of an expected array to the difference that is allowed, for each element.
+        Integers and booleans are equal.
 
     Returns:
       What differs.
@@ -167,13 +168,15 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -
             found.append(Difference(path, *kinds))
             continue
         pair = wide(x), wide(y)
-        limit = np.broadcast_to(allowed(path, pair[1]), pair[1].shape)
+        exact = not jnp.issubdtype(x.dtype, jnp.inexact)
+        limit = np.broadcast_to(0.0 if exact else allowed(path, pair[1]), pair[1].shape)
         with np.errstate(invalid="ignore"):  # of infinities
             gap = np.abs(pair[0] - pair[1])
             wrong = ~((gap <= limit) | (pair[0] == pair[1]) | (np.isnan(pair[0]) & np.isnan(pair[1])))
         if wrong.any():
             worst = np.unravel_index(np.argmax(np.where(wrong, np.nan_to_num(gap, nan=np.inf), 0)), wrong.shape)
-            how = _factor(*pair, limit), _permuted(*pair, limit)
+            clear = bool(gap[worst] > 5 * limit[worst])  # else they are rounded too far to tell
+            how = _factor(*pair, limit) if clear else None, clear and _permuted(*pair, limit)
             sizes = float(gap[worst]), float(limit[worst]), int(wrong.sum()), wrong.size
             found.append(Difference(path, *kinds, *sizes, *how))
     return found

@@ -11,8 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._leaves import is_array
+from spmd.errors import SizeError
+from spmd.kernels._kernel import Kernel
 from spmd.language import Dim, Size, bind
 from spmd.testing._numbers import is_key
+
+_CALL = "assert_same_on_any_mesh(kernel, ...)"
+_NUMBERS = 2**26  # numbers that are drawn
 
 
 def lacks_values(tree: Any) -> bool:
@@ -26,7 +31,7 @@ def drawn(tree: Any, seed: int) -> Any:
     Floating-point and complex numbers are normal. Integers may be indices, of tokens or rows, so they are at least 0
     and below the smallest dimension of a floating-point array.
     """
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng((seed, 1))  # not those of the cotangents
     arrays = [x for x in jax.tree.leaves(tree) if is_array(x) and not is_key(x)]
     rows = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or arrays
     below = min((n for x in rows for n in x.shape if n > 1), default=2)
@@ -53,7 +58,7 @@ def _keys(x: jax.ShapeDtypeStruct, seed: int) -> Any:
 
 
 def shrunk(
-    build: Callable[[Any], Any], meshes: Sequence[Any], args: Any, kwargs: Any
+    build: Callable[[Any], Kernel], meshes: Sequence[Any], args: Any, kwargs: Any
 ) -> tuple[list[Any], dict[str, tuple[int, int]]]:
     """The arguments of a kernel with its names at their smallest sizes.
 
@@ -82,9 +87,10 @@ def shrunk(
     written = [dim for dims in read.dims for dim, _ in dims]
     written += [dim for layout in plan.outputs.declared() for dim in layout.dims]
     free = {name: size for name, size in sizes.items() if name not in fixed | known.keys()}
-    blocks = {name: _blocks(name, written, meshes) for name in free}
+    used = {size for name, size in sizes.items() if name not in free}
     least = max((_largest(x) + 1 for x in leaves), default=0)
-    targets = _targets(free, blocks, {size for name, size in sizes.items() if name not in free}, least)
+    blocks = {name: _blocks(name, written, meshes) for name in free}
+    every = math.lcm(*(math.prod(mesh.shape.values()) for mesh in meshes))
 
     def values(sizes: Mapping[str, int]) -> list[Any]:
         return plan.rebuild([_resized(x, dims, sizes) for x, dims in zip(leaves, read.dims, strict=True)])
@@ -97,20 +103,27 @@ def shrunk(
             return False
         return True
 
-    found = _smallest(sizes, targets, allowed)
-    return values(found), {name: (sizes[name], found[name]) for name in targets if found[name] != sizes[name]}
+    found = _smaller(sizes, _distinct(free, blocks, used, least), allowed)
+    # What is divided in the body only, or is a multiple of another name, or has two halves: more of them fit together.
+    for start in (every, 2 * every):
+        kept = {name: size for name, size in free.items() if found[name] == size}
+        steps = {name: start << i for i, name in enumerate(sorted(kept, key=kept.__getitem__))}
+        targets = {name: max(n, -(-least // n) * n) for name, n in steps.items()}
+        found = _smaller(found, {name: n for name, n in targets.items() if n < kept[name]}, allowed)
+    _check_drawable(kernel, values(found), found)
+    return values(found), {n: (k, found[n]) for n, k in free.items() if found[n] != k}
 
 
-def _targets(free: Mapping[str, int], blocks: Mapping[str, int], used: set[int], least: int) -> dict[str, int]:
+def _distinct(free: Mapping[str, int], blocks: Mapping[str, int], used: set[int], least: int) -> dict[str, int]:
     """The smallest size of each name, where that is less than it has: at least `least`, a multiple of its blocks, two
     in each of these, and none that another name has."""
-    found = {}
+    found, taken = {}, set(used)
     for name, size in free.items():
         step = blocks[name]
         small = max(2 * step, -(-least // step) * step)
-        while small in used:
+        while small in taken:
             small += step
-        used.add(min(small, size))
+        taken.add(min(small, size))
         if small < size:
             found[name] = small
     return found
@@ -139,7 +152,7 @@ def _resized(x: Any, dims: Sequence[tuple[Dim, int | None]], sizes: Mapping[str,
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=x.sharding)
 
 
-def _smallest(sizes: Mapping[str, int], targets: Mapping[str, int], allowed: Callable[[Any], bool]) -> dict[str, int]:
+def _smaller(sizes: Mapping[str, int], targets: Mapping[str, int], allowed: Callable[[Any], bool]) -> dict[str, int]:
     """The sizes, as many as possible of them at their targets: all, else one half and then the other."""
     found = dict(sizes)
 
@@ -147,9 +160,20 @@ def _smallest(sizes: Mapping[str, int], targets: Mapping[str, int], allowed: Cal
         trial = found | {name: targets[name] for name in names}
         if allowed(trial):
             found.update(trial)
-        elif len(names) > 1 and (len(names) < len(targets) or allowed(sizes)):
+        elif len(names) > 1:
             take(names[: len(names) // 2])
             take(names[len(names) // 2 :])
 
-    take(list(targets))
+    if targets:
+        take(list(targets))
     return found
+
+
+def _check_drawable(kernel: Kernel, values: Sequence[Any], sizes: Mapping[str, int]) -> None:
+    """Refuse arguments that are too large to be filled, unless the kernel itself refuses them."""
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(values) if isinstance(x, jax.ShapeDtypeStruct))
+    if count > _NUMBERS:
+        kernel.trace(*values)
+        rule = "the body fails where the names have smaller sizes, and with these there are too many numbers to draw."
+        got = [", ".join(f"{name}={size}" for name, size in sizes.items()), f"{count:,} numbers in the arguments"]
+        raise SizeError(rule, call=_CALL, got=got, advice="structs of small sizes that fit together, or arrays")

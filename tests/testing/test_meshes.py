@@ -226,6 +226,31 @@ def test_names_keep_the_sizes_that_the_body_needs(mesh):
     assert "The names have smaller sizes here: b=4.\n" in text
 
 
+def test_names_that_fit_together_become_small_together(mesh):
+    """Heads in groups, halves of a head, a sequence that the body divides: none of them can be alone as small as can be."""
+
+    @spmd.kernel("b/dp s h/tp k, b/dp s g/tp k -> b/dp s h/tp k", mesh=mesh)
+    def heads(q, k):
+        assert q.shape[1] % 8 == 0
+        half = q.shape[-1] // 2
+        turned = jnp.concatenate([q[..., half:], -q[..., :half]], -1)
+        return turned * jnp.repeat(k, q.shape[2] // k.shape[2], 2) * q.shape[0]  # wrong, for a message
+
+    text = message(assert_same_on_any_mesh, heads, struct(512, 8192, 128, 256), struct(512, 8192, 16, 256))
+    sizes = dict(re.findall(r"(\w+)=(\d+)", text.partition("smaller sizes here:")[2]))
+    assert {"s", "h", "k"} <= sizes.keys() and all(int(n) <= 128 for n in sizes.values()), text
+
+
+def test_what_stays_large_is_not_drawn(mesh):
+    @spmd.kernel("b/dp s -> b/dp s", mesh=mesh)
+    def picky(x):
+        assert spmd.size("s") == 2**20 and spmd.size("b") == 1024
+        return x
+
+    with pytest.raises(spmd.SizeError, match="too many numbers to draw"):
+        assert_same_on_any_mesh(picky, struct(1024, 2**20))
+
+
 def test_indices_have_rows(mesh):
     """Random integers are rows of every array; given ones keep the dimensions that they may index."""
 
@@ -435,6 +460,24 @@ def test_tolerances(mesh):
         assert_same_on_any_mesh(rounded("float32"), x, meshes=(), **options)
     with pytest.raises(Mismatch):
         assert_same_on_any_mesh(rounded("float32"), x, meshes=(), rtol={"bfloat16": 0.01})
+
+
+def test_what_rounding_changes_is_allowed(mesh):
+    """A program that makes much of little: its sums of many steps differ by more than rounding alone."""
+
+    def steep(off):
+        @spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)
+        def body(x):
+            total = spmd.reduce(x * x, "b/dp d/tp -> b/dp")
+            return jnp.sin(300 * total) * (1 + off * (spmd.axis_size("tp") - 1))
+
+        return body
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 64)), "float32")
+    assert_same_on_any_mesh(steep(0), x, meshes=())
+    for program, options in ((steep(0), {"rtol": 2e-5}), (steep(0.05), {})):
+        with pytest.raises(Mismatch):
+            assert_same_on_any_mesh(program, x, meshes=(), **options)
 
 
 def test_gradients_can_be_left_out(mesh):
