@@ -296,7 +296,7 @@ class _Matcher:
                 hint = did_you_mean(name, entries)
                 self.fail(
                     (*path, key),
-                    f"no layout among {listed(list(entries))}, but here is {described(child)}{hint}",
+                    f"{described(child)} has no layout; there are layouts for {listed(list(entries))}{hint}",
                 )
         for name, entry in entries.items():
             # a static field is an attribute and no child; its annotation says nothing that could be wrong

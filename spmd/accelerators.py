@@ -82,7 +82,7 @@ class Hardware:
     def __post_init__(self) -> None:
         call = f"Hardware({self.name!r}, ...)"
         if not isinstance(self.flops, Mapping) or not self.flops:
-            rule = f"flops are FLOP/s by dtype name, got {self.flops!r}."
+            rule = f"flops is a dict from dtype names to FLOP/s, not {self.flops!r}."
             raise SpmdError(rule, call=call, advice='as in flops={"bfloat16": 989e12, "float32": 494e12}')
         for name, peak in self.flops.items():
             _check_number(f"flops[{name!r}]", peak, "FLOP/s", call)

@@ -102,7 +102,7 @@ def _pool(devices: Any, call: str) -> list[Any]:
     twice = [str(device) for device in dict.fromkeys(found) if found.count(device) > 1]
     if twice:
         rule = "each device has one place in a mesh."
-        got = [f"several times: {', '.join(twice[:3])}{', ...' * (len(twice) > 3)}"]
+        got = [f"more than once: {', '.join(twice[:3])}{', ...' * (len(twice) > 3)}"]
         raise MeshError(rule, call=call, got=got, advice="as in devices=jax.devices()[:8]")
     return found
 
@@ -169,7 +169,7 @@ def use_cpu_devices(count: int) -> list[Any]:
     have = jax.devices("cpu")
     if len(have) < count:
         raise MeshError(
-            f"JAX runs already, with {len(have)} CPU device{'s' * (len(have) > 1)}; it cannot grow to {count}.",
+            f"JAX already runs with {len(have)} CPU device{'s' * (len(have) > 1)}; it cannot grow to {count}.",
             call=f"use_cpu_devices({count})",
             got=["the backend starts with the first array or the first question for devices"],
             advice=f"call spmd.use_cpu_devices({count}) before them, at the top of the program",
@@ -274,7 +274,7 @@ def mesh_for(mesh: Any, leaves: Sequence[Any], call: str) -> Mesh | AbstractMesh
     found = mesh if mesh is not None else mesh_of(leaves) or ambient_mesh()
     if found is None:
         arrays = " no array lives on one," if leaves else ""
-        rule = f"no mesh: none was given,{arrays} and no jax.set_mesh surrounds the call."
+        rule = f"the call has no mesh: none was given,{arrays} and jax.set_mesh does not surround it."
         raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
     return found
 

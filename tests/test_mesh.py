@@ -136,7 +136,7 @@ except spmd.MeshError as error:
     print(error)
 """
     message = program(text)
-    assert "JAX runs already, with 1 CPU device; it cannot grow to 8." in message
+    assert "JAX already runs with 1 CPU device; it cannot grow to 8." in message
     assert "advice: call spmd.use_cpu_devices(8)" in message
 
 

@@ -317,7 +317,7 @@ def test_all_failures_of_a_prefix_at_once():
         "- params['act']: the layout 'd' is for an array, but here is a leaf of type builtin_function_or_method",
         "- params['arr']: layouts for 'w', 'v' (the class Plain), but here is an array float32[3]",
         "- params['deep']: layouts are strings, Layouts, or containers of them, not an int",
-        "- params['extra']: no layout among 'w', 'pair', 'vv', ..., but here is an array float32[2,3]",
+        "- params['extra']: an array float32[2,3] has no layout; there are layouts for 'w', 'pair', 'vv', ...",
         "- params['pair']: 3 layouts for a tuple with '0', '1'",
         "- params['v']: None is not a layout, but here is an array float32[3]",
         "- params['w']: layouts for 'x' (a dict), but here is an array float32[2,3]",

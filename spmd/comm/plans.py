@@ -335,7 +335,7 @@ def _misplaced(pattern: Any, *rest: Any) -> NoReturn:
     if len(texts) > 1 and "->" not in "".join(texts):
         rule = "plan takes both layouts in one string, with '->' between them."
     elif texts and not isinstance(pattern, str | Layout):
-        rule = "plan takes no array: a pattern, and the sizes by keyword."
+        rule = "plan takes a pattern and keywords, not an array."
     got = [", ".join(f'"{one}"' if isinstance(one, str | Layout) else kind_of(one) for one in (pattern, *rest))]
     advice = f'as in plan("{shown}", sizes={{...}}, mesh=mesh)'
     raise LayoutError(rule, call="plan(...)", got=got, advice=advice)

@@ -239,9 +239,7 @@ class _NamedJit(ByName):
         if isinstance(given, dict):
             unknown = [name for name in given if name not in kinds]
             if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
-                rule = (
-                    f"in_names names parameters, and there is no {unknown[0]}{did_you_mean(unknown[0], kinds) or '.'}"
-                )
+                rule = f"in_names names parameters, and {unknown[0]} is not one{did_you_mean(unknown[0], kinds) or '.'}"
                 got = [f"parameters: {', '.join(kinds)}"]
                 raise LayoutError(rule, call=f"{self._call}(...)", got=got)
             return [given.get(name) for name in (*positional, *[None] * len(args))][: len(args)], given

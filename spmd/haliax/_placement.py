@@ -119,7 +119,7 @@ def shard_with_axis_mapping(tree: T, names: Any, mapping: Any, mesh: Any = None)
 def mapping_of(who: str, mapping: Any) -> AxisMapping:
     found = ambient_mapping() if mapping is None else AxisMapping.of(mapping)
     if found is None:
-        rule = "no mapping: none was given, and no axis_mapping surrounds the call."
+        rule = "the call has no mapping: none was given, and axis_mapping does not surround it."
         advice = 'mapping={"batch": "data"}, or with axis_mapping({"batch": "data"}): around the call'
         raise LayoutError(rule, call=f"{who}(...)", advice=advice)
     return found

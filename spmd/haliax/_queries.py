@@ -186,6 +186,6 @@ def _axes(who: str, name: Any, mapping: Any) -> tuple[str, ...]:
 
 def _known(who: str, name: str, rules: AxisMapping, text: str) -> None:
     if name not in rules:
-        rule = f"the mapping says nothing of {name}{did_you_mean(name, rules) or '.'}"
+        rule = f"the mapping has no rule for {name}{did_you_mean(name, rules) or '.'}"
         got = [f"mapping: {', '.join(rules) or '(empty)'}"]
         raise LayoutError(rule, call=f'{who}("{text}")', got=got, advice=f'"{name}": None for a whole dimension')

@@ -190,7 +190,7 @@ class Walk(Domain):
         mesh, new = eqn.params["mesh"], _manual(eqn)
         self.sizes = self.sizes or dict(mesh.shape)
         if dict(mesh.shape) != self.sizes:
-            rule = "what is looked at has one mesh, and the kernels of this program are on two."
+            rule = "explain reads a program on one mesh, and the kernels of this one are on two."
             got = [mesh_text(sizes) for sizes in (self.sizes, mesh.shape)]
             raise MeshError(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself")
         if not self.site.manual:

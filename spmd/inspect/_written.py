@@ -52,7 +52,7 @@ def written(
         asked = _inside_a_trace(fn, args, kwargs) if inside else (fn, args, dict(kwargs))
         jaxpr = stage("explain", *asked, mesh).jaxpr
     if jaxpr is None:
-        rule = "the written view is read off the trace, which a lowered or compiled program does not have any more."
+        rule = "the written view is read from the trace, which a lowered or compiled program does not have."
         raise SpmdError(rule, call="explain(fn, ...)", advice="the function itself, or fn.trace(...)")
     jaxpr = _compat.live_jaxpr(getattr(jaxpr, "jaxpr", jaxpr))
     leaves = _leaves(fn, args, kwargs, len(jaxpr.invars))

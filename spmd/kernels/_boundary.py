@@ -30,7 +30,7 @@ def check_boundary(plan: Plan, leaves: Sequence[Any]) -> None:
             wrong.append(f'{spec.path}: {here}; wanted "{spec.layout.short}"')
     if wrong:
         plan.signature.fail(
-            'an argument lies elsewhere than its layout says, and boundary="error" forbids moving it.',
+            'an argument does not lie as its layout says, and boundary="error" forbids moving it.',
             got=wrong,
             advice="shard(x, layout) before the call",
             error=PlacementError,

@@ -65,7 +65,7 @@ def _check_tags(plan: Plan, leaves: Sequence[Any]) -> None:
             wrong.append(f'{spec.path} holds "{known.layout.short}" ({known.origin}); wanted "{spec.layout.short}"')
     if wrong:
         plan.signature.fail(
-            "inside a kernel the arguments of another kernel are shards as they are: nothing is moved.",
+            "inside a kernel, another kernel takes its arguments as they are: shards, which it does not move.",
             got=wrong,
             advice="all_gather, split or relayout before the call",
         )

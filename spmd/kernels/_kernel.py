@@ -248,7 +248,7 @@ class Kernel(ByName):
             own = signature.mapping is not None or mapping in signature.arg_mapping.values()
             advice = f'"{missing[0]}": None for a whole dimension, or "{missing[0]}/1" in the string'
             signature.fail(
-                f"the {'' if own else 'surrounding '}mapping says nothing of {', '.join(missing)}, a bare name of the "
+                f"the {'' if own else 'surrounding '}mapping has no rule for {', '.join(missing)}, a bare name of the "
                 f"signature{did_you_mean(missing[0], mapping)}{'' if did_you_mean(missing[0], mapping) else '.'}",
                 got=[f"mapping: {', '.join(mapping)}"],
                 advice=advice if own else f"{advice};\nwith spmd.axis_mapping(None): around a call that is not meant",

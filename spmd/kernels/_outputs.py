@@ -120,7 +120,7 @@ class Outputs:
                 fixes += _moved(have, layout, known.name or path)
         if wrong:
             signature.fail(
-                "a result has another layout than the right side declares.",
+                "a result does not have the layout that the right side declares.",
                 got=wrong,
                 fix=tuple(dict.fromkeys(fixes)),
                 error=ReplicationError,

@@ -175,7 +175,7 @@ def _names(what: str, value: Any) -> tuple[str, ...]:
         return (value,)
     if isinstance(value, Collection) and all(isinstance(name, str) for name in value):
         return tuple(value)
-    rule = f"{what} is the name of an argument, or several, not {value!r}."
+    rule = f"{what} is the name of an argument, or several names, not {value!r}."
     raise LayoutError(rule, call="kernel(...)", advice=f'as in {what}="x"')
 
 

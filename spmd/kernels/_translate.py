@@ -57,7 +57,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays, and these are shards."
         advice = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
         return ModeError(rule, **shown, got=got, advice=advice)
-    rule = "a Pallas call in a kernel says on which mesh axes its results vary, and this one does not."
+    rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
     kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
     advice = f'spmd.opaque(fn, "in -> out"), with out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})'
     return ModeError(rule, **shown, got=got, advice=advice)
@@ -79,7 +79,7 @@ def _unbound(axis: str | None, got: list[str], shown: dict[str, Any], frame: Fra
 
 def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:
     rule = (
-        "a loop's carry starts with another type than one step gives it: it is equal on an axis "
+        "a loop's carry starts with a type that one step changes: it is equal on an axis "
         "where the loop makes it vary (or the reverse)."
     )
     lines = [f"{one.name}: {one.before} before the loop, {one.after} after one step" for one in carries]

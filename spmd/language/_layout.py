@@ -512,7 +512,7 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         layout = Layout(layout)
         missing = self.lacks(layout)
         if missing:
-            rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
+            rule = f"the mapping has no rule for {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
             shown = [*(got or [f'"{layout.short}"']), f"mapping: {', '.join(self)}"]
             raise LayoutError(rule, call=call, got=shown, advice=f'"{missing[0]}": None for a whole dimension')
         return self.resolve(layout)

@@ -99,7 +99,7 @@ def dot_product_attention(
     """
     k, v = spread_heads((k, v), tp=tp) if _is_whole(kv_heads, "dot_product_attention") else (k, v)
     if q.shape[-2] % k.shape[-2]:
-        rule = f"each key head serves equally many query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
+        rule = f"each key head serves the same number of query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
         raise SizeError(rule, call="dot_product_attention(q, k, v)", got=_shapes(q=q, k=k))
     if softcap is not None and implementation is not None:
         rule = f"the implementation {implementation!r} has no soft cap."
@@ -252,7 +252,7 @@ def multi_head_attention(
         advice = "attend=lambda q, k, v: spmd.parallel.ring_attention(q, k, v, cp=..., tp=..., causal=True)"
         raise LayoutError(rule, call="multi_head_attention(x, ..., cp=...)", advice=advice)
     if attend is not None and options:
-        rule = f"attend is given, so {', '.join(sorted(options))} would not be used: pass them in it."
+        rule = f"attend is given, so {', '.join(sorted(options))} would not be used: pass it to attend."
         raise LayoutError(rule, call="multi_head_attention(x, ..., attend=...)")
     if positions is not None and frequencies is None:
         rule = "positions are those of the rotary embedding, which needs frequencies."

@@ -186,7 +186,7 @@ def qkv_linear(
       Ainslie et al., "GQA", https://arxiv.org/abs/2305.13245, for grouped queries.
     """
     if w.ndim != 4 or w.shape[2] < 3:
-        rule = 'a fused weight has for each group its queries, its key and its value: "d g/tp j k" with j = r + 2.'
+        rule = 'a fused weight holds the queries, the key and the value of each group: "d g/tp j k" with j = r + 2.'
         raise LayoutError(rule, call="qkv_linear(x, w)", got=[f"w: shape {w.shape}"])
     y = column_linear(x, w, b, tp=tp, sp=sp, cp=cp, overlap=overlap)
     queries = y[..., :-2, :]

@@ -155,7 +155,7 @@ def _parts(cp: Axes) -> dict[str, Any]:
 def _check_ranks(call: str, arrays: dict[str, Any]) -> None:
     short = [f"{name}: shape {jnp.shape(x)}" for name, x in arrays.items() if jnp.ndim(x) < 2]
     if short:
-        rule = 'x has the layout "... s d" and w the layout "d f": both have at least two dimensions.'
+        rule = 'x has the layout "... s d" and w has the layout "d f": each has at least two dimensions.'
         raise LayoutError(rule, call=call, got=short)
 
 

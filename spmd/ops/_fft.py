@@ -219,8 +219,8 @@ def _in_place(job: Job) -> bool:
 def _nowhere(call: Call, job: Job) -> NoReturn:
     [src] = call.pattern.inputs
     rule = (
-        "a dimension is transformed where it is whole, and here no other dimension can take over its axes. One "
-        "that is alone is transformed in place where it is complex and divided alike on both sides."
+        "a dimension must be whole while it is transformed, and no other dimension here can take over its axes. The "
+        "only dimension of an array stays in place if it is complex and both sides divide it alike."
     )
     got = [f'"{src.short}", of size {job.before[-1]}', call.frame.describe()]
     call.fail(rule, got=got, advice="gather it first, or give the array another dimension", error=LayoutError)
@@ -259,7 +259,7 @@ def _renamed(call: Call) -> tuple[int, ...]:
             rule = f"{dst.dims[i].atoms[0].name} is another dimension on the left: transforms keep the order."
             call.fail(rule, at=dst.dims[i].span, error=LayoutError)
     if not moved:
-        rule = "a renamed dimension is transformed, and none is renamed."
+        rule = "the transform is along the dimensions that get another name, and none does."
         call.fail(rule, fix=call.paste(src, _renaming(src)), error=LayoutError)
     _check_order(call, [(src.dims[i], dst.dims[i]) for i in moved])
     return tuple(moved)
@@ -365,11 +365,11 @@ def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
     """How many samples a half spectrum of `size` entries belongs to."""
     known = call.sizes.get(atom.name)
     if pad and known is None:
-        rule = f"how many of {size} entries are frequencies, and not padding, follows from the size of {atom.name}."
+        rule = f"the size of {atom.name} says how many of the {size} entries are padding, and it is not known."
         call.fail(rule, at=atom.span, advice=f"{atom.name}={2 * size - 2}, if nothing is padding", error=SizeError)
     n = known[0] if known else 2 * (size - 1)
     if n < 1:
-        rule = "one frequency belongs to one sample, and without a size there are 2 (1 - 1), none."
+        rule = "one frequency belongs to one sample; without a size it would belong to 2 (1 - 1) = 0 samples."
         call.fail(rule, at=atom.span, fix=f"{atom.name}=1", error=SizeError)
     padded = size - (n // 2 + 1)
     if padded < 0 or (padded and not pad):

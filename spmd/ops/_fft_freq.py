@@ -98,5 +98,5 @@ def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
     [asked] = call.pattern.inputs
     plain_dims(call, asked)
     if len(asked.dims) != 1 or asked.dims[0].ellipsis or asked.dims[0].composite:
-        call.fail(f"{who} is about one dimension with one name.", advice=f'as in {who}("kx")', error=LayoutError)
+        call.fail(f"{who} takes one dimension with one name.", advice=f'as in {who}("kx")', error=LayoutError)
     return call

@@ -207,7 +207,7 @@ def axis_index(axes: Axes) -> Any:
     frame = current_frame("spmd.axis_index")
     order = named_axes(axes, frame, call)
     if not frame.explicit:
-        rule = f"in {frame.mode} mode the body sees whole arrays, so it runs at no place along {', '.join(order)}."
+        rule = f"in {frame.mode} mode the body sees whole arrays, so it has no index along {', '.join(order)}."
         advice = (
             'iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
             'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'

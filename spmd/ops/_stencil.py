@@ -186,7 +186,7 @@ def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: 
 def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand) -> None:
     src = operand.layout
     if any(len(src.dims[i].atoms) > 1 for i in marked) or weights.ndim != len(marked) or not weights.size:
-        rule = "the weights have one dimension for each dimension in brackets, not empty, and those have one name."
+        rule = "the weights have a size of at least 1 for each dimension in brackets, and each of those has one name."
         call.fail(rule, got=[f"weights: shape {weights.shape}", f'"{src.short}"'], error=LayoutError)
     if weights.dtype != operand.x.dtype:
         rule = "the weights are numbers of the array's dtype."

@@ -232,7 +232,7 @@ def ulysses_attention(
 
 def _check_heads(q: Any, k: Any, call: str) -> None:
     if q.shape[-2] % k.shape[-2]:
-        rule = f"each key head serves equally many query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
+        rule = f"each key head serves the same number of query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
         raise SizeError(rule, call=call, got=[f"q: shape {q.shape}", f"k: shape {k.shape}"])
 
 

@@ -266,7 +266,7 @@ def moe(
       https://arxiv.org/abs/2101.03961; Zoph et al., "ST-MoE", https://arxiv.org/abs/2202.08906 (z-loss)
     """
     if capacity_factor is not None and not capacity_factor > 0:
-        rule = f"experts have places: capacity_factor is above zero (None: as many as tokens), not {capacity_factor}."
+        rule = f"capacity_factor is above zero, or None for as many places as tokens, not {capacity_factor}."
         raise SizeError(rule, call="moe(x, routing, gate, up, down)", advice="as in capacity_factor=1.25")
     at = _places(dp, sp, ep, tp, shared is not None)
     n, m = _groups(x, groups, dp, sp)

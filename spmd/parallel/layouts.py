@@ -268,7 +268,7 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
         name for layout in found if layout for name in layout.bare if name in layout.names and name not in rules
     )
     if missing:
-        rule = f"the mapping says nothing of {', '.join(missing)}{did_you_mean(next(iter(missing)), rules) or '.'}"
+        rule = f"the mapping has no rule for {', '.join(missing)}{did_you_mean(next(iter(missing)), rules) or '.'}"
         got = [f"mapping: {', '.join(rules)}"]
         raise LayoutError(rule, call=call, got=got, advice=f'"{next(iter(missing))}": None for a whole dimension')
     return jax.tree.unflatten(jax.tree.structure(tree), [layout and layout.resolve(rules) for layout in found])

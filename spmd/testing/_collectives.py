@@ -61,7 +61,7 @@ def assert_collectives(
       >>> spmd.testing.assert_collectives(gather, (x,), {"all_gather": {"tp": 1}}, bytes=768)
     """
     if bytes is not None and not is_int(bytes, 0):
-        rule = f"bytes is what one device may send, a number from 0 on, not {bytes!r}."
+        rule = f"bytes is what one device may send, a number of at least 0, not {bytes!r}."
         raise SpmdError(rule, call="assert_collectives(...)", advice="as in bytes=768")
     found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
     wanted = _wanted(expected, found)
@@ -108,7 +108,7 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
         fix, advice = ('view="written"', None) if written else (None, "a mesh with devices")
         raise MeshError(rule, call=f"{call}(...)", fix=fix, advice=advice)
     if view == "written" and found.written is None:
-        rule = "what the strings say is read off the trace, and a lowered or compiled program does not have one."
+        rule = "the strings are read from the trace, which a lowered or compiled program does not have."
         raise SpmdError(rule, call=f"{call}(...)", advice="the function itself with its arguments")
     return found
 
@@ -134,13 +134,13 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
 
 def _times(times: Any) -> int:
     if not is_int(times, 0):
-        rule = f"how often a collective runs is a number from 0 on, not {times!r}."
+        rule = f"how often a collective runs is a number of at least 0, not {times!r}."
         raise SpmdError(rule, call="assert_collectives(...)", advice='as in {"all_gather": {"tp": 2}}')
     return int(times)
 
 
 def _malformed(expected: Any) -> NoReturn:
-    rule = "what is expected is a dict of kinds, in it a number or a dict of axes as a layout writes them."
+    rule = "expected is a dict from kinds to numbers, or to dicts from axes, as a layout writes them, to numbers."
     advice = 'as in {"all_gather": {"tp": 2}, "psum": {"dp/tp": 1}}'
     raise SpmdError(rule, call="assert_collectives(...)", got=[repr(expected)], advice=advice)
 

@@ -65,7 +65,7 @@ def assert_sharded(
       `assert_params_sufficiently_sharded` of https://github.com/AI-Hypercomputer/maxtext, for the tolerance.
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
-        rule = f"tolerance is how much more than its share a device may hold, a number from 0 on, not {tolerance!r}."
+        rule = f"tolerance, how much more than its share a device may hold, is at least 0, not {tolerance!r}."
         raise SpmdError(rule, call=_CALL, advice="tolerance=0.02, or layouts=...")
     axes = (axes,) if isinstance(axes, str) else axes
     leaves = _leaves(tree)

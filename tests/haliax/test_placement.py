@@ -174,7 +174,7 @@ def test_mappings_nest_and_merge():
         assert hax.physical_axis_name("embed") == "tp"
         with hax.axis_mapping({"embed": None}):
             assert hax.physical_axis_name("embed") is None
-            with pytest.raises(spmd.LayoutError, match="nothing of batch"):
+            with pytest.raises(spmd.LayoutError, match="no rule for batch"):
                 hax.physical_axis_name("batch")
         with hax.axis_mapping({"embed": None}, merge=True, mlp=("data", "tp")):  # the inner one holds
             assert hax.physical_axis_name("batch") == "data"

@@ -89,7 +89,7 @@ CASES = {
         tree_body: kernel(in_layouts=('b/dp d', {'w': 'd f/tp'}), out_layouts=b/dp d)
         p does not have the structure of its layouts.
         got:
-        - p['v']: no layout among 'w', but here is an array float32[6,8]
+        - p['v']: an array float32[6,8] has no layout; there are layouts for 'w'
         - p: a layout for 'w', but here is a dict with 'v'
         """,
     ),
@@ -140,7 +140,7 @@ CASES = {
         errors.PlacementError,
         """
         identity: kernel("b/dp d -> b/dp d")
-        an argument lies elsewhere than its layout says, and boundary="error" forbids moving it.
+        an argument does not lie as its layout says, and boundary="error" forbids moving it.
         got: x: P(None, 'tp'); wanted "b/dp d"
         advice: shard(x, layout) before the call
         """,
@@ -184,7 +184,7 @@ CASES = {
         <lambda>: kernel(in_layouts=({'**/w': 'd'}, 'd'), out_layouts=d)
         p does not have the structure of its layouts.
         got:
-        - p['mlp']: no layout among '**/w', but here is a dict with 'w'
+        - p['mlp']: a dict with 'w' has no layout; there are layouts for '**/w'
         - p: a layout for '**/w', but here is a dict with 'mlp'; rules over paths are for layouts: lambda tree: spmd.layouts(tree, {...})
         """,
     ),

@@ -188,7 +188,7 @@ def message(mesh, question, kind, mode="explicit"):
 def test_error_axis_index_on_whole_arrays(mesh):
     assert message(mesh, lambda: axis_index("tp"), ModeError, "auto") == (
         "axis_index('tp')\n"
-        "in auto mode the body sees whole arrays, so it runs at no place along tp.\n"
+        "in auto mode the body sees whole arrays, so it has no index along tp.\n"
         'advice: iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
         'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'
         '        else local(fn, "in -> out") around the per-shard code'

@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_told_the_same_way_everywhere(mesh, params) -> None
     """One wording, with the call and the place in the tree."""
     wrong = {"bb": "l f", "w": "l d f"}
     told = [
-        "params.b: no layout among 'bb', 'w', but here is an array float32[2,4]; did you mean 'bb'?",
+        "params.b: an array float32[2,4] has no layout; there are layouts for 'bb', 'w'; did you mean 'bb'?",
         "params: a layout for 'bb', but here is a Weights with 'w', 'b', 'count'; did you mean 'b'?",
     ]
     calls = {
