@@ -41,6 +41,12 @@ class Tables(Domain):
     def join(self, one: Any, other: Any) -> Any:
         return one if one == other else None
 
+    def sliced(self, value: Any, operand: Any) -> Any:
+        return None
+
+    def stacked(self, value: Any, result: Any) -> Any:
+        return None
+
 
 def tables_of(body: Callable[[], Any], sizes: dict[str, int]) -> list[Table | None]:
     """The tables of what a body without arguments returns on each device."""
