@@ -311,7 +311,7 @@ class Call:
 
     def _here(self, size: int, axes: Sequence[str] | None) -> int:
         """How much of a size is here."""
-        return size // axes_product(axes or (), self.mesh) if self.frame.explicit else size
+        return size // axes_product(axes, self.mesh) if axes and self.frame.explicit else size
 
     def misfit(self, fault: Misfit, got: Sequence[str] = (), *, fix: Fix | None = None) -> NoReturn:
         """Raise what does not fit, with what of it the names of the signature and blocks explain."""
@@ -382,6 +382,7 @@ class Call:
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
         x = as_array(x, label, functools.partial(self.fail, error=LayoutError))
         known = tag_of(x)
+        told = known is not None and same_axes(known.layout, layout) is True
         bound = bind([(label, x.shape, layout)], self.mesh, known=self.sizes, local=self.frame.explicit, together=True)
         fault = bound.faults[0] if bound.faults else None
         here = " on each device" if self.frame.explicit else ""
@@ -389,7 +390,7 @@ class Call:
         if isinstance(fault, WrongRank):
             self.misfit(fault, got, fix=self._spaced() if fault.advice else None)
         # The placement is checked first, because a wrong axis explains a wrong size, and not the reverse.
-        self._check_type(x, layout, label, known, index)
+        self._check_type(x, layout, label, None if told else known, index)
         if fault is not None:
             self.misfit(fault, got)
         self.sizes = bound.sizes
@@ -403,7 +404,7 @@ class Call:
         # If a tag already says it, no note is needed. While an error is explained, a gather's note has the line to
         # paste.
         explaining = self.frame.diagnosing and self.name in _GATHERS
-        if self.frame.explicit and (explaining or not (known and same_axes(known[0], layout))):
+        if self.frame.explicit and (explaining or not told):
             again = self._to_invarying() if explaining else None
             said = {"value": self._shown(index), **({"again": again} if again else {})}
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand", **said)

@@ -236,6 +236,8 @@ class Plan:
 
     def _check_keywords(self, unused: frozenset[str]) -> None:
         """A keyword that neither the signature nor the body uses is a typo."""
+        if not unused:
+            return
         for what, given, names in (
             ("the keyword binds the size of", self.signature.sizes, {n for s in self._layouts() for n in s.names}),
             ("axes= renames the mesh axis", self.signature.axes, {a for s in self._layouts() for a in s.axis_names}),

@@ -12,7 +12,7 @@ from spmd.language._axes import axes_product, mesh_text
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes, axes_of_rule, place, rule_text
 from spmd.language._sizes import Size, WrongRank, as_fault, bind, written_out
-from spmd.language._syntax import Atom, Dim, Span, Value, check, check_form, fault, normal, with_call
+from spmd.language._syntax import Atom, Dim, Span, Value, check_form, checked, fault, with_call
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
@@ -100,9 +100,8 @@ class Layout(Value):
             check_form(dims, (*unreduced, *reduced))
         except LayoutError as error:
             raise with_call(error, None, "Layout.from_dims(...)") from None
-        dims = tuple(normal(dim) for dim in dims)
         try:
-            check(dims, unreduced, reduced, {})
+            dims = checked(dims, unreduced, reduced, {})
         except LayoutError as error:
             text = _text(dims, unreduced, reduced)
             made = f'the layout "{text}"' if source is None else f'"{source}", read as "{text}"'
@@ -592,7 +591,7 @@ def _resolved(mapping: AxisMapping, layout: Layout, source: str | None, spans: t
         dims = place(layout.dims, {"U": layout.unreduced, "R": layout.reduced}, mapping)
     except LayoutError as error:
         raise layout._pointed(error) from None
-    return Layout.from_dims(dims, layout.unreduced, layout.reduced, source=layout.source)
+    return make(tuple(dims), layout.unreduced, layout.reduced, layout.source)
 
 
 # --- reading a sharding --------------------------------------------------------------------------------

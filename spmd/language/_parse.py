@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from typing import NoReturn
 
-from spmd.language._syntax import Atom, Dim, Parsed, Span, check, fault, normal
+from spmd.language._syntax import Atom, Dim, Parsed, Span, checked, fault
 from spmd.language._tokens import Token, fixed, tokenize
 
 _MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large
@@ -126,10 +126,9 @@ class Parser:
                 )
             if marks:
                 raise fault("The marks {U:...} and {R:...} come after all dimensions.", self.token.span)
-            dims.append(normal(self.dim(first)))
+            dims.append(self.dim(first))
         unreduced, reduced = tuple(sorted(marks.get("U", ()))), tuple(sorted(marks.get("R", ())))
-        check(tuple(dims), marks.get("U", ()), marks.get("R", ()), spans)
-        return Parsed(tuple(dims), unreduced, reduced)
+        return Parsed(checked(dims, marks.get("U", ()), marks.get("R", ()), spans), unreduced, reduced)
 
     # dimensions
 

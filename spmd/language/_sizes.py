@@ -246,8 +246,9 @@ def indivisible(
 def _bind_one(bound: Bound, where: str, dim: Dim, size: int, mesh: Mapping[str, int], local: bool) -> None:
     """Bind a dimension of one atom."""
     [atom] = dim.atoms
-    fault = indivisible(atom.name, size, dim.axes, mesh, where, dim.span)
-    bound.faults.extend([fault] if fault else [])
+    if not local:  # the blocks of a shard divide their sum
+        fault = indivisible(atom.name, size, dim.axes, mesh, where, dim.span)
+        bound.faults.extend([fault] if fault else [])
     if atom.size is not None and atom.size != size:
         bound.faults.append(NotLiteral(where, dim.span, atom.size, size))
     if atom.named:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, Self
 
@@ -140,7 +140,7 @@ def _group_text(atoms: tuple[Atom, ...], explicit: bool) -> str:
 # --- what holds for any layout, however it was made ----------------------------------------------------
 
 
-def normal(dim: Dim) -> Dim:
+def _normal(dim: Dim) -> Dim:
     """One form for one meaning: `_` and `3` are whole unless divided, `(h/tp k)` leaves k whole."""
     if dim.ellipsis:
         return dim
@@ -151,11 +151,17 @@ def normal(dim: Dim) -> Dim:
     return dim if atoms == dim.atoms else replace(dim, atoms=atoms)
 
 
-def check(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], spans: dict[str, Span]) -> None:
-    """Raise a LayoutError unless names, axes, `...` and divided factors obey the rules.
+def checked(
+    dims: Iterable[Dim], unreduced: tuple[str, ...], reduced: tuple[str, ...], spans: dict[str, Span]
+) -> tuple[Dim, ...]:
+    """The dimensions in one form for one meaning, whose names, axes, `...` and divided factors obey the rules.
 
     `spans` says where the marks' axes are written.
+
+    Raises:
+      LayoutError: They do not obey.
     """
+    dims = tuple(_normal(dim) for dim in dims)
     names: set[str] = set()
     places: dict[str, str] = {}
     ellipsis = False
@@ -173,6 +179,7 @@ def check(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str,
     for kind, axes in (("U", unreduced), ("R", reduced)):
         for axis in axes:
             _once(axis, f"{{{kind}:{axis}}}", places, spans.get(axis))
+    return dims
 
 
 def divided(atom: Atom) -> str:

@@ -13,7 +13,6 @@ from spmd._lax import once
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import LayoutError
 from spmd.language import Layout, verb_for
-from spmd.modes import Frame
 from spmd.ops._partial_sums import Landing, finish, land, placed, plain_dims, right_names
 
 
@@ -91,16 +90,15 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
             dtype=preferred_element_type,
             precision=precision,
             landing=landing,
-            frame=call.frame,
         )
     return call.result(out)
 
 
-@once("subscripts", "dtype", "precision", "landing", "frame")
-def _product(*arrays: Any, subscripts: str, dtype: Any, precision: Any, landing: Landing, frame: Frame) -> Any:
+@once("subscripts", "dtype", "precision", "landing")
+def _product(*arrays: Any, subscripts: str, dtype: Any, precision: Any, landing: Landing) -> Any:
     """The product of blocks, and what becomes of its partial sums."""
     out = jnp.einsum(subscripts, *arrays, preferred_element_type=dtype, precision=precision)
-    return finish(out, landing, frame)
+    return finish(out, landing)
 
 
 def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:

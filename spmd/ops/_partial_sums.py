@@ -16,7 +16,6 @@ from spmd import _compat, _lax
 from spmd.comm._call import Call, Factor, Operand
 from spmd.errors import Fix, LayoutError, did_you_mean
 from spmd.language import Atom, Layout
-from spmd.modes import Frame
 
 Axes = tuple[str, ...]
 
@@ -119,6 +118,8 @@ def land(
         scatters.append((position, gained))
     left = dst.unreduced
     _check_left(call, dst, partial, linear)
+    if not call.frame.explicit:  # whole arrays have no parts
+        return Landing((), (), ())
     gone = {*left, *(axis for _, axes in scatters for axis in axes)}
     return Landing(tuple(scatters), call.frame.in_mesh_order(set(partial) - gone), call.frame.in_mesh_order(left))
 
@@ -204,10 +205,8 @@ def _with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
 # --- running it ---------------------------------------------------------------------------------------------
 
 
-def finish(x: Any, landing: Landing, frame: Frame) -> Any:
-    """Scatter first, so that the sum travels in blocks. Whole arrays need neither. Runs in the call's `scope`."""
-    if not frame.explicit:
-        return x
+def finish(x: Any, landing: Landing) -> Any:
+    """Scatter first, so that the sum travels in blocks. Runs in the call's `scope`."""
     for position, axes in landing.scatters:
         x = _lax.psum_scatter(x, axes, position)
     x = _lax.psum(x, landing.sums) if landing.sums else x

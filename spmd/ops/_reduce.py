@@ -121,7 +121,7 @@ class _Job:
         self.dims, self.order = dims, order
         self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
         self.landing, self.copies = landing, copies
-        self.axes = call.frame.in_mesh_order(landing.all_axes) if call.frame.explicit else ()
+        self.axes = call.frame.in_mesh_order(landing.all_axes)
         self.copy_count = call.frame.axis_size(copies) if copies else 1
 
     def place(self, x: Any) -> Any:
@@ -135,14 +135,13 @@ class _Job:
                 x = x / self.copy_count
                 return _compat.pvary(_lax.psum(x, (*self.landing.sums, *self.copies)), self.landing.left)
             x = _lax.pmax(jax.lax.stop_gradient(x), self.copies)  # a mean of integers could overflow
-        return finish(x, self.landing, self.frame)
+        return finish(x, self.landing)
 
     def land_whole(self, x: Any) -> Any:
         """Keep this device's block of a result that every device has whole."""
-        if self.frame.explicit:
-            for position, axes in self.landing.scatters:
-                for axis in axes:
-                    x = _lax.slice_block(x, axis, position, self.frame.axis_size(axis))
+        for position, axes in self.landing.scatters:
+            for axis in axes:
+                x = _lax.slice_block(x, axis, position, self.frame.axis_size(axis))
         return x
 
 

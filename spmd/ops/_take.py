@@ -76,7 +76,7 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
     with call.scope():
         out = _rows(call, rows.x, numbers.x, dim, key)
         out = rearranged(out, [[name] for name in made], [[name] for name in right])
-        out = finish(out, landing, call.frame)
+        out = finish(out, landing)
     return call.result(out)
 
 
