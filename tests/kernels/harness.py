@@ -5,11 +5,20 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 import spmd
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 W = np.linspace(-2, 1, 64, dtype=np.float32).reshape(8, 8)
+
+_AUTO, _EXPLICIT = AxisType.Auto, AxisType.Explicit
+KINDS = {
+    "auto": (_AUTO, _AUTO),
+    "explicit": (_EXPLICIT, _EXPLICIT),
+    "auto explicit": (_AUTO, _EXPLICIT),
+    "explicit auto": (_EXPLICIT, _AUTO),
+}
 
 
 def layer_on(mesh):
@@ -27,3 +36,16 @@ def plain(x, w):
 
 def close(a, b, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+def mesh_of(kinds, shape=(2, 4), names=("dp", "tp")):
+    count = int(np.prod(shape))
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+
+
+def linear_on(mesh, **options):
+    @spmd.kernel("b/dp d/tp, d/tp f -> b/dp f", mesh=mesh, **options)
+    def linear(x, w):
+        return spmd.einsum(x, w, "b/dp d/tp, d/tp f -> b/dp f")
+
+    return linear
