@@ -125,6 +125,8 @@ def changed(mutant: Mutant) -> Iterator[list[Call]]:
     make, _ = CHANGES[mutant.collective][mutant.change]
 
     def instead(at: Place, call: Call) -> Any:
+        if at == mutant.place and call.name in ("pmax", "pmin") and call.name != mutant.collective:
+            return call.again(x=lax.stop_gradient(call.given["x"]))  # as by hand: it has no derivative
         if at != mutant.place or call.name != mutant.collective or mutant.change not in possible(call):
             return call.again()
         met.append(call)
@@ -155,6 +157,7 @@ def _opened(mutant: Mutant) -> Iterator[None]:
         enter(_call.Call, "scope", unless(_call.Call.scope, lambda self: contextlib.nullcontext()))
         enter(_lax, "slice_block", unless(_lax.slice_block, _plain_block))
         enter(_run, "_bound", unless(_run._bound, _run._plain))
+        enter(jax.custom_jvp, "__call__", unless(jax.custom_jvp.__call__, lambda self, *args: self.fun(*args)))
         if mutant.change == "dropped":  # what was made equal is so no longer
             enter(_lax, "to_invarying", unless(_lax.to_invarying, first))
         yield
