@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,15 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd import parallel
 from tests import layers
 from tests import programs as soaked
+from tests import test_same_on_any_mesh as anywhere
 from tests.checker.twins import registry
 from tests.comm import cases
-from tests.nn.dense import placed_order
 from tests.sampler import Choices
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CALLS = 6  # of each verb and operation
 
 __all__ = ["FAMILIES", "Program", "programs"]
@@ -107,71 +102,11 @@ def of_layer(case: layers.LayerCase) -> Program:
     args, cotangents = layers.arguments(case), layers.cotangents_of(case)
 
     def build(mesh: Any) -> Callable[..., Any]:
-        there, ins, outs = elsewhere(case, dict(mesh.shape))
-        both = layers.pulled(layers.kernel_of(there, mesh).explicit)
-
-        def run(*args: Any) -> Any:
-            given = tuple(one.there(x) for one, x in zip(ins, args, strict=True))
-            values, gradients = both(given, tuple(one.there(x) for one, x in zip(outs, cotangents, strict=True)))
-            moving = [one for one, x in zip(ins, args, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
-            values = [one.back(x) for one, x in zip(outs, values, strict=True)]
-            return values, [one.back(x) for one, x in zip(moving, gradients, strict=True)]
-
-        return run
+        run = layers.kernel_of(case, mesh) if case.build is None else case.build(case, mesh)
+        both = layers.pulled(run)
+        return lambda *args: both(args, cotangents)
 
     return Program(f"layer {case.name} {case}".strip(), build, dict(case.mesh), args)
-
-
-@dataclass(frozen=True)
-class Carried:
-    """How an array goes to a mesh on which the layer wants it in another order or shape, and how it comes back."""
-
-    there: Callable[[Any], Any] = lambda x: x
-    back: Callable[[Any], Any] = lambda x: x
-
-    @classmethod
-    def ordered(cls, order: np.ndarray) -> Carried:
-        """Tokens, which are the second dimension."""
-        return cls(lambda x: x[:, order], lambda x: x[:, np.argsort(order)])
-
-    @classmethod
-    def shaped(cls, before: tuple[int, ...], after: tuple[int, ...]) -> Carried:
-        return cls(lambda x: x.reshape(after), lambda x: x.reshape(before))
-
-
-def elsewhere(case: layers.LayerCase, mesh: dict[str, int]) -> tuple[Any, Sequence[Carried], Sequence[Carried]]:
-    """A layer on another mesh. Where its meaning depends on the number of devices: the same meaning there.
-
-    The order of the tokens in a ring depends on its blocks, and the stages of a pipeline are as many as its devices.
-    """
-    there = replace(case, mesh=mesh)
-    layouts = [case.ins, (case.outs,) if isinstance(case.outs, str) else case.outs]
-    ins, outs = ([Carried()] * len(side) for side in layouts)
-    if mesh == dict(case.mesh):
-        return there, ins, outs
-    if case.name.startswith("pipeline"):
-        return in_rounds(case, there, outs)
-    kinds = {"zigzag": "zigzag", "striped": "striped", "both-ways": "zigzag"}
-    if (kind := kinds.get(case.label.split("-g")[0])) is not None:
-        length, role = case.shapes["s"], "ring" if case.axes.get("ring") else "cp"
-        old, new = (placed_order(length, one.n(role), kind) for one in (case, there))
-        tokens = Carried.ordered(np.argsort(old)[new])
-        ins = ins if case.name == "place_sequence" else [tokens] * len(ins)
-        outs = outs if case.name == "restore_sequence" else [tokens] * len(outs)
-    return there, ins, outs
-
-
-def in_rounds(case: layers.LayerCase, there: layers.LayerCase, outs: Any) -> tuple[Any, Any, Any]:
-    """A pipeline over fewer devices: in more rounds."""
-    devices = there.n("pp")
-    rounds = case.shapes.get("v", 1) * case.n("pp") // devices
-    shapes = [case.shape(text) for text in case.ins]
-    weights = [shape[1 + ("v" in case.shapes) :] for shape in shapes[1:]]
-    ins = [Carried.shaped(old, (rounds, devices, *rest)) for old, rest in zip(shapes[1:], weights, strict=True)]
-    texts = tuple(f"v p/pp {text.removeprefix('v ').removeprefix('p/pp ')}" for text in case.ins[1:])
-    fn: Any = case.fn
-    there = replace(there, fn=lambda axes: fn(axes, rounds), ins=(case.ins[0], *texts))
-    return there, [Carried(), *ins], outs
 
 
 # --- verbs and operations, as the soak draws them
@@ -216,23 +151,51 @@ def operation() -> Iterator[Program]:
 @family
 def example() -> Iterator[Program]:
     """The kernels of the examples, on small arrays."""
-    makers = (of_summa, of_waves, of_spectral_flow, of_llama, of_train_lm, of_transformer, of_decode)
-    for program in itertools.chain.from_iterable(make() for make in makers):
-        yield replace(program, build=functools.partial(relaxed, program.build))
+    with anywhere.importing():
+        own = itertools.chain(of_summa(), of_llama(), of_train_lm(), of_transformer(), of_others())
+        for program in own:
+            yield replace(program, build=functools.partial(relaxed, program.build))
 
 
 def relaxed(build: Callable[[Any], Callable[..., Any]], mesh: Any) -> Callable[..., Any]:
     """Examples are written for JAX as users have it, tests for a stricter one."""
 
     def run(*args: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with anywhere.importing():
             return build(mesh)(*args)
 
     return run
 
 
+def of_others() -> Iterator[Program]:
+    """As the assertion on any mesh has them."""
+    for name in ("waves", "spectral_flow", "decode"):
+        build, args, options = anywhere.EXAMPLE_PROGRAMS[name]()
+        yield Program(f"example {name}", build, dict(options["mesh"].shape), from_host(args))
+
+
+PRODUCTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dense": ({"fsdp": 2, "cp": 2, "tp": 2}, {}),
+    "ulysses": ({"cp": 2, "tp": 2}, {"context": "ulysses"}),
+    "pipeline": ({"pp": 2, "fsdp": 2, "tp": 2}, {"micro": 2}),
+    "experts": ({"cp": 2, "ep": 2, "tp": 2}, {"experts": 4}),
+}
+
+
+def of_transformer() -> Iterator[Program]:
+    for name, (mesh, config) in PRODUCTS.items():
+        build, args, _ = anywhere.transformer_of(mesh, chunks=1, **config)
+        yield Program(f"example transformer {name}", build, mesh, from_host(args))
+
+
+def from_host(args: Any) -> Any:
+    """The arguments on no device in particular; keys are so already."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), args)
+
+
 def of_summa() -> Iterator[Program]:
-    module = the_example("summa")
+    module = anywhere.module("summa")
     args = normal(0, 4, 8), normal(1, 8, 4)
     bodies = {"panels": lambda a, b: module.summa(a, b, 2), "at once": module.at_once}
     for name, body in bodies.items():
@@ -240,34 +203,8 @@ def of_summa() -> Iterator[Program]:
         yield Program(f"example summa {name}", build, {"r": 2, "c": 2}, args)
 
 
-def of_waves() -> Iterator[Program]:
-    module, args = the_example("waves"), (normal(0, 8, 8), normal(1, 8, 8))
-    box = lambda mesh: module.Box(8, 8, mesh)
-    runs = {
-        "start": (lambda mesh: box(mesh).start, ()),
-        "advance": (lambda mesh: with_gradients(functools.partial(box(mesh).advance, steps=2)), args),
-        "energy": (lambda mesh: with_gradients(box(mesh).energy), args),
-    }
-    for name, (build, given) in runs.items():
-        yield Program(f"example waves {name}", build, {"a": 4, "b": 2}, given)
-
-
-def of_spectral_flow() -> Iterator[Program]:
-    module = the_example("spectral_flow")
-    flow = lambda mesh: module.Flow(8, 10.0, 0.01, mesh)
-    u = jax.device_get(relaxed(lambda mesh: flow(mesh).start, spmd.make_mesh(a=1, b=1))())
-    runs = {
-        "start": (lambda mesh: flow(mesh).start, ()),
-        "advance": (lambda mesh: functools.partial(flow(mesh).advance, steps=1), (u, np.float32(0))),
-        "measured": (lambda mesh: flow(mesh).measured, (u,)),
-        "vorticity": (lambda mesh: flow(mesh).vorticity, (u,)),
-    }
-    for name, (build, given) in runs.items():
-        yield Program(f"example spectral_flow {name}", build, {"a": 2, "b": 2}, given)
-
-
 def of_llama() -> Iterator[Program]:
-    module = the_example("llama405b")
+    module = anywhere.module("llama405b")
     sizes = {"l": 1, "m": 8, "h": 4, "g": 2, "k": 4, "f": 8, "v": 8, "b": 4, "s": 4}
     shapes = jax.tree.map(lambda text: tuple(sizes[n] for n in spmd.Layout(text).names), module.LAYOUTS)
     leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -277,7 +214,7 @@ def of_llama() -> Iterator[Program]:
 
 
 def of_train_lm() -> Iterator[Program]:
-    module = the_example("train_lm")
+    module = anywhere.module("train_lm")
     c = module.Config(d=8, layers=1, groups=2, queries=1, head=4, hidden=8)
     params = jax.device_get(module.new_parameters(jax.random.key(0), c))
     rng = np.random.default_rng(0)
@@ -301,55 +238,6 @@ def of_train_lm() -> Iterator[Program]:
             return functools.partial(again(getattr(module, name).__wrapped__), dtype="float32")
 
         yield Program(f"example train_lm {name}", build, {"dp": 2, "tp": 2}, args)
-
-
-PRODUCTS = {
-    "dense": ({}, {"fsdp": 2, "cp": 2, "tp": 2}),
-    "ulysses": ({"context": "ulysses"}, {"cp": 2, "tp": 2}),
-    "pipeline": ({"micro": 2, "layers": 2}, {"pp": 2, "fsdp": 2, "tp": 2}),
-    "experts": ({"experts": 4, "chosen": 2}, {"cp": 2, "ep": 2, "tp": 2}),
-}
-
-
-def of_transformer() -> Iterator[Program]:
-    module = the_example("transformer")
-    for name, (changes, mesh) in PRODUCTS.items():
-        c = module.Config(**{**SMALL, **changes})
-        params = jax.device_get(module.new_weights(c, jax.random.key(0)))
-
-        def build(mesh: Any, c: Any = c) -> Callable[..., Any]:
-            model = module.Transformer(c, mesh)
-            return lambda weights, *ids: model.loss_and_gradients(weights, *(in_order(model, x) for x in ids))
-
-        yield Program(f"example transformer {name}", build, mesh, (params, *tokens(28, 8, 8)))
-
-
-def of_decode() -> Iterator[Program]:
-    module, c = the_example("decode"), the_example("transformer").Config(**SMALL)
-    params = jax.device_get(the_example("transformer").new_weights(c, jax.random.key(0)))
-    decoder = lambda mesh: module.Decoder.of(c, mesh, slots=12, temperature=0.5)
-    prompts, lengths = tokens(28, 4, 8)[0], np.array([3, 8, 5, 1], np.int32)
-
-    def build(mesh: Any) -> Callable[..., Any]:
-        made = decoder(mesh)
-        read, write = made.kernels
-
-        def twice(params: Any, prompts: Any, lengths: Any, key: Any) -> Any:
-            cache, first = read(params, in_order(made.model, prompts), lengths, key)
-            return first, write(params, cache, first, lengths, key)[1]
-
-        return twice
-
-    yield Program("example decode", build, {"fsdp": 2, "cp": 2, "tp": 2}, (params, prompts, lengths, jax.random.key(0)))
-
-
-SMALL = {"vocabulary": 28, "layers": 1, "d": 8, "heads": 4, "kv_heads": 2, "head": 4, "hidden": 8, "chunks": 2}
-
-
-def in_order(model: Any, ids: Any) -> Any:
-    """What `Transformer.place` does to arrays from the host."""
-    blocks = math.prod(model.mesh.shape[axis] for axis in model.axes("s") or ())
-    return ids[:, parallel.sequence_order(ids.shape[1], blocks, model.placement)]
 
 
 # --- the right twins of wrong programs
@@ -378,16 +266,6 @@ def tokens(vocabulary: int, rows: int, length: int) -> tuple[np.ndarray, np.ndar
     rng = np.random.default_rng(0)
     ids, labels = (rng.integers(0, vocabulary, (rows, length)).astype(np.int32) for _ in range(2))
     return ids, labels
-
-
-@functools.cache
-def the_example(name: str) -> Any:
-    """An example as a module."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 def with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:

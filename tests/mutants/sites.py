@@ -66,6 +66,8 @@ class Mutant:
         return f"{self.place} {self.collective}: {self.change}"
 
 
+_Jitted = type(_lax.psum)
+
 # jax's caches of traces go by this, so that no change is seen by a program that was traced before
 _current: Any = jax.make_user_context(None)
 
@@ -102,7 +104,17 @@ def _replaced(instead: Callable[[Place, Call], Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(lax, name, replacement(name)))
+        for module, name, fn in traced_once():
+            stack.enter_context(mock.patch.object(module, name, fn))
         yield
+
+
+def traced_once() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The library's functions under `_lax.once`, without it: JAX keeps their traces, whoever calls them next."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("spmd.")]
+    named = [(module, name, value) for module in modules for name, value in vars(module).items()]
+    plain = [(*where, getattr(value, "__wrapped__", None)) for *where, value in named if isinstance(value, _Jitted)]
+    return [(module, name, fn) for module, name, fn in plain if fn.__module__.startswith("spmd.")]
 
 
 def mutants_of(trace: Callable[[], Any]) -> list[Mutant]:

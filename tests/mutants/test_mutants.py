@@ -253,6 +253,24 @@ def test_no_trace_outlives_its_change() -> None:
     np.testing.assert_array_equal(stacked(kept)(X), right)
 
 
+def test_each_call_of_a_verb_is_a_place_of_its_own() -> None:
+    """Though the library traces a collective once for arrays of one type."""
+
+    def body(x):
+        first = spmd.psum(x, "m n {U:b} -> m n")
+        return first + spmd.psum(2 * x, "m n {U:b} -> m n")
+
+    build = lambda: spmd.kernel("k/b m n -> m n", mesh=spmd.make_mesh(b=4))(lambda x: body(x[0]))
+    x = X.reshape(4, 4, 8)
+    found = [one for one in mutants_of(lambda: build().trace(x)) if one.change == "mean for sum"]
+    assert len(found) == 2
+    for mutant, parts in zip(found, ((1 / 4, 2), (1, 2 / 4)), strict=True):
+        with changed(mutant) as met:
+            value = jax.jit(build())(x)
+        assert met
+        np.testing.assert_allclose(value, sum(parts) * x.sum(0), rtol=1e-5)
+
+
 def test_what_sends_nothing_has_no_mutants() -> None:
     assert mutants_of(lambda: stacked(jnp.tanh).trace(X)) == []
     alone = jax.shard_map(lambda x: lax.psum(x, "x"), mesh=spmd.make_mesh(x=1), in_specs=P("x"), out_specs=P())
