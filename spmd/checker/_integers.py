@@ -46,6 +46,7 @@ Rule = Callable[[Any, Sequence["Table"], Sizes], Any]  # an equation to the tabl
 _BLOCK = 4096  # entries that a table has for one device
 _TOTAL = 65536  # entries for all devices, also while a table is made
 _EVALUATED = Recent(1024)  # the layers of a model ask for the same positions and masks
+_KEPT = 1 << 14  # the bytes of a table that is kept for them
 
 
 class _Unknown(Exception):
@@ -121,6 +122,10 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
       eqn: An equation of a jaxpr that holds no other jaxpr.
       operands: What its operands are.
       sizes: The sizes of the mesh axes, in mesh order.
+
+    Returns:
+      A table or None for each result. Inside a loop, what the loop slices has no table: it is another value in each
+      step.
     """
     rule = _RULES.get(eqn.primitive.name)
     if rule is _same:
@@ -134,7 +139,9 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
     except TypeError:  # a parameter has no hash
         return _evaluated(rule, eqn, known, sizes)
     if found is None:
-        found = _EVALUATED[key] = _evaluated(rule, eqn, known, sizes)
+        found = _evaluated(rule, eqn, known, sizes)
+        if all(table is None or len(table.data) <= _KEPT for table in (*known, *found)):
+            _EVALUATED[key] = found
     return found
 
 
