@@ -13,7 +13,7 @@ CUBE = {"dp": 2, "tp": 2, "cp": 2}
 @wrong("n/dp/tp -> n/tp")
 def major_axis_gathered(x):
     """Joining over dp puts blocks together that are not neighbours."""
-    return lax.all_gather(x, "dp", tiled=True, to="invarying")  # wrong: order
+    return lax.all_gather(x, "dp", tiled=True, to="invarying")  # wrong: order or layout
 
 
 @major_axis_gathered.right
@@ -63,8 +63,7 @@ def _(x, w):
 
 @wrong("b/dp d/tp, d/tp f -> b/dp f", mesh={"dp": 2, "tp": 4})
 def summed_over_the_wrong_axis(x, w):
-    y = lax.psum(x @ w, "dp")  # wrong: partial or layout
-    return lax.pmean(y, "tp")
+    return lax.pmean(lax.psum(x @ w, "dp"), "tp")  # wrong: partial or layout
 
 
 @summed_over_the_wrong_axis.right

@@ -113,7 +113,7 @@ def _(ids, table):
 @wrong("b/dp d, d f -> b/dp f")
 def complete_value_said_to_be_partial(x, w):
     y = lax.pcast(jnp.tanh(x @ w), "tp", to="varying")
-    return psum(y, "b/dp f {U:tp} -> b/dp f")  # wrong: copies
+    return psum(y, "b/dp f {U:tp} -> b/dp f")  # wrong: copies or partial
 
 
 @complete_value_said_to_be_partial.right
@@ -124,7 +124,7 @@ def _(x, w):
 @wrong("b/dp d/tp, d/tp f -> b/dp f/tp")
 def gathered_product_scattered(x, w):
     x, w = all_gather(x, "b/dp d/tp -> b/dp d"), all_gather(w, "d/tp f -> d f")
-    return psum_scatter(x @ w, "b/dp f {U:tp} -> b/dp f/tp")  # wrong: copies
+    return psum_scatter(x @ w, "b/dp f {U:tp} -> b/dp f/tp")  # wrong: copies or partial
 
 
 @gathered_product_scattered.right
@@ -141,7 +141,7 @@ def _(x, w):
 def partial_sum_said_to_be_divided(x, w, v):
     """Both are different on each device, and only one is a block."""
     y = (x @ w)[:, : v.shape[0]]
-    return einsum(y, v, "b/dp f/tp, f/tp e -> b/dp e")  # wrong: partial
+    return einsum(y, v, "b/dp f/tp, f/tp e -> b/dp e")  # wrong: partial or layout
 
 
 @partial_sum_said_to_be_divided.right

@@ -119,9 +119,8 @@ def entropy(scores):
 @wrong("s/tp v -> scalar")
 def gathered_along_the_wrong_dimension(scores):
     """The scores of four tokens become those of one."""
-    return entropy(
-        lax.all_gather(scores, "tp", axis=1, tiled=True, to="invarying")
-    )  # wrong: order or layout or pending
+    full = lax.all_gather(scores, "tp", axis=1, tiled=True, to="invarying")  # wrong: order or layout or pending
+    return entropy(full)
 
 
 @gathered_along_the_wrong_dimension.right

@@ -27,7 +27,7 @@ def ridge(gram):
 
 @wrong(TALL, d=6)
 def orthogonal_columns_of_a_block(a):
-    return jnp.linalg.qr(a)[0] * jnp.sign(a[:, :1])  # wrong: pending
+    return jnp.linalg.qr(a)[0] * jnp.sign(a[:, :1])  # wrong: pending or disagree
 
 
 @orthogonal_columns_of_a_block.right
@@ -43,7 +43,8 @@ def _(a):
 @wrong(TALL)
 def cholesky_of_a_partial_gram_matrix(a):
     """Each device factors the products of its own rows."""
-    upper = jnp.linalg.cholesky(ridge(a.T @ a)).T  # wrong: mixed or nonlinear
+    gram = a.T @ a + 5.0 * jnp.eye(a.shape[1])  # wrong: mixed or nonlinear
+    upper = jnp.linalg.cholesky(gram).T
     return jax.scipy.linalg.solve_triangular(upper, a.T, trans=1).T
 
 

@@ -21,7 +21,7 @@ def square(w, x):
 @wrong(STEP)
 def gradient_of_a_local_mean(w, x):
     """JAX adds the devices' gradients up: twice too much."""
-    return jax.grad(square)(w, x)  # wrong: scale or partial
+    return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: scale
 
 
 @gradient_of_a_local_mean.right
@@ -36,7 +36,7 @@ def _(w, x):
 
 @wrong(STEP)
 def step_on_a_local_mean(w, x):
-    g = jax.grad(square)(w, x)  # wrong: scale
+    g = jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: scale
     return w - 0.1 * g
 
 
@@ -56,9 +56,9 @@ def gradient_of_a_copied_loss(w, x):
 
     def loss(w):
         rows = lax.all_gather(x, "dp", tiled=True)
-        return square(w, rows)
+        return (jnp.sin(rows @ w) ** 2).mean()  # wrong: scale or copies
 
-    return jax.grad(loss)(w)  # wrong: scale or copies
+    return jax.grad(loss)(w)
 
 
 @gradient_of_a_copied_loss.right

@@ -51,7 +51,7 @@ def _(x, wq, wk, wv, wo):
 @wrong("b/dp s/cp d, d h/tp k, d h/tp k, d h/tp k, h/tp k d -> b/dp s/cp d", mesh=CP)
 def attention_layer_without_cp(x, wq, wk, wv, wo):
     """Each block of the sequence looks at itself only."""
-    return x + nn.multi_head_attention(x, wq, wk, wv, wo, tp="tp")  # wrong: hidden
+    return x + nn.multi_head_attention(x, wq, wk, wv, wo, tp="tp")  # wrong: hidden or layout
 
 
 @attention_layer_without_cp.right
@@ -110,7 +110,7 @@ def _(x, w):
 
 @wrong("b/dp s d/tp -> b/dp s d/tp")
 def rms_norm_without_tp(x):
-    return nn.rms_norm(x)  # wrong: hidden or pending or nonlinear
+    return nn.rms_norm(x)  # wrong: hidden or layout
 
 
 @rms_norm_without_tp.right

@@ -155,7 +155,7 @@ def _(x, w):
 @wrong("b/dp s d/tp, d/tp -> b/dp s/tp")
 def contraction_taken_for_a_row(x, w):
     """The scores over divided features are returned as if the sequence were divided."""
-    return (x @ w)[:, :4]  # wrong: partial
+    return (x @ w)[:, :4]  # wrong: partial or layout
 
 
 @contraction_taken_for_a_row.right

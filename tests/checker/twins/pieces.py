@@ -264,7 +264,7 @@ def _(x):
 def interpolate(x):
     """Values at places that are counted along the whole dimension."""
     places = jnp.array([0, 2, 1])
-    return x * jnp.take(x, places, axis=-1)  # wrong: pending
+    return x * jnp.take(x, places, axis=-1)  # wrong: pending or disagree
 
 
 @interpolate.right

@@ -128,8 +128,8 @@ def _(logits, labels):
 @wrong("b/dp s/tp, b/dp s/tp d -> b/dp s/tp d")
 def labels_shifted_in_a_block(ids, x):
     """The last token of a block gets the first one of the same block as its label."""
-    labels = jnp.roll(ids, -1, axis=1)
-    return x * labels[..., None].astype(x.dtype)  # wrong: pending
+    labels = jnp.roll(ids, -1, axis=1)  # wrong: pending
+    return x * labels[..., None].astype(x.dtype)
 
 
 @labels_shifted_in_a_block.right

@@ -29,7 +29,7 @@ def cell(h, x):
 
 @wrong(STREAM)
 def moving_average(x):
-    return along(smooth, x, jnp.zeros_like(x[:, 0]))  # wrong: pending
+    return lax.scan(smooth, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1].swapaxes(0, 1)  # wrong: pending
 
 
 @moving_average.right
@@ -45,7 +45,7 @@ def _(x):
 
 @wrong(STREAM)
 def recurrent_cell(x):
-    return along(cell, x, jnp.zeros_like(x[:, 0]))  # wrong: pending
+    return lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1].swapaxes(0, 1)  # wrong: pending
 
 
 @recurrent_cell.right
@@ -101,8 +101,8 @@ def _(x):
 @wrong(STREAM)
 def linear_attention(x):
     """The state that each token reads is a prefix sum."""
-    state = jnp.einsum("bsd,bse->bsde", x, x).cumsum(1)
-    return jnp.einsum("bsd,bsde->bse", x, state)  # wrong: pending
+    state = jnp.einsum("bsd,bse->bsde", x, x).cumsum(1)  # wrong: pending
+    return jnp.einsum("bsd,bsde->bse", x, state)
 
 
 @linear_attention.right
@@ -142,8 +142,8 @@ def _(x):
 @wrong("b/dp s/tp d -> b/dp d")
 def last_state(x):
     """Each block's last state, added up."""
-    last = lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0]
-    return lax.psum(last, "tp")  # wrong: pending
+    last = lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0]  # wrong: pending
+    return lax.psum(last, "tp")
 
 
 @last_state.right

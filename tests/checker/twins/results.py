@@ -135,7 +135,7 @@ def _(x):
 def block_of_another_axis(x):
     """Gathered, and still divided over dp."""
     full = all_gather(x, "b/dp d/tp -> b/dp d")
-    return full[: x.shape[0] // 2]  # wrong: layout
+    return full[: x.shape[0] // 2]  # wrong: layout or pending
 
 
 @block_of_another_axis.right

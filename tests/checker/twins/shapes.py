@@ -64,7 +64,7 @@ def _(x):
 
 @wrong("n/tp -> m/tp", n=16, m=32)
 def tiled(x):
-    return jnp.tile(x, 2)  # wrong: pending
+    return jnp.tile(x, 2)  # wrong: pending or layout
 
 
 @tiled.right

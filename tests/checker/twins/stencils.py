@@ -101,9 +101,9 @@ def _(u):
 @wrong(LINE)
 def halo_along_another_axis(u):
     """Neighbours along dp hold other rows of the batch."""
-    before = lax.ppermute(u[:, -1:], "dp", forward(lax.axis_size("dp")))
+    before = lax.ppermute(u[:, -1:], "dp", forward(lax.axis_size("dp")))  # wrong: layout or pending
     v = jnp.concatenate([before, u], axis=1)
-    return v[:, 1:] - v[:, :-1]  # wrong: layout or pending
+    return v[:, 1:] - v[:, :-1]
 
 
 @halo_along_another_axis.right
@@ -141,8 +141,8 @@ def _(u):
 @wrong("b/dp s/tp d -> b/dp s/tp d")
 def token_shift_in_a_block(x):
     """Mix each token with the one before it; the first of a block is mixed with zeros."""
-    before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    return 0.5 * x + 0.5 * before  # wrong: pending
+    before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # wrong: pending
+    return 0.5 * x + 0.5 * before
 
 
 @token_shift_in_a_block.right

@@ -32,8 +32,8 @@ def _(x, w, scale):
     y = (x @ w) * 2.0 - jnp.pad(x @ w, ((0, 0), (1, 0)))[:, 1:]
     y = jnp.concatenate([y, y * scale[None]], axis=1).cumsum(1)
     y = jnp.where(jnp.concatenate([scale, scale])[None] > 0, y, 0.0)
-    y = jnp.zeros_like(y).at[0].set(y[0]) + jnp.take(y, jnp.arange(x.shape[0]), axis=0)
-    return lax.psum(y[:, ::2], "tp") - lax.psum(jnp.zeros_like(y).at[0].set(y[0])[:, ::2], "tp")
+    y = jnp.zeros_like(y).at[:, 0].set(y[:, 0]) + jnp.take(y, jnp.arange(16), axis=1)
+    return lax.psum(y[:, ::2], "tp") - lax.psum(jnp.zeros_like(y).at[:, 0].set(y[:, 0])[:, ::2], "tp")
 
 
 @wrong("d f, b/dp d -> d f")
@@ -73,8 +73,8 @@ def carry_beside_another(x):
         return (total + token.sum(), count + 1.0), None
 
     start = varying(jnp.zeros(()), "dp", "tp")
-    (total, count), _ = lax.scan(step, (start, start), x.swapaxes(0, 1))
-    return x / count * spmd.annotate(total, "")  # wrong: partial
+    (total, count), _ = lax.scan(step, (start, start), x.swapaxes(0, 1))  # wrong: partial or pending
+    return x / count * spmd.annotate(total, "")
 
 
 @carry_beside_another.right
@@ -178,7 +178,7 @@ def state_that_nobody_reads(x):
     def body(ref):
         ref[...] = ref[...] * 2.0
 
-    return run_state(body)(x) - x.mean(1, keepdims=True)  # wrong: mixed
+    return run_state(body)(x) * (x - x.mean(1, keepdims=True))  # wrong: mixed
 
 
 @state_that_nobody_reads.right
@@ -186,7 +186,7 @@ def _(x):
     def body(ref):
         ref[...] = ref[...] * 2.0
 
-    return run_state(body)(x) - lax.pmean(x.mean(1, keepdims=True), "tp")
+    return run_state(body)(x) * (x - lax.pmean(x.mean(1, keepdims=True), "tp"))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp")

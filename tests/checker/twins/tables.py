@@ -119,8 +119,8 @@ def _(x):
 @wrong("b/dp s/tp -> b/dp s/tp")
 def edge_of_every_block(x):
     """Nothing is before the first token of the sequence; here nothing is before the first of each block."""
-    before = jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
-    return x - before  # wrong: pending
+    before = jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)  # wrong: pending
+    return x - before
 
 
 @edge_of_every_block.right

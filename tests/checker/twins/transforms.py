@@ -64,7 +64,7 @@ def cosines(n):
 @wrong(LINE)
 def cosine_transform_by_a_small_matrix(x):
     """A matrix of the block's size."""
-    return x @ cosines(x.shape[1])  # wrong: pending or partial
+    return x @ cosines(x.shape[1])  # wrong: disagree
 
 
 @cosine_transform_by_a_small_matrix.right
@@ -114,8 +114,8 @@ def _(x):
 @wrong(LINE)
 def convolved_in_a_piece(x):
     kernel = jnp.array([[0.5, 0.3, 0.2]])
-    y = lax.conv_general_dilated(x[:, None], kernel[None], (1,), "SAME")
-    return y[:, 0]  # wrong: pending
+    y = lax.conv_general_dilated(x[:, None], kernel[None], (1,), "SAME")  # wrong: pending
+    return y[:, 0]
 
 
 @convolved_in_a_piece.right
