@@ -15,6 +15,8 @@ from spmd.language import Layout, factors_of, verb_for
 __all__ = ["all_gather", "all_to_all", "defer", "psum", "psum_scatter", "split"]
 
 T = TypeVar("T")
+Axes = tuple[str, ...]
+Changes = list[tuple[int, Axes, Axes]]  # the position of each factor that changes, the axes lost and those gained
 
 
 # --- what changes between two layouts -----------------------------------------------------------------------
@@ -130,8 +132,8 @@ def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
     return after
 
 
-def _changes(operand: Operand, dst: Layout) -> list[tuple[int, tuple[str, ...], tuple[str, ...]]]:
-    """`(position, axes lost, axes gained)` of each factor that changes."""
+def _changes(operand: Operand, dst: Layout) -> Changes:
+    """What `dst` changes."""
     out = []
     for i, (factor, axes) in enumerate(zip(operand.factors, axes_after(operand, dst), strict=True)):
         if factor.axes != axes:
@@ -155,7 +157,7 @@ def _verb(
     x: T,
     pattern: str,
     binds: dict[str, Any],
-    move: Callable[[Call, Operand, Layout], Any],
+    move: Callable[[Call, Any, Changes], Any],
     *,
     to: str = "varying",
 ) -> T:
@@ -165,16 +167,16 @@ def _verb(
     check_to(call, to)
     moves = _check_pair(call, name)
     _check_margins(call)
-    dst = call.pattern.outputs[0]
 
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value, margins=True)
-        own.check_divides(operand, _changes(operand, dst))
+        changes = _changes(operand, call.pattern.outputs[0])
+        own.check_divides(operand, changes)
         if not moves or not call.frame.explicit:
             return own.result(operand.x)
         with call.scope():
-            out = move(own, operand, dst)
+            out = move(own, operand.x, changes)
         return own.result(out)
 
     if isinstance(x, str):
@@ -221,11 +223,10 @@ def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
       https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
 
-    def move(call: Call, operand: Operand, dst: Layout) -> Any:
-        out = operand.x
-        for i, lost, _ in _changes(operand, dst):
-            out = _lax.all_gather(out, lost, i, to)
-        return out
+    def move(call: Call, x: Any, changes: Changes) -> Any:
+        for i, lost, _ in changes:
+            x = _lax.all_gather(x, lost, i, to)
+        return x
 
     return _verb("all_gather", x, pattern, names, move, to=to)
 
@@ -256,9 +257,9 @@ def psum(x: T, pattern: str, **names: Any) -> T:
       28
     """
 
-    def move(call: Call, operand: Operand, dst: Layout) -> Any:
-        axes = call.frame.in_mesh_order(set(operand.layout.unreduced) - set(dst.unreduced))
-        return _lax.psum(operand.x, axes)
+    def move(call: Call, x: Any, changes: Changes) -> Any:
+        [src], [dst] = call.pattern.inputs, call.pattern.outputs
+        return _lax.psum(x, call.frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced)))
 
     return _verb("psum", x, pattern, names, move)
 
@@ -291,11 +292,10 @@ def psum_scatter(x: T, pattern: str, **names: Any) -> T:
       [8. 8. 8. 8.]
     """
 
-    def move(call: Call, operand: Operand, dst: Layout) -> Any:
-        out = operand.x
-        for i, _, gained in _changes(operand, dst):
-            out = _lax.psum_scatter(out, gained, i)
-        return out
+    def move(call: Call, x: Any, changes: Changes) -> Any:
+        for i, _, gained in changes:
+            x = _lax.psum_scatter(x, gained, i)
+        return x
 
     return _verb("psum_scatter", x, pattern, names, move)
 
@@ -326,14 +326,12 @@ def all_to_all(x: T, pattern: str, **names: Any) -> T:
       True
     """
 
-    def move(call: Call, operand: Operand, dst: Layout) -> Any:
-        out = operand.x
-        changes = _changes(operand, dst)
+    def move(call: Call, x: Any, changes: Changes) -> Any:
         for i, lost, _ in changes:
             if lost:
                 j = next(j for j, _, gained in changes if gained == lost)
-                out = _lax.all_to_all(out, lost, split=j, concat=i)
-        return out
+                x = _lax.all_to_all(x, lost, split=j, concat=i)
+        return x
 
     return _verb("all_to_all", x, pattern, names, move)
 
@@ -364,12 +362,11 @@ def split(x: T, pattern: str, **names: Any) -> T:
       [0 1 2 3 4 5 6 7]
     """
 
-    def move(call: Call, operand: Operand, dst: Layout) -> Any:
-        out = operand.x
-        for i, _, gained in _changes(operand, dst):
+    def move(call: Call, x: Any, changes: Changes) -> Any:
+        for i, _, gained in changes:
             for axis in gained:
-                out = _lax.slice_block(out, axis, i, call.frame.axis_size(axis))
-        return out
+                x = _lax.slice_block(x, axis, i, call.frame.axis_size(axis))
+        return x
 
     return _verb("split", x, pattern, names, move)
 
@@ -406,7 +403,7 @@ def defer(x: T, pattern: str, **names: Any) -> T:
       [8. 8. 8.]
     """
 
-    def move(call: Call, operand: Operand, dst: Layout) -> Any:
-        return _compat.pvary(operand.x, call.frame.in_mesh_order(dst.reduced))
+    def move(call: Call, x: Any, changes: Changes) -> Any:
+        return _compat.pvary(x, call.frame.in_mesh_order(call.pattern.outputs[0].reduced))
 
     return _verb("defer", x, pattern, names, move)

@@ -588,7 +588,7 @@ def _bound(axis: str, value: Axes) -> tuple[str, ...]:
 def _resolved(mapping: AxisMapping, layout: Layout, source: str | None, spans: tuple[Span, ...]) -> Layout:
     # Equal layouts of two strings stand at other places in them: source and spans are part of the key.
     try:
-        dims = place(layout.dims, {"U": layout.unreduced, "R": layout.reduced}, mapping)
+        dims = place(layout.dims, {"U": layout.unreduced, "R": layout.reduced}, mapping._rules)
     except LayoutError as error:
         raise layout._pointed(error) from None
     return make(tuple(dims), layout.unreduced, layout.reduced, layout.source)

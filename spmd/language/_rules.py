@@ -63,18 +63,20 @@ def place(dims: Iterable[Dim], marks: Mapping[str, Iterable[str]], rules: Rules)
 def _need_distinct(dims: list[Dim], marks: Mapping[str, Iterable[str]], rules: Rules, ruled: set[str]) -> None:
     """No mesh axis may be used twice; the message names both places."""
 
-    def where(atom: Atom) -> str:
-        if atom.name in ruled:
-            return f"'{atom.name}' by the rule {rule_text(atom.name, rules[atom.name])}"
-        return f"'{divided(atom)}' as written"
+    def where(place: Atom | str) -> str:
+        if isinstance(place, str):
+            return f"the mark {place}"
+        if place.name in ruled:
+            return f"'{place.name}' by the rule {rule_text(place.name, rules[place.name])}"
+        return f"'{divided(place)}' as written"
 
-    seen = {axis: f"the mark {{{kind}:{axis}}}" for kind, axes in marks.items() for axis in axes}
+    seen: dict[str, Atom | str] = {axis: f"{{{kind}:{axis}}}" for kind, axes in marks.items() for axis in axes}
     for atom in (atom for dim in dims for atom in dim.atoms):
         for axis in atom.axes or ():
             if axis in seen:
                 rule = f"The mapping puts two parts of one layout on the mesh axis '{axis}'."
-                raise fault(rule, atom.span, got=[seen[axis], where(atom)])
-            seen[axis] = where(atom)
+                raise fault(rule, atom.span, got=[where(seen[axis]), where(atom)])
+            seen[axis] = atom
 
 
 def _need_leading(dim: Dim, rules: Rules, ruled: set[str]) -> None:

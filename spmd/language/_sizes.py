@@ -197,7 +197,8 @@ def bind(
                 inner = size - sum(dim.margin) * margins
                 if inner < 0:
                     bound.faults.append(Narrow(where, dim.span, size, dim.margin))
-                size = inner * (axes_product(dim.axes, mesh) if local else 1)
+                axes = dim.axes if local else ()
+                size = inner * axes_product(axes, mesh) if axes else inner
             found.append((dim, size))
             if dim.composite:
                 composites.append((where, dim, size))
@@ -239,7 +240,7 @@ def indivisible(
     name: str, size: int, axes: Sequence[str] | None, mesh: Mapping[str, int], where: str = "", span: Span | None = None
 ) -> Indivisible | None:
     """What is wrong with dividing a size over mesh axes, if anything."""
-    parts = axes_product(axes or (), mesh)
+    parts = axes_product(axes, mesh) if axes else 1
     return Indivisible(where, span, name, size, tuple(axes or ()), parts) if size % parts else None
 
 

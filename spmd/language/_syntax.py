@@ -163,7 +163,7 @@ def checked(
     """
     dims = tuple(_normal(dim) for dim in dims)
     names: set[str] = set()
-    places: dict[str, str] = {}
+    places: dict[str, Atom | str] = {}
     ellipsis = False
     for dim in dims:
         if dim.ellipsis and ellipsis:
@@ -174,7 +174,7 @@ def checked(
                 raise fault(f"A name stands for one dimension of a layout, but '{atom.name}' occurs twice.", atom.span)
             names.add(atom.name)
             for axis in atom.axes or ():
-                _once(axis, f"'{divided(atom)}'", places, atom.span)
+                _once(axis, atom, places, atom.span)
         _check_factors(dim)
     for kind, axes in (("U", unreduced), ("R", reduced)):
         for axis in axes:
@@ -186,9 +186,11 @@ def divided(atom: Atom) -> str:
     return atom.name + "".join(f"/{axis}" for axis in atom.axes or ())
 
 
-def _once(axis: str, place: str, places: dict[str, str], span: Span | None) -> None:
+def _once(axis: str, place: Atom | str, places: dict[str, Atom | str], span: Span | None) -> None:
+    """Note the atom or mark that has an axis, and complain about a second one."""
     if axis in places:
-        where = f"twice in {place}" if places[axis] == place else f"in {places[axis]} and in {place}"
+        first, second = (one if isinstance(one, str) else f"'{divided(one)}'" for one in (places[axis], place))
+        where = f"twice in {second}" if first == second else f"in {first} and in {second}"
         raise fault(f"A mesh axis occurs once in a layout, but '{axis}' is used {where}.", span)
     places[axis] = place
 
