@@ -27,7 +27,6 @@ __all__ = [
     "make_mesh",
     "mesh_for",
     "mesh_of",
-    "mesh_sizes",
     "no_mesh",
     "outside_trace",
     "use_cpu_devices",
@@ -199,11 +198,6 @@ def _devices() -> list[Any]:
     return _chosen or jax.devices()
 
 
-def mesh_sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
-    """Axis names with their sizes, in mesh order."""
-    return tuple(mesh.shape.items())
-
-
 def ambient_mesh() -> Mesh | AbstractMesh | None:
     """The mesh of the surrounding `jax.set_mesh`, concrete if possible, else that of a `with mesh:`, else None."""
     concrete = jax.sharding.get_mesh() if outside_trace() else None
@@ -286,7 +280,7 @@ def sizes_for(mesh: Any, call: str) -> dict[str, int]:
       MeshError: If there is none, or what is given does not say sizes.
     """
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
-        return dict(mesh_sizes(mesh_for(mesh, [], call)))
+        return dict(mesh_for(mesh, [], call).shape)
     named = isinstance(mesh, Mapping) and mesh
     if not named or not all(isinstance(axis, str) and is_int(size, 1) for axis, size in mesh.items()):
         got = f"{dict(mesh)}" if isinstance(mesh, Mapping) else kind_of(mesh)
@@ -318,7 +312,7 @@ def _lives_on(leaf: Any) -> Mesh | AbstractMesh | None:
     return sharding.mesh
 
 
-def check_alive(arrays: Iterable[tuple[str, Any]], call: str, source: str | None = None) -> None:
+def check_alive(arrays: Iterable[tuple[str, Any]], call: str) -> None:
     """No array is used whose buffer somebody else has.
 
     Raises:
@@ -328,7 +322,7 @@ def check_alive(arrays: Iterable[tuple[str, Any]], call: str, source: str | None
     if gone:
         rule = "an array is used whose buffer was given away: it was donated to an earlier call, or deleted."
         advice = "use what that call returned; or do not donate it there"
-        raise PlacementError(rule, call=call, source=source, got=gone, advice=advice)
+        raise PlacementError(rule, call=call, got=gone, advice=advice)
 
 
 def check_arguments_alive(args: Any, kwargs: Any, call: str) -> None:

@@ -19,7 +19,7 @@ from spmd._trees import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
 from spmd.kernels import Kernel, kernel
-from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, axis_sizes, bind, check_axes
+from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, bind, check_axes
 from spmd.mesh import check_alive, check_arguments_alive, made_whole, mesh_for, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
 from spmd.ops import _grids
@@ -114,7 +114,7 @@ def _placements(
         rank = len(shape)
         if layout.has_ellipsis and rank >= len(layout.dims) - 1:
             layout = layout.with_rank(rank)
-        wrong = bind([(path, shape, layout)], axis_sizes(mesh)).faults
+        wrong = bind([(path, shape, layout)], mesh.shape).faults
         wrong = [one for one in wrong if isinstance(one, WrongRank) or not parts]
         if wrong:
             faults += [f'{path} of shape {shape} as "{layout.short}": {one.told}' for one in wrong]

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text
-from spmd.mesh import mesh_sizes
 
 Block = tuple[int, ...]
 
@@ -167,7 +166,7 @@ def of_layout(
     source = layout.source if layout.source and f'"{layout.source}"' in call else None
     check_axes(layout.axis_names, mesh.shape, call=call, source=source)
     whole = [_size(dim, sizes) for dim in layout.dims] if dims is None else list(dims)
-    shape = dict(mesh_sizes(mesh))
+    shape = dict(mesh.shape)
     given = {name: Size(size, "the sizes") for name, size in sizes.items()}
     bound = bind([("", whole, layout)], shape, known=given, margins=False)
     if bound.faults:
@@ -179,7 +178,7 @@ def of_layout(
     return Holdings(
         layout.short,
         kind or ", ".join(f"{name}={size}" for name, size in known.items()),
-        tuple(mesh_sizes(mesh)),
+        tuple(shape.items()),
         ids,
         sides,
         _held(layout, shape),

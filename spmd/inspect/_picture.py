@@ -25,7 +25,7 @@ from spmd.inspect._picture_plan import PlanDrawing
 from spmd.inspect._svg import below, caption, card, flow, grid_box
 from spmd.inspect._text import grid_lines, heading, sentences
 from spmd.language import AxisMapping, Layout
-from spmd.mesh import ambient_mesh, mesh_sizes, sizes_for
+from spmd.mesh import ambient_mesh, sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
 _CALL = "visualize(...)"
@@ -234,7 +234,8 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
         raise LayoutError(rule, call=call, advice="shape=(8, 16), or write the dimensions out")
     sizes, dims = known_sizes(layout, shape, call)
     if mesh is not None:
-        return of_layout(_ambient(layout, call), sizes, _given_mesh(mesh, call), dims=dims, call=call)
+        lies_on = mesh if isinstance(mesh, Mesh | AbstractMesh) else _abstract(sizes_for(mesh, call))
+        return of_layout(_ambient(layout, call), sizes, lies_on, dims=dims, call=call)
     if frame is None:
         found = ambient_mesh()
         if found is None:
@@ -264,13 +265,9 @@ def _sequence(shape: Any, call: str) -> tuple[Any, ...]:
         raise LayoutError(rule, call=call, advice="as in (8, 16)") from None
 
 
-def _given_mesh(mesh: Any, call: str) -> Mesh | AbstractMesh:
-    return mesh if isinstance(mesh, Mesh | AbstractMesh) else _abstract(sizes_for(mesh, call))
-
-
 def _frame_mesh(frame: Frame) -> Mesh | AbstractMesh:
     """The mesh of a body, with its devices if they are known."""
-    if isinstance(frame.mesh, Mesh) and tuple(mesh_sizes(frame.mesh)) == tuple(frame.sizes):
+    if isinstance(frame.mesh, Mesh) and tuple(frame.mesh.shape.items()) == tuple(frame.sizes):
         return frame.mesh
     return _abstract(dict(frame.sizes))
 

@@ -126,11 +126,11 @@ class Outputs:
                 error=ReplicationError,
             )
 
-    def check_types(self, flat: Sequence[Any], frame: Frame, exclude: Sequence[str] = ()) -> None:
+    def check_types(self, flat: Sequence[Any], frame: Frame) -> None:
         """JAX's own type of each result: invarying wherever the layout says equal."""
         faults = []
         for i, (x, layout) in enumerate(zip(flat, self.layouts, strict=True)):
-            free = set(layout.axes) | set(layout.unreduced) | set(layout.reduced) | set(exclude)
+            free = set(layout.axes) | set(layout.unreduced) | set(layout.reduced)
             bad = frame.in_mesh_order(_compat.varying_axes(x) - free)
             if bad:
                 faults.append((i, bad))

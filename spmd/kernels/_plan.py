@@ -25,7 +25,7 @@ from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import translated
 from spmd.language import AxisMapping, Layout, Size, check_axes
-from spmd.mesh import abstract_of, mesh_sizes, no_mesh, outside_trace
+from spmd.mesh import abstract_of, no_mesh, outside_trace
 from spmd.modes import Frame
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
@@ -76,7 +76,7 @@ class Plan:
         self.leaves = tuple(leaves)
         self.rebuild = rebuild
         self.outputs = outputs
-        self.sizes = dict(mesh_sizes(mesh))
+        self.sizes = dict(mesh.shape)
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         self.typed_axes = tuple(n for n, kind in kinds.items() if kind is AxisType.Explicit)
         self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)

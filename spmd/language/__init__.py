@@ -1,7 +1,7 @@
 """The layout language: strings that say shape, placement and communication. Pure Python."""
 
 from spmd.language._axes import axes_product, axes_tuple, axis_span, check_axes, mesh_text
-from spmd.language._layout import AxisMapping, Layout, axis_sizes
+from spmd.language._layout import AxisMapping, Layout
 from spmd.language._pattern import Pattern
 from spmd.language._sizes import Misfit, NotProduct, Size, Unequal, WrongRank, another_name, as_fault, bind, indivisible
 from spmd.language._syntax import Atom, Dim
@@ -22,7 +22,6 @@ __all__ = [
     "as_fault",
     "axes_product",
     "axes_tuple",
-    "axis_sizes",
     "axis_span",
     "bind",
     "check_axes",

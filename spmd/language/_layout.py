@@ -366,7 +366,7 @@ class Layout(Value):
     def _sizes_on(self, mesh: Any) -> dict[str, int]:
         """The sizes of a mesh's axes, on which the layout has a shape."""
         self._need_rank()
-        sizes = axis_sizes(mesh)
+        sizes = dict(getattr(mesh, "shape", mesh))  # of a dict or pairs too
         missing = [f"'{axis}'{did_you_mean(axis, sizes)}" for axis in self.axis_names if axis not in sizes]
         if missing:
             what = "a mesh axis" if len(missing) == 1 else "mesh axes"
@@ -555,11 +555,6 @@ def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, 
         has_ellipsis=any(dim.ellipsis for dim in dims),
     )
     return layout
-
-
-def axis_sizes(mesh: Any) -> dict[str, int]:
-    """The sizes of a mesh's axes in mesh order; of a Mesh, an AbstractMesh, a dict or pairs."""
-    return dict(getattr(mesh, "shape", mesh))
 
 
 @lru_cache(maxsize=4096)

@@ -169,10 +169,6 @@ class _Job:
         return call
 
 
-def _operands(call: Call, args: Sequence[Any]) -> list[Operand]:
-    return [call.operand(x, i) for i, x in enumerate(args)]
-
-
 def _closed(call: Call, x: Any, layout: Layout, name: str | None = None, index: int = 0) -> Any:
     """An array checked against its layout, its composite dimensions closed."""
     operand = call.operand(x, index, layout=layout, name=name)
@@ -357,7 +353,7 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     layouts = _inputs(call, args)
     _check_blocks(call, (*layouts, *call.pattern.outputs))
     inside = frame.replace(mode="explicit", island=True)
-    blocks = [_cut(operand, frame) for operand in _operands(call, args)]
+    blocks = [_cut(operand, frame) for operand in (call.operand(x, i) for i, x in enumerate(args))]
 
     def body(_: Any, *shards: Any) -> Any:
         with inside.enter():
