@@ -37,7 +37,10 @@ def _(x):
     return jax.nn.softmax(mixed_tokens(x))
 
 
-@wrong("b/dp s/tp d -> b/dp s/tp d")
+@wrong(
+    "b/dp s/tp d -> b/dp s/tp d",
+    unseen="an all_to_all within one dimension leaves an order that has no name in a layout",
+)
 def split_and_joined_along_one_dimension(x):
     """Every fourth token, and never back again."""
     y = lax.all_to_all(x, "tp", split_axis=1, concat_axis=1, tiled=True)
@@ -74,7 +77,11 @@ def _(x):
     return mixed_tokens(x)
 
 
-@wrong("b/dp s/tp n -> b/dp s n/tp", no_gradient="JAX cannot transpose an untiled all_to_all")
+@wrong(
+    "b/dp s/tp n -> b/dp s n/tp",
+    no_gradient="JAX cannot transpose an untiled all_to_all",
+    unseen="which place of a merged dimension came first is lost at an untiled exchange",
+)
 def blocks_of_another_order(x):
     """Untiled, the new dimension is put behind the block's own rows, and merged there."""
     parts = x.reshape(*x.shape[:2], 4, -1)
@@ -94,7 +101,7 @@ def _(x):
     return x
 
 
-@wrong("b/dp s/tp d -> b/dp s d")
+@wrong("b/dp s/tp d -> b/dp s d", unseen="which place of a merged dimension came first is lost at an untiled gather")
 def gathered_blocks_merged_in_another_order(x):
     blocks = lax.all_gather(x, "tp", axis=2, to="invarying")
     return blocks.reshape(x.shape[0], -1, x.shape[2])  # wrong: layout

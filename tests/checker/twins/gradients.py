@@ -34,7 +34,7 @@ def _(w, x):
     return jax.grad(square)(w, x)
 
 
-@wrong(STEP)
+@wrong(STEP, unseen="a sum of one term that is too large and one that is not has no single factor")
 def step_on_a_local_mean(w, x):
     g = jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: scale
     return w - 0.1 * g
@@ -157,7 +157,7 @@ def _(w, x):
     return jax.grad(lambda w: lax.pmean((jnp.sin(lax.psum(x @ w, "tp")) ** 2).mean(), "dp"))(w)
 
 
-@wrong(STEP)
+@wrong(STEP, unseen="what a loop adds up has no single factor")
 def mean_of_micro_batches(w, x):
     """The mean over steps, and a sum over devices."""
 

@@ -44,7 +44,7 @@ def _(x, key):
     return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0.0)
 
 
-@wrong(STREAM)
+@wrong(STREAM, unseen="a key for each device is legal, along some axes as well as along all")
 def folded_along_one_axis_only(x, key):
     """Different along dp, and the same along tp."""
     mine = jax.random.fold_in(key, lax.axis_index("dp"))
@@ -75,7 +75,7 @@ def _(x, key):
     return x + jax.vmap(lambda k: jax.random.normal(k, (1,)))(jax.random.split(key, 4))
 
 
-@wrong("d f, b/dp d, scalar -> b/dp f")
+@wrong("d f, b/dp d, scalar -> b/dp f", unseen="a mean over noise of each device's own may be meant")
 def different_noise_on_copies(w, x, key):
     """The weight is the same on all devices of tp; the noise on it is not, and the mean hides it."""
     mine = jax.random.fold_in(key, lax.axis_index("tp"))

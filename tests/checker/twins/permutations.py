@@ -20,7 +20,7 @@ def rows_of(w, place, size):
     return lax.dynamic_slice_in_dim(w, place * size, size)
 
 
-@wrong("b/dp n/tp -> b/dp n/tp")
+@wrong("b/dp n/tp -> b/dp n/tp", unseen="what a permutation brings is unknown: each ring adds up what it receives")
 def blocks_shifted_and_kept(x):
     """Added to the neighbour's block as if it were the own."""
     return x + lax.ppermute(x, "tp", ring(lax.axis_size("tp")))  # wrong: disagree or layout
@@ -32,7 +32,7 @@ def _(x):
     return x + lax.ppermute(moved, "tp", ring(lax.axis_size("tp"), -1))
 
 
-@wrong("c/tp m d -> c/tp m d", mesh={"tp": 4}, c=8)
+@wrong("c/tp m d -> c/tp m d", mesh={"tp": 4}, c=8, unseen="both directions have the same layout")
 def shifted_the_other_way(x):
     """Stages hand their results on to the one before."""
     stage = jnp.tanh(x)
@@ -49,7 +49,7 @@ def _(x):
     return jnp.roll(jnp.tanh(x), 2, axis=0)
 
 
-@wrong(MATRIX)
+@wrong(MATRIX, unseen="which block has come after k steps is arithmetic")
 def ring_in_the_wrong_direction(x, w):
     """After k steps the block is that of device i + k, and the rows taken are those of i - k."""
     n, place = lax.axis_size("tp"), lax.axis_index("tp")
@@ -75,7 +75,7 @@ def _(x, w):
     return x @ w
 
 
-@wrong(MATRIX)
+@wrong(MATRIX, unseen="how many blocks have come is arithmetic")
 def ring_one_step_short(x, w):
     n, place = lax.axis_size("tp"), lax.axis_index("tp")
     total, block = lax.pcast(jnp.zeros((x.shape[0], w.shape[1])), ("dp", "tp"), to="varying"), x
@@ -100,7 +100,7 @@ def _(x, w):
     return x @ w
 
 
-@wrong("b/dp n/tp -> b/dp")
+@wrong("b/dp n/tp -> b/dp", unseen="which blocks have come is arithmetic")
 def ring_sum_that_skips_a_block(x):
     """Every second block, twice."""
     n = lax.axis_size("tp")
@@ -126,7 +126,7 @@ def _(x):
     return x.sum(-1) + 0.1 * lax.stop_gradient(x.sum(-1))
 
 
-@wrong("b/dp n/tp -> b/dp n/tp")
+@wrong("b/dp n/tp -> b/dp n/tp", unseen="which blocks have come is arithmetic")
 def not_everybody_receives(x):
     """The list leaves the last device out, which gets zeros."""
     n = lax.axis_size("tp")
@@ -146,7 +146,7 @@ def _(x):
     return x
 
 
-@wrong("b/dp s/tp k, b/dp s/tp k, b/dp s/tp k -> b/dp s/tp k")
+@wrong("b/dp s/tp k, b/dp s/tp k, b/dp s/tp k -> b/dp s/tp k", unseen="which blocks have come is arithmetic")
 def keys_without_their_values(q, k, v):
     """Around a ring go the keys, and the values stay."""
     n = lax.axis_size("tp")
@@ -174,7 +174,7 @@ def _(q, k, v):
     return jax.nn.softmax(jnp.einsum("bsk,btk->bst", q, k)) @ v
 
 
-@wrong("n/dp/tp d -> n/tp/dp d")
+@wrong("n/dp/tp d -> n/tp/dp d", unseen="which blocks have come is arithmetic")
 def blocks_sent_to_the_wrong_places(x):
     """From (i, j) to its place in the other order; here the places are exchanged with themselves."""
     a, b = lax.axis_size("dp"), lax.axis_size("tp")

@@ -139,7 +139,7 @@ def _(x):
     return p.cumsum(-1) / p.sum(-1, keepdims=True)
 
 
-@wrong("b/dp s/tp d -> b/dp d")
+@wrong("b/dp s/tp d -> b/dp d", unseen="a sum of what each block's loop has left may be meant")
 def last_state(x):
     """Each block's last state, added up."""
     last = lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0]  # wrong: pending

@@ -40,6 +40,7 @@ class Pair:
       reference: What the right one computes, in plain JAX on whole arrays; without it, the right one on a mesh of ones.
       raw: Whether the fault is certain in a raw `shard_map` too, whose specs claim nothing about whole arrays.
       no_gradient: Why gradients are not compared, where they are not.
+      unseen: Why types do not tell the wrong body from the right one; numbers do.
       helper: The function that has the wrong line, where it is not in the body.
       predicate: Of a divergent program, which must never run: what its devices decide by.
     """
@@ -51,6 +52,7 @@ class Pair:
     mistaken: Callable[..., Any]
     raw: bool = False
     no_gradient: str = ""
+    unseen: str = ""
     helper: Callable[..., Any] | None = None
     correct: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
@@ -128,6 +130,7 @@ def wrong(
     mesh: dict[str, int] | None = None,
     raw: bool = False,
     no_gradient: str = "",
+    unseen: str = "",
     helper: Callable[..., Any] | None = None,
     **sizes: int,
 ) -> Callable[[Callable[..., Any]], Pair]:
@@ -137,7 +140,7 @@ def wrong(
         name = body.__name__
         assert name not in PAIRS, f"two pairs are named {name}"
         known = {**SIZES, **sizes}
-        PAIRS[name] = Pair(name, Pattern(pattern), mesh or MESH, known, body, raw, no_gradient, helper)
+        PAIRS[name] = Pair(name, Pattern(pattern), mesh or MESH, known, body, raw, no_gradient, unseen, helper)
         return PAIRS[name]
 
     return register

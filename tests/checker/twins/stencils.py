@@ -58,7 +58,7 @@ def _(u):
     return jnp.diff(u, axis=1, append=0.0)
 
 
-@wrong(LINE)
+@wrong(LINE, unseen="neighbours' data have come, and of which side is arithmetic")
 def halo_of_the_wrong_side(u):
     """The block before sends its last value; here the block after does."""
     before = lax.ppermute(u[:, -1:], "tp", backward(lax.axis_size("tp")))
@@ -78,7 +78,7 @@ def _(u):
     return u - jnp.roll(u, 1, axis=1)
 
 
-@wrong(LINE)
+@wrong(LINE, unseen="neighbours' data have come, and of which end is arithmetic")
 def wrong_end_sent(u):
     """The right neighbour gets the first value of the block instead of the last."""
     before = lax.ppermute(u[:, :1], "tp", forward(lax.axis_size("tp")))
@@ -118,7 +118,7 @@ def _(u):
     return u - jnp.roll(u, 1, axis=1)
 
 
-@wrong(LINE)
+@wrong(LINE, unseen="neighbours' data have come, and whether they suffice is arithmetic")
 def halo_on_one_side_only(u):
     before = lax.ppermute(u[:, -1:], "tp", forward(lax.axis_size("tp")))
     v = jnp.concatenate([before, u, u[:, :1]], axis=1)  # wrong: pending

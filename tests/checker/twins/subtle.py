@@ -36,7 +36,7 @@ def _(x, w, scale):
     return lax.psum(y[:, ::2], "tp") - lax.psum(jnp.zeros_like(y).at[:, 0].set(y[:, 0])[:, ::2], "tp")
 
 
-@wrong("d f, b/dp d -> d f")
+@wrong("d f, b/dp d -> d f", unseen="in a loop over rows of its own, a device's sum is its own until a psum")
 def one_reduction_after_the_loop(w, x):
     """Gradients are added up over rows, and over devices once; here they are limited row by row, which is meant for
     their sum."""
@@ -108,7 +108,7 @@ def _(x):
     return x * 3.0
 
 
-@wrong("b/dp d, scalar -> b/dp d")
+@wrong("b/dp d, scalar -> b/dp d", unseen="a key for each device is legal")
 def one_key_for_copies(x, key):
     """What is equal may have equal noise; and a key for each device makes copies differ."""
     noise = jax.random.normal(jax.random.fold_in(key, lax.axis_index("dp")), (1, 12))
@@ -120,7 +120,7 @@ def _(x, key):
     return x + jax.random.normal(jax.random.fold_in(key, 0), (1, 12))
 
 
-@wrong("n/tp d, m n -> m d")
+@wrong("n/tp d, m n -> m d", unseen="a mean of what differs may be meant")
 def permuted_copies(x, w):
     """Copies may go round as they like; what each device took for itself may not."""
     rows = lax.all_gather(x, "tp", tiled=True)
@@ -141,7 +141,7 @@ def _(x, w):
     return w @ x
 
 
-@wrong("b/dp n/tp -> b/dp n/tp")
+@wrong("b/dp n/tp -> b/dp n/tp", unseen="which blocks have come is arithmetic")
 def ring_that_becomes_equal(x):
     """After n steps all devices have the same sum, which no type sees: `assert_equal` says so."""
     n = lax.axis_size("tp")

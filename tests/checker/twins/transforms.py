@@ -78,7 +78,7 @@ def _(x):
     return x @ cosines(40)
 
 
-@wrong(LINE)
+@wrong(LINE, unseen="numbers of a block's length that no rule of the table has made")
 def derivative_by_local_frequencies(x):
     """The transform is right; its frequencies are those of a block."""
     y = fft.fft(x, "b/dp n/tp -> b/dp k/tp")
