@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -436,6 +437,17 @@ def test_a_divergent_collective_is_found_before_it_hangs():
         assert_same_on_any_mesh(build("dp"), struct(4, 4), mesh=mesh)
     with pytest.raises(Mismatch, match="body is not the same"):  # it runs; it means something else on each mesh
         assert_same_on_any_mesh(build("tp"), struct(4, 4), mesh=mesh)
+
+
+def test_the_findings_of_check_are_asked_for(monkeypatch):
+    """Only those of a divergent collective end the run before it begins; all others show in the numbers."""
+    found = types.SimpleNamespace(kind="scale")
+    monkeypatch.setattr(spmd, "check", lambda fn, *args, **kwargs: [found], raising=False)
+    build = lambda mesh: jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2))
+    found.kind = "divergent"
+    with pytest.raises(spmd.ReplicationError, match="divergent"):
+        assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2))
 
 
 def test_tolerances(mesh):
