@@ -62,7 +62,7 @@ def assert_same_on_any_mesh(
     where that has a divisor of its size). So the message says which axis is to blame.
 
     Communication: that of the program on each mesh, forward and backward. The gradients of all floating-point
-    arguments are taken by one `jax.vjp` along random cotangents that lie as the results do.
+    arguments are taken by one `jax.vjp` along random cotangents that lie as the results do. It runs in one process.
 
     Args:
       kernel: A kernel; or `build(mesh)`, which makes a function of whole arrays for a mesh. A function that calls
@@ -129,9 +129,10 @@ def assert_same_on_any_mesh(
     made = _made(kernel, given)
     sizes: dict[str, tuple[int, int]] = {}
     if isinstance(made, Kernel) and lacks_values((args, kwargs)):
-        values, sizes = shrunk(functools.partial(_made, kernel), grid, args, kwargs)
+        with mode("explicit"):
+            values, sizes = shrunk(functools.partial(_made, kernel), grid, args, kwargs)
         args, kwargs = tuple(values), {}
-    program = _Program(kernel, made, (args, kwargs), grad, seed)
+    program = _Program(kernel, made, given, (args, kwargs), grad, seed)
     runs = [program.run(one, first=one == given) for one in grid]
     base = next(run for run in runs if run.mesh.size == 1)
     _check_compared(program, base)
@@ -163,12 +164,13 @@ class _Program:
     Args:
       kernel: What the user gave.
       made: The same for the mesh given.
+      mesh: That mesh.
       given: Its arguments and keyword arguments, some without values.
       grad: Whether to take gradients.
       seed: Draws the values.
     """
 
-    def __init__(self, kernel: Any, made: Any, given: tuple[Any, Any], grad: bool, seed: int) -> None:
+    def __init__(self, kernel: Any, made: Any, mesh: Mesh, given: tuple[Any, Any], grad: bool, seed: int) -> None:
         self.kernel, self.grad = kernel, grad
         self.name = getattr(made, "__name__", type(made).__name__)
         self.builds = not isinstance(kernel, Kernel)
@@ -177,7 +179,7 @@ class _Program:
             self.static = {*static, *(i for i, name in enumerate(self.params) if name in static)}
         else:
             self.params, self.static = _parameters(made), set()
-        self.specs = [_spec(x) for x in jax.tree.leaves(given)]
+        self.specs = [_spec(x, mesh) for x in jax.tree.leaves(given)]
         self.given = drawn(given, seed)
 
     def run(self, mesh: Mesh, first: bool) -> _Run:
@@ -256,10 +258,12 @@ def _rounded(arrays: Any, dtype: str) -> Any:
     return jax.tree.map(one, arrays)
 
 
-def _spec(x: Any) -> P:
+def _spec(x: Any, mesh: Mesh) -> P:
     """How an argument lies, for other meshes with the same axes."""
-    spec = getattr(getattr(x, "sharding", None), "spec", P())
-    return P(*spec.partitions)
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
+        return P()
+    return P(*sharding.spec.partitions)
 
 
 def _placed(x: Any, spec: P, mesh: Mesh) -> Any:

@@ -182,6 +182,10 @@ def test_an_abstract_mesh_and_a_surrounding_one():
     assert_same_on_any_mesh(double, jnp.ones(8), mesh=spmd.make_mesh(dp=2, abstract=True))
     with jax.set_mesh(spmd.make_mesh(dp=4)):
         assert_same_on_any_mesh(double, jnp.ones(8))
+    elsewhere = spmd.shard(jnp.ones(8), "b/x", mesh=spmd.make_mesh(x=8))
+    assert_same_on_any_mesh(double, elsewhere, mesh=spmd.make_mesh(dp=2))
+    with spmd.mode("auto"):  # each mesh is compared in explicit mode
+        assert_same_on_any_mesh(double, struct(64), mesh=spmd.make_mesh(dp=2))
 
 
 # -------------------- sizes
