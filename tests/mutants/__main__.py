@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import tests.conftest  # noqa: F401  eight devices, strict JAX
 from tests.mutants.judge import Verdict, judge, mutants, said
@@ -26,12 +27,12 @@ from tests.mutants.programs import Program, programs
 from tests.mutants.sites import Mutant
 from tests.mutants.table import Tally
 
+Known = dict[tuple[str, str], list[dict[str, Any]]]
+
 
 def main() -> int:
     options = parsed()
-    known = {}
-    if options.types:
-        known = {(one["program"], one["mutant"]): one for one in json.loads(Path(options.types).read_text())}
+    known = by_name(json.loads(Path(options.types).read_text())) if options.types else {}
     tally, start = Tally(), time.monotonic()
     for program in programs(options.only):
         for one in verdicts(program, options, known):
@@ -39,26 +40,34 @@ def main() -> int:
             if options.verbose:
                 print(f"{time.monotonic() - start:7.1f} s  {one}", flush=True)
     if options.keep:
-        kept = [{**dataclasses.asdict(one), "mutant": str(one.mutant)} for one in tally.verdicts]
+        kept = [{**dataclasses.asdict(one), "mutant": one.mutant.name} for one in tally.verdicts]
         Path(options.keep).write_text(json.dumps(kept, indent=1))
     print(tally.report())
     return int(not tally.promised)
 
 
-def verdicts(program: Program, options: argparse.Namespace, known: dict[tuple[str, str], dict]) -> Iterator[Verdict]:
+def verdicts(program: Program, options: argparse.Namespace, known: Known) -> Iterator[Verdict]:
     every = mutants(program)
     if options.sample and len(every) > options.sample:
         every = random.Random(f"{options.seed} {program.name}").sample(every, options.sample)
     yield from again(program, every, known) if known else judge(program, every)
 
 
-def again(program: Program, every: list[Mutant], known: dict[tuple[str, str], dict]) -> Iterator[Verdict]:
+def by_name(kept: list[dict[str, Any]]) -> Known:
+    """The verdicts of an earlier run, by program and mutant: several where a function has several such places."""
+    found: Known = {}
+    for one in kept:
+        found.setdefault((one["program"], one["mutant"]), []).append(one)
+    return found
+
+
+def again(program: Program, every: list[Mutant], known: Known) -> Iterator[Verdict]:
     """The verdicts of an earlier run, with what the checker says now."""
     for mutant in every:
-        earlier = known.get((program.name, str(mutant)))
-        if earlier is not None:
-            types = "" if earlier["rejected"] else said(program, mutant)
-            yield Verdict(**{**earlier, "mutant": mutant, "types": types})
+        if earlier := known.get((program.name, mutant.name)):
+            one = earlier.pop(0)
+            types = "" if one["rejected"] else said(program, mutant)
+            yield Verdict(**{**one, "mutant": mutant, "types": types})
 
 
 def parsed() -> argparse.Namespace:

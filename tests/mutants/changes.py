@@ -14,7 +14,7 @@ from jax import lax
 
 from spmd import _compat
 
-__all__ = ["CHANGES", "COLLECTIVES", "Call", "possible"]
+__all__ = ["CHANGES", "COLLECTIVES", "Call", "possible", "telling"]
 
 # The collectives themselves, whoever replaces their names in `jax.lax` later.
 COLLECTIVES: Mapping[str, Callable[..., Any]] = {
@@ -135,7 +135,7 @@ def _inexact(call: Call) -> bool:
 
 
 def _several(call: Call) -> bool:
-    return sum(size > 1 for size in call.sizes) > 1
+    return len(call.axes) > 1
 
 
 def _one_way(call: Call) -> bool:
@@ -148,7 +148,7 @@ def _always(call: Call) -> bool:
 
 Change = tuple[Callable[[Call], Any], Callable[[Call], bool]]
 
-# For each collective the changes: the code in its place, and whether that would be another one.
+# For each collective the changes: the code in its place, and which calls it suits.
 CHANGES: Mapping[str, Mapping[str, Change]] = {
     "psum": {
         "dropped": (_alone, _always),
@@ -169,15 +169,27 @@ CHANGES: Mapping[str, Mapping[str, Change]] = {
         "split and concat swapped": (_swapped, lambda call: call.given["split_axis"] != call.given["concat_axis"]),
         "axes in another order": (_turned, _several),
     },
-    "ppermute": {"dropped": (_alone, _always), "permutation reversed": (_reversed, _one_way)},
+    "ppermute": {"dropped": (_alone, _always), "permutation reversed": (_reversed, _always)},
     "axis_index": {"index zeroed": (_zero, _always), "axes in another order": (_turned, _several)},
 }
 
 
 def possible(call: Call) -> list[str]:
-    """The changes of a call that make another program: none along axes of one device, or of a constant."""
-    if call.devices == 1 or call.given.get("axis_index_groups") is not None:
+    """The changes that a call can have, whatever the sizes of its axes: what changes is the text of a program."""
+    if call.given.get("axis_index_groups") is not None:
         return []
     if not all(hasattr(x, "dtype") for x in call.leaves):  # lax.psum(1, "x") is a number
         return []
-    return [name for name, (_, is_another) in CHANGES[call.name].items() if is_another(call)]
+    return [name for name, (_, suits) in CHANGES[call.name].items() if suits(call)]
+
+
+def telling(call: Call) -> list[str]:
+    """Those that make another program: none along axes of one device, no other order where one axis alone has several."""
+    if call.devices == 1:
+        return []
+    several = sum(size > 1 for size in call.sizes) > 1
+    return [
+        name
+        for name in possible(call)
+        if (several or name != "axes in another order") and (name != "permutation reversed" or _one_way(call))
+    ]
