@@ -65,9 +65,10 @@ def again(program: Program, every: list[Mutant], known: Known) -> Iterator[Verdi
     """The verdicts of an earlier run, with what the checker says now."""
     for mutant in every:
         if earlier := known.get((program.name, mutant.name)):
-            one = earlier.pop(0)
-            types = "" if one["rejected"] else said(program, mutant)
-            yield Verdict(**{**one, "mutant": mutant, "types": types})
+            verdict = Verdict(**{**earlier.pop(0), "mutant": mutant, "types": ""})
+            if not verdict.rejected:
+                verdict.types = said(program, mutant)
+            yield verdict
 
 
 def parsed() -> argparse.Namespace:
