@@ -7,6 +7,7 @@ program, and the documentation for the language, the three modes and each operat
 from spmd import fft, inspect, random, stencil, testing
 from spmd._trees import layouts
 from spmd.accelerators import Hardware, Link, hardware
+from spmd.checker import Finding, Findings, check
 from spmd.comm import (
     Plan,
     Step,
@@ -84,6 +85,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AxisMapping",
     "CommunicationError",
+    "Finding",
+    "Findings",
     "Hardware",
     "Kernel",
     "Layout",
@@ -108,6 +111,7 @@ __all__ = [
     "axis_index",
     "axis_mapping",
     "axis_size",
+    "check",
     "cond",
     "cumsum",
     "custom_vjp",

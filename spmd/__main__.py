@@ -1,4 +1,4 @@
-"""`python -m spmd`: plan a relayout, draw a layout, look at the machine."""
+"""`python -m spmd`: plan a relayout, draw a layout, look at the machine, print the checker's rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from spmd._cli import run_info, run_plan, run_show
+from spmd._cli import run_info, run_plan, run_rules, run_show
 from spmd.comm.plans import PREFER
 from spmd.errors import SpmdError
 
@@ -16,6 +16,7 @@ _EXAMPLES = """examples:
   python -m spmd plan "a/x/y b -> a/y b/x" --mesh x=2 --mesh y=4 --size a=64 --size b=64 --picture
   python -m spmd show "b/dp (h k)/tp" --mesh dp=2,tp=4 --size b=8,h=4,k=16 --svg layout.svg
   python -m spmd info
+  python -m spmd rules
 """
 
 
@@ -23,8 +24,8 @@ def _parser() -> argparse.ArgumentParser:
     described = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m spmd",
-        description="Plan the cheapest change of layout, draw which device holds what, or show versions and devices.\n"
-        "plan and show need no devices.",
+        description="Plan the cheapest change of layout, draw which device holds what, show versions and devices, or\n"
+        "print the rules of the checker. Only info looks for devices.",
         epilog=_EXAMPLES,
         formatter_class=described,
     )
@@ -62,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Versions, devices, meshes that fit them. Exits with 1 if something needed is missing or too old.",
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+
+    rules = commands.add_parser(
+        "rules",
+        help="what the checker knows of each primitive",
+        description="For each primitive of JAX: how dimensions pass through it, and what becomes of a partial sum.",
+    )
+    rules.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -80,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. The exit status is 0, or 2 if the words are wrong."""
     options = _parser().parse_args(arguments)
     try:
-        return {"plan": run_plan, "show": run_show, "info": run_info}[options.command](options)
+        return {"plan": run_plan, "show": run_show, "info": run_info, "rules": run_rules}[options.command](options)
     except SpmdError as error:
         print(error.fault, file=sys.stderr)
         return 2

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from spmd import _jax_errors
 from spmd._table import Table
 from spmd.accelerators import PRESETS
+from spmd.checker import rules
 from spmd.comm.plans import PREFER, plan
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
 from spmd.inspect._picture import Picture, visualize
@@ -110,6 +111,22 @@ def run_info(options: Any) -> int:
     found = {"python": platform.python_version(), **_packages(), **_devices()}
     _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found)))
     return 0 if all(entry["ok"] for entry in found["needed"]) else 1
+
+
+def run_rules(options: Any) -> int:
+    """`rules`: what the checker knows of each primitive, or JSON."""
+    found = rules()
+    if options.json:
+        _print(json.dumps(found._asdict(), indent=2))
+        return 0
+    table = [(name, *row) for name, row in found.table.items()]
+    tables = [
+        Table(table, ("primitive", "dimensions", "partial sum")),
+        Table(list(found.partial.items()), ("partial sum", "what becomes of it")),
+        Table(list(found.own.items()), ("primitive", "a rule of its own")),
+    ]
+    _print("\n\n".join(one.text() for one in tables))
+    return 0
 
 
 # --- what is wrong with the options, in their own words ------------------------------------------------------

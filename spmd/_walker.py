@@ -147,6 +147,10 @@ class Domain:
         """What is known of a carry that does not settle."""
         return value
 
+    def carried(self, value: Any) -> Any:
+        """What a carry of one round of a loop is in the next."""
+        return value
+
     def may_not_run(self, value: Any, start: Any) -> Any:
         """What is known of the result of a loop that may not run at all."""
         return self.join(value, start)
@@ -251,7 +255,7 @@ class Domain:
         for _ in range(_ROUNDS):
             found = len(self.findings)
             outs = list(once(carry))
-            merged = list(map(self.join, carry, outs))
+            merged = list(map(self.join, carry, map(self.carried, outs)))
             if all(map(self.same, merged, carry)):
                 return outs
             del self.findings[found:]  # the round knew too little

@@ -51,6 +51,7 @@ class SpmdError(ValueError):
         fix: Fixes = None,
         advice: str | None = None,
     ) -> None:
+        self.findings: Sequence[Fault] = ()  # all that a check of the whole program found
         self.fault = rule if isinstance(rule, Fault) else Fault(rule, call, source, span, got, fix, advice)
         super().__init__(str(self.fault))
 

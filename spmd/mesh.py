@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd import _compat
+from spmd._ambient import Ambient
 from spmd._leaves import kind_of
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, is_int
 from spmd.language import Layout, mesh_text
@@ -270,7 +271,17 @@ def mesh_for(mesh: Any, leaves: Sequence[Any], call: str) -> Mesh | AbstractMesh
         arrays = " no array lives on one," if leaves else ""
         rule = f"the call has no mesh: none was given,{arrays} and jax.set_mesh does not surround it."
         raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
-    return found
+    one = alone.value
+    return found if one is None or one not in found.axis_names else _without(found, one)
+
+
+alone = Ambient("alone", None)  # the mesh axis that a trace takes for one device, to see what depends on its size
+
+
+def _without(mesh: Mesh | AbstractMesh, axis: str) -> AbstractMesh:
+    """The same mesh with one device along an axis; it has no devices, and only traces."""
+    sizes = tuple(1 if name == axis else n for name, n in mesh.shape.items())
+    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def sizes_for(mesh: Any, call: str) -> dict[str, int]:

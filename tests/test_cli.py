@@ -138,14 +138,16 @@ def test_words_that_argparse_refuses(words, capsys):
     assert "usage: python -m spmd" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["show", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", "--help"], ["show", "--help"], ["info", "--help"], ["rules", "--help"]]
+)
 def test_help(words, capsys):
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 0
     out = capsys.readouterr().out
     assert "python -m spmd" in out
-    assert "examples:" in out or words == ["info", "--help"]
+    assert "examples:" in out or words[0] in ("info", "rules")
 
 
 def test_examples_of_the_help_run(run, tmp_path, monkeypatch):
@@ -204,6 +206,32 @@ def test_info_without_devices_or_package(run, monkeypatch):
     assert "no devices: Unable to initialize backend 'tpu'" in run("info")[1]
     monkeypatch.setattr(_cli.metadata, "metadata", absent)
     assert "spmd is not installed" in run("info")[1]
+
+
+def test_rules(run):
+    status, out, err = run("rules")
+    lines = [re.split("  +", line) for line in out.splitlines()]
+    assert (status, err) == (0, "")
+    assert ["dot_general", "reduced: sum", "product"] in lines
+    assert ["psum", "psum, pmax, pmin: equal along their axes."] in lines
+    assert [row for row in lines if row[0] in ("primitive", "partial sum")] == [
+        ["primitive", "dimensions", "partial sum"],
+        ["partial sum", "what becomes of it"],
+        ["primitive", "a rule of its own"],
+    ]
+
+
+def test_rules_are_those_of_the_checker(run):
+    """Every primitive once, and what becomes of a partial sum is said of each."""
+    from spmd.checker._dataflow import Dataflow
+    from spmd.checker._table import TABLE
+
+    found = json.loads(run("rules", "--json")[1])
+    assert set(found["table"]) | set(found["own"]) == set(TABLE) | set(Dataflow.rules)
+    assert not set(found["table"]) & set(found["own"])
+    assert {linear for _, linear in found["table"].values()} == set(found["partial"])
+    assert all(found["partial"].values()) and all(found["own"].values()), "a rule without a docstring"
+    assert found["table"]["sin"] == ["elementwise", "curved"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 8, 12, 16, 64, 256, 1024])

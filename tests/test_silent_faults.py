@@ -238,7 +238,9 @@ def test_a_branch_that_devices_disagree_on():
     def kernel(cond):
         @spmd.kernel("scalar, n/x -> scalar", mesh=mesh)
         def ours(w, v):
-            return spmd.psum(cond(v.sum() > 2, lambda: 4 * w, lambda: w), "{U:x} -> scalar")
+            with spmd.per_shard("each device decides by its own block"):
+                y = cond(v.sum() > 2, lambda: 4 * w, lambda: w)
+            return spmd.psum(y, "{U:x} -> scalar")
 
         return ours
 
@@ -314,6 +316,7 @@ def test_the_carry_of_a_loop():
     """A carry of zeros is equal everywhere by type, and a step makes it vary."""
     mesh = auto_mesh(x=4)
 
+    @spmd.per_shard("a sum of each block")
     def body(v, start):
         return lax.scan(lambda carry, row: (carry + row, None), start, v)[0][None]
 

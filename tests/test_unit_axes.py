@@ -84,7 +84,6 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda x: spmd.reduce(spmd.einsum(x, x, "x/b k, x/b k -> k {U:b}"), "k -> scalar", "max"),
     ),
     "a gathered copy, doubled": ("x/b -> x", lambda x: jnp.sin(spmd.all_gather(x, "x/b -> x")) + x),
-    "a plain range": ("x/b -> x/b", lambda x: spmd.annotate(jnp.arange(x.size), "x/b")),
 }
 
 

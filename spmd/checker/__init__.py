@@ -1,10 +1,24 @@
-"""Whether every value is what its layouts say on each mesh axis: equal, different, a partial sum.
+"""Layouts as types: every value's layout is inferred, and compared with what strings claim of it.
 
-One pass over the traced jaxpr, nothing is evaluated. docs/pages/errors.md says what it knows and what it does not.
+One walk over the traced jaxpr, nothing is evaluated. docs/pages/checker.md says what it knows and what it does not.
 """
 
 from __future__ import annotations
 
-from spmd.checker._api import InState, OutputFacts, check_body, check_jaxpr, explain_output, in_states_of
+from spmd.checker._api import InState, OutputFacts, check, check_body, check_jaxpr, explain_output, in_states_of
+from spmd.checker._findings import Finding, Findings
+from spmd.checker._rules import Rules, rules
 
-__all__ = ["InState", "OutputFacts", "check_body", "check_jaxpr", "explain_output", "in_states_of"]
+__all__ = [
+    "Finding",
+    "Findings",
+    "InState",
+    "OutputFacts",
+    "Rules",
+    "check",
+    "check_body",
+    "check_jaxpr",
+    "explain_output",
+    "in_states_of",
+    "rules",
+]

@@ -1,21 +1,89 @@
-"""The three questions that a kernel asks of the pass."""
+"""What is asked of the pass: by users, of whole programs; by kernels, of their bodies and results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+
 from spmd import _compat
-from spmd._jaxprs import opened
+from spmd._ambient import Ambient
+from spmd._jaxprs import opened, shape_of
+from spmd._leaves import is_array
 from spmd._walker import equations
-from spmd.checker._axes import Origin
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._report import describe, raise_all
-from spmd.checker._source import line_of
-from spmd.checker._state import UNKNOWN, State
-from spmd.errors import Fix
+from spmd.checker._findings import Finding, Findings, found, report
+from spmd.checker._report import describe
+from spmd.checker._scale import check_scale
+from spmd.checker._source import line_of, line_of_error
+from spmd.checker._state import State, hidden, plain
+from spmd.errors import Fix, ReplicationError
 from spmd.language import Layout
+from spmd.mesh import alone
+
+collecting = Ambient("check", False)  # whether `check` will look at everything at the end, and no kernel does alone
+
+
+def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
+    """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
+
+    The function is traced and not run, and what it gives is not needed. Each value's layout is inferred, line by line,
+    from the layouts of the arguments. A finding says where the program does something else than the same program does
+    on one device: it has the line, the layout, how that came to be, and what mends it.
+
+    Communication: none. Nothing is compiled.
+
+    Args:
+      fn: A kernel, or any function: a training step, `jax.grad` of a kernel, a function with `jax.shard_map` in it.
+      *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s. What is not an array stays as it is.
+      **kwargs: Keyword arguments.
+
+    Returns:
+      The findings, in the order of the program; empty and falsy where there are none. Of a raw `shard_map`, which may
+      mean one result per device, what only a string could contradict is not `certain`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=2, tp=4)
+      >>> @spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)
+      ... def norms(x):
+      ...     return jax.lax.psum(jnp.sqrt(jnp.sum(x**2, axis=1)), "tp")
+      >>> [finding] = spmd.check(norms, jax.ShapeDtypeStruct((4, 8), "float32"))
+      >>> finding.kind, finding.rule
+      ('nonlinear', 'sqrt is not linear, so the sqrt of the parts of a sum {U:tp} is not part of its sqrt.')
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = [x for x in leaves if is_array(x)]
+
+    def run(*given: Any) -> Any:
+        rest = iter(given)
+        args, kwargs = jax.tree.unflatten(structure, [next(rest) if is_array(x) else x for x in leaves])
+        return jax.tree.map(lambda x: x if is_array(x) else None, fn(*args, **kwargs))
+
+    with collecting(True):
+        try:
+            jaxpr = jax.make_jaxpr(run)(*arrays)
+        except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
+            told = [one for one in error.findings if isinstance(one, Finding)]
+            return Findings(told or (found(error.fault, "layout", line_of_error(error)),))
+    walk = Dataflow(getattr(fn, "__name__", type(fn).__name__), ())
+    walk_closed(walk, jaxpr)
+    scales = check_scale(jaxpr, _alone(run, arrays, walk.sizes), walk.sizes)
+    return Findings(dict.fromkeys((*walk.findings, *scales)))
+
+
+def _alone(run: Callable[..., Any], arrays: Sequence[Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The program traced with one device along each axis in turn; without those where it cannot be."""
+    found = {}
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    for axis, size in sizes.items():
+        if size > 1:
+            with collecting(True), alone(axis), contextlib.suppress(Exception):
+                found[axis] = jax.make_jaxpr(run)(*structs)
+    return found
 
 
 def check_jaxpr(
@@ -25,6 +93,8 @@ def check_jaxpr(
     kernel: str,
     arg_names: Sequence[str] = (),
     arg_layouts: Sequence[Layout] = (),
+    how: str = "error",
+    always: bool = False,
 ) -> None:
     """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
 
@@ -36,14 +106,18 @@ def check_jaxpr(
       kernel: Its name, for the message.
       arg_names: What messages call the inputs of the body (`x`, `params['w']`), without hoisted constants.
       arg_layouts: Their layouts, from which a message tells how to mend a value.
+      how: "error", "warn", or "off".
+      always: Also where `check` will look at everything at the end: the trace will not get there.
 
     Raises:
       ReplicationError: One for all findings, each with the user's line and the text to paste.
     """
+    if how == "off" or (collecting.value and not always):
+        return
     walk = Dataflow(kernel, mesh_axes)
     walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
-    raise_all(kernel, walk.findings)
+    report(kernel, walk.findings, how)
 
 
 class InState(NamedTuple):
@@ -65,11 +139,12 @@ def in_states_of(values: Iterable[Any]) -> list[InState]:
 
 def check_body(
     closed_jaxpr: Any,
-    in_states: Sequence[InState] | None = None,
+    in_states: Sequence[InState],
     *,
     mesh_axes: tuple[str, ...],
     kernel: str,
-    axis_sizes: Mapping[str, int] | None = None,
+    axis_sizes: Mapping[str, int],
+    how: str = "error",
 ) -> None:
     """Check a body that was inlined in the user's own `shard_map`, and traced on its shards.
 
@@ -78,31 +153,31 @@ def check_body(
     Args:
       closed_jaxpr: The body's own jaxpr.
       in_states: Its inputs in order, without constants; `in_states_of(arrays)` reads them off JAX's types.
-        None: nothing is known of an input until its first layout.
       mesh_axes: The mesh axes that the kernel's layouts speak about.
       kernel: Its name, for the message.
-      axis_sizes: Their sizes, if known.
+      axis_sizes: Their sizes.
+      how: "error", "warn", or "off".
 
     Raises:
       ReplicationError: One for all findings.
     """
+    if how == "off" or collecting.value:
+        return
     walk = Dataflow(kernel, mesh_axes, axis_sizes)
     walk.active = True
-    if in_states is None:
-        inner, _ = opened(closed_jaxpr)
-        operands = [State(flags=UNKNOWN)] * len(inner.invars)
-    else:
-        operands = [_seeded(walk, i, state) for i, state in enumerate(in_states)]
+    inner, _ = opened(closed_jaxpr)
+    walk.varying = [state.different for state in in_states]
+    operands = [_seeded(walk, var, state) for var, state in zip(inner.invars, in_states, strict=True)]
     walk_closed(walk, closed_jaxpr, operands)
-    raise_all(kernel, walk.findings)
+    report(kernel, walk.findings, how)
 
 
-def _seeded(walk: Dataflow, index: int, state: InState) -> State:
-    origin = 0
-    for axis in (*state.different, *state.partial):
-        origin |= walk.origins.bit(("input", index), Origin("input", axis, f"input {index}, which varies over {axis}"))
-    partial = walk.axes.mask(tuple(state.partial))
-    return State(walk.axes.mask(tuple(state.different)) | partial, partial, 0, 0, origin)
+def _seeded(walk: Dataflow, var: Any, state: InState) -> State:
+    """An input whose types alone are known: along the axes that it varies on, nobody knows how."""
+    partial = frozenset(walk.tracked(state.partial))
+    different = frozenset(walk.tracked(state.different)) - partial
+    dims = tuple(hidden(n) if different else plain(n) for n in shape_of(var))
+    return State(dims, partial, different)
 
 
 @dataclass(frozen=True)
@@ -155,22 +230,28 @@ def explain_output(
     if not walk.outputs:
         return []
     # A nested body is recorded before the one around it, and the outermost is the kernel.
-    outs = walk.outputs[-1]
+    eqn, outs = walk.outputs[-1]
     written = _gather_calls(closed_jaxpr)
-    return [_facts(walk, state, written) for state in outs]
+    atoms = opened(eqn.params["jaxpr"])[0].outvars
+    return [_facts(walk, state, atom, written) for state, atom in zip(outs, atoms, strict=True)]
 
 
-def _facts(walk: Dataflow, state: State, written: Mapping[tuple[str, str], tuple[Fix, ...]]) -> OutputFacts:
-    different = walk.axes.names(state.different & walk.wanted)
+def _facts(walk: Dataflow, state: State, atom: Any, written: Mapping[tuple[str, str], tuple[Fix, ...]]) -> OutputFacts:
+    order = [axis for axis in walk.sizes if axis in walk.wanted]
+    gathered = {axis for axis in order if walk.history.gathers(atom, axis)}
+    # Along one device nothing differs, and the missing reduction is an error all the same.
+    different = tuple(a for a in order if a in state.axes or not (walk.wide(a) or a in gathered))
     copies: dict[str, tuple[str, ...]] = {}
     calls: dict[str, tuple[Fix, ...]] = {}
-    for axis in walk.axes.names(walk.wanted & ~state.different):
-        lines = [line_of(o.eqn, o.callers) for o in walk.origins.of(state.origin, axis, "gather")]
+    for axis in order:
+        lines = [line_of(o.eqn, o.callers) for o in walk.history.gathers(atom, axis)] if axis not in different else []
         if lines:
             copies[axis] = tuple(dict.fromkeys(lines))
             calls[axis] = tuple(dict.fromkeys(fix for line in lines for fix in written.get((line, axis), ())))
-    reasons = {axis: tuple(dict.fromkeys(map(describe, walk.origins.of(state.origin, axis)))) for axis in different}
-    return OutputFacts(different, walk.axes.names(state.partial & walk.wanted), copies, calls, reasons)
+    sources = {axis: walk.history.sources(atom, axis) for axis in different}
+    reasons = {axis: tuple(dict.fromkeys(map(describe, found))) for axis, found in sources.items()}
+    partial = tuple(axis for axis in order if axis in state.partial)
+    return OutputFacts(different, partial, copies, calls, reasons)
 
 
 def _gather_calls(jaxpr: Any) -> dict[tuple[str, str], tuple[Fix, ...]]:

@@ -1,16 +1,47 @@
-"""The collectives: what they make equal, what they make different."""
+"""The collectives: what they complete, what they make whole, what they divide."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd._jaxprs import axes_of, shape_of
-from spmd.checker._axes import Origin
-from spmd.checker._report import nonlinear_use
-from spmd.checker._rules import compute
-from spmd.checker._state import EVERYWHERE, SCALAR, UNKNOWN, ZERO, State, normal
-from spmd.checker._walk import Walk
+from spmd.checker import _integers as integers
+from spmd.checker._engine import Engine
+from spmd.checker._report import copies_reduced, gathered_out_of_order, nonlinear_use, not_completed
+from spmd.checker._source import called_in_jax
+from spmd.checker._state import (
+    FREE,
+    HIDDEN,
+    NONE,
+    Axes,
+    Dim,
+    Pending,
+    State,
+    axes_of_dim,
+    free,
+    hidden,
+    is_divided,
+    normal,
+    plain,
+    size_of,
+)
+
+__all__ = ["COLLECTIVES"]
+
+# Which reduction completes what was done to a piece. A kind that is not here is completed by no reduction.
+COMPLETES = {"max": "pmax", "min": "pmin", "all": "pmin", "any": "pmax"}
+_WRONG = ["max", "min", "all", "any", "position", "sort", "top_k", "product", "fft", "index", "slice"]
+WRONG = frozenset((*_WRONG, "linear algebra"))
+
+
+def _counted(walk: Engine, eqn: Any, operands: Sequence[State], outs: list[State]) -> list[State]:
+    """The results with the integers that each device holds."""
+    if any(o.table is None for o in operands):
+        return outs
+    tables = integers.evaluate(eqn, [o.table for o in operands], walk.sizes)
+    return [out if t is None else walk.counted(out, t) for out, t in zip(outs, tables, strict=True)]
 
 
 def _grouped(eqn: Any) -> bool:
@@ -18,157 +49,328 @@ def _grouped(eqn: Any) -> bool:
     return eqn.params.get("axis_index_groups") is not None
 
 
-def reduces(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """psum: equal on its axes, and no partial sum any more."""
-    names = axes_of(eqn)
-    axes = walk.axes.mask(names)
+def _loosened(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, different: Axes = ()) -> State:
+    """A value of which nothing is known but along which axes it is equal."""
+    held = (operand.axes - set(equal)) | set(different)
+    return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held)))
+
+
+def _hide(dims: Sequence[Dim], axes: Axes) -> tuple[Dim, ...]:
+    """The dimensions, those that any of these axes divides not known any more."""
+    return tuple(hidden(size_of(d)) if set(axes_of_dim(d)) & set(axes) else d for d in dims)
+
+
+# --- reductions ---------------------------------------------------------------------------------------------------
+
+
+def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """psum, pmax, pmin: equal along their axes."""
+    axes = walk.tracked(axes_of(eqn))
     if _grouped(eqn):
-        return [operand._replace(partial=operand.partial & ~axes) for operand in operands]
-    return [
-        State(o.different & ~axes, o.partial & ~axes, o.uniform, o.flags, walk.origins.without(o.origin, names))
-        for o in operands
-    ]
+        return [_loosened(walk, o, shape_of(v), (), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
+    name = eqn.primitive.name
+    outs = [_reduced(walk, eqn, o, axes, name if name in ("pmax", "pmin") else "psum") for o in operands]
+    return _counted(walk, eqn, operands, outs) if len(outs) == 1 else outs
 
 
-def extremes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """pmax and pmin: equal on their axes; of a partial sum they mean nothing."""
-    flawed = []
-    for operand in operands:
-        if operand.partial and not operand.flags & ZERO:
-            walk.fault(eqn, operand.partial, nonlinear_use)
-            operand = operand._replace(partial=0, flags=operand.flags | UNKNOWN)
-        flawed.append(operand)
-    return reduces(walk, eqn, flawed)
+def _reduced(walk: Engine, eqn: Any, operand: State, axes: Axes, name: str) -> State:
+    over = frozenset(axes_of(eqn))
+    done = operand.done | {p for p in operand.pending if p.axis in over}
+    if name == "psum":
+        _check_copies(walk, eqn, operand, axes)
+    elif operand.partial & over and not operand.zero:
+        walk.fault(eqn, operand.partial & over, "nonlinear", nonlinear_use)
+    wrong = {p for p in operand.pending if p.axis in over and p.kind in WRONG and COMPLETES.get(p.kind) != name}
+    if wrong:
+        walk.fault(eqn, {p.axis for p in wrong}, "pending", lambda w, e, a: not_completed(w, e, a, sorted(wrong)))
+    blocks = over & operand.divided
+    dims = _hide(operand.dims, tuple(blocks)) if blocks else operand.dims
+    pending = frozenset(p for p in operand.pending if p.axis not in over)
+    lost = (operand.divided - over).difference(*map(axes_of_dim, dims)) if blocks else NONE
+    return walk.kept(
+        operand._replace(
+            dims=dims,
+            partial=operand.partial - over,
+            different=(operand.different - over) | lost,
+            pending=pending,
+            done=done,
+            table=None,
+        )
+    )
 
 
-def gathers(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """all_gather: equal on its axes. Which one it was is kept, for the day the copy leaves the kernel."""
-    [o] = operands
-    names = axes_of(eqn)
-    axes = walk.axes.mask(names)
+def _check_copies(walk: Engine, eqn: Any, operand: State, axes: Axes) -> None:
+    """A sum of copies is n times the value. Counting devices, and a mean of copies, are right."""
+    equal = [a for a in axes if a not in operand.axes]
+    if not equal or operand.zero or operand.number or operand.loose:
+        return
+    if called_in_jax(eqn, "pmean") or any(dim[0][1] is HIDDEN for dim in operand.dims):
+        return
+    walk.fault(eqn, equal, "copies", copies_reduced)
+
+
+# --- gathers ------------------------------------------------------------------------------------------------------
+
+
+def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """all_gather: equal along its axes, the blocks one after another."""
+    [operand] = operands
+    axes = walk.tracked(axes_of(eqn))
+    dim, shape = eqn.params["all_gather_dimension"], shape_of(eqn.outvars[0])
     if _grouped(eqn):
-        return [o._replace(uniform=0)]
-    rank = len(shape_of(eqn.outvars[0]))
-    dim = eqn.params["all_gather_dimension"]
-    same = not o.different & axes
-    if eqn.params.get("tiled"):
-        uniform = o.uniform if same else o.uniform & ~(1 << dim)
-    else:
-        low = (1 << dim) - 1
-        uniform = (o.uniform & low) | ((o.uniform & ~low) << 1) | (same << dim)
-    origin = walk.origins.without(o.origin, names)
-    # A gather to invarying leaves nothing to advise: JAX knows that its result is equal.
-    for name in names if eqn.primitive.name == "all_gather" else ():
-        origin |= walk.origins.bit(id(eqn), Origin("gather", name, eqn=eqn, callers=tuple(walk.callers)))
-    return [State(o.different & ~axes, o.partial & ~axes, normal(uniform, rank), o.flags, origin)]
+        return [_loosened(walk, operand, shape, (), axes)]
+    tiled = eqn.params.get("tiled")
+    if not axes:
+        dims = operand.dims if tiled else (*operand.dims[:dim], free(1), *operand.dims[dim:])
+        return _counted(walk, eqn, operands, [walk.kept(operand._replace(dims=dims, table=None))])
+    out = _joined(walk, eqn, operand, axes, dim) if tiled else _listed(walk, operand, axes, dim, shape[dim])
+    return _counted(walk, eqn, operands, [out])
 
 
-def _made_different(walk: Walk, eqn: Any, operand: State, uniform: int, partial: int) -> State:
-    names = axes_of(eqn)
-    origin = operand.origin
-    for name in names:
-        origin |= walk.origin_of(eqn, name)
-    different = operand.different | walk.axes.mask(names)
-    return State(different, partial, uniform, operand.flags, origin)
+def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> State:
+    """What was gathered along these axes."""
+    over = frozenset(axes)
+    return walk.kept(
+        operand._replace(
+            dims=tuple(dims),
+            partial=operand.partial - over,
+            different=operand.different - over,
+            pending=frozenset(p for p in operand.pending if p.axis not in over),
+            done=operand.done | {p for p in operand.pending if p.axis in over},
+            zero=operand.zero,
+            table=None,
+        )
+    )
 
 
-def scatters(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _joined(walk: Engine, eqn: Any, operand: State, axes: Axes, dim: int) -> State:
+    """Blocks one after another in dimension `dim`."""
+    count = math.prod(walk.sizes[a] for a in axes)
+    joined = _joined_dim(operand.dims[dim], axes, count)
+    dims = list(operand.dims)
+    over = set(axes)
+    if joined is not None:
+        dims[dim] = joined
+        return _after(walk, operand, dims, axes)
+    held = over & operand.divided
+    dims = list(_hide(operand.dims, tuple(held)))
+    size = size_of(operand.dims[dim]) * count
+    dims[dim] = hidden(size)
+    here = set(axes_of_dim(operand.dims[dim]))
+    if over <= here:
+        walk.fault(eqn, axes, "order", lambda w, e, a: gathered_out_of_order(w, e, operand, dim, axes))
+    elif not held and not over & operand.axes and not operand.zero:
+        # Copies, one after another.
+        dims[dim] = normal([(count, FREE), *operand.dims[dim]])
+    elif held:
+        left = operand.divided.difference(over, *map(axes_of_dim, dims))
+        out = _after(walk, operand, dims, axes)
+        new = NONE if walk.silent(eqn) else {Pending("gather", a, walk.number(eqn)) for a in held - here}
+        return walk.kept(out._replace(different=out.different | left, pending=out.pending | new))
+    return _after(walk, operand, dims, axes)
+
+
+def _joined_dim(dim: Dim, axes: Axes, count: int) -> Dim | None:
+    """A dimension whose blocks along `axes` are joined; None where that is not a dimension in order."""
+    size, have = dim[0]
+    if not is_divided(have):
+        return None
+    at = next((i for i in range(len(have)) if have[i : i + len(axes)] == axes), None)
+    if at is None:
+        return None
+    before, after = have[:at], have[at + len(axes) :]
+    first = (count, before)
+    return normal([first, (size, after), *dim[1:]]) if after else normal([(count * size, before), *dim[1:]])
+
+
+def _listed(walk: Engine, operand: State, axes: Axes, dim: int, count: int) -> State:
+    """Blocks along a dimension of their own."""
+    over = set(axes)
+    held = over & operand.divided
+    if not held and not over & operand.axes:
+        return _after(walk, operand, (*operand.dims[:dim], free(count), *operand.dims[dim:]), axes)
+    dims = list(operand.dims)
+    exact = False
+    for i, one in enumerate(operand.dims):
+        if axes_of_dim(one)[: len(axes)] == axes and is_divided(one[0][1]):
+            size, have = one[0]
+            dims[i] = normal([(size, have[len(axes) :]), *one[1:]])
+            exact = True
+    if not exact:
+        dims = list(_hide(operand.dims, axes))
+    lost = operand.divided.difference(over, *map(axes_of_dim, dims))
+    new = plain(count) if exact else hidden(count)
+    out = _after(walk, operand, (*dims[:dim], new, *dims[dim:]), axes)
+    return walk.kept(out._replace(different=out.different | lost))
+
+
+# --- scatters and exchanges -----------------------------------------------------------------------------------------
+
+
+def _divided_dim(dim: Dim, axes: Axes, count: int) -> Dim | None:
+    """A dimension of which each device keeps its block along `axes`."""
+    size, have = dim[0]
+    if have is HIDDEN or size % count:
+        return None
+    if have is FREE:
+        return normal([(size // count, FREE), *dim[1:]])
+    return normal([(size // count, (*have, *axes)), *dim[1:]])
+
+
+def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """psum_scatter: each device has another block of the sum."""
-    axes = walk.axes.mask(axes_of(eqn))
-    uniform = EVERYWHERE if operands[0].uniform == EVERYWHERE else 0
-    if eqn.params.get("tiled"):
-        uniform = operands[0].uniform
-    return [_made_different(walk, eqn, o, uniform, o.partial & ~axes) for o in operands]
+    axes = walk.tracked(axes_of(eqn))
+    if not axes and eqn.params.get("tiled"):  # alone along its axes, which some versions of JAX write otherwise
+        return [walk.kept(o._replace(partial=o.partial.difference(axes_of(eqn)))) for o in operands]
+    dim = eqn.params["scatter_dimension"]
+    outs = []
+    for operand, var in zip(operands, eqn.outvars, strict=True):
+        shape = shape_of(var)
+        if _grouped(eqn) or not eqn.params.get("tiled"):
+            outs.append(_loosened(walk, operand, shape, (), axes))
+            continue
+        summed = _reduced(walk, eqn, operand, axes, "psum")
+        count = math.prod(walk.sizes[a] for a in axes)
+        cut = _divided_dim(summed.dims[dim], axes, count)
+        whole = cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
+        different = summed.different if whole else summed.different | set(axes)
+        dims = tuple((cut or hidden(shape[dim])) if d == dim else one for d, one in enumerate(summed.dims))
+        outs.append(walk.kept(summed._replace(dims=dims, different=different)))
+    return _counted(walk, eqn, operands, outs) if len(outs) == 1 else outs
 
 
-def permutes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """ppermute: equal values stay equal if every device gets one.
+def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Our own local slice: this device's block. Its second operand is the block's index."""
+    operand, dim, axes = operands[0], eqn.params["dim"], walk.tracked((eqn.params["axis"],))
+    if not axes:
+        return [walk.kept(operand._replace(table=None))]
+    cut = None if set(axes) & operand.axes else _divided_dim(operand.dims[dim], axes, eqn.params["parts"])
+    dims = tuple(
+        (cut or hidden(shape_of(eqn.outvars[0])[dim])) if d == dim else one for d, one in enumerate(operand.dims)
+    )
+    known = cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
+    lost = operand.divided.difference(*map(axes_of_dim, dims))
+    different = operand.different | lost | (NONE if known else set(axes) - operand.partial)
+    return [walk.kept(operand._replace(dims=dims, different=different, table=None))]
 
-    Rings complete a sum by hand, so a partial sum loses its mark.
-    """
-    names = axes_of(eqn)
-    axes = walk.axes.mask(names)
-    count = 1
-    for name in names:
-        count *= walk.axes.sizes.get(name, 0)
-    complete = count > 0 and len(eqn.params.get("perm", ())) == count
-    result = []
+
+def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """all_to_all: one dimension is made whole, and another one divided."""
+    axes = walk.tracked(axes_of(eqn))
+    if not axes and eqn.params.get("tiled"):
+        return list(operands)
+    outs = []
+    for operand, var in zip(operands, eqn.outvars, strict=True):
+        known = eqn.primitive.name == "all_to_all" and eqn.params.get("tiled") and not _grouped(eqn)
+        outs.append(_exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None)
+        if outs[-1] is None:
+            same = not set(axes) & operand.axes and operand.number
+            outs[-1] = operand if same else _loosened(walk, operand, shape_of(var), (), axes)
+    return outs
+
+
+def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequence[int]) -> State | None:
+    if not axes:
+        return operand
+    split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
+    if split == concat or operand.partial & set(axes):
+        return None
+    count = math.prod(walk.sizes[a] for a in axes)
+    joined = _joined_dim(operand.dims[concat], axes, count)
+    cut = _divided_dim(operand.dims[split], axes, count)
+    if joined is None or cut is None or not axes_of_dim(cut):
+        return None
+    over = set(axes)
+    pending = frozenset(p for p in operand.pending if p.axis not in over)
+    dims = [joined if d == concat else cut if d == split else one for d, one in enumerate(operand.dims)]
+    return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None))
+
+
+def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """ppermute: another device's value. Equal values stay equal if every device gets one."""
+    axes = walk.tracked(axes_of(eqn))
+    count = math.prod(walk.sizes.get(a, 0) for a in axes)
+    complete = len(eqn.params.get("perm", ())) == count
+    outs = []
     for operand in operands:
-        if complete and not operand.different & axes:
-            result.append(operand)
-        else:
-            # Who gets nothing gets zeros, which are constant too.
-            result.append(_made_different(walk, eqn, operand, operand.uniform, operand.partial & ~axes))
-    return result
+        if not axes or (complete and not set(axes) & operand.axes):
+            outs.append(operand)
+            continue
+        over = frozenset(axes)
+        dims = _hide(operand.dims, axes)
+        lost = operand.divided.difference(*map(axes_of_dim, dims))
+        pending = frozenset(p for p in operand.pending if p.axis not in over)
+        done = operand.done | (operand.pending - pending)
+        changed = operand._replace(
+            dims=dims, partial=operand.partial - over, different=operand.different | over | lost,
+            pending=pending, done=done, table=None,
+        )  # fmt: skip
+        outs.append(walk.kept(changed))
+    return _counted(walk, eqn, operands, outs) if len(outs) == 1 else outs
 
 
-def exchanges(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """all_to_all and other exchanges: each device has something else."""
-    axes = walk.axes.mask(axes_of(eqn))
-    result = []
-    for operand in operands:
-        zero = EVERYWHERE if operand.flags & ZERO or operand.uniform == EVERYWHERE else 0
-        result.append(_made_different(walk, eqn, operand, zero, operand.partial & ~axes))
-    return result
+def _indexes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """axis_index: a scalar that differs along its axis."""
+    out = walk.kept(State(different=frozenset(walk.tracked(axes_of(eqn))), number=True))
+    [table] = integers.evaluate(eqn, [], walk.sizes)
+    return [out if table is None else walk.counted(out, table)]
 
 
-def indexes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """axis_index: a scalar that differs on its axis."""
-    return [_made_different(walk, eqn, SCALAR, EVERYWHERE, 0)]
+# --- our own --------------------------------------------------------------------------------------------------------
 
 
-def _each(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _each(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """An identity on several values at once."""
     return list(operands)
 
 
-def splits(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Our own local slice. Its second operand, the block's index, adds nothing."""
-    return [_made_different(walk, eqn, operands[0], operands[0].uniform, operands[0].partial)]
-
-
-def retypes(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _retypes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Our own casts: a relayout knows what is equal, and opaque code tells nothing of its arguments and results."""
-    names, to = eqn.params["axes"], eqn.params["to"]
+    axes, to = frozenset(walk.tracked(eqn.params["axes"])), eqn.params["to"]
     if to in ("hidden", "shown"):
-        return compute(walk, eqn, operands)
+        return walk.unknown(eqn, operands)
     if to != "invarying":
         return list(operands)
-    axes = walk.axes.mask(names)
-    return [o._replace(different=o.different & ~axes, origin=walk.origins.without(o.origin, names)) for o in operands]
+    outs = []
+    for o in operands:
+        dims = _hide(o.dims, tuple(axes & o.divided))
+        lost = o.divided.difference(axes, *map(axes_of_dim, dims))
+        pending = frozenset(p for p in o.pending if p.axis not in axes)
+        outs.append(walk.kept(o._replace(dims=dims, partial=o.partial - axes, different=(o.different - axes) | lost,
+                                         pending=pending, table=None)))  # fmt: skip
+    return outs
 
 
-def relays(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Our own change of layout: different along the axes that divide the result, equal along the others it used."""
+def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Our own change of layout, which knows what it makes."""
     [o] = operands
-    there = {axis for axes in eqn.params["request"].target for axis in axes}
-    moving = [axis for axis in eqn.params["moving"] if axis not in there]
-    origin = walk.origins.without(o.origin, moving)
-    new = [axis for axis in eqn.params["moving"] if axis in there]
-    for axis in new:
-        origin |= walk.origin_of(eqn, axis)
-    different = (o.different & ~walk.axes.mask(moving)) | walk.axes.mask(new)
-    uniform = EVERYWHERE if o.uniform == EVERYWHERE else 0
-    return [State(different, o.partial, uniform, o.flags, origin)]
+    target = eqn.params["request"].target
+    shape = shape_of(eqn.outvars[0])
+    dims = tuple(normal([(n, walk.tracked(axes))]) for n, axes in zip(shape, target, strict=True))
+    held = {axis for dim in dims for axis in axes_of_dim(dim)}
+    moving = set(walk.tracked(eqn.params["moving"]))
+    different = (o.axes - o.divided - moving) | (o.different - moving)
+    return [
+        walk.kept(State(dims, o.partial - held, frozenset(different - held) - o.partial, zero=o.zero, number=o.number))
+    ]
 
 
-def declares_partial(walk: Walk, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """A cast to JAX's own unreduced type: the user says that it is a partial sum."""
-    axes = walk.axes.mask(axes_of(eqn) or eqn.params.get("to_unreduced", ()))
-    return [operand._replace(partial=operand.partial | axes) for operand in operands]
+    axes = frozenset(walk.tracked(axes_of(eqn) or eqn.params.get("to_unreduced", ())))
+    return [walk.kept(o._replace(partial=o.partial | axes, different=o.different - axes)) for o in operands]
 
 
-COLLECTIVES: dict[str, Callable[[Walk, Any, Sequence[State]], list[State]]] = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum"), reduces),
-    **dict.fromkeys(("pmax", "pmin"), extremes),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), gathers),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"), scatters),
-    **dict.fromkeys(("all_to_all", "ragged_all_to_all", "pgather"), exchanges),
-    "ppermute": permutes,
-    "axis_index": indexes,
-    "spmd_split": splits,
-    "spmd_retype": retypes,
-    "spmd_relayout": relays,
-    **dict.fromkeys(("optimization_barrier", "device_put", "copy_p"), _each),
-    **dict.fromkeys(("vary_unreduced_cast", "vary_unreduced_cast_p"), declares_partial),
+COLLECTIVES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum", "pmax", "pmin"), _reduces),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all", "pgather"), _exchanges),
+    "ppermute": _permutes,
+    "axis_index": _indexes,
+    "spmd_split": _split,
+    "spmd_retype": _retypes,
+    "spmd_relayout": _relays,
+    **dict.fromkeys(("optimization_barrier", "device_put"), _each),
+    **dict.fromkeys(("vary_unreduced_cast", "vary_unreduced_cast_p"), _declares_partial),
 }

@@ -1,8 +1,7 @@
-"""What becomes of a declared partial sum in each primitive: it may pass through linear operations only.
+"""What becomes of a partial sum in each primitive: it may pass through linear operations only.
 
-A rule is called only if an operand is certainly a partial sum, or certainly zero; it returns the mask of axes
-on which the output is a partial sum, and whether the output is certainly zero. Faults go to `walk.fault`.
-What no rule knows loses the mark in silence: a mark is a certainty, its absence is none.
+A rule gives the axes on which the output is a partial sum, those on which nobody knows it any more, and whether it is
+certainly zero. Faults go to `walk.fault`. What no rule knows is lost in silence.
 """
 
 from __future__ import annotations
@@ -12,139 +11,111 @@ from typing import Any
 
 from spmd.checker._report import mixed_sum, nonlinear_use, scaled_by_different
 from spmd.checker._rounding import rounds
-from spmd.checker._state import UNKNOWN, ZERO, State
-from spmd.checker._walk import Walk
+from spmd.checker._state import NONE, State
 
-Linear = tuple[int, bool]
-LinearRule = Callable[[Walk, Any, Sequence[State]], Linear]
-
-FAULT = (0, False)
+Axes = frozenset[str]
+Linear = tuple[Axes, Axes, bool]
+LinearRule = Callable[[Any, Any, Sequence[State]], Linear]
 
 
-def forgets(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """No rule: the mark is lost."""
-    return 0, False
+def _faulty(walk: Any, eqn: Any, axes: Axes, kind: str, describe: Any) -> Linear:
+    walk.fault(eqn, axes, kind, describe)
+    return NONE, axes, False
 
 
-def passes(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
+def forgets(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+    """The mark is lost."""
+    return NONE, frozenset().union(*(o.partial for o in operands)), False
+
+
+def passes(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     """Linear in the first operand; the others say where to look."""
     first = operands[0]
-    moved = 0
-    for other in operands[1:]:
-        moved |= other.different
-    return first.partial & ~moved, bool(first.flags & ZERO)
+    moved = frozenset().union(*(o.axes for o in operands[1:])) & first.partial
+    return first.partial - moved, moved, first.zero
 
 
-def converts(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """A change of type is linear unless it rounds."""
-    [operand] = operands
-    if operand.partial and not operand.flags & ZERO and rounds(eqn):
-        return nonlinear(walk, eqn, operands)
-    return operand.partial, bool(operand.flags & ZERO)
-
-
-def sums(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """A sum (or a concatenation, or a choice): all terms are partial sums, or zero."""
-    partial, zero = 0, True
-    for operand in operands:
-        if not operand.flags & ZERO:
-            zero = False
-            partial |= operand.partial
-    if zero:
-        for operand in operands:
-            partial |= operand.partial
-        return partial, True
-    for operand in operands:
-        if operand.flags & ZERO:
-            continue
-        if operand.flags & UNKNOWN:
-            partial &= operand.partial
-            continue
-        # A value that differs without a mark is taken for what it is added to, e.g. a gradient accumulator.
-        wrong = partial & ~(operand.partial | operand.different)
-        if wrong:
-            walk.fault(eqn, wrong, mixed_sum)
-            return FAULT
-    return partial, False
-
-
-def fetches(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
+def fetches(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     """As `passes`; what stands in for elements outside of the array is added once per device, if it is a number."""
     fill = eqn.params.get("fill_value")
-    if operands[0].partial and not operands[0].flags & ZERO and fill and fill == fill:  # NaN remains NaN
-        walk.fault(eqn, operands[0].partial, mixed_sum)
-        return FAULT
+    if operands[0].partial and not operands[0].zero and fill and fill == fill:  # NaN remains NaN
+        return _faulty(walk, eqn, operands[0].partial, "mixed", mixed_sum)
     return passes(walk, eqn, operands)
 
 
-def updates(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """`dynamic_update_slice(operand, update, *indices)`: both are partial sums, or zero."""
-    return _placed(walk, eqn, operands[:2], operands[2:])
+def converts(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+    """A change of type is linear unless it rounds."""
+    [operand] = operands
+    if operand.partial and not operand.zero and rounds(eqn):
+        return curved(walk, eqn, operands)
+    return operand.partial, NONE, operand.zero
 
 
-def scatters(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
-    """`operand.at[indices].add(updates)`, or `.set`."""
-    operand, indices, update = operands
-    return _placed(walk, eqn, [operand, update], [indices])
+def sums(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+    """A sum (or a concatenation, or a choice): all terms are partial sums, or zero."""
+    terms = [o for o in operands if not o.zero]
+    partial: Axes = frozenset().union(*(o.partial for o in operands))
+    if not terms:
+        return partial, NONE, True
+    partial = frozenset().union(*(o.partial for o in terms))
+    lost: Axes = NONE
+    for operand in terms:
+        # A value that differs in a way nobody knows is taken for what it is added to, such as a part of one device.
+        lost |= partial if operand.loose else partial & (operand.different | {p.axis for p in operand.pending})
+        wrong = partial - operand.partial - lost
+        if wrong:
+            return _faulty(walk, eqn, wrong, "mixed", mixed_sum)
+    return partial - lost, lost, False
 
 
-def _placed(walk: Walk, eqn: Any, terms: Sequence[State], indices: Sequence[State]) -> Linear:
-    partial, zero = sums(walk, eqn, terms)
-    for index in indices:
-        partial &= ~index.different
-    return partial, zero
-
-
-def selects(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
+def selects(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     """A choice by an equal predicate; the cases are a sum."""
     predicate, cases = operands[0], operands[1:]
-    if predicate.partial and not predicate.flags & ZERO:
-        return nonlinear(walk, eqn, operands[:1])
-    partial, zero = sums(walk, eqn, cases)
-    wrong = partial & predicate.different
-    if wrong and not zero and not (predicate.flags & UNKNOWN):
-        walk.fault(eqn, wrong, scaled_by_different)
-        return FAULT
-    return partial & ~predicate.different, zero
+    if predicate.partial and not predicate.zero:
+        return curved(walk, eqn, operands[:1])
+    partial, lost, zero = sums(walk, eqn, cases)
+    wrong = partial & predicate.divided
+    if wrong and not zero:
+        return _faulty(walk, eqn, wrong, "mixed", scaled_by_different)
+    moved = partial & predicate.axes
+    return partial - moved, lost | moved, zero
 
 
-def product(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
+def product(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     """A product is linear in one factor while the others are equal."""
-    partial = doubled = different = unknown = 0
+    if any(o.zero for o in operands):
+        return NONE, NONE, True
+    partial = doubled = divided = unknown = NONE
     for operand in operands:
-        if operand.flags & ZERO:
-            return 0, True
         doubled |= partial & operand.partial
         partial |= operand.partial
-        different |= operand.different & ~operand.partial
-        unknown |= operand.flags & UNKNOWN
-    if unknown:
-        return 0, False
+        divided |= operand.divided - operand.different
+        unknown |= operand.different | {p.axis for p in operand.pending}
     if doubled:
-        walk.fault(eqn, doubled, nonlinear_use)
-        return FAULT
-    if partial & different:
-        walk.fault(eqn, partial & different, scaled_by_different)
-        return FAULT
-    return partial, False
+        return _faulty(walk, eqn, doubled, "nonlinear", nonlinear_use)
+    if partial & divided - unknown:
+        return _faulty(walk, eqn, partial & divided - unknown, "nonlinear", scaled_by_different)
+    return partial - unknown, partial & unknown, False
 
 
-def quotient(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
+def quotient(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     """Linear in the numerator only, and of whole numbers not even in that."""
     if operands[1].partial:
-        return nonlinear(walk, eqn, operands[1:])
-    if operands[0].partial and not operands[0].flags & ZERO and rounds(eqn):
-        return nonlinear(walk, eqn, operands[:1])
-    return product(walk, eqn, operands)
+        return curved(walk, eqn, operands[1:])
+    if operands[0].partial and not operands[0].zero and rounds(eqn):
+        return curved(walk, eqn, operands[:1])
+    partial, lost, zero = product(walk, eqn, operands)
+    return partial, lost, zero and operands[0].zero
 
 
-def nonlinear(walk: Walk, eqn: Any, operands: Sequence[State]) -> Linear:
+def curved(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     """f of a partial sum is not a partial sum of f."""
-    wrong = 0
-    for operand in operands:
-        if not operand.flags & ZERO:
-            wrong |= operand.partial
+    wrong: Axes = frozenset().union(*(o.partial for o in operands if not o.zero))
     if wrong:
-        walk.fault(eqn, wrong, nonlinear_use)
-        return FAULT
-    return 0, False
+        return _faulty(walk, eqn, wrong, "nonlinear", nonlinear_use)
+    return NONE, NONE, False
+
+
+LINEAR: dict[str, LinearRule] = {
+    rule.__name__: rule for rule in (forgets, passes, converts, sums, selects, product, quotient, curved)
+}

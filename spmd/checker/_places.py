@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from spmd._facts import kernel_around
 from spmd._jaxprs import Held, axes_of, opened
 from spmd._jaxprs import shape_of as _shape
 from spmd._walker import Domain, walk
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax
-from spmd.checker._uniform import groups
+from spmd.checker._table import groups
 from spmd.language import Layout
 
 Axes = tuple[str, ...]
@@ -151,8 +152,9 @@ class Places(Domain):
     def mapped(self, eqn: Any, part: Held, operands: Sequence[Found]) -> Sequence[Found]:
         """The body of a kernel. Constants that JAX hoisted out of it come before the arguments."""
         body, _ = opened(part.jaxpr)
-        hoisted = len(body.invars) - len(self.arguments)
-        known = self.arguments if hoisted >= 0 else []
+        kernel = kernel_around(self.callers)
+        told = self.arguments or ([(leaf.path, leaf.layout) for leaf in kernel.arguments] if kernel else [])
+        known = told if len(told) <= len(body.invars) else []
         places: list[Found] = [None] * (len(body.invars) - len(known))
         for (name, layout), var in zip(known, body.invars[len(places) :], strict=True):
             rank = len(_shape(var))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from spmd.checker._axes import Origin
+from spmd._jaxprs import opened
+from spmd.checker._history import Origin, shown_spec
 from spmd.checker._places import Place
 from spmd.checker._rounding import rounds
 from spmd.checker._source import line_of
-from spmd.checker._state import State
+from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
-from spmd.checker._walk import Walk
-from spmd.errors import Fault, Fix, ReplicationError
+from spmd.errors import Fault, Fix, LayoutError
 from spmd.language import Layout, verb_for
 
+_MEANT = 'spmd.per_shard("why") if each shard is meant'
 _SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
 
 
@@ -38,28 +40,17 @@ def _name(of: Any) -> str:
     return _KNOWN_AS.get(name, name)
 
 
-def raise_all(kernel: str, failures: Sequence[Fault]) -> None:
-    """Raise one error with all findings, if there are any."""
-    unique = list(dict.fromkeys(failures))
-    if not unique:
-        return
-    if len(unique) == 1:
-        raise ReplicationError(unique[0])
-    head = f"{kernel}: {len(unique)} values are not what their layouts say."
-    raise ReplicationError("\n\n".join([head, *(f"({i}) {f}" for i, f in enumerate(unique, start=1))]))
-
-
 # --- markers ------------------------------------------------------------------------------------------------
 
 
-def claimed_divided(walk: Walk, eqn: Any, state: State, dim: int, axes: Sequence[str], arange: bool) -> Fault:
+def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[str]) -> Fault:
     """Equal, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
     shown, along = _dim(eqn, dim), _and(axes)
     name = " ".join(a.name for a in layout.dims[dim].atoms)
     says = f'"{shown}" says that {name} is divided over {along}'
     span, place = layout.dims[dim].span, walk.place(eqn)
-    if arange:
+    if state.number and walk.history.made_by(eqn.invars[0], "iota"):
         rule = f"{says}, but this arange counts from 0 on every device along {along}."
         fix = _iota(walk, eqn, dim) if place is not None and place.counts else None
         return _at_marker(walk, eqn, rule, span, (), fix, None if fix else f'spmd.iota("{shown}") in its place')
@@ -71,7 +62,7 @@ def claimed_divided(walk: Walk, eqn: Any, state: State, dim: int, axes: Sequence
     return _at_marker(walk, eqn, rule, span, (), fix, None if fix else _block_of_what(walk, eqn, state, axes))
 
 
-def partial_claimed_divided(walk: Walk, eqn: Any, dim: int, axes: Sequence[str]) -> Fault:
+def partial_claimed_divided(walk: Any, eqn: Any, dim: int, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
     shown, along = _dim(eqn, dim), _and(axes)
@@ -80,13 +71,13 @@ def partial_claimed_divided(walk: Walk, eqn: Any, dim: int, axes: Sequence[str])
     return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), _between(eqn, before, layout))
 
 
-def claimed_partial(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
+def claimed_partial(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """Equal, and claimed to be a partial sum."""
     layout = eqn.params["layout"]
     along, mark = _and(axes), _mark(axes)
     count = 1
     for axis in axes:
-        count *= walk.axes.sizes.get(axis, 0)
+        count *= walk.sizes.get(axis, 0)
     n = str(count) if count > 1 else "n"
     rule = (
         f'"{mark}" says that each device along {along} holds one term of a sum, '
@@ -97,17 +88,23 @@ def claimed_partial(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     return _at_marker(walk, eqn, rule, _mark_span(layout), (), advice=advice)
 
 
-def unexpected_partial(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+def unexpected_partial(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed complete."""
     layout = eqn.params["layout"]
     along, shown = _and(axes), _text(eqn, layout)
     rule = f'"{shown}" says that the value is equal on {along}, but it is a partial sum {_mark(axes)}.'
     whole = layout.without_brackets()
-    fix = _between(eqn, changed(whole, unreduced={*whole.unreduced, *axes}), whole)
-    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, state, axes), fix)
+    place = walk.place(eqn)
+    summed = place is not None and place.made is not None and place.made.op == "sum"
+    if summed or walk.history.declared(eqn.invars[0], axes):
+        fix = _between(eqn, changed(whole, unreduced={*whole.unreduced, *axes}), whole)
+    else:
+        fix = None if place is None else _as_it_says(walk, eqn, place)
+    advice = None if fix else _what_it_may_be(eqn, axes, place)
+    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
 
 
-def unexpected_difference(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+def unexpected_difference(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
     """Different, and claimed equal."""
     layout = eqn.params["layout"]
     along, shown = _and(axes), _text(eqn, layout)
@@ -118,16 +115,220 @@ def unexpected_difference(walk: Walk, eqn: Any, state: State, axes: Sequence[str
     rule = f'"{shown}" says that the value is equal on {along}, but it differs along {along}.'
     fix = None if place is None else _as_it_says(walk, eqn, place)
     advice = None if fix else _what_it_may_be(eqn, axes, place)
-    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, state, axes), fix, advice)
+    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
 
 
-def _lies_otherwise(walk: Walk, eqn: Any, state: State, have: Layout, place: Place | None) -> Fault:
+def lies_otherwise(walk: Any, eqn: Any, state: State) -> Fault:
+    """It is known how each dimension lies, and that is not as the layout says."""
+    place = walk.place(eqn)
+    layout = eqn.params["layout"].without_brackets()
+    have = None if place is None or place.made else place.like(layout)
+    if have is None:
+        have = _like(state, layout)
+    return _lies_otherwise(walk, eqn, state, have, place)
+
+
+def _like(state: State, layout: Layout) -> Layout | None:
+    """The layout with the axes that the value has; None where its dimensions do not correspond."""
+    if layout.has_ellipsis or len(layout.dims) != len(state.dims):
+        return None
+    dims = []
+    for dim, factors in zip(layout.dims, state.dims, strict=True):
+        axes = axes_of_dim(factors)
+        unknown = any(one is HIDDEN for _, one in factors)
+        if len(dim.atoms) != 1 or len(factors) != 1 or unknown:
+            return None
+        dims.append(replace(dim, atoms=(replace(*dim.atoms, axes=axes),)))
+    try:
+        return layout.from_dims(tuple(dims), unreduced=sorted(state.partial))
+    except LayoutError:
+        return None
+
+
+def hidden_in_ellipsis(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+    """An axis that the pattern uses divides a dimension that `...` stands for."""
+    layout = eqn.params["layout"]
+    along = _and(list(dict.fromkeys(axes)))
+    at = next((dim.span for dim in layout.dims if dim.ellipsis), None)
+    rule = f'"..." stands for a dimension that is divided over {along}, and the string uses {along} elsewhere.'
+    got = [f'the value lies as "{shown_dims(state)}"', *reasons(walk, eqn.invars[0], axes)]
+    advice = (
+        f"gather over {along} first, or name the dimension in the string; a ready-made layer has an argument for it"
+    )
+    return _at_marker(walk, eqn, rule, at, got, None, advice)
+
+
+def blocks_claimed_partial(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+    """Divided, and claimed to be a partial sum."""
+    along, mark = _and(axes), _mark(axes)
+    rule = f'"{mark}" says that each device along {along} holds one term of a sum, but each holds a block.'
+    got = [f'the value lies as "{shown_dims(state)}"', *reasons(walk, eqn.invars[0], axes)]
+    advice = f"leave out {mark}: gather the blocks, or sum over the divided dimension first"
+    return _at_marker(walk, eqn, rule, _mark_span(eqn.params["layout"]), got, None, advice)
+
+
+def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
+    """Something was done to a piece, and the result is claimed to be that of the whole."""
+    layout = eqn.params["layout"]
+    rule = f'"{_text(eqn, layout)}" is claimed of the whole array, and {_done_to_pieces(pending)}.'
+    fix, place = _made_whole(walk, eqn), walk.place(eqn)
+    advice = _completed(pending)
+    if place is not None and place.made is not None and {place.made.op} == {p.kind for p in pending}:
+        advice = f"{_what_it_may_be(eqn, [pending[0].axis], place)}; {_MEANT}"
+    return _at_marker(walk, eqn, rule, _span(layout), _pieces(walk, pending), fix, None if fix else advice)
+
+
+def scaled(eqn: Any, axis: str, times: float, where: tuple[Any, tuple[Any, ...]] | None) -> Fault:
+    """A result that grows with the mesh."""
+    how = f"{times:g} times too large" if times > 1 else f"{1 / times:g} times too small"
+    rule = f"The result is {how}: it depends on how many devices there are along {axis}."
+    place = "" if where is None else line_of(*where)
+    got = (f"{_name(where[0])} at {place}",) if where and place else ()
+    advice = f'a mean over {axis} is reduce(..., "mean") or lax.pmean; a number of terms is that of the whole array'
+    return Fault(rule, eqn.params["call"], None, None, got, advice=advice)
+
+
+def pending_returned(walk: Any, eqn: Any, index: int, pending: Sequence[Pending], spec: Any) -> Fault:
+    """What was done to pieces leaves a raw `shard_map`."""
+    rule = f"{_done_to_pieces(pending)}, and the results are put together."
+    rule = rule[0].upper() + rule[1:]
+    got = (f"output {index}, {shown_spec(spec)}", *_pieces(walk, pending))
+    return Fault(rule, walk.kernel, None, None, got, advice=_completed(pending))
+
+
+def returned_otherwise(walk: Any, eqn: Any, index: int, state: State, spec: Any) -> Fault:
+    """A result of a raw `shard_map` lies otherwise than its spec puts it together."""
+    rule = "A result is put together along other dimensions, or in another order, than it is divided."
+    got = (f"output {index}, {shown_spec(spec)}", f'the value lies as "{shown_dims(state)}"')
+    return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
+
+
+def _made_whole(walk: Any, eqn: Any) -> Fix | None:
+    place = walk.place(eqn)
+    return None if place is None else _as_it_says(walk, eqn, place)
+
+
+def _done_to_pieces(pending: Sequence[Pending]) -> str:
+    kinds = list(dict.fromkeys(KINDS.get(p.kind, p.kind) for p in pending))
+    return (
+        f"{_and(kinds)} was done on each device's own piece along {_and(list(dict.fromkeys(p.axis for p in pending)))}"
+    )
+
+
+def _pieces(walk: Any, pending: Sequence[Pending]) -> list[str]:
+    """Where it was done."""
+    lines: dict[str, None] = {}
+    for p in pending:
+        eqn, callers = walk.made_pending[p.at]
+        place = line_of(eqn, callers)
+        lines[f"{_name(eqn)} over {p.axis}" + (f", at {place}" if place else "")] = None
+    return list(lines)
+
+
+def _completed(pending: Sequence[Pending]) -> str:
+    kinds = {p.kind for p in pending}
+    along = _and(list(dict.fromkeys(p.axis for p in pending)))
+    told = [COMPLETED[kind] for kind in COMPLETED if kind in kinds]
+    how = told[0] if told else "gather the dimension first, or use the operation of spmd that takes a divided one"
+    return f"{how.format(along=along)}; {_MEANT}"
+
+
+KINDS = {
+    "max": "a maximum", "min": "a minimum", "product": "a product", "all": "an all", "any": "an any",
+    "position": "an argmax", "scan": "a cumulative operation", "sort": "a sort", "flip": "a flip",
+    "fft": "a transform", "stencil": "a stencil", "slice": "a slice", "pad": "a pad", "index": "an index",
+    "concatenate": "a concatenation", "top_k": "a top_k", "linear algebra": "a factorisation",
+    "recurrence": "a loop", "pairs": "a product of one piece with another", "update": "an update",
+    "gather": "a gather along another dimension", "xor": "an xor",
+}  # fmt: skip
+
+COMPLETED = {
+    "max": 'reduce(x, "...", "max"), or lax.pmax over {along}',
+    "min": 'reduce(x, "...", "min"), or lax.pmin over {along}',
+    "scan": "spmd.cumsum, which adds what the devices before hold",
+    "sort": "spmd.sort, which takes a divided dimension",
+    "position": "spmd.argmax, which takes a divided dimension",
+    "top_k": "spmd.top_k, which takes a divided dimension",
+    "flip": "spmd.flip, which takes a divided dimension",
+    "fft": "spmd.fft, which takes divided dimensions",
+    "stencil": "spmd.stencil.halo, which brings what the neighbours hold",
+    "recurrence": "gather the sequence over {along}, or divide another dimension",
+    "pairs": "gather one of the two over {along}, or pass its blocks around",
+    "index": "spmd.take, or the index less where this device's block begins",
+}
+
+
+def not_completed(walk: Any, eqn: Any, axes: Sequence[str], pending: Sequence[Pending]) -> Fault:
+    """A reduction of what was done to pieces, that does not complete it."""
+    rule = f"{_done_to_pieces(pending)}, and {_name(eqn)} does not complete that."
+    rule = rule[0].upper() + rule[1:]
+    got = (*_where(walk, eqn), *_pieces(walk, pending))
+    return Fault(rule, walk.kernel, None, None, got, advice=_completed(pending))
+
+
+def copies_reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A sum of equal values."""
+    along = _and(axes)
+    n = 1
+    for axis in axes:
+        n *= walk.sizes[axis]
+    rule = f"{_name(eqn)} over {along} of a value that is equal there: it becomes {n} times as large."
+    got = (*_where(walk, eqn), *[f"gathered at {line_of(o.eqn, o.callers)}" for a in axes
+                                for o in walk.history.gathers(eqn.invars[0], a)])  # fmt: skip
+    return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=f"leave out {along}, or lax.pmean")
+
+
+def gathered_out_of_order(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[str]) -> Fault:
+    """Blocks joined in another order than they were cut."""
+    have = axes_of_dim(state.dims[dim])
+    rule = (
+        f"dimension {dim} is divided over {'/'.join(have)}, the first of them outermost, and gathering "
+        f"{'/'.join(axes)} joins its blocks in another order."
+    )
+    if have == tuple(axes):  # an outer axis is gone already, and its blocks lie around these
+        rule = (
+            f"dimension {dim} was gathered over an outer axis before {'/'.join(axes)}, "
+            "and now its blocks are joined in another order."
+        )
+    got = (*_where(walk, eqn), *reasons(walk, eqn.invars[0], axes))
+    return Fault(rule, walk.kernel, None, None, got, advice=f"gather {'/'.join(have[::-1][:1])} first, the innermost")
+
+
+def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], one: Dim, two: Dim) -> Fault:
+    """Two operands lie differently along one dimension."""
+    lies = [f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in (one, two)]
+    rule = (
+        f"{_name(eqn)} of two arrays that lie differently: along one dimension one is {lies[0]}, the other {lies[1]}."
+    )
+    got = [*_where(walk, eqn)]
+    for number, atom in enumerate(eqn.invars[:3]):
+        got += [f"operand {number}: {line}" for axis in axes for line in reasons(walk, atom, [axis])]
+    advice = f"split, gather or relayout one of them; spmd.iota and spmd.random make blocks along {_and(axes)}"
+    return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=advice)
+
+
+def shown_dims(state: State) -> str:
+    """A state as a layout without names."""
+    dims = []
+    for dim in state.dims:
+        axes = axes_of_dim(dim)
+        unknown = any(a is HIDDEN for _, a in dim)
+        dims.append("?" if unknown else "/".join(("_", *axes)))
+    marks = f" {_mark(sorted(state.partial))}" if state.partial else ""
+    return (" ".join(dims) or "scalar") + marks
+
+
+def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, place: Place | None) -> Fault:
     """It is known how the value lies, and that is not as the layout says: one finding, however many axes are wrong."""
     layout = eqn.params["layout"].without_brackets()
+    if have is None:
+        rule = f'"{_text(eqn, layout)}" is what the layout says, and the value lies as "{shown_dims(state)}".'
+        axes = sorted(state.divided ^ set(layout.axes)) or sorted(state.divided)
+        return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), reasons(walk, eqn.invars[0], axes))
     rule = f'"{_text(eqn, layout)}" is what the layout says, and the value lies as "{_text(eqn, have)}".'
     wrong = sorted(set(have.axes) ^ set(layout.axes))
-    gathers = [line_of(o.eqn, o.callers) for axis in wrong for o in walk.origins.of(state.origin, axis, "gather")]
-    got = [*reasons(walk, state, [a for a in wrong if a in have.axes])]
+    gathers = [line_of(o.eqn, o.callers) for axis in wrong for o in walk.history.gathers(eqn.invars[0], axis)]
+    got = [*reasons(walk, eqn.invars[0], [a for a in wrong if a in have.axes])]
     got += [f"gathered at {line}" for line in dict.fromkeys(gathers) if line]
     fix = _between(eqn, have, layout, place and place.name)
     return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
@@ -136,7 +337,7 @@ def _lies_otherwise(walk: Walk, eqn: Any, state: State, have: Layout, place: Pla
 # --- what mends a value ---------------------------------------------------------------------------------------
 
 
-def _as_it_says(walk: Walk, eqn: Any, place: Place) -> Fix | None:
+def _as_it_says(walk: Any, eqn: Any, place: Place) -> Fix | None:
     """The call that makes a value whose place is known lie as its layout says; None where no call is sure to."""
     layout = eqn.params["layout"].without_brackets()
     made = place.made
@@ -165,7 +366,7 @@ def _between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) ->
     return Fix(verb, (shown,), f"{_text(eqn, have)} -> {_text(eqn, wanted)}", also)
 
 
-def _iota(walk: Walk, eqn: Any, dim: int) -> Fix | None:
+def _iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
     """The positions of the whole array, where the arange is as long as a block."""
     aval, layout = eqn.invars[0].aval, eqn.params["layout"]
     atoms = layout.dims[dim].atoms
@@ -174,14 +375,14 @@ def _iota(walk: Walk, eqn: Any, dim: int) -> Fix | None:
     bound = {name for one in walk.arg_layouts for name in one.names}
     parts = 1
     for axis in atoms[0].axes or ():
-        parts *= walk.axes.sizes.get(axis, 0)
+        parts *= walk.sizes.get(axis, 0)
     size = {} if atoms[0].name in bound else {atoms[0].name: aval.shape[0] * parts}
     return Fix("spmd.iota", (), layout.without_brackets().short, size)
 
 
-def _block_of_what(walk: Walk, eqn: Any, state: State, axes: Sequence[str]) -> str:
+def _block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> str:
     """Advice for equal values that stand where blocks are meant: where they became equal, or how blocks are made."""
-    gathers = [line_of(o.eqn, o.callers) for axis in axes for o in walk.origins.of(state.origin, axis, "gather")]
+    gathers = [line_of(o.eqn, o.callers) for axis in axes for o in walk.history.gathers(eqn.invars[0], axis)]
     if any(gathers):
         return f"it was gathered over {_and(axes)} at {_and(list(dict.fromkeys(gathers)))}; before that it is divided"
     layout = eqn.params["layout"].without_brackets()
@@ -196,6 +397,9 @@ def _what_it_may_be(eqn: Any, axes: Sequence[str], place: Place | None) -> str:
     """Advice for a value that differs: what can be ruled out is not offered."""
     layout = eqn.params["layout"].without_brackets()
     plain = _text(eqn, layout)
+    axes = [a for a in axes if a not in (*layout.axes, *layout.reduced)]
+    if not axes:
+        return "the axis divides another dimension than the layout says"
     total = f'psum(x, "{_text(eqn, changed(layout, unreduced={*layout.unreduced, *axes}))} -> {plain}")'
     made = None if place is None else place.made
     mean = f'a mean of each device\'s own block: reduce(<what is averaged>, "<its layout> -> {plain}", "mean")'
@@ -246,7 +450,7 @@ def _mark_span(layout: Layout) -> Span | None:
 
 
 def _at_marker(
-    walk: Walk,
+    walk: Any,
     eqn: Any,
     rule: str,
     span: Span | None,
@@ -260,7 +464,7 @@ def _at_marker(
     return Fault(rule, eqn.params["call"], *shown, (*_value(walk, eqn), *got), fix, advice)
 
 
-def _value(walk: Walk, eqn: Any) -> list[str]:
+def _value(walk: Any, eqn: Any) -> list[str]:
     """What it is about: the type of the value, its role, and the user's line."""
     aval = eqn.invars[0].aval
     shape = ",".join(str(n) for n in getattr(aval, "shape", ()))
@@ -278,7 +482,7 @@ def _value(walk: Walk, eqn: Any) -> list[str]:
 # --- equations ----------------------------------------------------------------------------------------------
 
 
-def nonlinear_use(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
+def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """Something that is not linear, of a partial sum."""
     mark, name = _mark(axes), _name(eqn)
     rule = f"{name} is not linear, so the {name} of the parts of a sum {mark} is not part of its {name}."
@@ -298,7 +502,7 @@ def _summed_first(mark: str) -> str:
     return f'psum(<the partial sum>, "... {mark} -> ...") before it, and not after'
 
 
-def mixed_sum(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
+def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum and an equal value in one sum."""
     mark, along = _mark(axes), _and(axes)
     rule = (
@@ -308,7 +512,7 @@ def mixed_sum(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     return Fault(rule, None, None, None, _where(walk, eqn), advice=_summed_first(mark))
 
 
-def scaled_by_different(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
+def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum times a value that is not the same for all its parts."""
     mark, along = _mark(axes), _and(axes)
     rule = (
@@ -318,7 +522,7 @@ def scaled_by_different(walk: Walk, eqn: Any, axes: Sequence[str]) -> Fault:
     return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
 
 
-def returned_partial(walk: Walk, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Fault:
+def returned_partial(walk: Any, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Fault:
     """A partial sum leaves the kernel as if it were complete."""
     mark, along = _mark(axes), _and(axes)
     rule = f"The body returned a partial sum over {along}, and the signature does not say {mark}."
@@ -326,7 +530,7 @@ def returned_partial(walk: Walk, eqn: Any, index: int, axes: Sequence[str], spec
     return Fault(rule, walk.kernel, None, None, got, Fix("psum", ("result",), f"... {mark} -> ..."))
 
 
-def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], state: State) -> Fault:
+def divergent(walk: Any, eqn: Any, inner: Sequence[str], axes: Sequence[str]) -> Fault:
     """Collectives that only some of their devices would enter."""
     along, names = _and(axes), _and(sorted({_name(one) for one in inner}))
     if eqn.primitive.name == "while":
@@ -341,27 +545,28 @@ def divergent(walk: Walk, eqn: Any, inner: Sequence[str], axes: Sequence[str], s
         f"{names} over {along} inside {what} differs along {along}: "
         f"the devices would {doing} and wait for each other for ever."
     )
-    got = (*_where(walk, eqn), *reasons(walk, state, axes))
+    test = opened(eqn.params["cond_jaxpr"])[0].outvars[0] if eqn.primitive.name == "while" else eqn.invars[0]
+    got = (*_where(walk, eqn), *reasons(walk, test, axes))
     return Fault(rule, walk.kernel, None, None, got, advice=advice)
 
 
-def interpreted(walk: Walk, eqn: Any) -> Fault:
+def interpreted(walk: Any, eqn: Any) -> Fault:
     """A Pallas call with `interpret=True`, on values that vary."""
     rule = "JAX interprets Pallas calls without the mesh axes on which values vary, and fails where a kernel has them."
     advice = 'spmd.opaque(fn, "in -> out") around the Pallas call, which hides those axes from it'
     return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=advice)
 
 
-def _where(walk: Walk, eqn: Any) -> tuple[str, ...]:
+def _where(walk: Any, eqn: Any) -> tuple[str, ...]:
     place = line_of(eqn, walk.callers)
     return (f"{_name(eqn)} at {place}" if place else f"{_name(eqn)} in {walk.kernel}",)
 
 
-def reasons(walk: Walk, state: State, axes: Sequence[str]) -> list[str]:
+def reasons(walk: Any, atom: Any, axes: Sequence[str]) -> list[str]:
     """Why the value differs along these axes: the inputs and the primitives that it was made from."""
     lines: dict[str, None] = {}
     for axis in axes:
-        for origin in walk.origins.of(state.origin, axis):
+        for origin in walk.history.sources(atom, axis):
             lines[describe(origin)] = None
     found = list(lines)
     if len(found) > _SHOWN:

@@ -32,6 +32,17 @@ def line_of(eqn: Any, callers: Sequence[Any] = ()) -> str:
     return ""
 
 
+def line_of_error(error: BaseException) -> str:
+    """The user's line that an error comes from, as `line_of` writes it."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_PACKAGE) and not _compat.in_jax(code.co_filename):
+            found = _shorten(f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})")
+        trace = trace.tb_next
+    return found
+
+
 def is_transposed(eqn: Any, callers: Sequence[Any] = ()) -> bool:
     """Whether the equation belongs to a backward pass, which JAX wrote and not the user."""
     return any("transpose(" in str(e.source_info.name_stack) for e in (eqn, *callers))

@@ -1,110 +1,234 @@
-"""What the pass knows about one value: a handful of bits, joined where control flow meets."""
+"""What is known of one value: how each dimension is divided, and what it is along the axes that divide none.
+
+A dimension is an ordered list of factors, each with its size here and the mesh axes that divide it: `((2, ()), (3,
+("tp",)))` is two runs of three elements, and each run is a block of one that is divided over tp. Merging dimensions
+joins their lists, and splitting them takes the lists apart, so that computing on a merged dimension loses nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+Axes = tuple[str, ...]
+Factor = tuple[int, Axes]
+Dim = tuple[Factor, ...]  # at least one
 
-# A uniform mask of all ones: constant along every dimension, whatever the rank. Scalars are always that.
-EVERYWHERE = -1
+FREE: Axes = ("*",)  # the value is constant along the factor, which lies as any other value's does
+HIDDEN: Axes = ("?",)  # nobody knows how the factor lies
+NONE: frozenset[Any] = frozenset()
 
-ZERO = 1  # known to be all zeros: neutral in every sum, so it may meet a partial sum
-IOTA = 2  # built from an arange; only the wording of errors depends on it
-UNKNOWN = 4  # no rule, or an error was already reported: ask nothing of it until the next marker
 
-# Larger constants are not looked at: reading them would cost more than the trace.
-LARGEST_CONSTANT = 1_000_000
+class Pending(NamedTuple):
+    """Something that was done to a piece along `axis` as if it were the whole."""
+
+    kind: str
+    axis: str
+    at: int  # the number of the equation that did it
 
 
 class State(NamedTuple):
-    """One value: masks of mesh axes, a mask of dims, flags, and a mask of `Origins`: where it comes from."""
+    """One value.
 
-    different: int = 0
-    partial: int = 0
-    uniform: int = 0
-    flags: int = 0
-    origin: int = 0
+    Attributes:
+      dims: The factors of each dimension.
+      partial: The axes along which it is a term of a sum.
+      different: The axes along which it differs, nobody knows how.
+      pending: What was done to a piece, and is not complete.
+      done: What collectives completed, as (kind, axis): a value combined with it is no longer pending.
+      zero: Whether it is zero, which is neutral in every sum.
+      number: Whether no data is in it, only literals.
+      table: The integers that each device holds, where only shapes and `axis_index` decide them.
+      loose: Whether it was summed over a dimension along which it is constant. That may have been a block of one: then
+        it is a term of a sum, though it is equal.
+      left: What it was in the body that it left, and the spec there: JAX's residuals enter another one so.
+    """
+
+    dims: tuple[Dim, ...] = ()
+    partial: frozenset[str] = NONE
+    different: frozenset[str] = NONE
+    pending: frozenset[Pending] = NONE
+    done: frozenset[tuple[str, str]] = NONE
+    zero: bool = False
+    number: bool = False
+    table: Any = None
+    left: Any = None
+    loose: bool = False
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes along which it may differ."""
+        return self.divided | self.partial | self.different | {p.axis for p in self.pending}
+
+    @property
+    def divided(self) -> frozenset[str]:
+        """The axes that divide a dimension."""
+        return frozenset(axis for dim in self.dims for axis in axes_of_dim(dim))
 
 
-EQUAL = State()
-SCALAR = State(uniform=EVERYWHERE)
-ZEROS = State(uniform=EVERYWHERE, flags=ZERO)
+def is_divided(axes: Axes) -> bool:
+    """Whether mesh axes divide a factor."""
+    return bool(axes) and axes is not FREE and axes is not HIDDEN
 
 
-def normal(uniform: int, rank: int) -> int:
-    """The uniform mask with `all dims` spelled one way, so that states compare equal when they are."""
-    full = (1 << rank) - 1
-    return EVERYWHERE if uniform & full == full else uniform & full
+def axes_of_dim(dim: Dim) -> Axes:
+    """The mesh axes that divide a dimension."""
+    if len(dim) == 1:
+        axes = dim[0][1]
+        return axes if is_divided(axes) else ()
+    return tuple(axis for _, axes in dim if is_divided(axes) for axis in axes)
 
 
-def join(left: State, right: State) -> State:
-    """What is certain when the value is one or the other: a partial sum only if both are (or zero)."""
-    if left == right:
-        return left
-    if left.flags & right.flags & ZERO:
-        partial, zero = left.partial & right.partial, ZERO
-    elif left.flags & ZERO:
-        partial, zero = right.partial, 0
-    elif right.flags & ZERO:
-        partial, zero = left.partial, 0
-    else:
-        partial, zero = left.partial & right.partial, 0
+def plain(size: int) -> Dim:
+    """A dimension that no axis divides."""
+    return ((size, ()),) if size != 1 else ((1, FREE),)
+
+
+def free(size: int) -> Dim:
+    return ((size, FREE),)
+
+
+def hidden(size: int) -> Dim:
+    return ((size, HIDDEN),)
+
+
+def size_of(dim: Dim) -> int:
+    return math.prod(size for size, _ in dim)
+
+
+def normal(factors: Iterable[Factor]) -> Dim:
+    """Factors in their one canonical form, so that equal dimensions compare equal.
+
+    What follows a divided factor is part of its block. A factor of one element adds nothing if no axis divides it.
+    """
+    out: list[Factor] = []
+    for size, axes in factors:
+        if size == 1 and (not axes or axes is FREE):
+            continue
+        if out:
+            last_size, last = out[-1]
+            if axes == last and not is_divided(axes):
+                out[-1] = (last_size * size, last)
+                continue
+            if not axes and is_divided(last):
+                out[-1] = (last_size * size, last)
+                continue
+            if last_size == 1 and is_divided(last) and is_divided(axes):
+                out[-1] = (size, last + axes)
+                continue
+        out.append((size, axes))
+    return tuple(out) or ((1, FREE),)
+
+
+def refined(factors: Sequence[Factor], ends: Sequence[int]) -> list[Factor] | None:
+    """The same factors, cut so that runs of them have the sizes whose suffix products are `ends`.
+
+    None where a factor would have to be cut across. The axes of a factor stay with its leading part.
+    """
+    out: list[Factor] = []
+    after = math.prod(size for size, _ in factors)
+    wanted = sorted((e for e in set(ends) if e < after), reverse=True)
+    for size, axes in factors:
+        after //= size
+        head = axes
+        while wanted and wanted[0] > after:
+            end = wanted[0]
+            if end % after or (size * after) % end:
+                return None
+            wanted.pop(0)
+            cut = end // after
+            if cut < size:
+                out.append((size // cut, head))
+                size = cut
+                head = axes if axes is FREE or axes is HIDDEN else ()
+        out.append((size, head))
+        while wanted and wanted[0] == after:
+            wanted.pop(0)
+    return out
+
+
+def ends_of(sizes: Sequence[int]) -> list[int]:
+    """The suffix products of sizes: where, counted from the end, each one begins."""
+    out, after = [], 1
+    for size in reversed(sizes):
+        out.append(after)
+        after *= size
+    return out[::-1]
+
+
+def unify(one: Dim, two: Dim, one_free: frozenset[str] = NONE, two_free: frozenset[str] = NONE) -> Dim | None:
+    """The dimension that two operands have together; None where they certainly disagree.
+
+    Args:
+      one: How the first one lies.
+      two: How the second one lies.
+      one_free: The axes along which the first operand differs, nobody knows how.
+      two_free: The same of the second.
+    """
+    if one == two or (two[0][1] is FREE and len(two) == 1):
+        return one
+    if one[0][1] is FREE and len(one) == 1:
+        return two
+    ends = [*ends_of([s for s, _ in one]), *ends_of([s for s, _ in two])]
+    left, right = refined(one, ends), refined(two, ends)
+    if left is None or right is None:
+        return hidden(size_of(one))
+    out: list[Factor] = []
+    for (size, a), (_, b) in zip(left, right, strict=True):
+        if a == b or b is FREE:
+            axes = a
+        elif a is FREE:
+            axes = b
+        elif a is HIDDEN or b is HIDDEN:
+            other = b if a is HIDDEN else a
+            axes = other if is_divided(other) else HIDDEN
+        elif not a:
+            axes = b if not one_free.isdisjoint(b) else None
+        elif not b:
+            axes = a if not two_free.isdisjoint(a) else None
+        else:
+            axes = HIDDEN if (not one_free.isdisjoint(b) or not two_free.isdisjoint(a)) else None
+        if axes is None:
+            return None
+        out.append((size, axes))
+    return normal(out)
+
+
+def join_dims(one: Dim, two: Dim) -> Dim:
+    """What is certain of a dimension that is one or the other."""
+    if one == two:
+        return one
+    if size_of(one) != size_of(two):
+        return hidden(size_of(one))
+    ends = [*ends_of([s for s, _ in one]), *ends_of([s for s, _ in two])]
+    left, right = refined(one, ends), refined(two, ends)
+    if left is None or right is None:
+        return hidden(size_of(one))
+    out = []
+    for (size, a), (_, b) in zip(left, right, strict=True):
+        out.append((size, a if a == b else b if a is FREE else a if b is FREE else HIDDEN))
+    return normal(out)
+
+
+def join(one: State, two: State) -> State:
+    """What is certain of a value that is one or the other."""
+    if one is two or one == two:
+        return one
+    dims = tuple(map(join_dims, one.dims, two.dims))
+    partial = one.partial if two.zero else two.partial if one.zero else one.partial & two.partial
+    held = one.axes | two.axes
+    pending = one.pending | two.pending
+    kept = {axis for dim in dims for axis in axes_of_dim(dim)} | partial | {p.axis for p in pending}
+    different = one.different | two.different | (held - kept)
     return State(
-        left.different | right.different,
-        partial,
-        left.uniform & right.uniform,
-        ((left.flags | right.flags) & ~ZERO) | zero,
-        left.origin | right.origin,
+        dims,
+        partial - different,
+        different,
+        frozenset(p for p in pending if p.axis not in different),
+        one.done & two.done,
+        one.zero and two.zero,
+        one.number and two.number,
+        one.table if one.table == two.table else None,
+        loose=one.loose or two.loose,
     )
-
-
-def joined(states: Iterable[State]) -> State:
-    """The join of at least one state."""
-    states = iter(states)
-    result = next(states)
-    for state in states:
-        result = join(result, state)
-    return result
-
-
-def literal_state(value: Any) -> State:
-    """A literal of a jaxpr: nearly always a scalar."""
-    if np.ndim(value) == 0:
-        try:
-            return ZEROS if bool(value == 0) else SCALAR
-        except (TypeError, ValueError):  # PRNG keys and other extended dtypes compare with nothing
-            return SCALAR
-    return constant_state(value)
-
-
-def constant_state(value: Any) -> State:
-    """A constant that the jaxpr closed over: equal everywhere; its uniform dims are read off its elements."""
-    shape = getattr(value, "shape", None)
-    if shape is None or not all(isinstance(n, int) for n in shape):
-        return EQUAL
-    if not shape:
-        return SCALAR
-    if int(np.prod(shape)) > LARGEST_CONSTANT or not getattr(value, "is_fully_addressable", True):
-        return EQUAL
-    try:
-        elements = np.asarray(value)
-        uniform, zero = _uniform_dims(elements), not elements.any()
-        flags = (ZERO if zero else 0) | (IOTA if _is_arange(elements) else 0)
-    except (TypeError, ValueError, RuntimeError):  # keys, deleted buffers
-        return EQUAL
-    return State(uniform=normal(uniform, elements.ndim), flags=flags)
-
-
-def _uniform_dims(elements: np.ndarray) -> int:
-    if elements.size == 0:
-        return EVERYWHERE
-    return sum(1 << dim for dim in range(elements.ndim) if bool((elements == elements.take([0], axis=dim)).all()))
-
-
-def _is_arange(elements: np.ndarray) -> bool:
-    if elements.ndim != 1 or elements.size < 2 or elements.dtype.kind not in "iuf":
-        return False
-    steps = np.diff(elements)
-    return bool(steps[0] != 0 and (steps == steps[0]).all())

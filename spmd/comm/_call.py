@@ -407,6 +407,8 @@ class Call:
         if self.frame.explicit and (explaining or not told):
             again = self._to_invarying() if explaining else None
             said = {"value": self._shown(index), **({"again": again} if again else {})}
+            if layout.has_ellipsis:  # what `...` stands for must not be divided over an axis of the string
+                said["named"] = _axes_of(self.pattern)
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand", **said)
         return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), layout)
 

@@ -53,6 +53,7 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
             mesh_axes=frame.axis_names,
             kernel=plan.signature.text,
             axis_sizes=dict(frame.sizes),
+            how=plan.signature.check,
         )
         return inner(*shards)
 

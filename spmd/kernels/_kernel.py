@@ -309,6 +309,7 @@ def kernel(
     static: str | Sequence[str] = (),
     donate: str | Sequence[str] = (),
     boundary: str = "move",
+    check: str = "error",
     **sizes: int,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Make a per-shard body into a function on whole arrays: `jit(shard_map(body))`, cached.
@@ -342,6 +343,8 @@ def kernel(
       boundary: "move" brings arguments into their layouts; "error" raises instead, as far as JAX shows where arguments
         lie: always outside jit; inside, on Explicit axes, which their types name. On Auto axes nothing is known in
         there before it is compiled, and `explain` lists what is moved.
+      check: What becomes of a finding of the checker, which looks at each first trace in explicit mode: "error" raises,
+        "warn" warns, "off" looks at nothing. JAX's own checks of types stay on.
       **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`. Each must be used.
 
     Returns:
@@ -370,6 +373,8 @@ def kernel(
     """
     if boundary not in ("move", "error"):
         raise PlacementError(not_one_of("boundary", boundary, ("move", "error")), call="kernel(...)")
+    if check not in ("error", "warn", "off"):
+        raise ModeError(not_one_of("check", check, ("error", "warn", "off")), call="kernel(...)")
     check_mesh(mesh, "kernel(...)")
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(
@@ -393,6 +398,7 @@ def kernel(
             static=static,
             donate=donate,
         )
+        signature.check = check
         return Kernel(signature, mesh, boundary)
 
     return decorate

@@ -223,7 +223,9 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
     mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
     jaxpr = jax.make_jaxpr(mapped)(*leaves)
     known = {"mesh_axes": everywhere, "kernel": plan.signature.text, **plan.arguments()}
-    check_jaxpr(jaxpr, **known)  # a fault inside the body is the cause, and says more
+    check_jaxpr(
+        jaxpr, how=plan.signature.check, always=True, **known
+    )  # a fault inside the body is the cause, and says more
     facts = explain_output(jaxpr, **known)
     got: list[str] = []
     fixes: list[Fix] = []

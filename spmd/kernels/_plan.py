@@ -154,7 +154,13 @@ class Plan:
         return self._traced(*leaves)
 
     def _check(self, jaxpr: Any) -> None:
-        check_jaxpr(jaxpr, mesh_axes=tuple(self.sizes), kernel=self.signature.text, **self.arguments())
+        check_jaxpr(
+            jaxpr,
+            mesh_axes=tuple(self.sizes),
+            kernel=self.signature.text,
+            how=self.signature.check,
+            **self.arguments(),
+        )
 
     def arguments(self) -> dict[str, Any]:
         """What the pass knows of the arguments: their names in messages, and their layouts."""

@@ -29,6 +29,7 @@ class Signature:
       static: Names of static arguments.
       donate: Names of donated arguments.
       written: Whether `source` is a pattern, into which the spans of the layouts point.
+      check: What a finding of the checker is: "error", "warn" or "off".
       named: The dimensions and mesh axes that its layouts name, as far as a call has met them.
     """
 
@@ -48,6 +49,7 @@ class Signature:
     python: inspect.Signature | None = field(default=None)
     written: bool = True
     named: set[str] = field(default_factory=set)
+    check: str = "error"
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd import all_gather, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size
+from spmd import all_gather, custom_vjp, defer, einsum, iota, per_shard, rearrange, reduce, scope, size
 from spmd.errors import LayoutError, SizeError, is_int, not_one_of
 from spmd.nn.dtypes import wide
 
@@ -261,7 +261,9 @@ def _reduced(losses: Any, weights: Any, reduction: str, dp: Axes, cp: Axes) -> A
 def _over_all(x: Any, op: str, dp: Axes, cp: Axes) -> Any:
     """The sum or mean over the tokens of all devices."""
     last = x.shape[-1] if x.ndim > (cp is None) else 1  # one dimension is the sequence only if cp divides it
-    return reduce(x.reshape(-1, last), "b/dp s/cp -> scalar", op, dp=dp, cp=cp)
+    with per_shard("a sum and a mean of all tokens do not depend on their order"):
+        tokens = x.reshape(-1, last)
+    return reduce(tokens, "b/dp s/cp -> scalar", op, dp=dp, cp=cp)
 
 
 def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, reduction: str) -> Any:

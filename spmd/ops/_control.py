@@ -42,7 +42,8 @@ def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., An
       >>> mesh = spmd.make_mesh(x=4)
       >>> @spmd.kernel("n/x -> n/x", mesh=mesh)
       ... def relu_blocks(v):
-      ...     return spmd.cond(v.sum() > 6, lambda v: v, lambda v: 0 * v, v)
+      ...     with spmd.per_shard("each block decides for itself"):
+      ...         return spmd.cond(v.sum() > 6, lambda v: v, lambda v: 0 * v, v)
       >>> print(relu_blocks(jnp.arange(8)))
       [0 0 0 0 4 5 6 7]
     """

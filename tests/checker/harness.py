@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd._lax import _split_p
 from spmd.checker import check_jaxpr
+from spmd.checker._state import FREE, Dim, is_divided
 from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError
 from spmd.language import Layout, Pattern
@@ -63,6 +66,58 @@ def split(x: jax.Array, axis: str, dim: int, parts: int) -> jax.Array:
 def varying(x: jax.Array, *axes: str) -> jax.Array:
     missing = tuple(a for a in axes or AXES if a not in jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def rows(w: jax.Array) -> jax.Array:
+    """The rows of a whole array that belong to a block along tp."""
+    n = w.shape[0] // lax.axis_size("tp")
+    return lax.dynamic_slice_in_dim(w, lax.axis_index("tp") * n, n)
+
+
+def shards(body: Callable[..., Any], *specs: Any, m: Any, args: Any) -> Any:
+    """What each device gets: arrays with a dimension for dp and one for tp in front."""
+    stacked = lambda *args: jax.tree.map(lambda v: varying(v)[None, None], body(*args))
+    run = jax.shard_map(stacked, mesh=m, in_specs=specs or (P("dp", "tp"), P()), out_specs=P("dp", "tp"))
+    return jax.tree.map(np.asarray, jax.jit(run)(*args))
+
+
+def dims_of(layout: str, shape: tuple[int, ...]) -> list[Dim]:
+    """A layout as the checker writes one, of an array whose block has this shape."""
+    return [((n, tuple(dim.axes)),) for dim, n in zip(Layout(layout).dims, shape, strict=True)]
+
+
+def whole(stacked: np.ndarray, dims: Sequence[Dim], partial: frozenset[str] = frozenset()) -> np.ndarray:
+    """The whole array, put together from what the devices hold as these dims say; terms of a sum are added.
+
+    Along an axis that divides nothing, all devices must hold the same. A constant dimension is one element of it.
+    """
+    counts = stacked.shape[: len(AXES)]
+    value = stacked.reshape(*counts, *(size for dim in dims for size, _ in dim))
+    order: list[int] = []
+    shape: list[int] = []
+    place = len(AXES)
+    for dim in dims:
+        shape.append(1)
+        for size, axes in dim:
+            if axes is FREE:
+                first = value.take([0], axis=place)
+                np.testing.assert_allclose(value, np.broadcast_to(first, value.shape), rtol=1e-4, atol=1e-5)
+                value, size = (first, 1) if len(dim) == 1 else (value, size)
+            for i in map(AXES.index, axes if is_divided(axes) else ()):
+                order.append(i)
+                shape[-1] *= counts[i]
+            order.append(place)
+            shape[-1] *= size
+            place += 1
+    rest = [i for i in range(len(AXES)) if i not in order]
+    value = value.transpose(*rest, *order)
+    for axis in (AXES[i] for i in rest):
+        if axis in partial:
+            value = value.sum(0)
+            continue
+        np.testing.assert_allclose(value, np.broadcast_to(value[:1], value.shape), rtol=1e-3, atol=1e-4)
+        value = value[0]
+    return value.reshape(shape)
 
 
 def trace(body: Callable[..., Any], *specs: Any, out: Any = P(AXES), m: Any = None, args: Any = None) -> Any:

@@ -12,6 +12,8 @@ from spmd.checker import InState, check_body, in_states_of
 from spmd.errors import ReplicationError
 from tests.checker.harness import AXES, mark, mesh
 
+SIZES = {"dp": 2, "tp": 4}
+
 
 def body(x, w):
     y = mark(x @ w, "a/dp b {U:tp}", "result")
@@ -28,7 +30,7 @@ def checked(fn, in_states=None):
     def outer(x, w):
         jaxpr = jax.make_jaxpr(fn)(x, w)
         states = in_states_of([x, w]) if in_states is None else in_states
-        check_body(jaxpr, states, mesh_axes=AXES, kernel="inner", axis_sizes={"dp": 2, "tp": 4})
+        check_body(jaxpr, states, mesh_axes=AXES, kernel="inner", axis_sizes=SIZES)
         return fn(x, w)
 
     run = jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp"))
@@ -37,7 +39,7 @@ def checked(fn, in_states=None):
 
 def test_types_seed_the_inputs() -> None:
     checked(body)
-    with pytest.raises(ReplicationError, match="input 0, which varies over tp"):
+    with pytest.raises(ReplicationError, match="input 0, which varies over dp, tp"):
         checked(lambda x, w: lax.psum(wrong(x, w), "tp"))
 
 
@@ -50,14 +52,16 @@ def test_given_states_win() -> None:
         checked(lambda x, w: lax.psum(x @ w, "tp"), [both, both])
 
 
-def test_unknown_inputs_raise_no_alarm() -> None:
+def test_values_closed_over_are_known_by_their_types() -> None:
+    known = {"mesh_axes": AXES, "kernel": "inner", "axis_sizes": SIZES}
+
     def outer(x, w):
-        later = lambda y: mark(jnp.tanh(y + x) @ w, "a b")  # a value closed over is known by its type
-        body_of_nothing = lambda x, w: mark(jnp.where(x > 0, x, 1.0) @ w, "a b")
-        for fn, args in ((body_of_nothing, (x, w)), (lambda x, w: later(x), (x, w))):
-            check_body(jax.make_jaxpr(fn)(*args), mesh_axes=AXES, kernel="inner")
-        with pytest.raises(ReplicationError, match="differs along"):
-            check_body(jax.make_jaxpr(lambda: mark(x, "a b"))(), [], mesh_axes=AXES, kernel="inner")
+        later = lambda y: mark(jnp.tanh(y + x) @ w, "a/dp b/tp")  # blocks of what nobody knows: of anything
+        check_body(jax.make_jaxpr(later)(x), in_states_of([x]), **known)
+        with pytest.raises(ReplicationError, match="differs along dp and tp"):
+            check_body(jax.make_jaxpr(lambda: mark(x, "a b"))(), [], **known)
+        with pytest.raises(ReplicationError, match="every device along dp holds the same block"):
+            check_body(jax.make_jaxpr(lambda: mark(w, "a/dp b"))(), [], **known)
         return x
 
     jax.jit(jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp", "tp"))).trace(

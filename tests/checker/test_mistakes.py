@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from spmd.testing import assert_same_on_any_mesh
+from spmd.testing._mismatch import Mismatch
 from tests.checker.mistakes.registry import Mistake, load
 from tests.checker.mistakes.table import read, row, summary
 from tests.conftest import case_count
@@ -26,6 +28,17 @@ def test_the_page_has_each_mistake() -> None:
 def test_the_page_is_true(one: Mistake) -> None:
     """After a change for the better: `python -m tests.checker.mistakes --write`."""
     assert row(one) in ROWS
+
+
+SILENT = [one for one in ALL if any((row.layer, row.what) == (one.layer, one.what) and row.silent for row in ROWS)]
+
+
+@pytest.mark.parametrize("one", SILENT, ids=str)
+def test_numbers_show_what_is_silent(one: Mistake) -> None:
+    """The page says why no type tells these few."""
+    assert len(SILENT) == 3
+    with pytest.raises(Mismatch):
+        assert_same_on_any_mesh(one.kernel(one.wrong, one.wrong_pattern), *one.arguments())
 
 
 @pytest.mark.parametrize("one", SAMPLE, ids=str)

@@ -211,9 +211,16 @@ def test_without_a_compiled_program_everything_is_as_written():
 # -------------------- programs: at home nothing is unwritten, and each written one is found
 
 LAYOUT = "b/dp d/tp"
+
+
+@spmd.per_shard("each device makes a term of a sum")
+def terms(x):
+    return jnp.concatenate([x * i for i in range(4)], 1)
+
+
 BODIES = {
-    "gather": lambda x: x * all_gather(x, "b/dp d/tp -> b/dp d").mean(),
-    "scatter": lambda x: psum_scatter(jnp.concatenate([x * i for i in range(4)], 1), "b/dp d {U:tp} -> b/dp d/tp"),
+    "gather": lambda x: x * all_gather(x, "b/dp d/tp -> b/dp d").mean(1, keepdims=True),
+    "scatter": lambda x: psum_scatter(terms(x), "b/dp d {U:tp} -> b/dp d/tp"),
     "swap": lambda x: all_to_all(jnp.sin(all_to_all(x, "b/dp d/tp -> b/dp/tp d")), "b/dp/tp d -> b/dp d/tp"),
     "turn": lambda x: x * shift(x, "b/dp [d/tp]", 1),
     "sum": lambda x: x * reduce(x, "b/dp d/tp -> b/dp")[:, None],

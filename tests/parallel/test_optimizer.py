@@ -102,7 +102,7 @@ def missing(x):
 
 def test_norm_that_misses_experts_is_found(mesh):
     """Megatron-LM PR 5916: without the sum over ep the kernel refuses to return it as equal everywhere."""
-    with pytest.raises(spmd.ReplicationError, match="differs along dp, ep and tp"):
+    with pytest.raises(spmd.ReplicationError, match="partial sum {U:ep} and a value that is equal on ep"):
         norm_kernel(mesh, local_norm)(tree())
     without = {**LAYOUTS, "experts": "e g f/tp"}
     run = norm_kernel(mesh, lambda g: parallel.global_norm(g, without))
@@ -112,7 +112,9 @@ def test_norm_that_misses_experts_is_found(mesh):
 
 def test_norm_that_counts_copies_is_another(mesh):
     """torchtitan 2318, SkyRL PR 1420: the naive sum counts replicated leaves as often as there are devices."""
-    naive = norm_kernel(mesh, sum_of_all)(tree())
+    with pytest.raises(spmd.ReplicationError, match="psum over dp of a value that is equal there"):
+        norm_kernel(mesh, sum_of_all)(tree())
+    naive = norm_kernel(mesh, spmd.per_shard("to see by how much it is wrong")(sum_of_all))(tree())
     assert naive > 1.2 * true_norm(tree())
 
 

@@ -290,11 +290,12 @@ def dropped_psum(mesh):
 
 
 def local_statistics(mesh):
-    """What the checker does not see: raw JAX in a function that says what it is."""
+    """What the checker is told not to look at."""
 
     @spmd.kernel("b/dp s/tp -> b/dp s/tp", mesh=mesh)
     def soften(x):
-        return spmd.local(lambda x: jax.nn.softmax(x, 1), "b/dp s/tp -> b/dp s/tp")(x)
+        with spmd.per_shard("a mistake that somebody is sure of"):
+            return jax.nn.softmax(x, 1)
 
     return soften, struct(512, 4096)
 

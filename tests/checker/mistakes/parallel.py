@@ -322,6 +322,7 @@ mistake(
     "ep= is forgotten where ep divides the experts",
     MOE,
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down: experts(x, w, up, down),
     wrong=lambda x, w, up, down: experts(x, w, up, down, ep=None),
 )
@@ -330,6 +331,7 @@ mistake(
     "dp= leaves out ep, which divides the batch too",
     MOE,
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down: experts(x, w, up, down),
     wrong=lambda x, w, up, down: experts(x, w, up, down, dp="dp"),
 )
@@ -338,6 +340,7 @@ mistake(
     "dp= has the axes in another order",
     MOE,
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down: experts(x, w, up, down),
     wrong=lambda x, w, up, down: experts(x, w, up, down, dp=("ep", "dp")),
 )
@@ -346,6 +349,7 @@ mistake(
     "tp= is forgotten where tp divides the hidden units",
     MOE,
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down: experts(x, w, up, down),
     wrong=lambda x, w, up, down: experts(x, w, up, down, tp=None),
 )
@@ -355,6 +359,7 @@ mistake(
     MOE,
     wrong_pattern=MOE.replace("b/dp/ep", "b/ep/dp"),
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down: experts(x, w, up, down),
     wrong=lambda x, w, up, down: experts(x, w, up, down),
 )
@@ -363,6 +368,7 @@ mistake(
     "sp= is forgotten where the stream is divided over the sequence",
     "b/dp/ep s/tp d, d e, e/ep d f, e/ep f d -> b/dp/ep s/tp d, scalar",
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down: experts(x, w, up, down, sp="tp", tp=None, groups=(4, 2)),
     wrong=lambda x, w, up, down: experts(x, w, up, down, tp=None),
 )
@@ -372,6 +378,7 @@ mistake(
     MOE,
     wrong_pattern=MOE.replace("d e,", "d e/ep,"),
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down: experts(x, w, up, down),
     wrong=lambda x, w, up, down: experts(x, w, up, down),
 )
@@ -380,6 +387,7 @@ mistake(
     "noise of jax.random: the same on all devices",
     MOE.replace("->", ", scalar ->"),
     mesh=EXPERTS,
+    b=8,
     right=lambda x, w, up, down, key: experts(x, w, up, down, noisy(x, w, spmd.random.normal(key, "b/dp/ep s e", e=4))),
     wrong=lambda x, w, up, down, key: experts(
         x, w, up, down, noisy(x, w, jax.random.normal(key, (*x.shape[:2], w.shape[1])))

@@ -20,18 +20,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.errors import SpmdError
+from spmd.errors import ReplicationError, SpmdError
 from spmd.language import Pattern
 from tests.checker.twins.registry import MAKERS, normal, results, same
 
@@ -80,10 +79,10 @@ class Mistake:
         shapes = [tuple(self.sizes[name] for name in layout.names) for layout in layouts]
         return [MAKERS.get(name, normal)(rng, shape) for name, shape in zip(names, shapes, strict=True)]
 
-    def kernel(self, body: Callable[..., Any], pattern: str, *, ones: bool = False) -> Any:
+    def kernel(self, body: Callable[..., Any], pattern: str, *, ones: bool = False, check: str = "error") -> Any:
         """The body on its mesh, or on a mesh of ones."""
         sizes = dict.fromkeys(self.mesh, 1) if ones else self.mesh
-        return spmd.kernel(pattern, mesh=spmd.make_mesh(**sizes))(body)
+        return spmd.kernel(pattern, mesh=spmd.make_mesh(**sizes), check=check)(body)
 
     def caught(self, *, computed: bool) -> str:
         """Who rejects the wrong call; `computed` as in `_rejected`."""
@@ -103,14 +102,18 @@ class Mistake:
             whose layouts every call knows.
         """
         body, args = on_computed(body) if computed else body, self.arguments()
-        with unchecked():
-            try:
-                jax.eval_shape(self.kernel(body, pattern), *args)
-            except SpmdError as error:
-                return "call" if error.__cause__ is None else "JAX"
-            except (TypeError, ValueError):
-                return "JAX"
-        return checked(self.kernel(body, pattern), args)
+        try:
+            jax.eval_shape(self.kernel(body, pattern, check="off"), *args)
+        except SpmdError as error:
+            return "call" if error.__cause__ is None else "JAX"
+        except (TypeError, ValueError):
+            return "JAX"
+        try:
+            jax.eval_shape(self.kernel(body, pattern), *args)
+        except ReplicationError as error:
+            return f"check: {kinds(error.findings)}"
+        found = spmd.check(self.kernel(body, pattern), *args)
+        return f"spmd.check: {kinds(found)}" if found else ""
 
     def numbers(self) -> str:
         """Whether the wrong call, unchecked, gives other values or gradients than the right one on a mesh of ones.
@@ -121,8 +124,8 @@ class Mistake:
         right = results(self.kernel(self.right, self.pattern), self)
         assert same(right, truth), f"{self}: the right call depends on the mesh"
         for body in (self.wrong, on_computed(self.wrong)):  # a call may refuse arguments, and not what is computed
-            with unchecked(), contextlib.suppress(SpmdError, TypeError, ValueError):
-                found = results(self.kernel(body, self.wrong_pattern), self)
+            with contextlib.suppress(SpmdError, TypeError, ValueError):
+                found = results(self.kernel(body, self.wrong_pattern, check="off"), self)
                 return "same" if same(found, truth, tolerance=1e-3) else "differ"
         return ""
 
@@ -153,23 +156,9 @@ def load() -> list[Mistake]:
     return MISTAKES
 
 
-# -------------------- with and without the check
-
-
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
-    """Kernels without the check of the traced body; what calls and JAX say stays."""
-    with mock.patch("spmd.kernels._plan.check_jaxpr"):
-        yield
-
-
-def checked(kernel: Any, args: list[Any]) -> str:
-    """What the check of the traced body says."""
-    try:
-        jax.eval_shape(kernel, *args)
-    except SpmdError:
-        return "check"
-    return ""
+def kinds(findings: Iterable[Any]) -> str:
+    """The classes of findings."""
+    return ", ".join(sorted({one.kind for one in findings}))
 
 
 def on_computed(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ def row(one: Mistake) -> Row:
 def summary(rows: Sequence[Row]) -> str:
     """How many there are, and who rejects those on computed values."""
     by = Counter(one.computed.partition(":")[0] or "nobody" for one in rows if one.numbers != "same")
-    shown = ", ".join(f"{who} {by[who]}" for who in ("call", "JAX", "check", "nobody") if by[who])
+    shown = ", ".join(f"{who} {by[who]}" for who in ("call", "JAX", "check", "spmd.check", "nobody") if by[who])
     return f"{len(rows)} mistakes, {sum(by.values())} of which change the numbers or cannot run. Rejected by: {shown}."
 
 

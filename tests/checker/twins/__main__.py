@@ -20,7 +20,7 @@ def main() -> None:
         marks = (True, refused(pair) == "JAX", not why, bool(alarms))
         rows[pair.group] = [n + mark for n, mark in zip(rows[pair.group], marks, strict=True)]
         missed += [f"{pair.name}: {why}"] if why else []
-        missed += [f"{pair.name}, right: {alarms[0].text}"] if alarms else []
+        missed += [f"{pair.name}, right: {alarms[0].kind}"] if alarms else []
     total = [sum(column) for column in zip(*rows.values(), strict=True)]
     print(f"{'class':16}{'pairs':>8}{'JAX':>8}{'found':>8}{'alarms':>8}")
     for group, counts in [*rows.items(), ("all", total)]:

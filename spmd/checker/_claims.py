@@ -1,0 +1,294 @@
+"""What the layouts in the jaxpr claim, against what the values are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import spmd.checker._report as report
+from spmd.checker._engine import QUIET, STEP, UNREAD, Engine
+from spmd.checker._state import (
+    FREE,
+    HIDDEN,
+    NONE,
+    Axes,
+    Dim,
+    State,
+    axes_of_dim,
+    free,
+    hidden,
+    is_divided,
+    normal,
+    size_of,
+)
+from spmd.language import Layout
+
+__all__ = ["assert_equal_marker", "layout_marker"]
+
+# Roles after which equal values may lie along a divided dimension: the operation made blocks of a whole.
+MAKES = frozenset(("created", "copies"))
+
+
+OVERLAP: tuple[Axes, ...] = ()  # a dimension with margins
+
+
+class Claim(NamedTuple):
+    """A layout taken apart.
+
+    Attributes:
+      before: For each dimension before `...` (or of all, if there is none), the axes of each of its factors.
+      behind: The same behind `...`.
+      ellipsis: Whether there is one.
+      named: All its axes that divide a dimension.
+      unreduced: Its marks.
+    """
+
+    before: tuple[tuple[Axes, ...], ...]
+    behind: tuple[tuple[Axes, ...], ...]
+    ellipsis: bool
+    named: frozenset[str]
+    unreduced: frozenset[str]
+
+    def at(self, rank: int, mapped: Sequence[int]) -> list[int] | None:
+        """The position of each dimension of the layout in an array, to which vmap added some; None where they do not
+        correspond."""
+        own = [d for d in range(rank) if d not in mapped]
+        count = len(self.before) + len(self.behind)
+        if len(own) < count or (len(own) > count and not self.ellipsis):
+            return None
+        return [*own[: len(self.before)], *own[len(own) - len(self.behind) :]]
+
+
+@lru_cache(maxsize=4096)
+def claim_of(layout: Layout) -> Claim:
+    """Read a layout once."""
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    behind = 0
+    for dim in layout.dims:
+        if dim.ellipsis:
+            behind = 1
+            continue
+        sides[behind].append(OVERLAP if any(dim.margin) else tuple(tuple(atom.axes or ()) for atom in dim.atoms))
+    named = frozenset(axis for dim in layout.dims for atom in dim.atoms for axis in atom.axes or ())
+    return Claim(tuple(sides[0]), tuple(sides[1]), bool(behind), named, frozenset(layout.unreduced))
+
+
+def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Check one layout and believe it from here on, so that one mistake is reported once."""
+    [state] = operands
+    if not walk.active:
+        return [state]
+    layout: Layout = eqn.params["layout"]
+    claim = claim_of(layout)
+    places = claim.at(len(state.dims), eqn.params.get("mapped", ()))
+    scope = walk.checked
+    if "axes" in eqn.params:  # a kernel of fewer axes, inlined: it knows nothing of the others
+        scope = scope & frozenset(eqn.params["axes"])
+    if not walk.inside_verb(eqn):
+        known = len(walk.findings)
+        _check(walk, eqn, state, claim, places, scope)
+        if len(walk.findings) > known and claim.ellipsis and places is not None:  # said once
+            rest = [hidden(size_of(d)) if i not in places else d for i, d in enumerate(state.dims)]
+            state = walk.kept(State(tuple(rest), different=state.axes))
+    return [_believed(walk, eqn, state, claim, places, scope)]
+
+
+def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]) -> None:
+    role = eqn.params["role"]
+    # A carry that went through a piece is a term of a sum, if it adds; whoever says so knows.
+    sums = {("recurrence", axis) for axis in claim.unreduced}
+    pending = [p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums]
+    if pending and role != "result":
+        walk.note(eqn, "pending", report.pending_claimed(walk, eqn, sorted(pending)), at=min(p.at for p in pending))
+        return
+    if places is not None:
+        wrong = _wrong_dims(walk, state, claim, places, scope, role)
+        if wrong:
+            kind = "noise" if walk.random(eqn.invars[0], state) else "layout"
+            walk.note(eqn, kind, _about_dims(walk, eqn, state, wrong))
+            return
+        if claim.ellipsis and _hidden_axes(walk, eqn, state, claim, places, scope):
+            return
+    _check_marks(walk, eqn, state, claim, places, scope)
+
+
+def _wrong_dims(
+    walk: Engine, state: State, claim: Claim, places: list[int], scope: frozenset[str], role: str
+) -> list[tuple[int, Axes, Axes]]:
+    """The dimensions that do not lie as claimed: (place in the layout, axes claimed, axes there are)."""
+    wrong = []
+    claims = [*claim.before, *claim.behind]
+    unknown = state.different | {p.axis for p in state.pending if p.kind == UNREAD}
+    for i, (place, factors) in enumerate(zip(places, claims, strict=True)):
+        if factors is OVERLAP:
+            continue
+        dim = state.dims[place]
+        said = tuple(a for axes in factors for a in walk.tracked(axes))
+        have = axes_of_dim(dim)
+        if have == said and (len(dim) == 1 or _in_order(dim, factors, walk)):
+            continue
+        if len(dim) == 1 and dim[0][1] is FREE:
+            continue
+        if any(axes is HIDDEN for _, axes in dim):
+            # What is hidden may be what is claimed, along the axes on which the value differs.
+            equal = [a for a in said if a not in state.axes and a in scope]
+            if equal and role not in MAKES and not have:
+                wrong.append((i, tuple(equal), ()))
+            continue
+        if have == said and len(factors) > 1:
+            continue
+        extra = [a for a in have if a not in said and a in scope]
+        lacking = [a for a in said if a not in have and a in scope]
+        if role in ("result", "copies") and not any(map(walk.wide, (*extra, *lacking))) and len(dim) == 1:
+            continue
+        if lacking and not extra and set(lacking) <= unknown:
+            continue
+        if lacking and not extra and role in MAKES:
+            continue
+        if lacking and not extra and _free_leading(dim, walk, lacking):
+            continue
+        if (extra or lacking or have != said or len(dim) > 1) and any(a in scope for a in (*have, *said)):
+            wrong.append((i, said, have))
+    return wrong
+
+
+def _free_leading(dim: Dim, walk: Engine, axes: Sequence[str]) -> bool:
+    """Whether equal blocks are copies one after another: the whole is a tile of them."""
+    return len(dim) > 1 and dim[0][1] is FREE and not axes_of_dim(dim)
+
+
+def _in_order(dim: Dim, factors: tuple[Axes, ...], walk: Engine) -> bool:
+    """Whether a dimension of several factors is what a layout with these factors says."""
+    if not axes_of_dim(dim):
+        return True
+    divided = [axes for _, axes in dim]
+    if len(factors) == 1:
+        return len([a for a in divided if is_divided(a)]) == 1 and is_divided(divided[0])
+    said = [walk.tracked(axes) for axes in factors]
+    leading = bool(said[0])
+    return leading == is_divided(divided[0])
+
+
+def _about_dims(walk: Engine, eqn: Any, state: State, wrong: list[tuple[int, Axes, Axes]]) -> Any:
+    """One finding for all dimensions that lie otherwise."""
+    i, said, have = wrong[0]
+    index = [d for d, dim in enumerate(eqn.params["layout"].dims) if not dim.ellipsis][i]
+    summed = [a for a in said if a in state.partial]
+    if summed and not state.zero and not have:
+        return report.partial_claimed_divided(walk, eqn, index, summed)
+    if not have and not any(h for _, _, h in wrong):
+        return report.claimed_divided(walk, eqn, state, index, said)
+    gone = [a for _, s, h in wrong for a in h if a not in s]
+    gained = [a for _, s, h in wrong for a in s if a not in h]
+    if gone and not gained and len(wrong) == 1:
+        return report.unexpected_difference(walk, eqn, state, list(dict.fromkeys(gone)))
+    return report.lies_otherwise(walk, eqn, state)
+
+
+def _hidden_axes(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int], scope: frozenset[str]) -> bool:
+    """An axis of the pattern must not hide in `...`."""
+    named = frozenset(eqn.params.get("named", ())) | claim.named | claim.unreduced
+    rest = [d for i, d in enumerate(state.dims) if i not in (*places, *eqn.params.get("mapped", ()))]
+    inside = [a for dim in rest for a in axes_of_dim(dim) if a in named and a in scope]
+    if inside:
+        walk.note(eqn, "hidden", report.hidden_in_ellipsis(walk, eqn, state, inside))
+    return bool(inside)
+
+
+def _check_marks(
+    walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
+) -> None:
+    """What a layout says of the axes that divide none of its dimensions."""
+    role = eqn.params["role"]
+    marks = frozenset(walk.tracked(claim.unreduced))
+    order = lambda axes: [a for a in walk.sizes if a in axes]
+    blocks = order(marks & state.divided - state.different & scope)
+    if blocks and places is not None:
+        walk.note(eqn, "partial", report.blocks_claimed_partial(walk, eqn, state, blocks))
+        return
+    wrong = order(marks - state.axes)
+    if wrong and not state.zero and not state.loose and role not in MAKES:
+        walk.note(eqn, "partial", report.claimed_partial(walk, eqn, wrong))
+    mentioned = claim.unreduced | claim.named
+    summed = order((state.partial & scope) - mentioned)
+    if summed and not state.zero and places is not None:
+        walk.note(eqn, "partial", report.unexpected_partial(walk, eqn, state, summed))
+    if claim.ellipsis or places is None or role == "result" or eqn.params.get("mapped"):
+        return
+    differs = order((state.different & scope) - mentioned)
+    if differs:
+        walk.note(eqn, "layout", report.unexpected_difference(walk, eqn, state, differs))
+
+
+def _believed(
+    walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
+) -> State:
+    """The state as the layout says it."""
+    if not walk.trusting:
+        return _noted(walk, eqn, state, claim, places)
+    marks = claim.unreduced
+    dims = list(state.dims)
+    for place, factors in zip(places or (), [*claim.before, *claim.behind], strict=bool(places)):
+        dims[place] = _said(walk, dims[place], factors)
+    held = {a for dim in dims for a in axes_of_dim(dim)}
+    overlapping = claim.named - held
+    gone = frozenset(a for a in scope if a not in held | marks | overlapping)
+    if claim.ellipsis or places is None or eqn.params.get("mapped"):
+        gone = gone & frozenset(eqn.params.get("gone", ()))
+        lost = state.divided - held - gone
+    else:
+        lost = state.divided - held - gone
+    different = (state.different - held - marks - gone) | (lost - marks) | frozenset(walk.tracked(overlapping))
+    pending = NONE if eqn.params["role"] != "argument" else state.pending
+    table = state.table if tuple(dims) == state.dims else None
+    return walk.kept(
+        State(
+            tuple(dims),
+            ((state.partial | marks) - held - gone - different) | marks,
+            different,
+            frozenset(p for p in state.pending if p.kind == STEP and p.axis not in held) | pending,
+            state.done,
+            state.zero,
+            state.number,
+            table,
+        )
+    )
+
+
+def _said(walk: Engine, dim: Dim, factors: tuple[Axes, ...]) -> Dim:
+    """One dimension as a layout says it lies. Of shards with margins, which overlap, nobody knows."""
+    if factors is OVERLAP:
+        return hidden(size_of(dim))
+    said = tuple(a for axes in factors for a in walk.tracked(axes))
+    if axes_of_dim(dim) == said and not any(axes is HIDDEN for _, axes in dim):
+        return dim
+    n = size_of(dim)
+    leading = walk.tracked(factors[0])
+    if len(factors) > 1 and said != leading:
+        return hidden(n)
+    if not said:
+        return free(n) if n == 1 else ((n, ()),)
+    return normal([(n, said)])
+
+
+def _noted(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None) -> State:
+    """What a layout adds where it is not believed: an equal value that it says is divided differs from here on."""
+    said = frozenset(walk.tracked((*claim.named, *claim.unreduced))) - state.axes
+    if not said:
+        return state
+    return walk.kept(state._replace(different=state.different | said, table=None))
+
+
+def assert_equal_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """The user's word that the value is equal on these axes, or a plan's: then it is a gathered copy."""
+    axes = frozenset(walk.tracked(eqn.params["axes"]))
+    outs = []
+    for o in operands:
+        dims = tuple(hidden(size_of(d)) if axes & set(axes_of_dim(d)) else d for d in o.dims)
+        lost = o.divided.difference(axes, *map(axes_of_dim, dims))
+        pending = frozenset(p for p in o.pending if p.axis not in axes)
+        outs.append(
+            walk.kept(State(dims, o.partial - axes, (o.different - axes) | lost, pending, o.done, o.zero, o.number))
+        )
+    return outs

@@ -1,0 +1,457 @@
+"""The engine: a state for every value, and what each equation makes of it, from one entry of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.core
+import numpy as np
+
+from spmd import _compat
+from spmd._facts import CallName, PerShardName
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, shape_of
+from spmd._walker import Domain, Rule, equations
+from spmd.checker import _integers as integers
+from spmd.checker._findings import Finding, found
+from spmd.checker._history import History
+from spmd.checker._linear import LINEAR
+from spmd.checker._places import Place, Places
+from spmd.checker._source import called_in_jax, is_transposed, line_of
+from spmd.checker._state import (
+    FREE,
+    HIDDEN,
+    NONE,
+    Axes,
+    Dim,
+    Pending,
+    State,
+    axes_of_dim,
+    free,
+    hidden,
+    join,
+    normal,
+    plain,
+    size_of,
+    unify,
+)
+from spmd.checker._table import NEW, TABLE, Entry, Map
+from spmd.errors import Fault
+from spmd.language import Layout
+
+__all__ = ["Engine", "constant_state"]
+
+# What these give was written elsewhere, at a time that a walk over values does not know.
+OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
+
+# Larger constants are not looked at: reading them would cost more than the trace.
+LARGEST_CONSTANT = 1_000_000
+
+# What reaches an output or a claim as it is: the axis of a loop over a divided dimension, inside of the loop.
+STEP = "step"
+# The same of what came out of a jaxpr that no walk reads: it may have communicated, and nobody asks.
+UNREAD = "unread"
+QUIET = frozenset((STEP, UNREAD))
+
+
+# What is done along a dimension, and leaves a value constant that is constant along it.
+KEEP_CONSTANTS = frozenset(("flip", "sort"))
+
+
+class Engine(Domain):
+    """One walk. `_rules` adds the primitives that have code of their own.
+
+    Attributes:
+      kernel: Its name, for messages.
+      sizes: The sizes of the mesh axes. Along axes of size 1 nothing differs, and they are left out of states.
+      wanted: The axes that the caller asked about.
+      checked: Those that claims are checked on where the walk is: the axes of the kernel's own shard_map.
+      active: Whether the walk is inside a body. Outside, values are global.
+      arg_names: What the kernel calls the inputs of its body.
+      arg_layouts: Their layouts, where they are told.
+      varying: The axes on which the inputs of a body vary that is not inside of a `shard_map` of its jaxpr.
+      root: The jaxpr that is walked, for those who look again.
+      trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
+      outputs: The output states of each body, with its shard_map equation.
+    """
+
+    rules: Mapping[str, Rule] = {}
+
+    def __init__(self, kernel: str, axes: Iterable[str], sizes: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.sizes = dict(sizes or {})
+        self.wanted = self.checked = frozenset(axes)
+        self.active = False
+        self.trusting = True
+        self.arg_names: tuple[str, ...] = ()
+        self.arg_layouts: tuple[Layout, ...] = ()
+        self.varying: Sequence[Axes] = ()
+        self.root: Any = None
+        self.findings: list[Finding] = []
+        self.outputs: list[tuple[Any, list[State]]] = []
+        self._numbers: dict[int, int] = {}
+        self.made_pending: list[tuple[Any, tuple[Any, ...]]] = []
+        self._states: dict[State, State] = {}
+        self._loops: list[Any] = []
+        self._diverged = False
+        self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
+        self._stacks: dict[int, tuple[Any, bool]] = {}
+        self._places: Places | None = None
+        self._history: History | None = None
+
+    # --- what messages ask -----------------------------------------------------------------------------------
+
+    def place(self, eqn: Any) -> Place | None:
+        """How the operand of a layout's marker lies, for a fix; the first question reads the whole jaxpr again."""
+        if self._places is None:
+            self._places = Places(self.root, self.arg_names, self.arg_layouts)
+        return self._places.of(eqn)
+
+    @property
+    def history(self) -> History:
+        """Where values come from; the first question reads the whole jaxpr again."""
+        if self._history is None:
+            self._history = History(self.root, self.arg_names, self.varying)
+        return self._history
+
+    def fault(self, eqn: Any, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:
+        """Note a fault of the user's: not in what JAX wrote, and not inside of our own verbs."""
+        axes = [a for a in self.sizes if a in self.checked.intersection(axes)]
+        ours = self.silent(eqn) or called_in_jax(eqn, "_scatter_jvp")  # it numbers the updates of a piece
+        if self.active and axes and not ours:
+            self.note(eqn, kind, describe(self, eqn, axes))
+
+    def note(self, eqn: Any, kind: str, fault: Fault, *, at: int | None = None, certain: bool = True) -> None:
+        """Keep a finding, with its class and its line: the equation's own, that of what was done to a piece (its
+        number is `at`), or where the operand was made."""
+        where = (eqn, tuple(self.callers)) if at is None else self.made_pending[at]
+        line = line_of(*where)
+        if not line and eqn.invars:
+            made = self.history.producer(eqn.invars[0])
+            line = "" if made is None else line_of(*made)
+        self.findings.append(found(fault, kind, line, certain))
+
+    def note_at(self, where: tuple[Any, tuple[Any, ...]], kind: str, fault: Fault) -> None:
+        """Keep a finding that another equation is to blame for."""
+        self.findings.append(found(fault, kind, line_of(*where)))
+
+    def inside_verb(self, eqn: Any) -> bool:
+        """Whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""
+        own = " ".join(eqn.params["call"].split())
+        names = [getattr(one, "name", None) for one in getattr(eqn.source_info.name_stack, "stack", ())]
+        calls = any(isinstance(name, CallName) and name != own for name in names)
+        return calls or any(isinstance(name, PerShardName) for name in names)
+
+    def silent(self, eqn: Any) -> bool:
+        """Whether JAX or this package wrote the equation, or it is meant per shard."""
+        return any(map(self._silent, (eqn, *self.callers)))
+
+    def _silent(self, eqn: Any) -> bool:
+        stack = eqn.source_info.name_stack
+        known = self._stacks.get(id(stack))
+        if known is None:
+            names = [getattr(one, "name", None) for one in getattr(stack, "stack", ())]
+            ours = any(isinstance(name, CallName | PerShardName) for name in names)
+            known = self._stacks[id(stack)] = (stack, ours or is_transposed(eqn))
+        return known[1]
+
+    def number(self, eqn: Any) -> int:
+        """The number of an equation that did something to a piece."""
+        found = self._numbers.get(id(eqn))
+        if found is None:
+            found = self._numbers[id(eqn)] = len(self.made_pending)
+            self.made_pending.append((eqn, tuple(self.callers)))
+        return found
+
+    # --- values ----------------------------------------------------------------------------------------------
+
+    def kept(self, state: State) -> State:
+        """The one state that is equal to this one."""
+        return self._states.setdefault(state, state)
+
+    def tracked(self, axes: Iterable[str]) -> Axes:
+        """The mesh axes among these along which a piece is not the whole. What says so takes no step along others."""
+        return tuple(a for a in axes if isinstance(a, str) and self.wide(a))
+
+    def wide(self, axis: str) -> bool:
+        """Whether a piece along the axis is not the whole."""
+        return self.sizes.get(axis, 2) > 1
+
+    def context(self) -> Hashable:
+        return self.active, self.checked
+
+    def constant(self, var: Any, value: Any) -> State:
+        """What the jaxpr closed over: an array, or a value of the trace around it."""
+        if value is None:
+            return self.kept(State(tuple(hidden(n) for n in shape_of(var))))
+        if not isinstance(value, jax.core.Tracer):
+            return self.kept(constant_state(value))
+        partial = frozenset(self.tracked(_compat.unreduced_axes(value)))
+        different = frozenset(self.tracked(_compat.varying_axes(value))) - partial
+        return self.kept(State(tuple(hidden(n) for n in value.shape), partial, different))
+
+    def literal(self, value: Any) -> State:
+        return self.kept(constant_state(value))
+
+    def join(self, one: State, other: State) -> State:
+        return self.kept(join(one, other))
+
+    def unsettled(self, value: State) -> State:
+        return self.unknown_like(value)
+
+    def unknown_like(self, value: State) -> State:
+        return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes))
+
+    def unknown(self, eqn: Any, operands: Sequence[State]) -> list[State]:
+        """The results of what no rule knows: they may differ wherever an operand does."""
+        different = NONE.union(*(o.axes for o in operands))
+        return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different)) for v in eqn.outvars]
+
+    # --- equations -------------------------------------------------------------------------------------------
+
+    def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        name = eqn.primitive.name
+        entry = TABLE.get(name)
+        if entry is None or name in OUTSIDE or not eqn.outvars:
+            return self.unknown(eqn, operands)
+        if operands and all(o.table is not None for o in operands):
+            return self._counted(entry, eqn, operands)
+        key = name, tuple(map(id, operands)), tuple(eqn.params[p] for p in entry.params if p in eqn.params)
+        known = self._memo.get(key)
+        if known is not None:
+            return known[1]
+        found = len(self.findings)
+        outs = self._apply(entry, eqn, operands)
+        if len(self.findings) == found and not any(o.partial for o in operands) and not any(o.pending for o in outs):
+            self._memo[key] = operands, outs
+        return outs
+
+    def _counted(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> list[State]:
+        """Integers that shapes and `axis_index` decide are computed."""
+        tables = integers.evaluate(eqn, [o.table for o in operands], self.sizes)
+        outs = self._apply(entry, eqn, operands)
+        pairs = zip(outs, tables, strict=True)
+        return [out if table is None else self.counted(out, table) for out, table in pairs]
+
+    def counted(self, state: State, table: Any) -> State:
+        """A state with the integers that each device holds, which tell how the dimensions lie."""
+        blocks = (integers.blocks_of(table, self.sizes) if table.axes else None) or ()
+        dims = list(state.dims)
+        for i, (dim, axes) in enumerate(zip(state.dims, blocks, strict=False)):
+            if axes and not axes_of_dim(dim):
+                dims[i] = normal([(size_of(dim), tuple(axes))])
+        different = frozenset(table.axes).difference(*map(axes_of_dim, dims))
+        pending = frozenset(p for p in state.pending if p.axis in table.axes and p.axis not in different)
+        known = State(tuple(dims), different=different, pending=pending, zero=state.zero, number=True, table=table)
+        return self.kept(known)
+
+    def _apply(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> list[State]:
+        m, known = entry.map(eqn), len(self.findings)
+        labels, lost = self._labels(m, eqn, operands)
+        partial, unknown, zero = NONE, NONE, False
+        if any(o.partial or o.zero for o in operands):
+            partial, unknown, zero = LINEAR[entry.linear](self, eqn, operands)
+        told: set[Pending] = set()
+        if len(self.findings) > known:  # what comes of a mistake that was reported is not reported again
+            told = {Pending(UNREAD, axis, -1) for axis in unknown.union(lost)}
+            lost, unknown = set(), NONE
+        different = NONE.union(lost, unknown, *(o.different for o in operands))
+        summed, pending = self._reduced(m, eqn, labels)
+        result = [self._result_dims(m, labels, var) for var in eqn.outvars]
+        held = [axis for dim in result[0] for axis in axes_of_dim(dim)]
+        if len(set(held)) < len(held):
+            twice = {axis for axis in held if held.count(axis) > 1 and self.wide(axis)}
+            pending |= {Pending("pairs", axis, self.number(eqn)) for axis in twice}
+        older = self._carried(operands)
+        done = NONE.union(*(o.done for o in operands))
+        if pending and (self.silent(eqn) or not self.active):
+            different |= {p.axis for p in pending}
+            pending = NONE
+        partial = (partial | summed) - different - set(held)
+        pending = frozenset(p for p in pending | older | told if p.axis not in different)
+        released = {p.axis for o in operands for p in o.pending} - {p.axis for p in pending}
+        different |= released.difference(held, partial)
+        number = all(o.number for o in operands)
+        out = State((), partial, different, pending, done, zero, number, loose=_loose(m, labels, operands))
+        return [self.kept(out._replace(dims=dims)) for dims in result]
+
+    def _carried(self, operands: Sequence[State]) -> frozenset[Pending]:
+        """What is pending still: what one operand completed, or knows otherwise, is released."""
+        if not any(o.pending for o in operands):
+            return NONE
+        done = NONE.union(*(o.done for o in operands))
+        return NONE.union(*(o.pending for o in operands)) - done
+
+    def _labels(self, m: Map, eqn: Any, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
+        """The factors of each label, on which all operands must agree."""
+        labels: dict[int, Dim] = {}
+        free_of: dict[int, frozenset[str]] = {}
+        lost: set[str] = set()
+        for operand, given in zip(operands, m.operands, strict=False):
+            for dim, label in zip(operand.dims, given, strict=False):
+                if label is None:
+                    lost.update(axes_of_dim(dim))
+                    continue
+                have = labels.get(label)
+                if have is None:
+                    labels[label], free_of[label] = dim, operand.different
+                    continue
+                both = have if have is dim else unify(have, dim, free_of[label], operand.different)
+                if both is None:
+                    axes = {*axes_of_dim(have), *axes_of_dim(dim)}
+                    self.disagree(eqn, operands, label, have, dim)
+                    lost |= axes
+                    both = hidden(size_of(have))
+                labels[label], free_of[label] = both, free_of[label] | operand.different
+        return labels, lost
+
+    def disagree(self, eqn: Any, operands: Sequence[State], label: int, one: Dim, two: Dim) -> None:
+        """Two operands lie differently along one dimension."""
+        raise NotImplementedError
+
+    def _reduced(self, m: Map, eqn: Any, labels: Mapping[int, Dim]) -> tuple[frozenset[str], frozenset[Pending]]:
+        """The axes that a sum runs over, and what else was done to a piece."""
+        summed: set[str] = set()
+        pending: set[Pending] = set()
+        for label, kind in (*m.reduced.items(), *m.whole.items()):
+            dim = labels.get(label)
+            axes = axes_of_dim(dim) if dim is not None else ()
+            if not axes:
+                continue
+            if kind == "sum":
+                summed.update(axes)
+            else:
+                pending.update(Pending(kind, axis, self.number(eqn)) for axis in axes if self.wide(axis))
+        return frozenset(summed), frozenset(pending)
+
+    def _result_dims(self, m: Map, labels: Mapping[int, Dim], var: Any) -> tuple[Dim, ...]:
+        shape = shape_of(var)
+        out = []
+        given = [*m.result, *[None] * (len(shape) - len(m.result))]
+        batch = len(m.result)
+        for i, (label, size) in enumerate(zip(given, shape, strict=False)):
+            dim = None if label is NEW else labels.get(label)
+            if i >= batch:
+                out.append(plain(size))
+            elif dim is None:
+                out.append(free(size))
+            elif dim[0][1] is FREE and m.whole.get(label, "flip") not in KEEP_CONSTANTS:
+                out.append(plain(size))
+            elif label in m.made and dim[0][1] is not FREE and (size_of(dim) != size or self._cut(dim)):
+                out.append(hidden(size) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(size))
+            else:
+                out.append(dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else hidden(size))
+        return tuple(out)
+
+    def _cut(self, dim: Dim) -> bool:
+        """Whether what was done to the dimension here was not done to the whole."""
+        axes = axes_of_dim(dim)
+        return not axes or any(map(self.wide, axes))
+
+    def unread(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        if not is_unknown(eqn):
+            return self.step(eqn, operands)
+        pending = frozenset(Pending(UNREAD, axis, -1) for o in operands for axis in o.axes)
+        return [self.kept(State(tuple(map(hidden, shape_of(v))), pending=pending)) for v in eqn.outvars]
+
+    # --- loops and branches ------------------------------------------------------------------------------------
+
+    def sliced(self, value: State, operand: Any) -> State:
+        """One step of a loop over the leading dimension. Over a divided one it is an element of a piece."""
+        axes = axes_of_dim(value.dims[0]) if value.dims else ()
+        pending = value.pending | {Pending(STEP, a, -1) for a in axes if a not in value.different and self.wide(a)}
+        table = None
+        return self.kept(value._replace(dims=value.dims[1:], pending=pending, table=table))
+
+    def stacked(self, value: State, result: Any) -> State:
+        """Steps differ from one another. Those over a divided dimension are put together as it was."""
+        length = shape_of(result)[0]
+        axes = tuple(a for a in self.sizes if any(p.kind == STEP and p.axis == a for p in value.pending))
+        leading = normal([(length, axes)]) if axes else plain(length)
+        pending = frozenset(p for p in value.pending if p.kind != STEP)
+        if axes and any(a in value.divided for a in axes):
+            leading = hidden(length)
+        return self.kept(value._replace(dims=(leading, *value.dims), pending=pending, table=None))
+
+    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
+        self._loops.append(eqn)
+        outs = [self._ended(out) for out in super().loop(eqn, body, test, operands)]
+        self._loops.pop()
+        return outs
+
+    def carried(self, value: State) -> State:
+        return self._ended(value)
+
+    def _ended(self, value: State) -> State:
+        """A carry that went through a piece was not given what the other pieces hold."""
+        steps = {p for p in value.pending if p.kind == STEP}
+        if not steps or not self._loops:
+            return value
+        if self.silent(self._loops[-1]):
+            return self.unknown_like(value)
+        number = self.number(self._loops[-1])
+        pending = (value.pending - steps) | {Pending("recurrence", p.axis, number) for p in steps}
+        return self.kept(value._replace(pending=pending, table=None))
+
+    def decided(self, value: State, predicate: State) -> State:
+        """Devices that take another branch, or stop earlier, hold other values."""
+        if not predicate.axes:
+            return value
+        unknown = NONE if self._diverged else {p.axis for p in predicate.pending}  # a fault is told once
+        pending = value.pending if self._diverged else value.pending | predicate.pending
+        different = value.different | (predicate.axes - unknown - value.divided)
+        return self.kept(
+            value._replace(
+                different=different,
+                partial=value.partial - different,
+                pending=frozenset(p for p in pending if p.axis not in different),
+                table=None,
+            )
+        )
+
+    def decides(self, eqn: Any, predicate: State) -> None:
+        """Devices that disagree must not meet a collective that waits for all of them."""
+        self._diverged = False
+        if not predicate.axes or not self.active:
+            return
+        found: dict[str, None] = {}
+        axes: set[str] = set()
+        for inner in (one for part in held(eqn) for one in equations(part.jaxpr, derivatives=False)):
+            waiting = predicate.axes.intersection(axes_of(inner)) if inner.primitive.name in COMMUNICATES else NONE
+            if waiting:
+                found[inner.primitive.name] = None
+                axes |= waiting
+        self._diverged = bool(axes)
+        if axes:
+            self.diverges(eqn, list(found), [a for a in self.sizes if a in axes])
+
+    def diverges(self, eqn: Any, names: Sequence[str], axes: Sequence[str]) -> None:
+        """Collectives that only some of their devices would enter."""
+        raise NotImplementedError
+
+
+def _loose(m: Map, labels: Mapping[int, Dim], operands: Sequence[State]) -> bool:
+    """Whether a sum runs over a dimension along which the values are constant, here or before."""
+    summed = (labels.get(label, ()) for label, kind in m.reduced.items() if kind == "sum")
+    return any(o.loose for o in operands) or any(n > 1 and axes is FREE for dim in summed for n, axes in dim)
+
+
+def constant_state(value: Any) -> State:
+    """A number or an array that is the same everywhere; its constant dimensions are read off its elements."""
+    shape = getattr(value, "shape", ())
+    if not all(isinstance(n, int) for n in shape):
+        return State(tuple(hidden(0) for _ in shape))
+    size = int(np.prod(shape))
+    if size > LARGEST_CONSTANT or not getattr(value, "is_fully_addressable", True):
+        return State(tuple(map(plain, shape)))
+    try:
+        elements = np.asarray(value)
+        zero = not elements.any()
+        dims = tuple(
+            free(n) if n == 1 or not size or (elements == elements.take([0], axis=d)).all() else plain(n)
+            for d, n in enumerate(shape)
+        )
+        return State(dims, zero=zero, number=True, table=integers.constant(elements))
+    except (TypeError, ValueError, RuntimeError):  # keys, deleted buffers
+        return State(tuple(map(plain, shape)))

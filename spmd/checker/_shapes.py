@@ -1,0 +1,401 @@
+"""Reshapes, slices and indices: the primitives whose map depends on sizes and positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from spmd._facts import per_shard_reason
+from spmd._jaxprs import shape_of
+from spmd.checker import _integers as integers
+from spmd.checker._engine import Engine
+from spmd.checker._linear import curved, fetches, passes, sums
+from spmd.checker._state import (
+    FREE,
+    HIDDEN,
+    NONE,
+    Dim,
+    Factor,
+    Pending,
+    State,
+    axes_of_dim,
+    ends_of,
+    free,
+    hidden,
+    is_divided,
+    normal,
+    plain,
+    refined,
+    size_of,
+    unify,
+)
+from spmd.checker._table import groups
+
+__all__ = ["RULES"]
+
+
+def _made(
+    walk: Engine,
+    eqn: Any,
+    operand: State,
+    dims: Sequence[Dim],
+    pieces: Iterable[tuple[str, str]] = (),
+    others: Sequence[State] = (),
+    linear: tuple[frozenset[str], frozenset[str], bool] | None = None,
+) -> State:
+    """The state of a result with these dims. `pieces` are (kind, axis) of what was done to a piece."""
+    partial, lost, zero = linear or passes(walk, eqn, [operand, *others])
+    held = {axis for dim in dims for axis in axes_of_dim(dim)}
+    different = NONE.union(operand.different, lost, *(o.axes - {p.axis for p in o.pending} for o in others))
+    older = NONE.union(operand.pending, *(o.pending for o in others)) - NONE.union(
+        operand.done, *(o.done for o in others)
+    )
+    new = {(kind, axis) for kind, axis in pieces if axis not in different and walk.wide(axis)}
+    if new and (walk.silent(eqn) or not walk.active):
+        different |= {axis for _, axis in new}
+        new = set()
+    pending = older | {Pending(kind, axis, walk.number(eqn)) for kind, axis in new}
+    pending = frozenset(p for p in pending if p.axis not in different)
+    gone = operand.axes - held - partial - {p.axis for p in pending}
+    number = operand.number and all(o.number for o in others)
+    done = NONE.union(operand.done, *(o.done for o in others))
+    loose = operand.loose or any(o.loose for o in others)
+    return walk.kept(
+        State(tuple(dims), partial - different, different | gone, pending, done, zero, number, loose=loose)
+    )
+
+
+def _counted(walk: Engine, eqn: Any, operands: Sequence[State], out: State) -> State:
+    """The same with the integers that each device holds."""
+    if any(o.table is None for o in operands):
+        return out
+    [table] = integers.evaluate(eqn, [o.table for o in operands], walk.sizes)
+    return out if table is None else walk.counted(out, table)
+
+
+# --- reshape --------------------------------------------------------------------------------------------------
+
+
+def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Runs of dimensions are merged into one list of factors, and taken apart again."""
+    operand = operands[0]
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if 0 in old:
+        return [walk.kept(State(tuple(map(hidden, new)), different=operand.axes, zero=operand.zero))]
+    dims: list[Dim] = [free(n) for n in new]
+    ones = {a for n, dim in zip(old, operand.dims, strict=True) if n == 1 for a in axes_of_dim(dim)}
+    loose = bool(ones) and old.count(1) != new.count(1)
+    if loose:  # any of the dimensions of one element may be the one that is divided
+        dims = [hidden(n) if n == 1 else free(n) for n in new]
+    ambiguous = False
+    for before, after in groups(old, new):
+        factors = [factor for d in before for factor in operand.dims[d]]
+        if not after:  # an element of a dimension of size 1 is not a block any more
+            ambiguous |= any(is_divided(axes) for _, axes in factors)
+            continue
+        if not before:
+            ambiguous |= any(new[d] == 1 for d in after) and after.stop < len(new)
+            continue
+        leading = bool(factors) and is_divided(factors[0][1])
+        for d, dim in zip(after, _apart(factors, [new[d] for d in after]), strict=True):
+            # A dimension of one element here may be the one that the axis divides.
+            doubt = leading and (ambiguous or (new[after[0]] == 1 and len(after) > 1))
+            doubt = (doubt and bool(axes_of_dim(dim) or new[d] == 1)) or (loose and new[d] == 1)
+            if len(dim) > 1 and axes_of_dim(dim) and per_shard_reason(eqn, walk.callers):  # the order is not meant
+                doubt = True
+            dims[d] = hidden(new[d]) if doubt or not ones.isdisjoint(axes_of_dim(dim) if loose else ()) else dim
+        ambiguous = False
+    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims))]
+
+
+def _apart(factors: Sequence[Factor], sizes: Sequence[int]) -> list[Dim]:
+    """A list of factors as the dimensions of a reshape."""
+    factors = normal(factors)
+    if math.prod(s for s, _ in factors) == 1 and len(sizes) == 1:
+        return [normal(factors)]
+    cut = refined(factors, ends_of(sizes))
+    if cut is None:
+        return [hidden(n) for n in sizes]
+    out: list[Dim] = []
+    rest = list(cut)
+    for i, n in enumerate(sizes):
+        taken: list[Factor] = []
+        size = 1
+        while rest and (size < n or (rest[0][0] == 1 and not taken)) and size * rest[0][0] <= n:
+            taken.append(rest.pop(0))
+            size *= taken[-1][0]
+        if i == len(sizes) - 1:
+            taken += rest
+        out.append(normal(taken) if size == n else hidden(n))
+    return out
+
+
+# --- slices ---------------------------------------------------------------------------------------------------
+
+
+def _piece_of(dim: Dim, size: int) -> Dim:
+    """Some elements of a dimension."""
+    if dim[0][1] is FREE and len(dim) == 1:
+        return free(size)
+    return hidden(size) if axes_of_dim(dim) or any(axes is HIDDEN for _, axes in dim) else plain(size)
+
+
+def _slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Some elements of a piece are not the same ones of the whole; dimensions that stay as long pass."""
+    out = shape_of(eqn.outvars[0])
+    whole = [n == m for n, m in zip(shape_of(eqn.invars[0]), out, strict=True)]
+    [operand] = operands
+    dims = [dim if same else _piece_of(dim, n) for dim, same, n in zip(operand.dims, whole, out, strict=True)]
+    pieces = [("slice", a) for dim, same in zip(operand.dims, whole, strict=True) if not same for a in axes_of_dim(dim)]
+    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces))]
+
+
+def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Each result has some elements of one dimension; the others pass."""
+    [operand], axis = operands, eqn.params["axis"]
+    pieces = [("slice", a) for a in axes_of_dim(operand.dims[axis])]
+    outs = []
+    for var in eqn.outvars:
+        n = shape_of(var)[axis]
+        dims = [_piece_of(dim, n) if d == axis else dim for d, dim in enumerate(operand.dims)]
+        outs.append(_made(walk, eqn, operand, dims, pieces))
+    return outs
+
+
+def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """A block of this device, where the start says so; otherwise some elements."""
+    operand, starts = operands[0], operands[1:]
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    dims: list[Dim] = []
+    pieces: list[tuple[str, str]] = []
+    own: set[int] = set()
+    for d, (dim, n, m) in enumerate(zip(operand.dims, before, after, strict=True)):
+        start = starts[d] if d < len(starts) else State(number=True)
+        if n == m:
+            own.add(d)
+            dims.append(dim)
+            continue
+        axes = None if start.table is None else _starts(walk, start.table, m, n)
+        if axes and len(dim) == 1 and dim[0][1] is not HIDDEN and dim[0][1] is not FREE:
+            own.add(d)
+            fits = not set(axes) & operand.axes
+            dims.append(normal([(m, (*dim[0][1], *axes))]) if fits else hidden(m))
+            continue
+        dims.append(hidden(m) if start.axes else _piece_of(dim, m))
+        pieces += [("slice", a) for a in axes_of_dim(dim)]
+    others = [start for d, start in enumerate(starts) if d not in own]
+    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces, others))]
+
+
+def _starts(walk: Engine, table: Any, size: int, whole: int) -> tuple[str, ...] | None:
+    """The axes of which each device takes its own block of the whole."""
+    axes = integers.starts_of(table, size, walk.sizes)
+    return axes if axes and size * math.prod(walk.sizes[a] for a in axes) == whole else None
+
+
+def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Elements that are written over; dimensions that the update covers agree with it."""
+    operand, update, starts = operands[0], operands[1], operands[2:]
+    dims: list[Dim] = []
+    pieces: list[tuple[str, str]] = []
+    same = shape_of(eqn.invars[0])
+    moved: list[State] = []
+    for d, (one, two, n) in enumerate(zip(operand.dims, update.dims, same, strict=True)):
+        start = starts[d] if d < len(starts) else State(number=True)
+        if size_of(one) == size_of(two):
+            both = unify(one, two, operand.different, update.different)
+            dims.append(hidden(n) if both is None else both)
+            continue
+        moved.append(start)
+        divided = axes_of_dim(one) or axes_of_dim(two)
+        dims.append(hidden(n) if divided or start.axes or one[0][1] is HIDDEN else plain(n))
+        pieces += [("update", a) for a in axes_of_dim(one)]
+    linear = sums(walk, eqn, [operand, update])
+    gone = update.axes - {a for dim in dims for a in axes_of_dim(dim)} - update.partial
+    moved.append(State(different=gone - {p.axis for p in update.pending}, pending=update.pending, done=update.done))
+    return [_made(walk, eqn, operand, dims, pieces, moved, linear)]
+
+
+def _concatenate(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Arrays one after another, along a dimension that is not divided; the others agree."""
+    [out] = _joined(walk, eqn, operands, eqn.params["dimension"], shape_of(eqn.outvars[0]))
+    return [_counted(walk, eqn, operands, out)]
+
+
+def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: Sequence[int]) -> list[State]:
+    dims: list[Dim] = []
+    pieces: list[tuple[str, str]] = []
+    for d, n in enumerate(out):
+        found = [o.dims[d] for o in operands]
+        if d != along:
+            both: Dim | None = found[0]
+            for o in operands[1:]:
+                both = both and unify(both, o.dims[d], operands[0].different, o.different)
+            if both is None:
+                walk.disagree(eqn, operands, d, found[0], found[-1])
+            dims.append(both or hidden(n))
+        elif len(operands) == 1:
+            dims.append(found[0])
+        else:
+            axes = {a for dim in found for a in axes_of_dim(dim)}
+            pieces += [("concatenate", a) for a in axes if not any(a in o.different for o in operands)]
+            unclear = axes or any(axes is HIDDEN for dim in found for _, axes in dim)
+            dims.append(hidden(n) if unclear else plain(n))
+    first = operands[0]
+    linear = sums(walk, eqn, operands)
+    others = [
+        State(
+            different=o.axes
+            - {a for dim in dims for a in axes_of_dim(dim)}
+            - o.partial
+            - {p.axis for p in o.pending}
+            - {a for _, a in pieces},
+            pending=o.pending,
+            done=o.done,
+        )
+        for o in operands[1:]
+    ]
+    return [_made(walk, eqn, first, dims, pieces, others, linear)]
+
+
+def _stack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Arrays along a dimension of their own."""
+    at, shape = eqn.params["axis"], shape_of(eqn.outvars[0])
+    widened = [walk.kept(o._replace(dims=(*o.dims[:at], free(1), *o.dims[at:]), table=None)) for o in operands]
+    [out] = _joined(walk, eqn, widened, at, shape)
+    return [_counted(walk, eqn, operands, out)]
+
+
+def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Copies one after another."""
+    [operand] = operands
+    reps = eqn.params["reps"]
+    dims = [normal([(n, FREE), *dim]) if n > 1 else dim for n, dim in zip(reps, operand.dims, strict=True)]
+    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims))]
+
+
+def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """A piece with a margin is not a piece of the whole with one; other dimensions pass."""
+    operand, value = operands
+    dims: list[Dim] = []
+    pieces: list[tuple[str, str]] = []
+    for dim, n, config in zip(operand.dims, shape_of(eqn.outvars[0]), eqn.params["padding_config"], strict=True):
+        if not any(config):
+            dims.append(dim)
+            continue
+        dims.append(hidden(n) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(n))
+        pieces += [("pad", a) for a in axes_of_dim(dim)]
+    linear = sums(walk, eqn, [operand, value])
+    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces, [value], linear))]
+
+
+# --- indices ----------------------------------------------------------------------------------------------------
+
+
+def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """`x[indices]`: whole dimensions pass, and each index picks an element."""
+    operand, indices = operands
+    numbers, taken = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    before, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    window = [d for d in range(len(before)) if d not in numbers.collapsed_slice_dims and d not in batching]
+    rest = iter(indices.dims[:-1])
+    dims: list[Dim] = []
+    for d, n in enumerate(out):
+        if d in numbers.offset_dims:
+            source = window[numbers.offset_dims.index(d)]
+            same = taken[source] == before[source]
+            dims.append(operand.dims[source] if same else _piece_of(operand.dims[source], n))
+        else:
+            dims.append(next(rest, hidden(n)))
+    picked = [d for d in numbers.start_index_map if taken[d] != before[d]]
+    pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
+    # An index into a whole dimension lies as the indices do. One into a piece is right if it was moved by axis_index.
+    lies = {a for dim in dims for a in axes_of_dim(dim)}
+    others = [
+        State(
+            different=indices.axes - lies - {p.axis for p in indices.pending},
+            pending=indices.pending,
+            done=indices.done,
+            number=indices.number,
+        )
+    ]
+    linear = fetches(walk, eqn, [operand, others[0]])
+    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces, others, linear))]
+
+
+def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """`x.at[indices].set(updates)`, or add: what is placed by an index lies as nobody knows."""
+    operand, indices, updates = operands
+    numbers = eqn.params["dimension_numbers"]
+    placed = set(numbers.scatter_dims_to_operand_dims) | set(numbers.inserted_window_dims)
+    dims = [hidden(size_of(dim)) if d in placed else dim for d, dim in enumerate(operand.dims)]
+    pieces = [("index", a) for d in placed for a in axes_of_dim(operand.dims[d])]
+    held = {a for dim in dims for a in axes_of_dim(dim)}
+    linear = sums(walk, eqn, [operand, updates])
+    others = [
+        State(different=o.axes - held - linear[0] - {p.axis for p in o.pending}, pending=o.pending, done=o.done)
+        for o in (indices, updates)
+    ]
+    return [_made(walk, eqn, operand, dims, pieces, others, linear)]
+
+
+def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """It counts from 0 on every device, and is the same on each."""
+    dimension = eqn.params["dimension"]
+    dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
+    return [_counted(walk, eqn, operands, walk.kept(State(dims, number=True)))]
+
+
+def _top_k(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """The largest of a piece are not those of the whole; other dimensions pass."""
+    [operand] = operands
+    rank = len(operand.dims)
+    along = eqn.params.get("axis", -1) % rank
+    pieces = [("top_k", a) for a in axes_of_dim(operand.dims[along])]
+    outs = []
+    for var in eqn.outvars:
+        n = shape_of(var)[along]
+        dims = [plain(n) if d == along else dim for d, dim in enumerate(operand.dims)]
+        linear = curved(walk, eqn, operands)
+        outs.append(_made(walk, eqn, operand, dims, pieces, (), linear))
+    return outs
+
+
+# --- random numbers -----------------------------------------------------------------------------------------------
+
+
+def _random(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Random numbers of one key are the same on every device that has the key."""
+    axes = NONE.union(*(o.axes for o in operands))
+    outs = []
+    for var in eqn.outvars:
+        shape = shape_of(var)
+        batch = operands[0].dims if operands and len(operands[0].dims) <= len(shape) else ()
+        known = batch if all(size_of(d) == n for d, n in zip(batch, shape, strict=False)) else ()
+        rest = tuple(hidden(n) if axes else plain(n) for n in shape[len(known) :])
+        held = {a for dim in known for a in axes_of_dim(dim)}
+        outs.append(walk.kept(State((*known, *rest), different=axes - held)))
+    return outs
+
+
+RULES = {
+    "reshape": _reshape,
+    "slice": _slice,
+    "split": _split,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "tile": _tile,
+    "pad": _pad,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"), _scatter),
+    **dict.fromkeys(("scatter-mul", "scatter_mul", "scatter-min", "scatter_min"), _scatter),
+    **dict.fromkeys(("scatter-max", "scatter_max"), _scatter),
+    "iota": _iota,
+    **dict.fromkeys(("top_k", "approx_top_k"), _top_k),
+    **dict.fromkeys(("random_bits", "random_split", "random_seed", "random_wrap", "random_unwrap"), _random),
+    **dict.fromkeys(("random_fold_in", "threefry2x32", "random_clone", "random_gamma", "rng_bit_generator"), _random),
+}
