@@ -157,17 +157,17 @@ def _joined(walk: Engine, eqn: Any, operand: State, axes: Axes, dim: int) -> Sta
     size = size_of(operand.dims[dim]) * count
     dims[dim] = hidden(size)
     here = set(axes_of_dim(operand.dims[dim]))
+    new: set[Pending] = set()
     if over <= here:
         walk.fault(eqn, axes, "order", lambda w, e, a: gathered_out_of_order(w, e, operand, dim, axes))
     elif not held and not over & operand.axes and not operand.zero:
         # Copies, one after another.
         dims[dim] = normal([(count, FREE), *operand.dims[dim]])
-    elif held:
-        left = operand.divided.difference(over, *map(axes_of_dim, dims))
-        out = _after(walk, operand, dims, axes)
-        new = NONE if walk.silent(eqn) else {Pending("gather", a, walk.number(eqn)) for a in held - here}
-        return walk.kept(out._replace(different=out.different | left, pending=out.pending | new))
-    return _after(walk, operand, dims, axes)
+    elif held and not walk.silent(eqn):
+        new = {Pending("gather", a, walk.number(eqn)) for a in held - here}
+    left = operand.divided.difference(over, *map(axes_of_dim, dims))
+    out = _after(walk, operand, dims, axes)
+    return walk.kept(out._replace(different=out.different | left, pending=out.pending | new))
 
 
 def _joined_dim(dim: Dim, axes: Axes, count: int) -> Dim | None:

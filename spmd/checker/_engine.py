@@ -35,7 +35,7 @@ from spmd.checker._state import (
     size_of,
     unify,
 )
-from spmd.checker._table import NEW, TABLE, Entry, Map
+from spmd.checker._table import TABLE, Entry, Map
 from spmd.errors import Fault
 from spmd.language import Layout
 
@@ -172,7 +172,8 @@ class Engine(Domain):
 
     def tracked(self, axes: Iterable[str]) -> Axes:
         """The mesh axes among these along which a piece is not the whole. What says so takes no step along others."""
-        return tuple(a for a in axes if isinstance(a, str) and self.wide(a))
+        sizes = self.sizes
+        return tuple([a for a in axes if a not in sizes or sizes[a] > 1])
 
     def wide(self, axis: str) -> bool:
         """Whether a piece along the axis is not the whole."""
@@ -210,14 +211,26 @@ class Engine(Domain):
 
     # --- equations -------------------------------------------------------------------------------------------
 
+    def equation(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        """No primitive of the table holds a jaxpr, and most equations are of the table."""
+        return self.step(eqn, operands) if eqn.primitive.name in TABLE else super().equation(eqn, operands)
+
     def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
         name = eqn.primitive.name
         entry = TABLE.get(name)
         if entry is None or name in OUTSIDE or not eqn.outvars:
             return self.unknown(eqn, operands)
-        if operands and all(o.table is not None for o in operands):
-            return self._counted(entry, eqn, operands)
-        key = name, tuple(map(id, operands)), tuple(eqn.params[p] for p in entry.params if p in eqn.params)
+        same = _unchanged(operands) if entry.says == "elementwise" else None
+        if same is not None:
+            return [same]
+        for operand in operands:
+            if operand.table is None:
+                break
+        else:
+            if operands:
+                return self._counted(entry, eqn, operands)
+        told = tuple(map(eqn.params.get, entry.params)) if entry.params else ()
+        key = name, tuple(map(id, operands)), told
         known = self._memo.get(key)
         if known is not None:
             return known[1]
@@ -250,38 +263,33 @@ class Engine(Domain):
         m, known = entry.map(eqn), len(self.findings)
         labels, lost = self._labels(m, eqn, operands)
         partial, unknown, zero = NONE, NONE, False
-        if any(o.partial or o.zero for o in operands):
+        given = _together(operands)
+        if given.partial or given.zero:
             partial, unknown, zero = LINEAR[entry.linear](self, eqn, operands)
         told: set[Pending] = set()
         if len(self.findings) > known:  # what comes of a mistake that was reported is not reported again
             told = {Pending(UNREAD, axis, -1) for axis in unknown.union(lost)}
             lost, unknown = set(), NONE
-        different = NONE.union(lost, unknown, *(o.different for o in operands))
+        different = given.different.union(lost, unknown)
         summed, pending = self._reduced(m, eqn, labels)
         result = [self._result_dims(m, labels, var) for var in eqn.outvars]
-        held = [axis for dim in result[0] for axis in axes_of_dim(dim)]
+        held: Axes = ()
+        for dim in result[0]:
+            held += axes_of_dim(dim)
         if len(set(held)) < len(held):
             twice = {axis for axis in held if held.count(axis) > 1 and self.wide(axis)}
             pending |= {Pending("pairs", axis, self.number(eqn)) for axis in twice}
-        older = self._carried(operands)
-        done = NONE.union(*(o.done for o in operands))
         if pending and (self.silent(eqn) or not self.active):
             different |= {p.axis for p in pending}
             pending = NONE
         partial = (partial | summed) - different - set(held)
-        pending = frozenset(p for p in pending | older | told if p.axis not in different)
-        released = {p.axis for o in operands for p in o.pending} - {p.axis for p in pending}
-        different |= released.difference(held, partial)
-        number = all(o.number for o in operands)
-        out = State((), partial, different, pending, done, zero, number, loose=_loose(m, labels, operands))
-        return [self.kept(out._replace(dims=dims)) for dims in result]
-
-    def _carried(self, operands: Sequence[State]) -> frozenset[Pending]:
-        """What is pending still: what one operand completed, or knows otherwise, is released."""
-        if not any(o.pending for o in operands):
-            return NONE
-        done = NONE.union(*(o.done for o in operands))
-        return NONE.union(*(o.pending for o in operands)) - done
+        if pending or given.pending or told:
+            pending = frozenset(p for p in (pending | given.pending | told) - given.done if p.axis not in different)
+            released = {p.axis for p in given.pending} - {p.axis for p in pending}
+            different |= released.difference(held, partial)
+        loose = given.loose or _loose(m, labels)
+        rest = partial, different, pending, given.done, zero, given.number
+        return [self.kept(State(dims, *rest, loose=loose)) for dims in result]
 
     def _labels(self, m: Map, eqn: Any, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
         """The factors of each label, on which all operands must agree."""
@@ -327,22 +335,20 @@ class Engine(Domain):
 
     def _result_dims(self, m: Map, labels: Mapping[int, Dim], var: Any) -> tuple[Dim, ...]:
         shape = shape_of(var)
-        out = []
-        given = [*m.result, *[None] * (len(shape) - len(m.result))]
-        batch = len(m.result)
-        for i, (label, size) in enumerate(zip(given, shape, strict=False)):
-            dim = None if label is NEW else labels.get(label)
-            if i >= batch:
-                out.append(plain(size))
-            elif dim is None:
-                out.append(free(size))
-            elif dim[0][1] is FREE and m.whole.get(label, "flip") not in KEEP_CONSTANTS:
-                out.append(plain(size))
-            elif label in m.made and dim[0][1] is not FREE and (size_of(dim) != size or self._cut(dim)):
-                out.append(hidden(size) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(size))
-            else:
-                out.append(dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else hidden(size))
-        return tuple(out)
+        out = [self._result_dim(m, label, labels, size) for label, size in zip(m.result, shape, strict=False)]
+        return (*out, *map(plain, shape[len(out) :]))
+
+    def _result_dim(self, m: Map, label: int | None, labels: Mapping[int, Dim], size: int) -> Dim:
+        if label is None or label not in labels:
+            return free(size)
+        dim = labels[label]
+        if not m.whole and not m.made and size_of(dim) == size:
+            return dim
+        if dim[0][1] is FREE and m.whole.get(label, "flip") not in KEEP_CONSTANTS:
+            return plain(size)
+        if label in m.made and dim[0][1] is not FREE and (size_of(dim) != size or self._cut(dim)):
+            return hidden(size) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(size)
+        return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else hidden(size)
 
     def _cut(self, dim: Dim) -> bool:
         """Whether what was done to the dimension here was not done to the whole."""
@@ -431,10 +437,46 @@ class Engine(Domain):
         raise NotImplementedError
 
 
-def _loose(m: Map, labels: Mapping[int, Dim], operands: Sequence[State]) -> bool:
-    """Whether a sum runs over a dimension along which the values are constant, here or before."""
-    summed = (labels.get(label, ()) for label, kind in m.reduced.items() if kind == "sum")
-    return any(o.loose for o in operands) or any(n > 1 and axes is FREE for dim in summed for n, axes in dim)
+# All that a state holds besides its dimensions and the axes along which it differs, where nothing more is known.
+_PLAIN = State()[1:2] + State()[3:]
+
+
+def _unchanged(operands: Sequence[State]) -> State | None:
+    """The result of an elementwise operation on values in one state, where numbers do not matter. It is the most
+    frequent equation of a program, so this calls nothing."""
+    found = None
+    for one in operands:
+        if one.number and not one.dims and not one.zero and not one.different:
+            continue
+        if one is not found and (found is not None or one[1:2] + one[3:] != _PLAIN):
+            return None
+        found = one
+    return found
+
+
+def _together(operands: Sequence[State]) -> State:
+    """What all operands are besides their dimensions; `number` and `zero` say whether all, or any, are."""
+    partial = different = pending = done = NONE
+    zero, number, loose = False, True, False
+    for one in operands:
+        if one.partial:
+            partial |= one.partial
+        if one.different:
+            different |= one.different
+        if one.pending:
+            pending |= one.pending
+        if one.done:
+            done |= one.done
+        zero, number, loose = zero or one.zero, number and one.number, loose or one.loose
+    return State((), partial, different, pending, done, zero, number, loose=loose)
+
+
+def _loose(m: Map, labels: Mapping[int, Dim]) -> bool:
+    """Whether a sum runs over a dimension along which the values are constant."""
+    for label, kind in m.reduced.items() if m.reduced else ():
+        if kind == "sum" and any(n > 1 and axes is FREE for n, axes in labels.get(label, ())):
+            return True
+    return False
 
 
 def constant_state(value: Any) -> State:

@@ -74,10 +74,11 @@ def is_divided(axes: Axes) -> bool:
 
 def axes_of_dim(dim: Dim) -> Axes:
     """The mesh axes that divide a dimension."""
-    if len(dim) == 1:
-        axes = dim[0][1]
-        return axes if is_divided(axes) else ()
-    return tuple(axis for _, axes in dim if is_divided(axes) for axis in axes)
+    found: Axes = ()
+    for _, axes in dim:
+        if axes and axes is not FREE and axes is not HIDDEN:
+            found += axes
+    return found
 
 
 def plain(size: int) -> Dim:
@@ -94,7 +95,10 @@ def hidden(size: int) -> Dim:
 
 
 def size_of(dim: Dim) -> int:
-    return math.prod(size for size, _ in dim)
+    total = 1
+    for size, _ in dim:
+        total *= size
+    return total
 
 
 def normal(factors: Iterable[Factor]) -> Dim:

@@ -413,10 +413,10 @@ class Call:
         return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), layout)
 
     def no_margins(self, layout: Layout) -> None:
-        fault = next((dim for dim in layout.dims if any(dim.margin)), None)
-        if fault is not None:
-            rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
-            self.fail(rule, at=fault.span, error=LayoutError)
+        for dim in layout.dims:
+            if dim.margin != (0, 0):
+                rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
+                self.fail(rule, at=dim.span, error=LayoutError)
 
     def _spaced(self) -> Fix | None:
         """The call with a space between the letters of each name, if all its strings are written as NumPy's are."""

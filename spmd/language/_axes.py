@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from math import prod
 
 from spmd.errors import MeshError, did_you_mean
 
@@ -16,7 +15,10 @@ def axes_tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Into how many blocks the axes divide."""
-    return prod(sizes[axis] for axis in axes)
+    total = 1
+    for axis in axes:
+        total *= sizes[axis]
+    return total
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

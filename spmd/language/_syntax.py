@@ -44,7 +44,10 @@ class Dim:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that divide this dimension, in order."""
-        return tuple(axis for atom in self.atoms for axis in atom.axes or ())
+        found: tuple[str, ...] = ()
+        for atom in self.atoms:
+            found += atom.axes or ()
+        return found
 
     @property
     def text(self) -> str:
