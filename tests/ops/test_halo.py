@@ -76,10 +76,20 @@ def test_a_wall_whose_value_differs_between_devices() -> None:
 # --- halos of halos ------------------------------------------------------------------------------------------
 
 
+def in_any_order(edge):
+    """The edges with zeros for numbers where others are odd: in a corner the order of dimensions would matter."""
+    ends = [end for one in edge.values() for end in (one if isinstance(one, tuple) else (one,))]
+    if not any(isinstance(end, str) and end.startswith("anti") for end in ends):
+        return edge
+    plain = lambda end: end if isinstance(end, str) else "zero"
+    return {name: tuple(map(plain, one)) if isinstance(one, tuple) else plain(one) for name, one in edge.items()}
+
+
 @pytest.mark.parametrize("seed", seeds())
 def test_halos_compose(seed: int) -> None:
     """Margins that grow, or come a dimension at a time, are those asked for at once; so are their gradients."""
     mesh, places, shape, margins, _, edge, dtype = sample(seed + 3000)
+    edge = in_any_order(edge) if isinstance(edge, dict) else edge
     draw = dice(seed)
     first = [tuple(draw.randint(0, n) for n in pair) for pair in margins]
     if draw.random() < 0.3 or first == margins or not any(map(any, first)):
