@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import spmd.checker._integers as integers
 from spmd._jaxprs import axes_of, shape_of
-from spmd.checker import _integers as integers
 from spmd.checker._engine import Engine
 from spmd.checker._report import copies_reduced, gathered_out_of_order, nonlinear_use, not_completed
 from spmd.checker._source import called_in_jax

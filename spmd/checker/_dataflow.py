@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import spmd.checker._report as report
 from spmd import _compat, _walker
 from spmd._facts import kernel_around
 from spmd._jaxprs import Held, opened, shape_of
 from spmd._walker import Rule
-from spmd.checker import _report as report
 from spmd.checker._claims import assert_equal_marker, layout_marker
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._engine import QUIET, Engine

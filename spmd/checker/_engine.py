@@ -8,11 +8,11 @@ from typing import Any
 import jax.core
 import numpy as np
 
+import spmd.checker._integers as integers
 from spmd import _compat
 from spmd._facts import CallName, PerShardName
 from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, shape_of
 from spmd._walker import Domain, Rule, equations
-from spmd.checker import _integers as integers
 from spmd.checker._findings import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import spmd.checker._integers as integers
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
-from spmd.checker import _integers as integers
 from spmd.checker._engine import Engine
 from spmd.checker._linear import curved, fetches, passes, sums
 from spmd.checker._state import (
