@@ -238,13 +238,13 @@ def explain_output(
 
 def _facts(walk: Dataflow, state: State, atom: Any, written: Mapping[tuple[str, str], tuple[Fix, ...]]) -> OutputFacts:
     order = [axis for axis in walk.sizes if axis in walk.wanted]
-    gathered = {axis for axis in order if walk.history.gathers(atom, axis)}
+    gathered = {axis: walk.history.gathers(atom, axis) for axis in order}
     # Along one device nothing differs, and the missing reduction is an error all the same.
-    different = tuple(a for a in order if a in state.axes or not (walk.wide(a) or a in gathered))
+    different = tuple(a for a in order if a in state.axes or not (walk.wide(a) or gathered[a]))
     copies: dict[str, tuple[str, ...]] = {}
     calls: dict[str, tuple[Fix, ...]] = {}
     for axis in order:
-        lines = [line_of(o.eqn, o.callers) for o in walk.history.gathers(atom, axis)] if axis not in different else []
+        lines = [line_of(o.eqn, o.callers) for o in gathered[axis]] if axis not in different else []
         if lines:
             copies[axis] = tuple(dict.fromkeys(lines))
             calls[axis] = tuple(dict.fromkeys(fix for line in lines for fix in written.get((line, axis), ())))

@@ -16,6 +16,7 @@ from spmd.checker._state import (
     Dim,
     State,
     axes_of_dim,
+    equal_along,
     free,
     hidden,
     is_divided,
@@ -23,8 +24,6 @@ from spmd.checker._state import (
     size_of,
 )
 from spmd.language import Layout
-
-__all__ = ["assert_equal_marker", "layout_marker"]
 
 # Roles after which equal values may lie along a divided dimension: the operation made blocks of a whole.
 MAKES = frozenset(("created", "copies"))
@@ -100,7 +99,8 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
     sums = {("recurrence", axis) for axis in claim.unreduced}
     pending = [p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums]
     if pending and role != "result":
-        walk.note(eqn, "pending", report.pending_claimed(walk, eqn, sorted(pending)), at=min(p.at for p in pending))
+        first = walk.made_pending[min(p.at for p in pending)]
+        walk.note(eqn, "pending", report.pending_claimed(walk, eqn, sorted(pending)), where=first)
         return
     if places is not None:
         wrong = _wrong_dims(walk, state, claim, places, scope, role)
@@ -142,18 +142,14 @@ def _wrong_dims(
         lacking = [a for a in said if a not in have and a in scope]
         if role in ("result", "copies") and not any(map(walk.wide, (*extra, *lacking))) and len(dim) == 1:
             continue
-        if lacking and not extra and set(lacking) <= unknown:
-            continue
-        if lacking and not extra and role in MAKES:
-            continue
-        if lacking and not extra and _free_leading(dim, walk, lacking):
+        if lacking and not extra and (set(lacking) <= unknown or role in MAKES or _is_tile(dim)):
             continue
         if (extra or lacking or have != said or len(dim) > 1) and any(a in scope for a in (*have, *said)):
             wrong.append((i, said, have))
     return wrong
 
 
-def _free_leading(dim: Dim, walk: Engine, axes: Sequence[str]) -> bool:
+def _is_tile(dim: Dim) -> bool:
     """Whether equal blocks are copies one after another: the whole is a tile of them."""
     return len(dim) > 1 and dim[0][1] is FREE and not axes_of_dim(dim)
 
@@ -226,7 +222,7 @@ def _believed(
 ) -> State:
     """The state as the layout says it."""
     if not walk.trusting:
-        return _noted(walk, eqn, state, claim, places)
+        return _noted(walk, state, claim)
     marks = claim.unreduced
     dims = list(state.dims)
     for place, factors in zip(places or (), [*claim.before, *claim.behind], strict=bool(places)):
@@ -236,9 +232,7 @@ def _believed(
     gone = frozenset(a for a in scope if a not in held | marks | overlapping)
     if claim.ellipsis or places is None or eqn.params.get("mapped"):
         gone = gone & frozenset(eqn.params.get("gone", ()))
-        lost = state.divided - held - gone
-    else:
-        lost = state.divided - held - gone
+    lost = state.divided - held - gone
     different = (state.different - held - marks - gone) | (lost - marks) | frozenset(walk.tracked(overlapping))
     pending = NONE if eqn.params["role"] != "argument" else state.pending
     table = state.table if tuple(dims) == state.dims else None
@@ -272,7 +266,7 @@ def _said(walk: Engine, dim: Dim, factors: tuple[Axes, ...]) -> Dim:
     return normal([(n, said)])
 
 
-def _noted(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None) -> State:
+def _noted(walk: Engine, state: State, claim: Claim) -> State:
     """What a layout adds where it is not believed: an equal value that it says is divided differs from here on."""
     said = frozenset(walk.tracked((*claim.named, *claim.unreduced))) - state.axes
     if not said:
@@ -283,12 +277,4 @@ def _noted(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
 def assert_equal_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """The user's word that the value is equal on these axes, or a plan's: then it is a gathered copy."""
     axes = frozenset(walk.tracked(eqn.params["axes"]))
-    outs = []
-    for o in operands:
-        dims = tuple(hidden(size_of(d)) if axes & set(axes_of_dim(d)) else d for d in o.dims)
-        lost = o.divided.difference(axes, *map(axes_of_dim, dims))
-        pending = frozenset(p for p in o.pending if p.axis not in axes)
-        outs.append(
-            walk.kept(State(dims, o.partial - axes, (o.different - axes) | lost, pending, o.done, o.zero, o.number))
-        )
-    return outs
+    return [walk.kept(equal_along(o, axes)._replace(left=None, loose=False)) for o in operands]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import spmd.checker._integers as integers
 from spmd._jaxprs import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report import copies_reduced, gathered_out_of_order, nonlinear_use, not_completed
@@ -20,28 +19,20 @@ from spmd.checker._state import (
     Pending,
     State,
     axes_of_dim,
+    equal_along,
     free,
     hidden,
+    hide,
     is_divided,
     normal,
     plain,
     size_of,
 )
 
-__all__ = ["COLLECTIVES"]
-
 # Which reduction completes what was done to a piece. A kind that is not here is completed by no reduction.
 COMPLETES = {"max": "pmax", "min": "pmin", "all": "pmin", "any": "pmax"}
 _WRONG = ["max", "min", "all", "any", "position", "sort", "top_k", "product", "fft", "index", "slice"]
 WRONG = frozenset((*_WRONG, "linear algebra"))
-
-
-def _counted(walk: Engine, eqn: Any, operands: Sequence[State], outs: list[State]) -> list[State]:
-    """The results with the integers that each device holds."""
-    if any(o.table is None for o in operands):
-        return outs
-    tables = integers.evaluate(eqn, [o.table for o in operands], walk.sizes)
-    return [out if t is None else walk.counted(out, t) for out, t in zip(outs, tables, strict=True)]
 
 
 def _grouped(eqn: Any) -> bool:
@@ -55,11 +46,6 @@ def _loosened(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, d
     return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held)))
 
 
-def _hide(dims: Sequence[Dim], axes: Axes) -> tuple[Dim, ...]:
-    """The dimensions, those that any of these axes divides not known any more."""
-    return tuple(hidden(size_of(d)) if set(axes_of_dim(d)) & set(axes) else d for d in dims)
-
-
 # --- reductions ---------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +56,7 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         return [_loosened(walk, o, shape_of(v), (), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
     name = eqn.primitive.name
     outs = [_reduced(walk, eqn, o, axes, name if name in ("pmax", "pmin") else "psum") for o in operands]
-    return _counted(walk, eqn, operands, outs) if len(outs) == 1 else outs
+    return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
 def _reduced(walk: Engine, eqn: Any, operand: State, axes: Axes, name: str) -> State:
@@ -84,7 +70,7 @@ def _reduced(walk: Engine, eqn: Any, operand: State, axes: Axes, name: str) -> S
     if wrong:
         walk.fault(eqn, {p.axis for p in wrong}, "pending", lambda w, e, a: not_completed(w, e, a, sorted(wrong)))
     blocks = over & operand.divided
-    dims = _hide(operand.dims, tuple(blocks)) if blocks else operand.dims
+    dims = hide(operand.dims, tuple(blocks)) if blocks else operand.dims
     pending = frozenset(p for p in operand.pending if p.axis not in over)
     lost = (operand.divided - over).difference(*map(axes_of_dim, dims)) if blocks else NONE
     return walk.kept(
@@ -122,9 +108,9 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     tiled = eqn.params.get("tiled")
     if not axes:
         dims = operand.dims if tiled else (*operand.dims[:dim], free(1), *operand.dims[dim:])
-        return _counted(walk, eqn, operands, [walk.kept(operand._replace(dims=dims, table=None))])
+        return walk.counted(eqn, operands, [walk.kept(operand._replace(dims=dims, table=None))])
     out = _joined(walk, eqn, operand, axes, dim) if tiled else _listed(walk, operand, axes, dim, shape[dim])
-    return _counted(walk, eqn, operands, [out])
+    return walk.counted(eqn, operands, [out])
 
 
 def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> State:
@@ -153,7 +139,7 @@ def _joined(walk: Engine, eqn: Any, operand: State, axes: Axes, dim: int) -> Sta
         dims[dim] = joined
         return _after(walk, operand, dims, axes)
     held = over & operand.divided
-    dims = list(_hide(operand.dims, tuple(held)))
+    dims = list(hide(operand.dims, tuple(held)))
     size = size_of(operand.dims[dim]) * count
     dims[dim] = hidden(size)
     here = set(axes_of_dim(operand.dims[dim]))
@@ -197,7 +183,7 @@ def _listed(walk: Engine, operand: State, axes: Axes, dim: int, count: int) -> S
             dims[i] = normal([(size, have[len(axes) :]), *one[1:]])
             exact = True
     if not exact:
-        dims = list(_hide(operand.dims, axes))
+        dims = list(hide(operand.dims, axes))
     lost = operand.divided.difference(over, *map(axes_of_dim, dims))
     new = plain(count) if exact else hidden(count)
     out = _after(walk, operand, (*dims[:dim], new, *dims[dim:]), axes)
@@ -236,7 +222,7 @@ def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         different = summed.different if whole else summed.different | set(axes)
         dims = tuple((cut or hidden(shape[dim])) if d == dim else one for d, one in enumerate(summed.dims))
         outs.append(walk.kept(summed._replace(dims=dims, different=different)))
-    return _counted(walk, eqn, operands, outs) if len(outs) == 1 else outs
+    return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
 def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -297,7 +283,7 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             outs.append(operand)
             continue
         over = frozenset(axes)
-        dims = _hide(operand.dims, axes)
+        dims = hide(operand.dims, axes)
         lost = operand.divided.difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in operand.pending if p.axis not in over)
         done = operand.done | (operand.pending - pending)
@@ -306,14 +292,13 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             pending=pending, done=done, table=None,
         )  # fmt: skip
         outs.append(walk.kept(changed))
-    return _counted(walk, eqn, operands, outs) if len(outs) == 1 else outs
+    return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
 def _indexes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """axis_index: a scalar that differs along its axis."""
     out = walk.kept(State(different=frozenset(walk.tracked(axes_of(eqn))), number=True))
-    [table] = integers.evaluate(eqn, [], walk.sizes)
-    return [out if table is None else walk.counted(out, table)]
+    return walk.counted(eqn, operands, [out])
 
 
 # --- our own --------------------------------------------------------------------------------------------------------
@@ -331,14 +316,7 @@ def _retypes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         return walk.unknown(eqn, operands)
     if to != "invarying":
         return list(operands)
-    outs = []
-    for o in operands:
-        dims = _hide(o.dims, tuple(axes & o.divided))
-        lost = o.divided.difference(axes, *map(axes_of_dim, dims))
-        pending = frozenset(p for p in o.pending if p.axis not in axes)
-        outs.append(walk.kept(o._replace(dims=dims, partial=o.partial - axes, different=(o.different - axes) | lost,
-                                         pending=pending, table=None)))  # fmt: skip
-    return outs
+    return [walk.kept(equal_along(o, axes)) for o in operands]
 
 
 def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -362,7 +340,7 @@ def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list
 
 
 COLLECTIVES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum", "pmax", "pmin"), _reduces),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), _reduces),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
     **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
     **dict.fromkeys(("all_to_all", "ragged_all_to_all", "pgather"), _exchanges),

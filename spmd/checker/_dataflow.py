@@ -18,10 +18,6 @@ from spmd.checker._shapes import RULES as SHAPES
 from spmd.checker._state import HIDDEN, Dim, State, axes_of_dim, hidden, normal, plain
 from spmd.language import axes_tuple
 
-RANDOM = ("random_bits", "threefry2x32", "random_gamma", "rng_bit_generator")
-
-__all__ = ["Dataflow", "walk_closed"]
-
 
 def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
     """JAX's interpreter of Pallas calls fails on values that vary, and only when the program is lowered."""
@@ -41,19 +37,6 @@ class Dataflow(Engine):
         "spmd_layout": layout_marker,
         "spmd_assert_equal": assert_equal_marker,
     }
-
-    def disagree(self, eqn: Any, operands: Sequence[State], label: int, one: Dim, two: Dim) -> None:
-        axes = {*axes_of_dim(one), *axes_of_dim(two)}
-        noise = self.active and any(self.random(atom, o) for atom, o in zip(eqn.invars, operands, strict=True))
-        kind = "noise" if noise else "disagree"
-        self.fault(eqn, axes, kind, lambda w, e, a: report.operands_disagree(w, e, a, one, two))
-
-    def random(self, atom: Any, state: State) -> bool:
-        """Whether a value is noise of one key that every device has."""
-        return not state.axes and any(self.history.made_by(atom, name) for name in RANDOM)
-
-    def diverges(self, eqn: Any, names: Sequence[str], axes: Sequence[str]) -> None:
-        self.note(eqn, "divergent", report.divergent(self, eqn, names, axes))
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[State]) -> Sequence[State]:
         return self.enter(eqn, part, operands, lambda inner: self.run(eqn, part, inner))
@@ -104,19 +87,14 @@ class Dataflow(Engine):
         return self.kept(State(dims, state.partial - own, frozenset(held - state.partial), left=(state, spec)))
 
     def _check_raw(self, eqn: Any, outs: Sequence[State]) -> None:
-        """Specs are no claim about whole arrays: what was done to pieces may be meant."""
+        """Specs do not claim anything about whole arrays. What was done to pieces may be meant."""
+        if self.silent(eqn):
+            return
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
-            if self.silent(eqn):
-                return
             pending = sorted(p for p in state.pending if p.axis in self.checked and p.kind not in QUIET)
             if pending:
-                self.note(
-                    eqn,
-                    "pending",
-                    report.pending_returned(self, eqn, index, pending, spec),
-                    at=pending[0].at,
-                    certain=False,
-                )
+                fault = report.pending_returned(self, eqn, index, pending, spec)
+                self.note(eqn, "pending", fault, where=self.made_pending[pending[0].at], certain=False)
                 continue
             entries = [*map(axes_tuple, spec.partitions), *[()] * (len(state.dims) - len(spec.partitions))]
             said = [self.tracked(axes) for axes in entries]

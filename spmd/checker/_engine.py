@@ -9,6 +9,7 @@ import jax.core
 import numpy as np
 
 import spmd.checker._integers as integers
+import spmd.checker._report as report
 from spmd import _compat
 from spmd._facts import CallName, PerShardName
 from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, shape_of
@@ -39,7 +40,9 @@ from spmd.checker._table import TABLE, Entry, Map
 from spmd.errors import Fault
 from spmd.language import Layout
 
-__all__ = ["Engine", "constant_state"]
+Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
+
+RANDOM = ("random_bits", "threefry2x32", "random_gamma", "rng_bit_generator")
 
 # What these give was written elsewhere, at a time that a walk over values does not know.
 OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
@@ -59,7 +62,7 @@ KEEP_CONSTANTS = frozenset(("flip", "sort"))
 
 
 class Engine(Domain):
-    """One walk. `_rules` adds the primitives that have code of their own.
+    """One walk. `_dataflow` adds the primitives that have code of their own.
 
     Attributes:
       kernel: Its name, for messages.
@@ -122,19 +125,14 @@ class Engine(Domain):
         if self.active and axes and not ours:
             self.note(eqn, kind, describe(self, eqn, axes))
 
-    def note(self, eqn: Any, kind: str, fault: Fault, *, at: int | None = None, certain: bool = True) -> None:
-        """Keep a finding, with its class and its line: the equation's own, that of what was done to a piece (its
-        number is `at`), or where the operand was made."""
-        where = (eqn, tuple(self.callers)) if at is None else self.made_pending[at]
-        line = line_of(*where)
+    def note(self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True) -> None:
+        """Keep a finding, with its class and its line: that of the equation, or of the one to blame (`where`), or where
+        the operand was made."""
+        line = line_of(*(where or (eqn, tuple(self.callers))))
         if not line and eqn.invars:
             made = self.history.producer(eqn.invars[0])
             line = "" if made is None else line_of(*made)
         self.findings.append(found(fault, kind, line, certain))
-
-    def note_at(self, where: tuple[Any, tuple[Any, ...]], kind: str, fault: Fault) -> None:
-        """Keep a finding that another equation is to blame for."""
-        self.findings.append(found(fault, kind, line_of(*where)))
 
     def inside_verb(self, eqn: Any) -> bool:
         """Whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""
@@ -228,7 +226,7 @@ class Engine(Domain):
                 break
         else:
             if operands:
-                return self._counted(entry, eqn, operands)
+                return self.counted(eqn, operands, self._apply(entry, eqn, operands))
         told = tuple(map(eqn.params.get, entry.params)) if entry.params else ()
         key = name, tuple(map(id, operands)), told
         known = self._memo.get(key)
@@ -240,14 +238,15 @@ class Engine(Domain):
             self._memo[key] = operands, outs
         return outs
 
-    def _counted(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> list[State]:
-        """Integers that shapes and `axis_index` decide are computed."""
+    def counted(self, eqn: Any, operands: Sequence[State], outs: list[State]) -> list[State]:
+        """The results, with the integers that each device holds where shapes and `axis_index` decide them."""
+        if any(o.table is None for o in operands):
+            return outs
         tables = integers.evaluate(eqn, [o.table for o in operands], self.sizes)
-        outs = self._apply(entry, eqn, operands)
         pairs = zip(outs, tables, strict=True)
-        return [out if table is None else self.counted(out, table) for out, table in pairs]
+        return [out if table is None else self._placed(out, table) for out, table in pairs]
 
-    def counted(self, state: State, table: Any) -> State:
+    def _placed(self, state: State, table: Any) -> State:
         """A state with the integers that each device holds, which tell how the dimensions lie."""
         blocks = (integers.blocks_of(table, self.sizes) if table.axes else None) or ()
         dims = list(state.dims)
@@ -308,15 +307,24 @@ class Engine(Domain):
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
                 if both is None:
                     axes = {*axes_of_dim(have), *axes_of_dim(dim)}
-                    self.disagree(eqn, operands, label, have, dim)
+                    self.disagree(eqn, operands, have, dim)
                     lost |= axes
                     both = hidden(size_of(have))
                 labels[label], free_of[label] = both, free_of[label] | operand.different
         return labels, lost
 
-    def disagree(self, eqn: Any, operands: Sequence[State], label: int, one: Dim, two: Dim) -> None:
+    def disagree(self, eqn: Any, operands: Sequence[State], one: Dim, two: Dim) -> None:
         """Two operands lie differently along one dimension."""
-        raise NotImplementedError
+        if not self.active or self.silent(eqn):
+            return
+        noise = any(self.random(atom, o) for atom, o in zip(eqn.invars, operands, strict=True))
+        axes = {*axes_of_dim(one), *axes_of_dim(two)}
+        describe = lambda walk, eqn, axes: report.operands_disagree(walk, eqn, axes, one, two)
+        self.fault(eqn, axes, "noise" if noise else "disagree", describe)
+
+    def random(self, atom: Any, state: State) -> bool:
+        """Whether a value is noise of one key that every device has."""
+        return not state.axes and any(self.history.made_by(atom, name) for name in RANDOM)
 
     def _reduced(self, m: Map, eqn: Any, labels: Mapping[int, Dim]) -> tuple[frozenset[str], frozenset[Pending]]:
         """The axes that a sum runs over, and what else was done to a piece."""
@@ -367,8 +375,7 @@ class Engine(Domain):
         """One step of a loop over the leading dimension. Over a divided one it is an element of a piece."""
         axes = axes_of_dim(value.dims[0]) if value.dims else ()
         pending = value.pending | {Pending(STEP, a, -1) for a in axes if a not in value.different and self.wide(a)}
-        table = None
-        return self.kept(value._replace(dims=value.dims[1:], pending=pending, table=table))
+        return self.kept(value._replace(dims=value.dims[1:], pending=pending, table=None))
 
     def stacked(self, value: State, result: Any) -> State:
         """Steps differ from one another. Those over a divided dimension are put together as it was."""
@@ -430,11 +437,8 @@ class Engine(Domain):
                 axes |= waiting
         self._diverged = bool(axes)
         if axes:
-            self.diverges(eqn, list(found), [a for a in self.sizes if a in axes])
-
-    def diverges(self, eqn: Any, names: Sequence[str], axes: Sequence[str]) -> None:
-        """Collectives that only some of their devices would enter."""
-        raise NotImplementedError
+            along = [a for a in self.sizes if a in axes]
+            self.note(eqn, "divergent", report.divergent(self, eqn, list(found), along))
 
 
 # All that a state holds besides its dimensions and the axes along which it differs, where nothing more is known.

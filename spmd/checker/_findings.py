@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 
 from spmd.errors import Fault, ReplicationError, warn
 
-__all__ = ["Finding", "Findings", "found", "report"]
-
 
 @dataclass(frozen=True, slots=True)
 class Finding(Fault):

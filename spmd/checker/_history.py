@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,8 @@ from spmd._facts import kernel_around
 from spmd._jaxprs import Role, axes_of, held, opened
 from spmd.language import axes_tuple
 
-__all__ = ["History", "Origin"]
-
 # What makes a value equal along its axes, and what makes it different.
-_EQUAL = frozenset(["psum", "psum2", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
+_EQUAL = frozenset(["psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
 _GATHERS = frozenset(("all_gather", "all_gather_invariant", "all_gather_reduced"))
 _DIFFERENT = frozenset(
     [
@@ -31,7 +30,8 @@ _DIFFERENT = frozenset(
     ]
 )
 # Those whose results differ whatever their operands are: nothing behind them is a reason.
-_MAKE = _DIFFERENT - {"ppermute"}
+_ENDS = (_EQUAL | _GATHERS | _DIFFERENT) - {"ppermute"}
+_GATHERED = _EQUAL | _GATHERS | {"spmd_assert_equal"}
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class History:
     def behind(self, atom: Any, stop: Callable[[Any], bool]) -> Iterator[Any]:
         """The variables that a value is made of, nearest first. `stop(eqn)` ends the way back at an equation."""
         seen: set[Any] = set()
-        todo = [atom]
+        todo = collections.deque([atom])
         while todo:
-            var = todo.pop(0)
+            var = todo.popleft()
             if isinstance(var, Literal) or var in seen:
                 continue
             seen.add(var)
@@ -129,7 +129,7 @@ class History:
         """Why a value differs along an axis, oldest first."""
         found: dict[Any, Origin] = {}
         marks: list[Origin] = []
-        ends = lambda eqn: axis in axes_of(eqn) and eqn.primitive.name in _EQUAL | _GATHERS | _MAKE
+        ends = lambda eqn: axis in axes_of(eqn) and eqn.primitive.name in _ENDS
         for var in self.behind(atom, ends):
             if var in self.inputs:
                 label, axes = self.inputs[var]
@@ -153,11 +153,7 @@ class History:
         found: dict[int, Origin] = {}
 
         def ends(eqn: Any) -> bool:
-            return axis in (*axes_of(eqn), *eqn.params.get("moving", ())) and eqn.primitive.name in {
-                *_EQUAL,
-                *_GATHERS,
-                "spmd_assert_equal",
-            }
+            return axis in (*axes_of(eqn), *eqn.params.get("moving", ())) and eqn.primitive.name in _GATHERED
 
         for var in self.behind(atom, ends):
             made = self.made.get(var)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._recent import Recent
+from spmd.checker._table import groups
 
 __all__ = [
     "Moves",
@@ -441,7 +442,7 @@ def _reshape(eqn: Any, tables: Sequence[Table], sizes: Sizes) -> Table:
     if (eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape") or 0 in shape:
         raise _Unknown
     counts, steps, listed = [1] * len(shape), [0] * len(shape), []
-    for olds, news in _groups(table.shape, shape):
+    for olds, news in groups(table.shape, shape):
         step = _common_step(table, olds)
         for new in reversed(news):
             if step is None:
@@ -451,23 +452,6 @@ def _reshape(eqn: Any, tables: Sequence[Table], sizes: Sizes) -> Table:
         listed += olds if step is None else []
     entries = _dense(table, listed)
     return _made(table.axes, entries.reshape([*entries.shape[: len(table.axes)], *counts]), shape, steps)
-
-
-def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The dimensions that become each other in a reshape."""
-    i = j = 0
-    while i < len(old) or j < len(new):
-        a, b, p, q = i, j, 1, 1
-        if i < len(old):
-            p, i = old[i], i + 1
-        if j < len(new):
-            q, j = new[j], j + 1
-        while p != q:
-            if p < q:
-                p, i = p * old[i], i + 1
-            else:
-                q, j = q * new[j], j + 1
-        yield range(a, i), range(b, j)
 
 
 def _common_step(table: Table, dims: Sequence[int]) -> int | None:

@@ -388,7 +388,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("mul", "div"), _product),
     **{f"reduce_{op}": _reduction(op) for op in ("sum", "max", "min", "prod")},
     **{f"reduce_{name}": _reduction(op) for name, op in (("and", "all"), ("or", "any"))},
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum"), _summed),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _summed),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathered),
     "iota": _arange,
     "broadcast_in_dim": _broadcast,

@@ -22,7 +22,6 @@ _SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
 
 # The names that users know, for the variants that JAX picks by type.
 _KNOWN_AS = {
-    "psum2": "psum",
     "psum_invariant": "psum",
     "unreduced_psum": "psum",
     "all_gather_invariant": "all_gather",

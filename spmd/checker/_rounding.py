@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-__all__ = ["rounds"]
-
 
 def rounds(eqn: Any) -> bool:
     """Whether a conversion or a quotient rounds to whole numbers, or drops some of their bits."""

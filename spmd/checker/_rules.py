@@ -10,8 +10,6 @@ from spmd.checker._dataflow import Dataflow
 from spmd.checker._linear import LINEAR
 from spmd.checker._table import TABLE
 
-__all__ = ["Rules", "rules"]
-
 
 class Rules(NamedTuple):
     """The rules in words.

@@ -25,8 +25,6 @@ from spmd.checker._report import scaled
 from spmd.checker._source import line_of
 from spmd.checker._state import FREE, HIDDEN, State, plain
 
-__all__ = ["check_scale"]
-
 Power = Fraction | None  # None: nobody knows
 ZERO = Fraction(0)
 MOST = 4000  # pairing more equations one by one takes too long
@@ -35,7 +33,7 @@ _PASS = """neg abs real imag conj copy copy_p stop_gradient name pvary pcast red
     spmd_retype spmd_relayout spmd_split spmd_layout spmd_assert_equal pmax pmin all_gather all_gather_invariant
     all_gather_reduced ppermute all_to_all optimization_barrier sharding_constraint reduce_sum copysign"""
 _SAME = frozenset(_PASS.split())
-_SUMS = frozenset(("psum", "psum2", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter"))
+_SUMS = frozenset(("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter"))
 _EVEN = frozenset(("add", "sub", "add_any", "concatenate", "max", "min"))
 
 
@@ -228,7 +226,7 @@ class Scales(Domain):
         if power and self._known(state) and not state.partial:
             times = float(self.size) ** float(power)
             fault = scaled(eqn, self.axis, times, where)
-            self.engine.note_at(where or (eqn, tuple(self.callers)), "scale", fault)
+            self.engine.note(eqn, "scale", fault, where=where or (eqn, tuple(self.callers)))
 
 
 def _pairs(one: Sequence[Any], two: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

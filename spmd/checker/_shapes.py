@@ -32,8 +32,6 @@ from spmd.checker._state import (
 )
 from spmd.checker._table import groups
 
-__all__ = ["RULES"]
-
 
 def _made(
     walk: Engine,
@@ -66,12 +64,10 @@ def _made(
     )
 
 
-def _counted(walk: Engine, eqn: Any, operands: Sequence[State], out: State) -> State:
-    """The same with the integers that each device holds."""
-    if any(o.table is None for o in operands):
-        return out
-    [table] = integers.evaluate(eqn, [o.table for o in operands], walk.sizes)
-    return out if table is None else walk.counted(out, table)
+def _beside(operand: State, known: Iterable[str]) -> State:
+    """What an operand adds to a result besides its dimensions; the result says what it is along the axes `known`."""
+    different = operand.axes.difference(known, {p.axis for p in operand.pending})
+    return State(different=different, pending=operand.pending, done=operand.done, number=operand.number)
 
 
 # --- reshape --------------------------------------------------------------------------------------------------
@@ -106,7 +102,7 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
                 doubt = True
             dims[d] = hidden(new[d]) if doubt or not ones.isdisjoint(axes_of_dim(dim) if loose else ()) else dim
         ambiguous = False
-    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims))]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims)])
 
 
 def _apart(factors: Sequence[Factor], sizes: Sequence[int]) -> list[Dim]:
@@ -148,7 +144,7 @@ def _slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     [operand] = operands
     dims = [dim if same else _piece_of(dim, n) for dim, same, n in zip(operand.dims, whole, out, strict=True)]
     pieces = [("slice", a) for dim, same in zip(operand.dims, whole, strict=True) if not same for a in axes_of_dim(dim)]
-    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces))]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces)])
 
 
 def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -185,7 +181,7 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
         dims.append(hidden(m) if start.axes else _piece_of(dim, m))
         pieces += [("slice", a) for a in axes_of_dim(dim)]
     others = [start for d, start in enumerate(starts) if d not in own]
-    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces, others))]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others)])
 
 
 def _starts(walk: Engine, table: Any, size: int, whole: int) -> tuple[str, ...] | None:
@@ -212,15 +208,15 @@ def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> 
         dims.append(hidden(n) if divided or start.axes or one[0][1] is HIDDEN else plain(n))
         pieces += [("update", a) for a in axes_of_dim(one)]
     linear = sums(walk, eqn, [operand, update])
-    gone = update.axes - {a for dim in dims for a in axes_of_dim(dim)} - update.partial
-    moved.append(State(different=gone - {p.axis for p in update.pending}, pending=update.pending, done=update.done))
+    held = {a for dim in dims for a in axes_of_dim(dim)}
+    moved.append(_beside(update, held | update.partial)._replace(number=False))
     return [_made(walk, eqn, operand, dims, pieces, moved, linear)]
 
 
 def _concatenate(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Arrays one after another, along a dimension that is not divided; the others agree."""
     [out] = _joined(walk, eqn, operands, eqn.params["dimension"], shape_of(eqn.outvars[0]))
-    return [_counted(walk, eqn, operands, out)]
+    return walk.counted(eqn, operands, [out])
 
 
 def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: Sequence[int]) -> list[State]:
@@ -233,7 +229,7 @@ def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: 
             for o in operands[1:]:
                 both = both and unify(both, o.dims[d], operands[0].different, o.different)
             if both is None:
-                walk.disagree(eqn, operands, d, found[0], found[-1])
+                walk.disagree(eqn, operands, found[0], found[-1])
             dims.append(both or hidden(n))
         elif len(operands) == 1:
             dims.append(found[0])
@@ -244,18 +240,8 @@ def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: 
             dims.append(hidden(n) if unclear else plain(n))
     first = operands[0]
     linear = sums(walk, eqn, operands)
-    others = [
-        State(
-            different=o.axes
-            - {a for dim in dims for a in axes_of_dim(dim)}
-            - o.partial
-            - {p.axis for p in o.pending}
-            - {a for _, a in pieces},
-            pending=o.pending,
-            done=o.done,
-        )
-        for o in operands[1:]
-    ]
+    held = {a for dim in dims for a in axes_of_dim(dim)}.union(a for _, a in pieces)
+    others = [_beside(o, held | o.partial)._replace(number=False) for o in operands[1:]]
     return [_made(walk, eqn, first, dims, pieces, others, linear)]
 
 
@@ -264,7 +250,7 @@ def _stack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     at, shape = eqn.params["axis"], shape_of(eqn.outvars[0])
     widened = [walk.kept(o._replace(dims=(*o.dims[:at], free(1), *o.dims[at:]), table=None)) for o in operands]
     [out] = _joined(walk, eqn, widened, at, shape)
-    return [_counted(walk, eqn, operands, out)]
+    return walk.counted(eqn, operands, [out])
 
 
 def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -272,7 +258,7 @@ def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     [operand] = operands
     reps = eqn.params["reps"]
     dims = [normal([(n, FREE), *dim]) if n > 1 else dim for n, dim in zip(reps, operand.dims, strict=True)]
-    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims))]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims)])
 
 
 def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -287,7 +273,7 @@ def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         dims.append(hidden(n) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(n))
         pieces += [("pad", a) for a in axes_of_dim(dim)]
     linear = sums(walk, eqn, [operand, value])
-    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces, [value], linear))]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, [value], linear)])
 
 
 # --- indices ----------------------------------------------------------------------------------------------------
@@ -313,16 +299,9 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
     # An index into a whole dimension lies as the indices do. One into a piece is right if it was moved by axis_index.
     lies = {a for dim in dims for a in axes_of_dim(dim)}
-    others = [
-        State(
-            different=indices.axes - lies - {p.axis for p in indices.pending},
-            pending=indices.pending,
-            done=indices.done,
-            number=indices.number,
-        )
-    ]
+    others = [_beside(indices, lies)]
     linear = fetches(walk, eqn, [operand, others[0]])
-    return [_counted(walk, eqn, operands, _made(walk, eqn, operand, dims, pieces, others, linear))]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others, linear)])
 
 
 def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -334,10 +313,7 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     pieces = [("index", a) for d in placed for a in axes_of_dim(operand.dims[d])]
     held = {a for dim in dims for a in axes_of_dim(dim)}
     linear = sums(walk, eqn, [operand, updates])
-    others = [
-        State(different=o.axes - held - linear[0] - {p.axis for p in o.pending}, pending=o.pending, done=o.done)
-        for o in (indices, updates)
-    ]
+    others = [_beside(o, held | linear[0])._replace(number=False) for o in (indices, updates)]
     return [_made(walk, eqn, operand, dims, pieces, others, linear)]
 
 
@@ -345,7 +321,7 @@ def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """It counts from 0 on every device, and is the same on each."""
     dimension = eqn.params["dimension"]
     dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
-    return [_counted(walk, eqn, operands, walk.kept(State(dims, number=True)))]
+    return walk.counted(eqn, operands, [walk.kept(State(dims, number=True))])
 
 
 def _top_k(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

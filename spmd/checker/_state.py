@@ -36,7 +36,7 @@ class State(NamedTuple):
       partial: The axes along which it is a term of a sum.
       different: The axes along which it differs, nobody knows how.
       pending: What was done to a piece, and is not complete.
-      done: What collectives completed, as (kind, axis): a value combined with it is no longer pending.
+      done: What collectives completed. A value that is combined with this one is complete too.
       zero: Whether it is zero, which is neutral in every sum.
       number: Whether no data is in it, only literals.
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
@@ -49,7 +49,7 @@ class State(NamedTuple):
     partial: frozenset[str] = NONE
     different: frozenset[str] = NONE
     pending: frozenset[Pending] = NONE
-    done: frozenset[tuple[str, str]] = NONE
+    done: frozenset[Pending] = NONE
     zero: bool = False
     number: bool = False
     table: Any = None
@@ -161,6 +161,15 @@ def ends_of(sizes: Sequence[int]) -> list[int]:
     return out[::-1]
 
 
+def _cut_alike(one: Dim, two: Dim) -> list[tuple[int, Axes, Axes]] | None:
+    """The factors of two dimensions of one size, cut at the same places; None where a factor would be cut across."""
+    ends = [*ends_of([s for s, _ in one]), *ends_of([s for s, _ in two])]
+    left, right = refined(one, ends), refined(two, ends)
+    if left is None or right is None:
+        return None
+    return [(size, a, b) for (size, a), (_, b) in zip(left, right, strict=True)]
+
+
 def unify(one: Dim, two: Dim, one_free: frozenset[str] = NONE, two_free: frozenset[str] = NONE) -> Dim | None:
     """The dimension that two operands have together; None where they certainly disagree.
 
@@ -174,12 +183,11 @@ def unify(one: Dim, two: Dim, one_free: frozenset[str] = NONE, two_free: frozens
         return one
     if one[0][1] is FREE and len(one) == 1:
         return two
-    ends = [*ends_of([s for s, _ in one]), *ends_of([s for s, _ in two])]
-    left, right = refined(one, ends), refined(two, ends)
-    if left is None or right is None:
+    pairs = _cut_alike(one, two)
+    if pairs is None:
         return hidden(size_of(one))
     out: list[Factor] = []
-    for (size, a), (_, b) in zip(left, right, strict=True):
+    for size, a, b in pairs:
         if a == b or b is FREE:
             axes = a
         elif a is FREE:
@@ -203,16 +211,10 @@ def join_dims(one: Dim, two: Dim) -> Dim:
     """What is certain of a dimension that is one or the other."""
     if one == two:
         return one
-    if size_of(one) != size_of(two):
+    pairs = _cut_alike(one, two) if size_of(one) == size_of(two) else None
+    if pairs is None:
         return hidden(size_of(one))
-    ends = [*ends_of([s for s, _ in one]), *ends_of([s for s, _ in two])]
-    left, right = refined(one, ends), refined(two, ends)
-    if left is None or right is None:
-        return hidden(size_of(one))
-    out = []
-    for (size, a), (_, b) in zip(left, right, strict=True):
-        out.append((size, a if a == b else b if a is FREE else a if b is FREE else HIDDEN))
-    return normal(out)
+    return normal((size, a if a == b else b if a is FREE else a if b is FREE else HIDDEN) for size, a, b in pairs)
 
 
 def join(one: State, two: State) -> State:
@@ -236,3 +238,17 @@ def join(one: State, two: State) -> State:
         one.table if one.table == two.table else None,
         loose=one.loose or two.loose,
     )
+
+
+def hide(dims: Sequence[Dim], axes: Iterable[str]) -> tuple[Dim, ...]:
+    """The dimensions; nobody knows any more how those lie that one of these axes divides."""
+    return tuple(dim if set(axes).isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims)
+
+
+def equal_along(state: State, axes: frozenset[str]) -> State:
+    """A value that is equal along these axes, nobody knows how it became so."""
+    dims = hide(state.dims, axes)
+    lost = state.divided.difference(axes, *map(axes_of_dim, dims))
+    pending = frozenset(p for p in state.pending if p.axis not in axes)
+    different = (state.different - axes) | lost
+    return state._replace(dims=dims, partial=state.partial - axes, different=different, pending=pending, table=None)

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from spmd._jaxprs import shape_of
 
-__all__ = ["NEW", "TABLE", "Entry", "Map", "groups"]
-
 Label = int | None
 NEW: Label = None  # of an operand: the dimension goes; of a result: it is constant along the dimension
 
@@ -30,7 +28,6 @@ class Map(NamedTuple):
       reduced: For each label that is reduced, what reduces it: "sum", "max" and so on.
       whole: For each label that is needed whole, what needs it.
       made: Labels of the result that are new, and not constant: positions of a sort, pieces of a window.
-      sizes: The sizes of the result, where a label changes its size.
     """
 
     operands: Sequence[Sequence[Label]]
@@ -197,7 +194,7 @@ def _triangular_solve(eqn: Any) -> Map:
     return Map([[*batch, 1002, 1003], [*batch, *last]], [*batch, *last], whole=whole, made=frozenset((solved,)))
 
 
-# --- runs of a reshape ---
+# --- runs of a reshape --------------------------------------------------------------------------------------------
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:

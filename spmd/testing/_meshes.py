@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd._jaxprs import opened
-from spmd._leaves import is_array, wrapped
+from spmd._leaves import is_array
 from spmd._table import Table
 from spmd._walker import equations
-from spmd.checker import check_jaxpr
 from spmd.errors import LayoutError, MeshError, ReplicationError, SpmdError
 from spmd.kernels._kernel import Kernel
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for
@@ -87,7 +86,7 @@ def assert_same_on_any_mesh(
         names the result or the argument whose gradient differs, on which meshes, by how much, and if all numbers have
         one factor, which sizes of axes that is.
       ReplicationError: A collective that not all of its devices reach. It is found before anything runs.
-      MeshError: There is no mesh, or none with several devices.
+      MeshError: No mesh is given, or the mesh has one device.
       SpmdError: All numbers of a result are NaN, so that nothing is compared.
 
     Example:
@@ -205,7 +204,7 @@ class _Program:
         placed = [_placed(x, spec, mesh) for x, spec in zip(leaves, self.specs, strict=True)]
         args, kwargs = jax.tree.unflatten(structure, placed)
         if self.builds or getattr(self.kernel, "check", "error") in ("warn", "off"):
-            _check_divergent(fn, args, kwargs, mesh, self.name)
+            _check_divergent(fn, args, kwargs)
         program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)
         traced = jax.jit(program).trace(*arrays)
         compiled, dtype = traced.lower().compile(), _coarsest(traced.jaxpr)
@@ -270,18 +269,13 @@ def _placed(x: Any, spec: P, mesh: Mesh) -> Any:
     return jax.device_put(x, NamedSharding(mesh, spec)) if is_array(x) else x
 
 
-def _check_divergent(fn: Callable[..., Any], args: Any, kwargs: Any, mesh: Mesh, name: str) -> None:
+def _check_divergent(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Find collectives that some devices do not reach, before they wait for each other.
 
     Kernels look for themselves when they are traced, unless they are told not to. A `shard_map` of the user's own does
     not.
     """
-    check = getattr(spmd, "check", None)
-    if check is None:  # the pass of kernels, on the whole program
-        traced = jax.jit(lambda: wrapped(fn(*args, **kwargs))).trace()
-        check_jaxpr(traced.jaxpr, mesh_axes=mesh.axis_names, kernel=name)
-        return
-    if found := [str(one) for one in check(fn, *args, **kwargs) if one.kind == "divergent"]:
+    if found := [str(one) for one in spmd.check(fn, *args, **kwargs) if one.kind == "divergent"]:
         raise ReplicationError("\n".join(found), call=_CALL)
 
 

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-import spmd
 from tests.checker.twins.registry import MISSED, Pair, findings, load, refused, results, same, truth, why_missed
 from tests.conftest import case_count
 from tests.sampler import first_seed
@@ -34,7 +33,6 @@ def test_its_twin_raises_no_alarm(pair: Pair) -> None:
     assert not findings(pair, pair.correct)
 
 
-@pytest.mark.skipif(not hasattr(spmd, "check"), reason="raw code is checked by spmd.check")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.raw], ids=named)
 def test_raw_code_is_checked_too(pair: Pair) -> None:
     assert not why_missed(pair, raw=True)

@@ -127,9 +127,6 @@ def said(program: Program, mutant: Mutant | None = None) -> str:
     """What the checker says of a program or of a mutant: the kinds of the findings, and the first one."""
     with changed(mutant) if mutant else contextlib.nullcontext():
         try:
-            if not hasattr(spmd, "check"):
-                jax.jit(program.function(program.mesh)).trace(*program.args)
-                return ""
             found = spmd.check(program.function(program.mesh), *program.args)
         except SpmdError as error:
             return first_line(error)

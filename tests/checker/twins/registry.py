@@ -255,16 +255,13 @@ def findings(pair: Pair, body: Callable[..., Any], *, raw: bool = False) -> list
     run = jax.jit(pair.shard_map(body)) if raw else pair.kernel(body)
     args = pair.arguments()
     try:
-        if hasattr(spmd, "check"):
-            return [Said(str(found), found.kind, found.line) for found in spmd.check(run, *args)]
-        run.trace(*args)
+        return [Said(str(found), found.kind, found.line) for found in spmd.check(run, *args)]
     except spmd.SpmdError as error:
         return [Said(str(error))]
     except Exception as error:
         if body is pair.mistaken and refused(pair) == "JAX":
             return [Said(str(error))]
         raise
-    return []
 
 
 def why_missed(pair: Pair, *, raw: bool = False) -> str:
