@@ -162,10 +162,11 @@ def ends_of(sizes: Sequence[int]) -> list[int]:
 
 
 def _cut_alike(one: Dim, two: Dim) -> list[tuple[int, Axes, Axes]] | None:
-    """The factors of two dimensions of one size, cut at the same places; None where a factor would be cut across."""
+    """The factors of two dimensions of one size, cut at the same places. None where a factor would be cut across, and
+    where one of them has a block of one element, for which the other has no place."""
     ends = [*ends_of([s for s, _ in one]), *ends_of([s for s, _ in two])]
     left, right = refined(one, ends), refined(two, ends)
-    if left is None or right is None:
+    if left is None or right is None or [s for s, _ in left] != [s for s, _ in right]:
         return None
     return [(size, a, b) for (size, a), (_, b) in zip(left, right, strict=True)]
 

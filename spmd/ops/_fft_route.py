@@ -2,8 +2,8 @@
 
 Pure Python on placements. A dimension can be transformed while it is whole on each device. So the divided ones are
 freed one after another, or several at once, by moving their mesh axes to other dimensions. Dijkstra's algorithm finds
-the route that sends the fewest bytes; the planner says what each change of layout sends. Routes are short and few, and
-each is searched once.
+the route that sends the fewest bytes, of those whose every change frees a dimension; the planner says what each change
+of layout sends. Routes are short and few, and each is searched once.
 
 This search is not the planner's. Between two layouts here dimensions must be whole, in an order for real transforms,
 sizes and item sizes change, and some dimensions are padded; the planner's states and its bound know none of this.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd._lax import _split_p
 from spmd.checker import check_jaxpr
-from spmd.checker._state import FREE, Dim, is_divided
+from spmd.checker._dataflow import Dataflow, walk_closed
+from spmd.checker._state import FREE, HIDDEN, Dim, State, is_divided
 from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError
 from spmd.language import Layout, Pattern
@@ -150,3 +153,66 @@ def message(body: Callable[..., Any], *specs: Any, **kwargs: Any) -> str:
     except ReplicationError as error:
         return re.sub(r"(\S*/)?(\w+\.py):\d+ \(\S*?([\w<>]+)\)", r"\2:N (\3)", str(error).strip("\n"))
     raise AssertionError("no error")
+
+
+class Inside(Dataflow):
+    """A walk without what a body returns: here partial sums leave it, and each device's result is a row of an output."""
+
+    def _check_returned(self, eqn: Any, outs: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the checker knows of the results of a body, and what the devices hold.
+
+    Attributes:
+      states: The state of each result.
+      held: Its numbers, with a dimension for dp and one for tp in front.
+      alone: The numbers of the same body on one device, with whole arrays.
+      kinds: The kinds of the findings.
+    """
+
+    states: list[State]
+    held: list[np.ndarray]
+    alone: list[np.ndarray]
+    kinds: list[str]
+
+    def agree(self) -> int:
+        """Compare each result of which all is known with one device; how many these are."""
+        known = 0
+        for state, held, alone in zip(self.states, self.held, self.alone, strict=True):
+            if is_known(state):
+                known += 1
+                together = whole(held, state.dims, state.partial)
+                np.testing.assert_allclose(np.broadcast_to(together, alone.shape), alone, rtol=1e-3, atol=1e-4)
+        return known
+
+    def __getitem__(self, part: slice) -> Seen:
+        """Some of the results."""
+        return Seen(self.states[part], self.held[part], self.alone[part], self.kinds)
+
+
+def parted(found: Seen, counts: Sequence[int]) -> list[Seen]:
+    """The results of a body that does several things, so that it is compiled once: so many of each."""
+    ends = np.cumsum([0, *counts])
+    return [found[slice(a, b)] for a, b in itertools.pairwise(ends)]
+
+
+def is_known(state: State) -> bool:
+    hidden = any(axes is HIDDEN for dim in state.dims for _, axes in dim)
+    return not (hidden or state.pending or state.different)
+
+
+def seen(body: Callable[..., Any], *layouts: str, args: Sequence[Any]) -> Seen:
+    """Run a body whose arguments lie so on the mesh of AXES and on one device, and walk over it."""
+    specs = tuple(Layout(layout).spec for layout in layouts)
+    listed = lambda *args: list(jax.tree.leaves(body(*args)))
+    stacked = lambda *args: [varying(v)[None, None] for v in listed(*args)]
+    made = {"in_specs": specs, "out_specs": P("dp", "tp")}
+    walk = Inside("kernel", AXES)
+    walk_closed(walk, jax.jit(jax.shard_map(stacked, mesh=mesh(), **made)).trace(*args).jaxpr)
+    states = [state._replace(dims=state.dims[2:]) for state in walk.outputs[-1][1]]
+    held = shards(listed, *specs, m=mesh(), args=args)
+    alone = [v[0, 0] for v in shards(listed, *specs, m=mesh(1, 1), args=args)]
+    return Seen(states, held, alone, [finding.kind for finding in walk.findings])

@@ -1,0 +1,119 @@
+"""Collectives over every layout: what they complete, join and divide agrees with the numbers of one device."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd.checker._collectives import COMPLETES, _divided_dim, _joined_dim
+from spmd.checker._state import FREE, Pending, axes_of_dim, hidden, normal, plain
+from tests.checker.harness import AXES, is_known, parted, seen, split, varying
+
+X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+LAYOUTS = ("a b", "a/dp b", "a b/tp", "a/dp b/tp", "a/tp/dp b", "a/dp/tp b", "a b/dp/tp")
+
+
+def gathered(axis, dim):
+    return lambda x: lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def exchanged(axis, to, start):
+    return lambda x: lax.all_to_all(x, axis, to, start, tiled=True)
+
+
+def axes_of(layout: str) -> list[tuple[str, ...]]:
+    return [tuple(word.split("/")[1:]) for word in layout.split()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gathers_and_exchanges(layout):
+    """The innermost axis of a dimension can be taken away; then the dimension is whole, or divided by the others."""
+    cases = [(axis, dim) for dim, axes in enumerate(axes_of(layout)) for axis in axes]
+    inner = [(axis, dim) for axis, dim in cases if axes_of(layout)[dim][-1] == axis]
+    outer = [case for case in cases if case not in inner]
+    body = lambda x: [f(x) for axis, dim in inner for f in (gathered(axis, dim), exchanged(axis, 1 - dim, dim))]
+    found = seen(body, layout, args=(X,)) if inner else None
+    for (axis, dim), one in zip(inner, parted(found, [2] * len(inner)), strict=True) if inner else ():
+        assert one.agree() == 2
+        assert axis not in one.states[0].axes and axes_of_dim(one.states[1].dims[1 - dim])[-1] == axis
+    assert found is None or found.kinds == []
+    for axis, dim in outer:  # in another order than they were cut
+        one = seen(gathered(axis, dim), layout, args=(X,))
+        assert axis not in one.states[0].axes
+        if is_known(one.states[0]):  # runs of blocks, as the numbers say, and not the dimension in order
+            assert len(one.states[0].dims[dim]) > 1
+
+
+def test_blocks_out_of_order_are_told_when_they_are_joined():
+    body = lambda x: lax.all_gather(lax.all_gather(x, "dp", tiled=True), "tp", tiled=True)
+    assert seen(body, "a/dp/tp b", args=(X,)).kinds == ["order"]
+    right = lambda x: lax.all_gather(lax.all_gather(x, "tp", tiled=True), "dp", tiled=True)
+    found = seen(right, "a/dp/tp b", args=(X,))
+    assert found.kinds == [] and found.agree() == 1
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "any", "all"])
+def test_what_was_done_to_a_piece_is_completed_by_its_own_reduction(kind):
+    piece = {"max": jnp.max, "min": jnp.min, "any": lambda x, d: (x > 1).any(d), "all": lambda x, d: (x > -9).all(d)}
+    reduced = lambda how: lambda x: getattr(lax, how)(piece[kind](x, 0).astype("float32"), "dp")
+    found = seen(reduced(COMPLETES[kind]), "a/dp b", args=(X,))
+    assert found.kinds == [] and found.agree() == 1
+    other = {"pmax": "pmin", "pmin": "pmax"}[COMPLETES[kind]]
+    for how in (other, "psum"):
+        assert seen(reduced(how), "a/dp b", args=(X,)).kinds == ["pending"], how
+
+
+def test_sums_of_parts_and_of_copies():
+    found = seen(lambda x: lax.psum(x.sum(0), "dp"), "a/dp b", args=(X,))
+    assert found.kinds == [] and found.agree() == 1
+    assert seen(lambda x: lax.psum(x, "dp"), "a b", args=(X,)).kinds == ["copies"]
+    assert seen(lambda x: lax.pmean(x, "dp"), "a b", args=(X,)).kinds == [], "a mean of copies is one of them"
+    assert seen(lambda x: lax.psum(jnp.ones(()), "dp"), "a b", args=(X,)).kinds == [], "devices may be counted"
+    assert seen(lambda x: lax.pmax(x.sum(0), "dp"), "a/dp b", args=(X,)).kinds == ["nonlinear"]
+
+
+def test_blocks_of_a_sum_and_of_a_whole():
+    scattered = lambda x: lax.psum_scatter(x.sum(0), "dp", tiled=True)
+    found = seen(scattered, "a/dp b", args=(X,))
+    assert found.kinds == [] and found.agree() == 1 and axes_of_dim(found.states[0].dims[0]) == ("dp",)
+    own = seen(lambda x: split(x, "tp", 0, lax.axis_size("tp")), "a b", args=(X,))
+    assert own.agree() == 1 and axes_of_dim(own.states[0].dims[0]) == ("tp",)
+
+
+def test_another_devices_block_is_unknown_and_equal_values_stay_equal():
+    perm = lambda pairs: lambda x: lax.ppermute(varying(x, "dp"), "dp", pairs(lax.axis_size("dp")))
+    ring = perm(lambda n: [(i, (i + 1) % n) for i in range(n)])
+    found = seen(ring, "a/dp b", args=(X,))
+    assert not is_known(found.states[0]) and found.states[0].different == {"dp"}
+    assert seen(ring, "a b/tp", args=(X,)).agree() == 1
+    some = seen(perm(lambda n: [(0, n - 1)]), "a b", args=(X,))
+    assert "dp" in some.states[0].different, "whoever gets nothing has zeros"
+
+
+def test_groups_leave_groups_different():
+    body = lambda x: spmd.per_shard("groups")(lambda x: lax.psum(x, "tp", axis_index_groups=[[0, 1], [2, 3]]))(x)
+    try:
+        found = seen(body, "a b/tp", args=(X,))
+    except (NotImplementedError, ValueError, TypeError):
+        return  # versions of JAX that refuse groups in a typed shard_map
+    assert "tp" in found.states[0].different
+
+
+def test_dimensions_that_are_joined_and_cut():
+    block = normal([(3, ("dp", "tp"))])
+    assert _joined_dim(block, ("tp",), 4) == normal([(12, ("dp",))])
+    assert _joined_dim(block, ("dp", "tp"), 8) == plain(24)
+    assert _joined_dim(block, ("dp",), 2) == ((2, ()), (3, ("tp",))), "runs of blocks"
+    assert _joined_dim(block, ("tp", "dp"), 8) is None and _joined_dim(plain(3), ("tp",), 4) is None
+    assert _divided_dim(normal([(12, ("dp",))]), ("tp",), 4) == block
+    assert _divided_dim(hidden(12), ("tp",), 4) is None and _divided_dim(plain(6), ("tp",), 4) is None
+    assert _divided_dim(((8, FREE),), ("tp",), 4) == ((2, FREE),), "a block of a constant is constant"
+
+
+def test_indices_differ_along_their_axis():
+    found = seen(lambda x: [lax.axis_index(axis) for axis in AXES], "a b", args=(X,))
+    assert [state.axes for state in found.states] == [{"dp"}, {"tp"}]
+    assert not any(isinstance(p, Pending) for state in found.states for p in state.pending)

@@ -1,0 +1,158 @@
+"""What the engine does with every entry of the table: agreement, short cuts, loops and decisions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.checker import _engine
+from spmd.checker._dataflow import walk_closed
+from spmd.checker._engine import constant_state
+from spmd.checker._state import FREE
+from tests.checker.harness import AXES, Inside, mesh, parted, seen, varying
+from tests.sampler import dice, seeds
+
+X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
+
+STEPS = {
+    "add": lambda x, w: x + w,
+    "a number": lambda x, w: 2.0 * x + 1.0,
+    "product": lambda x, w: jnp.einsum("ab,ab->a", x, w),
+    "sum": lambda x, w: x.sum(0) + w.sum(0),
+    "largest": lambda x, w: x.max(1),
+    "choice": lambda x, w: jnp.where(x > 0, x, w),
+    "nothing": lambda x, w: x * 0.0 + w,
+    "broadcast": lambda x, w: x[:, None] * jnp.ones((1, 3, 1)),
+}
+LAYOUTS = ("a b", "a/dp b", "a b/tp", "a/dp b/tp", "a/tp b/dp", "a/dp/tp b", "a b/tp/dp")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_known_is_what_the_numbers_say(layout):
+    """Both operands lie alike, so nothing is wrong."""
+    found = seen(lambda x, w: [step(x, w) for step in STEPS.values()], layout, layout, args=(X, W))
+    assert found.kinds == []
+    known = dict(zip(STEPS, parted(found, [1] * len(STEPS)), strict=True))
+    assert [name for name, one in known.items() if not one.agree()] == (["largest"] if "b/" in layout else [])
+
+
+def some_steps(seed):
+    """A body of a few random steps."""
+    rng = dice(seed)
+    names = ["add", "a number", "choice", "nothing"]
+    plan = [(STEPS[rng.choice(names)], rng.randrange(9), rng.randrange(9)) for _ in range(5)]
+
+    def body(x, w):
+        values = [x, w, lax.psum(w, "tp"), x * 0.5]
+        for step, one, two in plan:
+            values.append(step(values[one % len(values)], values[two % len(values)]))
+        return values
+
+    return body
+
+
+class Slow(Inside):
+    """An engine that remembers nothing."""
+
+    def step(self, eqn, operands):
+        self._memo.clear()
+        return super().step(eqn, operands)
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_short_cuts_change_nothing(seed, monkeypatch):
+    """Results that are remembered, and those of elementwise work on values in one state, are those of the whole rule."""
+    stacked = lambda *args: [varying(v)[None, None] for v in some_steps(seed)(*args)]
+    specs = P("dp"), P("dp")
+    run = jax.shard_map(stacked, mesh=mesh(), in_specs=specs, out_specs=P("dp", "tp"))
+    jaxpr = jax.jit(run).trace(X[:, :4], W[:, :4]).jaxpr
+
+    def walked(kind):
+        walk = kind("kernel", AXES)
+        walk_closed(walk, jaxpr)
+        return walk.outputs[-1][1], [(one.kind, one.line) for one in walk.findings]
+
+    quick = walked(Inside)
+    monkeypatch.setattr(_engine, "_unchanged", lambda operands: None)
+    assert walked(Slow) == quick
+
+
+def test_blocks_that_nobody_can_place_raise_no_alarm():
+    """Four blocks of one element, of which two are gathered: what they are added to may lie in any way."""
+
+    def body(x, w):
+        y = lax.all_gather(x, "dp", tiled=True)
+        return y + w[: y.shape[0]]
+
+    found = seen(body, "n/dp/tp", "m", args=(X[0], W[0]))
+    assert found.kinds == [] and "tp" in found.states[0].different
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros((3, 4)), np.ones((3, 4)), np.eye(4), np.arange(3.0)[:, None] * np.ones((1, 4)), np.float32(0), np.empty((0, 2))],
+    ids=str,
+)  # fmt: skip
+def test_constants_are_read_off_their_elements(value):
+    state = constant_state(value)
+    assert state.number and state.zero == (not value.any()) and not state.axes
+    for place, dim in enumerate(state.dims):
+        constant = not value.size or (value == value.take([0], axis=place)).all()
+        assert (dim[0][1] is FREE) == constant
+
+
+def test_faults_are_those_of_the_user():
+    """The same step is a finding in a body, and nothing where it is meant per shard or in what JAX made of it."""
+    wrong = lambda x, w: x + jnp.arange(8.0, dtype="float32")[: x.shape[0], None]
+    assert seen(wrong, "a/dp b", "a b", args=(X, W)).kinds == ["disagree"]
+    assert seen(spmd.per_shard("it is meant")(wrong), "a/dp b", "a b", args=(X, W)).kinds == []
+    right = lambda x, w: x + jnp.arange(8.0, dtype="float32")[None, :]
+    assert seen(right, "a/dp b", "a b", args=(X, W)).kinds == []
+
+
+def test_each_mistake_is_told_once():
+    """What comes of it is unknown, so the steps behind it are silent."""
+
+    def body(x, w):
+        y = x + w[: x.shape[0]]
+        return [jnp.exp(y), y @ w, lax.psum(y, "dp")]
+
+    found = seen(body, "a/dp b", "a b", args=(X, W))
+    assert found.kinds == ["disagree"] and "dp" in found.states[0].axes
+
+
+def total(x):
+    return lax.scan(lambda c, r: (c + r, None), varying(jnp.zeros(x.shape[1])), varying(x))[0]
+
+
+LOOPS = {
+    "rows that are put together again": (lambda x: lax.scan(lambda c, r: (c, jnp.sin(r)), 0.0, x)[1], {"a/dp b": True}),
+    "a carry through a piece": (total, {"a/dp b": False}),
+    "a carry through a whole": (total, {"a b/tp": True}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_over_a_divided_dimension(name):
+    body, [(layout, known)] = LOOPS[name][0], list(LOOPS[name][1].items())
+    found = seen(body, layout, args=(X,))
+    assert found.agree() == known and found.kinds == []
+    assert known or {p.kind for p in found.states[0].pending} == {"recurrence"}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_decision_of_a_piece_divides_what_it_decides(axis):
+    """Branches that differ along an axis may meet collectives of other axes only."""
+
+    def body(x, w):
+        return lax.cond((x > 0).any(), lambda: w * lax.pmax(w.sum(), axis), lambda: w)
+
+    found = seen(body, "a/dp b", "a b", args=(X, W))
+    assert found.kinds == (["divergent"] if axis == "dp" else [])
+    assert "dp" in found.states[0].axes and "tp" not in found.states[0].axes
