@@ -6,8 +6,9 @@ One walk over the traced jaxpr, nothing is evaluated. docs/pages/checker.md says
 from __future__ import annotations
 
 from spmd.checker._api import InState, OutputFacts, check, check_body, check_jaxpr, explain_output, in_states_of
-from spmd.checker._findings import Finding, Findings
+from spmd.checker._findings import Finding, Findings, early
 from spmd.checker._rules import Rules, rules
+from spmd.checker._source import line_of
 
 __all__ = [
     "Finding",
@@ -18,7 +19,9 @@ __all__ = [
     "check",
     "check_body",
     "check_jaxpr",
+    "early",
     "explain_output",
     "in_states_of",
+    "line_of",
     "rules",
 ]

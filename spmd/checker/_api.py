@@ -18,7 +18,7 @@ from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._findings import Finding, Findings, found, report
 from spmd.checker._report import describe
 from spmd.checker._scale import check_scale
-from spmd.checker._source import line_of, line_of_error
+from spmd.checker._source import called_at, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
 from spmd.errors import Fix, ReplicationError
 from spmd.language import Layout
@@ -68,7 +68,7 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
             jaxpr = jax.make_jaxpr(run)(*arrays)
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
             told = [one for one in error.findings if isinstance(one, Finding)]
-            return Findings(told or (found(error.fault, "layout", line_of_error(error)),))
+            return Findings(told or (found(error.fault, "layout", line_of_error(error) or called_at()),))
     walk = Dataflow(getattr(fn, "__name__", type(fn).__name__), ())
     walk_closed(walk, jaxpr)
     scales = check_scale(jaxpr, _alone(run, arrays, walk.sizes), walk.sizes)
@@ -191,6 +191,7 @@ class OutputFacts:
         all_gathers that made it so. (On an axis in neither, it became equal in another way.)
       calls: The same gathers as the calls that the user wrote, `to="invarying"` added, ready to paste.
       reasons: For each axis in `different`, the values and primitives that it comes from.
+      line: The nearest line of the user's that made it.
     """
 
     different: tuple[str, ...]
@@ -198,6 +199,7 @@ class OutputFacts:
     copies: dict[str, tuple[str, ...]]
     calls: dict[str, tuple[Fix, ...]]
     reasons: dict[str, tuple[str, ...]]
+    line: str
 
 
 def explain_output(
@@ -251,7 +253,7 @@ def _facts(walk: Dataflow, state: State, atom: Any, written: Mapping[tuple[str, 
     sources = {axis: walk.history.sources(atom, axis) for axis in different}
     reasons = {axis: tuple(dict.fromkeys(map(describe, found))) for axis, found in sources.items()}
     partial = tuple(axis for axis in order if axis in state.partial)
-    return OutputFacts(different, partial, copies, calls, reasons)
+    return OutputFacts(different, partial, copies, calls, reasons, walk.history.line(atom))
 
 
 def _gather_calls(jaxpr: Any) -> dict[tuple[str, str], tuple[Fix, ...]]:

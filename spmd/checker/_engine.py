@@ -18,7 +18,7 @@ from spmd.checker._findings import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
 from spmd.checker._places import Place, Places
-from spmd.checker._source import called_in_jax, is_transposed, line_of
+from spmd.checker._source import called_at, called_in_jax, is_transposed, line_of
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -126,13 +126,16 @@ class Engine(Domain):
             self.note(eqn, kind, describe(self, eqn, axes))
 
     def note(self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True) -> None:
-        """Keep a finding, with its class and its line: that of the equation, or of the one to blame (`where`), or where
-        the operand was made."""
-        line = line_of(*(where or (eqn, tuple(self.callers))))
-        if not line and eqn.invars:
-            made = self.history.producer(eqn.invars[0])
-            line = "" if made is None else line_of(*made)
+        """Keep a finding, with its class and the user's line to blame."""
+        line = self._line(*(where or (eqn, tuple(self.callers))))
         self.findings.append(found(fault, kind, line, certain))
+
+    def _line(self, eqn: Any, callers: tuple[Any, ...]) -> str:
+        """The line of an equation. What this package or JAX wrote has none, and then it is the line that made the
+        operand, a call around it, or what the user calls now."""
+        made = None if line_of(eqn) or not eqn.invars else self.history.producer(eqn.invars[0])
+        near = "" if made is None else line_of(made[0])
+        return near or line_of(eqn, callers) or called_at()
 
     def inside_verb(self, eqn: Any) -> bool:
         """Whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from spmd.checker._source import called_at
 from spmd.errors import Fault, ReplicationError, warn
 
 
@@ -26,6 +27,12 @@ class Finding(Fault):
 def found(fault: Fault, kind: str, line: str, certain: bool = True) -> Finding:
     """The same fault with its class and its line."""
     return Finding(**{f.name: getattr(fault, f.name) for f in fields(Fault)}, kind=kind, line=line, certain=certain)
+
+
+def early(error: ReplicationError, line: str) -> ReplicationError:
+    """An error that ends the trace before the walk, with itself as its one finding."""
+    error.findings = Findings((found(error.fault, "layout", line or called_at()),))
+    return error
 
 
 class Findings(tuple[Finding, ...]):

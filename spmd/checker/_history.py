@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 
 from spmd._facts import kernel_around
 from spmd._jaxprs import Role, axes_of, held, opened
+from spmd.checker._source import line_of
 from spmd.language import axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.
@@ -181,6 +182,11 @@ class History:
         """The equation that made a value, and the equations around it."""
         made = None if isinstance(atom, Literal) else self.made.get(atom)
         return None if made is None else (made[0], made[2])
+
+    def line(self, atom: Any) -> str:
+        """The nearest line of the user's among those that made a value."""
+        made = (self.made[var][0] for var in self.behind(atom, _never) if var in self.made)
+        return next(filter(None, map(line_of, made)), "")
 
 
 def _never(eqn: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,12 +33,27 @@ def line_of(eqn: Any, callers: Sequence[Any] = ()) -> str:
     return ""
 
 
+def called_at() -> str:
+    """The user's line that runs now, as `line_of` writes it: that of `spmd.check`, or of a kernel's call."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return _shorten(f"{code.co_filename}:{frame.f_lineno} ({code.co_qualname})")
+        frame = frame.f_back
+    return ""
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_PACKAGE) and not _compat.in_jax(file)
+
+
 def line_of_error(error: BaseException) -> str:
     """The user's line that an error comes from, as `line_of` writes it."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_PACKAGE) and not _compat.in_jax(code.co_filename):
+        if _is_users(code.co_filename):
             found = _shorten(f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})")
         trace = trace.tb_next
     return found

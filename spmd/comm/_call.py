@@ -468,7 +468,7 @@ class Call:
         return None if at < 0 else (at, self.written.source.find("}", at) + 1)
 
     def _check_tag(self, known: Known, layout: Layout, label: str, index: int) -> None:
-        have, origin, name = known
+        have, origin, name, _ = known
         lost = self.frame.in_mesh_order(set(have.unreduced) - set(layout.unreduced))
         if lost:
             done = Layout.from_dims(have.dims, reduced=have.reduced)

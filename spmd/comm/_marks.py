@@ -7,6 +7,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.source_info_util as source_info_util
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,11 +21,13 @@ assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 
 
 class Known(NamedTuple):
-    """What is remembered of a value: its layout, the call that said so, and its name if it is a kernel's argument."""
+    """What is remembered of a value: its layout, the call that said so, its name if it is a kernel's argument, and the
+    line, as an equation has it."""
 
     layout: Layout
     origin: str
-    name: str | None = None
+    name: str | None
+    source_info: Any
 
 
 _tags: dict[int, tuple[weakref.ref[Any], Known]] = {}
@@ -32,9 +35,9 @@ _tags: dict[int, tuple[weakref.ref[Any], Known]] = {}
 
 def tag(x: Any, layout: Layout, origin: str, name: str | None = None) -> Any:
     """Remember the layout of a value that `spmd` itself made. It is forgotten with the value."""
-    key = id(x)
+    key, known = id(x), Known(layout, origin, name, source_info_util.current())
     with contextlib.suppress(TypeError):  # a NumPy scalar or a Python number takes no weak reference
-        _tags[key] = (weakref.ref(x, lambda _: _tags.pop(key, None)), Known(layout, origin, name))
+        _tags[key] = weakref.ref(x, lambda _: _tags.pop(key, None)), known
     return x
 
 

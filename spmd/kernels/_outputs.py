@@ -15,7 +15,7 @@ from spmd import _compat
 from spmd._lax import to_reduced
 from spmd._leaves import Static, kind_of, unwrapped
 from spmd._trees import matched
-from spmd.checker import check_jaxpr, explain_output
+from spmd.checker import check_jaxpr, early, explain_output, line_of
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature
@@ -107,6 +107,7 @@ class Outputs:
     def _check_tags(self, arrays: Sequence[Any], signature: Signature) -> None:
         wrong: list[str] = []
         fixes: list[Fix] = []
+        line = ""
         for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
             known = tag_of(x)
             if known is None:
@@ -118,13 +119,14 @@ class Outputs:
             elif same_axes(have, layout, marks=False) is False:
                 wrong.append(f'{path} holds "{have.short}" ({known.origin}); declared "{layout.short}"')
                 fixes += _moved(have, layout, known.name or path)
+            else:
+                continue
+            line = line or line_of(known)
         if wrong:
-            signature.fail(
-                "a result does not have the layout that the right side declares.",
-                got=wrong,
-                fix=tuple(dict.fromkeys(fixes)),
-                error=ReplicationError,
-            )
+            rule = "a result does not have the layout that the right side declares."
+            call, source, fix = signature.text, signature.source, tuple(dict.fromkeys(fixes))
+            error = ReplicationError(rule, call=call, source=source, got=wrong, fix=fix)
+            raise early(error, line)
 
     def check_types(self, flat: Sequence[Any], frame: Frame) -> None:
         """JAX's own type of each result: invarying wherever the layout says equal."""
@@ -259,7 +261,7 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
         else "a result differs on a mesh axis that its layout does not mention: it would be lost or "
         "silently replicated."
     )
-    return ReplicationError(
+    error = ReplicationError(
         rule,
         call=plan.signature.text,
         source=plan.signature.source,
@@ -267,6 +269,7 @@ def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal
         fix=tuple(dict.fromkeys(fixes)),
         advice="; ".join(dict.fromkeys(advice)) or None,
     )
+    return early(error, facts[unequal.faults[0][0]].line)
 
 
 def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:

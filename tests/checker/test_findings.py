@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.checker._findings import Findings, found, report
@@ -50,3 +55,83 @@ def test_a_kernel_says_what_becomes_of_them(how: str) -> None:
 
     with pytest.raises(ReplicationError) if how == "error" else pytest.warns(UserWarning, match="tanh is not linear"):
         wrong(jnp.ones((4, 4)))
+
+
+MESH = spmd.make_mesh(dp=2, tp=4)
+X = jnp.ones((8, 8))
+
+
+def raw(fn, spec):
+    return jax.shard_map(fn, mesh=MESH, in_specs=P("dp", "tp"), out_specs=spec)
+
+
+def kernel(pattern, fn):
+    return spmd.kernel(pattern, mesh=MESH)(fn)
+
+
+# Bodies that hold no line of the user's, or whose finding is at none.
+WITHOUT_LINES = {
+    "a function of JAX": lambda: kernel("b/dp d/tp -> b/dp d/tp", functools.partial(jnp.sort, axis=1)),
+    "its operand": lambda: kernel("b/dp d/tp -> b/dp d/tp", jax.nn.softmax),
+    "tag against signature": lambda: kernel("b/dp d/tp -> d/tp b/dp", lambda x: x),
+    "JAX's tag": lambda: kernel("b/dp d/tp -> b/dp d", jnp.asarray),
+    "a partial sum": lambda: kernel("b/dp d/tp -> b/dp", functools.partial(jnp.sum, axis=1)),
+    "a raw map": lambda: raw(functools.partial(jnp.sort, axis=1), P("dp", "tp")),
+    "a raw map's result": lambda: raw(jnp.tanh, P("tp", "dp")),
+    "under jit": lambda: jax.jit(kernel("b/dp d/tp -> b/dp d/tp", jax.nn.softmax)),
+    "under vmap": lambda: jax.vmap(kernel("d/tp -> d/tp", jnp.sort)),
+    "under grad": lambda: jax.grad(lambda x: kernel("b/dp d/tp -> b/dp d/tp", jax.nn.softmax)(x).sum()),
+    "a scale": lambda: kernel("b/dp d/tp -> scalar", lambda x: lax.psum(jnp.mean(x), ("dp", "tp"))),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_LINES)
+def test_each_finding_names_a_line_of_the_user(name: str) -> None:
+    found = spmd.check(WITHOUT_LINES[name](), X)
+    assert found
+    for one in found:
+        assert "test_findings.py" in one.line
+
+
+# A raw map has no first check, and only `check` looks for scales.
+@pytest.mark.parametrize("name", [n for n in WITHOUT_LINES if not any(word in n for word in ("raw", "scale"))])
+def test_a_first_call_names_it_too(name: str) -> None:
+    with pytest.raises(ReplicationError) as caught:
+        WITHOUT_LINES[name]()(X)
+    for one in caught.value.findings:
+        assert "test_findings.py" in one.line
+
+
+def test_the_line_is_the_nearest_one() -> None:
+    """What made the value that the kernel returns, before the kernel's call."""
+
+    def made(x):
+        return jnp.cumsum(x, axis=1)
+
+    def step(x):
+        return kernel("b/dp d/tp -> b/dp d/tp", made)(x) * 2
+
+    [finding] = spmd.check(step, X)
+    assert finding.line.endswith("(test_the_line_is_the_nearest_one.<locals>.made)")
+    softmax = lambda x: spmd.softmax(x * 2.0, "b/dp [e]")
+    [finding] = spmd.check(kernel("b/dp d/tp -> b/dp d/tp", softmax), X)
+    assert finding.line.endswith("<lambda>)")
+
+
+def test_an_error_of_the_trace_is_a_finding_too() -> None:
+    """What a result's own layout says against the signature, and what JAX types varying."""
+
+    def summed(x):
+        return spmd.reduce(x, "b/dp d/tp -> b/dp {U:tp}")
+
+    def gathered(x):
+        whole = spmd.all_gather(x, "b/dp d/tp -> b/dp d")
+        return jnp.tanh(whole)
+
+    for pattern, body in (("b/dp d/tp -> b/dp", summed), ("b/dp d/tp -> b/dp d", gathered)):
+        with pytest.raises(ReplicationError) as caught:
+            kernel(pattern, body)(X)
+        [finding] = caught.value.findings
+        assert str(finding) in str(caught.value)
+        assert finding.kind == "layout"
+        assert finding.line.endswith(f"(test_an_error_of_the_trace_is_a_finding_too.<locals>.{body.__name__})")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmd._walker import equations
+from spmd.checker import line_of
 from spmd.comm._marks import Known, mark, same_axes, tag, tag_of
 from spmd.language import Layout
 from tests.ops.harness import frame
@@ -17,7 +18,9 @@ from tests.ops.harness import frame
 def test_a_tag_belongs_to_one_value_and_goes_with_it():
     x = jnp.ones(4)
     assert tag(x, Layout("b"), "f(x)", "x") is x
-    assert tag_of(x) == Known(Layout("b"), "f(x)", "x")
+    known = tag_of(x)
+    assert known == Known(Layout("b"), "f(x)", "x", known.source_info)
+    assert "test_marks.py" in line_of(known)
     assert tag_of(x + 1) is None
     tag(2.5, Layout("scalar"), "f(2.5)")  # takes no weak reference
     number = id(x)
