@@ -78,7 +78,7 @@ from spmd.placement import from_function, from_process_local, init, shard
 
 # isort: split
 # Layers are written with the names above.
-from spmd import haliax, nn, parallel
+from spmd import cluster, haliax, nn, parallel
 
 __version__ = "0.1.0"
 
@@ -112,6 +112,7 @@ __all__ = [
     "axis_mapping",
     "axis_size",
     "check",
+    "cluster",
     "cond",
     "cumsum",
     "custom_vjp",

@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from spmd._cli import run_info, run_plan, run_rules, run_show
+from spmd._cli import run_info, run_launch, run_plan, run_rules, run_show
 from spmd.comm.plans import PREFER
 from spmd.errors import SpmdError
 
@@ -17,6 +18,7 @@ _EXAMPLES = """examples:
   python -m spmd show "b/dp (h k)/tp" --mesh dp=2,tp=4 --size b=8,h=4,k=16 --svg layout.svg
   python -m spmd info
   python -m spmd rules
+  python -m spmd launch -n 2 --devices 4 train.py --steps 100
 """
 
 
@@ -70,7 +72,32 @@ def _parser() -> argparse.ArgumentParser:
         description="For each primitive of JAX: how dimensions pass through it, and what becomes of a partial sum.",
     )
     rules.add_argument("--json", action="store_true", help="print JSON")
+    _add_launch(commands)
     return parser
+
+
+def _add_launch(commands: Any) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="start a program as several processes",
+        description="Start a program as several processes on this machine. Their lines are printed with their ranks.\n"
+        "When one fails, its error is printed first and last, and the others end. Ctrl-C reaches all of them and\n"
+        "leaves them 30 s to save. The program calls spmd.cluster.initialize().",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    launch.add_argument("-n", "--processes", dest="count", type=_positive, required=True, help="processes on this host")
+    launch.add_argument("--devices", type=_positive, default=0, help="virtual CPU devices of each process")
+    launch.add_argument("--hosts", metavar="A,B", help="print the command for each of these hosts")
+    launch.add_argument("--host", type=int, metavar="I", help="start the part of host I, as those commands do")
+    launch.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    launch.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
+    launch.add_argument("program", nargs=argparse.REMAINDER, help="a file and its arguments: train.py --lr 0.1")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"a positive number, not {text!r}")
+    return int(text)
 
 
 def _add_mesh_and_sizes(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. The exit status is 0, or 2 if the words are wrong."""
     options = _parser().parse_args(arguments)
     try:
-        return {"plan": run_plan, "show": run_show, "info": run_info, "rules": run_rules}[options.command](options)
+        run = {"plan": run_plan, "show": run_show, "info": run_info, "rules": run_rules, "launch": run_launch}
+        return run[options.command](options)
     except SpmdError as error:
         print(error.fault, file=sys.stderr)
         return 2

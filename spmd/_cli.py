@@ -15,9 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd import _jax_errors
+from spmd._compat import installed
 from spmd._table import Table
 from spmd.accelerators import PRESETS
 from spmd.checker import rules
+from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free_port, launch, per_host
 from spmd.comm.plans import PREFER, plan
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
 from spmd.inspect._picture import Picture, visualize
@@ -129,6 +131,20 @@ def run_rules(options: Any) -> int:
     return 0
 
 
+def run_launch(options: Any) -> int:
+    """`launch`: the processes of a program on this host; it returns the exit code of the first that fails."""
+    hosts = [host for host in (options.hosts or "").split(",") if host]
+    first = options.count * (options.host or 0)
+    default = f"{hosts[0]}:{COORDINATOR_PORT}" if hosts else f"localhost:{free_port()}"
+    total = options.count * max(len(hosts), 1)
+    command = checked_command(["-m", *options.module] if options.module else options.program)
+    plan = Launch(command, options.count, options.devices, first, total, options.coordinator or default)
+    if hosts and options.host is None:
+        _print("\n".join(per_host(plan, hosts)))
+        return 0
+    return launch(plan)
+
+
 # --- what is wrong with the options, in their own words ------------------------------------------------------
 
 
@@ -232,7 +248,7 @@ def _packages() -> dict[str, Any]:
     for line in about.get_all("Requires-Dist") or []:
         text, _, marker = line.partition(";")
         name, wanted = _requirement(text)
-        entry = _entry(name, wanted, _installed(name))
+        entry = _entry(name, wanted, installed(name))
         if marker:
             extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
             optional.setdefault(name, {**entry, "extras": []})["extras"].append(extra[1] if extra else marker.strip())
@@ -245,13 +261,6 @@ def _requirement(text: str) -> tuple[str, str]:
     """The name and the wanted version of a requirement such as `jax>=0.10`."""
     found = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*\(?([^)]*)", text)
     return (found[1], found[2].strip()) if found else (text.strip(), "")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _entry(name: str, wanted: str, have: str | None) -> dict[str, Any]:

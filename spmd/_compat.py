@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ _JAX = str(Path(jax.__file__).parent) + os.sep
 
 # What `jax.jit(inline=...)` takes for a function whose equations are to stand in the caller's jaxpr.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+
+def installed(package: str) -> str | None:
+    """The version of a package that is installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def in_jax(filename: str) -> bool:

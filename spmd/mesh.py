@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from spmd import _compat
 from spmd._ambient import Ambient
 from spmd._leaves import kind_of
+from spmd._processes import forgotten
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, is_int
 from spmd.language import Layout, mesh_text
 
@@ -34,7 +35,14 @@ __all__ = [
 ]
 
 
-def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, **axes: int) -> Mesh | AbstractMesh:
+def make_mesh(
+    *,
+    devices: Sequence[Any] | None = None,
+    abstract: bool = False,
+    alone: bool = False,
+    partial: bool = False,
+    **axes: int,
+) -> Mesh | AbstractMesh:
     """A mesh with named axes, in the order written.
 
     All axes are `AxisType.Auto`, the type under which arrays of any sharding may meet; a mesh of your own,
@@ -44,6 +52,9 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
       devices: The devices to use; absent, the first `prod(axes)` of `jax.devices()` in the order that suits
         the hardware, or those that `use_cpu_devices` chose.
       abstract: Give an `AbstractMesh`: names and sizes without devices, for tracing and planning.
+      alone: Allow a mesh of this process's own devices where a launcher or a scheduler started several processes, and
+        none of them called `spmd.cluster.initialize`.
+      partial: Allow a mesh in which some processes have no device. They cannot use it.
       **axes: Axis names with their sizes. One may be -1: what is left of the devices.
 
     Returns:
@@ -51,7 +62,8 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
 
     Raises:
       MeshError: If a size is not a positive integer, a layout cannot write a name, a device is given twice,
-        or there are too few devices.
+        there are too few devices, a process has none in the mesh, or several processes were started and did not
+        join.
 
     Example:
       >>> import spmd
@@ -60,6 +72,34 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
       (('dp', 'tp'), 8)
     """
     call = f"make_mesh({', '.join(f'{k}={v!r}' for k, v in axes.items())})"
+    _check_axes(axes, call)
+    pool = None if devices is None else _pool(devices, call)
+    sizes = _fill(axes, pool, abstract, call)
+    kinds = (AxisType.Auto,) * len(sizes)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    if abstract:
+        return AbstractMesh(shape, names, axis_types=kinds)
+    if not alone:
+        _check_joined(call)
+    pool = _devices() if pool is None else pool
+    wanted = math.prod(shape)
+    if wanted > len(pool):
+        raise _too_few(call, wanted, pool)
+    if devices is not None and wanted != len(pool):
+        raise MeshError(
+            f"the axes multiply to {wanted}, but {len(pool)} devices were given.",
+            call=call,
+            fix=f"devices=devices[:{wanted}]",
+        )
+    pool = pool[:wanted]
+    if not partial:
+        _check_everyone(pool, call)
+    if devices is not None:
+        return Mesh(np.array(pool, dtype=object).reshape(shape), names, axis_types=kinds)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=pool)
+
+
+def _check_axes(axes: Mapping[str, Any], call: str) -> None:
     if not axes:
         raise MeshError("a mesh needs at least one axis.", call=call, advice="as in make_mesh(dp=2, tp=4)")
     for name, size in axes.items():
@@ -72,25 +112,27 @@ def make_mesh(*, devices: Sequence[Any] | None = None, abstract: bool = False, *
                 f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.",
                 call=call,
             )
-    pool = None if devices is None else _pool(devices, call)
-    sizes = _fill(axes, pool, abstract, call)
-    kinds = (AxisType.Auto,) * len(sizes)
-    shape, names = tuple(sizes.values()), tuple(sizes)
-    if abstract:
-        return AbstractMesh(shape, names, axis_types=kinds)
-    pool = _devices() if pool is None else pool
-    wanted = math.prod(shape)
-    if wanted > len(pool):
-        raise _too_few(call, wanted, pool)
-    if devices is not None:
-        if wanted != len(pool):
-            raise MeshError(
-                f"the axes multiply to {wanted}, but {len(pool)} devices were given.",
-                call=call,
-                fix=f"devices=devices[:{wanted}]",
-            )
-        return Mesh(np.array(pool, dtype=object).reshape(shape), names, axis_types=kinds)
-    return jax.make_mesh(shape, names, axis_types=kinds, devices=pool[:wanted])
+
+
+def _check_joined(call: str) -> None:
+    """Programs that were started together and did not join would each train alone."""
+    task = forgotten() if not jax.distributed.is_initialized() else None
+    if task is not None:
+        rule = f"{task.count} processes were started, and this one has not joined the others."
+        advice = "spmd.cluster.initialize() at the top of the program; or alone=True for a mesh of its own"
+        raise MeshError(rule, call=call, got=[f"{task.source}: rank {task.rank}"], advice=advice)
+
+
+def _check_everyone(pool: Sequence[Any], call: str) -> None:
+    """A process without a device in the mesh fails at its first array, and the others wait for it."""
+    count = jax.process_count()
+    without = sorted(set(range(count)) - {device.process_index for device in pool}) if count > 1 else []
+    if without:
+        who = f"process{'es' * (len(without) > 1)} {', '.join(map(str, without))}"
+        rule = f"{who} of {count} {'have' if len(without) > 1 else 'has'} no device in the mesh."
+        advice = "a mesh of all devices, with -1 for one of its axes; or partial=True where that is meant"
+        got = [f"the mesh has {len(pool)} of {jax.device_count()} devices"]
+        raise MeshError(rule, call=call, got=got, advice=advice)
 
 
 def _pool(devices: Any, call: str) -> list[Any]:

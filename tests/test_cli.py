@@ -156,6 +156,7 @@ def test_examples_of_the_help_run(run, tmp_path, monkeypatch):
     from spmd import __main__
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import sys; assert sys.argv[1:] == ['--steps', '100']")
     lines = [line.strip() for line in __main__._EXAMPLES.splitlines() if "python -m spmd" in line]
     assert len(lines) >= 4
     for line in lines:
@@ -183,8 +184,8 @@ def test_info_as_json(run):
 
 
 def test_info_says_what_is_missing_or_too_old(run, monkeypatch):
-    real = _cli._installed
-    monkeypatch.setattr(_cli, "_installed", lambda name: {"jax": "0.4.30", "einops": None}.get(name, real(name)))
+    real = _cli.installed
+    monkeypatch.setattr(_cli, "installed", lambda name: {"jax": "0.4.30", "einops": None}.get(name, real(name)))
     status, out, _ = run("info")
     assert status == 1
     assert [line.split() for line in out.splitlines() if "NEEDS" in line] == [

@@ -1,56 +1,46 @@
-"""A program of two processes, as on two nodes of a cluster: they join, and each holds and checks its part."""
+"""What the environment says of a process, for each launcher and scheduler."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.processes import CHECKS, UNAVAILABLE
+from spmd._processes import Task, tasks
+from spmd.errors import MeshError
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return str(found.getsockname()[1])
-
-
-def run(count: int) -> list[tuple[int, str]]:
-    """The exit status and the output of each of `count` processes."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    env.pop("XLA_FLAGS", None)
-    port = free_port()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.processes", str(rank), str(count), port],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, text) for process, text in zip(started, outputs, strict=True)]
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "5"}
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+LAUNCHED = {"SPMD_RANK": "0", "SPMD_PROCESSES": "2", "SPMD_COORDINATOR": "localhost:99"}
 
 
-def test_two_processes():
-    found = run(2)
-    if any(status == UNAVAILABLE for status, _ in found):
-        pytest.skip(f"this JAX has no collectives between processes on CPU: {found[0][1]}")
-    for status, text in found:
-        assert status == 0, text
-        assert [line for line in text.splitlines() if line in {c.__name__ for c in CHECKS}] == [
-            c.__name__ for c in CHECKS
-        ]
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (SLURM, None),  # a shell inside an allocation
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, (3, 8, None, True)),
+        (MPI, (1, 2, None, True)),
+        (POD, (5, None, None, True)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of its own
+        (TORCH, (1, 4, "node0:29500", False)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, (1, 4, None, False)),
+        ({"RANK": "1"}, None),
+        (LAUNCHED, (0, 2, "localhost:99", False)),
+    ],
+)
+def test_what_a_source_says(environment, expected):
+    found = [(one.rank, one.count, one.coordinator, one.detected) for one in tasks(environment)]
+    assert found == ([] if expected is None else [expected])
+
+
+def test_the_launcher_is_asked_first():
+    found = tasks({**TORCH, **MPI, **POD, **SLURM, "SLURM_STEP_NUM_TASKS": "8", **LAUNCHED})
+    assert [one.rank for one in found] == [0, 3, 1, 5, 1]
+    assert found[0] == Task("python -m spmd launch", 0, 2, "localhost:99")
+
+
+@pytest.mark.parametrize("text", ["", "one", "-1", "1.0"])
+def test_a_variable_that_is_not_a_number_is_named(text):
+    with pytest.raises(MeshError, match="the variable WORLD_SIZE is a number"):
+        tasks({**TORCH, "WORLD_SIZE": text})

@@ -1,14 +1,10 @@
-"""One of several processes of a program: what `tests/test_processes.py` starts twice.
+"""A program of several processes: `python -m spmd launch -n 2 -m tests.cluster.programs`.
 
-    python -m tests.processes RANK COUNT PORT
-
-Each process has four virtual CPU devices, and checks its own shards against NumPy. Exits with 77 where this JAX has no
-collectives between processes on CPU.
+Each process has four virtual CPU devices, and checks its own shards against NumPy.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +14,6 @@ import numpy as np
 import spmd
 from spmd import fft, stencil
 
-UNAVAILABLE = 77
 LOCAL = 4  # devices of each process
 X = np.random.default_rng(0).normal(size=(16, 8, 4)).astype(np.float32)
 
@@ -142,28 +137,16 @@ def reference_mode_says_that_it_cannot(mesh):
             raise AssertionError("no error")
 
 
-def main(rank: int, count: int, port: str) -> int:
+def main() -> None:
     """Join the others and run the checks, all in the same order."""
-    jax.distributed.initialize(f"localhost:{port}", count, rank)
-    spmd.use_cpu_devices(LOCAL)
-    assert (jax.process_count(), jax.device_count()) == (count, LOCAL * count)
+    spmd.cluster.initialize(cpu_devices=LOCAL)
+    count = jax.process_count()
+    assert jax.device_count() == LOCAL * count
     mesh = spmd.make_mesh(a=count, b=LOCAL)
-    try:
-        close(
-            spmd.kernel("x/a -> x", mesh=mesh)(lambda x: spmd.all_gather(x, "x/a -> x", to="invarying"))(X[:, 0, 0]),
-            X[:, 0, 0],
-        )
-    except jax.errors.JaxRuntimeError as error:
-        if "implemented" in str(error):
-            print(error)
-            return UNAVAILABLE
-        raise
     for one in CHECKS:
         one(mesh)
         print(one.__name__, flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    rank, count, port = sys.argv[1:]
-    sys.exit(main(int(rank), int(count), port))
+    main()

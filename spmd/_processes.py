@@ -1,0 +1,90 @@
+"""The processes of a program, as the environment tells each of them: launchers and schedulers set variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from spmd.errors import MeshError
+
+
+class Task(NamedTuple):
+    """What one source says of this process.
+
+    Attributes:
+      source: Who says it, as a message names it.
+      rank: Which of the processes this is, from 0.
+      count: How many processes there are; None where the source does not say.
+      coordinator: `host:port` of process 0; None where JAX finds it, or nobody says.
+      detected: Whether JAX finds the rest from the same variables.
+    """
+
+    source: str
+    rank: int
+    count: int | None
+    coordinator: str | None = None
+    detected: bool = False
+
+
+LAUNCHER = "python -m spmd launch"
+
+
+def tasks(environment: Mapping[str, str] = os.environ) -> list[Task]:
+    """What the environment says, the most certain source first.
+
+    A step of a scheduler counts, its allocation does not: a shell inside an allocation has one process.
+
+    Raises:
+      MeshError: A variable is not a number.
+    """
+    found = [
+        _launched(environment),
+        _pair(environment, "SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        _pair(environment, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        _kubernetes(environment),
+        _torch(environment),
+    ]
+    return [one for one in found if one is not None]
+
+
+def forgotten() -> Task | None:
+    """The source that says there are several processes, for a program that did not join them."""
+    return next((one for one in tasks() if one.count is not None and one.count > 1), None)
+
+
+def _launched(environment: Mapping[str, str]) -> Task | None:
+    if "SPMD_RANK" not in environment:
+        return None
+    rank, count = _number(environment, "SPMD_RANK"), _number(environment, "SPMD_PROCESSES")
+    return Task(LAUNCHER, rank, count, environment.get("SPMD_COORDINATOR"))
+
+
+def _pair(environment: Mapping[str, str], source: str, rank: str, count: str) -> Task | None:
+    if rank not in environment or count not in environment:
+        return None
+    return Task(f"{source} ({rank}, {count})", _number(environment, rank), _number(environment, count), detected=True)
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Task | None:
+    """An indexed job of Kubernetes, which tells each pod its index only."""
+    if "KUBERNETES_SERVICE_HOST" not in environment or "JOB_COMPLETION_INDEX" not in environment:
+        return None
+    rank = _number(environment, "JOB_COMPLETION_INDEX")
+    return Task("Kubernetes (JOB_COMPLETION_INDEX)", rank, None, detected=True)
+
+
+def _torch(environment: Mapping[str, str]) -> Task | None:
+    """The variables of torchrun, which many clusters' scripts set."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    where = f"{host}:{port}" if host and port else None
+    return Task("RANK, WORLD_SIZE", _number(environment, "RANK"), _number(environment, "WORLD_SIZE"), where)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        raise MeshError(f"the variable {name} is a number, not {text!r}.", advice=f"unset {name}, or set it right")
+    return int(text)

@@ -1,0 +1,9 @@
+"""Programs of many processes: on one machine, on a cluster of hosts, on a pod.
+
+The engine is JAX's: `jax.distributed`, and the collectives of its backends. What is here starts the processes, and
+checks early what JAX accepts in silence or reports after minutes.
+"""
+
+from spmd.cluster._start import initialize, same_program
+
+__all__ = ["initialize", "same_program"]

@@ -1,0 +1,269 @@
+"""`python -m spmd launch`: the processes of a program on this machine, which end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from spmd.errors import MeshError
+
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the others, when one has failed
+SAVING = 30.0  # seconds that a signal to the launcher leaves them, so that they can save
+COORDINATOR_PORT = 8476  # of the coordinator, where hosts have to agree on one; JAX's own default on TPUs
+_CHATTER = "[Gloo] Rank "  # a line for each connection that JAX's collectives on CPU make
+_LAST = 40  # lines of a failed process that are printed again at the end
+
+
+@dataclass
+class Process:
+    """One process of the program.
+
+    Attributes:
+      rank: Its rank.
+      child: The process of the operating system, the leader of a group of its own.
+      last: The lines that it wrote last to its error stream.
+    """
+
+    rank: int
+    child: subprocess.Popen[str]
+    last: list[str] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and to those that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, number)
+
+    def drain(self) -> None:
+        """Read what it wrote before it ended; a child of its own may still hold the pipe open."""
+        for reader in self.readers:
+            reader.join(timeout=1)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started: a program, how often, and which part of all processes this is.
+
+    Attributes:
+      command: The program with its arguments: `train.py --lr 0.1`, or `-m package.train`.
+      count: How many processes on this host.
+      devices: Virtual CPU devices of each process; 0 leaves JAX its own devices.
+      first: The rank of the first of them.
+      total: How many processes there are on all hosts.
+      coordinator: `host:port` of process 0.
+    """
+
+    command: Sequence[str]
+    count: int
+    devices: int
+    first: int
+    total: int
+    coordinator: str
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """The variables of one process."""
+        found = {**os.environ, "SPMD_RANK": str(rank), "SPMD_PROCESSES": str(self.total)}
+        found |= {"SPMD_COORDINATOR": self.coordinator, "PYTHONUNBUFFERED": "1"}
+        if self.devices:
+            found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices)}
+        return found
+
+
+def launch(plan: Launch) -> int:
+    """Start the processes and wait for them.
+
+    Each line that they write is printed with its rank. When one fails, its error is printed before anything that the
+    others still say, and again at the end. The others get SIGTERM, and SIGKILL two seconds later.
+
+    Returns:
+      0, or the exit code of the process that failed first; 128 and the signal if a signal ended it.
+    """
+    screen = _Screen()
+    pipe, held = os.pipe()  # no process outlives the launcher: all watch the end of this pipe
+    try:
+        with _signals() as asked:
+            processes = [_start(plan, rank, pipe, screen) for rank in range(plan.first, plan.first + plan.count)]
+            failed = _Watch(processes, screen).wait(asked)
+    finally:
+        os.close(pipe)
+        os.close(held)
+    for one in processes:
+        one.drain()
+    if failed is None:
+        return 0
+    code = failed.child.returncode
+    screen.say(f"rank {failed.rank} of {plan.total} failed first, {_how(code)}{':' if failed.last else '.'}")
+    for line in failed.last:
+        screen.say(f"  {line}")
+    return 128 - code if code < 0 else code
+
+
+def per_host(plan: Launch, hosts: Sequence[str]) -> list[str]:
+    """The command for each host, for a program on several."""
+    words = ["python", "-m", "spmd", "launch", "-n", str(plan.count), "--coordinator", plan.coordinator]
+    words += ["--devices", str(plan.devices)] if plan.devices else []
+    found = []
+    for index, host in enumerate(hosts):
+        mine = [*words, "--hosts", ",".join(hosts), "--host", str(index), *plan.command]
+        found.append(f"{host}: {shlex.join(mine)}")
+    return found
+
+
+def free_port() -> int:
+    """A port on this host that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def checked_command(command: Sequence[str]) -> list[str]:
+    """The command without a leading `--`, if it can be run.
+
+    Raises:
+      MeshError: It names no program, or a file that does not exist.
+    """
+    found = list(command[1:] if command[:1] == ["--"] else command)
+    call = "python -m spmd launch"
+    if not found or found == ["-m"]:
+        raise MeshError("launch needs the program to run.", call=call, advice="python -m spmd launch -n 2 train.py")
+    if found[0] != "-m" and not Path(found[0]).is_file():
+        rule = f"there is no file {found[0]!r} to run."
+        raise MeshError(rule, call=call, advice="options of launch come before the program; a module: -m NAME")
+    return found
+
+
+def _start(plan: Launch, rank: int, pipe: int, screen: _Screen) -> Process:
+    runner = str(Path(__file__).with_name("_rank.py"))
+    child = subprocess.Popen(
+        [sys.executable, runner, str(pipe), *plan.command],
+        env=plan.environment(rank),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        pass_fds=(pipe,),
+        start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone, which passes it on
+    )
+    process = Process(rank, child)
+    for source, sink in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+        reader = threading.Thread(target=_read, args=(process, source, sink, screen), daemon=True)
+        reader.start()
+        process.readers.append(reader)
+    return process
+
+
+def _read(process: Process, source: IO[str], sink: IO[str], screen: _Screen) -> None:
+    with source:
+        for line in source:
+            if line.startswith(_CHATTER):
+                continue
+            if sink is sys.stderr:
+                process.last = [*process.last, line.rstrip("\n")][-_LAST:]
+            screen.line(process.rank, line.rstrip("\n"), sink)
+
+
+class _Screen:
+    """What is printed, line by line. While one rank is set apart, the lines of the others wait."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.only: int | None = None
+        self.waiting: list[tuple[int, str, IO[str]]] = []
+
+    def line(self, rank: int, text: str, sink: IO[str]) -> None:
+        with self.lock:
+            if self.only not in (None, rank):
+                self.waiting.append((rank, text, sink))
+            else:
+                print(f"[{rank}] {text}", file=sink, flush=True)
+
+    def first(self, process: Process) -> None:
+        """Let a process that has ended say all it has to say, then print what the others have said meanwhile."""
+        self.only = process.rank
+        process.drain()
+        with self.lock:
+            self.only, waiting, self.waiting = None, self.waiting, []
+            for rank, text, sink in waiting:
+                print(f"[{rank}] {text}", file=sink, flush=True)
+
+    def say(self, text: str) -> None:
+        with self.lock:
+            print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that have come meanwhile, in order."""
+    asked: list[int] = []
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        before[number] = signal.signal(number, lambda number, _: asked.append(number))
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Watch:
+    """Waits for the processes, passes signals on, and ends the others when one fails."""
+
+    def __init__(self, processes: Sequence[Process], screen: _Screen) -> None:
+        self.running = list(processes)
+        self.screen = screen
+        self.failed: Process | None = None
+        self.stopping = False  # a signal to the launcher ends them all, and gives them time to save
+        self.deadline = float("inf")
+
+    def wait(self, asked: list[int]) -> Process | None:
+        """Wait until all have ended; the first that failed."""
+        while self.running:
+            while asked:
+                self._pass_on(asked.pop(0))
+            # Of several that ended in the same moment, an abort is what another one's end brought about.
+            ended = [one for one in self.running if one.child.poll() is not None]
+            for one in sorted(ended, key=lambda one: one.child.returncode == -signal.SIGABRT):
+                self._ended(one)
+            if time.monotonic() > self.deadline:
+                self._send(signal.SIGKILL)
+            time.sleep(0.02)
+        return self.failed
+
+    def _pass_on(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            self._send(number)
+            return
+        self._send(signal.SIGKILL if self.stopping else number)  # who asks twice does not want to wait
+        self.stopping, self.deadline = True, min(self.deadline, time.monotonic() + SAVING)
+
+    def _ended(self, process: Process) -> None:
+        self.running.remove(process)
+        process.send(signal.SIGKILL)  # what it started and left behind
+        if process.child.returncode and self.failed is None:
+            self.failed = process
+            if not self.stopping:
+                self.screen.first(process)
+                self._send(signal.SIGTERM)
+                self.deadline = time.monotonic() + GRACE
+
+    def _send(self, number: int) -> None:
+        for one in self.running:
+            one.send(number)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    return f"ended by {signal.Signals(-code).name}"

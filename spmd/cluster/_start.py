@@ -1,0 +1,263 @@
+"""The start of a program of several processes: who is who, whether all run the same program, how each ends."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd import _jax_errors
+from spmd._compat import installed
+from spmd._processes import Task, tasks
+from spmd.cluster._agreement import disagreements
+from spmd.errors import MeshError, is_int
+from spmd.mesh import use_cpu_devices
+
+_PLACE = re.compile(r"rank|host|hostname|port|node|nodeid|process|processid|pid|addr|address|coordinator|master")
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    cpu_devices: int | None = None,
+    ignore: Sequence[str | int] = (),
+    heartbeat_timeout_seconds: int = 30,
+    initialization_timeout: int = 300,
+    shutdown_timeout_seconds: int = 300,
+    **options: Any,
+) -> None:
+    """Join the processes of this program, and check that all of them run the same one.
+
+    It calls `jax.distributed.initialize`, once, before anything that asks JAX for devices. Who is who comes from the
+    arguments, else from `python -m spmd launch`, else from what JAX finds itself (TPU, SLURM, Open MPI, Kubernetes),
+    else from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where none of them says that there are several processes,
+    it does nothing, so the same program runs alone.
+
+    From then on an exception that nobody catches ends its process at once, with its rank. Without that, a process
+    waits minutes for the others, and they for it.
+
+    Communication: an all-gather of one hash over the processes: the versions of Python, JAX and spmd, the arguments of
+    the command, and the program's own files. It starts JAX's devices.
+
+    Args:
+      coordinator_address: `host:port` of process 0, for all processes.
+      num_processes: How many processes there are.
+      process_id: Which of them this is, from 0.
+      cpu_devices: How many virtual CPU devices each process has, as by `use_cpu_devices`, which has to come before
+        JAX's devices start. `launch --devices` says it as well.
+      ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
+        name a rank, a host or a port are never compared.
+      heartbeat_timeout_seconds: After how many seconds a silent process counts as dead, and the others end. JAX's own
+        default is 100.
+      initialization_timeout: For how many seconds a process waits for the others to start.
+      shutdown_timeout_seconds: For how many seconds a process that is ready waits for the others to end. Process 0
+        may evaluate or plot in this time.
+      **options: Further arguments of `jax.distributed.initialize`, such as `local_device_ids`.
+
+    Raises:
+      MeshError: Two sources disagree on the processes; one is not complete; JAX runs already; or the processes do not
+        run the same program, with the ranks that differ.
+
+    Example:
+      >>> import spmd
+      >>> spmd.cluster.initialize()  # alone: nothing happens
+    """
+    given = _given(coordinator_address, num_processes, process_id)
+    if jax.distributed.is_initialized():
+        found = Task("jax.distributed", jax.process_index(), jax.process_count())
+    else:
+        found = _agreed(given, tasks())
+        if found is None:
+            if cpu_devices is not None:
+                use_cpu_devices(cpu_devices)
+            return
+        options = {
+            **({} if found.detected else _address(found)),
+            "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
+            "initialization_timeout": initialization_timeout,
+            "shutdown_timeout_seconds": shutdown_timeout_seconds,
+            **options,
+        }
+        _join(found, options, cpu_devices)
+    if jax.process_count() > 1:
+        _end_at_once(jax.process_index(), jax.process_count())
+        _compare(ignore)
+
+
+def same_program(lowered: Any) -> None:
+    """Check that all processes have lowered the same program: a step, before it runs for the first time.
+
+    What differs, a constant, a shape, a mesh, would otherwise show as a hang or as wrong numbers. Communication: an
+    all-gather of one hash over the processes.
+
+    Args:
+      lowered: `jax.jit(step).lower(*args)`, or `kernel.lower(*args)`.
+
+    Raises:
+      MeshError: With the ranks whose program differs, and the first line that does.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> spmd.cluster.same_program(jax.jit(jnp.sin).lower(1.0))
+    """
+    if not hasattr(lowered, "as_text"):
+        rule = f"same_program takes what `.lower(...)` gives, not {type(lowered).__name__}."
+        raise MeshError(rule, advice="as in same_program(jax.jit(step).lower(state, batch))")
+    text = lowered.as_text()
+    found = disagreements({f"line {i}": line for i, line in enumerate(text.splitlines(), start=1)})
+    if found:
+        more = [f"and {len(found) - 1} more lines"] if len(found) > 1 else []
+        rule = "the processes have not lowered the same program."
+        raise MeshError(rule, call="same_program(...)", got=[found[0], *more], advice=_SAME)
+
+
+_SAME = (
+    "compute shapes, meshes and constants from what is equal in all processes, not from the rank, the time or a file"
+)
+
+
+def _given(address: str | None, count: int | None, rank: int | None) -> Task | None:
+    """What the arguments say."""
+    if address is None and count is None and rank is None:
+        return None
+    call = f"initialize({address!r}, {count!r}, {rank!r})"
+    if count is None or rank is None:
+        rule = "num_processes and process_id are given together."
+        raise MeshError(rule, call=call, advice='as in initialize("host:1234", num_processes=2, process_id=0)')
+    if not is_int(count, 1) or not is_int(rank, 0) or rank >= count:
+        raise MeshError("process_id is one of 0, 1, ..., num_processes - 1.", call=call)
+    return Task("the arguments", int(rank), int(count), address)
+
+
+def _agreed(given: Task | None, found: list[Task]) -> Task | None:
+    """The source to go by; None for a program that is alone.
+
+    Who says that there is one process contradicts nobody: a step of one task can start processes of its own.
+
+    Raises:
+      MeshError: Two sources disagree.
+    """
+    several = [one for one in (given, *found) if one is not None and one.count != 1]
+    if given is not None and given.count == 1:
+        return None
+    for one in several[1:]:
+        first = several[0]
+        same = first.count == one.count or None in (first.count, one.count)
+        if not (same and first.rank == one.rank):
+            rule = "two sources disagree on which process this is."
+            advice = "leave the arguments out; or unset the variables of the one that is wrong"
+            raise MeshError(rule, call="initialize(...)", got=[_says(first), _says(one)], advice=advice)
+    if several:
+        return several[0]
+    return Task("JAX (TPU)", 0, None, detected=True) if _on_a_tpu() else None
+
+
+def _says(task: Task) -> str:
+    count = "" if task.count is None else f" of {task.count}"
+    return f"{task.source}: rank {task.rank}{count}"
+
+
+def _on_a_tpu() -> bool:
+    platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu"
+    return "tpu" in platforms and importlib.util.find_spec("libtpu") is not None
+
+
+def _address(task: Task) -> dict[str, Any]:
+    if task.coordinator is None and "JAX_COORDINATOR_ADDRESS" not in os.environ:
+        rule = f"{task.source} does not say where process 0 listens."
+        advice = 'initialize("host:port", ...), or MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE'
+        raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
+    return {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}
+
+
+def _join(found: Task, options: dict[str, Any], cpu_devices: int | None) -> None:
+    try:
+        jax.distributed.initialize(**options)
+    except (RuntimeError, ValueError) as error:
+        rule = "JAX could not join the processes."
+        advice = "call it once, before anything that makes an array or asks for devices"
+        got = [_says(found), _jax_errors.first_line(error)]
+        raise MeshError(rule, call="initialize(...)", got=got, advice=advice) from error
+    if cpu_devices is not None:
+        use_cpu_devices(cpu_devices)
+    here = jax.process_count()
+    if found.count is not None and here != found.count:
+        rule = f"JAX joined {here} process{'es' * (here > 1)}, and {found.source} says {found.count}."
+        raise MeshError(rule, call="initialize(...)")
+
+
+def _end_at_once(rank: int, count: int) -> None:
+    """From here on an exception that nobody catches prints the rank and ends the process, whoever waits for it."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        before(kind, value, trace)
+        first = next(iter(str(value).strip().splitlines()), "")
+        print(f"rank {rank} of {count} ends: {kind.__name__}: {first}", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def _compare(ignore: Sequence[str | int]) -> None:
+    found = disagreements({
+        "Python": platform.python_version(),
+        **{name: installed(name) for name in ("jax", "jaxlib", "numpy", "spmd")},
+        "arguments": " ".join(compared(sys.argv[1:], ignore)),
+        "files": _files(),
+    })  # fmt: skip
+    if found:
+        rule = "the processes do not run the same program."
+        advice = 'the same command, files and versions everywhere; initialize(ignore=["--flag"]) leaves a flag out'
+        raise MeshError(rule, call="initialize(...)", got=found, advice=advice)
+
+
+def compared(arguments: Sequence[str], ignore: Sequence[str | int] = ()) -> list[str]:
+    """The arguments of a command that all processes have alike: without those that name a rank, a host or a port.
+
+    >>> compared(["--lr", "0.1", "--node-rank", "3", "--port=80", "data"], ["--lr"])
+    ['data']
+    """
+    kept, skip = [], False
+    for position, text in enumerate(arguments, start=1):
+        flag, equals, _ = text.partition("=")
+        if text.startswith("-"):
+            words = re.split(r"[-_]+", flag.lower())
+            left_out = flag in ignore or any(_PLACE.fullmatch(word) for word in words)
+            skip = left_out and not equals
+        else:
+            left_out, skip = skip, False
+        if not left_out and position not in ignore:
+            kept.append(text)
+    return kept
+
+
+def _files() -> dict[str, str]:
+    """Hashes of the program's own files that are loaded: not of Python's, and not of packages that are installed."""
+    paths = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    installed = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), site.getusersitepackages()]
+    installed += [
+        str(Path(name).resolve()) for name in sys.path if Path(name).name in ("site-packages", "dist-packages")
+    ]
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    top = Path(main).resolve().parent if main else Path.cwd()
+    found = {}
+    for path in {Path(one).resolve() for one in paths if one}:
+        if path.suffix == ".py" and path.is_file() and not any(path.is_relative_to(one) for one in installed):
+            name = os.path.relpath(path, top)
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found

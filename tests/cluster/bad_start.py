@@ -1,0 +1,85 @@
+"""Programs of several processes that cannot start."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+from spmd.cluster._launch import checked_command
+from tests.errors.registry import bad, fixed
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "2"}
+LAUNCHED = {"SPMD_RANK": "0", "SPMD_PROCESSES": "2", "SPMD_COORDINATOR": "localhost:1"}
+
+
+def told(*variables):
+    return mock.patch.dict(os.environ, {name: value for one in variables for name, value in one.items()})
+
+
+@bad
+def processes_that_did_not_join(mesh):
+    with told(LAUNCHED):
+        spmd.make_mesh(dp=2)
+
+
+@fixed
+def processes_that_did_not_join_fixed(mesh):
+    with told(LAUNCHED):
+        assert spmd.make_mesh(dp=2, alone=True).size == 2
+
+
+@bad
+def a_rank_that_two_sources_give_differently(mesh):
+    with told(LAUNCHED, TORCH):
+        spmd.cluster.initialize()
+
+
+@bad
+def a_coordinator_that_nobody_names(mesh):
+    with told(TORCH):
+        spmd.cluster.initialize()
+
+
+@bad
+def a_rank_that_is_not_a_number(mesh):
+    with told({**TORCH, "RANK": "one"}):
+        spmd.cluster.initialize()
+
+
+@bad
+def a_number_of_processes_without_a_rank(mesh):
+    spmd.cluster.initialize("localhost:1", num_processes=2)
+
+
+@bad
+def a_rank_that_is_too_large(mesh):
+    spmd.cluster.initialize("localhost:1", num_processes=2, process_id=2)
+
+
+@bad
+def processes_that_join_too_late(mesh):
+    spmd.cluster.initialize("localhost:1", num_processes=2, process_id=0)
+
+
+@bad
+def a_step_that_is_not_lowered(mesh):
+    spmd.cluster.same_program(jnp.sin)
+
+
+@fixed
+def a_step_that_is_not_lowered_fixed(mesh):
+    spmd.cluster.same_program(jax.jit(jnp.sin).lower(1.0))
+
+
+@bad
+def a_launch_without_a_program(mesh):
+    checked_command([])
+
+
+@bad
+def a_launch_of_a_file_that_is_not_there(mesh):
+    checked_command(["train.py"])

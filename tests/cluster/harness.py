@@ -1,0 +1,74 @@
+"""Real processes for tests: under the launcher, or started one by one as a cluster does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from spmd.cluster._launch import free_port
+from tests.conftest import DEFAULT_CASES, case_count
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 150  # seconds after which a test gives up
+exhaustive = pytest.mark.skipif(case_count() <= DEFAULT_CASES, reason="one of the exhaustive tests")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code (None where it had to be killed), what it wrote, and after how many seconds."""
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of a process that is not told anything yet."""
+    told = ("XLA_FLAGS", "SPMD_RANK", "SPMD_PROCESSES", "SPMD_COORDINATOR", "RANK", "WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in told}
+    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", **(more or {})}
+
+
+def start(command: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a process whose output is read at its end."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment(more), text=True, **pipes)
+
+
+def end(process: subprocess.Popen[str], since: float, timeout: float = TIMEOUT) -> Ended:
+    """Wait for a process, until it has run for `timeout` seconds."""
+    try:
+        out, err = process.communicate(timeout=max(timeout - (time.monotonic() - since), 0.1))
+        code: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        (out, err), code = process.communicate(), None
+    return Ended(code, out, err, time.monotonic() - since)
+
+
+def launched(count: int, *program: str, devices: int | None = 2, more: Mapping[str, str] | None = None) -> Ended:
+    """A program under `python -m spmd launch`."""
+    since = time.monotonic()
+    told = ["--devices", str(devices)] if devices else []
+    return end(start(["-m", "spmd", "launch", "-n", str(count), *told, *program], more), since)
+
+
+def joined(
+    commands: Sequence[Sequence[str]], more: Sequence[Mapping[str, str]] | None = None, timeout: float = TIMEOUT
+) -> list[Ended]:
+    """Processes of one program, each with a command of its own, that find each other by RANK and WORLD_SIZE."""
+    port, since = str(free_port()), time.monotonic()
+    started = []
+    for rank, command in enumerate(commands):
+        told = {"RANK": str(rank), "WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        told |= {"JAX_NUM_CPU_DEVICES": "2", **(more[rank] if more else {})}
+        started.append(start(command, told))
+    return [end(one, since, timeout) for one in started]

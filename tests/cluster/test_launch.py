@@ -1,0 +1,144 @@
+"""The launcher: what it prints, how it ends, and that nothing outlives it. The programs here do without JAX."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd.cluster._launch import Launch, checked_command, launch, per_host
+from spmd.errors import MeshError
+from tests.cluster.harness import end, start
+
+
+def program(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['SPMD_RANK'])\n{text}\n")
+    return str(path)
+
+
+def run(path: str, *more: str, count: int = 2, devices: int = 0) -> int:
+    return launch(Launch([path, *more], count, devices, 0, count, "localhost:1"))
+
+
+def test_each_line_has_its_rank(tmp_path, capfd):
+    text = "print('hello', *sys.argv[1:], os.environ['SPMD_PROCESSES'], os.environ['JAX_NUM_CPU_DEVICES'])"
+    assert run(program(tmp_path, text), "--lr", "1", count=3, devices=4) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert sorted(out) == [f"[{rank}] hello --lr 1 3 4" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("raise ValueError('bad data')", 1, "ValueError: bad data"),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
+        ("os.abort()", 134, ""),
+    ],
+)
+def test_the_first_failure_ends_all_and_is_said_first_and_last(tmp_path, capfd, text, code, said):
+    others = "print('late', file=sys.stderr) or time.sleep(60)"
+    path = program(tmp_path, f"if rank == 1:\n    time.sleep(.3)\n    {text}\n{others}")
+    since = time.monotonic()
+    assert run(path, count=3) == code
+    assert time.monotonic() - since < 5
+    err = capfd.readouterr().err.splitlines()
+    [head] = [i for i, line in enumerate(err) if "failed first" in line]
+    assert err[head].startswith("rank 1 of 3 failed first")
+    if said:
+        assert any(line.startswith("[1] ") and said in line for line in err[:head])
+        assert said in err[-1]
+        assert not any("_rank.py" in line for line in err)  # the launcher's own frames are not shown
+
+
+def test_what_the_others_say_waits_until_the_failed_one_has_spoken(tmp_path, capfd):
+    chatter = "[print('noise', file=sys.stderr, flush=True) or time.sleep(.001) for _ in range(10**6)]"
+    failing = "time.sleep(.3); sys.stderr.write('line\\n' * 200); sys.exit(1)"
+    run(program(tmp_path, f"if rank == 1:\n    {failing}\n{chatter}"))
+    err = capfd.readouterr().err.splitlines()
+    head = next(i for i, line in enumerate(err) if "failed first" in line)
+    assert err[:head].count("[1] line") == 200
+    assert err[head + 1 :] == ["  line"] * 40  # the last lines again, and nothing after them
+
+
+def test_who_ignores_sigterm_is_killed(tmp_path):
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    since = time.monotonic()
+    assert run(program(tmp_path, f"if rank == 1:\n    time.sleep(.3); sys.exit(4)\n{ignoring}")) == 4
+    assert 2 < time.monotonic() - since < 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_reaches_all_and_lets_them_save(tmp_path, number):
+    saving = (
+        "def save(*_):\n    time.sleep(.5)\n    open(sys.argv[1] + str(rank), 'w').close()\n    sys.exit(0)\n"
+        f"signal.signal({int(number)}, save)\nprint('ready', flush=True)\ntime.sleep(60)"
+    )
+    path, since = program(tmp_path, saving), time.monotonic()
+    process = start(["-m", "spmd", "launch", "-n", "2", path, str(tmp_path / "saved")])
+    ready = [process.stdout.readline() for _ in range(2)]
+    assert sorted(ready) == ["[0] ready\n", "[1] ready\n"]
+    process.send_signal(number)
+    assert end(process, since).code == 0
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path):
+    text = "open(sys.argv[1] + str(rank), 'w').write(str(os.getpid())); print('up', flush=True); time.sleep(60)"
+    process = start(["-m", "spmd", "launch", "-n", "2", program(tmp_path, text), str(tmp_path / "pid")])
+    for _ in range(2):
+        process.stdout.readline()
+    process.kill()
+    process.communicate()
+    for rank in range(2):
+        assert _gone(int((tmp_path / f"pid{rank}").read_text()))
+
+
+def test_what_a_process_left_behind_ends_with_it(tmp_path):
+    text = (
+        "import subprocess\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "open(sys.argv[1] + str(rank), 'w').write(str(child.pid))"
+    )
+    assert run(program(tmp_path, text), str(tmp_path / "pid")) == 0
+    for rank in range(2):
+        assert _gone(int((tmp_path / f"pid{rank}").read_text()))
+
+
+def _gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_module_is_run_with_m(tmp_path, capfd, monkeypatch):
+    (tmp_path / "task.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    assert launch(Launch(["-m", "task", "x"], 1, 0, 0, 1, "localhost:1")) == 0
+    assert capfd.readouterr().out == "[0] __main__ ['x']\n"
+
+
+def test_one_command_for_each_host():
+    plan = Launch(["train.py", "--name", "a b"], 4, 0, 0, 8, "one:8476")
+    assert per_host(plan, ["one", "two"]) == [
+        f"{host}: python -m spmd launch -n 4 --coordinator one:8476 --hosts one,two --host {i} train.py --name 'a b'"
+        for i, host in enumerate(["one", "two"])
+    ]
+
+
+def test_commands_that_cannot_be_run():
+    with pytest.raises(MeshError, match="needs the program"):
+        checked_command([])
+    with pytest.raises(MeshError, match=r"there is no file 'nowhere\.py'"):
+        checked_command(["nowhere.py"])
+    assert checked_command(["--", "-m", "task"]) == ["-m", "task"]
