@@ -176,27 +176,27 @@ def deleted(x: Any) -> bool:
 
 
 def identity_primitive(name: str) -> Primitive:
-    """A primitive that is the identity in everything and leaves only a note in the jaxpr.
+    """A primitive that is the identity in its first operand and leaves only a note in the jaxpr; others tell more.
 
     It lowers to nothing, is transparent to vmap and transposition, and marks primal values only: what it
     says about a value is not said about the value's tangent. The dimensions that `vmap` adds it lists as `mapped`.
     """
     note = Primitive(name)
-    note.def_impl(lambda x, **_: x)
-    note.def_abstract_eval(lambda aval, **_: aval)
+    note.def_impl(lambda x, *_, **__: x)
+    note.def_abstract_eval(lambda aval, *_, **__: aval)
     ad.primitive_jvps[note] = lambda primals, tangents, **params: (note.bind(*primals, **params), tangents[0])
-    ad.primitive_transposes[note] = lambda cotangent, x, **_: (cotangent,)
+    ad.primitive_transposes[note] = lambda cotangent, x, *rest, **_: (cotangent, *(None for _ in rest))
     batching.primitive_batchers[note] = lambda args, dims, **params: (
         note.bind(*args, **params | {"mapped": _widened(params.get("mapped", ()), dims[0])}),
         dims[0],
     )
-    mlir.register_lowering(note, lambda ctx, x, **_: [x])
+    mlir.register_lowering(note, lambda ctx, x, *_, **__: [x])
     return note
 
 
-def _widened(mapped: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """The dimensions of a value that `vmap` added, once more."""
-    return (*(d + (d >= dim) for d in mapped), dim)
+def _widened(mapped: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    """The dimensions of a value that `vmap` added, once more; none where it added one to another operand only."""
+    return mapped if dim is None else (*(d + (d >= dim) for d in mapped), dim)
 
 
 def linear_primitive(

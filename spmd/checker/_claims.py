@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import spmd.checker._integers as integers
 import spmd.checker._report as report
+from spmd._facts import per_shard_reason
 from spmd.checker._engine import QUIET, STEP, UNREAD, Engine
 from spmd.checker._state import (
     FREE,
@@ -235,7 +237,9 @@ def _believed(
     lost = state.divided - held - gone
     different = (state.different - held - marks - gone) | (lost - marks) | frozenset(walk.tracked(overlapping))
     pending = NONE if eqn.params["role"] != "argument" else state.pending
-    table = state.table if tuple(dims) == state.dims else None
+    table = state.table
+    if table is not None and tuple(dims) != state.dims and held | different != {*table.axes}:
+        table = None
     return walk.kept(
         State(
             tuple(dims),
@@ -246,6 +250,7 @@ def _believed(
             state.zero,
             state.number,
             table,
+            block=state.block,
         )
     )
 
@@ -278,3 +283,19 @@ def assert_equal_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> li
     """The user's word that the value is equal on these axes, or a plan's: then it is a gathered copy."""
     axes = frozenset(walk.tracked(eqn.params["axes"]))
     return [walk.kept(equal_along(o, axes)._replace(left=None, loose=False)) for o in operands]
+
+
+def block_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Which block each device holds, against what was said of the same block before it moved."""
+    state, number = operands
+    axes = walk.tracked(eqn.params["axes"])
+    if not axes:
+        return [state]
+    said = None if number.table is None else integers.flat(number.table)
+    if not walk.active or not walk.checked.issuperset(axes) or per_shard_reason(eqn, walk.callers):
+        pass
+    elif not set(axes) & number.axes or (said and integers.all_differ(said, axes) is False):
+        walk.note(eqn, "layout", report.one_number(walk, eqn, axes))
+    elif said and state.block and said != state.block:
+        walk.note(eqn, "order", report.another_block(walk, eqn, axes, state.block, said))
+    return [walk.kept(state._replace(block=said))]

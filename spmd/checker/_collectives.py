@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import spmd.checker._integers as integers
 from spmd._jaxprs import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report import copies_reduced, gathered_out_of_order, nonlinear_use, not_completed
@@ -279,8 +280,9 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     complete = len(eqn.params.get("perm", ())) == count
     outs = []
     for operand in operands:
+        block = operand.block and complete and integers.evaluate(eqn, [operand.block], walk.sizes)[0]
         if not axes or (complete and not set(axes) & operand.axes):
-            outs.append(operand)
+            outs.append(walk.kept(operand._replace(block=block or None)))
             continue
         over = frozenset(axes)
         dims = hide(operand.dims, axes)
@@ -289,7 +291,7 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         done = operand.done | (operand.pending - pending)
         changed = operand._replace(
             dims=dims, partial=operand.partial - over, different=operand.different | over | lost,
-            pending=pending, done=done, table=None,
+            pending=pending, done=done, table=None, block=block or None,
         )  # fmt: skip
         outs.append(walk.kept(changed))
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs

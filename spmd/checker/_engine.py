@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import spmd.checker._integers as integers
 import spmd.checker._report as report
 from spmd import _compat
 from spmd._facts import CallName, PerShardName
-from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, shape_of
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, opened, shape_of
 from spmd._walker import Domain, Rule, equations
 from spmd.checker._findings import Finding, found
 from spmd.checker._history import History
@@ -43,6 +44,9 @@ from spmd.language import Layout
 Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
 
 RANDOM = ("random_bits", "threefry2x32", "random_gamma", "rng_bit_generator")
+
+# The equations of all rounds of a loop that is walked round by round.
+MOST_IN_TURN = 4000
 
 # What these give was written elsewhere, at a time that a walk over values does not know.
 OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
@@ -392,9 +396,31 @@ class Engine(Domain):
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         self._loops.append(eqn)
-        outs = [self._ended(out) for out in super().loop(eqn, body, test, operands)]
+        short = test is None and _moves_blocks(eqn, body)
+        outs = self._in_turn(eqn, body, operands) if short else super().loop(eqn, body, test, operands)
         self._loops.pop()
-        return outs
+        return list(map(self._ended, outs))
+
+    def _in_turn(self, eqn: Any, body: Held, operands: Sequence[State]) -> list[State]:
+        """The results of a short loop, round by round: in each, blocks have moved on, and counters are other ones."""
+        count, length = len(body.stacked) - sum(body.stacked), eqn.params["length"]
+        whole = list(zip(body.of(operands), body.of(eqn.invars), body.sliced, strict=True))
+        first = len(whole) - sum(body.sliced) - count
+        carry = [value for value, _, _ in whole[first : first + count]]
+        made: list[list[State]] = []
+        for at in range(length)[:: -1 if eqn.params["reverse"] else 1]:
+            given = [self._row(value, atom, at) if sliced else value for value, atom, sliced in whole]
+            outs = self.run(eqn, body, [*given[:first], *carry, *given[first + count :]])
+            carry = list(map(self.carried, outs[:count]))
+            made.append(outs[count:])
+        joined = [functools.reduce(self.join, every) for every in zip(*made, strict=True)]
+        stacks = [self.stacked(value, var) for value, var in zip(joined, eqn.outvars[count:], strict=True) if made]
+        return [*carry, *(stacks or self.unknown(eqn, ())[count:])]
+
+    def _row(self, value: State, operand: Any, at: int) -> State:
+        """What a loop slices, in one round."""
+        one = self.sliced(value, operand)
+        return one if value.table is None else self._placed(one, integers.row_of(value.table, at))
 
     def carried(self, value: State) -> State:
         return self._ended(value)
@@ -442,6 +468,12 @@ class Engine(Domain):
         if axes:
             along = [a for a in self.sizes if a in axes]
             self.note(eqn, "divergent", report.divergent(self, eqn, list(found), along))
+
+
+def _moves_blocks(eqn: Any, body: Held) -> bool:
+    """Whether a loop says in each round which blocks it has, and is short enough to be walked round by round."""
+    eqns = opened(body.jaxpr)[0].eqns
+    return eqn.params["length"] * len(eqns) <= MOST_IN_TURN and any(e.primitive.name == "spmd_block" for e in eqns)
 
 
 # All that a state holds besides its dimensions and the axes along which it differs, where nothing more is known.

@@ -28,12 +28,15 @@ from spmd.checker._table import groups
 __all__ = [
     "Moves",
     "Table",
+    "all_differ",
     "along",
     "blocks_of",
     "constant",
     "evaluate",
+    "flat",
     "moves",
     "plus",
+    "row_of",
     "rows_of",
     "sends",
     "starts_of",
@@ -731,6 +734,7 @@ def _all_to_all(params: Any, at: int, x: np.ndarray) -> np.ndarray:
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("pvary", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier"), _same),
     **dict.fromkeys(("reshard", "sharding_constraint", "spmd_assert_equal", "spmd_layout", "spmd_retype"), _same),
+    "spmd_block": lambda eqn, tables, sizes: tables[0],
     "add": _elementwise(_exactly(operator.add), linear=True),
     "sub": _elementwise(_exactly(operator.sub), linear=True),
     "neg": _elementwise(operator.neg, linear=True),
@@ -921,6 +925,38 @@ def along(table: Table, axes: Sequence[str], sizes: Sizes) -> list[Any] | None:
     order = tuple(axis for axis in sizes if axis in axes)
     entries = np.broadcast_to(_led(table.entries, table, order), [sizes[axis] for axis in order])
     return entries.transpose([order.index(axis) for axis in axes]).ravel().tolist()
+
+
+def all_differ(table: Table, axes: Sequence[str]) -> bool | None:
+    """Whether no two devices along `axes` hold the same integers. None if there are too many to tell."""
+    if not set(axes) <= set(table.axes):
+        return False
+    values = table.values
+    if values is None:
+        return None
+    values = np.moveaxis(values, [table.axes.index(axis) for axis in axes], range(len(axes)))
+    devices = math.prod(values.shape[: len(axes)])
+    others = math.prod(values.shape[len(axes) : len(table.axes)])
+    rows = values.reshape(devices, others, -1)
+    return all(len(np.unique(rows[:, i], axis=0)) == devices for i in range(others))
+
+
+def flat(table: Table) -> Table | None:
+    """The same integers in one dimension."""
+    values = table.values
+    return (
+        None
+        if values is None
+        else _made(table.axes, values.reshape(*values.shape[: len(table.axes)], -1), (math.prod(table.shape),))
+    )
+
+
+def row_of(table: Table, at: int) -> Table:
+    """One row of an array: `x[at]`."""
+    cut = _cut(table, [at] + [0] * (len(table.shape) - 1), [1] * len(table.shape), [1, *table.shape[1:]])
+    lead = len(cut.axes)
+    entries = cut.entries.reshape(cut.counts[:lead] + cut.counts[lead + 1 :])
+    return _made(cut.axes, entries, cut.shape[1:], cut.steps[1:])
 
 
 # --- permutations ----------------------------------------------------------------------------------------------

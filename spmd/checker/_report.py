@@ -293,6 +293,20 @@ def gathered_out_of_order(walk: Any, eqn: Any, state: State, dim: int, axes: Seq
     return Fault(rule, walk.kernel, None, None, got, advice=f"gather {'/'.join(have[::-1][:1])} first, the innermost")
 
 
+def one_number(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """Blocks of a ring that have one number."""
+    rule = f"Each device along {_and(axes)} holds another block, but the numbers of these blocks are not all different."
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=f"count the devices along {_and(axes)}")
+
+
+def another_block(walk: Any, eqn: Any, axes: Sequence[str], have: Any, said: Any) -> Fault:
+    """A block that moved, and is taken for another one."""
+    rule = f"A block that moved along {_and(axes)} is taken for another one than it is."
+    shown = [", ".join(map(str, one.entries.ravel().tolist())) for one in (said, have)]
+    got = (*_where(walk, eqn), f"numbers as said here: {shown[0]}", f"as the blocks moved: {shown[1]}")
+    return Fault(rule, walk.kernel, None, None, got, advice="send by as many places as the numbers change")
+
+
 def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], one: Dim, two: Dim) -> Fault:
     """Two operands lie differently along one dimension."""
     lies = [f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in (one, two)]

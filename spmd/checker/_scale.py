@@ -30,8 +30,9 @@ ZERO = Fraction(0)
 MOST = 4000  # pairing more equations one by one takes too long
 _PASS = """neg abs real imag conj copy copy_p stop_gradient name pvary pcast reduce_precision convert_element_type
     transpose squeeze reshape broadcast_in_dim rev slice reduce_max reduce_min cumsum cummax cummin sort
-    spmd_retype spmd_relayout spmd_split spmd_layout spmd_assert_equal pmax pmin all_gather all_gather_invariant
-    all_gather_reduced ppermute all_to_all optimization_barrier sharding_constraint reduce_sum copysign"""
+    spmd_retype spmd_relayout spmd_split spmd_layout spmd_assert_equal spmd_block pmax pmin all_gather
+    all_gather_invariant all_gather_reduced ppermute all_to_all optimization_barrier sharding_constraint reduce_sum
+    copysign"""
 _SAME = frozenset(_PASS.split())
 _SUMS = frozenset(("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter"))
 _EVEN = frozenset(("add", "sub", "add_any", "concatenate", "max", "min"))

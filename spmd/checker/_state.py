@@ -42,6 +42,7 @@ class State(NamedTuple):
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
       loose: Whether it was summed over a dimension along which it is constant. That may have been a block of one: then
         it is a term of a sum, though it is equal.
+      block: The number of the block that each device holds, an integer on each, where our markers say so.
       left: What it was in the body that it left, and the spec there: JAX's residuals enter another one so.
     """
 
@@ -55,6 +56,7 @@ class State(NamedTuple):
     table: Any = None
     left: Any = None
     loose: bool = False
+    block: Any = None
 
     @property
     def axes(self) -> frozenset[str]:
@@ -238,6 +240,7 @@ def join(one: State, two: State) -> State:
         one.number and two.number,
         one.table if one.table == two.table else None,
         loose=one.loose or two.loose,
+        block=one.block if one.block == two.block else None,
     )
 
 

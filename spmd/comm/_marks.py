@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._facts import LayoutName, one_line
-from spmd.language import Layout
-from spmd.modes import Frame
+from spmd.language import Layout, axes_tuple
+from spmd.modes import Frame, try_frame
 
 layout_p = _compat.identity_primitive("spmd_layout")
 assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
+block_p = _compat.identity_primitive("spmd_block")
 
 
 class Known(NamedTuple):
@@ -88,6 +89,27 @@ def mark(
         said = {**({"gone": gone} if gone else {}), **({"value": name} if name else {})}
         x = layout_p.bind(x, layout=layout, call=text, role=role, **said)
     return tag(x, layout, text, name if role == "argument" else None)
+
+
+def numbered(x: Any, number: Any, axes: str | tuple[str, ...] | None) -> Any:
+    """Say which block of a whole each device holds: `numbered(keys, (here - hop) % n, "cp")`, in a ring of n devices.
+
+    The check after the trace follows the numbers as blocks move from device to device, and compares them with what is
+    said of the same blocks later. No two devices along `axes` have the same number. In auto and reference mode, where
+    arrays are whole, nothing is said.
+
+    Args:
+      x: The block, or a pytree of blocks with one number.
+      number: An integer on each device, of any shape.
+      axes: The mesh axes along which the blocks lie; None for one block.
+
+    Returns:
+      The same values.
+    """
+    frame = try_frame()
+    if not axes or frame is None or not frame.explicit:
+        return x
+    return jax.tree.map(lambda one: block_p.bind(one, number, axes=axes_tuple(axes)), x)
 
 
 def constrain(x: Any, layout: Layout, frame: Frame) -> Any:

@@ -28,7 +28,7 @@ _RENAMES = frozenset(
     str.split(
         """
         reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient optimization_barrier
-        spmd_layout spmd_assert_equal spmd_retype
+        spmd_layout spmd_assert_equal spmd_block spmd_retype
         """
     )
 )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError, annotate, axis_size, einsum, iota, scope, size, softmax, take
+from spmd.comm._marks import numbered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
@@ -165,7 +166,8 @@ def spread_heads(heads: Any, *, tp: Axes) -> Any:
     def spread(x: Any) -> Any:
         groups = x.shape[-2]
         copies = math.lcm(groups, parts)
-        which = iota("n/tp", n=copies, tp=tp) * groups // copies
+        head = iota("n/tp", n=copies, tp=tp)
+        which = numbered(head, head, tp) * groups // copies
         return take(x, which, "... [g] k, n/tp -> ... n/tp k", tp=tp)
 
     return jax.tree.map(spread, heads)

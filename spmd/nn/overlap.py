@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import LayoutError, axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
+from spmd.comm._marks import numbered
 from spmd.nn.dtypes import wide
 
 __all__ = ["einsum_scatter", "gather_einsum", "ring_columns"]
@@ -236,12 +237,17 @@ def _circulate(tp: Axes, n: int, block: Any, visit: Callable[[Any, Any, Any], An
     """
     here = iota("c/tp", c=n, tp=tp)
     from_behind, from_ahead = n // 2, (n - 1) // 2  # hops in each direction: each other device once
+    block = numbered(block, here, tp)
     behind = _send(tp, block, 1) if from_behind else None
     ahead = _send(tp, block, -1) if from_ahead else None
     state = visit(None, block, here)
 
+    def meet(state: Any, block: Any, number: Any) -> Any:
+        number = number % n
+        return visit(state, numbered(block, number, tp), number)
+
     def both(state: Any, behind: Any, ahead: Any, hop: Any) -> Any:
-        return visit(visit(state, behind, (here - hop) % n), ahead, (here + hop) % n)
+        return meet(meet(state, behind, here - hop), ahead, here + hop)
 
     def turn(carry: Any, hop: Any) -> tuple[Any, None]:
         state, behind, ahead = carry
@@ -255,7 +261,7 @@ def _circulate(tp: Axes, n: int, block: Any, visit: Callable[[Any, Any, Any], An
         state = both(state, behind, ahead, from_ahead)
         behind = last
     if from_behind > from_ahead:
-        state = visit(state, behind, (here - from_behind) % n)
+        state = meet(state, behind, here - from_behind)
     return state
 
 
@@ -267,9 +273,14 @@ def _collect(tp: Axes, n: int, part: Callable[[Any], Any], dtype: Any) -> Any:
     here = iota("c/tp", c=n, tp=tp)
     to_ahead, to_behind = n // 2, (n - 1) // 2
 
+    def begun(target: Any) -> Any:
+        target = target % n
+        return numbered(part(target).astype(dtype), target, tp)
+
     def add(total: Any, by: int, target: Any) -> Any:
-        arrived, own = _send(tp, total, by), part(target % n)
-        return (arrived.astype(own.dtype) + own).astype(dtype)
+        target = target % n
+        arrived, own = numbered(_send(tp, total, by), target, tp), part(target)
+        return numbered((arrived.astype(own.dtype) + own).astype(dtype), target, tp)
 
     def turn(totals: Any, hop: Any) -> tuple[Any, None]:
         up, down = totals
@@ -277,14 +288,14 @@ def _collect(tp: Axes, n: int, part: Callable[[Any], Any], dtype: Any) -> Any:
 
     if not to_ahead:
         return part(here).astype(dtype)
-    up = part((here + to_ahead) % n).astype(dtype)
+    up = begun(here + to_ahead)
     if not to_behind:
         return add(up, 1, here)
     if to_ahead > to_behind:
         up = add(up, 1, here + to_behind)
-    down = part((here - to_behind) % n).astype(dtype)
+    down = begun(here - to_behind)
     (up, down), _ = lax.scan(turn, (up, down), jnp.arange(to_behind - 1, 0, -1, dtype=jnp.int32))
-    arrived = _send(tp, up, 1), _send(tp, down, -1)
+    arrived = numbered((_send(tp, up, 1), _send(tp, down, -1)), here, tp)
     total = part(here)
     return (arrived[0].astype(total.dtype) + arrived[1].astype(total.dtype) + total).astype(dtype)
 

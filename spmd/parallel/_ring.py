@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import einsum, iota, shift, take
+from spmd.comm._marks import numbered
 from spmd.nn import attention_mask
 from spmd.nn.dtypes import wide
 from spmd.parallel.sequence import block_positions
@@ -59,7 +60,8 @@ def attend_in_ring(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> Any:
 
 def _forward(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, Any]:
     hop = functools.partial(_hop, ring, tuple(q), segments)
-    state, keys = hop(None, (k, v), 0, first=True), (k, v)
+    keys = numbered((k, v), _here(ring), ring.cp)
+    state = hop(None, keys, 0, first=True)
     if ring.hops:
         # The next block travels while this one is worked on: the hop does not depend on the product.
         def body(carry: Tree, number: Any) -> tuple[Tree, None]:
@@ -109,6 +111,10 @@ def _backward(ring: Ring, kept: Tree, cotangent: Any) -> tuple[Any, ...]:
 attend_in_ring.defvjp(_forward, _backward)
 
 
+def _here(ring: Ring) -> Any:
+    return iota("c/cp", c=ring.blocks, cp=ring.cp)
+
+
 def _send(ring: Ring, arrays: Tree, by: int = 1) -> Tree:
     return shift(arrays, "z [c/cp] ...", by, cp=ring.cp)
 
@@ -154,8 +160,9 @@ def _meetings(
     ring: Ring, q: tuple[Any, ...], keys: tuple[Any, Any], segments: tuple[Any, ...], number: Any, first: bool
 ) -> Iterator[tuple[_Part, _Part, bool, Tree, Tree]]:
     """The visits of one hop, with queries and keys, their positions, and their segments if any."""
-    block = iota("c/cp", c=ring.blocks, cp=ring.cp)
+    block = _here(ring)
     source = (block - number) % ring.blocks
+    keys = numbered(keys, source, ring.cp)
     length = ring.parts * q[0].shape[-2]
 
     def at(number: Any) -> tuple[Any, ...]:

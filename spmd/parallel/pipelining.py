@@ -12,6 +12,7 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
+from spmd.comm._marks import numbered
 from spmd.errors import Fix, is_int, not_one_of
 from spmd.parallel._parameter_moves import is_array, paths
 from spmd.parallel.schedule import PipelineSchedule
@@ -118,7 +119,8 @@ def pipeline(
         turn = jnp.clip((number - here) // schedule.stride, 0, schedule.repeats - 1)
         out = jax.vmap(run, in_axes=(0 if repeats is None else 1, 0, 0))(params, turn, given)
         _check_result(given, out)
-        arrived = _passed_on(out, pp)
+        # The stage before this one worked on it.
+        arrived = numbered(_passed_on(numbered(out, here, pp), pp), (here - 1) % schedule.stages, pp)
         held, fresh = _exchanged(held, arrived, put, take)
         given = jax.tree.map(lambda new, old: jnp.where(_along(here == 0, old), new, old), fresh, arrived)
         return (given, held), None

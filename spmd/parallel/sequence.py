@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, rearrange, scope, size
+from spmd.comm._marks import numbered
 from spmd.errors import not_one_of
 
 __all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
@@ -80,7 +81,8 @@ def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) 
     """
     blocks = axis_size(cp) if cp else 1
     check_placement(placement, f"sequence_positions({length}, {placement!r})", length, blocks)
-    at = block_positions(iota("c/cp", c=blocks, cp=cp), length // blocks, blocks, placement)
+    block = iota("c/cp", c=blocks, cp=cp)
+    at = block_positions(numbered(block, block, cp), length // blocks, blocks, placement)
     return rearrange(at, "c/cp l -> (c l)/cp", cp=cp)
 
 
@@ -119,10 +121,12 @@ def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
     blocks, x = _opened(x, "place_sequence", placement, cp, axis)
     if placement == "zigzag":
         even, odd = _rounds(blocks)
+        swap, chunks, placed = _chunks(blocks, cp)
         x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
-        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
-        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
-        x = rearrange(_by_parity(first, second, blocks, cp), "z c/cp l ... -> (c z l)/cp ...", cp=cp)
+        first = ppermute(numbered(x[0], chunks[0], cp), "[c/cp] l ...", even, cp=cp)
+        second = ppermute(numbered(x[1], chunks[1], cp), "[c/cp] l ...", odd, cp=cp)
+        x = _by_parity(swap, numbered(first, placed[0], cp), numbered(second, placed[1], cp))
+        x = rearrange(x, "z c/cp l ... -> (c z l)/cp ...", cp=cp)
     if placement == "striped":
         x = rearrange(x, "(c l j)/cp ... -> c/cp l j ...", c=blocks, j=blocks, cp=cp)
         x = all_to_all(x, "c/cp l j ... -> c l j/cp ...", cp=cp)
@@ -160,11 +164,13 @@ def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any
     blocks, x = _opened(x, "restore_sequence", placement, cp, axis)
     if placement == "zigzag":
         even, odd = ([(j, i) for i, j in pairs] for pairs in _rounds(blocks))
+        swap, chunks, placed = _chunks(blocks, cp)
         x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
-        x = _by_parity(x[0], x[1], blocks, cp)
-        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
-        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
-        x = rearrange(jnp.stack([first, second]), "z c/cp l ... -> (c z l)/cp ...", cp=cp)
+        x = _by_parity(swap, x[0], x[1])
+        first = ppermute(numbered(x[0], placed[0], cp), "[c/cp] l ...", even, cp=cp)
+        second = ppermute(numbered(x[1], placed[1], cp), "[c/cp] l ...", odd, cp=cp)
+        x = jnp.stack([numbered(first, chunks[0], cp), numbered(second, chunks[1], cp)])
+        x = rearrange(x, "z c/cp l ... -> (c z l)/cp ...", cp=cp)
     if placement == "striped":
         x = rearrange(x, "(j c l)/cp ... -> c l j/cp ...", c=blocks, j=blocks, cp=cp)
         x = all_to_all(x, "c l j/cp ... -> c/cp l j ...", cp=cp)
@@ -239,7 +245,17 @@ def _rounds(blocks: int) -> list[list[tuple[int, int]]]:
     return [[(c, to[2 * c + z]) for c in range(blocks)] for z in (0, 1)]
 
 
-def _by_parity(even: Any, odd: Any, blocks: int, cp: Axes) -> Any:
-    """The early chunk of block c is chunk c, and its late chunk is 2n-1-c: swap them on odd blocks."""
-    swap = (iota("c/cp", c=blocks, cp=cp) % 2 == 1).reshape(-1, *(1,) * (even.ndim - 1))
+def _chunks(blocks: int, cp: Axes) -> tuple[Any, tuple[Any, Any], tuple[Any, Any]]:
+    """Which blocks are odd, and which of 2n chunks each block has, first the even one: in order, and in zig-zag.
+
+    The early chunk of block c is chunk c, and its late chunk is 2n-1-c.
+    """
+    block = iota("c/cp", c=blocks, cp=cp)
+    swap, late = block % 2 == 1, 2 * blocks - 1 - block
+    return swap, (2 * block, 2 * block + 1), (jnp.where(swap, late, block), jnp.where(swap, block, late))
+
+
+def _by_parity(swap: Any, even: Any, odd: Any) -> Any:
+    """The even chunks and the odd ones as the early and the late ones, or the other way round."""
+    swap = swap.reshape(-1, *(1,) * (even.ndim - 1))
     return jnp.stack([jnp.where(swap, odd, even), jnp.where(swap, even, odd)])
