@@ -58,10 +58,10 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
-def is_varying(aval: Any) -> bool:
-    """Whether a type, as a variable of a jaxpr has one, is varying along some mesh axis."""
+def varying_type(aval: Any) -> frozenset[str]:
+    """Mesh axes along which a type, as a variable of a jaxpr has one, is varying."""
     kind = getattr(aval, "manual_axis_type", None)
-    return kind is not None and bool(kind.varying)
+    return frozenset() if kind is None else frozenset(kind.varying)
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:

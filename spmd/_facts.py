@@ -14,7 +14,10 @@ from typing import Any, Self
 import jax.extend.source_info_util as source_info_util
 
 from spmd import _compat
+from spmd.errors import Fix
 from spmd.language import Layout
+
+Place = tuple[Any, ...]  # where a body calls something: the code and the instruction of each function on the way
 
 
 class CallName(str):
@@ -23,15 +26,38 @@ class CallName(str):
     Attributes:
       verb: The function that is called, `psum`.
       pattern: Its string, if it takes one.
+      gather: What is known of a call that gathers, where a kernel is traced again because of it.
     """
 
     verb: str
     pattern: str
+    gather: Gather | None
 
-    def __new__(cls, text: str, verb: str = "", pattern: str = "") -> Self:
+    def __new__(cls, text: str, verb: str = "", pattern: str = "", gather: Gather | None = None) -> Self:
         self = super().__new__(cls, text)
-        self.verb, self.pattern = verb, pattern
+        self.verb, self.pattern, self.gather = verb, pattern, gather
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A call that gathers.
+
+    Attributes:
+      place: Which call of the body it is; None where the user said `to=`, and nothing is left to choose.
+      again: The same call with `to="invarying"`, to paste.
+      chosen: Whether `to="invarying"` was chosen for it.
+    """
+
+    place: Place | None = None
+    again: Fix | None = None
+    chosen: bool = False
+
+
+def gather_around(eqn: Any, callers: Sequence[Any] = ()) -> Gather | None:
+    """The call that gathers which an equation is a part of, where a kernel is traced again because of it."""
+    names = (name for one in (eqn, *reversed(callers)) for _, name in reversed(_compat.name_stack(one)))
+    return next((name.gather for name in names if isinstance(name, CallName) and name.gather), None)
 
 
 class LayoutName(str):
@@ -78,7 +104,9 @@ def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
 def one_line(text: str) -> str:
     """The same text in one line, as the name of a scope must be; what it knows is kept."""
     line = " ".join(text.split())
-    return CallName(line, text.verb, one_line(text.pattern)) if isinstance(text, CallName) else line
+    if not isinstance(text, CallName):
+        return line
+    return CallName(line, text.verb, one_line(text.pattern), text.gather)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""Quantities for people."""
+"""Quantities for people, and the bytes that a collective sends."""
 
 from __future__ import annotations
+
+from fractions import Fraction
 
 
 def bytes_text(count: int) -> str:
@@ -44,3 +46,21 @@ def si_text(amount: float, unit: str) -> str:
         if amount >= scale:
             return f"{amount / scale:.3g} {letter}{unit}"
     return f"{amount:.3g} {unit}"
+
+
+def sent_bytes(kind: str, operand: int, devices: int) -> int:
+    """Bytes that a device sends in one collective whose operands on it have `operand` bytes.
+
+    The larger side of an all_gather is its result, `devices` times the operand.
+
+    >>> [sent_bytes(kind, 64, 4) for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")]
+    [192, 48, 96, 48, 64]
+    """
+    share = Fraction(devices - 1, devices)
+    exact = {
+        "all_gather": operand * devices * share,
+        "psum": 2 * operand * share,
+        "ppermute": Fraction(operand),
+        "pbroadcast": Fraction(operand),
+    }.get(kind, operand * share)
+    return round(exact)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from spmd import _compat
 from spmd._ambient import Ambient
 from spmd.errors import ModeError, not_one_of
 from spmd.language import AxisMapping, axes_tuple, mesh_text
@@ -61,6 +63,7 @@ class Frame:
       watched: Keywords of the kernel that its signature does not name: only a string of the body can mean them.
       explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
+      invarying: The calls that gather `to="invarying"` though the user did not say so: see `place`.
     """
 
     mode: str
@@ -73,6 +76,7 @@ class Frame:
     island: bool = False
     watched: frozenset[str] = frozenset()
     diagnosing: bool = False
+    invarying: frozenset[Any] = frozenset()
     explicit: bool = field(default=True, init=False, repr=False)
     _hash: int = field(default=0, init=False, repr=False)
 
@@ -91,6 +95,7 @@ class Frame:
             self.constrain,
             self.island,
             self.diagnosing,
+            self.invarying,
         )
 
     def __hash__(self) -> int:
@@ -353,6 +358,31 @@ def outermost() -> tuple[tuple[str, str], AxisMapping | None] | None:
     if _frame.value is not None or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     return _mode.value, _mapping.value
+
+
+EVERYWHERE = "everywhere"  # among the places: each call of the body
+
+
+def enter_body(fn: Callable[..., R], args: Iterable[Any]) -> R:
+    """Call the body of a kernel. `place` knows this function, and so where the body begins."""
+    return fn(*args)
+
+
+def place() -> tuple[Any, ...] | None:
+    """Which call of the body being traced its caller is; None where no kernel is being traced.
+
+    It is the same in each trace of the body: the code and the instruction of each function from the body on, without
+    those of JAX, which may hold a trace of before.
+    """
+    found: list[Any] = []
+    end, here = 0, inspect.currentframe()
+    while here is not None:
+        if here.f_code is enter_body.__code__:
+            end = len(found)  # the outermost kernel is the one that is traced again
+        if not _compat.in_jax(here.f_code.co_filename):
+            found.append((here.f_code, here.f_lasti))
+        here = here.f_back
+    return tuple(found[:end]) or None
 
 
 def no_frame() -> contextlib.AbstractContextManager[Any]:

@@ -11,16 +11,16 @@ import jax
 
 from spmd import _compat
 from spmd._ambient import Ambient
+from spmd._facts import Gather, gather_around
 from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
-from spmd._walker import equations
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._findings import Finding, Findings, found, report
 from spmd.checker._report import describe
 from spmd.checker._scale import check_scale
 from spmd.checker._source import called_at, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
-from spmd.errors import Fix, ReplicationError
+from spmd.errors import ReplicationError
 from spmd.language import Layout
 from spmd.mesh import alone
 
@@ -189,7 +189,7 @@ class OutputFacts:
       partial: Mesh axes along which it is certainly a partial sum.
       copies: For each axis on which it is equal as a gathered copy, which JAX types varying, the lines of the
         all_gathers that made it so. (On an axis in neither, it became equal in another way.)
-      calls: The same gathers as the calls that the user wrote, `to="invarying"` added, ready to paste.
+      calls: The calls of ours that these gathers are a part of; None among them for a raw one.
       reasons: For each axis in `different`, the values and primitives that it comes from.
       line: The nearest line of the user's that made it.
     """
@@ -197,7 +197,7 @@ class OutputFacts:
     different: tuple[str, ...]
     partial: tuple[str, ...]
     copies: dict[str, tuple[str, ...]]
-    calls: dict[str, tuple[Fix, ...]]
+    calls: dict[str, tuple[Gather | None, ...]]
     reasons: dict[str, tuple[str, ...]]
     line: str
 
@@ -233,35 +233,23 @@ def explain_output(
         return []
     # A nested body is recorded before the one around it, and the outermost is the kernel.
     eqn, outs = walk.outputs[-1]
-    written = _gather_calls(closed_jaxpr)
     atoms = opened(eqn.params["jaxpr"])[0].outvars
-    return [_facts(walk, state, atom, written) for state, atom in zip(outs, atoms, strict=True)]
+    return [_facts(walk, state, atom) for state, atom in zip(outs, atoms, strict=True)]
 
 
-def _facts(walk: Dataflow, state: State, atom: Any, written: Mapping[tuple[str, str], tuple[Fix, ...]]) -> OutputFacts:
+def _facts(walk: Dataflow, state: State, atom: Any) -> OutputFacts:
     order = [axis for axis in walk.sizes if axis in walk.wanted]
     gathered = {axis: walk.history.gathers(atom, axis) for axis in order}
     # Along one device nothing differs, and the missing reduction is an error all the same.
     different = tuple(a for a in order if a in state.axes or not (walk.wide(a) or gathered[a]))
     copies: dict[str, tuple[str, ...]] = {}
-    calls: dict[str, tuple[Fix, ...]] = {}
+    calls: dict[str, tuple[Gather | None, ...]] = {}
     for axis in order:
-        lines = [line_of(o.eqn, o.callers) for o in gathered[axis]] if axis not in different else []
-        if lines:
-            copies[axis] = tuple(dict.fromkeys(lines))
-            calls[axis] = tuple(dict.fromkeys(fix for line in lines for fix in written.get((line, axis), ())))
+        found = gathered[axis] if axis not in different else []
+        if found:
+            copies[axis] = tuple(dict.fromkeys(line_of(o.eqn, o.callers) for o in found))
+            calls[axis] = tuple(dict.fromkeys(gather_around(o.eqn, o.callers) for o in found))
     sources = {axis: walk.history.sources(atom, axis) for axis in different}
-    reasons = {axis: tuple(dict.fromkeys(map(describe, found))) for axis, found in sources.items()}
+    reasons = {axis: tuple(dict.fromkeys(map(describe, ones))) for axis, ones in sources.items()}
     partial = tuple(axis for axis in order if axis in state.partial)
     return OutputFacts(different, partial, copies, calls, reasons, walk.history.line(atom))
-
-
-def _gather_calls(jaxpr: Any) -> dict[tuple[str, str], tuple[Fix, ...]]:
-    """For each user line and axis the gathers as they may leave the kernel; they told their own markers."""
-    found: dict[tuple[str, str], tuple[Fix, ...]] = {}
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "spmd_layout" and "again" in eqn.params:
-            for axis in eqn.params["layout"].axes:
-                key = line_of(eqn), axis
-                found[key] = (*found.get(key, ()), eqn.params["again"])
-    return found

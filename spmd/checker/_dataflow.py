@@ -21,7 +21,7 @@ from spmd.language import axes_tuple
 
 def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
     """JAX's interpreter of Pallas calls fails on values that vary, and only when the program is lowered."""
-    varying = any(_compat.is_varying(result.aval) for result in eqn.outvars)
+    varying = any(_compat.varying_type(result.aval) for result in eqn.outvars)
     if walk.active and varying and eqn.params.get("interpret") is True:
         walk.note(eqn, "interpreted", report.interpreted(walk, eqn))
     return walk.unread(eqn, operands)

@@ -15,7 +15,7 @@ from spmd.checker._source import line_of
 from spmd.language import axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.
-_EQUAL = frozenset(["psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
+EQUAL = frozenset(["psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
 _GATHERS = frozenset(("all_gather", "all_gather_invariant", "all_gather_reduced"))
 _DIFFERENT = frozenset(
     [
@@ -31,8 +31,8 @@ _DIFFERENT = frozenset(
     ]
 )
 # Those whose results differ whatever their operands are: nothing behind them is a reason.
-_ENDS = (_EQUAL | _GATHERS | _DIFFERENT) - {"ppermute"}
-_GATHERED = _EQUAL | _GATHERS | {"spmd_assert_equal"}
+_ENDS = (EQUAL | _GATHERS | _DIFFERENT) - {"ppermute"}
+_GATHERED = EQUAL | _GATHERS | {"spmd_assert_equal"}
 
 
 @dataclass(frozen=True)

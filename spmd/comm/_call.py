@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat, _lax
-from spmd._facts import one_line
+from spmd._facts import CallName, Gather, one_line
 from spmd._leaves import kind_of
 from spmd.comm._keywords import as_array, call_text, operand_names, resolve, split_keywords
 from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
@@ -31,6 +31,7 @@ from spmd.errors import (
     SizeError,
     SpmdError,
     did_you_mean,
+    not_one_of,
 )
 from spmd.language import (
     Atom,
@@ -49,12 +50,9 @@ from spmd.language import (
     indivisible,
     verb_for,
 )
-from spmd.modes import Frame, current_frame
+from spmd.modes import EVERYWHERE, Frame, current_frame, place
 
 Span = tuple[int, int] | None
-
-# The operations that may give a gathered copy, and take `to="invarying"`.
-_GATHERS = ("all_gather", "relayout", "fft.fft", "fft.ifft", "fft.rfft", "fft.irfft")
 
 # The operations that change the layout and nothing else. If their sides are swapped, the fix replaces the call.
 _MOVES = ("all_gather", "all_to_all", "psum", "psum_scatter", "relayout", "split")
@@ -180,23 +178,45 @@ class Call:
         self.shown: tuple[str, ...] = ("x",)
         self.also: Mapping[str, Any] | None = None
         self.given: Mapping[str, int] = {}
+        self.gather: Gather | None = None
+        self.to = "varying"
+
+    def type_copies(self, to: Any) -> None:
+        """Decide JAX's type of what this call gathers: what the user says, or else what the kernel chose for this
+        place. Where the kernel is traced again, what is traced in `scope` knows the call."""
+        if to not in (None, "varying", "invarying"):
+            self.fail(not_one_of("to", to, ("varying", "invarying")), error=LayoutError)
+        frame = self.frame
+        if frame.explicit and (frame.diagnosing or frame.invarying):
+            where = place() if to is None else None
+            chosen = where is not None and not frame.invarying.isdisjoint((where, EVERYWHERE))
+            again = self.paste(self.pattern.inputs[0], self.pattern.outputs[0], to="invarying")
+            self.gather = Gather(where, again, chosen)
+            to = "invarying" if chosen else to
+        self.to = to or "varying"
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The call's own text as a scope of names: what is traced inside carries it, and so do its transposes, through
         loops and remat, into the jaxpr, the compiled program and the profiler."""
-        return jax.named_scope(one_line(self.text))
+        text = one_line(self.text)
+        if self.gather is not None and isinstance(text, CallName):
+            text = CallName(text, text.verb, text.pattern, self.gather)
+        return jax.named_scope(text)
 
     def hidden(self) -> contextlib.AbstractContextManager[Any]:
         """A context for the calls that this call is made of. Errors about gathers then name this call, not those
         inside."""
         frame = self.frame
-        return frame.replace(diagnosing=False).enter() if frame.diagnosing else contextlib.nullcontext()
+        if not (frame.diagnosing or frame.invarying):
+            return contextlib.nullcontext()
+        return frame.replace(diagnosing=False, invarying=frozenset()).enter()
 
     def fork(self) -> Call:
         """The same call for another leaf of a pytree. Sizes that one leaf binds do not bind the next."""
         other = Call(self.name, self.text, self.written, self.pattern, self.frame)
         other.sizes = dict(self.sizes)
         other.shown, other.also, other.given = self.shown, self.also, self.given
+        other.to, other.gather = self.to, self.gather
         return other
 
     # --- errors -------------------------------------------------------------------------------------------
@@ -252,10 +272,6 @@ class Call:
 
     def _shown(self, index: int) -> str:
         return self.shown[index] if index < len(self.shown) else "x"
-
-    def _to_invarying(self) -> Fix | None:
-        """This call, with a result that is equal by JAX's own type."""
-        return self.paste(self.pattern.inputs[0], self.pattern.outputs[0], to="invarying")
 
     def _fix(self, verb: str, shown: tuple[str, ...], sides: Sequence[Layout | str], keywords: dict[str, Any]) -> Fix:
         own = verb == self.name
@@ -401,12 +417,8 @@ class Call:
             factors += opened
             # A factor's size is that of its block. The array has the margins too.
             shape += [x.shape[position]] if any(dim.margin) else [f.local for f in opened]
-        # If a tag already says it, no note is needed. While an error is explained, a gather's note has the line to
-        # paste.
-        explaining = self.frame.diagnosing and self.name in _GATHERS
-        if self.frame.explicit and (explaining or not told):
-            again = self._to_invarying() if explaining else None
-            said = {"value": self._shown(index), **({"again": again} if again else {})}
+        if self.frame.explicit and not told:  # if a tag already says it, no note is needed
+            said: dict[str, Any] = {"value": self._shown(index)}
             if layout.has_ellipsis:  # what `...` stands for must not be divided over an axis of the string
                 said["named"] = _axes_of(self.pattern)
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand", **said)

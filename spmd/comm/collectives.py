@@ -9,7 +9,7 @@ import jax
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, Operand, open_call
-from spmd.errors import Fix, LayoutError, not_one_of
+from spmd.errors import Fix, LayoutError
 from spmd.language import Layout, factors_of, verb_for
 
 __all__ = ["all_gather", "all_to_all", "defer", "psum", "psum_scatter", "split"]
@@ -57,12 +57,6 @@ def check_sides(call: Call) -> None:
             got=[call.frame.describe()],
             advice=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
         )
-
-
-def check_to(call: Call, to: Any) -> None:
-    """Check the keyword `to` of an operation that gathers."""
-    if to not in ("varying", "invarying"):
-        call.fail(not_one_of("to", to, ("varying", "invarying")), error=LayoutError)
 
 
 def _check_pair(call: Call, verb: str) -> bool:
@@ -159,12 +153,13 @@ def _verb(
     binds: dict[str, Any],
     move: Callable[[Call, Any, Changes], Any],
     *,
-    to: str = "varying",
+    to: str | None = None,
 ) -> T:
     """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided)."""
-    also = {} if to == "varying" else {"to": to}
+    also = {} if to is None else {"to": to}
     call = open_call(name, pattern, binds, arrays=(x,), example=_EXAMPLES[name], also=also)
-    check_to(call, to)
+    if name == "all_gather":
+        call.type_copies(to)
     moves = _check_pair(call, name)
     _check_margins(call)
 
@@ -187,22 +182,23 @@ def _verb(
 # --- the verbs ----------------------------------------------------------------------------------------------
 
 
-def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
+def all_gather(x: T, pattern: str, *, to: str | None = None, **names: Any) -> T:
     """Make divided dimensions whole: every device gets the other devices' blocks.
 
     The axes that leave are the minor-most of their dimension (`"b/dp/tp -> b/dp"`). Several dimensions may lose axes in
     one call, with one all-gather each.
 
     Communication: forward an all-gather for each dimension that changes. A device receives S(n-1)/n bytes for a result
-    of S bytes over n devices. With `to="varying"` the cotangent is a partial sum, and backward is a reduce-scatter of
-    the same bytes. With `to="invarying"` backward is a local slice, but each use of the result by divided data then
-    costs an all-reduce backward.
+    of S bytes over n devices. Backward a reduce-scatter of the same bytes if the result is used with divided data, and
+    nothing if it leaves the kernel whole.
 
     Args:
       x: An array or a pytree of arrays of this layout.
       pattern: `"layout -> layout"`.
-      to: "varying" gives a gathered copy, for use with divided data (FSDP weights, sequence parallel). "invarying"
-        makes the result equal by JAX's own type, so that it can leave the kernel whole.
+      to: JAX's type of the result. "varying" gives a gathered copy, whose cotangent is a partial sum: backward is the
+        reduce-scatter. "invarying" gives a value that can leave the kernel whole: backward is a local slice, and each
+        use of the result by divided data costs an all-reduce. Left out, the result is varying, and invarying where a
+        copy leaves the kernel or is a loop's carry, if no other use of it pays for that.
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
 
     Returns:
@@ -210,12 +206,13 @@ def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
 
     Raises:
       CommunicationError: If another verb is meant. The message has its name and the line to paste.
+      ReplicationError: If `to` is left out, the copy leaves the kernel, and another use pays. It has both prices.
       LayoutError: On a malformed pattern.
 
     Example:
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(x=4)
-      >>> whole = spmd.kernel("n/x -> n", mesh=mesh)(lambda v: spmd.all_gather(v, "n/x -> n", to="invarying"))
+      >>> whole = spmd.kernel("n/x -> n", mesh=mesh)(lambda v: spmd.all_gather(v, "n/x -> n"))
       >>> print(whole(jnp.arange(8)))
       [0 1 2 3 4 5 6 7]
 
@@ -225,7 +222,7 @@ def all_gather(x: T, pattern: str, *, to: str = "varying", **names: Any) -> T:
 
     def move(call: Call, x: Any, changes: Changes) -> Any:
         for i, lost, _ in changes:
-            x = _lax.all_gather(x, lost, i, to)
+            x = _lax.all_gather(x, lost, i, call.to)
         return x
 
     return _verb("all_gather", x, pattern, names, move, to=to)

@@ -11,7 +11,7 @@ from spmd import _compat
 from spmd.accelerators import Hardware
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
-from spmd.comm.collectives import axes_after, check_sides, check_to
+from spmd.comm.collectives import axes_after, check_sides
 from spmd.comm.planner._reshard import uneven
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._run import run
@@ -28,7 +28,7 @@ def relayout(
     x: T,
     pattern: str,
     *,
-    to: str = "varying",
+    to: str | None = None,
     prefer: str = "collectives",
     hardware: str | Hardware | None = None,
     **names: Any,
@@ -45,13 +45,13 @@ def relayout(
     send.
 
     Communication: forward what the plan says, and nothing if the layouts are equal under the mapping. Backward what the
-    plan of the way back says. With `to="varying"` the gradients of copies are parts of a sum, which the way back adds
+    plan of the way back says. If copies are typed varying, their gradients are parts of a sum, which the way back adds
     up.
 
     Args:
       x: An array or a pytree of arrays of this layout.
       pattern: `"layout -> layout"`, with the same dimensions in the same order, and any placement on either side.
-      to: As in `all_gather`, the type of what is whole afterwards: "varying" or "invarying".
+      to: As in `all_gather`, JAX's type of what is whole afterwards.
       prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, if collectives cannot
         reach the lower bound; "latency" to take the least time on a hardware profile.
       hardware: The profile, or the name of a preset: see `spmd.hardware`. "latency" needs one.
@@ -80,11 +80,11 @@ def relayout(
       general, partial sums take part, and the search is exact (A* with the lower bound as its estimate).
     """
     example = 'relayout(x, "b/dp d -> b d/dp")'
-    also = {} if to == "varying" else {"to": to}
+    also = {} if to is None else {"to": to}
     call = open_call("relayout", pattern, names, arrays=(x,), example=example, also=also)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     check_sides(call)
-    check_to(call, to)
+    call.type_copies(to)
     profile = check_prefer(call.text, prefer, hardware)
     explicit = call.frame.explicit
 
@@ -92,7 +92,7 @@ def relayout(
         own = call.fork()
         operand = own.operand(value)
         with call.scope():
-            out = _planned(own, operand, dst, to, prefer, profile) if explicit else _constrained(own, operand, src, dst)
+            out = _planned(own, operand, dst, prefer, profile) if explicit else _constrained(own, operand, src, dst)
         return own.result(out)
 
     return jax.tree.map(leaf, x)
@@ -145,7 +145,7 @@ def _one_by_one(now: list[Axes], then: list[Axes]) -> Iterator[list[Axes]]:
             yield list(now)
 
 
-def _planned(call: Call, operand: Operand, dst: Layout, to: str, prefer: str, profile: Hardware | None) -> Any:
+def _planned(call: Call, operand: Operand, dst: Layout, prefer: str, profile: Hardware | None) -> Any:
     """One device's shard, by the steps of the plan."""
     frame, src, x = call.frame, operand.layout, operand.x
     before, after = _before_and_after(call, operand, dst)
@@ -163,6 +163,6 @@ def _planned(call: Call, operand: Operand, dst: Layout, to: str, prefer: str, pr
         prefer=prefer,
         hardware=profile if prefer == "latency" else None,
     )
-    x = run(x, request, frozenset(here - there if to == "varying" else ()))
+    x = run(x, request, frozenset(here - there if call.to == "varying" else ()))
     new = frame.in_mesh_order(set(dst.reduced) - set(src.reduced))
     return _compat.pvary(x, new) if new else x

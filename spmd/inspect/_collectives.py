@@ -6,12 +6,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, overload
 
 from spmd._notebook import shown_file
 from spmd._table import Table, wrapped
-from spmd._units import bytes_text
+from spmd._units import bytes_text, sent_bytes
 from spmd.errors import SpmdError
 from spmd.inspect._groups import (
     axes_of_groups,
@@ -349,21 +348,3 @@ def _group(
         return None
     axes, whole = ((), True) if mesh is None else axes_of_groups(groups, mesh)
     return axes, whole, size
-
-
-def sent_bytes(kind: str, operand: int, devices: int) -> int:
-    """Bytes that a device sends in one collective whose operands on it have `operand` bytes.
-
-    The larger side of an all_gather is its result, `devices` times the operand.
-
-    >>> [sent_bytes(kind, 64, 4) for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")]
-    [192, 48, 96, 48, 64]
-    """
-    share = Fraction(devices - 1, devices)
-    exact = {
-        "all_gather": operand * devices * share,
-        "psum": 2 * operand * share,
-        "ppermute": Fraction(operand),
-        "pbroadcast": Fraction(operand),
-    }.get(kind, operand * share)
-    return round(exact)

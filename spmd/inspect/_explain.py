@@ -61,7 +61,7 @@ def explain(
       >>> mesh = spmd.make_mesh(dp=2, tp=4, abstract=True)
       >>> @spmd.kernel("b/dp d/tp -> b/dp d", mesh=mesh)
       ... def gather(x):
-      ...     return spmd.all_gather(x, "b/dp d/tp -> b/dp d", to="invarying")
+      ...     return spmd.all_gather(x, "b/dp d/tp -> b/dp d")
       >>> report = spmd.explain(gather, jax.ShapeDtypeStruct((8, 64), "float32"))
       >>> [(one.kind, one.axes, one.bytes, one.count, one.phase) for one in report.collectives]
       [('all_gather', ('tp',), 768, 1, 'forward')]

@@ -19,6 +19,7 @@ from spmd.inspect._records import Written
 from spmd.inspect._roofline import Memory, Time, estimate, seconds_of
 
 _HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
+_CHOSEN = 'to="invarying" was chosen: this copy leaves the kernel whole, and no other use of it pays for that'
 _LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted as taken)"
 
 
@@ -214,7 +215,8 @@ def _rows(it: Explanation, ones: Iterable[Communication], style: str = "") -> li
 def _row(it: Explanation, ones: Sequence[Communication], style: str) -> Row:
     one = ones[0]
     implicit = "implicit in this call" if one.implicit and one.phase == "forward" else ""
-    remarks = (implicit, one.branch and f"in {one.branch}", one.note)
+    chosen = isinstance(one.text, CallName) and one.text.gather is not None and one.text.gather.chosen
+    remarks = (implicit, _CHOSEN if chosen else "", one.branch and f"in {one.branch}", one.note)
     own = isinstance(one.text, CallName) and one.text.verb == one.kind
     call = f'"{one.text.pattern}"' if own else one.text
     times = f"{sum(o.count for o in ones)}{'' if all(o.exact for o in ones) else '*'}"

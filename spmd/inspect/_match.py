@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd._facts import CallName
-from spmd.inspect._collectives import Collective, sent_bytes
+from spmd._units import sent_bytes
+from spmd.inspect._collectives import Collective
 from spmd.inspect._hlo import shape_bytes
 from spmd.inspect._placement import ONE_DEVICE
 from spmd.inspect._records import Boundary, Written, WrittenCollective

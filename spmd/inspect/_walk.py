@@ -13,10 +13,10 @@ from typing import Any
 from spmd import _compat
 from spmd._facts import CallName, KernelName, LayoutName, PerShardName, one_line
 from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened
+from spmd._units import sent_bytes
 from spmd._walker import Domain, walk
 from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
-from spmd.inspect._collectives import sent_bytes
 from spmd.inspect._groups import axes_of_pairs
 from spmd.inspect._placement import (
     ANYWHERE,

@@ -30,7 +30,12 @@ def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
         )
     _check_tags(plan, leaves)
     frame = plan.frame(plan.bind(leaves, local=outer.explicit), outer.mode).replace(
-        mesh=outer.mesh, sizes=outer.sizes, constrain=outer.constrain, island=outer.island
+        mesh=outer.mesh,
+        sizes=outer.sizes,
+        constrain=outer.constrain,
+        island=outer.island,
+        diagnosing=outer.diagnosing,
+        invarying=outer.invarying,
     )
     if outer.explicit and not inside_kernel():
         out = _checked(plan, frame, leaves)

@@ -15,7 +15,7 @@ from spmd import _compat
 from spmd._lax import to_reduced
 from spmd._leaves import Static, kind_of, unwrapped
 from spmd._trees import matched
-from spmd.checker import check_jaxpr, early, explain_output, line_of
+from spmd.checker import early, line_of
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature
@@ -211,83 +211,3 @@ def _as_array(x: Any, path: str, signature: Signature, shown: Any) -> Any:
         return jnp.asarray(x)
     except (TypeError, ValueError):
         return signature.fail(f"{path} is {kind_of(shown)}, and the results of a kernel are arrays.")
-
-
-def diagnose(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequal: Unequal) -> SpmdError:
-    """Why a result is varying where its layout says equal: traced once more with outputs that allow it."""
-    everywhere = frame.axis_names
-    outputs = plan.outputs
-
-    def body(*shards: Any) -> Any:
-        flat = plan.run(frame.replace(diagnosing=True), shards, local=True)
-        return tuple(_compat.pvary(x, everywhere)[None] for x in flat)
-
-    mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
-    jaxpr = jax.make_jaxpr(mapped)(*leaves)
-    known = {"mesh_axes": everywhere, "kernel": plan.signature.text, **plan.arguments()}
-    check_jaxpr(
-        jaxpr, how=plan.signature.check, always=True, **known
-    )  # a fault inside the body is the cause, and says more
-    facts = explain_output(jaxpr, **known)
-    got: list[str] = []
-    fixes: list[Fix] = []
-    advice: list[str] = []
-    copy_only = True
-    for i, axes in unequal.faults:
-        fact, path, layout = facts[i], outputs.paths[i], outputs.layouts[i]
-        for axis in axes:
-            if axis in fact.different:
-                copy_only = False
-                reason = "; ".join(fact.reasons.get(axis, ())[:3])
-                got.append(
-                    f'{path}: "{layout.short}" says equal on {axis}, and it differs there'
-                    + (f": {reason}" if reason else "")
-                )
-                advice.append(_close(layout, axis))
-            else:
-                lines = ", ".join(x for x in fact.copies.get(axis, ()) if x)
-                how = (
-                    f"is a gathered copy on {axis} (gathered at {lines})"
-                    if lines
-                    else f"is equal on {axis}, and typed varying"
-                )
-                got.append(f"{path} {how}")
-                calls = fact.calls.get(axis, ()) or _retype(layout, axis, path)
-                fixes += calls
-                advice += [] if calls else [f'a gather over {axis} with to="invarying"']
-    rule = (
-        'a gathered copy leaves the kernel whole: gather it to="invarying", so that JAX too knows that it is equal.'
-        if copy_only
-        else "a result differs on a mesh axis that its layout does not mention: it would be lost or "
-        "silently replicated."
-    )
-    error = ReplicationError(
-        rule,
-        call=plan.signature.text,
-        source=plan.signature.source,
-        got=[*got, frame.describe()],
-        fix=tuple(dict.fromkeys(fixes)),
-        advice="; ".join(dict.fromkeys(advice)) or None,
-    )
-    return early(error, facts[unequal.faults[0][0]].line)
-
-
-def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:
-    """How a copy that came from no gather (a carry that varies from the start) becomes equal by JAX's type."""
-    if layout.is_scalar:
-        return [Fix("reduce", (path,), "scalar -> scalar", {"op": "mean"})]
-    i = next((i for i, dim in enumerate(layout.dims) if len(dim.atoms) == 1 and dim.atoms[0].named), None)
-    if i is None:
-        return []
-    [atom] = layout.dims[i].atoms
-    cut = replace(layout.dims[i], atoms=(replace(atom, axes=(*(atom.axes or ()), axis)),))
-    block = Layout.from_dims((*layout.dims[:i], cut, *layout.dims[i + 1 :]), layout.unreduced, layout.reduced)
-    whole = Fix("split", (path,), f"{layout.short} -> {block.short}")
-    return [Fix("all_gather", (whole,), f"{block.short} -> {layout.short}", {"to": "invarying"})]
-
-
-def _close(layout: Layout, axis: str) -> str:
-    partial = Layout.from_dims(layout.dims, unreduced=(*layout.unreduced, axis), reduced=layout.reduced)
-    return (
-        f'psum(x, "{partial.short} -> {layout.short}") if each device holds a part of a sum; all_gather(...) if a block'
-    )

@@ -19,14 +19,15 @@ from spmd._facts import KernelName, Leaf
 from spmd.checker import check_jaxpr
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
-from spmd.errors import MeshError, ModeError, did_you_mean
-from spmd.kernels._outputs import Outputs, Unequal, diagnose
+from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
+from spmd.kernels._copies import traced_again
+from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
-from spmd.kernels._translate import translated
+from spmd.kernels._translate import carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, check_axes
 from spmd.mesh import abstract_of, no_mesh, outside_trace
-from spmd.modes import Frame
+from spmd.modes import Frame, enter_body
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -93,6 +94,7 @@ class Plan:
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
         self._seen: set[Any] = set()
+        self._chosen: dict[Any, frozenset[Any]] = {}  # by types of arguments, the gathers that were made invarying
 
     def jit(self, fn: Any, **how: Any) -> Any:
         """`jax.jit` under the kernel's name, which profiles and HLO show, and by which a jaxpr tells whose body it
@@ -235,7 +237,7 @@ class Plan:
                     tagged.append(tag(value, spec.layout, origin, spec.path))
                 else:
                     tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame, name=spec.path))
-            out = self.signature.call(self.rebuild(tagged))
+            out = enter_body(self.signature.call, (self.rebuild(tagged),))
             flat = self.outputs.collect(out, self.signature, frame, local=local)
         self._check_keywords(frame.unmet - self.signature.named)
         return flat
@@ -266,20 +268,30 @@ class Plan:
         with jax.sharding.use_abstract_mesh(abstract_of(self.mesh)):
             leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
             specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
-
-            out_specs: list[P] = []
-
-            def body(*shards: Any) -> Any:
-                return self.leaving(self.run(frame, shards, local=True), frame, out_specs)
-
-            body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
-            mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+            types = tuple(map(jax.typeof, leaves))
+            frame = frame.replace(invarying=self._chosen.get(types, frozenset()))
+            mapped = self.mapped(frame, specs)
             try:
                 with no_mesh():
                     outs = mapped(*leaves)
-                return self.outputs.build(outs)
-            except Unequal as unequal:
-                raise diagnose(self, frame, specs, leaves, unequal) from None
+            except (Unequal, ReplicationError) as error:
+                if not isinstance(error, Unequal) and not carried_axes(error):
+                    raise
+                again = traced_again(self, frame, specs, leaves, error)
+                self._chosen[types] = again.places
+                with no_mesh():
+                    outs = again.run(*leaves)
+            return self.outputs.build(outs)
+
+    def mapped(self, frame: Frame, specs: Sequence[P]) -> Any:
+        """The body in its `shard_map`."""
+        out_specs: list[P] = []
+
+        def body(*shards: Any) -> Any:
+            return self.leaving(self.run(frame, shards, local=True), frame, out_specs)
+
+        body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
+        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
 
     def leaving(self, flat: Sequence[Any], frame: Frame, specs: list[P], without: tuple[str, ...] = ()) -> list[Any]:
         """The results of a `shard_map`'s body, whose specs are put into the list that it was given as `out_specs`: JAX

@@ -91,6 +91,12 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
 
 
+def carried_axes(error: Exception) -> frozenset[str]:
+    """The axes on which the carry of a loop varies after one step, and not before it; none of another error."""
+    fact = None if error.__cause__ is None else _jax_errors.told(error.__cause__)
+    return frozenset() if fact is None else frozenset().union(*(one.varying for one in fact.carries))
+
+
 def _layers(error: SpmdError) -> tuple[str, ...]:
     """The functions of `spmd.nn` and `spmd.parallel` that an error comes from, innermost first: the user called those,
     and not the verb that failed."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from spmd import _lax
 from spmd.comm._call import Call, Operand, open_call
-from spmd.comm.collectives import check_to
 from spmd.comm.resharding import relayout
 from spmd.errors import Fix, LayoutError, SizeError, not_one_of
 from spmd.language import Atom, Dim, Layout
@@ -29,7 +28,7 @@ NORMS = ("backward", "ortho", "forward")
 _relayout, _local = inner(relayout), inner(local)
 
 
-def fft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+def fft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> Any:
     """The discrete Fourier transform along each renamed dimension: `fft(x, "x/a y z -> kx ky/a kz")`.
 
     Dimensions match by position. One that has another name on the right is transformed. The right side says where the
@@ -74,7 +73,7 @@ def fft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **
     return _transform("fft.fft", x, pattern, _How(norm, to), names)
 
 
-def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> Any:
     """The inverse of `fft` along each renamed dimension: `ifft(f, "kx ky/a kz -> x/a y z")`.
 
     Layouts, communication and memory as in `fft`.
@@ -105,7 +104,9 @@ def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str = "varying", *
     return _transform("fft.ifft", x, pattern, _How(norm, to), names)
 
 
-def rfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+def rfft(
+    x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
+) -> Any:
     """The Fourier transform of a real array: the last renamed dimension keeps its n // 2 + 1 frequencies from 0 up.
 
     `rfft(x, "x/a y z -> kx ky/a kz")` transforms z first, as real numbers, then x and y. What is sent before that has
@@ -143,7 +144,9 @@ def rfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to:
     return _transform("fft.rfft", x, pattern, _How(norm, to, pad), names)
 
 
-def irfft(x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str = "varying", **names: Any) -> Any:
+def irfft(
+    x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
+) -> Any:
     """The inverse of `rfft`, to a real array: `irfft(f, "kx ky/a kz -> x/a y z", z=64)`.
 
     The size of the last renamed dimension is that of its name on the right, given by a keyword or by the kernel's
@@ -184,15 +187,15 @@ class _How(NamedTuple):
     """The keywords of a transform."""
 
     norm: str
-    to: str
+    to: str | None
     pad: bool = False
 
 
 def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any]) -> Any:
-    also = {k: v for k, v in how._asdict().items() if v != _How("backward", "varying")._asdict()[k]}
+    also = {k: v for k, v in how._asdict().items() if v != _How("backward", None)._asdict()[k]}
     example = f'{who}(x, "b/dp d -> b/dp k")'
     call = open_call(who, pattern, names, arrays=(x,), example=example, also=also)
-    check_to(call, how.to)
+    call.type_copies(how.to)
     if how.norm not in NORMS:
         call.fail(not_one_of("norm", how.norm, NORMS), error=LayoutError)
     operand = call.operand(x)
@@ -390,7 +393,7 @@ class _Walk:
     """
 
     def __init__(self, call: Call, job: Job, named: Job, names: tuple[str, ...], how: _How) -> None:
-        self.call, self.job, self.named, self.norm, self.to = call, job, named, how.norm, how.to
+        self.call, self.job, self.named, self.norm, self.to = call, job, named, how.norm, call.to
         self.names = names
         self.order = tuple(range(len(names)))  # which dimension each axis of the array is
         self.padded: dict[int, tuple[str, ...]] = {}  # padded dimensions, and the axes that they had then

@@ -56,7 +56,7 @@ def assert_collectives(
       >>> mesh = spmd.make_mesh(dp=2, tp=4)
       >>> @spmd.kernel("b/dp d/tp -> b/dp d", mesh=mesh)
       ... def gather(x):
-      ...     return spmd.all_gather(x, "b/dp d/tp -> b/dp d", to="invarying")
+      ...     return spmd.all_gather(x, "b/dp d/tp -> b/dp d")
       >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
       >>> spmd.testing.assert_collectives(gather, (x,), {"all_gather": {"tp": 1}}, bytes=768)
     """

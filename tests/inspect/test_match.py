@@ -15,7 +15,8 @@ import pytest
 import spmd
 from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, reduce, shift, softmax
 from spmd._facts import CallName
-from spmd.inspect._collectives import Collective, sent_bytes
+from spmd._units import sent_bytes
+from spmd.inspect._collectives import Collective
 from spmd.inspect._match import communications
 from spmd.inspect._records import Boundary, Constraint, Written, WrittenCollective
 from tests.conftest import case_count
