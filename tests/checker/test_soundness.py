@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from spmd._facts import CallName, Gather
 from spmd.checker import check_jaxpr, explain_output
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import FREE, HIDDEN, Dim, State, free, plain
@@ -551,17 +552,19 @@ def test_explain_output_names_the_gathers() -> None:
     [line] = facts[0].copies["tp"]
     assert "test_correct_programs.py:" in line and "gathered_softmax" in line
     assert "dp" not in facts[0].copies
+    assert facts[0].calls == {"tp": (None,)}  # a raw one
 
 
 def test_explain_output_gives_the_line_to_paste() -> None:
-    again = Fix("all_gather", ("x",), "a/dp b/tp -> a/dp b", {"to": "invarying"})
+    known = Gather(again=Fix("all_gather", ("x",), "a/dp b/tp -> a/dp b", {"to": "invarying"}))
 
     def body(x, w):
-        x = mark(x, "a/dp b/tp", "operand", 'all_gather(x, "a/dp b/tp -> a/dp b")', again=again); y = lax.all_gather(x, "tp", axis=1, tiled=True)  # noqa: E702  # fmt: skip
+        with jax.named_scope(CallName('all_gather(x, "a/dp b/tp -> a/dp b")', gather=known)):
+            y = lax.all_gather(x, "tp", axis=1, tiled=True)
         return y * 2.0, x, polluted_carry(x, w)[0][None], shifted_equal(x, w)[:1]
 
     facts = explain_output(trace(body, out=P(AXES)), mesh_axes=AXES)
-    assert facts[0].calls == {"tp": (again,)}
+    assert facts[0].calls == {"tp": (known,)}
     assert facts[1].different == AXES and facts[1].copies == {}
     assert "divided by P('dp', 'tp')" in facts[1].reasons["tp"][0]
     assert facts[2].different == () and facts[3].different == ()
