@@ -93,7 +93,7 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
 
 def carried_axes(error: Exception) -> frozenset[str]:
     """The axes on which the carry of a loop varies after one step, and not before it; none of another error."""
-    fact = None if error.__cause__ is None else _jax_errors.told(error.__cause__)
+    fact = _jax_errors.told(error.__cause__) if isinstance(error.__cause__, Exception) else None
     return frozenset() if fact is None else frozenset().union(*(one.varying for one in fact.carries))
 
 
