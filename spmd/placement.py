@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ from spmd._named import ByName
 from spmd._recent import Recent
 from spmd._trees import match_prefix
 from spmd.comm.planner import move
-from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError
+from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, is_int
 from spmd.kernels import Kernel, kernel
 from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, bind, check_axes
 from spmd.mesh import check_alive, check_arguments_alive, made_whole, mesh_for, outside_trace
@@ -373,7 +373,7 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
     return Init(fn, layouts, mesh, mapping)
 
 
-def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
+def from_process_local(tree: T, layouts: Any, *, shape: Any = None, mesh: Any = None, mapping: Any = None) -> T:
     """Global arrays of the rows that each process has read: `from_process_local(batch, "b/dp s")`.
 
     Every process gives its own part, in the order of its devices in the mesh; with one process that is the
@@ -382,6 +382,8 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
     Args:
       tree: A NumPy array or a pytree of them, this process's part.
       layouts: A prefix tree of layouts for the global arrays.
+      shape: The shape of the global array, or a tree of shapes. With it each part is checked. Without it JAX takes the
+        global shape from the part, and processes whose parts have different sizes do not notice.
       mesh: The mesh; absent, that of `jax.set_mesh`.
       mapping: Where bare names live; absent, the surrounding `axis_mapping`.
 
@@ -390,7 +392,7 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
 
     Raises:
       PlacementError: If an array is already a distributed one.
-      SizeError: If dimensions do not divide.
+      SizeError: If dimensions do not divide, or a part is not what this process's devices hold of `shape`.
 
     Example:
       >>> import numpy as np, spmd
@@ -414,11 +416,47 @@ def from_process_local(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any 
         )
     mesh = mesh_for(mesh, [], call)
     if ambient_mode()[0] == "reference":
-        make = lambda x, _: _on_one(x, mesh)
+        make = lambda x, _, whole: _on_one(x, mesh)
     else:
-        make = lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x))
-    found = _placements(tree, layouts, mesh, mapping, call, parts=jax.process_count() > 1)
-    return jax.tree.unflatten(structure, [x if s is None else make(x, s) for x, s in zip(leaves, found, strict=True)])
+        make = lambda x, s, whole: jax.make_array_from_process_local_data(s, np.asarray(x), whole)
+    wholes = _wholes(shape, structure, call)
+    known = [
+        x if whole is None else jax.ShapeDtypeStruct(whole, np.float32) for x, whole in zip(leaves, wholes, strict=True)
+    ]
+    parts = shape is None and jax.process_count() > 1
+    found = _placements(jax.tree.unflatten(structure, known), layouts, mesh, mapping, call, parts=parts)
+    _check_parts(leaves, found, wholes, call)
+    made = [x if s is None else make(x, s, whole) for x, s, whole in zip(leaves, found, wholes, strict=True)]
+    return jax.tree.unflatten(structure, made)
+
+
+def _wholes(shape: Any, structure: Any, call: str) -> list[tuple[int, ...] | None]:
+    """The global shape of each leaf; None where it is not given."""
+    if shape is None:
+        return [None] * structure.num_leaves
+    is_shape = lambda x: isinstance(x, tuple | list) and all(is_int(n, 0) for n in x)
+    found, given = jax.tree.flatten(shape, is_leaf=is_shape)
+    if not all(map(is_shape, found)) or (given != structure and structure.num_leaves != 1):
+        rule = "shape is the shape of the global array; of a tree, a tree of shapes like it."
+        raise SizeError(rule, call=call, advice='as in shape={"x": (64, 128), "y": (64,)}')
+    return [tuple(map(int, one)) for one in found]
+
+
+def _check_parts(parts: Sequence[Any], shardings: Sequence[Any], wholes: Sequence[Any], call: str) -> None:
+    wrong = []
+    for x, sharding, whole in zip(parts, shardings, wholes, strict=True):
+        if sharding is None or whole is None:
+            continue
+        if len(whole) != np.ndim(x):
+            wrong.append(f"a part of shape {np.shape(x)}, and the global shape {whole}")
+            continue
+        blocks = sharding.addressable_devices_indices_map(whole).values()
+        held = tuple(sum(b - a for a, b in {one[d].indices(n)[:2] for one in blocks}) for d, n in enumerate(whole))
+        if np.shape(x) != held:
+            wrong.append(f"a part of shape {np.shape(x)}; of {whole} the devices of this process hold {held}")
+    if wrong:
+        advice = "read the rows of spmd.cluster.my_rows(layout, shape)"
+        raise SizeError("a part is not what this process's devices hold.", call=call, got=wrong, advice=advice)
 
 
 def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **names: Any) -> Any:

@@ -33,6 +33,27 @@ def layout_before_the_array_fixed(mesh):
 
 
 @bad
+def a_part_that_is_not_what_the_devices_hold(mesh):
+    spmd.from_process_local({"x": X, "v": V}, {"x": "b/dp d", "v": "b"}, shape={"x": (16, 4), "v": (9,)}, mesh=mesh)
+
+
+@fixed
+def a_part_that_is_not_what_the_devices_hold_fixed(mesh):
+    rows = spmd.cluster.my_rows("b/dp d", (8, 4), mesh=mesh)
+    assert spmd.from_process_local(X[rows], "b/dp d", shape=(8, 4), mesh=mesh).shape == (8, 4)
+
+
+@bad
+def a_global_shape_that_does_not_divide(mesh):
+    spmd.from_process_local(X[:7], "b/dp d", shape=[7, 4], mesh=mesh)
+
+
+@bad
+def a_global_shape_that_is_not_one(mesh):
+    spmd.from_process_local(X, "b/dp d", shape="8, 4", mesh=mesh)
+
+
+@bad
 def list_of_numbers_for_an_array(mesh):
     spmd.from_process_local([1, 2, 3, 4], "b/dp", mesh=mesh)
 

@@ -4,6 +4,8 @@ The engine is JAX's: `jax.distributed`, and the collectives of its backends. Wha
 checks early what JAX accepts in silence or reports after minutes.
 """
 
+from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._start import initialize, same_program
+from spmd.cluster._stopping import stopping
 
-__all__ = ["initialize", "same_program"]
+__all__ = ["Batches", "batches", "initialize", "my_rows", "same_program", "stopping"]

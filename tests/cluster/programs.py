@@ -48,6 +48,38 @@ def rows_that_each_process_has_read(mesh):
 
 
 @check
+def parts_of_another_size_are_refused(mesh):
+    rows = spmd.cluster.my_rows("x/a/b y z", X.shape, mesh=mesh)
+    close(spmd.from_process_local(X[rows], "x/a/b y z", shape=X.shape, mesh=mesh), X)
+    try:
+        spmd.from_process_local(X[rows][1:], "x/a/b y z", shape=X.shape, mesh=mesh)
+    except spmd.SizeError as error:
+        assert "the devices of this process hold" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+@check
+def batches_of_which_each_process_reads_its_rows(mesh):
+    read = []
+
+    class Source:
+        __len__ = lambda self: len(X)
+
+        def __getitem__(self, index):
+            read.append(index)
+            return X[index]
+
+    for layout, share in (("x/a/b y z", jax.process_count()), ("x/b y z/a", 1), ("x/a y z/b", jax.process_count())):
+        read.clear()
+        data = spmd.cluster.batches(Source(), layout, batch=8, seed=1, mesh=mesh, prefetch=0)
+        read.clear()  # the first sample told the shapes
+        order = data.order.samples(0, 8)
+        close(next(data), X[order])
+        assert len(read) == len(set(read)) == 8 // share, (layout, read)
+
+
+@check
 def an_explicit_kernel_and_its_gradient(mesh):
     @spmd.kernel("x/a/b y z, z f -> x/a f", mesh=mesh)
     def project(x, w):

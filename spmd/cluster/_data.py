@@ -1,0 +1,322 @@
+"""Batches of a data set, of which each process reads the rows that its devices hold."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from spmd.errors import MeshError, PlacementError, SizeError, SpmdError, is_int
+from spmd.mesh import mesh_for
+from spmd.modes import ambient_mode, mode
+from spmd.placement import shard
+
+
+class Source(Protocol):
+    """A data set: `len(source)` samples, of which `source[i]` reads one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def batches(
+    source: Source,
+    layouts: Any,
+    *,
+    batch: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = None,
+    mesh: Any = None,
+    mapping: Any = None,
+    prefetch: int = 2,
+) -> Batches:
+    """Batches of samples as global arrays: `batches(source, "b/dp s", batch=64, seed=0)`.
+
+    The first dimension of each layout counts the samples of a batch; the others are those of a sample. Batch i depends
+    on the seed and on i alone, so every mesh and every number of processes sees the same batches. Each process reads
+    only the rows that its devices hold, each of them once. Every sample comes once in an epoch, in another order in
+    each; a batch may hold the end of one epoch and the start of the next.
+
+    Communication: none between devices; from host to device each process's own rows.
+
+    Args:
+      source: Anything with `len(source)` and `source[i]`: an array, a memory map, a list, a map-style data set of grain
+        or PyTorch. A sample is an array, a number, or a pytree of them, always of the same shapes.
+      layouts: A prefix tree of layouts for a batch of such samples.
+      batch: How many samples a batch has, on all processes together.
+      seed: Of the order.
+      shuffle: Whether the order is random; otherwise it is the source's.
+      epochs: After how many epochs the batches end; those that are left over at the end are not a batch. Absent, they
+        never end.
+      mesh: The mesh; absent, that of `jax.set_mesh`.
+      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+      prefetch: How many batches a thread reads ahead; 0 reads when a batch is asked for.
+
+    Returns:
+      The batches: an iterator with `state`, which is saved and restored, and with `batches[i]`.
+
+    Raises:
+      SizeError: The batch does not fit the layouts, or a sample has another shape.
+      MeshError: There is no mesh, or it has no devices.
+
+    Example:
+      >>> import numpy as np, spmd
+      >>> mesh = spmd.make_mesh(dp=8)
+      >>> data = spmd.cluster.batches(np.arange(60).reshape(20, 3), "b/dp s", batch=16, mesh=mesh)
+      >>> next(data).shape, data.state["next"]
+      ((16, 3), 1)
+    """
+    return Batches(source, layouts, Order(len(source), seed, shuffle), batch, epochs, mesh, mapping, prefetch)
+
+
+def my_rows(layout: str, shape: Sequence[int], *, mesh: Any = None, mapping: Any = None) -> np.ndarray:
+    """Which rows of a global array this process's devices hold, for loaders of your own.
+
+    No communication.
+
+    Args:
+      layout: The layout of the global array.
+      shape: Its shape.
+      mesh: The mesh; absent, that of `jax.set_mesh`.
+      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+
+    Returns:
+      Positions along the first dimension, in ascending order.
+
+    Raises:
+      SizeError: The shape does not fit the layout.
+
+    Example:
+      >>> import spmd
+      >>> spmd.cluster.my_rows("b/dp s", (8, 4), mesh=spmd.make_mesh(dp=2, tp=4))
+      array([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    whole = jax.ShapeDtypeStruct(tuple(shape), np.float32)
+    placed = shard(whole, layout, mesh=mesh_for(mesh, [], "my_rows(layout, shape)"), mapping=mapping)
+    return _rows_here(placed.sharding, whole.shape)
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order samples come.
+
+    Attributes:
+      length: How many samples there are.
+      seed: Of the random order.
+      shuffle: Whether it is random.
+    """
+
+    length: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not is_int(self.length, 1):
+            raise SizeError("a source has at least one sample.", call="batches(source, ...)")
+        if not is_int(self.seed, 0):
+            raise SpmdError(f"seed is an integer that is not negative, not {self.seed!r}.", call="batches(source, ...)")
+
+    def samples(self, first: int, count: int) -> np.ndarray:
+        """Which samples come at positions first, first + 1, ...; the epochs follow each other.
+
+        >>> Order(4, seed=1, shuffle=False).samples(6, 3)
+        array([2, 3, 0])
+        """
+        epochs, places = np.divmod(np.arange(first, first + count), self.length)
+        if not self.shuffle:
+            return places
+        found = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = _permuted(places[here], self.length, self.seed, int(epoch))
+        return found
+
+
+def _permuted(places: np.ndarray, length: int, *key: int) -> np.ndarray:
+    """Where a random permutation of `length` numbers takes these, without writing the permutation down.
+
+    A Feistel network permutes the numbers below a power of four; those that leave the range go round again.
+    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002.
+    """
+    bits = max((int(length - 1).bit_length() + 1) // 2, 1)
+    mask = np.uint64((1 << bits) - 1)
+    keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
+    found = places.astype(np.uint64)
+    out = np.ones(found.shape, bool)
+    while out.any():
+        left, right = found[out] >> np.uint64(bits), found[out] & mask
+        for one in keys:
+            left, right = right, left ^ (_mixed(right ^ one) & mask)
+        found[out] = left << np.uint64(bits) | right
+        out = found >= length
+    return found.astype(np.int64)
+
+
+_ROUNDS = 6
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64. Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Batches(Iterator[Any]):
+    """Batches of a data set, as `batches` makes them.
+
+    Attributes:
+      order: In which order samples come.
+      size: How many samples a batch has.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        layouts: Any,
+        order: Order,
+        size: int,
+        epochs: int | None,
+        mesh: Any,
+        mapping: Any,
+        prefetch: int,
+    ) -> None:
+        call = "batches(source, layouts)"
+        for name, value, least in (("batch", size, 1), ("epochs", epochs, 1), ("prefetch", prefetch, 0)):
+            if value is not None and not is_int(value, least):
+                raise SpmdError(f"{name} is an integer of at least {least}, not {value!r}.", call=call)
+        self.order, self.size = order, int(size)
+        self._source, self._layouts, self._mapping = source, layouts, mapping
+        self._mesh = mesh_for(mesh, [], call)
+        if not isinstance(self._mesh, Mesh):
+            raise MeshError("batches lie on devices, and an abstract mesh has none.", call=call)
+        self._end = None if epochs is None else epochs * order.length // self.size
+        self._reference = ambient_mode()[0] == "reference"
+        self._next, self._prefetch = 0, prefetch
+        self._ahead: collections.deque[Future[Any]] = collections.deque()
+        self._thread: ThreadPoolExecutor | None = None
+        self._placed = self._structs()
+
+    def __len__(self) -> int:
+        if self._end is None:
+            raise TypeError("batches without epochs= never end.")
+        return self._end
+
+    def __getitem__(self, index: int) -> Any:
+        """Batch `index`, without moving on."""
+        if not is_int(index, 0) or (self._end is not None and index >= self._end):
+            raise IndexError(f"batch {index} of {'no end' if self._end is None else self._end}")
+        return self._read(int(index))
+
+    def __next__(self) -> Any:
+        if self._end is not None and self._next >= self._end:
+            raise StopIteration
+        if not self._prefetch:
+            found = self._read(self._next)
+        else:
+            self._read_ahead()
+            found = self._ahead.popleft().result()
+        self._next += 1
+        return found
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Where the batches are: a few integers, the same in every process."""
+        order = self.order
+        return {
+            "next": self._next,
+            "batch": self.size,
+            "seed": order.seed,
+            "length": order.length,
+            "shuffle": int(order.shuffle),
+        }
+
+    @state.setter
+    def state(self, state: Mapping[str, int]) -> None:
+        mine = self.state
+        if missing := [name for name in mine if name not in state]:
+            raise SpmdError(f"a state of batches has {', '.join(mine)}; {', '.join(missing)} is missing.")
+        same = [name for name in mine if name != "next"]
+        if wrong := [f"{name}: {state[name]}, here {mine[name]}" for name in same if int(state[name]) != mine[name]]:
+            rule = "the state is of other batches, so samples would be lost or come twice."
+            raise SpmdError(rule, call="batches.state = ...", got=wrong, advice="batches(...) with those arguments")
+        self._next = int(state["next"])
+        for one in self._ahead:
+            one.cancel()
+        self._ahead.clear()
+
+    # --- reading ---
+
+    def _read_ahead(self) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "batches")
+        while len(self._ahead) < self._prefetch + 1:
+            index = self._next + len(self._ahead)
+            if self._end is not None and index >= self._end:
+                break
+            self._ahead.append(self._thread.submit(self._read, index))
+
+    def _structs(self) -> Any:
+        """The shapes and shardings of a batch; the first sample tells them."""
+        sample = jax.tree.map(np.asarray, self._source[int(self.order.samples(0, 1)[0])])
+        whole = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.size, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype)), sample
+        )
+        with mode("explicit"):
+            return shard(whole, self._layouts, mesh=self._mesh, mapping=self._mapping)
+
+    def _read(self, index: int) -> Any:
+        samples = self.order.samples(index * self.size, self.size)
+        structs, structure = jax.tree.flatten(self._placed)
+        held = np.unique(np.concatenate([_rows_here(one.sharding, one.shape) for one in structs]))
+        rows = {int(at): self._sample(int(samples[at]), structs, structure) for at in held}
+        if self._reference:
+            whole = [np.stack([rows[at][leaf] for at in range(self.size)]) for leaf in range(len(structs))]
+            with mode("reference"):
+                return shard(
+                    jax.tree.unflatten(structure, whole), self._layouts, mesh=self._mesh, mapping=self._mapping
+                )
+
+        def block(leaf: int, where: tuple[slice, ...]) -> np.ndarray:
+            return np.stack([rows[at][leaf][where[1:]] for at in range(*where[0].indices(self.size))])
+
+        arrays = [
+            jax.make_array_from_callback(one.shape, one.sharding, functools.partial(block, leaf))
+            for leaf, one in enumerate(structs)
+        ]
+        return jax.tree.unflatten(structure, arrays)
+
+    def _sample(self, index: int, structs: Sequence[Any], structure: Any) -> list[np.ndarray]:
+        leaves, found = jax.tree.flatten(self._source[index])
+        leaves = [np.asarray(x) for x in leaves]
+        shapes = [x.shape for x in leaves]
+        if found != structure or shapes != [one.shape[1:] for one in structs]:
+            wanted = [one.shape[1:] for one in structs]
+            rule = f"sample {index} has other shapes than the first one."
+            got = [f"shapes: {shapes}, first {wanted}"]
+            advice = "pad or cut the samples in the source, so that all have one shape"
+            raise SizeError(rule, call="batches(source, ...)", got=got, advice=advice)
+        return [_fitted(x, one.dtype, index) for x, one in zip(leaves, structs, strict=True)]
+
+
+def _rows_here(sharding: NamedSharding, shape: Sequence[int]) -> np.ndarray:
+    blocks = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    return np.unique(np.concatenate([np.arange(shape[0])[where[0]] for where in blocks if where is not None]))
+
+
+def _fitted(x: np.ndarray, dtype: Any, index: int) -> np.ndarray:
+    """The sample in the dtype of the batch; integers that do not fit are not wrapped."""
+    found = x.astype(dtype)
+    if x.dtype.kind in "iu" and found.dtype != x.dtype and (found != x).any():
+        rule = f"sample {index} has integers that {np.dtype(dtype).name} does not hold."
+        advice = "jax.config.update('jax_enable_x64', True), or a smaller dtype in the source"
+        raise PlacementError(rule, call="batches(source, ...)", got=[f"{x.dtype.name}"], advice=advice)
+    return found

@@ -1,0 +1,199 @@
+"""Batches: which samples, in which order, on which devices, and what a restored state gives."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+from spmd.cluster import batches, my_rows
+from spmd.cluster._data import Order
+from spmd.errors import PlacementError, SizeError, SpmdError
+from tests.sampler import dice, seeds
+
+SOURCE = np.arange(23 * 4).reshape(23, 4)
+
+
+class Counted:
+    """A source that remembers which samples were read."""
+
+    def __init__(self, rows):
+        self.rows, self.read = rows, []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.rows[index]
+
+
+# --- the order -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_every_sample_comes_once_in_an_epoch(seed):
+    rng = dice(seed)
+    length, size = rng.randint(1, 300), rng.randint(1, 40)
+    order = Order(length, rng.randint(0, 2**40))
+    count = 3 * length // size + 1
+    found = np.concatenate([order.samples(i * size, size) for i in range(count)])
+    for epoch in range(3):
+        here = found[epoch * length : (epoch + 1) * length]
+        np.testing.assert_array_equal(np.sort(here), np.arange(length))
+    np.testing.assert_array_equal(found[: count * size], order.samples(0, count * size))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    n = 1000
+    orders = [Order(n, seed).samples(epoch * n, n) for seed in range(3) for epoch in range(3)]
+    orders.append(np.arange(n))
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert (one == other).sum() < 10  # one on average in random permutations
+
+
+def test_the_order_is_random():
+    """Where each sample stands, over many seeds, is uniform: a chi-square of 23 x 23 cells."""
+    n, trials = 23, 4000
+    counts = np.zeros((n, n))
+    for seed in range(trials):
+        counts[np.arange(n), Order(n, seed).samples(0, n)] += 1
+    expected = trials / n
+    chi = ((counts - expected) ** 2 / expected).sum()
+    freedom = (n - 1) ** 2
+    assert abs(chi - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_a_source_of_any_length_needs_no_permutation_in_memory():
+    found = Order(10**15 + 37, 3).samples(5 * 10**15, 1000)
+    assert len(np.unique(found)) == 1000 and found.min() >= 0 and found.max() < 10**15 + 37
+
+
+# --- where they lie --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((2, 4), "b/a s/b"), ((4, 2), "b/a/b s"), ((8, 1), "b/a s"), ((1, 8), "b s")]
+)
+def test_batches_are_the_same_on_every_mesh(shape, layout):
+    mesh = spmd.make_mesh(**dict(zip("ab", shape, strict=True)))
+    data = batches(SOURCE, layout, batch=16, seed=5, mesh=mesh)
+    order = Order(23, 5)
+    for i in range(4):
+        found = next(data)
+        assert found.sharding.spec == spmd.Layout(layout).spec
+        np.testing.assert_array_equal(found, SOURCE[order.samples(16 * i, 16)])
+
+
+def test_trees_of_samples_and_numbers(mesh):
+    source = [{"x": np.full((4,), i, np.float32), "y": i} for i in range(20)]
+    data = batches(source, {"x": "b/dp s/tp", "y": "b/dp"}, batch=8, shuffle=False, mesh=mesh)
+    found = next(data)
+    np.testing.assert_array_equal(found["y"], np.arange(8))
+    np.testing.assert_array_equal(found["x"], np.repeat(np.arange(8.0), 4).reshape(8, 4))
+
+
+def test_each_row_is_read_once(mesh):
+    source = Counted(SOURCE)
+    data = batches(source, "b/dp s", batch=16, mesh=mesh, prefetch=0)
+    source.read.clear()
+    next(data)
+    assert sorted(source.read) == sorted(Order(23, 0).samples(0, 16))
+
+
+@pytest.mark.parametrize("kind", spmd.modes.MODES)
+def test_every_mode_has_the_same_batches(mesh, kind):
+    with spmd.mode(kind):
+        found = next(batches(SOURCE, "b/dp s", batch=8, mesh=mesh))
+    np.testing.assert_array_equal(found, SOURCE[Order(23, 0).samples(0, 8)])
+    assert len(found.sharding.device_set) == (1 if kind == "reference" else 8)
+
+
+def test_epochs_end():
+    mesh = spmd.make_mesh(a=4)
+    data = batches(SOURCE, "b/a s", batch=8, epochs=2, mesh=mesh)
+    assert len(data) == 5 == len(list(data))
+    with pytest.raises(StopIteration):
+        next(data)
+    with pytest.raises(IndexError):
+        data[5]
+    with pytest.raises(TypeError):
+        len(batches(SOURCE, "b/a s", batch=8, mesh=mesh))
+
+
+# --- the state -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_restored_state_goes_on(mesh, prefetch):
+    make = lambda layout: batches(SOURCE, layout, batch=8, seed=2, mesh=mesh, prefetch=prefetch)
+    whole = [np.asarray(batch) for _, batch in zip(range(7), make("b/dp s"), strict=False)]
+    first, second = make("b/dp s"), make("b/dp/tp s")
+    for i in range(3):
+        np.testing.assert_array_equal(next(first), whole[i])
+    next(second)  # what was read ahead is forgotten
+    second.state = first.state
+    for i in range(3, 7):
+        np.testing.assert_array_equal(next(second), whole[i])
+    np.testing.assert_array_equal(second[1], whole[1])
+    assert second.state["next"] == 7
+
+
+def test_a_state_of_other_batches_is_refused(mesh):
+    data = batches(SOURCE, "b/dp s", batch=8, mesh=mesh)
+    other = batches(SOURCE[:20], "b/dp s", batch=4, seed=1, mesh=mesh)
+    with pytest.raises(SpmdError) as caught:
+        data.state = other.state
+    for text in ("batch: 4, here 8", "seed: 1, here 0", "length: 20, here 23"):
+        assert text in str(caught.value)
+    with pytest.raises(SpmdError, match="next, batch"):
+        data.state = {"next": 1}
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_the_source_raises_reaches_the_caller(mesh, prefetch):
+    class Broken(Counted):
+        def __getitem__(self, index):
+            if index == 9:
+                raise OSError("disk gone")
+            return super().__getitem__(index)
+
+    data = batches(Broken(SOURCE), "b/dp s", batch=4, shuffle=False, mesh=mesh, prefetch=prefetch)
+    next(data), next(data)
+    with pytest.raises(OSError, match="disk gone"):
+        next(data)
+
+
+def test_samples_of_another_shape_are_named(mesh):
+    rows = [np.zeros(4)] * 6 + [np.zeros(5)] * 6
+    data = batches(rows, "b/dp s", batch=8, shuffle=False, mesh=mesh)
+    with pytest.raises(SizeError, match="sample 6 has other shapes"):
+        next(data)
+
+
+def test_integers_that_do_not_fit_are_not_wrapped(mesh):
+    data = batches([np.array([2**40])] * 8, "b/dp s", batch=8, mesh=mesh)
+    with pytest.raises(PlacementError, match="int32 does not hold"):
+        next(data)
+
+
+def test_arguments_that_cannot_be(mesh):
+    for wrong in ({"batch": 0}, {"batch": 8, "seed": -1}, {"batch": 8, "epochs": 0}, {"batch": 8, "prefetch": -1}):
+        with pytest.raises(SpmdError):
+            batches(SOURCE, "b/dp s", mesh=mesh, **wrong)
+    with pytest.raises(SizeError):
+        batches(SOURCE, "b/dp s", batch=7, mesh=mesh)
+    with pytest.raises(SizeError):
+        batches([], "b/dp s", batch=8, mesh=mesh)
+
+
+def test_rows_of_this_process(mesh):
+    np.testing.assert_array_equal(my_rows("b/dp s", (8, 4), mesh=mesh), np.arange(8))
+    with pytest.raises(SizeError):
+        my_rows("b/dp s", (7, 4), mesh=mesh)
+    assert len(jax.devices()) == 8
