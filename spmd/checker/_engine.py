@@ -106,6 +106,7 @@ class Engine(Domain):
         self._stacks: dict[int, tuple[Any, bool]] = {}
         self._places: Places | None = None
         self._history: History | None = None
+        self._blamed: dict[Any, Finding] = {}
 
     # --- what messages ask -----------------------------------------------------------------------------------
 
@@ -272,10 +273,19 @@ class Engine(Domain):
         given = _together(operands)
         if given.partial or given.zero:
             partial, unknown, zero = LINEAR[entry.linear](self, eqn, operands)
-        told: set[Pending] = set()
+        quiet = {p.axis for p in given.pending if p.kind == UNREAD}
         if len(self.findings) > known:  # what comes of a mistake that was reported is not reported again
-            told = {Pending(UNREAD, axis, -1) for axis in unknown.union(lost)}
-            lost, unknown = set(), NONE
+            quiet |= unknown.union(lost)
+            pieces = sorted(p for p in given.pending if p.axis in quiet and p.kind not in QUIET)
+            last = self.findings.pop()
+            fault = report.on_pieces_too(self, last, pieces)
+            self.findings.append(found(fault, last.kind, last.line, last.certain))
+            self._said_once(eqn, operands, known)
+            lost = set()
+        told = {Pending(UNREAD, axis, -1) for axis in quiet}
+        if quiet:
+            unknown -= quiet
+            given = given._replace(pending=frozenset(p for p in given.pending if p.axis not in quiet))
         different = given.different.union(lost, unknown)
         summed, pending = self._reduced(m, eqn, labels)
         result = [self._result_dims(m, labels, var) for var in eqn.outvars]
@@ -302,6 +312,7 @@ class Engine(Domain):
         labels: dict[int, Dim] = {}
         free_of: dict[int, frozenset[str]] = {}
         lost: set[str] = set()
+        wrong: list[tuple[Dim, Dim]] = []
         for operand, given in zip(operands, m.operands, strict=False):
             for dim, label in zip(operand.dims, given, strict=False):
                 if label is None:
@@ -313,21 +324,32 @@ class Engine(Domain):
                     continue
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
                 if both is None:
-                    self.disagree(eqn, operands, have, dim)
+                    wrong.append((have, dim))
                     both = hidden(size_of(have))
                 if both is not have:  # what nobody can place any more differs all the same
                     lost.update({*axes_of_dim(have), *axes_of_dim(dim)}.difference(axes_of_dim(both)))
                 labels[label], free_of[label] = both, free_of[label] | operand.different
+        if wrong:
+            self.disagree(eqn, operands, wrong)
         return labels, lost
 
-    def disagree(self, eqn: Any, operands: Sequence[State], one: Dim, two: Dim) -> None:
-        """Two operands lie differently along one dimension."""
+    def disagree(self, eqn: Any, operands: Sequence[State], dims: Sequence[tuple[Dim, Dim]]) -> None:
+        """Two operands lie differently along these dimensions."""
         if not self.active or self.silent(eqn):
             return
         noise = any(self.random(atom, o) for atom, o in zip(eqn.invars, operands, strict=True))
-        axes = {*axes_of_dim(one), *axes_of_dim(two)}
-        describe = lambda walk, eqn, axes: report.operands_disagree(walk, eqn, axes, one, two)
+        axes = {axis for pair in dims for dim in pair for axis in axes_of_dim(dim)}
+        describe = lambda walk, eqn, axes: report.operands_disagree(walk, eqn, axes, dims, noise)
         self.fault(eqn, axes, "noise" if noise else "disagree", describe)
+
+    def _said_once(self, eqn: Any, operands: Sequence[State], known: int) -> None:
+        """A sum that nobody completed is one mistake, however often it is used in one way, or on one line."""
+        sums = [self.history.sum_behind(atom) for atom, o in zip(eqn.invars, operands, strict=True) if o.partial]
+        for one in self.findings[known:]:
+            for key in ((*sums, one.kind), (*sums, one.line)) if sums else ():
+                first = self._blamed.setdefault(key, one)
+                if first != one and first in self.findings[:known] and one in self.findings:
+                    self.findings.remove(one)
 
     def random(self, atom: Any, state: State) -> bool:
         """Whether a value is noise of one key that every device has."""

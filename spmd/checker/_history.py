@@ -178,6 +178,15 @@ class History:
                 return True
         return False
 
+    def sum_behind(self, atom: Any) -> Any:
+        """The value that another one is a multiple of, in another shape."""
+        while (made := self.producer(atom)) is not None:
+            operands = [x for x in made[0].invars if not isinstance(x, Literal)]
+            if len(operands) != 1 or made[0].primitive.name.startswith("reduce_") or held(made[0]):
+                break
+            [atom] = operands
+        return atom
+
     def producer(self, atom: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """The equation that made a value, and the equations around it."""
         made = None if isinstance(atom, Literal) else self.made.get(atom)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmd.checker._report import mixed_sum, nonlinear_use, scaled_by_different
+from spmd.checker._report import mixed_blocks, mixed_sum, nonlinear_use, scaled_by_different
 from spmd.checker._rounding import rounds
 from spmd.checker._state import NONE, State
 
@@ -64,7 +64,7 @@ def sums(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
         lost |= partial if operand.loose else partial & (operand.different | {p.axis for p in operand.pending})
         wrong = partial - operand.partial - lost
         if wrong:
-            return _faulty(walk, eqn, wrong, "mixed", mixed_sum)
+            return _faulty(walk, eqn, wrong, "mixed", mixed_blocks if wrong <= operand.divided else mixed_sum)
     return partial - lost, lost, False
 
 

@@ -10,7 +10,7 @@ from spmd._jaxprs import opened
 from spmd.checker._history import Origin, shown_spec
 from spmd.checker._places import Place
 from spmd.checker._rounding import rounds
-from spmd.checker._source import line_of
+from spmd.checker._source import called_in_jax, line_of
 from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
 from spmd.errors import Fault, Fix, LayoutError
@@ -53,6 +53,9 @@ def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[
         rule = f"{says}, but this arange counts from 0 on every device along {along}."
         fix = _iota(walk, eqn, dim) if place is not None and place.counts else None
         return _at_marker(walk, eqn, rule, span, (), fix, None if fix else f'spmd.iota("{shown}") in its place')
+    if walk.random(eqn.invars[0], state):
+        rule = f"{says}, but these random numbers are the same on every device along {along}."
+        return _at_marker(walk, eqn, rule, span, (), None, _OWN_NOISE)
     have = None if place is None or place.made else place.like(layout)
     if have is not None and verb_for(have, layout) != "split":
         return _lies_otherwise(walk, eqn, state, have, place)
@@ -171,7 +174,7 @@ def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
     layout = eqn.params["layout"]
     rule = f'"{_text(eqn, layout)}" is claimed of the whole array, and {_done_to_pieces(pending)}.'
     fix, place = _made_whole(walk, eqn), walk.place(eqn)
-    advice = _completed(pending)
+    advice = _completed(walk, pending)
     if place is not None and place.made is not None and {place.made.op} == {p.kind for p in pending}:
         advice = f"{_what_it_may_be(eqn, [pending[0].axis], place)}; {_MEANT}"
     return _at_marker(walk, eqn, rule, _span(layout), _pieces(walk, pending), fix, None if fix else advice)
@@ -192,7 +195,7 @@ def pending_returned(walk: Any, eqn: Any, index: int, pending: Sequence[Pending]
     rule = f"{_done_to_pieces(pending)}, and the results are put together."
     rule = rule[0].upper() + rule[1:]
     got = (f"output {index}, {shown_spec(spec)}", *_pieces(walk, pending))
-    return Fault(rule, walk.kernel, None, None, got, advice=_completed(pending))
+    return Fault(rule, walk.kernel, None, None, got, advice=_completed(walk, pending))
 
 
 def returned_otherwise(walk: Any, eqn: Any, index: int, state: State, spec: Any) -> Fault:
@@ -209,9 +212,8 @@ def _made_whole(walk: Any, eqn: Any) -> Fix | None:
 
 def _done_to_pieces(pending: Sequence[Pending]) -> str:
     kinds = list(dict.fromkeys(KINDS.get(p.kind, p.kind) for p in pending))
-    return (
-        f"{_and(kinds)} was done on each device's own piece along {_and(list(dict.fromkeys(p.axis for p in pending)))}"
-    )
+    verb, along = "was" if len(kinds) == 1 else "were", _and(list(dict.fromkeys(p.axis for p in pending)))
+    return f"{_and(kinds)} {verb} done on each device's own piece along {along}"
 
 
 def _pieces(walk: Any, pending: Sequence[Pending]) -> list[str]:
@@ -224,16 +226,19 @@ def _pieces(walk: Any, pending: Sequence[Pending]) -> list[str]:
     return list(lines)
 
 
-def _completed(pending: Sequence[Pending]) -> str:
+def _completed(walk: Any, pending: Sequence[Pending]) -> str:
     kinds = {p.kind for p in pending}
     along = _and(list(dict.fromkeys(p.axis for p in pending)))
     told = [COMPLETED[kind] for kind in COMPLETED if kind in kinds]
-    how = told[0] if told else "gather the dimension first, or use the operation of spmd that takes a divided one"
+    named = [text for p in pending if (text := _instead(walk.made_pending[p.at][0]))]
+    otherwise = "gather the dimension first, or use the operation of spmd that takes a divided one"
+    [how, *_] = [*named, *told, otherwise]
     return f"{how.format(along=along)}; {_MEANT}"
 
 
 KINDS = {
-    "max": "a maximum", "min": "a minimum", "product": "a product", "all": "an all", "any": "an any",
+    "max": "a maximum", "min": "a minimum", "product": "a product",
+    "all": "a test of all elements", "any": "a test of any element",
     "position": "an argmax", "scan": "a cumulative operation", "sort": "a sort", "flip": "a flip",
     "fft": "a transform", "stencil": "a stencil", "slice": "a slice", "pad": "a pad", "index": "an index",
     "concatenate": "a concatenation", "top_k": "a top_k", "linear algebra": "a factorisation",
@@ -262,7 +267,7 @@ def not_completed(walk: Any, eqn: Any, axes: Sequence[str], pending: Sequence[Pe
     rule = f"{_done_to_pieces(pending)}, and {_name(eqn)} does not complete that."
     rule = rule[0].upper() + rule[1:]
     got = (*_where(walk, eqn), *_pieces(walk, pending))
-    return Fault(rule, walk.kernel, None, None, got, advice=_completed(pending))
+    return Fault(rule, walk.kernel, None, None, got, advice=_completed(walk, pending))
 
 
 def copies_reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -307,17 +312,26 @@ def another_block(walk: Any, eqn: Any, axes: Sequence[str], have: Any, said: Any
     return Fault(rule, walk.kernel, None, None, got, advice="send by as many places as the numbers change")
 
 
-def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], one: Dim, two: Dim) -> Fault:
-    """Two operands lie differently along one dimension."""
-    lies = [f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in (one, two)]
-    rule = (
-        f"{_name(eqn)} of two arrays that lie differently: along one dimension one is {lies[0]}, the other {lies[1]}."
-    )
+def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[tuple[Dim, Dim]], noise: bool) -> Fault:
+    """Two operands lie differently along some dimensions."""
+    lies = [[f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in d] for d in dims]
+    along = [f"along one dimension one is {one}, the other {other}" for one, other in lies]
+    rule = f"{_name(eqn)} of two arrays that lie differently: {_and(along)}."
+    advice = f"split, gather or relayout one of them; spmd.iota and spmd.random make blocks along {_and(axes)}"
+    if noise:
+        numbers = f"random numbers, which are the same on every device along {_and(axes)}"
+        rule = f"{_name(eqn)} with {numbers}: the other array is divided there, and its blocks get the same numbers."
+        advice = _OWN_NOISE
     got = [*_where(walk, eqn)]
     for number, atom in enumerate(eqn.invars[:3]):
         got += [f"operand {number}: {line}" for axis in axes for line in reasons(walk, atom, [axis])]
-    advice = f"split, gather or relayout one of them; spmd.iota and spmd.random make blocks along {_and(axes)}"
     return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=advice)
+
+
+_OWN_NOISE = (
+    'spmd.random.normal(key, "<layout>") and the like, of which each device draws its own block; '
+    "or jax.random.fold_in(key, lax.axis_index(...)), if the numbers may depend on the mesh"
+)
 
 
 def shown_dims(state: State) -> str:
@@ -508,11 +522,37 @@ def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."
-    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_instead(eqn) or _summed_first(mark))
 
 
 def _summed_first(mark: str) -> str:
     return f'psum(<the partial sum>, "... {mark} -> ...") before it, and not after'
+
+
+def on_pieces_too(walk: Any, fault: Fault, pending: Sequence[Pending]) -> Fault:
+    """A fault in a value that also comes of what was done to pieces: both need a collective."""
+    if not pending or any(_instead(walk.made_pending[p.at][0]) for p in pending):
+        return fault
+    advice = f"{fault.advice}; and {_completed(walk, pending)}"
+    return replace(fault, got=(*fault.got, *_pieces(walk, pending)), advice=advice)
+
+
+# What JAX's own functions would need inside, where nobody can write it.
+_INSTEAD = {
+    "softmax": "spmd.softmax, which takes a divided dimension",
+    "log_softmax": 'x - reduce(x, "...", "logsumexp"), which takes a divided dimension',
+    "logsumexp": 'reduce(x, "...", "logsumexp"), which takes a divided dimension',
+    "standardize": "nn.layer_norm with tp=, which takes divided features",
+    "_var": 'two means over the whole dimension, reduce(x, "...", "mean") and that of the squared distances from it',
+    "norm": 'reduce(x * x, "...", "sum"), and the square root of that',
+    "_roll_static": "spmd.roll, which takes a divided dimension",
+    "_roll_dynamic": "spmd.roll, which takes a divided dimension",
+}
+
+
+def _instead(eqn: Any) -> str | None:
+    """What to call in place of the function of JAX that made an equation."""
+    return next((text for name, text in _INSTEAD.items() if called_in_jax(eqn, name)), None)
 
 
 def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -523,6 +563,16 @@ def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"the sum over {along} would count that value once per device."
     )
     return Fault(rule, None, None, None, _where(walk, eqn), advice=_summed_first(mark))
+
+
+def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A partial sum and a divided value in one sum."""
+    mark, along = _mark(axes), _and(axes)
+    rule = (
+        f"{_name(eqn)} of a partial sum {mark} and a value that is divided over {along}: "
+        "each block meets this device's part of the sum, and not the sum."
+    )
+    return Fault(rule, None, None, None, _where(walk, eqn), advice=_instead(eqn) or _summed_first(mark))
 
 
 def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:

@@ -229,7 +229,7 @@ def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: 
             for o in operands[1:]:
                 both = both and unify(both, o.dims[d], operands[0].different, o.different)
             if both is None:
-                walk.disagree(eqn, operands, found[0], found[-1])
+                walk.disagree(eqn, operands, [(found[0], found[-1])])
             dims.append(both or hidden(n))
         elif len(operands) == 1:
             dims.append(found[0])

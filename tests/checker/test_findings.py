@@ -135,3 +135,41 @@ def test_an_error_of_the_trace_is_a_finding_too() -> None:
         assert str(finding) in str(caught.value)
         assert finding.kind == "layout"
         assert finding.line.endswith(f"(test_an_error_of_the_trace_is_a_finding_too.<locals>.{body.__name__})")
+
+
+def one(fn, *also):
+    [finding] = spmd.check(kernel(f"b/dp d/tp{', scalar' * len(also)} -> b/dp d/tp", fn), X, *also)
+    return finding
+
+
+def test_one_mistake_is_one_finding() -> None:
+    """A maximum and a sum of pieces, a sum that is used twice, noise beside two divided dimensions."""
+    assert one(jax.nn.softmax).advice == "spmd.softmax, which takes a divided dimension"
+    assert one(lambda x: x + jax.nn.logsumexp(x, axis=1, keepdims=True)).kind == "nonlinear"
+    assert "divided over tp" in one(lambda x: x - jnp.var(x, axis=1, keepdims=True)).rule
+
+    def by_hand(x):
+        shifted = jnp.exp(x - x.max(1, keepdims=True))
+        return shifted / shifted.sum(1, keepdims=True)
+
+    finding = one(by_hand)
+    assert "advice: psum" in str(finding) and "lax.pmax" in str(finding)
+    noise = one(lambda x, key: x + jax.random.normal(key, x.shape), jax.random.key(0))
+    assert noise.kind == "noise"
+    assert "random numbers, which are the same on every device along dp and tp" in noise.rule
+
+
+def test_two_mistakes_are_two_findings() -> None:
+    """Two sums that nobody completed, on one line."""
+
+    def body(x):
+        return jnp.sqrt((x * x).sum(1, keepdims=True)) * x + jnp.exp(x.sum(1, keepdims=True))
+
+    assert [one.kind for one in spmd.check(kernel("b/dp d/tp -> b/dp d/tp", body), X)] == ["nonlinear"] * 2
+
+
+def test_noise_in_an_output_says_so() -> None:
+    body = lambda key: jax.random.normal(key, (4, 2))
+    [finding] = spmd.check(kernel("scalar -> b/dp d/tp", body), jax.random.key(0))
+    assert finding.kind == "noise"
+    assert "these random numbers are the same on every device" in finding.rule
