@@ -429,6 +429,16 @@ def public_homes() -> set[str]:
     return {Path(inspect.getfile(one)).relative_to(ROOT).as_posix() for one in callables}
 
 
+# `python -m spmd` is run by tests/test_cli.py, as a user runs it.
+WITHOUT_TESTS = {"spmd/__main__.py"}
+
+
+def has_code(source: Source) -> bool:
+    """Whether a module of spmd holds a function or a method. Namespaces that only import do not."""
+    inside = source.path.startswith("spmd/") and not source.path.endswith("__init__.py")
+    return inside and any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(source.tree))
+
+
 def without_tests(homes: set[str], tests: set[str]) -> list[str]:
     """The files that have neither `tests/<room>/test_<module>.py` nor, for layers, `cases_<module>.py`."""
     missing = []
@@ -443,8 +453,13 @@ def without_tests(homes: set[str], tests: set[str]) -> list[str]:
 TEST_FILES = {source.path for source in FILES if source.path.startswith("tests/")}
 
 
-def test_what_users_call_has_tests_of_its_name():
-    assert not without_tests(public_homes(), TEST_FILES)
+def test_every_module_has_tests_of_its_name():
+    homes = public_homes() | {source.path for source in FILES if has_code(source)}
+    assert not without_tests(homes - WITHOUT_TESTS, TEST_FILES)
+
+
+def test_no_exception_is_stale():
+    assert {one.partition(":")[0] for one in without_tests(WITHOUT_TESTS, TEST_FILES)} == WITHOUT_TESTS
 
 
 def test_a_missing_test_file_is_noticed():
@@ -453,6 +468,12 @@ def test_a_missing_test_file_is_noticed():
     assert homes <= public_homes()
     assert len(without_tests(homes, {"tests/test_einsum.py", "tests/ops/einsum.py"})) == len(homes)
     assert not without_tests(homes, {"tests/nn/cases_loss.py", *TEST_FILES})
+
+
+def test_code_is_told_from_a_namespace():
+    assert has_code(Source("spmd/comm/_x.py", "class A:\n    def f(self): pass"))
+    assert not has_code(Source("spmd/fft.py", "from spmd.ops._fft import fft\n__all__ = ['fft']"))
+    assert not has_code(Source("tests/x.py", "def f(): pass"))
 
 
 # -------------------- names

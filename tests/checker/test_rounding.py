@@ -45,3 +45,12 @@ def test_a_quotient_of_whole_numbers_rounds():
     for dtype, wanted in (("int32", True), ("float32", False), ("complex64", False)):
         [eqn] = jax.make_jaxpr(lambda x: lax.div(x, x))(jnp.ones(2, dtype)).eqns
         assert rounds(eqn) is wanted
+
+
+def test_a_narrower_integer_loses_bits():
+    """What is wide again afterwards is not the sum any more."""
+    there_and_back = lambda x: lax.convert_element_type(lax.convert_element_type(x, "int8"), "int32")
+    one, two = jnp.int32(300), jnp.int32(0)
+    narrow, wider = jax.make_jaxpr(there_and_back)(one).eqns
+    assert rounds(narrow) and not rounds(wider)
+    assert there_and_back(one) + there_and_back(two) != one + two

@@ -42,7 +42,7 @@ def test_factors_are_those_of_the_numbers(name):
         float(spmd.kernel("a/dp b -> scalar", mesh=spmd.make_mesh(**sizes))(body)(X))
         for sizes in (SIZES, {"dp": 1, "tp": 1})
     ]
-    found = [one for one in spmd.check(spmd.kernel("a/dp b -> scalar", mesh=spmd.make_mesh(**SIZES))(body), X)]
+    found = spmd.check(spmd.kernel("a/dp b -> scalar", mesh=spmd.make_mesh(**SIZES))(body), X)
     if factor is None:  # wrong, and by no one factor
         assert not found and not np.isclose(*values)
         return

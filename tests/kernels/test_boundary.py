@@ -145,12 +145,3 @@ def test_vmap_in_vmap_and_in_jit(kind):
     if kind == E:
         with pytest.raises(PlacementError, match='x: .*wanted "d/tp"'):
             jax.jit(inner)(put(None, "dp"))
-
-
-def test_arrays_of_fewer_devices():
-    """Some of the mesh's devices, or others."""
-    small = spmd.make_mesh(dp=2, tp=2)
-    x = jax.device_put(X, NamedSharding(mesh_of((A, A)), P("dp")))
-    np.testing.assert_allclose(linear_on(small)(x, W), X @ W, rtol=1e-5)
-    rest = spmd.make_mesh(devices=jax.devices()[4:], dp=2, tp=2)
-    np.testing.assert_allclose(linear_on(rest)(linear_on(small)(X, W)[:, :8], W), (X @ W)[:, :8] @ W, rtol=1e-5)

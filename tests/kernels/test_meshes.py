@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.errors import MeshError, ReplicationError
+from spmd.errors import MeshError
 from tests.kernels.harness import KINDS, linear_on, mesh_of
 
 A, E = AxisType.Auto, AxisType.Explicit
@@ -21,49 +21,10 @@ X = np.arange(32, dtype=np.float32).reshape(4, 8)
 W = np.arange(96, dtype=np.float32).reshape(8, 12) / 7
 
 
-@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-@pytest.mark.parametrize("kinds", KINDS)
-def test_types_of_axes(kinds, mode):
-    """NumPy inputs, values and gradients, with and without an outer jit, with and without set_mesh."""
-    mesh = mesh_of(KINDS[kinds])
-    linear = linear_on(mesh)
-    loss = lambda x, w: (linear(x, w) ** 2).sum()
-    wanted = jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1))(X, W)
-    with spmd.mode(mode):
-        np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
-        gradients = [jax.jit(jax.grad(loss, (0, 1)))(X, W)]
-        np.testing.assert_allclose(jax.jit(linear).lower(X, W).compile()(X, W), X @ W, rtol=1e-5)
-        with jax.set_mesh(mesh):
-            gradients.append(jax.grad(loss, (0, 1))(X, W))
-            np.testing.assert_allclose(jax.jit(linear)(X, W), X @ W, rtol=1e-5)
-    for found in gradients:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, wanted)
-
-
 @pytest.mark.parametrize("kinds", KINDS)
 def test_results_lie_as_the_signature_says(kinds):
     out = linear_on(mesh_of(KINDS[kinds]))(X, W)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh_of(KINDS[kinds]), P("dp", None)), 2)
-
-
-@pytest.mark.parametrize("sizes", [(1, 8), (8, 1), (1, 1), (4, 1)], ids=str)
-def test_axes_of_size_one(sizes):
-    x, w = np.ones((8, 8), np.float32), W
-    for kinds in ((A, A), (E, E)):
-        linear = linear_on(mesh_of(kinds, sizes))
-        np.testing.assert_allclose(linear(x, w), x @ w, rtol=1e-5)
-        gradient = jax.jit(jax.grad(lambda w, f=linear: f(x, w).sum()))(w)
-        np.testing.assert_allclose(gradient, np.full_like(w, 8), rtol=1e-5)
-
-
-@pytest.mark.parametrize("kinds", [(A, A, A), (E, E, E), (A, E, A)], ids=str)
-def test_axes_that_the_kernel_does_not_use(kinds):
-    mesh = mesh_of(kinds, (2, 2, 2), ("pp", "dp", "tp"))
-    linear = linear_on(mesh)
-    np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
-    np.testing.assert_allclose(linear.auto(X, W), X @ W, rtol=1e-5)
-    gradient = jax.jit(jax.grad(lambda w: linear(X, w).sum()))(W)
-    np.testing.assert_allclose(gradient, np.repeat(X.sum(0)[:, None], 12, 1), rtol=1e-5)
 
 
 # -------------------- which mesh
@@ -106,15 +67,6 @@ def test_the_mesh_of_set_mesh():
 def test_no_mesh():
     with pytest.raises(MeshError, match="no mesh: none was given"):
         spmd.kernel("n/x -> n/x")(lambda v: v)(np.ones(8))
-
-
-def test_arguments_on_two_meshes():
-    kernel = spmd.kernel("n/x, n/x -> n/x")(lambda a, b: a + b)
-    a, b = (spmd.shard(np.ones(8), "n/x", mesh=spmd.make_mesh(x=n)) for n in (2, 4))
-    with pytest.raises(MeshError, match="live on two meshes"):
-        kernel(a, b)
-    with_mesh = spmd.kernel("n/x, n/x -> n/x", mesh=spmd.make_mesh(x=4))(lambda a, b: a + b)
-    assert with_mesh(a, b).tolist() == [2] * 8
 
 
 @pytest.mark.parametrize("kinds", [A, E], ids=str)
@@ -178,20 +130,6 @@ def test_checkify(mode, set_mesh):
             assert "below -1" in fn(X - 2)[0].get()
 
 
-def test_an_abstract_mesh_is_for_tracing():
-    linear = linear_on(spmd.make_mesh(dp=2, tp=4, abstract=True))
-    shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
-    assert linear.trace(*shapes).jaxpr.out_avals[0].shape == (4, 12)
-    np.testing.assert_allclose(linear.reference(X, W), X @ W, rtol=1e-5)
-    with pytest.raises(MeshError, match="no devices"):
-        linear(X, W)
-
-
-def test_an_axis_that_the_mesh_does_not_have():
-    with pytest.raises(MeshError, match="no axis 'dp'"):
-        linear_on(spmd.make_mesh(data=2, tp=4))(X, W)
-
-
 def test_a_kernel_with_renamed_axes():
     """`axes=` renames for the signature and the body."""
     for mesh, axes in (
@@ -202,70 +140,3 @@ def test_a_kernel_with_renamed_axes():
         linear = linear_on(mesh, axes=axes)
         np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
         np.testing.assert_allclose(linear.auto(X, W), X @ W, rtol=1e-5)
-
-
-# -------------------- {R:} at the boundary of a kernel
-
-REDUCED = {
-    "as it is": ("d f {R:dp} -> d f {R:dp}", lambda w: w, lambda w: w),
-    "scaled": ("d f {R:dp} -> d f {R:dp}", lambda w: w * 2 - 1, lambda w: w * 2 - 1),
-    "nonlinear": ("d f {R:dp,tp} -> d f {R:dp,tp}", jnp.tanh, np.tanh),
-    "created here": ("d f -> d f {R:dp}", lambda w: spmd.defer(w, "d f -> d f {R:dp}") * 3, lambda w: w * 3),
-    "passed on": (
-        "d f/tp {R:dp} -> d f {R:dp}",
-        lambda w: spmd.all_gather(w, "d f/tp -> d f", to="invarying"),
-        lambda w: w,
-    ),
-    "summed": (
-        "d f {R:dp} -> {U:dp}",
-        lambda w: spmd.reduce(w[None] * spmd.iota("b/dp", b=2).astype(w.dtype)[:, None, None], "b/dp d f -> {U:dp}"),
-        lambda w: w.sum(),
-    ),
-    "used by what is divided": (
-        "b/dp d, d f {R:dp} -> b/dp f",
-        lambda x, w: spmd.einsum(x, w, "b/dp d, d f {R:dp} -> b/dp f") + 1,
-        lambda x, w: x @ w + 1,
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-@pytest.mark.parametrize("name", REDUCED)
-def test_reduced_arguments_and_results(name, mode):
-    """In the body a reduced value is a copy like any other; its type is JAX's own outside only."""
-    pattern, body, plain = REDUCED[name]
-    mesh = mesh_of((E, E))
-    kernel = spmd.kernel(pattern, mesh=mesh)(body)
-    args = (X, W)[2 - len(kernel.signature.params) :]
-    weights = np.cos(np.arange(np.size(plain(*args)), dtype=np.float32)).reshape(np.shape(plain(*args)))
-
-    def loss(f):
-        return lambda *args: (jax.sharding.reshard(f(*args), P()) * weights).sum()
-
-    with spmd.mode(mode), jax.set_mesh(mesh):
-        for run in (kernel, jax.jit(kernel)):
-            np.testing.assert_allclose(jax.sharding.reshard(run(*args), P()), plain(*args), rtol=1e-5)
-        found = jax.grad(loss(kernel), tuple(range(len(args))))(*map(jnp.asarray, args))
-    plainly = {np.tanh: jnp.tanh}.get(plain, plain)
-    wanted = jax.grad(lambda *args: (plainly(*args) * weights).sum(), tuple(range(len(args))))(*map(jnp.asarray, args))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
-
-
-def test_a_reduced_argument_that_leaves_whole():
-    kernel = spmd.kernel("d f {R:dp} -> d f", mesh=mesh_of((E, E)))(lambda w: w * 2)
-    with pytest.raises(ReplicationError, match="result is equal on dp, and typed varying"):
-        kernel(W)
-
-
-@pytest.mark.parametrize("mode", ["explicit", "auto"])
-def test_an_argument_that_the_compiler_cannot_move(mode) -> None:
-    """On axes of 3 and 2 XLA of jax 0.12 ends the process at this change, done at once."""
-    mesh = spmd.make_mesh(x=3, y=2, devices=jax.devices()[:6])
-    x = np.arange(6.0 * 10 * 4, dtype=np.float32).reshape(6, 10, 4)
-    held = spmd.shard(x, "a/y/x b c", mesh=mesh)
-    run = getattr(spmd.kernel("a/x b/y c -> a/x b/y c", mesh=mesh)(lambda x: x * x), mode)
-    np.testing.assert_array_equal(run(held), x * x)
-    np.testing.assert_array_equal(run(held), x * x)  # warm
-    gradient = jax.grad(lambda x: run(x).sum())(held)
-    np.testing.assert_array_equal(gradient, 2 * x)
-    assert gradient.sharding.is_equivalent_to(held.sharding, 3)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -220,35 +220,6 @@ def test_no_inputs(mesh):
     assert jax.jit(body)().tolist() == list(range(8))
 
 
-def test_several_outputs(mesh):
-    @spmd.kernel("b/dp d -> b/dp d, scalar, b/dp", mesh=mesh)
-    def body(x):
-        return x, spmd.reduce(x, "b/dp d -> scalar"), x.sum(1)
-
-    same, total, rows = in_modes(body, X)
-    np.testing.assert_allclose(same, X)
-    assert total == X.sum() and rows.tolist() == X.sum(1).tolist()
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-def test_outputs_in_a_tree(mesh):
-    @spmd.kernel(in_layouts=("b/dp d",), out_layouts=({"x": "b/dp d"}, Pair("b/dp", "scalar")), mesh=mesh)
-    def body(x):
-        return {"x": x}, Pair(x.sum(1), spmd.reduce(x, "b/dp d -> scalar"))
-
-    tree, pair = in_modes(body, X)
-    assert set(tree) == {"x"} and isinstance(pair, Pair) and pair.right == X.sum()
-
-
-def test_python_numbers_as_results(mesh):
-    body = spmd.kernel("n/dp -> n/dp, scalar", mesh=mesh)(lambda x: (x, 3))
-    assert in_modes(body, np.arange(4))[1] == 3
-
-
 def test_dots(mesh):
     body = spmd.kernel("b/dp ... -> ... ", mesh=mesh)(lambda x: spmd.reduce(x, "b/dp ... -> ..."))
     for shape in ((4,), (4, 3), (4, 3, 2)):
@@ -256,25 +227,6 @@ def test_dots(mesh):
         assert body(x).tolist() == x.sum(0).tolist()
     behind = spmd.kernel("... n/tp -> ... n/tp", mesh=mesh)(lambda x: 2 * x)
     np.testing.assert_array_equal(in_modes(behind, W), 2 * W)
-
-
-@pytest.mark.parametrize(
-    "results",
-    [{"y": "b/dp d"}, {"y": "... d/dp"}, lambda tree: {"y": "b/dp d"}],
-    ids=["a layout", "dots before a slash", "a function"],
-)
-def test_the_body_is_traced_once(mesh, results):
-    """Also where only the results tell how many layouts there are, and of what rank."""
-    calls = []
-
-    def body(x):
-        calls.append(x.shape)
-        return {"y": x}
-
-    pattern = "... d/dp" if "... d/dp" in str(results) else "b/dp d"
-    found = spmd.kernel(in_layouts=(pattern,), out_layouts=results, mesh=mesh)(body)(X)
-    np.testing.assert_array_equal(found["y"], X)
-    assert len(calls) == 1
 
 
 def test_sizes_by_keyword(mesh):
@@ -291,31 +243,6 @@ def test_sizes_by_keyword(mesh):
 def test_sizes_of_numpy(mesh):
     made = spmd.kernel("-> a/dp b", mesh=mesh, a=np.int64(8), b=np.uint8(3))(lambda: spmd.zeros("a/dp b"))
     assert made().shape == (8, 3)
-
-
-@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-def test_keywords_that_nothing_uses(mesh, mode):
-    """A typo would go unnoticed. The body may use what the signature does not."""
-    run = lambda fn, **options: getattr(spmd.kernel("b/dp d -> b/dp d", mesh=mesh, **options)(fn), mode)(X)
-    X = np.ones((4, 8), np.float32)
-    with pytest.raises(
-        LayoutError, match="binds the size of bb, which no string of the kernel names; did you mean 'b'"
-    ):
-        run(lambda x: x, bb=4)
-    with pytest.raises(LayoutError, match="renames the mesh axis ddp, which no string .* did you mean 'dp'"):
-        run(lambda x: spmd.annotate(x, "b/dp d"), axes={"ddp": "tp"})
-    with pytest.raises(LayoutError, match="the size of hh"):  # a library's own names are none of the kernel's
-        run(
-            lambda x: spmd.scope(lambda x: spmd.rearrange(x, "b/dp (hh k) -> b/dp hh k", hh=2).reshape(x.shape))(x),
-            hh=2,
-        )
-    np.testing.assert_array_equal(run(lambda x: x, b=4), X)
-    np.testing.assert_array_equal(run(lambda x: x * spmd.axis_size("mine"), axes={"mine": "dp"}), 2 * X)
-    heads = lambda x: spmd.rearrange(spmd.rearrange(x, "... (h k) -> ... h k"), "... h k -> ... (h k)")
-    np.testing.assert_array_equal(run(heads, h=4), X)
-    split = jax.jit(lambda x: spmd.annotate(x, "... d/other"))  # traced once, for two kernels
-    for _ in range(2):
-        np.testing.assert_array_equal(run(lambda x: x + 0 * split(x), axes={"other": None}), X)
 
 
 def test_a_method_and_a_callable_object(mesh):
@@ -420,28 +347,3 @@ def test_numbers_without_a_layout_of_their_own_are_static(mesh):
     for n in (2.0, 3.0):
         np.testing.assert_allclose(in_modes(traced, {"n": n, "w": W[0]}, X[:, 0]), n * X[:, 0])
     assert not {int, float} & set(seen)
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Named:
-    y: "b/dp d"
-    a: "d"
-
-
-@pytest.mark.parametrize("kinds", ["Auto Auto", "Explicit Explicit", "Auto Explicit"])
-def test_layouts_of_results_go_by_name(kinds):
-    """A dict of layouts for a class; scalars unmentioned, or below one layout for all."""
-    kinds = tuple(getattr(jax.sharding.AxisType, kind) for kind in kinds.split())
-    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds)
-    by_dict = spmd.kernel(in_layouts=("b/dp d",), out_layouts={"a": "d", "y": "b/dp d"}, mesh=mesh)
-    found = in_modes(by_dict(lambda x: Named(2 * x, jnp.ones(6))), X)
-    np.testing.assert_allclose(found.y, 2 * X)
-    assert found.a.shape == (6,)
-    body = lambda x: {"n": jnp.float32(3), "x": x, "z": -x, "f": "text"}
-    for layouts in ("b/dp ...", {"x": "b/dp d", "z": "b/dp d"}, {"x": "b/dp d", "z": "b/dp d", "n": "scalar"}):
-        result = spmd.kernel(in_layouts=("b/dp d",), out_layouts=layouts, mesh=mesh)(body)
-        for mode in MODES:
-            found = getattr(result, mode)(X)
-            assert found["n"] == 3 and found["f"] == "text"
-            np.testing.assert_allclose(found["x"] - found["z"], 2 * X)

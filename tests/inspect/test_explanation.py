@@ -1,0 +1,190 @@
+"""What an explanation says and prints: times, tables, HTML, plain values.
+
+`SPMD_UPDATE_GOLDEN=1 python -m pytest tests/inspect/test_explanation.py -k golden` writes the printed tables anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import html.parser
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import spmd
+from spmd import explain
+from spmd.inspect import Explanation
+from spmd.inspect._collectives import collectives_of_text
+from tests.inspect.harness import compiled_gradient, f32
+from tests.inspect.programs import MESH, arguments, make_loss, make_mlp
+
+GOLDEN = Path(__file__).with_name("explanations.txt")
+WIDTHS = (60, 100, 140)
+
+
+# -------------------- cost
+
+
+def test_time_is_the_models():
+    report = compiled_gradient()
+    time, h100 = report.time, spmd.hardware("h100")
+    assert time.compute == pytest.approx(sum(n / h100.peak(d) for d, n in report.written.matmul_flops.items()))
+    assert time.memory == pytest.approx(report.written.hbm_bytes / h100.hbm_bandwidth)
+    by_hand = sum(
+        one.runs * h100.collective_seconds(one.kind, one.bytes, one.axes, report.mesh) for one in report.collectives
+    )
+    assert time.communication == pytest.approx(by_hand) == pytest.approx(sum(time.by_axis.values()))
+    assert time.serial == pytest.approx(time.compute + time.memory + time.communication)
+    assert time.overlapped == getattr(time, time.bound) == max(time.compute, time.memory, time.communication)
+
+
+def test_a_faster_link_shortens_its_axis_alone():
+    machine = spmd.Hardware("lab", {"float32": 1e12}, 1e11, 1e9, spmd.Link(1e9), links={"tp": spmd.Link(4e9)})
+    slow = spmd.Hardware("slow", {"float32": 1e12}, 1e11, 1e9, spmd.Link(1e9))
+    times = [explain(make_mlp(), *arguments(), hardware=one).time.by_axis for one in (machine, slow)]
+    assert times[0]["tp"] == pytest.approx(times[1]["tp"] / 4)
+    assert times[0]["dp"] == pytest.approx(times[1]["dp"])
+
+
+# -------------------- what it prints
+
+
+HLO = r"""HloModule jit_mlp, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: bf16[8,256,512], w: bf16[256,768]) -> bf16[8,1024,512] {
+  %x = bf16[8,256,512]{2,1,0} parameter(0)
+  %w = bf16[256,768]{1,0} parameter(1)
+  %all-gather.1 = bf16[8,1024,512]{2,1,0} all-gather(%x), channel_id=1, replica_groups=[2,4]<=[8], dimensions={1}, metadata={op_name="jit(mlp)/shard_map/all_gather(x, \"b/dp s/tp d -> b/dp s d\")/all_gather"}
+  %all-gather.2 = bf16[512,768]{1,0} all-gather(%w), channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}, metadata={op_name="jit(mlp)/shard_map/all_gather(x, \"d/dp f/tp -> d f/tp\")/all_gather"}
+  %all-reduce.3 = bf16[8,1024,512]{2,1,0} all-reduce(%all-gather.1), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add, metadata={op_name="jit(mlp)/shard_map/einsum(x, y, \"b/dp s f/tp, f/tp d -> b/dp s/tp d\")/reduce_scatter"}
+  %all-to-all.4 = bf16[8,256,512]{2,1,0} all-to-all(%x), channel_id=4, replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="jit(mlp)/transpose" source_file="train.py" source_line=41}
+  ROOT %all-gather.5 = bf16[8,1024,512]{2,1,0} all-gather(%all-to-all.4), channel_id=5, replica_groups=[2,4]<=[8], dimensions={1}, metadata={op_name=""}
+}
+"""
+
+
+@functools.cache
+def printed(name: str) -> Explanation:
+    if name == "gradient":
+        return explain(make_loss(), *arguments(MESH), hardware="h100")
+    if name == "forward":
+        return explain(make_mlp(), *arguments())
+    if name == "nothing":
+        return explain(jax.jit(lambda x: x + 1), f32(4), compiled=False)
+    program = explain(make_mlp(), *arguments(MESH))
+    report = collectives_of_text(HLO, mesh=program.mesh)
+    machine = spmd.hardware("tpu-v5p")
+    return Explanation("mlp", program.mesh, program.written, report, machine=machine, platform="gpu")
+
+
+NAMES = ("gradient", "forward", "changed", "nothing")
+
+
+def goldens() -> str:
+    parts = [f"=== {name} {width}\n{printed(name).table(width)}\n" for name in NAMES for width in WIDTHS]
+    return "\n".join(parts)
+
+
+def test_golden_tables():
+    if os.environ.get("SPMD_UPDATE_GOLDEN"):
+        GOLDEN.write_text(goldens())
+    assert goldens() == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("width", [40, 60, 77, 100, 140])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_is_wider_than_the_terminal(name, width):
+    lines = printed(name).table(width).splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert not any(line.endswith(" ") for line in lines)
+    kinds = {one.kind for one in printed(name).collectives}
+    assert all(any(kind in line for line in lines) for kind in kinds)
+
+
+def test_what_the_compiler_changed_is_flagged():
+    report = printed("changed")
+    notes = {one.text.partition("(")[0] + one.axes[0]: one.note for one in report.collectives if one.written}
+    assert notes["einsumtp"] == "compiled as psum"
+    assert [one.note for one in report.collectives if one.runs == 0] == ["the compiler removed it"]
+    assert [one.kind for one in report.unwritten] == ["all_to_all", "all_gather"]
+    assert [one.where for one in report.unwritten] == ["train.py:41", ""]
+    text = " ".join(report.table(100).split())
+    assert "! all_to_all" in text and "it does not say for what" in text
+
+
+def test_the_flag_goes_with_what_is_flagged():
+    """The same text without the strangers has none."""
+    program = explain(make_mlp(), *arguments(MESH))
+    text = "\n".join(line for line in HLO.splitlines() if "all-to-all.4 =" not in line and "all-gather.5" not in line)
+    report = Explanation("mlp", program.mesh, program.written, collectives_of_text(text, mesh=program.mesh))
+    assert report.unwritten == ()
+    assert "NOBODY WROTE" not in str(report)
+
+
+class Balanced(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.cells, self.text = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "tr":
+            self.cells.append(0)
+        if tag in ("td", "th"):
+            self.cells[-1] += int(dict(attrs).get("colspan", 1))
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_html_is_well_formed_and_says_the_same(name):
+    report = printed(name)
+    page = Balanced()
+    page.feed(report._repr_html_())
+    assert page.open == []
+    assert set(page.cells) <= {7, 3}
+    text = " ".join(page.text)
+    for one in report.collectives:
+        assert one.kind in text and one.where in text
+    if report.unwritten:
+        assert 'class="loud"' in report._repr_html_()
+    assert "<script" not in report._repr_html_()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rich_prints_the_same_in_colours(width):
+    console = pytest.importorskip("rich.console")
+    for name in NAMES:
+        out = console.Console(file=io.StringIO(), width=width, force_terminal=False)
+        out.print(printed(name))
+        lines = [line.rstrip() for line in out.file.getvalue().rstrip("\n").split("\n")]
+        assert "\n".join(lines) == printed(name).table(width)
+    colours = console.Console(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor")
+    colours.print(printed("changed"))
+    loud = [line for line in colours.file.getvalue().split("\n") if "\x1b[1;31m" in line]
+    assert any("NOBODY WROTE" in line for line in loud) and any("! all_to_all" in line for line in loud)
+
+
+def test_rich_is_not_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    report = printed("gradient")
+    assert str(report) and report._repr_html_() and repr(report)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_values_are_json(name):
+    report = printed(name)
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["total_bytes"] == report.total_bytes == sum(one["total_bytes"] for one in plain["collectives"])
+    assert [one["where"] for one in plain["collectives"]] == [one.where for one in report.collectives]
+    assert plain["mesh"] == report.mesh
