@@ -143,7 +143,7 @@ def test_loops_over_a_divided_dimension(name):
     body, [(layout, known)] = LOOPS[name][0], list(LOOPS[name][1].items())
     found = seen(body, layout, args=(X,))
     assert found.agree() == known and found.kinds == []
-    assert known or {p.kind for p in found.states[0].pending} == {"recurrence"}
+    assert known or "recurrence" in {p.kind for p in found.states[0].pending}
 
 
 @pytest.mark.parametrize("axis", AXES)
