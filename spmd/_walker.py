@@ -32,7 +32,8 @@ def walk(jaxpr: Any, values: Sequence[Any], domain: Domain) -> list[Any]:
     """
     body, consts = opened(jaxpr)
     rules, literal = domain.rules, domain.literal
-    known = dict(zip(body.invars, values, strict=True))
+    known = domain.known
+    known.update(zip(body.invars, values, strict=True))
     for i, var in enumerate(body.constvars):
         known[var] = domain.constant(var, consts[i] if consts else None)
     for eqn in body.eqns:
@@ -67,6 +68,7 @@ class Domain:
       rules: For the name of a primitive, a function that gives its results: `rule(domain, eqn, operands)`. Rules come
         first: a primitive that has a rule is not entered, even if it holds a jaxpr.
       callers: The equations whose jaxprs the walk is inside of, outermost first.
+      known: The value of each variable, when the walk was there last.
       findings: What the walk reports. It forgets what it found in a round of a loop that had not settled yet.
 
     Example:
@@ -112,6 +114,7 @@ class Domain:
 
     def __init__(self) -> None:
         self.callers: list[Any] = []
+        self.known: dict[Any, Any] = {}
         self.findings: list[Any] = []
         self._walked: dict[Any, tuple[Any, list[Any]]] = {}
 

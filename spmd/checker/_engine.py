@@ -18,7 +18,6 @@ from spmd._walker import Domain, Rule, equations
 from spmd.checker._findings import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
-from spmd.checker._places import Place, Places
 from spmd.checker._source import called_at, called_in_jax, is_transposed, line_of
 from spmd.checker._state import (
     FREE,
@@ -104,23 +103,16 @@ class Engine(Domain):
         self._diverged = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, bool]] = {}
-        self._places: Places | None = None
         self._history: History | None = None
         self._blamed: dict[Any, Finding] = {}
 
     # --- what messages ask -----------------------------------------------------------------------------------
 
-    def place(self, eqn: Any) -> Place | None:
-        """How the operand of a layout's marker lies, for a fix; the first question reads the whole jaxpr again."""
-        if self._places is None:
-            self._places = Places(self.root, self.arg_names, self.arg_layouts)
-        return self._places.of(eqn)
-
     @property
     def history(self) -> History:
         """Where values come from; the first question reads the whole jaxpr again."""
         if self._history is None:
-            self._history = History(self.root, self.arg_names, self.varying)
+            self._history = History(self.root, self.arg_names, self.varying, self.arg_layouts)
         return self._history
 
     def fault(self, eqn: Any, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 from spmd._facts import kernel_around
 from spmd._jaxprs import Role, axes_of, held, opened
 from spmd.checker._source import line_of
-from spmd.language import axes_tuple
+from spmd.language import Layout, axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.
 EQUAL = frozenset(["psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
@@ -53,15 +53,23 @@ class History:
       jaxpr: The whole of it.
       names: What messages call the arguments of the first body.
       varying: The axes on which each input of the jaxpr itself varies.
+      layouts: The layouts of the arguments.
     """
 
-    def __init__(self, jaxpr: Any, names: Sequence[str] = (), varying: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        names: Sequence[str] = (),
+        varying: Sequence[Sequence[str]] = (),
+        layouts: Sequence[Layout] = (),
+    ) -> None:
         self.made: dict[Any, tuple[Any, int, tuple[Any, ...]]] = {}
         self.given: dict[Any, list[Any]] = {}
         self.inside: dict[Any, list[Any]] = {}
         self.inputs: dict[Any, tuple[str, frozenset[str]]] = {}
         self.order: dict[int, int] = {}
-        self._names = tuple(names)
+        self.arguments: dict[Any, tuple[str, Layout]] = {}
+        self._names, self._layouts = tuple(names), tuple(layouts)
         inner = opened(jaxpr)[0]
         for i, (var, axes) in enumerate(zip(inner.invars, varying, strict=False)):
             self.inputs[var] = f"input {i}, which varies over {', '.join(axes)}", frozenset(axes)
@@ -88,6 +96,10 @@ class History:
             for var, label, spec in zip(inner.invars, labels, eqn.params["in_specs"], strict=True):
                 axes = frozenset(axis for entry in spec.partitions for axis in axes_tuple(entry))
                 self.inputs.setdefault(var, (f"{label}, which is divided by {shown_spec(spec)}", axes))
+            told = list(zip(self._names, self._layouts, strict=False))
+            told = told or ([(leaf.path, leaf.layout) for leaf in kernel.arguments] if kernel else [])
+            if len(told) <= len(inner.invars):  # constants that JAX hoisted come before the arguments
+                self.arguments.update(zip(inner.invars[len(inner.invars) - len(told) :], told, strict=True))
             self._names = ()
         if part.role == Role.LOOP:  # a carry is also what the step before gave
             carries = len(part.stacked) - sum(part.stacked)

@@ -8,12 +8,12 @@ from typing import Any
 
 from spmd._jaxprs import opened
 from spmd.checker._history import Origin, shown_spec
-from spmd.checker._places import Place
+from spmd.checker._made import Place, lying, place_of
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
 from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
-from spmd.errors import Fault, Fix, LayoutError
+from spmd.errors import Fault, Fix
 from spmd.language import Layout, verb_for
 
 _MEANT = 'spmd.per_shard("why") if each shard is meant'
@@ -48,7 +48,7 @@ def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[
     shown, along = _dim(eqn, dim), _and(axes)
     name = " ".join(a.name for a in layout.dims[dim].atoms)
     says = f'"{shown}" says that {name} is divided over {along}'
-    span, place = layout.dims[dim].span, walk.place(eqn)
+    span, place = layout.dims[dim].span, _place(walk, eqn)
     if state.number and walk.history.made_by(eqn.invars[0], "iota"):
         rule = f"{says}, but this arange counts from 0 on every device along {along}."
         fix = _iota(walk, eqn, dim) if place is not None and place.counts else None
@@ -96,7 +96,7 @@ def unexpected_partial(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -
     along, shown = _and(axes), _text(eqn, layout)
     rule = f'"{shown}" says that the value is equal on {along}, but it is a partial sum {_mark(axes)}.'
     whole = layout.without_brackets()
-    place = walk.place(eqn)
+    place = _place(walk, eqn)
     summed = place is not None and place.made is not None and place.made.op == "sum"
     if summed or walk.history.declared(eqn.invars[0], axes):
         fix = _between(eqn, changed(whole, unreduced={*whole.unreduced, *axes}), whole)
@@ -110,7 +110,7 @@ def unexpected_difference(walk: Any, eqn: Any, state: State, axes: Sequence[str]
     """Different, and claimed equal."""
     layout = eqn.params["layout"]
     along, shown = _and(axes), _text(eqn, layout)
-    place = walk.place(eqn)
+    place = _place(walk, eqn)
     have = None if place is None or place.made else place.like(layout.without_brackets())
     if have is not None and verb_for(have, layout.without_brackets()) not in ("all_gather", "nothing"):
         return _lies_otherwise(walk, eqn, state, have, place)
@@ -122,29 +122,12 @@ def unexpected_difference(walk: Any, eqn: Any, state: State, axes: Sequence[str]
 
 def lies_otherwise(walk: Any, eqn: Any, state: State) -> Fault:
     """It is known how each dimension lies, and that is not as the layout says."""
-    place = walk.place(eqn)
+    place = _place(walk, eqn)
     layout = eqn.params["layout"].without_brackets()
     have = None if place is None or place.made else place.like(layout)
     if have is None:
-        have = _like(state, layout)
+        have = None if layout.has_ellipsis else lying(state).like(layout)
     return _lies_otherwise(walk, eqn, state, have, place)
-
-
-def _like(state: State, layout: Layout) -> Layout | None:
-    """The layout with the axes that the value has; None where its dimensions do not correspond."""
-    if layout.has_ellipsis or len(layout.dims) != len(state.dims):
-        return None
-    dims = []
-    for dim, factors in zip(layout.dims, state.dims, strict=True):
-        axes = axes_of_dim(factors)
-        unknown = any(one is HIDDEN for _, one in factors)
-        if len(dim.atoms) != 1 or len(factors) != 1 or unknown:
-            return None
-        dims.append(replace(dim, atoms=(replace(*dim.atoms, axes=axes),)))
-    try:
-        return layout.from_dims(tuple(dims), unreduced=sorted(state.partial))
-    except LayoutError:
-        return None
 
 
 def hidden_in_ellipsis(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
@@ -173,7 +156,7 @@ def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
     """Something was done to a piece, and the result is claimed to be that of the whole."""
     layout = eqn.params["layout"]
     rule = f'"{_text(eqn, layout)}" is claimed of the whole array, and {_done_to_pieces(pending)}.'
-    fix, place = _made_whole(walk, eqn), walk.place(eqn)
+    fix, place = _made_whole(walk, eqn), _place(walk, eqn)
     advice = _completed(walk, pending)
     if place is not None and place.made is not None and {place.made.op} == {p.kind for p in pending}:
         advice = f"{_what_it_may_be(eqn, [pending[0].axis], place)}; {_MEANT}"
@@ -206,7 +189,7 @@ def returned_otherwise(walk: Any, eqn: Any, index: int, state: State, spec: Any)
 
 
 def _made_whole(walk: Any, eqn: Any) -> Fix | None:
-    place = walk.place(eqn)
+    place = _place(walk, eqn)
     return None if place is None else _as_it_says(walk, eqn, place)
 
 
@@ -359,6 +342,11 @@ def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, plac
     got += [f"gathered at {line}" for line in dict.fromkeys(gathers) if line]
     fix = _between(eqn, have, layout, place and place.name)
     return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
+
+
+def _place(walk: Any, eqn: Any) -> Place | None:
+    """How the operand of a layout's marker lies, and what it was made by."""
+    return place_of(walk, eqn.invars[0], walk.known[eqn.invars[0]])
 
 
 # --- what mends a value ---------------------------------------------------------------------------------------

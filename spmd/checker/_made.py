@@ -1,0 +1,306 @@
+"""What a value was made by, as far as a fix needs it: the reduction that it is a part of, the argument that it is.
+
+How a value lies, its state says. A state does not say that a partial sum is a mean, or that it is the sum of an
+argument with a name, and the fix of each is another one. So the equations that made it are read backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from spmd._jaxprs import call_of, opened, shape_of
+from spmd.checker._rounding import rounds
+from spmd.checker._source import called_in_jax
+from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim
+from spmd.checker._table import TABLE
+from spmd.language import Layout
+
+
+@dataclass(frozen=True)
+class Made:
+    """A reduction over a divided dimension: on each device it is that of its own block only."""
+
+    op: str  # "sum", "mean", "max", ...; "scaled": a sum divided by the number of its terms, for whatever reason
+    axes: frozenset[str] = frozenset()
+    name: str | None = None  # the argument that was reduced, and how; None where it was something else
+    layout: Layout | None = None
+    dims: tuple[int, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """One value, whose state is known.
+
+    Attributes:
+      dims: The mesh axes that divide each dimension, None where that is not known.
+      made: The reduction that it is a part of, if it is one.
+      counts: Whether it is an arange, and nothing was done to it.
+      name: The argument that it is, as messages call it.
+    """
+
+    dims: tuple[Axes | None, ...]
+    made: Made | None = None
+    counts: bool = False
+    name: str | None = None
+
+    def like(self, layout: Layout) -> Layout | None:
+        """A layout with the axes that the value has; None where the dimensions do not correspond, or are not known."""
+        extra = len(self.dims) - len(layout.dims)
+        if extra and not layout.has_ellipsis:
+            return None
+        rest = list(self.dims)
+        dims = []
+        for dim in layout.dims:
+            if dim.ellipsis:  # their axes are not checked there
+                del rest[: extra + 1]
+                dims.append(dim)
+                continue
+            axes = rest.pop(0)
+            if axes is None or (dim.composite and axes != dim.axes):
+                return None
+            dims.append(dim if axes == dim.axes else replace(dim, atoms=(replace(dim.atoms[0], axes=axes),)))
+        if len({axis for dim in dims for axis in dim.axes}) != sum(len(dim.axes) for dim in dims):
+            return None
+        return layout.from_dims(tuple(dims), unreduced=sorted(self.made.axes) if self.made else ())
+
+
+_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "prod": "prod", "and": "all", "or": "any"}
+_PENDING = frozenset(("max", "min", "product", "all", "any"))
+
+
+def place_of(walk: Any, atom: Any, state: State) -> Place | None:
+    """How a value lies and what it was made by; None where that is not known."""
+    if state.different or any(p.kind not in _PENDING for p in state.pending):
+        return None
+    dims = tuple(map(_axes, state.dims))
+    if not state.axes and not _whole(walk, atom):
+        dims = (None,) * len(dims)
+    at = _At(walk, atom)
+    made = at.reduction() if state.partial or state.pending else None
+    if made is None and (state.partial or state.pending):
+        return None
+    if made is not None and made.op == "sum":
+        made = replace(made, axes=state.partial)
+    argument = at.argument()
+    return Place(dims, made, at.counts(), argument and argument[0])
+
+
+def lying(state: State) -> Place:
+    """How a value lies, as its state alone says it; what is constant along a dimension is not divided there."""
+    dims = tuple(() if {axes for _, axes in dim} == {FREE} else _axes(dim) for dim in state.dims)
+    return Place(dims, Made("sum", state.partial) if state.partial else None)
+
+
+def _whole(walk: Any, atom: Any) -> bool:
+    """Whether an equal value is as large as whole arguments: what has another shape, such as noise, may be a block."""
+    made = (walk.history.made.get(var) for var in walk.history.behind(atom, lambda eqn: False))
+    return all(one is None or _keeps_sizes(one[0]) for one in made)
+
+
+def _keeps_sizes(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if name in _RULES or name in ("all_gather", "all_gather_invariant", "spmd_split") or call_of(eqn) is not None:
+        return True
+    return name in TABLE and TABLE[name].says == "elementwise"
+
+
+def _axes(dim: Dim) -> Axes | None:
+    return None if len(dim) > 1 or any(axes is HIDDEN or axes is FREE for _, axes in dim) else axes_of_dim(dim)
+
+
+@dataclass(frozen=True)
+class _At:
+    """A variable, and the calls whose jaxprs it is in: the same jaxpr may be called from several places."""
+
+    walk: Any
+    atom: Any
+    calls: tuple[Any, ...] = ()
+
+    def made(self) -> tuple[Any, _At] | None:
+        """The equation that made it, and where that stands; None for an argument, and for what loops give."""
+        at = self._outside()
+        if isinstance(at.atom, Literal):
+            return None
+        found = at.walk.history.made.get(at.atom)
+        if found is None:
+            return None
+        eqn, index, _ = found
+        inner = call_of(eqn)
+        if inner is None:
+            return eqn, at
+        return replace(at, atom=opened(inner.jaxpr)[0].outvars[index], calls=(*at.calls, eqn)).made()
+
+    def _outside(self) -> _At:
+        """The operand of the call whose input it is."""
+        at = self
+        while at.calls and not isinstance(at.atom, Literal):
+            inner = call_of(at.calls[-1])
+            assert inner is not None
+            inputs = opened(inner.jaxpr)[0].invars
+            if at.atom not in inputs:
+                break
+            operand = inner.of(at.calls[-1].invars)[inputs.index(at.atom)]
+            at = replace(at, atom=operand, calls=at.calls[:-1])
+        return at
+
+    def of(self, operand: Any) -> _At:
+        return replace(self, atom=operand)
+
+    def state(self) -> State | None:
+        """Its state, where no other call of the same jaxpr may have had another one."""
+        at = self._outside()
+        if isinstance(at.atom, Literal):
+            return None
+        if not at.calls:
+            return at.walk.known.get(at.atom)
+        made = at.made()
+        same = made is not None and made[0].primitive.name in (*_SAME, "convert_element_type")
+        return made[1].of(made[0].invars[0]).state() if made is not None and same else None
+
+    def value(self) -> float | None:
+        """The number that it is, of a literal."""
+        at = self._outside()
+        if isinstance(at.atom, Literal):
+            found = np.asarray(at.atom.val)
+            return float(found) if found.ndim == 0 and found.dtype.kind in "iuf" else None
+        made = at.made()
+        same = made is not None and made[0].primitive.name in _SAME
+        return made[1].of(made[0].invars[0]).value() if made is not None and same else None
+
+    def argument(self) -> tuple[str, Layout] | None:
+        """The argument of the kernel that it is."""
+        made = self.made()
+        if made is None:
+            return self.walk.history.arguments.get(self._outside().atom)
+        eqn, at = made
+        name = eqn.primitive.name
+        if name == "spmd_layout" and not _as_said(eqn.params["layout"], at.of(eqn.invars[0]).state()):
+            return None
+        same = name in _SAME or name == "spmd_layout" or (name == "spmd_retype" and eqn.params["to"] != "hidden")
+        return at.of(eqn.invars[0]).argument() if same else None
+
+    def counts(self) -> bool:
+        made = self.made()
+        if made is None:
+            return False
+        eqn, at = made
+        return at.of(eqn.invars[0]).counts() if eqn.primitive.name in _SAME else eqn.primitive.name == "iota"
+
+    def reduction(self) -> Made | None:
+        """The reduction over a divided dimension that it is a part of; None where that is not known."""
+        made = self.made()
+        if made is None:
+            argument = self.argument()
+            return Made("sum") if argument is not None and argument[1].unreduced else None
+        eqn, at = made
+        rule = _RULES.get(eqn.primitive.name)
+        return None if rule is None else rule(eqn, [at.of(operand) for operand in eqn.invars])
+
+    def whole(self) -> bool:
+        """Whether it is certainly complete and the same on all devices."""
+        state = self.state()
+        return self.value() is not None if state is None else not state.axes
+
+
+def _as_said(layout: Layout, state: State | None) -> bool:
+    """Whether a value lies as a layout says."""
+    if state is None or layout.has_ellipsis or len(layout.dims) != len(state.dims):
+        return False
+    return [dim.axes for dim in layout.dims] == list(map(_axes, state.dims))
+
+
+# --- one primitive ------------------------------------------------------------------------------------------
+
+
+def _follow(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    return ins[0].reduction()
+
+
+def _changed(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    """Something was done to its result: it is no longer that of the argument alone."""
+    made = ins[0].reduction()
+    return made and replace(made, name=None, count=0)
+
+
+def _converted(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    """The sum of rounded parts is not the rounded sum."""
+    return None if rounds(eqn) else _changed(eqn, ins)
+
+
+def _retyped(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    return None if eqn.params["to"] == "hidden" else ins[0].reduction()
+
+
+def _marked(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    layout = eqn.params["layout"]
+    return Made("sum") if layout.unreduced else ins[0].reduction() if layout.has_ellipsis else None
+
+
+def _sum(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    """A sum of parts of the same kind is one too."""
+    ops = {made and made.op for made in (one.reduction() for one in ins)}
+    [op] = ops if len(ops) == 1 else [None]
+    return Made(op) if op in ("sum", "mean") else None
+
+
+def _product(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    """A part times what is equal on all devices is a part; divided by the number of its terms it is a mean."""
+    first, second = ins
+    if eqn.primitive.name == "mul" and first.whole():
+        first, second = second, first
+    made = first.reduction()
+    if made is None or not second.whole() or (eqn.primitive.name == "div" and rounds(eqn)):
+        return None
+    if made.op == "sum" and made.count and second.value() in (made.count, 1 / made.count):
+        return replace(made, op="mean" if called_in_jax(eqn, "mean") else "scaled")
+    return replace(made, name=None, count=0)
+
+
+def _reduced(op: str) -> Callable[[Any, Sequence[_At]], Made | None]:
+    def rule(eqn: Any, ins: Sequence[_At]) -> Made | None:
+        gone, state = tuple(eqn.params["axes"]), ins[0].state()
+        if state is None or any(_axes(state.dims[d]) is None for d in gone):
+            return None
+        axes = frozenset(axis for d in gone for axis in axes_of_dim(state.dims[d]))
+        if not axes:
+            return _changed(eqn, ins) if op == "sum" else None
+        if state.partial or state.pending:
+            return None
+        name, layout = ins[0].argument() or (None, None)
+        shape = shape_of(eqn.invars[0])
+        return Made(op, axes, name, layout, gone, math.prod(shape[d] for d in gone))
+
+    return rule
+
+
+def _contracted(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    states = [one.state() for one in ins]
+    known = all(state is not None and not (state.partial or state.pending or state.different) for state in states)
+    return Made("sum") if known else None
+
+
+def _summed(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    made = ins[0].reduction()
+    return Made("sum") if made is not None and made.op == "sum" else None
+
+
+_SAME = ("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name")
+_RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
+    **dict.fromkeys(_SAME, _follow),
+    "spmd_retype": _retyped,
+    "spmd_layout": _marked,
+    **dict.fromkeys(("neg", "real", "imag", "conj", "reduce_precision", "transpose", "squeeze", "reshape"), _changed),
+    "convert_element_type": _converted,
+    **dict.fromkeys(("add", "sub", "add_any"), _sum),
+    **dict.fromkeys(("mul", "div"), _product),
+    **{f"reduce_{name}": _reduced(op) for name, op in _REDUCTIONS.items()},
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _summed),
+    "dot_general": _contracted,
+}
