@@ -160,9 +160,15 @@ class _At:
             return None
         if not at.calls:
             return at.walk.known.get(at.atom)
-        made = at.made()
-        same = made is not None and made[0].primitive.name in (*_SAME, "convert_element_type")
-        return made[1].of(made[0].invars[0]).state() if made is not None and same else None
+        operand = at.converted()
+        return operand and operand.state()
+
+    def converted(self) -> _At | None:
+        """The operand, if it is the same in another type."""
+        made = self.made()
+        if made is None or made[0].primitive.name not in (*_SAME, "convert_element_type"):
+            return None
+        return made[1].of(made[0].invars[0])
 
     def value(self) -> float | None:
         """The number that it is, of a literal."""
@@ -170,9 +176,8 @@ class _At:
         if isinstance(at.atom, Literal):
             found = np.asarray(at.atom.val)
             return float(found) if found.ndim == 0 and found.dtype.kind in "iuf" else None
-        made = at.made()
-        same = made is not None and made[0].primitive.name in _SAME
-        return made[1].of(made[0].invars[0]).value() if made is not None and same else None
+        operand = at.converted()
+        return operand and operand.value()
 
     def argument(self) -> tuple[str, Layout] | None:
         """The argument of the kernel that it is."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax.extend.core import Literal
+
 from spmd._jaxprs import opened
 from spmd.checker._history import Origin, shown_spec
 from spmd.checker._made import Place, lying, place_of
@@ -346,7 +348,9 @@ def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, plac
 
 def _place(walk: Any, eqn: Any) -> Place | None:
     """How the operand of a layout's marker lies, and what it was made by."""
-    return place_of(walk, eqn.invars[0], walk.known[eqn.invars[0]])
+    atom = eqn.invars[0]
+    state = None if isinstance(atom, Literal) else walk.known.get(atom)  # unknown where another domain does the walk
+    return None if state is None else place_of(walk, atom, state)
 
 
 # --- what mends a value ---------------------------------------------------------------------------------------
