@@ -1,7 +1,8 @@
 """Explicit SPMD programming in JAX: einops, with slashes.
 
-`"b/dp s d/tp"` says shape and placement; across an arrow, the communication. See the README for a first
-program, and the documentation for the language, the three modes and each operation.
+`"b/dp s d/tp"` states the shape of an array and its placement. Two such strings with an arrow between them state the
+communication. See the README for a first program, and the documentation for the language, the three modes and each
+operation.
 """
 
 from spmd import fft, inspect, random, stencil, testing

@@ -1,7 +1,7 @@
 """What JAX's own errors say, as facts.
 
-JAX raises sentences whose words change between its versions. This file alone reads them; who catches such an error asks
-here, and says what follows from it in words of its own. No other file reads the text of an error.
+JAX raises sentences whose words change between its versions. Only this file reads them. Code that catches such an
+error asks here what it says, and words its own message. No other file reads the text of an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that are objects of ours, and are pickled and copied as functions are: by name."""
+"""Objects of ours that stand for functions. They are pickled and copied by name, as functions are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notebook's cells are called. Their file names are numbers that nobody has seen."""
+"""The names of a notebook's cells. The file name of a cell is a number that its author has never seen."""
 
 from __future__ import annotations
 

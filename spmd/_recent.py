@@ -1,4 +1,4 @@
-"""What was used last, of which only so much is kept."""
+"""A dictionary that keeps only the entries that were used last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement: arrays and parameters brought into layouts, outside kernels; inside jit and outside alike."""
+"""Placement: brings arrays and parameters into layouts, outside kernels, inside `jit` and outside it."""
 
 from __future__ import annotations
 

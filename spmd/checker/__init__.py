@@ -1,6 +1,6 @@
 """Layouts as types: every value's layout is inferred, and compared with what strings claim of it.
 
-One walk over the traced jaxpr, nothing is evaluated. docs/pages/checker.md says what it knows and what it does not.
+It walks over the traced jaxpr once and evaluates nothing. docs/pages/checker.md says what it knows and what it does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the layouts in the jaxpr claim, against what the values are."""
+"""Compares what the layouts in the jaxpr claim with how the values lie."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What becomes of a partial sum in each primitive: it may pass through linear operations only.
 
 A rule gives the axes on which the output is a partial sum, those on which nobody knows it any more, and whether it is
-certainly zero. Faults go to `walk.fault`. What no rule knows is lost in silence.
+certainly zero. Faults go to `walk.fault`. Where no rule knows, the mark is lost without a message.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How often a value is too large: the powers of the axis sizes in it.
 
 A sum in place of a mean has the same layout. But the program is traced again with one device along an axis, and the
-two traces differ in their numbers only: in a local mean of 4 of 8 elements stands 4, and on one device 8. So each
-literal has a power of the axis size; products add powers, roots halve them, a sum over equal values adds one. A result
-with a power that is not zero changes with the mesh.
+two traces differ in their numbers only. A local mean over 4 of 8 elements contains the number 4, and on one device it
+contains 8. So each literal has a power of the axis size. Products add powers, roots halve them, and a sum over equal
+values adds one. A result with a power that is not zero changes with the mesh.
 
 Where the traces differ in their equations, or nobody knows how a value lies, nothing is said.
 """

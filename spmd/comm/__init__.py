@@ -1,4 +1,4 @@
-"""Communication: the verbs, each exactly one kind of collective; for any other change `relayout`, with its `plan`."""
+"""Communication. Each verb is one kind of collective. `relayout` makes any other change of layout, and `plan` shows it."""
 
 from spmd.comm.collectives import all_gather, all_to_all, defer, psum, psum_scatter, split
 from spmd.comm.permute import ppermute, shift

@@ -1,6 +1,6 @@
-"""JAX's own errors that reach a kernel's body, with the sentence that helps.
+"""JAX's own errors that come out of a kernel's body, told again with a sentence that helps.
 
-What such an error says is read in `_jax_errors`, and nowhere else.
+Only `_jax_errors` reads what such an error says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a string to dimensions and marks. Knows nothing of arrays, meshes or JAX.
+"""From a string to dimensions and marks. This module does not know arrays, meshes or JAX.
 
 layout  :=  'scalar'  |  dim* mark*
 dim     :=  '...'  |  [margin '+'] core ['+' margin]  |  '[' core ']'

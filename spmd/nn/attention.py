@@ -1,4 +1,4 @@
-"""Attention over whole sequences, its heads divided (tensor parallelism), and the layer around it."""
+"""Attention over whole sequences with divided heads (tensor parallelism), and the layer around it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Operations along the dimensions in brackets, as in `softmax(x, "b h q [k/tp]")`.
 
 Such an operation says what it does if these dimensions are whole on each device, and what it does, with its
-collectives, if they are divided. All else is here: the pattern is read, the array is checked and opened, one of the two
-ways is taken, and the result gets its layout.
+collectives, if they are divided. This module does the rest. It reads the pattern, checks and opens the array, takes one
+of the two ways, and gives the result its layout.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Fourier transforms on one device, and of a divided dimension with no other one to take its axes: in two factors, with
-three exchanges."""
+"""Fourier transforms on one device, and of a divided dimension if no other dimension can take its axes.
+
+The latter is a transform in two factors, with three exchanges."""
 
 from __future__ import annotations
 

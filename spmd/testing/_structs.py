@@ -1,4 +1,4 @@
-"""Arguments without values: made small where a kernel allows it, and filled with random numbers."""
+"""Arguments without values. They are made small where a kernel allows it, and filled with random numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A route, run on one device's shard inside a shard_map.
 
-A collective of several dimensions is one of `jax.lax` between two local transpositions. The first puts the pieces in
+A collective over several dimensions is one of `jax.lax` between two local transpositions. The first puts the pieces in
 front, one for each device of the group. The second puts what comes in where it belongs.
 """
 

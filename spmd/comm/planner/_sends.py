@@ -1,8 +1,9 @@
 """Point to point: which device sends which piece to which.
 
-For a change of any two placements each dimension is cut into cells, of which the blocks of both are made. What every
-device has of its target from the start it copies; each other cell comes from a device that has it, perhaps from itself.
-Every device wants as many cells as every other, and nobody needs to send more than one wants, so senders can be chosen.
+For a change of any two placements each dimension is cut into cells, of which the blocks of both are made. Every
+device copies the cells of its target that it has from the start. Each other cell comes from a device that has it,
+perhaps from itself. Every device wants as many cells as every other, and none needs to send more cells than one wants,
+so senders can be chosen.
 By Koenig's theorem (a bipartite graph has as many matchings as its largest degree) the sends then form rounds in which
 every device sends one cell and receives one: each round is a permutation of the devices.
 """
