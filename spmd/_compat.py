@@ -38,12 +38,12 @@ def in_jax(filename: str) -> bool:
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Mesh axes that are manual where the caller runs: those of the enclosing `shard_map`s."""
+    """The mesh axes that are manual where the caller runs. The enclosing `shard_map`s make them so."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def manual_sizes(axes: Sequence[str]) -> tuple[int, ...]:
-    """The sizes of mesh axes, as far as they are manual; 0 for what is not (`jax.vmap(axis_name=...)`)."""
+    """The sizes of mesh axes that are manual. It is 0 for an axis that is not (`jax.vmap(axis_name=...)`)."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(mesh.shape[a] if a in mesh.manual_axes else 0 for a in axes)
 

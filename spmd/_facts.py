@@ -90,7 +90,7 @@ class PerShardName(str):
 
 
 def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
-    """Why an equation is meant per shard, as its innermost `per_shard` says; None where nobody says so.
+    """Why an equation is meant per shard: the reason of its innermost `per_shard`. None if there is none around it.
 
     Args:
       eqn: The equation.
@@ -102,7 +102,7 @@ def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """The same text in one line, as the name of a scope must be; what it knows is kept."""
+    """The same text in one line, as the name of a scope must be. It keeps what the name knows."""
     line = " ".join(text.split())
     if not isinstance(text, CallName):
         return line

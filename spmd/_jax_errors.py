@@ -48,7 +48,7 @@ class Told:
 
 
 def told(error: Exception) -> Told | None:
-    """What an error that a trace raised is about; None for all others, which may well be the user's own."""
+    """What an error that a trace raised is about. None for all other errors, which may be the user's own."""
     text = str(error)
     if "manual axis types do not match" in text and "carry" in text:
         return Told("carry", carries=_carries(text))
@@ -79,7 +79,7 @@ def raised_by_jax(error: BaseException) -> bool:
 
 
 def named_axes(error: BaseException) -> list[str]:
-    """The axes that a collective was given, innermost first, where JAX asserts without a word: read off its frames."""
+    """The axes that a collective was given, innermost first. Where JAX asserts without a word, its frames tell them."""
     found: list[str] = []
     for here, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not _compat.in_jax(here.f_code.co_filename):

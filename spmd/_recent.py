@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Recent(dict[Any, Any]):
-    """A dict that forgets. Keys may hold whatever a user made static; nobody else would ever let go of it.
+    """A dict that forgets. Its keys may hold what a user made static, which nothing else would ever release.
 
     Args:
       size: How many entries are kept.
@@ -22,7 +22,7 @@ class Recent(dict[Any, Any]):
             self.pop(next(iter(self), None), None)
 
     def used(self, key: Any) -> Any:
-        """The entry, which is the last to be forgotten from now on; None where there is none."""
+        """The entry, or None. From now on it is the last to be forgotten."""
         value = self.get(key)
         if value is not None:
             super().pop(key, None)

@@ -154,7 +154,8 @@ def matched(layouts_tree: Any, tree: Any, what: str) -> Matched:
     """Pair the leaves of a tree with layouts from a prefix of it: the one matcher of trees with layouts.
 
     Arrays without dimensions that are given no layout have `scalar`, and so have those under a layout for everything
-    below that has no room for them. Leaves that are not arrays have no layout; a number has one that is for it alone.
+    below that has no room for them. Leaves that are not arrays have no layout. A number has a layout only if it has one
+    of its own.
 
     Args:
       layouts_tree: a string or Layout (for every array below), a dict, a sequence, a dataclass or module,

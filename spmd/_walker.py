@@ -159,11 +159,11 @@ class Domain:
         return self.join(value, start)
 
     def sliced(self, value: Any, operand: Any) -> Any:
-        """One slice of what a loop is over; `operand` is the variable of the whole."""
+        """One slice of an array over which a loop runs. `operand` is the variable of the array."""
         return value
 
     def stacked(self, value: Any, result: Any) -> Any:
-        """The stack of what the steps of a loop gave; `result` is the variable of the whole."""
+        """The stack of the results of a loop's steps. `result` is the variable of the stack."""
         return value
 
     def decides(self, eqn: Any, predicate: Any) -> None:

@@ -369,7 +369,7 @@ def enter_body(fn: Callable[..., R], args: Iterable[Any]) -> R:
 
 
 def place() -> tuple[Any, ...] | None:
-    """Which call of the body being traced its caller is; None where no kernel is being traced.
+    """The place in the traced body from which this is called. None if no kernel is being traced.
 
     It is the same in each trace of the body: the code and the instruction of each function from the body on, without
     those of JAX, which may hold a trace of before.

@@ -144,7 +144,7 @@ def _check_marks(layout: Layout, mesh: Any, call: str, path: str) -> None:
 
 
 def resolved(layout: Layout, mapping: AxisMapping | None, call: str, path: str) -> Layout:
-    """A layout whose bare names the mapping has placed; every one of them must be known to it."""
+    """A layout whose bare names the mapping has placed. The mapping must know each of them."""
     return layout.resolve(None) if mapping is None else mapping.place(layout, call, [f'{path}: "{layout.short}"'])
 
 
@@ -221,7 +221,7 @@ def _on_one(x: Any, mesh: Any) -> Any:
 
 
 class Init(ByName):
-    """What `init` returns: call it with the arguments of the function; see there."""
+    """What `init` returns. Call it with the arguments of the function."""
 
     def __init__(self, fn: Callable[..., Any], layouts: Any, mesh: Any, mapping: Any):
         self._fn = fn

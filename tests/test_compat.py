@@ -164,6 +164,10 @@ def test_collectives_of_one_device(name):
         *(jax.tree.leaves((mapped(fn)(X), jax.vjp(mapped(fn), X)[1](by))) for fn in (ours, theirs)), strict=True
     ):
         np.testing.assert_array_equal(one, two)
+    batch = np.stack([X, 2 * X], 1)
+    for out in (0, 2):
+        found, wanted = (jax.vmap(mapped(fn), in_axes=1, out_axes=out)(batch) for fn in (ours, theirs))
+        np.testing.assert_array_equal(found, wanted)
     body = lambda x: _compat.pvary(ours(x), ("b",))
     assert counts(body, sizes, ["n/b d"], "n/b d", X) == {}
     np.testing.assert_array_equal(run(body, sizes, ["n/b d"], "n/b d")(X), X)

@@ -1,6 +1,7 @@
 """Layouts as types: every value's layout is inferred, and compared with what strings claim of it.
 
-It walks over the traced jaxpr once and evaluates nothing. docs/pages/checker.md says what it knows and what it does not.
+It walks over the traced jaxpr once and evaluates nothing. docs/pages/checker.md says what it knows and what it does
+not.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Findings(tuple[Finding, ...]):
 
 
 def report(kernel: str, findings: Iterable[Finding], how: str = "error") -> None:
-    """Raise one error with all findings, or warn of them; nothing where there are none."""
+    """Raise one error with all findings, or warn of them. Without findings, do nothing."""
     unique = Findings(dict.fromkeys(findings))
     if not unique:
         return

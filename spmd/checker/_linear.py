@@ -29,14 +29,14 @@ def forgets(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
 
 
 def passes(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
-    """Linear in the first operand; the others say where to look."""
+    """Linear in the first operand. The other operands say where to look."""
     first = operands[0]
     moved = frozenset().union(*(o.axes for o in operands[1:])) & first.partial
     return first.partial - moved, moved, first.zero
 
 
 def fetches(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
-    """As `passes`; what stands in for elements outside of the array is added once per device, if it is a number."""
+    """As `passes`. A number that stands in for elements outside of the array is added once per device."""
     fill = eqn.params.get("fill_value")
     if operands[0].partial and not operands[0].zero and fill and fill == fill:  # NaN remains NaN
         return _faulty(walk, eqn, operands[0].partial, "mixed", mixed_sum)
@@ -69,7 +69,7 @@ def sums(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
 
 
 def selects(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
-    """A choice by an equal predicate; the cases are a sum."""
+    """A choice by an equal predicate. Its cases are added up."""
     predicate, cases = operands[0], operands[1:]
     if predicate.partial and not predicate.zero:
         return curved(walk, eqn, operands[:1])

@@ -245,12 +245,12 @@ def join(one: State, two: State) -> State:
 
 
 def hide(dims: Sequence[Dim], axes: Iterable[str]) -> tuple[Dim, ...]:
-    """The dimensions; nobody knows any more how those lie that one of these axes divides."""
+    """The same dimensions. Those that one of these axes divides are hidden from now on."""
     return tuple(dim if set(axes).isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims)
 
 
 def equal_along(state: State, axes: frozenset[str]) -> State:
-    """A value that is equal along these axes, nobody knows how it became so."""
+    """The value, equal along these axes. How it became equal is not known."""
     dims = hide(state.dims, axes)
     lost = state.divided.difference(axes, *map(axes_of_dim, dims))
     pending = frozenset(p for p in state.pending if p.axis not in axes)

@@ -1,4 +1,4 @@
-"""Communication. Each verb is one kind of collective. `relayout` makes any other change of layout, and `plan` shows it."""
+"""Communication: verbs, of which each is one kind of collective; `relayout` for all other changes; and its `plan`."""
 
 from spmd.comm.collectives import all_gather, all_to_all, defer, psum, psum_scatter, split
 from spmd.comm.permute import ppermute, shift

@@ -330,7 +330,7 @@ class Call:
         return size // axes_product(axes, self.mesh) if axes and self.frame.explicit else size
 
     def misfit(self, fault: Misfit, got: Sequence[str] = (), *, fix: Fix | None = None) -> NoReturn:
-        """Raise what does not fit, with what of it the names of the signature and blocks explain."""
+        """Raise an error for what does not fit, with the names and blocks that explain it."""
         names: Sequence[str] = ()
         advice = [fault.advice if not fix or isinstance(fault, WrongRank) else None]
         if isinstance(fault, Unequal):

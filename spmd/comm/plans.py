@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """The estimated time of its collectives, where it was planned with a hardware profile."""
+        """The estimated time of its collectives, if it was planned with a hardware profile."""
         times = [step.seconds for step in self.steps if step.seconds is not None]
         return sum(times) if times else None
 

@@ -65,7 +65,7 @@ def shard(tree: T, names: Any, mapping: Any = None, mesh: Any = None, *, big: in
 
 
 def auto_sharded(tree: T, names: Any, mesh: Any = None) -> T:
-    """`shard` by the surrounding `axis_mapping`; without one nothing happens.
+    """`shard` by the surrounding `axis_mapping`. Without one it does nothing.
 
     For library code that may or may not run under a mapping. Communication: that of `shard`.
 

@@ -24,7 +24,7 @@ _LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted a
 
 
 class Explanation:
-    """What one program sends and costs; made by `explain`. Printing it shows `table()`.
+    """What one program sends and costs. `explain` makes it, and printing it shows `table()`.
 
     Attributes:
       name: The function's name.

@@ -22,7 +22,7 @@ ANYWHERE = "anywhere"  # made of constants, so made where it is wanted
 
 
 def of_spec(spec: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
-    """The placement that a PartitionSpec says; axes of size 1 divide nothing."""
+    """The placement that a PartitionSpec says. Axes of size 1 do not divide anything."""
     entries = [*spec.partitions, *[None] * (rank - len(spec))]
     dims: list[tuple[str, ...]] = []
     for entry in entries:
@@ -70,7 +70,7 @@ def names_of(layout: Layout, rank: int) -> tuple[str, ...]:
 
 
 def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, int]) -> int:
-    """How many elements one device holds; all where the placement is not known."""
+    """How many elements one device holds. All of them, if the placement is not known."""
     if placement is None or isinstance(placement, str):
         return math.prod(shape)
     return math.prod(-(-n // axes_product(axes, sizes)) for n, axes in zip(shape, placement, strict=True))

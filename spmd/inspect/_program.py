@@ -40,7 +40,7 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """The compiled program; compiled when first asked for."""
+        """The compiled program. It is compiled when it is first asked for."""
         compiled = self._compile()
         if self.mesh is None:
             shardings = [getattr(compiled, name, None) for name in ("output_shardings", "input_shardings")]

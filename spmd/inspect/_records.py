@@ -115,7 +115,7 @@ class PerShard:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A layout that auto mode asks the compiler for; what is sent for it, the compiler decides.
+    """A layout that auto mode asks the compiler for. The compiler decides what is sent for it.
 
     Attributes:
       text: The user's call.

@@ -66,7 +66,7 @@ def text_width(words: str) -> float:
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = INK, weight: str | None = None) -> str:
-    """A line of text whose middle is at height `y`; nothing where there are no words."""
+    """A line of text whose middle is at height `y`. Without words, nothing."""
     if not words:
         return ""
     more = {} if weight is None else {"font_weight": weight}
@@ -81,7 +81,7 @@ def paragraph(words: str, *, fill: str = INK, weight: str | None = None) -> Box:
 
 
 def caption(title: str, about: Sequence[str]) -> Box:
-    """A title with sentences below it, the smaller print; without a title, the sentences alone."""
+    """A title with sentences below it in smaller print. Without a title, only the sentences."""
     head = [paragraph(title, weight="bold")] if title else []
     return below([*head, *(paragraph(words, fill=FAINT) for words in about if words)], 1)
 

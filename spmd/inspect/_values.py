@@ -100,7 +100,7 @@ def shape_of(of: Any) -> tuple[int, ...]:
 
 
 def typed_place(aval: Any, sizes: Mapping[str, int]) -> Placement:
-    """The place that the type of an array states; only types on Explicit axes state one."""
+    """The place that the type of an array states. Only types on Explicit axes state one."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
         return None

@@ -88,7 +88,7 @@ class Walk(Domain):
         self._exact = True
 
     def read(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
-        """Walk over a whole program; what is known of its results."""
+        """Walk over a whole program, and return what is known of its results."""
         self._release(jaxpr)
         outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
         return self._end(jaxpr.outvars, outs)
@@ -209,7 +209,7 @@ class Walk(Domain):
         return left
 
     def unread(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
-        """A custom call or a callback; that of `spmd.opaque` is told by its marker."""
+        """A custom call or a callback. The marker of `spmd.opaque` tells its own."""
         if _call_around(self._names(eqn)).verb != "opaque":
             self._island(eqn.primitive.name, eqn, opaque=True)
         return self._moves(eqn, operands)

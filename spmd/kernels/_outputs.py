@@ -25,7 +25,7 @@ from spmd.modes import Frame
 
 
 class Unequal(Exception):
-    """Results that JAX types varying where their layout says equal; becomes a ReplicationError."""
+    """Results that JAX types varying where their layout says equal. It becomes a ReplicationError."""
 
     def __init__(self, faults: list[tuple[int, tuple[str, ...]]]):
         super().__init__("varying results")
@@ -69,7 +69,7 @@ class Outputs:
         return jax.tree.map(lie, self.tree, is_leaf=_is_layout) if told else None
 
     def ranked(self) -> list[Layout]:
-        """The layout of each result, `...` written out; known after a trace."""
+        """The layout of each result, with `...` written out. It is known after a trace."""
         return [x.with_rank(n) for x, n in zip(self.layouts, self.ranks or (), strict=True)]
 
     # --- while tracing ------------------------------------------------------------------------------------

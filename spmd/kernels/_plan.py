@@ -107,7 +107,7 @@ class Plan:
         return jax.jit(entry, **how)
 
     def fits(self, leaves: Sequence[Any]) -> bool:
-        """Whether all leaves are arrays with values that `jitted` takes as they lie; every warm call asks it."""
+        """Whether all leaves are arrays with values that `jitted` takes as they lie. Every warm call asks it."""
         if not _concrete.issuperset(map(type, leaves)):
             return False
         for x in leaves:
@@ -227,7 +227,7 @@ class Plan:
         )
 
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
-        """The body on leaves as they are here; its results flat, checked and marked."""
+        """Run the body on leaves as they are here. Its results come flat, checked and marked."""
         with frame.enter(), translated(self.signature, frame):
             tagged = []
             for leaf, spec in zip(leaves, self.leaves, strict=True):

@@ -81,7 +81,7 @@ class Layout(Value):
         *,
         source: str | None = None,
     ) -> Layout:
-        """Make a layout of dimensions and marks; the rules of the language hold for it.
+        """Make a layout of dimensions and marks, and check it by the rules of the language.
 
         Args:
           dims: the dimensions.

@@ -75,7 +75,7 @@ def attention_mask(
 
 
 def check_positive(call: str, **given: Any) -> None:
-    """Raise if a window, a chunk or a cap is not above zero; traced values are not checked."""
+    """Raise if a window, a chunk or a cap is not above zero. Traced values are not checked."""
     for name, value in given.items():
         if value is None or isinstance(value, jax.Array):
             continue

@@ -110,7 +110,7 @@ def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, *
 
 
 def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> Any:
-    """Global positions along a dimension; each device has those of its own block.
+    """Global positions along a dimension. Each device has those of its own block.
 
     `iota("s/cp")` counts 0, 1, ... over the whole of s. If there are several dimensions, brackets choose one:
     `iota("b/dp [s/cp]")`. A `jnp.arange` of the local length would start at 0 on every device.

@@ -177,7 +177,7 @@ def axis_size(axes: Axes) -> int:
 
 
 def axis_index(axes: Axes) -> Any:
-    """This device's place along a mesh axis, or along several together, of which the first is the major one.
+    """This device's place along a mesh axis, or along several axes together, the first of which is the major one.
 
     Only per-shard code has a place. In auto and reference mode a body sees whole arrays, and this is an error outside
     an island (`local`). `iota`, `shift` and `offset` do most of what it is used for in a way that all modes understand.

@@ -296,7 +296,7 @@ class _Job:
         return [n for n in found if self.parts(n) > 1 and self.call.sizes[n][0] // self.parts(n) > sum(self.reach[n])]
 
     def cut(self, x: Any, layout: Layout, ranges: Ranges, *, padded: bool) -> Any:
-        """What `fn` reads of an array to compute these ranges; `padded`: whether its margins are there."""
+        """What `fn` reads of an array to compute these ranges. `padded` says whether its margins are there."""
         for i, dim in enumerate(layout.dims):
             if dim.atoms[0].name in ranges:
                 start, stop = ranges[dim.atoms[0].name]

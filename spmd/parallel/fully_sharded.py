@@ -117,7 +117,7 @@ def scan_layers(
     save: str = "activations",
     prefetch: bool = False,
 ) -> Any:
-    """`x = layer(weights, x, *shared)` for each layer of a stack; weights are gathered layer by layer.
+    """`x = layer(weights, x, *shared)` for each layer of a stack. Weights are gathered layer by layer.
 
     A scan over the first dimension of the parameters. No gathered weight outlives its layer: the backward pass gathers
     each weight again, last layer first. With `prefetch` each iteration, forward and backward, gathers the weights of

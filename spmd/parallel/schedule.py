@@ -45,7 +45,7 @@ class PipelineSchedule:
         return (self.ticks - busy) / busy
 
     def work(self, tick: int, stage: int) -> tuple[int, int] | None:
-        """The micro-batch that a stage works on, and its round; None if the stage is idle."""
+        """The micro-batch that a stage works on, and its round. None if the stage is idle."""
         begun = tick - stage  # when it entered the first stage
         if begun < 0 or begun // self.stride >= self.repeats or begun % self.stride >= self.microbatches:
             return None

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def gather(params: T, at_rest: Any, compute: Any, *, dtype: Any = None, data: str | Axes | None = None) -> T:
-    """Move parameters from their layouts at rest to those in use; the gradient goes back once, in their dtype.
+    """Move parameters from their layouts at rest to those in use. The gradient goes back once, in their dtype.
 
     Layouts: each leaf comes in the layout `at_rest` and goes out in the layout `compute`. Along `data` the results are
     copies whose gradients are partial sums, so a use of a weight does not cost a reduction of its own.

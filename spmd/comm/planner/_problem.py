@@ -104,7 +104,7 @@ class Problem:
 
     @cached_property
     def finer(self) -> tuple[tuple[Placement, tuple[int, ...]], ...]:
-        """The target and each placement of which it is one gather away, with their blocks."""
+        """The target, and each placement from which one gather leads to it, with their blocks."""
         free = self.free(State(self.target))
         found = []
         for used in ordered(free):
