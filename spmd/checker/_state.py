@@ -130,10 +130,12 @@ def normal(factors: Iterable[Factor]) -> Dim:
 def refined(factors: Sequence[Factor], ends: Sequence[int]) -> list[Factor] | None:
     """The same factors, cut so that runs of them have the sizes whose suffix products are `ends`.
 
-    None where a factor would have to be cut across. The axes of a factor stay with its leading part.
+    None where a factor would have to be cut across, or is empty. The axes of a factor stay with its leading part.
     """
     out: list[Factor] = []
     after = math.prod(size for size, _ in factors)
+    if not after:  # nothing has no parts
+        return None
     wanted = sorted((e for e in set(ends) if e < after), reverse=True)
     for size, axes in factors:
         after //= size

@@ -259,7 +259,12 @@ def _reduced(losses: Any, weights: Any, reduction: str, dp: Axes, cp: Axes) -> A
 
 
 def _over_all(x: Any, op: str, dp: Axes, cp: Axes) -> Any:
-    """The sum or mean over the tokens of all devices."""
+    """The sum or mean over the tokens of all devices.
+
+    dp may divide any of the leading dimensions, and nobody says which. They are merged, and on each device they hold
+    the tokens of its own rows, in an order that is not that of the whole array. No layout says this. A sum over all
+    tokens does not depend on their order, so the merge is meant per shard.
+    """
     last = x.shape[-1] if x.ndim > (cp is None) else 1  # one dimension is the sequence only if cp divides it
     with per_shard("a sum and a mean of all tokens do not depend on their order"):
         tokens = x.reshape(-1, last)

@@ -13,7 +13,7 @@ from jax import lax
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
 from spmd.comm._marks import numbered
-from spmd.errors import Fix, is_int, not_one_of
+from spmd.errors import Fix, ReplicationError, is_int, not_one_of
 from spmd.parallel._parameter_moves import is_array, paths
 from spmd.parallel.schedule import PipelineSchedule
 
@@ -86,6 +86,7 @@ def pipeline(
       SizeError: If the number of stages of the parameters is not that of the devices, or the leaves of x have different
         numbers of micro-batches.
       LayoutError: If `stage` returns other shapes or dtypes than it gets, or an option is unknown.
+      ReplicationError: If JAX types all parameters equal along pp, so that all stages are one.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -309,6 +310,22 @@ def _check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None) -> N
         rule = f'parameters have the layout "{layout}", one stage on each of the {stages} devices of pp{rounds}.'
         advice = "give several layers of a stage a dimension of their own, and scan over it in the stage: "
         raise SizeError(rule, call=_CALL, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"')
+    _check_own(params, pp, layout)
+
+
+def _check_own(params: Tree, pp: Axes, layout: str) -> None:
+    """Check that the devices do not all have one stage, as JAX types it. No layout tells where each has one stage."""
+    axes = {pp} if isinstance(pp, str) else set(pp or ())
+    manual = axes.intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    kinds = [typeof(leaf) for leaf in jax.tree.leaves(params)]
+    if manual and kinds and all(manual.isdisjoint(kind.varying) for kind in kinds):
+        rule = f'parameters have the layout "{layout}", and here every device of pp has the same: all stages are one.'
+        got = [f"{path}: {kind}" for path, kind in zip(paths(params), kinds, strict=True)]
+        advice = (
+            'divide them in the signature of the kernel, "p/pp ...", or split(w, "p ... -> p/pp ..."); '
+            'jax.lax.pcast(w, pp, to="varying") if one stage for all is meant'
+        )
+        raise ReplicationError(rule, call=_CALL, got=got, advice=advice)
 
 
 def _check_result(given: Tree, out: Tree) -> None:

@@ -128,6 +128,11 @@ def test_operands_that_agree_hold_the_same_indices(seed):
             np.testing.assert_array_equal(indices(both), indices(other))
 
 
+def test_an_empty_dimension_has_no_parts():
+    assert refined(hidden(0), [1]) is None
+    assert unify(((2, ()), (0, ("a",))), hidden(0)) == hidden(0)
+
+
 def test_what_is_constant_or_unknown_agrees_with_anything():
     block = normal([(6, ("a",))])
     assert unify(block, free(6)) == unify(free(6), block) == block

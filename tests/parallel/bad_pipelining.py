@@ -28,6 +28,11 @@ def pipeline_of_whole_parameters_fixed(mesh, fix):
 
 
 @bad
+def pipeline_of_one_stage_everywhere(mesh):
+    body("p d, m d -> m d", lambda w, x: parallel.pipeline(lambda w, x: x * w, w[:1] * 2.0, x, pp="tp"), mesh, W, X)
+
+
+@bad
 def pipeline_without_rounds(mesh):
     run(mesh, repeats=2)
 
