@@ -298,3 +298,21 @@ def live_jaxpr(jaxpr: Any) -> Any:
 def name_stack(eqn: Any) -> tuple[tuple[str, str], ...]:
     """The names around an equation, outermost first: `("Scope", text)` of `jax.named_scope`, `("Transform", "jvp")`."""
     return tuple((type(entry).__name__, entry.name) for entry in eqn.source_info.name_stack.stack)
+
+
+# Functions of JAX that begin a backward pass.
+_DIFFERENTIATE = frozenset(("value_and_grad_f", "vjp", "_vjp", "linearize"))
+
+
+def differentiates(code: Any) -> bool:
+    """Whether a call in a stack is one of JAX's that begin a backward pass."""
+    return code.co_name in _DIFFERENTIATE and in_jax(code.co_filename)
+
+
+def call_stack(eqn: Any) -> list[tuple[Any, tuple[int, int, int, int]]]:
+    """The calls that made an equation, innermost first: each one's code, and the line and column where the expression
+    begins and where it ends."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    if traceback is None:
+        return []
+    return [(code, traceback.code_addr2location(code, at)) for code, at in zip(*traceback.raw_frames(), strict=True)]

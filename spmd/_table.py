@@ -72,7 +72,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of texts in aligned columns. Columns in which every row is empty are left out.
+    """Rows of texts in aligned columns. Columns in which every row is empty are left out. A text with nothing beside it
+    may be wider than its column.
 
     Attributes:
       rows: The rows; a tuple of texts is a plain one.
@@ -133,6 +134,25 @@ class Table:
         return [row for row in self.all_rows if not row.spans]
 
 
+def html_page(heading: str, tables: Iterable[Table], empty: str = "") -> str:
+    """Tables under a heading, as a notebook shows them; `empty` is a sentence in place of a table."""
+    parts = [f'<div class="spmd-table"><style>{_CSS}</style><strong>{html.escape(heading)}</strong>']
+    parts += [f"<p>{html.escape(empty)}</p>"] if empty else []
+    return "\n".join([*parts, *(table.html() for table in tables), "</div>"])
+
+
+_CSS = """
+.spmd-table table {border-collapse: collapse; margin: 0.3em 0; font-size: 90%}
+.spmd-table th, .spmd-table td {padding: 0.15em 0.7em; border: 0; text-align: left; vertical-align: top}
+.spmd-table .number {text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums}
+.spmd-table .title th {padding-top: 0.8em; border-bottom: 1px solid #8888}
+.spmd-table .total td {border-top: 1px solid #8884; font-weight: bold}
+.spmd-table .loud th, .spmd-table .loud td {color: #e53935; font-weight: bold}
+.spmd-table .remark {opacity: 0.75; font-style: italic}
+.spmd-table td.call, .spmd-table td.source {white-space: pre-wrap; font-family: ui-monospace, monospace}
+"""
+
+
 def _element(tag: str, name: str, text: str) -> str:
     return f"<{tag}{_class(name)}>{html.escape(text)}</{tag}>"
 
@@ -150,8 +170,12 @@ class _Columns:
         columns = range(len(rows[0]) if rows else 0)
         self.kept = [i for i in columns if i not in below and any(row[i] for row in rows)]
         rows += [table.head] if table.head else []
-        self.widths = {i: max(len(row[i]) for row in rows) for i in self.kept}
+        self.widths = {i: max(len(row[i]) for row in rows if self._needs(row, i)) for i in self.kept}
         self.last = table.indent + sum(self.widths[i] + 2 for i in self.kept[:-1])  # where the last column begins
+
+    def _needs(self, row: Sequence[str], column: int) -> bool:
+        """Whether a text must stand inside of its column, because something stands beside it."""
+        return column == self.kept[-1] or column in self.table.right or any(row[i] for i in self.kept if i > column)
 
     def has_room(self, width: int) -> bool:
         """Whether the last column can stand beside the others."""

@@ -83,7 +83,13 @@ class ModeError(SpmdError):
 
 
 class ReplicationError(SpmdError):
-    """A value is different where its layout says equal, or equal where it says different."""
+    """A value is different where its layout says equal, or equal where it says different.
+
+    Attributes:
+      program: The jaxpr that was checked, where the trace came so far: `spmd.check(...).source()` shows it.
+    """
+
+    program: Any = None
 
 
 class PlacementError(SpmdError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import linecache
 import re
 import runpy
 import shlex
@@ -65,6 +66,13 @@ def run_page(path: str, page: str) -> list[str]:
     faults: list[str] = []
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
+    code = [""] * len(page.splitlines())
+    for block in blocks(page):
+        if block.language == "python" and ">>> " not in block.text:
+            lines = block.text.splitlines()
+            code[block.line - 1 : block.line - 1 + len(lines)] = lines
+    # What reads the source of a function finds the page's Python at its lines.
+    linecache.cache[path] = (len(page), None, [f"{line}\n" for line in code], path)
     for block in blocks(page):
         here = f"{path}:{block.line}"
         if block.language == "python":

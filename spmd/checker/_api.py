@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._findings import Finding, Findings, found, report
+from spmd.checker._lines import listing
 from spmd.checker._report import describe
 from spmd.checker._scale import check_scale
 from spmd.checker._source import called_at, line_of, line_of_error
@@ -43,7 +45,8 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
 
     Returns:
       The findings, in the order of the program; empty and falsy where there are none. Of a raw `shard_map`, which may
-      mean one result per device, what only a string could contradict is not `certain`.
+      mean one result per device, what only a string could contradict is not `certain`. Their `.source()` is the program
+      with the layout of each value beside its line.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -57,6 +60,7 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_array(x)]
+    name = getattr(fn, "__name__", type(fn).__name__)
 
     def run(*given: Any) -> Any:
         rest = iter(given)
@@ -68,11 +72,12 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
             jaxpr = jax.make_jaxpr(run)(*arrays)
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
             told = [one for one in error.findings if isinstance(one, Finding)]
-            return Findings(told or (found(error.fault, "layout", line_of_error(error) or called_at()),))
-    walk = Dataflow(getattr(fn, "__name__", type(fn).__name__), ())
+            told = told or [found(error.fault, "layout", line_of_error(error) or called_at())]
+            return Findings(told, partial(listing, error.program, name))
+    walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
     scales = check_scale(jaxpr, _alone(run, arrays, walk.sizes), walk.sizes)
-    return Findings(dict.fromkeys((*walk.findings, *scales)))
+    return Findings(dict.fromkeys((*walk.findings, *scales)), partial(listing, jaxpr, name))
 
 
 def _alone(run: Callable[..., Any], arrays: Sequence[Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -117,7 +122,11 @@ def check_jaxpr(
     walk = Dataflow(kernel, mesh_axes)
     walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
-    report(kernel, walk.findings, how)
+    try:
+        report(kernel, walk.findings, how)
+    except ReplicationError as error:
+        error.program = closed_jaxpr
+        raise
 
 
 class InState(NamedTuple):

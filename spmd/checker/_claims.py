@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import spmd.checker._integers as integers
 import spmd.checker._report as report
 from spmd._facts import per_shard_reason
-from spmd.checker._engine import QUIET, STEP, UNREAD, Engine
+from spmd.checker._engine import Engine
 from spmd.checker._state import (
     FREE,
     HIDDEN,
     NONE,
+    QUIET,
+    STEP,
+    UNREAD,
     Axes,
     Dim,
     State,

@@ -12,10 +12,10 @@ from spmd._jaxprs import Held, opened, shape_of
 from spmd._walker import Rule
 from spmd.checker._claims import assert_equal_marker, block_marker, layout_marker
 from spmd.checker._collectives import COLLECTIVES
-from spmd.checker._engine import QUIET, Engine
+from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
-from spmd.checker._state import HIDDEN, Dim, State, axes_of_dim, hidden, normal, plain
+from spmd.checker._state import HIDDEN, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
 from spmd.language import axes_tuple
 
 

@@ -23,6 +23,8 @@ from spmd.checker._state import (
     FREE,
     HIDDEN,
     NONE,
+    STEP,
+    UNREAD,
     Axes,
     Dim,
     Pending,
@@ -52,13 +54,6 @@ OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap"
 
 # Larger constants are not looked at: reading them would cost more than the trace.
 LARGEST_CONSTANT = 1_000_000
-
-# What reaches an output or a claim as it is: the axis of a loop over a divided dimension, inside of the loop.
-STEP = "step"
-# The same of what came out of a jaxpr that no walk reads: it may have communicated, and nobody asks.
-UNREAD = "unread"
-QUIET = frozenset((STEP, UNREAD))
-
 
 # What is done along a dimension, and leaves a value constant that is constant along it.
 KEEP_CONSTANTS = frozenset(("flip", "sort"))

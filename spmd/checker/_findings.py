@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from typing import Self
 
+from spmd.checker._listing import Source
 from spmd.checker._source import called_at
-from spmd.errors import Fault, ReplicationError, warn
+from spmd.errors import Fault, ReplicationError, SpmdError, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,58 @@ class Findings(tuple[Finding, ...]):
     Its text is all messages.
     """
 
-    __slots__ = ()
+    _listing: Callable[[Findings], Source] | None
+
+    def __new__(cls, findings: Iterable[Finding] = (), listing: Callable[[Findings], Source] | None = None) -> Self:
+        self = super().__new__(cls, findings)
+        self._listing = listing
+        return self
 
     def __str__(self) -> str:
         if len(self) < 2:
             return str(self[0]) if self else "no findings"
         return "\n\n".join(f"({i}) {one}" for i, one in enumerate(self, start=1))
+
+    def source(self) -> Source:
+        """Show the program as it is written, with the inferred layouts beside each line.
+
+        Beside a `def` stand the arguments, beside a line the names that it gives to values, beside a `return` what is
+        returned. `h  b/dp s f/tp` reads as any layout does. A dimension has the name that a string gave it, or its
+        size on the whole array. Behind the dimensions stands what else is known:
+
+        - `{U:tp}`: each device along tp holds a term of a sum.
+        - `{V:tp}`: the value differs along tp, and nobody knows how.
+        - `s/?`: nobody knows how this dimension lies.
+        - `? pending max over tp`: a maximum was taken of each device's own piece, and is not complete.
+        - `b/dp s | b s`: the line runs several times, or its name stands for several arrays.
+
+        Along the axes that are not mentioned the value is equal. Every function of the user's that the program calls
+        is shown, in whichever file. A finding stands under its line. The backward pass is not shown: JAX wrote it.
+
+        Communication: none. The program is not traced again.
+
+        Returns:
+          The source. Its text is what is printed, in a notebook it is a table, and `blocks` has the lines as values.
+          Where nobody has the source, it lists line numbers and primitives.
+
+        Raises:
+          SpmdError: These findings are not from `spmd.check`. A kernel's first call does not keep what it infers.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, spmd
+          >>> mesh = spmd.make_mesh(dp=2, tp=4)
+          >>> @spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)
+          ... def norms(x):
+          ...     squares = jnp.sum(x**2, axis=1)
+          ...     return jnp.sqrt(jax.lax.psum(squares, "tp"))
+          >>> [block] = spmd.check(norms, jax.ShapeDtypeStruct((4, 8), "float32")).source().blocks
+          >>> [str(value) for line in block.lines for value in line.values]
+          ['x  b/dp d/tp', 'squares  b/dp {U:tp}', 'b/dp']
+        """
+        if self._listing is None:
+            rule = "these findings do not have the program that they were made of."
+            raise SpmdError(rule, call="findings.source()", advice="spmd.check(fn, *args).source()")
+        return self._listing(self)
 
 
 def report(kernel: str, findings: Iterable[Finding], how: str = "error") -> None:

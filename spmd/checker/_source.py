@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import sysconfig
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import einops
 import jax.extend.source_info_util as source_info_util
@@ -14,13 +17,69 @@ from spmd import _compat
 from spmd._notebook import shown_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CHECK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_api.py")
 
 # JAX skips its own frames when it names a line; ours are skipped in the same way, in JAX's messages too.
 source_info_util.register_exclusion(_PACKAGE)
 source_info_util.register_exclusion(os.path.dirname(os.path.abspath(einops.__file__)) + os.sep)
 
+# Nobody looks for their own lines in the standard library, or in packages that were installed.
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
-def line_of(eqn: Any, callers: Sequence[Any] = ()) -> str:
+
+class LineName(str):
+    """A line as people read it, `file:line (function)`.
+
+    Attributes:
+      file: The file as Python knows it; "" where there is none.
+      number: The number of the line.
+    """
+
+    file: str
+    number: int
+
+    def __new__(cls, text: str = "", file: str = "", number: int = 0) -> Self:
+        self = super().__new__(cls, text)
+        self.file, self.number = file, number
+        return self
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call of the user's among those that made an equation.
+
+    Attributes:
+      code: What was running.
+      span: The line and the column where the expression begins, and where it ends.
+      differentiates: Whether it made JAX take a gradient, inside of which the equation is.
+    """
+
+    code: Any
+    span: tuple[int, int, int, int]
+    differentiates: bool = field(default=False, compare=False)
+
+
+def frames_of(eqn: Any) -> list[Frame]:
+    """The calls of the user's that made an equation, innermost first, as far as `spmd.check`."""
+    found = []
+    gradient = False
+    for code, span in _compat.call_stack(eqn):
+        if code.co_filename == _CHECK:
+            break
+        gradient = gradient or _compat.differentiates(code)
+        if is_users(code.co_filename):
+            found.append(Frame(code, span, gradient))
+            gradient = False
+    return found
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether the user wrote a file: not we, nor JAX, and it was not installed as a package."""
+    return _is_outside(file) and not file.startswith((*_INSTALLED, "<frozen "))
+
+
+def line_of(eqn: Any, callers: Sequence[Any] = ()) -> LineName:
     """`file:line (function)` of the user's line, or "" if no frame is theirs.
 
     Bodies of JAX's own cached jits (`jnp.where`) were traced once and name no user line, or a wrong
@@ -30,30 +89,31 @@ def line_of(eqn: Any, callers: Sequence[Any] = ()) -> str:
         text = source_info_util.summarize(candidate.source_info)
         if text and text != "unknown":
             return _shorten(text)
-    return ""
+    return LineName()
 
 
-def called_at() -> str:
+def called_at() -> LineName:
     """The user's line that runs now, as `line_of` writes it: that of `spmd.check`, or of a kernel's call."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if _is_outside(code.co_filename):
             return _shorten(f"{code.co_filename}:{frame.f_lineno} ({code.co_qualname})")
         frame = frame.f_back
-    return ""
+    return LineName()
 
 
-def _is_users(file: str) -> bool:
+def _is_outside(file: str) -> bool:
+    """Whether a file is neither ours nor JAX's."""
     return not file.startswith(_PACKAGE) and not _compat.in_jax(file)
 
 
-def line_of_error(error: BaseException) -> str:
+def line_of_error(error: BaseException) -> LineName:
     """The user's line that an error comes from, as `line_of` writes it."""
-    found, trace = "", error.__traceback__
+    found, trace = LineName(), error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if _is_users(code.co_filename):
+        if _is_outside(code.co_filename):
             found = _shorten(f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})")
         trace = trace.tb_next
     return found
@@ -64,18 +124,21 @@ def is_transposed(eqn: Any, callers: Sequence[Any] = ()) -> bool:
     return any("transpose(" in str(e.source_info.name_stack) for e in (eqn, *callers))
 
 
-def _shorten(text: str) -> str:
+def _shorten(text: str) -> LineName:
     """Drop the column and the directory we are in, which only make the line longer."""
     place, _, function = text.partition(" (")
     parts = place.rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
         place = ":".join(parts[:2])
-    here = os.getcwd() + os.sep
-    if place.startswith(here):
-        place = place[len(here) :]
     file, colon, line = place.rpartition(":")
-    place = shown_file(file) + colon + line
-    return f"{place} ({function}" if function else place
+    place = short_file(file) + colon + line
+    return LineName(f"{place} ({function}" if function else place, file, int(line) if line.isdigit() else 0)
+
+
+def short_file(file: str) -> str:
+    """The name of a file as people read it: without the directory we are in, and the number of a notebook's cell."""
+    here = os.getcwd() + os.sep
+    return shown_file(file.removeprefix(here))
 
 
 def called_in_jax(eqn: Any, function: str) -> bool:

@@ -19,6 +19,12 @@ FREE: Axes = ("*",)  # the value is constant along the factor, which lies as any
 HIDDEN: Axes = ("?",)  # nobody knows how the factor lies
 NONE: frozenset[Any] = frozenset()
 
+# What reaches an output or a claim as it is: the axis of a loop over a divided dimension, inside of the loop.
+STEP = "step"
+# The same of what came out of a jaxpr that no walk reads: it may have communicated, and nobody asks.
+UNREAD = "unread"
+QUIET = frozenset((STEP, UNREAD))
+
 
 class Pending(NamedTuple):
     """Something that was done to a piece along `axis` as if it were the whole."""
@@ -169,6 +175,8 @@ def _cut_alike(one: Dim, two: Dim) -> list[tuple[int, Axes, Axes]] | None:
     """The factors of two dimensions of one size, cut at the same places. None where a factor would be cut across, and
     where one of them has a block of one element, for which the other has no place."""
     ends = [*ends_of([s for s, _ in one]), *ends_of([s for s, _ in two])]
+    if 0 in ends or 0 in (size_of(one), size_of(two)):
+        return None
     left, right = refined(one, ends), refined(two, ends)
     if left is None or right is None or [s for s, _ in left] != [s for s, _ in right]:
         return None

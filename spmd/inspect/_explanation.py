@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd._facts import CallName
-from spmd._table import Line, Row, Table, plain, rich_lines, wrapped
+from spmd._table import Line, Row, Table, html_page, plain, rich_lines, wrapped
 from spmd._units import bytes_text, seconds_text, si_text
 from spmd.accelerators import Hardware
 from spmd.inspect._collectives import CollectiveReport, counts_by_kind
@@ -132,25 +131,11 @@ class Explanation:
         return f"Explanation({self.name}: {counts}, unwritten={len(self.unwritten)}, total_bytes={self.total_bytes})"
 
     def _repr_html_(self) -> str:
-        parts = [f'<div class="spmd-explain"><style>{_STYLE}</style><strong>{html.escape(_heading(self))}</strong>']
-        parts += [] if self.collectives else ["<p>no collectives</p>"]
-        parts += [table.html() for table in (_sent(self), _costs(self)) if table.rows]
-        return "\n".join([*parts, "</div>"])
+        shown = [table for table in (_sent(self), _costs(self)) if table.rows]
+        return html_page(_heading(self), shown, empty="" if self.collectives else "no collectives")
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield from rich_lines(_lines(self, options.max_width))
-
-
-_STYLE = """
-.spmd-explain table {border-collapse: collapse; margin: 0.3em 0; font-size: 90%}
-.spmd-explain th, .spmd-explain td {padding: 0.15em 0.7em; border: 0; text-align: left; vertical-align: top}
-.spmd-explain .number {text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums}
-.spmd-explain .title th {padding-top: 0.8em; border-bottom: 1px solid #8888}
-.spmd-explain .total td {border-top: 1px solid #8884; font-weight: bold}
-.spmd-explain .loud th, .spmd-explain .loud td {color: #e53935; font-weight: bold}
-.spmd-explain .remark {opacity: 0.75; font-style: italic}
-.spmd-explain td.call {white-space: pre-wrap; font-family: ui-monospace, monospace}
-"""
 
 
 def _lines(it: Explanation, width: int) -> list[Line]:

@@ -178,6 +178,7 @@ class _Results(NamedTuple):
             fix=tuple(dict.fromkeys(fixes)),
             advice="; ".join(dict.fromkeys(advice)) or None,
         )
+        error.program = self.jaxpr
         return early(error, self.facts[self.unequal.faults[0][0]].line)
 
     def computes(self, again: Any) -> bool:
@@ -202,8 +203,9 @@ def _diagnosis(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequ
         flat = plan.run(frame.replace(diagnosing=True), shards, local=True)
         return tuple(_compat.pvary(x, everywhere)[None] for x in flat)
 
+    body.__wrapped__ = plan.signature.fn  # so that the jaxpr says where it was written
     mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
-    jaxpr = jax.make_jaxpr(mapped)(*leaves)
+    jaxpr = jax.make_jaxpr(plan.jit(mapped))(*leaves)
     known = {"mesh_axes": everywhere, "kernel": plan.signature.text, **plan.arguments()}
     # A fault inside the body is the cause, and says more.
     check_jaxpr(jaxpr, how=plan.signature.check, always=True, **known)

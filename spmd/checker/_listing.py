@@ -1,0 +1,130 @@
+"""A program as its user wrote it, with the layouts that were inferred beside each line."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spmd._table import Line, Row, Table, html_page, plain, rich_lines, wrapped
+from spmd.checker._source import short_file
+
+if TYPE_CHECKING:
+    from spmd.checker._findings import Finding
+
+
+_HEAD = ("source", "layouts")  # as HTML and a style sheet know the columns
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value that a line makes.
+
+    Attributes:
+      name: What the line calls it: `h`, `state.sum`, or `a, b` where it is not known which is which. What is returned
+        has none.
+      layouts: How it lies, one text for each way: `("b/dp s f/tp",)`. A line that runs several times may have several.
+    """
+
+    name: str
+    layouts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "  ".join(filter(None, (self.name, " | ".join(self.layouts))))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the program.
+
+    Attributes:
+      number: Its number in the file, from 1; 0 of findings whose line is not known.
+      text: Its text; "" where nobody has the source. Then values have the names of primitives.
+      values: What it makes.
+      findings: What is wrong with it.
+    """
+
+    number: int
+    text: str
+    values: tuple[Value, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBlock:
+    """A function of the program.
+
+    Attributes:
+      name: Its name.
+      file: Its file, as Python knows it.
+      lines: Its lines, each of them where the source is known.
+    """
+
+    name: str
+    file: str
+    lines: tuple[SourceLine, ...]
+
+    @property
+    def has_source(self) -> bool:
+        return any(line.text for line in self.lines)
+
+    @property
+    def title(self) -> str:
+        """`norms  train.py:12`."""
+        place = f"{short_file(self.file)}:{self.lines[0].number}" if self.file else ""
+        return "  ".join(filter(None, (self.name, place)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of a program with the layout of each value; made by `spmd.check(...).source()`.
+
+    Printing it shows the text. In a notebook it is a table.
+
+    Attributes:
+      blocks: The user's functions, in the order in which they run.
+      mesh: The sizes of the mesh axes.
+    """
+
+    blocks: tuple[SourceBlock, ...]
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def text(self, width: int | None = None) -> str:
+        """The source, with what was found on lines of `width`, by default the terminal's. A line of the program and its
+        layouts stay on one line."""
+        return plain(_lines(self, width or shutil.get_terminal_size((100, 24)).columns))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return html_page(_heading(self), [_table(block) for block in self.blocks])
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from rich_lines(_lines(self, options.max_width))
+
+
+def _heading(source: Source) -> str:
+    mesh = " ".join(f"{axis}={size}" for axis, size in source.mesh.items())
+    return f"mesh {mesh}" if mesh else "the trace ended before its end" if source.blocks else "no kernel, no shard_map"
+
+
+def _lines(source: Source, width: int) -> list[Line]:
+    tables = [_table(block, "# ", width).lines() for block in source.blocks]
+    return [[(_heading(source), "bold")], *(line for table in tables for line in table)]
+
+
+def _table(block: SourceBlock, mark: str = "", width: int | None = None) -> Table:
+    """The lines of a block; `mark` begins what stands beside them."""
+    rows = [Row((block.title or "nobody knows where",), "title")]
+    for line in block.lines:
+        text = line.text if line.text or block.has_source else f"line {line.number}"
+        values = ";  ".join(map(str, line.values))
+        if line.number:
+            rows.append(Row((text, values and mark + values), "loud" if line.findings else ""))
+        start = " " * (len(line.text) - len(line.text.lstrip()))
+        for one in line.findings:
+            told = wrapped(f"{one.kind}: {one.rule}", width, f"{start}^ ", f"{start}  ")
+            rows += [Row((part,), "loud") for part in told]
+    return Table(rows, _HEAD if width is None else (), indent=2)

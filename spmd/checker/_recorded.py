@@ -1,0 +1,198 @@
+"""What every equation gave: its states and the names of its dimensions, kept for those who show a program.
+
+The pass of a kernel's first call keeps nothing. These walks run when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from spmd._facts import KernelName, kernel_around
+from spmd._jaxprs import COMMUNICATES, Held, opened, shape_of
+from spmd._walker import Domain, Rule, walk
+from spmd.checker._claims import OVERLAP, claim_of
+from spmd.checker._dataflow import Dataflow, walk_closed
+from spmd.checker._state import State
+from spmd.checker._table import NEW, TABLE, groups
+from spmd.language import Layout, axes_tuple
+
+Part = tuple[str, int]  # a name, and the size on the whole array
+Label = tuple[Part, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
+Labels = tuple[Label, ...]
+Path = tuple[int, ...]  # the equations around, outermost first
+
+
+class Recording(Domain):
+    """A walk that remembers. The last round of a loop is the one that counts, so no jaxpr is skipped as known.
+
+    Attributes:
+      made: The results of each equation, by the equations around it and its own identity.
+      given: What each jaxpr that an equation holds is given, by the equations around it and its own identity.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.made: dict[tuple[Path, int], Sequence[Any]] = {}
+        self.given: dict[tuple[Path, int], Sequence[Any]] = {}
+
+    @property
+    def path(self) -> Path:
+        return tuple(map(id, self.callers))
+
+    def context(self) -> None:
+        return None
+
+    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        return self.keep(eqn, super().equation(eqn, operands))
+
+    def keep(self, eqn: Any, outs: Sequence[Any]) -> Sequence[Any]:
+        self.made[self.path, id(eqn)] = self.shown(outs)
+        return outs
+
+    def run(self, eqn: Any, part: Held, operands: Sequence[Any]) -> list[Any]:
+        self.given[(*self.path, id(eqn)), id(opened(part.jaxpr)[0])] = self.shown(operands)
+        return super().run(eqn, part, operands)
+
+    def shown(self, values: Sequence[Any]) -> Sequence[Any]:
+        """What is kept of values."""
+        return values
+
+
+def _kept(rule: Rule) -> Rule:
+    return lambda walk, eqn, operands: walk.keep(eqn, rule(walk, eqn, operands))
+
+
+class States(Recording, Dataflow):
+    """The pass itself. Outside of every body a value is global; then what it was in the body that it left is kept."""
+
+    rules: ClassVar[Mapping[str, Rule]] = {name: _kept(rule) for name, rule in Dataflow.rules.items()}
+
+    def shown(self, values: Sequence[State]) -> Sequence[State | None]:
+        return values if self.active else [value.left[0] if value.left else None for value in values]
+
+
+class Names(Recording):
+    """What each dimension is called, and how large it is on the whole array.
+
+    Strings give names: that of a kernel to its arguments, that of a verb to its result. From there they go where the
+    rules of the primitives send the dimension. A name is only shown where the whole dimension still has its size.
+    """
+
+    rules: ClassVar[Mapping[str, Rule]] = {
+        "spmd_layout": _kept(lambda walk, eqn, operands: walk.marked(eqn, *operands))
+    }
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def constant(self, var: Any, value: Any) -> Labels:
+        return ((),) * len(shape_of(var) if var is not None else getattr(value, "shape", ()))
+
+    def step(self, eqn: Any, operands: Sequence[Labels]) -> list[Labels]:
+        name, given = eqn.primitive.name, operands[0] if operands else ()
+        entry = TABLE.get(name)
+        if entry is not None:
+            return self._mapped(entry.map(eqn), eqn, operands)
+        if name == "reshape":
+            return [_regrouped(given, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))]
+        moved = name in COMMUNICATES and len(operands) == len(eqn.outvars)
+        like = operands if moved else [given] * len(eqn.outvars)
+        pairs = zip(like, eqn.outvars, strict=True)
+        return [one if len(one) == len(shape_of(v)) else self.constant(v, None) for one, v in pairs]
+
+    def _mapped(self, m: Any, eqn: Any, operands: Sequence[Labels]) -> list[Labels]:
+        known: dict[int, Label] = {}
+        for labels, given in zip(m.operands, operands, strict=False):
+            for label, parts in zip(labels, given, strict=False):
+                if label is not NEW and parts:
+                    known.setdefault(label, parts)
+        result = tuple(() if label is NEW else known.get(label, ()) for label in m.result)
+        return [(*result, *[()] * len(shape_of(v)))[: len(shape_of(v))] for v in eqn.outvars]
+
+    def marked(self, eqn: Any, given: Labels) -> list[Labels]:
+        """A string names the dimensions of a value; what `...` stands for keeps its names."""
+        return [self.named(eqn.params["layout"], given, shape_of(eqn.outvars[0]), eqn.params.get("mapped", ()))]
+
+    def named(self, layout: Layout, given: Labels, shape: Sequence[int], mapped: Sequence[int] = ()) -> Labels:
+        claim = claim_of(layout)
+        places = claim.at(len(shape), mapped)
+        found = list(given)
+        dims = [dim for dim in layout.dims if not dim.ellipsis]
+        for place, dim, axes in zip(places or (), dims, (*claim.before, *claim.behind), strict=bool(places)):
+            atoms = [atom for atom in dim.atoms if atom.name not in ("_", "1")]
+            if axes is OVERLAP or len(atoms) < len(dim.atoms) or len(atoms) > 1:
+                continue
+            whole = shape[place]
+            for axis in axes[0]:
+                whole *= self.sizes.get(axis, 1)
+            found[place] = ((atoms[0].name, whole),) if atoms[0].named else ()
+        return tuple(found)
+
+    def join(self, one: Labels, other: Labels) -> Labels:
+        return tuple(a if a == b else () for a, b in zip(one, other, strict=True))
+
+    def may_not_run(self, value: Labels, start: Labels) -> Labels:
+        return value
+
+    def sliced(self, value: Labels, operand: Any) -> Labels:
+        return value[1:]
+
+    def stacked(self, value: Labels, result: Any) -> Labels:
+        return ((), *value)
+
+    def mapped(self, eqn: Any, part: Held, operands: Sequence[Labels]) -> Sequence[Labels]:
+        """A kernel's own string says what its arguments are called."""
+        entering = list(operands)
+        body = opened(part.jaxpr)[0]
+        for i, leaf in arguments_of(eqn, kernel_around(self.callers)).items():
+            entering[i] = self.named(leaf.layout, entering[i], shape_of(body.invars[i]))
+        return self.run(eqn, part, entering)
+
+
+def arguments_of(eqn: Any, kernel: KernelName | None) -> dict[int, Any]:
+    """The arguments of a kernel by their number among the operands of its `shard_map`, as far as these lie like them.
+    Constants that JAX hoisted out of the body come first; what it keeps for a gradient is not an argument."""
+    if kernel is None:
+        return {}
+    specs = eqn.params["in_specs"]
+    first = len(specs) - len(kernel.arguments)
+    found = {i: leaf for i, leaf in enumerate(kernel.arguments, first) if first >= 0}
+    return {i: leaf for i, leaf in found.items() if _lies_so(leaf.layout, shape_of(eqn.invars[i]), specs[i])}
+
+
+def _lies_so(layout: Layout, shape: Sequence[int], spec: Any) -> bool:
+    fits = claim_of(layout).at(len(shape), ()) is not None
+    return fits and _axes(layout.with_rank(len(shape)).spec) == _axes(spec)
+
+
+def _axes(spec: Any) -> list[tuple[str, ...]]:
+    found = [axes_tuple(entry) for entry in spec.partitions]
+    while found and not found[-1]:
+        found.pop()
+    return found
+
+
+def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
+    """The names after a reshape: merged ones go together, and those that were merged are taken apart again."""
+    if 0 in old or len(given) != len(old):
+        return ((),) * len(new)
+    out: list[Label] = [()] * len(new)
+    for before, after in groups(old, new):
+        parts = [part for d in before for part in given[d]] if all(given[d] for d in before) else []
+        if len(after) == 1:
+            out[after.start] = tuple(parts)
+        elif len(parts) == len(after):
+            for d, part in zip(after, parts, strict=True):
+                out[d] = (part,)
+    return tuple(out)
+
+
+def record(jaxpr: Any, name: str) -> tuple[States, Names]:
+    """Walk over a whole program twice: once for its states, once for the names of dimensions."""
+    states = States(name, ())
+    walk_closed(states, jaxpr)
+    names = Names(states.sizes)
+    walk(jaxpr, [names.constant(var, None) for var in opened(jaxpr)[0].invars], names)
+    return states, names

@@ -1,0 +1,188 @@
+"""The user's source: which function an expression stands in, and which names a statement gives to what."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Span = tuple[int, int, int, int]  # the line and the column where an expression begins, and where it ends
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the user's.
+
+    Attributes:
+      name: Its name.
+      file: Its file, as Python knows it.
+      first: Its first line, that of a decorator if it has one.
+      last: Its last line.
+      node: Its syntax; None where nobody has the source.
+    """
+
+    name: str
+    file: str
+    first: int
+    last: int = 0
+    node: Any = field(default=None, compare=False)
+
+    def is_in(self, other: Function) -> bool:
+        """Whether it is another one, or stands inside of it."""
+        return self == other or (self.file == other.file and other.first <= self.first <= self.last <= other.last)
+
+
+class Slot(NamedTuple):
+    """An expression whose value a statement names, or returns.
+
+    Attributes:
+      line: The line beside which it is shown.
+      names: What it is called: several where a tuple is taken apart, none of what is returned.
+      value: The expression.
+    """
+
+    line: int
+    names: tuple[str, ...]
+    value: Any
+
+    def holds(self, span: Span) -> bool:
+        return _inside(span, self.value)
+
+
+class Texts:
+    """The source of files, each read once: on disk, cells of a notebook, whatever else Python's `linecache` knows."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[list[str], list[Function]]] = {}
+
+    def lines(self, file: str) -> list[str]:
+        return self._read(file)[0]
+
+    def line(self, file: str, number: int) -> str:
+        """One line, or "" where nobody has the source."""
+        lines = self.lines(file)
+        return lines[number - 1].rstrip("\n") if 0 < number <= len(lines) else ""
+
+    def function_at(self, file: str, span: Span, name: str = "") -> Function | None:
+        """The innermost function around an expression. Given its name too, nothing where the file has changed."""
+        found = None
+        for function in self._read(file)[1]:
+            if _inside(span, function.node):
+                found = function
+        known = name.startswith("<") or found is None or found.name == name or not name
+        return found if known else None
+
+    def function_on(self, file: str, number: int) -> Function | None:
+        """The innermost function that has a line."""
+        found = [one for one in self._read(file)[1] if one.first <= number <= one.last]
+        return found[-1] if found else None
+
+    def function_of(self, file: str, first: int, name: str) -> Function | None:
+        """The function with this first line and this name, if there is only one."""
+        found = [one for one in self._read(file)[1] if (one.first, one.name) == (first, name)]
+        return found[0] if len(found) == 1 else None
+
+    def _read(self, file: str) -> tuple[list[str], list[Function]]:
+        if file not in self._files:
+            lines = linecache.getlines(file)
+            try:
+                tree: Any = ast.parse("".join(lines))
+            except (SyntaxError, ValueError):
+                tree = ast.Module([], [])
+            nodes = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
+            nodes.sort(key=lambda node: (node.lineno, node.col_offset))
+            self._files[file] = lines, [_function(file, node) for node in nodes]
+        return self._files[file]
+
+
+def _function(file: str, node: Any) -> Function:
+    decorators = [one.lineno for one in getattr(node, "decorator_list", ())]
+    first = min([node.lineno, *decorators])
+    return Function(getattr(node, "name", "<lambda>"), file, first, node.end_lineno or first, node)
+
+
+def _inside(span: Span, node: Any) -> bool:
+    begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    return begin <= span[:2] and span[2:] <= end
+
+
+def parameters(function: Function) -> dict[str, int]:
+    """The lines on which a function names its parameters."""
+    given = function.node.args
+    nodes = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    return {node.arg: node.lineno for node in nodes if node is not None}
+
+
+def slots(function: Function) -> list[Slot]:
+    """What a function names and returns, in the order of its lines; not what functions inside of it do."""
+    if isinstance(function.node, ast.Lambda):
+        return [Slot(function.node.body.lineno, (), function.node.body)]
+    return [slot for statement in _statements(function.node.body) for slot in _slots_of(statement)]
+
+
+def returned(function: Function) -> list[Slot]:
+    """The values of the one statement that returns something; nothing where there are several."""
+    nodes = [one for one in _statements(getattr(function.node, "body", [])) if isinstance(one, ast.Return)]
+    return list(_slots_of(nodes[0])) if len(nodes) == 1 else []
+
+
+def _statements(body: Any) -> Iterator[ast.stmt]:
+    for statement in body if isinstance(body, list) else ():
+        yield statement
+        if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+            continue
+        for part in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(statement, part, []))
+        for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", [])):
+            yield from _statements(part.body)
+
+
+def _slots_of(statement: ast.stmt) -> Iterator[Slot]:
+    for node in _expressions(statement):
+        if isinstance(node, ast.NamedExpr):
+            yield from _paired(node.target, node.value)
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                yield from _paired(target, value)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield from _paired(target, value)
+        case ast.AugAssign(target=target):
+            yield Slot(statement.lineno, (ast.unparse(target),), statement)
+        case ast.For(target=target, iter=value):
+            for one in value.elts if isinstance(value, ast.Tuple | ast.List) else [value]:
+                yield from _paired(target, one)
+        case ast.With(items=items):
+            for item in items:
+                if item.optional_vars is not None:
+                    yield from _paired(item.optional_vars, item.context_expr)
+        case ast.Return(value=ast.Tuple(elts=elements)):
+            for one in elements:
+                yield Slot(statement.lineno, (), one)
+        case ast.Return(value=ast.expr() as value):
+            yield Slot(statement.lineno, (), value)
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The expressions of a statement itself."""
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, ast.expr):
+            yield from ast.walk(child)
+
+
+def _paired(target: ast.expr, value: ast.expr) -> Iterator[Slot]:
+    """Targets and what they are given, one by one as far as the syntax says so."""
+    if isinstance(target, ast.Tuple | ast.List):
+        starred = any(isinstance(one, ast.Starred) for one in target.elts)
+        each = value.elts if isinstance(value, ast.Tuple | ast.List) else ()
+        if not starred and len(each) == len(target.elts):
+            for one, given in zip(target.elts, each, strict=True):
+                yield from _paired(one, given)
+            return
+        yield Slot(target.lineno, tuple(map(ast.unparse, target.elts)), value)
+        return
+    yield Slot(target.lineno, (ast.unparse(target),), value)
