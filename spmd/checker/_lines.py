@@ -241,7 +241,7 @@ class Program:
 
         lines = parameters(function)
         for name, layout in self._arguments(function):
-            put(lines.get(_root(name), function.node.lineno), name, [layout])
+            put(lines.get(_root(name)) or function.node.lineno, name, [layout])
         left = self._left(function)
         for slot in slots(function):
             found = [one for one in occurrences if slot.holds(one.at.span)]

@@ -87,16 +87,16 @@ def loops(x, w):
     return x + 0 * lax.psum(total, "dp")
 
 
-@listed((4, 16))
-@spmd.kernel("b/dp d/tp -> b/dp", mesh=MESH)
+@listed((4, 6, 16))
+@spmd.kernel("b/dp s d/tp -> b/dp", mesh=MESH)
 def a_scan(x):
     def step(carry, column):
         new = carry + column
-        return new, new.max()
+        return new, new.sum(1)
 
-    last, largest = lax.scan(step, x[:, 0], x.T)
-    m = x.max(axis=1)
-    return lax.pmax(m, "tp") + 0 * largest.sum() * last.sum()
+    last, sums = lax.scan(step, x[:, 0], x.transpose(1, 0, 2))
+    m = last.max(axis=1)
+    return lax.pmax(m, "tp") + lax.psum(sums[0], "tp")
 
 
 @listed((4, 16))

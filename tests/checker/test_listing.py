@@ -181,7 +181,7 @@ def test_names_that_are_not_told_apart_stand_together():
     assert len(found["a, b"]) == 2
     assert "a" not in found
     assert found["c"] == {"b/dp d/tp"}
-    assert found["d"] == {"b/dp 4"}
+    assert found["d"] == {"b/dp d/?"}
     assert found["carry"] == {"b/dp d/tp"}
     assert "_" not in found
 
