@@ -23,6 +23,7 @@ from spmd.checker._state import (
     FREE,
     HIDDEN,
     NONE,
+    QUIET,
     STEP,
     UNREAD,
     Axes,

@@ -19,7 +19,8 @@ from spmd.checker._state import State
 from spmd.checker._syntax import Function, Slot, Texts, parameters, returned, slots
 from spmd.checker._text import inferred_text
 
-Made = dict[int, dict[str, dict[str, None]]]  # for each line, for each name, the layouts in order
+Key = tuple[str, int]  # a name, or the number of a returned value
+Made = dict[int, dict[Key, dict[str, None]]]  # for each line and each key the layouts, in order
 
 
 def listing(jaxpr: Any, name: str, findings: Iterable[Finding]) -> Source:
@@ -47,7 +48,7 @@ def listing(jaxpr: Any, name: str, findings: Iterable[Finding]) -> Source:
         known = {} if inner else made[function]
         for number in sorted({*known, *told.get(function, ())}):
             line = lines.get(number, SourceLine(number, ""))
-            values = [Value(name, tuple(layouts)) for name, layouts in known.get(number, {}).items()]
+            values = [Value(name, tuple(layouts)) for (name, _), layouts in known.get(number, {}).items()]
             wrong = told.get(function, {}).get(number, ())
             lines[number] = replace(line, values=(*line.values, *values), findings=(*line.findings, *wrong))
     shown = (SourceBlock(one.name, one.file, tuple(lines[n] for n in sorted(lines))) for one, lines in blocks.items())
@@ -234,9 +235,9 @@ class Program:
         made: Made = {}
         latest: dict[str, tuple[str, ...]] = {}
 
-        def put(line: int, name: str, layouts: Sequence[str]) -> None:
+        def put(line: int, name: str, layouts: Sequence[str], number: int = 0) -> None:
             if layouts:
-                made.setdefault(line, {}).setdefault(name, {}).update(dict.fromkeys(layouts))
+                made.setdefault(line, {}).setdefault((name, number), {}).update(dict.fromkeys(layouts))
                 latest[name] = tuple(layouts)
 
         lines = parameters(function)
@@ -247,10 +248,10 @@ class Program:
             found = [one for one in occurrences if slot.holds(one.at.span)]
             for live in _values(found):
                 for name, layouts in _named(slot.names, live):
-                    put(slot.line, name, layouts)
+                    put(slot.line, name, layouts, slot.number)
             if not found and len(slot.names) < 2:
                 known = latest.get(slot.value.id, ()) if isinstance(slot.value, ast.Name) else ()
-                put(slot.line, "".join(slot.names), left.get(slot) or known)
+                put(slot.line, "".join(slot.names), left.get(slot) or known, slot.number)
         return made
 
     def _arguments(self, function: Function) -> Iterator[tuple[str, str]]:
@@ -379,13 +380,9 @@ def _apart(names: Sequence[str], live: Sequence[Output]) -> list[list[Output]] |
     if len(steps) != 1:
         return None
     [step] = steps.values()
-    if step.eqn.primitive.name == "scan":  # what is carried, and what is stacked
-        carried = step.eqn.params["num_carry"]
-        return (
-            [[one for one in live if (one[1] >= carried) == last] for last in (False, True)]
-            if len(names) == 2
-            else None
-        )
+    if step.eqn.primitive.name == "scan" and len(names) == 2:  # what is carried, and what is stacked
+        [body] = held(step.eqn)
+        return [[one for one in live if body.stacked[one[1]] == last] for last in (False, True)]
     if len(step.eqn.outvars) != len(names):
         return None
     return [[one for one in live if one[1] == i] for i in range(len(names))]
@@ -417,4 +414,4 @@ def _put_primitive(made: Made, number: int, output: Output) -> None:
     step, i = output
     layout = step.layouts[i]
     if layout is not None:
-        made.setdefault(number, {}).setdefault(step.eqn.primitive.name, {})[layout] = None
+        made.setdefault(number, {}).setdefault((step.eqn.primitive.name, 0), {})[layout] = None

@@ -43,11 +43,13 @@ class Slot(NamedTuple):
       line: The line beside which it is shown.
       names: What it is called: several where a tuple is taken apart, none of what is returned.
       value: The expression.
+      number: Which of several returned values it is.
     """
 
     line: int
     names: tuple[str, ...]
     value: Any
+    number: int = 0
 
     def holds(self, span: Span) -> bool:
         return _inside(span, self.value)
@@ -161,8 +163,8 @@ def _slots_of(statement: ast.stmt) -> Iterator[Slot]:
                 if item.optional_vars is not None:
                     yield from _paired(item.optional_vars, item.context_expr)
         case ast.Return(value=ast.Tuple(elts=elements)):
-            for one in elements:
-                yield Slot(statement.lineno, (), one)
+            for number, one in enumerate(elements):
+                yield Slot(statement.lineno, (), one, number)
         case ast.Return(value=ast.expr() as value):
             yield Slot(statement.lineno, (), value)
 

@@ -1,0 +1,93 @@
+"""Which values belong to which line."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import spmd
+import spmd.checker._lines as lines
+
+MESH = spmd.make_mesh(dp=2, tp=4)
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def shown(fn, *args) -> dict[str, tuple[str, ...]]:
+    """The layouts of each name of a program in which no name is given twice."""
+    blocks = spmd.check(fn, *args).source().blocks
+    return {value.name: value.layouts for block in blocks for line in block.lines for value in line.values}
+
+
+def kernel(body, pattern="b/dp d/tp -> b/dp d/tp"):
+    return spmd.kernel(pattern, mesh=MESH, check="off")(body)
+
+
+def test_a_jitted_helper_is_traced_once_and_shown_for_each_caller():
+    """Its second trace is the first one's, whose callers are others."""
+
+    @jax.jit
+    def helper(v):
+        doubled = v * 2
+        return jnp.sin(doubled)
+
+    def body(x):
+        one = helper(x)
+        other = helper(lax.psum(x, "dp"))
+        return one + other
+
+    found = shown(kernel(body), X)
+    assert found["one"] == ("b/dp d/tp",)
+    assert found["other"] == ("b/? d/tp",)
+    assert found["doubled"] == ("b/dp d/tp", "b/? d/tp")
+
+
+def test_what_jax_does_inside_of_an_expression_is_not_its_value():
+    def body(x):
+        mean = jnp.where(x > 0, x, 0.0).mean(0, keepdims=True)
+        soft = jax.nn.softmax(x, axis=0)
+        return soft + 0 * mean
+
+    found = shown(kernel(body, "b d/tp -> b d/tp"), X)
+    assert found["mean"] == ("1 d/tp",)
+    assert found["soft"] == ("b d/tp",)
+
+
+def test_residuals_are_not_values():
+    """JAX keeps 1 - tanh(x)**2 for the backward pass. It is made on the same line, after the value."""
+
+    def body(x):
+        y = jnp.tanh(x)
+        largest = y.max(1, keepdims=True)
+        return y * lax.pmax(lax.stop_gradient(largest), "tp")
+
+    run = kernel(body)
+    plain, found = shown(run, X), shown(jax.grad(lambda x: run(x).sum()), X)
+    assert plain["largest"] == ("b/dp 1 ? pending max over tp",)
+    assert found["y"] == plain["y"] == ("b/dp d/tp",)
+    assert "largest" not in found or found["largest"] == plain["largest"]
+
+
+def test_an_alias_has_the_layout_of_its_value():
+    def body(x):
+        y = x * 2
+        alias = y
+        return alias * x
+
+    assert shown(kernel(body), X)["alias"] == ("b/dp d/tp",)
+
+
+def test_a_first_call_records_nothing(monkeypatch):
+    """Neither does `spmd.check`, until somebody asks for the source."""
+
+    def never(*_):
+        raise AssertionError("recorded")
+
+    monkeypatch.setattr(lines, "record", never)
+    run = kernel(lambda x: x * 2)
+    assert run(jnp.ones((8, 16))).shape == (8, 16)
+    findings = spmd.check(run, X)
+    assert not findings
+    with pytest.raises(AssertionError, match="recorded"):
+        findings.source()
