@@ -4,8 +4,19 @@ The engine is JAX's: `jax.distributed`, and the collectives of its backends. Wha
 checks early what JAX accepts in silence or reports after minutes.
 """
 
+from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints
 from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._start import initialize, same_program
 from spmd.cluster._stopping import stopping
 
-__all__ = ["Batches", "batches", "initialize", "my_rows", "same_program", "stopping"]
+__all__ = [
+    "Batches",
+    "Checkpoints",
+    "Restored",
+    "batches",
+    "checkpoints",
+    "initialize",
+    "my_rows",
+    "same_program",
+    "stopping",
+]
