@@ -432,7 +432,6 @@ def public_homes() -> set[str]:
 # What runs only as a program, or in several of them, and the tests that run it so.
 WITHOUT_TESTS = {
     "spmd/__main__.py": "tests/test_cli.py",
-    "spmd/cluster/_agreement.py": "tests/cluster/test_programs.py",
     "spmd/cluster/_rank.py": "tests/cluster/test_launch.py",
 }
 

@@ -83,6 +83,8 @@ class Checkpoints:
     def save(self, step: int, state: Any, *, data: Batches | None = None) -> None:
         """Save a state after `step` steps. It returns as soon as the arrays are copied; a thread writes them.
 
+        A step that is saved already stays as it is.
+
         Communication: the sums of the checksums, 8 bytes for each array.
 
         Args:
@@ -100,6 +102,8 @@ class Checkpoints:
         wrong = [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]
         if wrong:
             raise SpmdError("a state consists of arrays.", call="save(step, state)", got=wrong)
+        if int(step) in self._manager.all_steps():
+            return
         sums = {path: checksum(x) for path, x in leaves.items()}
         about = {
             "leaves": {path: _described(x) for path, x in leaves.items()},
@@ -171,7 +175,7 @@ class Checkpoints:
             self._writer.join()
             self._writer = None
 
-    def _failed(self, step: int | None, error: BaseException) -> None:
+    def _failed(self, step: int | None, error: Exception) -> None:
         free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
         rule = "a checkpoint could not be saved."
         got = [f"path: {self.path}, {free} bytes free", f"{type(error).__name__}: {_jax_errors.first_line(error)}"]
@@ -216,12 +220,8 @@ class Checkpoints:
     def _item(self, step: int, name: str, how: Any) -> Any:
         try:
             return self._manager.restore(step, args=self._orbax.args.Composite(**{name: how}))[name]
-        except (
-            Exception
-        ) as error:  # a file is missing, cut off or does not decode: Orbax and TensorStore have many words
-            raise _Damaged(
-                f"{name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-            ) from error
+        except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
+            raise _Damaged(f"{name}: {type(error).__name__}: {_jax_errors.first_line(error)}") from error
 
 
 class _Damaged(Exception):
@@ -242,7 +242,8 @@ def checksum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     for dim in range(bits.ndim):
         step = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
         place = _scrambled(place * np.uint32(0x9E3779B1) + step)
-    return tuple(jnp.sum(_scrambled(bits ^ _scrambled(place ^ np.uint32(salt))), dtype=jnp.uint32) for salt in (1, 2))
+    one, other = (_scrambled(bits ^ _scrambled(place ^ np.uint32(salt))) for salt in (1, 2))
+    return jnp.sum(one, dtype=jnp.uint32), jnp.sum(other, dtype=jnp.uint32)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -285,7 +285,7 @@ class Batches(Iterator[Any]):
                     jax.tree.unflatten(structure, whole), self._layouts, mesh=self._mesh, mapping=self._mapping
                 )
 
-        def block(leaf: int, where: tuple[slice, ...]) -> np.ndarray:
+        def block(leaf: int, where: Any) -> np.ndarray:
             return np.stack([rows[at][leaf][where[1:]] for at in range(*where[0].indices(self.size))])
 
         arrays = [

@@ -1,0 +1,63 @@
+"""What differs between processes, as each of them says it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from spmd.cluster import _agreement
+from spmd.cluster._agreement import disagreements, ranks
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """The lines that a process gets when all processes have these facts: the gathers are played one after another."""
+
+    def run(facts, rank=0):
+        texts = [json.dumps(one, sort_keys=True, default=str).encode() for one in facts]
+        digests = np.stack([np.frombuffer(_agreement.hashlib.sha256(one).digest(), np.uint8) for one in texts])
+        lengths = np.array([[len(one)] for one in texts], np.int32)
+        padded = np.stack([np.frombuffer(one.ljust(lengths.max(), b"\0"), np.uint8) for one in texts])
+        answers = iter([digests, lengths, padded])
+
+        def gather(mine):
+            answer = next(answers)
+            np.testing.assert_array_equal(mine, answer[rank])  # what this process gave is its row
+            return answer
+
+        monkeypatch.setattr(_agreement.multihost, "process_allgather", gather)
+        monkeypatch.setattr(_agreement.jax, "process_count", lambda: len(facts))
+        return disagreements(facts[rank])
+
+    return run
+
+
+def test_one_process_agrees_with_itself():
+    assert disagreements({"a": 1}) == []
+
+
+def test_equal_facts_are_no_lines(together):
+    assert together([{"a": 1, "b": [2]}] * 3) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_process_gets_the_same_lines(together, rank):
+    facts = [{"jax": "0.10", "lr": 0.1}, {"jax": "0.10", "lr": 0.2}, {"jax": "0.10", "lr": 0.1}]
+    assert together(facts, rank) == ["lr: rank 1: 0.2; ranks 0, 2: 0.1"]
+
+
+def test_what_one_process_lacks(together):
+    assert together([{"a": 1}, {"a": 1, "more": "x" * 300}]) == [f'more: rank 0: null; rank 1: "{"x" * 199}...']
+
+
+def test_files_are_named(together):
+    files = [{"files": {"a.py": "1", "b.py": "2"}}, {"files": {"a.py": "1", "b.py": "3"}}, {"files": {"a.py": "1"}}]
+    [line] = together(files)
+    assert line.startswith("files: b.py (ranks ") and "a.py" not in line
+
+
+def test_many_ranks_are_shortened():
+    assert ranks([3]) == "rank 3"
+    assert ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
