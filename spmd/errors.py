@@ -91,6 +91,10 @@ class ReplicationError(SpmdError):
 
     program: Any = None
 
+    def __reduce__(self) -> Any:
+        """Another process gets the error without the program: a jaxpr cannot be pickled."""
+        return type(self), self.args, {**self.__dict__, "program": None}
+
 
 class PlacementError(SpmdError):
     """An array does not lie where the layout says, and may not be moved."""

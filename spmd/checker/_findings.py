@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 from spmd.checker._listing import Source
 from spmd.checker._source import called_at
@@ -49,6 +49,10 @@ class Findings(tuple[Finding, ...]):
         self = super().__new__(cls, findings)
         self._listing = listing
         return self
+
+    def __reduce__(self) -> Any:
+        """Another process gets the findings without their program: a jaxpr cannot be pickled."""
+        return type(self), (tuple(self),)
 
     def __str__(self) -> str:
         if len(self) < 2:

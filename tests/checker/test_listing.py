@@ -9,6 +9,7 @@ import ast
 import html.parser
 import io
 import os
+import pickle
 import random
 from pathlib import Path
 
@@ -214,6 +215,18 @@ def test_rich_prints_the_same():
 def test_other_findings_do_not_have_the_program():
     with pytest.raises(spmd.SpmdError, match="do not have the program"):
         spmd.Findings().source()
+
+
+def test_findings_and_errors_can_be_sent_to_another_process():
+    fn, structs = PROGRAMS["a_wrong_one"]
+    findings = spmd.check(fn, *structs)
+    assert pickle.loads(pickle.dumps(findings)) == findings
+    assert pickle.loads(pickle.dumps(findings))[0].line.number == findings[0].line.number
+    with pytest.raises(spmd.ReplicationError) as caught:
+        fn(jnp.ones((8, 16)))
+    assert caught.value.program is not None
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.findings, again.program) == (str(caught.value), caught.value.findings, None)
 
 
 def test_there_may_be_nothing_to_show():
