@@ -379,10 +379,8 @@ def _between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) ->
     verb = verb_for(have, wanted)
     if verb == "nothing":
         return None
-    leaves = eqn.params["role"] == "output" and verb in ("all_gather", "relayout")
     shown = name or eqn.params.get("value", "x")
-    also = {"to": "invarying"} if leaves else {}
-    return Fix(verb, (shown,), f"{_text(eqn, have)} -> {_text(eqn, wanted)}", also)
+    return Fix(verb, (shown,), f"{_text(eqn, have)} -> {_text(eqn, wanted)}")
 
 
 def _iota(walk: Any, eqn: Any, dim: int) -> Fix | None:

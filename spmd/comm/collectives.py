@@ -87,8 +87,8 @@ def _check_margins(call: Call) -> None:
 
 
 def _to(call: Call, verb: str) -> dict[str, Any]:
-    """The keyword `to` for a verb that gathers: what the user said, or else "invarying", which may leave the kernel."""
-    return {"to": "invarying", **(call.also or {})} if verb in ("all_gather", "relayout") else {}
+    """The keyword `to` for a verb that gathers, if the user said it."""
+    return dict(call.also or {}) if verb in ("all_gather", "relayout") else {}
 
 
 def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:

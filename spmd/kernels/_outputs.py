@@ -180,9 +180,7 @@ def _moved(have: Layout, wanted: Layout, shown: str) -> list[Fix]:
         for h, w in zip(have.dims, wanted.dims, strict=True)
     ]
     result = Layout.from_dims(tuple(dims), wanted.unreduced, wanted.reduced)
-    verb = verb_for(have, result)
-    also = {"to": "invarying"} if verb in ("all_gather", "relayout") else {}
-    return [Fix(verb, (shown,), f"{have.short} -> {result.short}", also)]
+    return [Fix(verb_for(have, result), (shown,), f"{have.short} -> {result.short}")]
 
 
 def _rank_matters(layout: Layout) -> bool:

@@ -148,10 +148,7 @@ def _placed_as(call: Call, opened: Sequence[Operand], name: str, index: int, wan
         for dim in layout.dims
     ]
     moved = Layout.from_dims(dims, layout.unreduced, layout.reduced)
-    verb = verb_for(layout, moved)
-    first = call.first(verb, layout, moved, index=index)
-    if verb != "split":  # equal by JAX's type: the product may be what leaves the kernel
-        first = replace(first, keywords={**first.keywords, "to": "invarying"})
+    first = call.first(verb_for(layout, moved), layout, moved, index=index)
     inputs = ", ".join((moved if i == index else one.layout).short for i, one in enumerate(opened))
     return call.around(first, inputs, call.pattern.outputs[0], index=index)
 

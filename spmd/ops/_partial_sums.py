@@ -163,9 +163,7 @@ def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None
     dst = call.pattern.outputs[0]
     old = _with_axes(dst, axes)
     first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), old)
-    # The result may leave the kernel, so it is made equal by JAX's type.
-    also = {} if verb == "split" else {"to": "invarying"}
-    return None if first is None else Fix(verb, (first,), f"{old} -> {dst.short}", also)
+    return None if first is None else Fix(verb, (first,), f"{old} -> {dst.short}")
 
 
 def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -212,8 +211,6 @@ def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Fa
     one, two = changes[first.name]
     moved = _relaid(operand.layout, {name: axes for name, (_, axes) in changes.items()})
     before = call.first(verb, operand.layout, moved)
-    if verb in ("all_gather", "relayout"):  # the result may be what leaves the kernel
-        before = replace(before, keywords={**before.keywords, "to": "invarying"})
     call.fail(
         f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
         f"the right. That is {verb}.",

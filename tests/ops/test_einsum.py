@@ -274,7 +274,7 @@ einsum never gathers: b/dp on the left is b on the right. Gather dp in a line of
 got:
 - partial sum on tp: f/tp is summed over
 - mesh dp=2, tp=4
-fix: all_gather(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b d", to="invarying")""",
+fix: all_gather(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b d")""",
     ),
     (
         "b/dp f, f d -> b/dp d/tp",
@@ -296,7 +296,7 @@ einsum adds axes at the end of a dimension only: b/dp on the left cannot become 
 got:
 - partial sum on tp: f/tp is summed over
 - mesh dp=2, tp=4
-fix: relayout(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b/tp d/dp", to="invarying")""",
+fix: relayout(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b/tp d/dp")""",
     ),
     (
         "b/dp f {U:tp}, f d/tp -> b/dp d",

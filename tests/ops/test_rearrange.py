@@ -138,7 +138,7 @@ rearrange(x, "b s/tp -> s b")
                         ^
 rearrange never communicates: s/tp on the left is s on the right. That is all_gather.
 got: mesh dp=2, tp=4
-fix: rearrange(all_gather(x, "b s/tp -> b s", to="invarying"), "b s -> s b")""",
+fix: rearrange(all_gather(x, "b s/tp -> b s"), "b s -> s b")""",
     ),
     (
         lambda x: rearrange(x, "b s -> (b s)/tp"),
@@ -165,7 +165,7 @@ rearrange(x, "b/tp/dp s -> s b/dp/tp")
                              ^^^^^^^
 rearrange never communicates: b/tp/dp on the left is b/dp/tp on the right. That is relayout.
 got: mesh dp=2, tp=4
-fix: rearrange(relayout(x, "b/tp/dp s -> b/dp/tp s", to="invarying"), "b/dp/tp s -> s b/dp/tp")""",
+fix: rearrange(relayout(x, "b/tp/dp s -> b/dp/tp s"), "b/dp/tp s -> s b/dp/tp")""",
     ),
     (
         lambda x: rearrange(x, "b s -> b"),

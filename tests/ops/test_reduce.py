@@ -310,7 +310,7 @@ reduce never gathers: b/dp on the left is b on the right. Gather dp in a line of
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: all_gather(reduce(x, "b/dp s -> b/dp"), "b/dp -> b", to="invarying")""",
+fix: all_gather(reduce(x, "b/dp s -> b/dp"), "b/dp -> b")""",
     ),
     (
         "b/dp s {U:tp} -> b/dp",
