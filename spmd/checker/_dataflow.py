@@ -15,6 +15,7 @@ from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
+from spmd.checker._source import is_differentiated
 from spmd.checker._state import HIDDEN, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
 from spmd.language import axes_tuple
 
@@ -101,6 +102,8 @@ class Dataflow(Engine):
             said = [self.tracked(axes) for axes in entries]
             have = [axes_of_dim(dim) for dim in state.dims]
             known = not any(axes is HIDDEN for dim in state.dims for _, axes in dim)
+            # What JAX's derivative keeps of a body is put together in some way, and taken apart in the same way.
+            known = known and not is_differentiated(eqn)
             if known and said != have and {*sum(said, ())} == {*sum(have, ())} and not state.different:
                 self.note(eqn, "layout", report.returned_otherwise(self, eqn, index, state, spec), certain=False)
 

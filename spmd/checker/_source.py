@@ -124,6 +124,11 @@ def is_transposed(eqn: Any, callers: Sequence[Any] = ()) -> bool:
     return any("transpose(" in str(e.source_info.name_stack) for e in (eqn, *callers))
 
 
+def is_differentiated(eqn: Any) -> bool:
+    """Whether the equation belongs to the forward pass of a derivative."""
+    return "jvp(" in str(eqn.source_info.name_stack)
+
+
 def _shorten(text: str) -> LineName:
     """Drop the column and the directory we are in, which only make the line longer."""
     place, _, function = text.partition(" (")
