@@ -32,16 +32,15 @@ def test_any_dimensions_in_any_order(dims):
     np.testing.assert_allclose(transformed(jnp.fft.fftn, jnp.asarray(x), dims), np.fft.fftn(x, axes=dims), atol=1e-5)
 
 
-@pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "axes", "n"),
+    ("sizes", "axes", "n", "inverse"),
     [
-        ({"a": 4}, "a", 64),  # both factors are divided
-        ({"a": 2, "b": 3}, "a/b", 72),
-        ({"a": 4}, "a", 12),  # one row on each device, and the second factor does not divide: 4 * 3
-        ({"a": 3}, "a", 15),
-        ({"a": 4}, "a", 4),  # one number on each device
-        ({"a": 4}, "a", 28),  # more rows in a block than others
+        ({"a": 4}, "a", 64, False),  # both factors are divided
+        ({"a": 2, "b": 3}, "a/b", 72, True),
+        ({"a": 4}, "a", 12, False),  # one row on each device, and the second factor does not divide: 4 * 3
+        ({"a": 3}, "a", 15, True),
+        ({"a": 4}, "a", 4, True),  # one number on each device
+        ({"a": 4}, "a", 28, False),  # more rows in a block than others
     ],
 )
 def test_a_line_is_transformed_in_place(sizes, axes, n, inverse):

@@ -37,10 +37,10 @@ def test_values_gradients_and_batches(name):
     back[places] = by.ravel()
     pull = jax.linear_transpose(move, jax.ShapeDtypeStruct(x.shape, x.dtype))
     np.testing.assert_array_equal(jax.jit(pull)(by)[0], back.reshape(x.shape))
-    for dim in range(x.ndim + 1):
+    for dim in (0, x.ndim):
         batch = np.stack([x, 2 * x], dim)
-        for both in (move, lambda x: jax.vjp(move, x)[0]):
-            np.testing.assert_array_equal(jax.vmap(both, in_axes=dim)(batch), np.stack([wanted(x), wanted(2 * x)]))
+        found = jax.jit(jax.vmap(move, in_axes=dim))(batch)
+        np.testing.assert_array_equal(found, np.stack([wanted(x), wanted(2 * x)]))
 
 
 @pytest.mark.parametrize("name", ["cut", "joined", "planes", "turned"])
