@@ -105,7 +105,8 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
     pending = [p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums]
     if pending and role != "result":
         first = walk.made_pending[min(p.at for p in pending)]
-        walk.note(eqn, "pending", report.pending_claimed(walk, eqn, sorted(pending)), where=first)
+        kind = "partial" if all(p.kind == "term" for p in pending) else "pending"
+        walk.note(eqn, kind, report.pending_claimed(walk, eqn, sorted(pending)), where=first)
         return
     if places is not None:
         wrong = _wrong_dims(walk, state, claim, places, scope, role)

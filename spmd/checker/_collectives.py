@@ -263,14 +263,27 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
     if split == concat or operand.partial & set(axes):
         return None
     count = math.prod(walk.sizes[a] for a in axes)
-    joined = _joined_dim(operand.dims[concat], axes, count)
-    cut = _divided_dim(operand.dims[split], axes, count)
-    if joined is None or cut is None or not axes_of_dim(cut):
+    dims = list(operand.dims)
+    joined = _joined_dim(dims[concat], axes, count)
+    if joined is None:  # the blocks of another dimension come to lie around this one
+        found = [(d, left) for d, dim in enumerate(dims) if (left := _without(dim, axes)) is not None]
+        if len(found) != 1 or dims[concat][0][1] is HIDDEN:
+            return None
+        [(from_, dims[from_])] = found
+        joined = normal([(count, ()), *dims[concat]])
+    cut = _divided_dim(dims[split], axes, count)
+    if cut is None or not axes_of_dim(cut):
         return None
-    over = set(axes)
-    pending = frozenset(p for p in operand.pending if p.axis not in over)
-    dims = [joined if d == concat else cut if d == split else one for d, one in enumerate(operand.dims)]
+    dims[concat], dims[split] = joined, cut
+    pending = frozenset(p for p in operand.pending if p.axis not in axes)
     return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None))
+
+
+def _without(dim: Dim, axes: Axes) -> Dim | None:
+    """The part of a dimension that is in one of its blocks along `axes`; None if these do not divide it."""
+    size, have = dim[0]
+    at = next((i for i in range(len(have)) if is_divided(have) and have[i : i + len(axes)] == axes), None)
+    return None if at is None else normal([(size, have[:at] + have[at + len(axes) :]), *dim[1:]])
 
 
 def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

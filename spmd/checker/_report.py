@@ -33,6 +33,7 @@ _KNOWN_AS = {
     "add_any": "add",
     "select_n": "where",
     "dot_general": "matmul",
+    "spmd_block": "block",
 }
 
 
@@ -229,6 +230,7 @@ KINDS = {
     "concatenate": "a concatenation", "top_k": "a top_k", "linear algebra": "a factorisation",
     "recurrence": "a loop", "pairs": "a product of one piece with another", "update": "an update",
     "gather": "a gather along another dimension", "xor": "an xor",
+    "term": "a slice of a partial sum, this device's block of its own term,",
 }  # fmt: skip
 
 COMPLETED = {
@@ -243,6 +245,7 @@ COMPLETED = {
     "stencil": "spmd.stencil.halo, which brings what the neighbours hold",
     "recurrence": "gather the sequence over {along}, or divide another dimension",
     "pairs": "gather one of the two over {along}, or pass its blocks around",
+    "term": "lax.psum_scatter over {along} in place of the slice",
     "index": "spmd.take, or the index less where this device's block begins",
 }
 

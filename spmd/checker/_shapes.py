@@ -166,6 +166,7 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     dims: list[Dim] = []
     pieces: list[tuple[str, str]] = []
     own: set[int] = set()
+    terms: set[str] = set()
     for d, (dim, n, m) in enumerate(zip(operand.dims, before, after, strict=True)):
         start = starts[d] if d < len(starts) else State(number=True)
         if n == m:
@@ -177,11 +178,15 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
             own.add(d)
             fits = not set(axes) & operand.axes
             dims.append(normal([(m, (*dim[0][1], *axes))]) if fits else hidden(m))
+            terms |= operand.partial.intersection(axes)
             continue
         dims.append(hidden(m) if start.axes else _piece_of(dim, m))
         pieces += [("slice", a) for a in axes_of_dim(dim)]
     others = [start for d, start in enumerate(starts) if d not in own]
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others)])
+    # The other terms of this device's block are elsewhere.
+    pieces += [("term", axis) for axis in terms if not operand.zero]
+    rest = operand._replace(partial=operand.partial - terms)
+    return walk.counted(eqn, operands, [_made(walk, eqn, rest, dims, pieces, others)])
 
 
 def _starts(walk: Engine, table: Any, size: int, whole: int) -> tuple[str, ...] | None:

@@ -561,13 +561,18 @@ class Call:
         """Close the composite dimensions of a result (one axis per factor), mark it and tag it."""
         layout = self.pattern.outputs[0] if layout is None else layout
         if any(a.name == "_" for a in layout.atoms):  # an unnamed dimension keeps the size it has
-            x = x if all(not d.composite for d in layout.dims) else x.reshape(self._close(x.shape, layout))
+            shape = x.shape if all(not d.composite for d in layout.dims) else self._close(x.shape, layout)
         else:
             shape = self.local_shape(layout)
-            x = x if x.shape == shape else x.reshape(shape)
+        x = x if x.shape == shape else x.reshape(shape)
         before = dict.fromkeys(axis for one in self.pattern.inputs for axis in one.axis_names)
         gone = tuple(axis for axis in before if axis not in layout.axis_names)
-        return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone)
+        return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone, due=1 in shape and self._unclear())
+
+    def _unclear(self) -> bool:
+        """Whether a reshape does not show which dimension an axis divides, if some have one element on a device."""
+        layouts = (*self.pattern.inputs, *self.pattern.outputs)
+        return any([dim.composite and bool(dim.axes) for layout in layouts for dim in layout.dims])
 
     def _close(self, sizes: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         extra, rest, shape = len(self.ellipsis_shape()), list(sizes), []

@@ -65,6 +65,7 @@ def mark(
     frame: Frame,
     gone: tuple[str, ...] = (),
     name: str | None = None,
+    due: bool = False,
 ) -> Any:
     """Leave a layout on a value: a note for the checks, a constraint in auto mode, a tag.
 
@@ -80,11 +81,12 @@ def mark(
       frame: The frame of the call.
       gone: Mesh axes that the operation took away. If the layout leaves out dimensions, it alone does not say so.
       name: What messages call the value, if it is an argument or a result of a kernel.
+      due: Whether a note is needed in any case.
     """
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
         with jax.named_scope(LayoutName(one_line(text), layout)):  # what the compiler sends for it has no other name
             x = constrain(x, layout, frame)
-    due = not frame.explicit or role != "result" or bool(layout.unreduced)
+    due = due or not frame.explicit or role != "result" or bool(layout.unreduced)
     if due or tag_of(x) is not None:
         said = {**({"gone": gone} if gone else {}), **({"value": name} if name else {})}
         x = layout_p.bind(x, layout=layout, call=text, role=role, **said)

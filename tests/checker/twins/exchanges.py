@@ -208,3 +208,22 @@ def _(x):
 @softmax_beside_a_gather.whole
 def _(x):
     return (jax.nn.softmax(x, axis=1) * x).sum(1) + x.mean(1)
+
+
+@wrong("b/dp s/tp h k -> b/dp s h/tp k")
+def blocks_around_the_heads(x):
+    """The blocks of the sequence become heads, and go back to where they were only in the right program."""
+    y = lax.all_to_all(x, "tp", split_axis=1, concat_axis=2, tiled=True)
+    return jnp.tanh(y)  # wrong: layout
+
+
+@blocks_around_the_heads.right
+def _(x):
+    y = jnp.tanh(lax.all_to_all(x, "tp", split_axis=1, concat_axis=2, tiled=True))
+    back = lax.all_to_all(y, "tp", split_axis=2, concat_axis=1, tiled=True)
+    return lax.all_to_all(back, "tp", split_axis=2, concat_axis=1, tiled=True)
+
+
+@blocks_around_the_heads.whole
+def _(x):
+    return jnp.tanh(x)
