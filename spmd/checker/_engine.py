@@ -310,6 +310,8 @@ class Engine(Domain):
                 if have is None:
                     labels[label], free_of[label] = dim, operand.different
                     continue
+                if len(dim) == 1 and dim[0] == (1, HIDDEN):  # one element meets all, and leaves them where they are
+                    dim = have
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
                 if both is None:
                     wrong.append((have, dim))
