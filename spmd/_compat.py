@@ -109,10 +109,15 @@ def as_terms(aval: Any, axes: Sequence[str]) -> Any:
 
 def pvary(x: Any, axes: Sequence[str]) -> Any:
     """`x` typed varying along `axes`: no communication, and a psum as its transpose, nothing along axes of size 1."""
+    if not axes:
+        return x
     kind = _manual_type(x)
-    manual = manual_axes()
-    have = frozenset() if kind is None else kind.varying | kind.unreduced
-    missing = tuple(a for a in axes if a not in have and a in manual)
+    new = set(axes).intersection(manual_axes())
+    if kind is not None:
+        new -= kind.varying | kind.unreduced
+    if not new:
+        return x
+    missing = tuple(a for a in axes if a in new)
     if kind is not None and (reduced := tuple(a for a in missing if a in kind.reduced)):
         x = jax.lax.pcast(x, reduced, to="varying")
         missing = tuple(a for a in missing if a not in reduced)
@@ -250,7 +255,7 @@ _TRANSPOSES = {"pvary": "psum_invariant", "all_gather": "reduce_scatter", "reduc
 
 def of_one(axes: Sequence[str]) -> bool:
     """Whether these are mesh axes along which there is one device."""
-    return bool(axes) and all(size == 1 for size in manual_sizes(axes))
+    return set(manual_sizes(axes)) == {1}
 
 
 def alone(name: str, x: Any, axes: tuple[str, ...], dim: int = 0) -> Any:

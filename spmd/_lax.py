@@ -21,15 +21,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def once(*static: str) -> Callable[[F], F]:
-    """A function that JAX traces and differentiates once for all arrays of one type, and not at every call.
+    """A function that JAX differentiates once for all arrays of one type, and not at every call.
 
-    Its equations stand in the jaxpr as if there were no such function, with the line and the scope of the caller.
-    Without it, JAX derives the derivative of each primitive anew: a gather then takes four times as long to trace.
+    Where a gradient is taken of what the caller does, JAX derives the derivative of each primitive anew, and a gather
+    takes four times as long to trace. A `jit` remembers it. Elsewhere the `jit` costs more than what it holds, and is
+    left out. Its equations stand in the jaxpr as if it were not there, with the line and the scope of the caller.
 
     Args:
       *static: The parameters that are not arrays.
     """
-    return lambda fn: jax.jit(fn, static_argnames=static, inline=_compat.INLINE)  # type: ignore[return-value]
+
+    def remembered(fn: F) -> F:
+        jitted = jax.jit(fn, static_argnames=static, inline=_compat.INLINE)
+
+        @functools.wraps(fn)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for x in args:
+                if _compat.primal(x) is not None:
+                    return jitted(*args, **kwargs)
+            return fn(*args, **kwargs)
+
+        return called  # type: ignore[return-value]
+
+    return remembered
 
 
 @once("axes")

@@ -260,6 +260,9 @@ class _Matcher:
 
     def everything(self, layout: Layout, node: Any, path: Path) -> None:
         """One layout for every array below; numbers count as arrays only where the layout is theirs alone."""
+        if isinstance(node, jax.Array):
+            self.found.append((self.place(path), node, layout))
+            return
         alone = children(node) is None
         leaves = list(leaves_of(node, path))
         if leaves and not alone and not any(is_array(leaf.value) or is_foreign(leaf.value) for leaf in leaves):

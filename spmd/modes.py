@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -20,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd import _compat
 from spmd._ambient import Ambient
 from spmd.errors import ModeError, not_one_of
-from spmd.language import AxisMapping, axes_tuple, mesh_text
+from spmd.language import AxisMapping, Size, axes_tuple, mesh_text
 
 __all__ = [
     "Frame",
@@ -44,12 +46,13 @@ _CALLERS = object()  # the mapping of whoever calls
 _mode = Ambient("mode", ("explicit", "all"))
 _mapping = Ambient("axis_mapping", None)
 _frame = jax.make_user_context(None)
+_entered: weakref.WeakValueDictionary[tuple[Any, ...], Frame] = weakref.WeakValueDictionary()
 _met: set[str] = set()  # of any kernel: a function that JAX has traced before is not run again, and meets nothing
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What a kernel's body knows about where it runs. A hashable value: two equal frames share traces.
+    """What a kernel's body knows about where it runs. Two frames that know the same share traces.
 
     Attributes:
       mode: "explicit", "auto" or "reference".
@@ -57,13 +60,15 @@ class Frame:
       sizes: Mesh axes with their sizes, in mesh order.
       mapping: The kernel's `AxisMapping`, or None.
       renames: The kernel's `axes=` keyword, sorted.
-      bound: `(name, global size, origin)` of each dimension that the signature bound.
+      bound: The name of each dimension that the signature bound, with its global size.
       constrain: In auto mode, whether every layout is a constraint or only the signature's.
       island: Whether this is a per-shard island inside a body that runs on whole arrays.
       watched: Keywords of the kernel that its signature does not name: only a string of the body can mean them.
-      explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
       invarying: The calls that gather `to="invarying"` though the user did not say so: see `place`.
+      explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
+      axis_names: The mesh axes, in mesh order.
+      known: The sizes of `bound`, by name.
     """
 
     mode: str
@@ -71,44 +76,20 @@ class Frame:
     sizes: tuple[tuple[str, int], ...]
     mapping: AxisMapping | None = None
     renames: tuple[tuple[str, Any], ...] = ()
-    bound: tuple[tuple[str, int, str], ...] = ()
+    bound: tuple[tuple[str, Size], ...] = ()
     constrain: str = "all"
     island: bool = False
     watched: frozenset[str] = frozenset()
     diagnosing: bool = False
     invarying: frozenset[Any] = frozenset()
-    explicit: bool = field(default=True, init=False, repr=False)
-    _hash: int = field(default=0, init=False, repr=False)
+    explicit: bool = field(init=False, repr=False)
+    axis_names: tuple[str, ...] = field(init=False, repr=False)
+    known: dict[str, Size] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "explicit", self.mode == "explicit")
-        object.__setattr__(self, "_hash", hash(self._key()))
-
-    def _key(self) -> tuple[Any, ...]:
-        return (
-            self.mode,
-            self.mesh,
-            self.sizes,
-            self.mapping,
-            self.renames,
-            self.bound,
-            self.constrain,
-            self.island,
-            self.diagnosing,
-            self.invarying,
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Frame) and self._hash == other._hash and self._key() == other._key()
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.sizes)
+        object.__setattr__(self, "axis_names", tuple(dict(self.sizes)))
+        object.__setattr__(self, "known", dict(self.bound))
 
     def axis_size(self, axes: str | tuple[str, ...]) -> int:
         """The number of devices along one mesh axis, or the product over several."""
@@ -140,7 +121,7 @@ class Frame:
 
     def in_mesh_order(self, axes: Any) -> tuple[str, ...]:
         """`axes` in the order of the mesh, as messages and JAX's collectives want them."""
-        return tuple(name for name, _ in self.sizes if name in axes)
+        return tuple(filter(set(axes).__contains__, self.axis_names))
 
     def describe(self) -> str:
         return mesh_text(dict(self.sizes))
@@ -149,8 +130,15 @@ class Frame:
         return replace(self, **changes)
 
     def enter(self) -> contextlib.AbstractContextManager[Any]:
-        """Make this the frame that operations see."""
-        return _frame(self)
+        """Make this the frame that operations see.
+
+        JAX hashes it for each of its caches, thousands of times in one trace. So of all frames that know the same, one
+        is entered, and it is compared by identity.
+        """
+        return _frame(_entered.setdefault(_parts(self), self))
+
+
+_parts = operator.attrgetter(*(one.name for one in fields(Frame) if one.init))  # all that a frame is given
 
 
 def try_frame() -> Frame | None:
@@ -306,9 +294,9 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
         frame = _frame.value
         if frame is None:
             return fn(*args, **kwargs)
-        inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
-        if inner == frame:
+        if not frame.bound and (frame.mapping is None or not hide_mapping):
             return fn(*args, **kwargs)
+        inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
         run: Callable[..., R] = fn  # with its own parameters, some of them wrapped
         given = [_callers_own(one, frame) for one in args]
         named = {name: _callers_own(one, frame) for name, one in kwargs.items()}

@@ -74,8 +74,8 @@ def claim_of(layout: Layout) -> Claim:
             behind = 1
             continue
         sides[behind].append(OVERLAP if any(dim.margin) else tuple(tuple(atom.axes or ()) for atom in dim.atoms))
-    named = frozenset(axis for dim in layout.dims for atom in dim.atoms for axis in atom.axes or ())
-    return Claim(tuple(sides[0]), tuple(sides[1]), bool(behind), named, frozenset(layout.unreduced))
+    unreduced = frozenset(layout.unreduced)
+    return Claim(tuple(sides[0]), tuple(sides[1]), bool(behind), frozenset(layout.axes), unreduced)
 
 
 def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -125,12 +125,14 @@ def _wrong_dims(
     """The dimensions that do not lie as claimed: (place in the layout, axes claimed, axes there are)."""
     wrong = []
     claims = [*claim.before, *claim.behind]
-    unknown = state.different | {p.axis for p in state.pending if p.kind == UNREAD}
+    unknown = state.different
+    if state.pending:
+        unknown = unknown | {p.axis for p in state.pending if p.kind == UNREAD}
     for i, (place, factors) in enumerate(zip(places, claims, strict=True)):
         if factors is OVERLAP:
             continue
         dim = state.dims[place]
-        said = tuple(a for axes in factors for a in walk.tracked(axes))
+        said = walk.tracked(sum(factors, ()))
         have = axes_of_dim(dim)
         if have == said and (len(dim) == 1 or _in_order(dim, factors, walk)):
             continue
@@ -263,7 +265,7 @@ def _said(walk: Engine, dim: Dim, factors: tuple[Axes, ...]) -> Dim:
     """One dimension as a layout says it lies. Of shards with margins, which overlap, nobody knows."""
     if factors is OVERLAP:
         return hidden(size_of(dim))
-    said = tuple(a for axes in factors for a in walk.tracked(axes))
+    said = walk.tracked(sum(factors, ()))
     if axes_of_dim(dim) == said and not any(axes is HIDDEN for _, axes in dim):
         return dim
     n = size_of(dim)

@@ -29,6 +29,7 @@ from spmd.checker._state import (
     plain,
     size_of,
 )
+from spmd.language import axes_product
 
 # Which reduction completes what was done to a piece. A kind that is not here is completed by no reduction.
 COMPLETES = {"max": "pmax", "min": "pmin", "all": "pmin", "any": "pmax"}
@@ -47,6 +48,12 @@ def _loosened(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, d
     return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held)))
 
 
+def _completed(operand: State, over: frozenset[str]) -> tuple[frozenset[Pending], frozenset[Pending]]:
+    """What is left pending after a collective over these axes, and all that is done."""
+    done = frozenset([p for p in operand.pending if p.axis in over])
+    return operand.pending - done, operand.done | done
+
+
 # --- reductions ---------------------------------------------------------------------------------------------------
 
 
@@ -62,17 +69,16 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 def _reduced(walk: Engine, eqn: Any, operand: State, axes: Axes, name: str) -> State:
     over = frozenset(axes_of(eqn))
-    done = operand.done | {p for p in operand.pending if p.axis in over}
+    pending, done = _completed(operand, over)
     if name == "psum":
         _check_copies(walk, eqn, operand, axes)
     elif operand.partial & over and not operand.zero:
         walk.fault(eqn, operand.partial & over, "nonlinear", nonlinear_use)
-    wrong = {p for p in operand.pending if p.axis in over and p.kind in WRONG and COMPLETES.get(p.kind) != name}
+    wrong = {p for p in operand.pending - pending if p.kind in WRONG and COMPLETES.get(p.kind) != name}
     if wrong:
         walk.fault(eqn, {p.axis for p in wrong}, "pending", lambda w, e, a: not_completed(w, e, a, sorted(wrong)))
     blocks = over & operand.divided
     dims = hide(operand.dims, tuple(blocks)) if blocks else operand.dims
-    pending = frozenset(p for p in operand.pending if p.axis not in over)
     lost = (operand.divided - over).difference(*map(axes_of_dim, dims)) if blocks else NONE
     return walk.kept(
         operand._replace(
@@ -117,14 +123,14 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> State:
     """What was gathered along these axes."""
     over = frozenset(axes)
+    pending, done = _completed(operand, over)
     return walk.kept(
         operand._replace(
             dims=tuple(dims),
             partial=operand.partial - over,
             different=operand.different - over,
-            pending=frozenset(p for p in operand.pending if p.axis not in over),
-            done=operand.done | {p for p in operand.pending if p.axis in over},
-            zero=operand.zero,
+            pending=pending,
+            done=done,
             table=None,
         )
     )
@@ -132,7 +138,7 @@ def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> Sta
 
 def _joined(walk: Engine, eqn: Any, operand: State, axes: Axes, dim: int) -> State:
     """Blocks one after another in dimension `dim`."""
-    count = math.prod(walk.sizes[a] for a in axes)
+    count = axes_product(axes, walk.sizes)
     joined = _joined_dim(operand.dims[dim], axes, count)
     dims = list(operand.dims)
     over = set(axes)
@@ -217,7 +223,7 @@ def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             outs.append(_loosened(walk, operand, shape, (), axes))
             continue
         summed = _reduced(walk, eqn, operand, axes, "psum")
-        count = math.prod(walk.sizes[a] for a in axes)
+        count = axes_product(axes, walk.sizes)
         cut = _divided_dim(summed.dims[dim], axes, count)
         whole = cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
         different = summed.different if whole else summed.different | set(axes)

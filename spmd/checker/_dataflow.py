@@ -16,7 +16,7 @@ from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
 from spmd.checker._source import is_differentiated
-from spmd.checker._state import HIDDEN, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
+from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
 from spmd.language import axes_tuple
 
 
@@ -69,7 +69,7 @@ class Dataflow(Engine):
         """An input of a body. What another body left in the same place is what it was there."""
         rank = len(shape_of(var))
         entries = [*map(axes_tuple, spec.partitions), *[()] * (rank - len(spec.partitions))]
-        held = {axis for axes in entries for axis in axes}
+        held = NONE.union(*entries)
         if state.left is not None and state.left[1] == spec and len(state.left[0].dims) == rank:
             return state.left[0]
         dims = tuple(

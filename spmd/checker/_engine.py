@@ -12,7 +12,7 @@ import numpy as np
 import spmd.checker._integers as integers
 import spmd.checker._report as report
 from spmd import _compat
-from spmd._facts import CallName, PerShardName
+from spmd._facts import CallName, PerShardName, one_line
 from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, opened, shape_of
 from spmd._walker import Domain, Rule, equations
 from spmd.checker._findings import Finding, found
@@ -98,7 +98,7 @@ class Engine(Domain):
         self._loops: list[Any] = []
         self._diverged = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
-        self._stacks: dict[int, tuple[Any, bool]] = {}
+        self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
         self._history: History | None = None
         self._blamed: dict[Any, Finding] = {}
 
@@ -132,23 +132,25 @@ class Engine(Domain):
 
     def inside_verb(self, eqn: Any) -> bool:
         """Whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""
-        own = " ".join(eqn.params["call"].split())
-        names = [getattr(one, "name", None) for one in getattr(eqn.source_info.name_stack, "stack", ())]
-        calls = any(isinstance(name, CallName) and name != own for name in names)
-        return calls or any(isinstance(name, PerShardName) for name in names)
+        scopes, _ = self._around(eqn)
+        return not scopes <= {one_line(eqn.params["call"])}
 
     def silent(self, eqn: Any) -> bool:
         """Whether JAX or this package wrote the equation, or it is meant per shard."""
-        return any(map(self._silent, (eqn, *self.callers)))
+        for one in (eqn, *self.callers):
+            scopes, transposed = self._around(one)
+            if scopes or transposed:
+                return True
+        return False
 
-    def _silent(self, eqn: Any) -> bool:
+    def _around(self, eqn: Any) -> tuple[frozenset[str], bool]:
+        """The scopes of ours that an equation is in, and whether it belongs to a backward pass."""
         stack = eqn.source_info.name_stack
-        known = self._stacks.get(id(stack))
-        if known is None:
+        if id(stack) not in self._stacks:
             names = [getattr(one, "name", None) for one in getattr(stack, "stack", ())]
-            ours = any(isinstance(name, CallName | PerShardName) for name in names)
-            known = self._stacks[id(stack)] = (stack, ours or is_transposed(eqn))
-        return known[1]
+            scopes = frozenset([name for name in names if isinstance(name, CallName | PerShardName)])
+            self._stacks[id(stack)] = (stack, (scopes, is_transposed(eqn)))
+        return self._stacks[id(stack)][1]
 
     def number(self, eqn: Any) -> int:
         """The number of an equation that did something to a piece."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 Axes = tuple[str, ...]
@@ -67,12 +68,13 @@ class State(NamedTuple):
     @property
     def axes(self) -> frozenset[str]:
         """The axes along which it may differ."""
-        return self.divided | self.partial | self.different | {p.axis for p in self.pending}
+        known = self.divided | self.partial | self.different
+        return known | {p.axis for p in self.pending} if self.pending else known
 
     @property
     def divided(self) -> frozenset[str]:
         """The axes that divide a dimension."""
-        return frozenset(axis for dim in self.dims for axis in axes_of_dim(dim))
+        return NONE.union(*map(axes_of_dim, self.dims))
 
 
 def is_divided(axes: Axes) -> bool:
@@ -80,6 +82,7 @@ def is_divided(axes: Axes) -> bool:
     return bool(axes) and axes is not FREE and axes is not HIDDEN
 
 
+@lru_cache(maxsize=4096)
 def axes_of_dim(dim: Dim) -> Axes:
     """The mesh axes that divide a dimension."""
     found: Axes = ()
@@ -102,6 +105,7 @@ def hidden(size: int) -> Dim:
     return ((size, HIDDEN),)
 
 
+@lru_cache(maxsize=4096)
 def size_of(dim: Dim) -> int:
     total = 1
     for size, _ in dim:

@@ -8,6 +8,7 @@ here, for all operations alike: rank, sizes, names, mesh axes, JAX's own type an
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -76,15 +77,8 @@ class Operand:
 
     x: Any
     factors: tuple[Factor, ...]
+    names: tuple[str, ...]
     layout: Layout
-
-    def position(self, name: str) -> int:
-        """The array axis of the factor `name`."""
-        return next(i for i, f in enumerate(self.factors) if f.name == name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(f.name for f in self.factors)
 
 
 # --- opening a call -----------------------------------------------------------------------------------------
@@ -120,8 +114,8 @@ def open_call(
       shown: How messages call the arrays. By default x, y and so on.
     """
     frame = frame or current_frame(f"spmd.{name}")
-    first = next((a for a in arrays if isinstance(a, str)), None)
-    if first is not None or not isinstance(pattern, (str, Pattern, Layout)):
+    if str in map(type, arrays) or not isinstance(pattern, (str, Pattern, Layout)):
+        first = next((a for a in arrays if isinstance(a, str)), None)
         rule = (
             f"the {'pattern' if arrow else 'layout'} is a string, not {kind_of(pattern)}."
             if first is None
@@ -134,31 +128,28 @@ def open_call(
         raise LayoutError(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}")
     text = call_text(name, pattern, len(arrays))
     written = pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
-    sizes, axes = split_keywords(text, written, binds)
+    sizes, axes = split_keywords(text, written, binds) if binds else ({}, {})
     if frame.watched:
         known = written.names if frame.bound else ()
         frame.met((*(a for a in written.axis_names if a not in axes), *(n for n in known if n not in sizes)))
-    renames = tuple(r for r in frame.renames if r[0] in written.axis_names and r[0] not in axes)
-    # A mesh axis has one name in a body, in strings as in keywords, which layers hand on.
-    renames += tuple(sorted((name, frame.renamed(one) if frame.renames else one) for name, one in axes.items()))
+    renames: tuple[tuple[str, Any], ...] = ()
+    if frame.renames:  # a mesh axis has one name in a body, in strings as in keywords, which layers hand on
+        renames = tuple(r for r in frame.renames if r[0] in written.axis_names and r[0] not in axes)
+        axes = {name: frame.renamed(one) for name, one in axes.items()}
+    renames += tuple(sorted(axes.items()))
     try:
         placed = resolve(written, written.source, renames, frame.mapping)
     except LayoutError as error:
         raise LayoutError(replace(error.fault, call=text)) from None
     call = Call(name, text, written, placed, frame)
-    call.shown = shown or operand_names(name, len(arrays))
+    call.arrays, call.names = len(arrays), shown
     call.also, call.given = also, sizes
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
-    call.check_mesh()
+    if not call.mesh.keys() >= set(placed.axis_names):
+        call.no_axis()
     for key, size in sizes.items():
         call.bind(key, size, f"the keyword {key}={size}", at=None)
     return call
-
-
-@functools.lru_cache(maxsize=4096)
-def _axes_of(pattern: Pattern) -> tuple[str, ...]:
-    """Every mesh axis of a resolved pattern; asked at each call."""
-    return tuple(axis for layout in (*pattern.inputs, *pattern.outputs) for axis in layout.axis_names)
 
 
 class Call:
@@ -174,8 +165,9 @@ class Call:
         self.pattern = pattern
         self.frame = frame
         self.mesh = dict(frame.sizes)
-        self.sizes = {name: Size(size, origin) for name, size, origin in frame.bound}
-        self.shown: tuple[str, ...] = ("x",)
+        self.sizes = dict(frame.known)
+        self.arrays = 1
+        self.names: tuple[str, ...] | None = None  # how messages call the arrays, where not x, y and so on
         self.also: Mapping[str, Any] | None = None
         self.given: Mapping[str, int] = {}
         self.gather: Gather | None = None
@@ -213,13 +205,16 @@ class Call:
 
     def fork(self) -> Call:
         """The same call for another leaf of a pytree. Sizes that one leaf binds do not bind the next."""
-        other = Call(self.name, self.text, self.written, self.pattern, self.frame)
+        other = copy.copy(self)
         other.sizes = dict(self.sizes)
-        other.shown, other.also, other.given = self.shown, self.also, self.given
-        other.to, other.gather = self.to, self.gather
         return other
 
     # --- errors -------------------------------------------------------------------------------------------
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """How messages call the arrays."""
+        return self.names or operand_names(self.name, self.arrays)
 
     def fail(
         self,
@@ -298,17 +293,17 @@ class Call:
                 error=LayoutError,
             )
 
-    def check_mesh(self) -> None:
+    def no_axis(self) -> NoReturn:
+        """Complain about a mesh axis of the pattern that the mesh does not have."""
         known = self.frame.axis_names
-        for axis in _axes_of(self.pattern):
-            if axis not in known:
-                hint = did_you_mean(axis, (*known, *(name for name, _ in self.frame.renames)))
-                self.fail(
-                    f"the mesh has no axis {axis!r}{hint or '.'}",
-                    at=axis_span(self.written.source, axis),
-                    got=[self.frame.describe()],
-                    error=MeshError,
-                )
+        axis = next(axis for axis in self.pattern.axis_names if axis not in known)
+        hint = did_you_mean(axis, (*known, *(name for name, _ in self.frame.renames)))
+        self.fail(
+            f"the mesh has no axis {axis!r}{hint or '.'}",
+            at=axis_span(self.written.source, axis),
+            got=[self.frame.describe()],
+            error=MeshError,
+        )
 
     # --- sizes --------------------------------------------------------------------------------------------
 
@@ -320,13 +315,9 @@ class Call:
 
     def local(self, size: int, axes: tuple[str, ...], name: str, at: Span, *, fix: Fix | None = None) -> int:
         """The size here of a dimension of global size `size`: that of a block in explicit mode, otherwise the whole."""
-        fault = indivisible(name, size, axes, self.mesh, span=at)
+        fault = indivisible(name, size, axes, self.mesh, span=at) if axes else None
         if fault is not None:
             self.misfit(fault, fix=fix)
-        return self._here(size, axes)
-
-    def _here(self, size: int, axes: Sequence[str] | None) -> int:
-        """How much of a size is here."""
         return size // axes_product(axes, self.mesh) if axes and self.frame.explicit else size
 
     def misfit(self, fault: Misfit, got: Sequence[str] = (), *, fix: Fix | None = None) -> NoReturn:
@@ -338,7 +329,7 @@ class Call:
         if isinstance(fault, NotProduct):
             names = [name for name, _ in fault.factors]
             got = [*got, *(f"{name} = {size}: {self.sizes[name].origin}" for name, size in fault.factors if size)]
-        advice.append(another_name(name for name, _, _ in self.frame.bound if name in names))
+        advice.append(another_name(name for name in self.frame.known if name in names))
         self.fail(
             f"{fault.rule}.",
             at=fault.span,
@@ -406,23 +397,28 @@ class Call:
         if isinstance(fault, WrongRank):
             self.misfit(fault, got, fix=self._spaced() if fault.advice else None)
         # The placement is checked first, because a wrong axis explains a wrong size, and not the reverse.
-        self._check_type(x, layout, label, None if told else known, index)
+        if known is not None and not told:
+            self._check_tag(known, layout, label, index)
+        if layout.unreduced and self.frame.explicit:
+            self._check_partial(x, layout, label)
         if fault is not None:
             self.misfit(fault, got)
         self.sizes = bound.sizes
         factors: list[Factor] = []
+        names: list[str] = []
         shape: list[int] = []
         for position, (dim, size) in enumerate(bound.dims[0]):
-            opened = self._open(dim, size or 0, position)
-            factors += opened
-            # A factor's size is that of its block. The array has the margins too.
-            shape += [x.shape[position]] if any(dim.margin) else [f.local for f in opened]
+            for factor in self._open(dim, size or 0, position):
+                factors.append(factor)
+                names.append(factor.name)
+                # A factor's size is that of its block. The array has the margins too.
+                shape.append(x.shape[position] if any(dim.margin) else factor.local)
         if self.frame.explicit and not told:  # if a tag already says it, no note is needed
             said: dict[str, Any] = {"value": self._shown(index)}
             if layout.has_ellipsis:  # what `...` stands for must not be divided over an axis of the string
-                said["named"] = _axes_of(self.pattern)
+                said["named"] = self.pattern.axis_names
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand", **said)
-        return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), layout)
+        return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), tuple(names), layout)
 
     def no_margins(self, layout: Layout) -> None:
         for dim in layout.dims:
@@ -453,14 +449,11 @@ class Call:
         return [self._factor(a.name, self.sizes[a.name].size, a, dim.bracket) for a in dim.atoms]
 
     def _factor(self, name: str, size: int, atom: Atom, bracket: bool = False) -> Factor:
-        return Factor(name, atom.axes or (), self._here(size, atom.axes), size, bracket, atom.span)
+        axes = atom.axes or ()
+        return Factor(name, axes, self.local(size, axes, name, atom.span), size, bracket, atom.span)
 
-    def _check_type(self, x: Any, layout: Layout, label: str, known: Known | None, index: int) -> None:
-        """Check the layout against JAX's type and the value's tag, before the trace ends."""
-        if known is not None:
-            self._check_tag(known, layout, label, index)
-        if not self.frame.explicit or not layout.unreduced:
-            return
+    def _check_partial(self, x: Any, layout: Layout, label: str) -> None:
+        """Check a mark against JAX's type, before the trace ends: what is equal is not a partial sum."""
         manual = _compat.manual_axes()
         have = _compat.varying_axes(x) | _compat.unreduced_axes(x)
         equal = self.frame.in_mesh_order({a for a in layout.unreduced if a in manual and a not in have})
@@ -533,19 +526,11 @@ class Call:
                 advice=f"say it: {atom.name}=...",
                 error=SizeError,
             )
-        self.local(size, atom.axes or (), atom.name, atom.span)
         return self._factor(atom.name, size, atom)
 
     def ellipsis_shape(self) -> tuple[int, ...]:
         """The sizes of the dimensions that `...` stands for."""
         return tuple(self.sizes[f"...{i}"][0] for i in range(sum(n.startswith("...") for n in self.sizes)))
-
-    def check_divides(self, operand: Operand, changes: Sequence[tuple[int, tuple[str, ...], tuple[str, ...]]]) -> None:
-        """Check that every dimension divides by the axes that it gains: `(position, axes lost, axes gained)`."""
-        for i, lost, gained in changes:
-            factor = operand.factors[i]
-            kept = factor.axes[: len(factor.axes) - len(lost)]
-            self.local(factor.size, (*kept, *gained), factor.name, factor.span)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         """The shape here of an array of this layout, from the sizes bound so far."""
@@ -554,20 +539,27 @@ class Call:
             if dim.ellipsis:
                 shape += self.ellipsis_shape()
             else:
-                shape.append(math.prod(self.factor(a).local for a in dim.atoms) + sum(dim.margin))
+                size = 1
+                for atom in dim.atoms:
+                    size *= self.factor(atom).local
+                shape.append(size + sum(dim.margin))
         return tuple(shape)
 
     def result(self, x: Any, layout: Layout | None = None, *, role: str = "result") -> Any:
         """Close the composite dimensions of a result (one axis per factor), mark it and tag it."""
         layout = self.pattern.outputs[0] if layout is None else layout
-        if any(a.name == "_" for a in layout.atoms):  # an unnamed dimension keeps the size it has
+        if layout.has_unnamed:  # an unnamed dimension keeps the size it has
             shape = x.shape if all(not d.composite for d in layout.dims) else self._close(x.shape, layout)
         else:
             shape = self.local_shape(layout)
         x = x if x.shape == shape else x.reshape(shape)
-        before = dict.fromkeys(axis for one in self.pattern.inputs for axis in one.axis_names)
-        gone = tuple(axis for axis in before if axis not in layout.axis_names)
-        return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone, due=1 in shape and self._unclear())
+        gone: dict[str, None] = {}
+        for one in self.pattern.inputs:
+            gone |= dict.fromkeys(one.axis_names)
+        for axis in layout.axis_names:
+            gone.pop(axis, None)
+        due = 1 in shape and self._unclear()
+        return mark(x, layout, self.text, role=role, frame=self.frame, gone=tuple(gone), due=due)
 
     def _unclear(self) -> bool:
         """Whether a reshape does not show which dimension an axis divides, if some have one element on a device."""

@@ -144,6 +144,6 @@ def same_axes(a: Layout, b: Layout, *, marks: bool = True) -> bool | None:
     for da, db in zip(a.dims, b.dims, strict=True):
         if da.margin != db.margin:
             return None
-        if [x for atom in da.atoms for x in atom.axes or ()] != [x for atom in db.atoms for x in atom.axes or ()]:
+        if da.axes != db.axes:
             return False
     return not marks or a.unreduced == b.unreduced

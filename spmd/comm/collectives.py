@@ -26,8 +26,8 @@ def check_sides(call: Call) -> None:
     """Check what holds for every verb: both sides have the same dimensions, they differ, and no new partial sum
     appears."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    before, after = [n for n, _ in factors_of(src)], [n for n, _ in factors_of(dst)]
-    if before != after or _groups(src) != _groups(dst):
+    if _names(src) != _names(dst):
+        before, after = [n for n, _ in factors_of(src)], [n for n, _ in factors_of(dst)]
         fix, advice = None, "rearrange, repeat or reduce first"
         if sorted(before) == sorted(after) and not any(d.composite or d.ellipsis for d in (*src.dims, *dst.dims)):
             by_name = dict(zip(before, src.dims, strict=True))
@@ -112,8 +112,9 @@ def _fault(call: Call, src: Layout, dst: Layout) -> tuple[int, int] | None:
     return None
 
 
-def _groups(layout: Layout) -> list[int]:
-    return [0 if d.ellipsis else len(d.atoms) for d in layout.dims]
+def _names(layout: Layout) -> list[list[str]]:
+    """The names of the factors of each dimension."""
+    return [["..."] if dim.ellipsis else [atom.name for atom in dim.atoms] for dim in layout.dims]
 
 
 def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
@@ -126,12 +127,14 @@ def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
     return after
 
 
-def _changes(operand: Operand, dst: Layout) -> Changes:
-    """What `dst` changes."""
+def _changes(call: Call, operand: Operand) -> Changes:
+    """What the right side changes; every dimension divides by the axes that it gains."""
     out = []
-    for i, (factor, axes) in enumerate(zip(operand.factors, axes_after(operand, dst), strict=True)):
+    after = axes_after(operand, call.pattern.outputs[0])
+    for i, (factor, axes) in enumerate(zip(operand.factors, after, strict=True)):
         if factor.axes != axes:
             keep = len(axes) if factor.axes[: len(axes)] == axes else len(factor.axes)
+            call.local(factor.size, (*factor.axes[:keep], *axes[keep:]), factor.name, factor.span)
             out.append((i, factor.axes[keep:], axes[keep:]))
     return out
 
@@ -166,8 +169,7 @@ def _verb(
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value, margins=True)
-        changes = _changes(operand, call.pattern.outputs[0])
-        own.check_divides(operand, changes)
+        changes = _changes(own, operand)
         if not moves or not call.frame.explicit:
             return own.result(operand.x)
         with call.scope():

@@ -244,7 +244,7 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
             raise MeshError(rule, call=call, advice=advice)
         return of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
     layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
-    bound = {name: size for name, size, _ in frame.bound if name in layout.names}
+    bound = {name: known.size for name, known in frame.bound if name in layout.names}
     return of_layout(layout, {**bound, **sizes}, _frame_mesh(frame), dims=dims, call=call)
 
 
@@ -298,7 +298,7 @@ def _of_tagged(x: Any, layout: Layout, frame: Frame, call: str) -> Holdings:
     layout = _placed(layout.with_rank(x.ndim) if layout.has_ellipsis else layout, frame.mapping)
     mesh = _frame_mesh(frame)
     shape = layout.global_shape(x.shape, mesh) if frame.explicit else tuple(x.shape)
-    sizes = {name: size for name, size, _ in frame.bound if name in layout.names}
+    sizes = {name: known.size for name, known in frame.bound if name in layout.names}
     notes = [f"the value is {_kind(x)} here, in {frame.mode} mode"]
     if frame.mode == "reference":
         notes[0] += ": whole, on one device; the layout is drawn"

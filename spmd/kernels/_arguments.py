@@ -17,15 +17,16 @@ from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 
 def arrived(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     """The arguments of a call, those moved that `jit` would refuse or the compiler would not survive."""
-    pairs = list(zip(leaves, plan.leaves, strict=True))
-    check_alive(((spec.path, x) for x, spec in pairs), plan.signature.text)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+    check_alive(zip(plan.paths, leaves, strict=True), plan.signature.text)
+    if jax.ShapeDtypeStruct in map(type, leaves):
         plan.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", advice=".trace(...) or .lower(...)")
     if plan.mode == "reference":
         return [x if lies_whole(x, plan.mesh) else made_whole(x, plan.mesh) for x in leaves]
-    if plan.uneven:
-        pairs = [(_brought(plan, x, spec.layout), spec) for x, spec in pairs]
-    return [jax.device_put(x, _wanted(plan, x, spec.layout)) if _foreign(plan, x) else x for x, spec in pairs]
+    out = []
+    for x, layout in zip(leaves, plan.layouts, strict=True):
+        x = _brought(plan, x, layout) if plan.uneven else x
+        out.append(jax.device_put(x, _wanted(plan, x, layout)) if _foreign(plan, x) else x)
+    return out
 
 
 def _wanted(plan: Plan, leaf: Any, layout: Layout) -> NamedSharding:

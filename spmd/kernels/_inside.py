@@ -25,18 +25,12 @@ def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
     if any(here.get(a) != n for a, n in plan.sizes.items()):
         plan.signature.fail(
             "this kernel runs inside another one (or inside your shard_map), on another mesh.",
-            got=[outer.describe(), plan.frame({}).describe()],
+            got=[outer.describe(), mesh_text(plan.sizes)],
             error=MeshError,
         )
     _check_tags(plan, leaves)
-    frame = plan.frame(plan.bind(leaves, local=outer.explicit), outer.mode).replace(
-        mesh=outer.mesh,
-        sizes=outer.sizes,
-        constrain=outer.constrain,
-        island=outer.island,
-        diagnosing=outer.diagnosing,
-        invarying=outer.invarying,
-    )
+    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying")
+    frame = plan.frame(leaves, local=outer.explicit, **{name: getattr(outer, name) for name in names})
     if outer.explicit and not inside_kernel():
         out = _checked(plan, frame, leaves)
     else:
@@ -85,12 +79,12 @@ def nested(plan: Plan, manual: Sequence[str], leaves: Sequence[Any]) -> Any:
         lacking = ", ".join(missing)
         plan.signature.fail(
             f"the surrounding shard_map's mesh lacks the kernel's axis {lacking}, or has another size there.",
-            got=[mesh_text(here.shape), plan.frame({}).describe()],
+            got=[mesh_text(here.shape), mesh_text(plan.sizes)],
             error=MeshError,
         )
     pairs = list(zip(leaves, plan.leaves, strict=True))
     whole = [_grown(x, s.layout, manual, plan.sizes) for x, s in pairs]
-    frame = plan.frame(plan.bind(whole, local=False))
+    frame = plan.frame(whole)
     specs = tuple(plan.spec(s.layout.without(*manual), x.ndim) for x, s in pairs)
     rest = [a for a in plan.sizes if a not in manual]
     kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
@@ -100,7 +94,7 @@ def nested(plan: Plan, manual: Sequence[str], leaves: Sequence[Any]) -> Any:
     out_specs: list[P] = []
 
     def body(*shards: Any) -> Any:
-        return plan.leaving(_checked(plan, frame, shards), frame, out_specs, without=tuple(manual))
+        return plan.outputs.leaving(_checked(plan, frame, shards), frame, out_specs, without=tuple(manual))
 
     mapped = jax.shard_map(body, mesh=here, in_specs=specs, out_specs=out_specs, axis_names=frozenset(rest))
     try:

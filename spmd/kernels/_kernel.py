@@ -133,7 +133,7 @@ class Kernel(ByName):
             if concrete(flat) and around == (mode, ambient_mapping()):
                 self._warm[around, structure] = plan
         out = plan.outputs.returned(plan.call(arrived(plan, leaves)))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if not concrete(leaves) and any(isinstance(x, jax.core.Tracer) for x in leaves):
             check_mapped(plan, leaves, out, strict=self.boundary == "error")
         return out
 
@@ -228,7 +228,8 @@ class Kernel(ByName):
 
         resolve = functools.partial(self._resolve, mapping=mapping)
         outputs = Outputs(_resolve_tree(signature.outputs, resolve), resolve)
-        self._check_mapping()
+        if signature.mapping is not None and not signature.shared_mapping:
+            self._check_mapping(signature.mapping)
         return Plan(signature, mode[0], mode[1], mesh, mapping, leaves, rebuild, tuple(donate), outputs)
 
     def _matched(self, name: str, value: Any) -> list[tuple[str, Any, Layout | None]]:
@@ -241,8 +242,8 @@ class Kernel(ByName):
         """Axes renamed, bare names placed by the mapping; a name that the mapping lacks is an error."""
         signature = self.signature
         signature.named.update(layout.names, layout.axis_names)
-        renames = {k: v for k, v in signature.axes if k in layout.axis_names}
-        layout = layout.bind(**renames) if renames else layout
+        if signature.axes:
+            layout = layout.bind(**{k: v for k, v in signature.axes if k in layout.axis_names})
         missing = () if mapping is None else mapping.lacks(layout)
         if mapping is not None and missing:
             own = signature.mapping is not None or mapping in signature.arg_mapping.values()
@@ -255,17 +256,15 @@ class Kernel(ByName):
             )
         return layout.resolve(mapping)
 
-    def _check_mapping(self) -> None:
+    def _check_mapping(self, mapping: AxisMapping) -> None:
         """A rule given only to this kernel, and used nowhere in its signature, is a typo."""
         signature = self.signature
-        if signature.shared_mapping or signature.mapping is None:
-            return
         trees = [*signature.layouts.values(), signature.outputs]
         flat = jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, Layout) or callable(x))
         if not all(isinstance(x, Layout) for x in flat):
             return
         used = {n for x in flat for n in x.names}
-        unused = [n for n in signature.mapping if n not in used]
+        unused = [n for n in mapping if n not in used]
         if unused:
             signature.fail(
                 f"the mapping has a rule for {', '.join(unused)}, which no layout of the signature uses.",
@@ -288,7 +287,9 @@ def _closes_over_tracer(fn: Any) -> bool:
 
 
 def _resolve_tree(tree: Any, resolve: Callable[[Layout], Layout]) -> Any:
-    if callable(tree) and not isinstance(tree, Layout):
+    if isinstance(tree, Layout):
+        return resolve(tree)
+    if callable(tree):
         return tree
     return jax.tree.map(
         lambda x: resolve(x) if isinstance(x, Layout) else x,

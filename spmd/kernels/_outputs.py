@@ -20,7 +20,7 @@ from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
-from spmd.language import Layout, Size, verb_for
+from spmd.language import Layout, verb_for
 from spmd.modes import Frame
 
 
@@ -48,29 +48,19 @@ class Outputs:
         self.tree = tree
         self.resolve = resolve
         self._prefix_leaves = jax.tree.leaves(tree, is_leaf=_is_layout)
+        self.declared = [x for x in self._prefix_leaves if isinstance(x, Layout)]
         self.layouts: list[Layout] = []
+        self.ranked: list[Layout] = []  # the same, `...` written out
         self.paths: list[str] = []
-        self.ranks: list[int] | None = None
         self.structure: Any = None
         self.still: list[Any] = []  # the leaves that are not arrays, in their places; None for an array
         self.wraps = False
-
-    def declared(self) -> list[Layout]:
-        return [x for x in self._prefix_leaves if isinstance(x, Layout)]
-
-    def specs(self, without: tuple[str, ...] = ()) -> list[P]:
-        """One spec per result of `leaving`."""
-        return [x.without(*without).spec for x in self.ranked()]
 
     def shardings(self, mesh: Any) -> Any:
         """The same as shardings, in the structure of the declaration; None where only a trace tells them."""
         told = all(x is None or (isinstance(x, Layout) and not _rank_matters(x)) for x in self._prefix_leaves)
         lie = lambda x: None if x is None else NamedSharding(mesh, P(*_entries(x)))
         return jax.tree.map(lie, self.tree, is_leaf=_is_layout) if told else None
-
-    def ranked(self) -> list[Layout]:
-        """The layout of each result, with `...` written out. It is known after a trace."""
-        return [x.with_rank(n) for x, n in zip(self.layouts, self.ranks or (), strict=True)]
 
     # --- while tracing ------------------------------------------------------------------------------------
 
@@ -84,25 +74,25 @@ class Outputs:
             signature.fail(rule, got=faults)
         flat, self.structure = jax.tree.flatten(out)
         arrays: list[Any] = []
-        self.layouts, self.paths = [], []
-        self.still = [leaf if layout is None else None for _, leaf, layout in found]
-        self.wraps |= any(layout is None for *_, layout in found)
+        shapes: list[Any] = []
+        self.layouts, self.ranked, self.paths, self.still = [], [], [], []
         for (path, leaf, layout), own in zip(found, flat, strict=True):
+            self.still.append(leaf if layout is None else None)
             if layout is None:
+                self.wraps = True
                 continue
             self.layouts.append(self.resolve(layout))
             self.paths.append(path)
             arrays.append(_as_array(own, path, signature, leaf))
-        self.ranks = [x.ndim for x in arrays]
+            shapes.append((path, arrays[-1].shape, self.layouts[-1]))
         self._check_tags(arrays, signature)  # first: a wrong axis explains a wrong size, not the reverse
-        bound = {name: Size(size, origin) for name, size, origin in frame.bound}
-        shapes = [(p, x.shape, lay) for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)]
         source = signature.source if signature.written else None
-        bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=bound)
-        return [
-            mark(x, lay, f"{p} of {signature.text}", role="output", frame=frame, name=p)
-            for p, x, lay in zip(self.paths, arrays, self.layouts, strict=True)
-        ]
+        bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=frame.known)
+        marked = []
+        for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
+            marked.append(mark(x, layout, f"{path} of {signature.text}", role="output", frame=frame, name=path))
+            self.ranked.append(layout.with_rank(x.ndim))
+        return marked
 
     def _check_tags(self, arrays: Sequence[Any], signature: Signature) -> None:
         wrong: list[str] = []
@@ -128,17 +118,6 @@ class Outputs:
             error = ReplicationError(rule, call=call, source=source, got=wrong, fix=fix)
             raise early(error, line)
 
-    def check_types(self, flat: Sequence[Any], frame: Frame) -> None:
-        """JAX's own type of each result: invarying wherever the layout says equal."""
-        faults = []
-        for i, (x, layout) in enumerate(zip(flat, self.layouts, strict=True)):
-            free = set(layout.axes) | set(layout.unreduced) | set(layout.reduced)
-            bad = frame.in_mesh_order(_compat.varying_axes(x) - free)
-            if bad:
-                faults.append((i, bad))
-        if faults:
-            raise Unequal(faults)
-
     def explained(self, unequal: Unequal, signature: Signature, frame: Frame) -> SpmdError:
         """Where a body is nested in other axes: which result varies on which axis."""
         got = [
@@ -149,13 +128,33 @@ class Outputs:
         rule = "a result varies on a mesh axis that its layout does not mention."
         return ReplicationError(rule, call=signature.text, source=signature.source, got=[*got, frame.describe()])
 
-    def leaving(self, flat: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
-        """The results as `specs` expects them: a value with a mark has the type that JAX gives it outside."""
-        typed = []
-        for x, layout in zip(flat, self.layouts, strict=True):
+    def leaving(self, flat: Sequence[Any], frame: Frame, specs: list[P], without: tuple[str, ...] = ()) -> list[Any]:
+        """The results of a `shard_map`'s body, each with the type that JAX gives it outside.
+
+        Args:
+          flat: The results.
+          frame: The frame of the body.
+          specs: The list that the `shard_map` was given as `out_specs`. JAX reads it after the body has run, so one
+            trace is enough to learn how many results there are, and of what rank.
+          without: The axes that are manual around the `shard_map` too.
+
+        Raises:
+          Unequal: JAX types a result varying where its layout says equal.
+        """
+        faults = []
+        for i, (x, layout) in enumerate(zip(flat, self.layouts, strict=True)):
+            varying = _compat.varying_axes(x).difference(layout.axis_names)
+            if varying and (bad := frame.in_mesh_order(varying)):
+                faults.append((i, bad))
+        if faults:
+            raise Unequal(faults)
+        out = []
+        specs.clear()
+        for x, layout in zip(flat, self.ranked, strict=True):
+            specs.append(layout.without(*without).spec)
             x = _compat.to_unreduced(x, layout.unreduced) if layout.unreduced else x
-            typed.append(to_reduced(x, tuple(a for a in layout.reduced if a not in without)))
-        return typed
+            out.append(to_reduced(x, tuple(a for a in layout.reduced if a not in without)) if layout.reduced else x)
+        return out
 
     def build(self, flat: Sequence[Any]) -> Any:
         """The results in the structure that the body gave them, of which leaves that are not arrays are a part here."""

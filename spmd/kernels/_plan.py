@@ -25,7 +25,7 @@ from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import carried_axes, translated
-from spmd.language import AxisMapping, Layout, Size, check_axes
+from spmd.language import AxisMapping, Layout, Size, check_axes, mesh_text
 from spmd.mesh import abstract_of, no_mesh, outside_trace
 from spmd.modes import Frame, enter_body
 
@@ -36,8 +36,9 @@ def concrete(leaves: Sequence[Any]) -> bool:
     """Whether all leaves are arrays with values. It is on the hot path, so it looks only at their classes."""
     if _concrete.issuperset(map(type, leaves)):
         return True
-    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves):
-        return False
+    for x in leaves:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return False
     _concrete.update(map(type, leaves))
     return True
 
@@ -75,6 +76,8 @@ class Plan:
         self.mesh = mesh
         self.mapping = mapping
         self.leaves = tuple(leaves)
+        self.paths = [leaf.path for leaf in leaves]
+        self.layouts = [leaf.layout for leaf in leaves]
         self.rebuild = rebuild
         self.outputs = outputs
         self.sizes = dict(mesh.shape)
@@ -95,6 +98,7 @@ class Plan:
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
         self._seen: set[Any] = set()
         self._chosen: dict[Any, frozenset[Any]] = {}  # by types of arguments, the gathers that were made invarying
+        self._frames: dict[Any, Frame] = {}
 
     def jit(self, fn: Any, **how: Any) -> Any:
         """`jax.jit` under the kernel's name, which profiles and HLO show, and by which a jaxpr tells whose body it
@@ -122,7 +126,7 @@ class Plan:
         if self._deviceless and outside_trace():
             self.signature.fail(
                 "an abstract mesh has no devices to run on.",
-                got=[self.frame({}).describe()],
+                got=[mesh_text(self.sizes)],
                 advice=".trace(...), .lower(...) or .reference(...), or a mesh of devices",
                 error=MeshError,
             )
@@ -130,19 +134,18 @@ class Plan:
         if self.mode == "explicit" and traced:
             return self._within(leaves)
         run = self._traced if traced else self.jitted
-        with self._around():
-            return run(*leaves)
-
-    def _around(self) -> contextlib.AbstractContextManager[Any]:
-        """The context mesh of a call outside any trace, where it must be another than the caller's."""
-        # auto_axes has no other way to learn the devices
-        return jax.set_mesh(self.mesh) if self._sets_mesh and outside_trace() else contextlib.nullcontext()
+        if self._sets_mesh and outside_trace():
+            with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
+                return run(*leaves)
+        return run(*leaves)
 
     def _lie(self) -> Any:
         """The shardings of the results, for `jit`. They are given only where JAX would lose them: where a dimension is
         divided over both Explicit and other axes."""
         typed, free = set(self.typed_axes), set(self.free_axes)
-        both = any(typed & {*d.axes} and free & {*d.axes} for layout in self.outputs.declared() for d in layout.dims)
+        if not typed:
+            return None
+        both = any(typed & {*d.axes} and free & {*d.axes} for layout in self.outputs.declared for d in layout.dims)
         mixed = both and isinstance(self.mesh, Mesh) and self.mode != "reference"
         return self.outputs.shardings(self.mesh) if mixed else None
 
@@ -150,10 +153,11 @@ class Plan:
         """A call that is being traced. Python sees each of these, so the pass needs no second `jit` around the
         first, which JAX would differentiate and lower once more."""
         types = tuple(map(jax.typeof, leaves))
-        if types not in self._seen:
-            self._check(self._traced.trace(*leaves).jaxpr)
-            self._seen.add(types)
-        return self._traced(*leaves)
+        with self.frame(types).enter():  # what JAX derives from the body, its caches then know
+            if types not in self._seen:
+                self._check(self._traced.trace(*leaves).jaxpr)
+                self._seen.add(types)
+            return self._traced(*leaves)
 
     def _check(self, jaxpr: Any) -> None:
         check_jaxpr(
@@ -161,12 +165,9 @@ class Plan:
             mesh_axes=tuple(self.sizes),
             kernel=self.signature.text,
             how=self.signature.check,
-            **self.arguments(),
+            arg_names=self.paths,
+            arg_layouts=self.layouts,
         )
-
-    def arguments(self) -> dict[str, Any]:
-        """What the pass knows of the arguments: their names in messages, and their layouts."""
-        return {"arg_names": [x.path for x in self.leaves], "arg_layouts": [x.layout for x in self.leaves]}
 
     # --- before any trace ---------------------------------------------------------------------------------
 
@@ -175,21 +176,22 @@ class Plan:
             if mapping is not None:
                 mapping.check(self.mesh.axis_names)
         marked = False
-        for layout in (*(leaf.layout for leaf in self.leaves), *self.outputs.declared()):
+        for layout in (*self.layouts, *self.outputs.declared):
             check_axes(layout.axis_names, self.sizes, call=self.signature.text, source=self.signature.source)
             marked |= bool(layout.unreduced or layout.reduced)
-            if any(sum(bool(a.axes) for a in d.atoms) > 1 for d in layout.dims):
-                self.signature.fail(
-                    f'"{layout.short}" divides several factors of one dimension: that is legal '
-                    f"inside a kernel, not at its boundary, "
-                    "where a device holds one block of each dimension.",
-                    advice="two dimensions, and rearrange inside",
-                )
-            if any(d.margin != (0, 0) for d in layout.dims):
-                self.signature.fail(
-                    f'"{layout.short}" has a margin: shards with margins overlap, so no array '
-                    f"outside a kernel has them."
-                )
+            for dim in layout.dims:
+                if dim.scattered:
+                    self.signature.fail(
+                        f'"{layout.short}" divides several factors of one dimension: that is legal '
+                        f"inside a kernel, not at its boundary, "
+                        "where a device holds one block of each dimension.",
+                        advice="two dimensions, and rearrange inside",
+                    )
+                if dim.margin != (0, 0):
+                    self.signature.fail(
+                        f'"{layout.short}" has a margin: shards with margins overlap, so no array '
+                        f"outside a kernel has them."
+                    )
         if marked and any(kind is not AxisType.Explicit for kind in self.mesh.axis_types):
             self.signature.fail(
                 "{U:} and {R:} in a kernel's own signature need a mesh whose axes are all "
@@ -208,23 +210,32 @@ class Plan:
 
     # --- while tracing ------------------------------------------------------------------------------------
 
-    def bind(self, leaves: Sequence[Any], *, local: bool) -> dict[str, Size]:
-        shapes = [(s.path, x.shape, s.layout) for s, x in zip(self.leaves, leaves, strict=True)]
-        known = {name: Size(size, f"the keyword {name}={size}") for name, size in self.signature.sizes}
-        source = self.signature.source if self.signature.written else None
-        return bind_sizes(self.signature.text, source, shapes, self.sizes, local=local, known=known)
+    def frame(self, leaves: Sequence[Any], *, local: bool = False, **changes: Any) -> Frame:
+        """The frame of the body, with the sizes that the arguments bind: one for all calls of these shapes.
 
-    def frame(self, bound: dict[str, Size], mode: str | None = None) -> Frame:
-        return Frame(
-            mode or self.mode,
-            self.mesh,
-            tuple(self.sizes.items()),
-            self.mapping,
-            self.signature.axes,
-            tuple((name, size, origin) for name, (size, origin) in bound.items()),
-            self.constrain,
-            watched=frozenset(name for name, _ in (*self.signature.sizes, *self.signature.axes)) - self.signature.named,
-        )
+        Args:
+          leaves: The arguments, or anything that has their shapes.
+          local: Whether these are shards.
+          **changes: What is otherwise than the plan says.
+        """
+        signature = self.signature
+        shapes = tuple([x.shape for x in leaves])
+        key = (shapes, local, *changes.items())
+        if key not in self._frames:
+            known = {name: Size(size, f"the keyword {name}={size}") for name, size in signature.sizes}
+            arrays = list(zip(self.paths, shapes, self.layouts, strict=True))
+            source = signature.source if signature.written else None
+            bound = bind_sizes(signature.text, source, arrays, self.sizes, local=local, known=known)
+            own: dict[str, Any] = {
+                "mode": self.mode,
+                "mesh": self.mesh,
+                "sizes": tuple(self.sizes.items()),
+                "constrain": self.constrain,
+            }
+            watched = frozenset(dict((*signature.sizes, *signature.axes))) - signature.named
+            where = {"mapping": self.mapping, "renames": signature.axes, "bound": tuple(bound.items())}
+            self._frames[key] = Frame(**own | where | changes, watched=watched)
+        return self._frames[key]
 
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
         """Run the body on leaves as they are here. Its results come flat, checked and marked."""
@@ -239,23 +250,20 @@ class Plan:
                     tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame, name=spec.path))
             out = enter_body(self.signature.call, (self.rebuild(tagged),))
             flat = self.outputs.collect(out, self.signature, frame, local=local)
-        self._check_keywords(frame.unmet - self.signature.named)
+        if unused := frame.unmet - self.signature.named:
+            self._check_keywords(unused)
         return flat
 
     def _check_keywords(self, unused: frozenset[str]) -> None:
         """A keyword that neither the signature nor the body uses is a typo."""
-        if not unused:
-            return
+        layouts = (*self.layouts, *self.outputs.declared)
         for what, given, names in (
-            ("the keyword binds the size of", self.signature.sizes, {n for s in self._layouts() for n in s.names}),
-            ("axes= renames the mesh axis", self.signature.axes, {a for s in self._layouts() for a in s.axis_names}),
+            ("the keyword binds the size of", self.signature.sizes, {n for s in layouts for n in s.names}),
+            ("axes= renames the mesh axis", self.signature.axes, {a for s in layouts for a in s.axis_names}),
         ):
             for name in (name for name, _ in given if name in unused):
                 rule = f"{what} {name}, which no string of the kernel names{did_you_mean(name, sorted(names)) or '.'}"
                 self.signature.fail(rule, got=[f"{name}={dict(given)[name]!r}"], advice="leave it out")
-
-    def _layouts(self) -> list[Layout]:
-        return [*(leaf.layout for leaf in self.leaves), *self.outputs.declared()]
 
     def _checked(self, *leaves: Any) -> Any:
         """`_explicit`, and the pass over its jaxpr, once per trace: a warm call runs neither."""
@@ -264,12 +272,13 @@ class Plan:
         return inner(*leaves)
 
     def _explicit(self, *leaves: Any) -> Any:
-        frame = self.frame(self.bind(leaves, local=False))
+        frame = self.frame(leaves)
         with jax.sharding.use_abstract_mesh(abstract_of(self.mesh)):
-            leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
+            leaves = self._typed(leaves)
             specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
             types = tuple(map(jax.typeof, leaves))
-            frame = frame.replace(invarying=self._chosen.get(types, frozenset()))
+            chosen = self._chosen.get(types)
+            frame = frame.replace(invarying=chosen) if chosen else frame
             mapped = self.mapped(frame, specs)
             try:
                 with no_mesh():
@@ -288,25 +297,20 @@ class Plan:
         out_specs: list[P] = []
 
         def body(*shards: Any) -> Any:
-            return self.leaving(self.run(frame, shards, local=True), frame, out_specs)
+            return self.outputs.leaving(self.run(frame, shards, local=True), frame, out_specs)
 
         body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
 
-    def leaving(self, flat: Sequence[Any], frame: Frame, specs: list[P], without: tuple[str, ...] = ()) -> list[Any]:
-        """The results of a `shard_map`'s body, whose specs are put into the list that it was given as `out_specs`: JAX
-        reads that list after the body has run, so one trace is enough to learn how many results there are, and of what
-        rank."""
-        self.outputs.check_types(flat, frame)
-        specs[:] = self.outputs.specs(without)
-        return self.outputs.leaving(flat, without)
-
-    def _reshard(self, x: Any, layout: Layout) -> Any:
+    def _typed(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""
-        return typed(x, layout.without(*self.free_axes), self.mesh) if self.typed_axes else x
+        if not self.typed_axes:
+            return leaves
+        pairs = zip(leaves, self.leaves, strict=True)
+        return tuple(typed(x, s.layout.without(*self.free_axes), self.mesh) for x, s in pairs)
 
     def _auto(self, *leaves: Any) -> Any:
-        frame = self.frame(self.bind(leaves, local=False))
+        frame = self.frame(leaves)
 
         def whole(*arrays: Any) -> Any:
             return self.run(frame, arrays, local=False)
@@ -314,7 +318,7 @@ class Plan:
         with jax.sharding.use_abstract_mesh(abstract_of(self.mesh)):
             if not self.typed_axes:
                 return self.outputs.build(whole(*leaves))
-            leaves = tuple(self._reshard(x, s.layout) for x, s in zip(leaves, self.leaves, strict=True))
+            leaves = self._typed(leaves)
             layouts = self._traced_layouts(frame, leaves)
             specs = [layout.without(*self.free_axes).spec for layout in layouts]
             lies = [NamedSharding(self.mesh, spec) for spec in specs]
@@ -344,10 +348,10 @@ class Plan:
             return ()
 
         jax.eval_shape(jax.sharding.auto_axes(probe, axes=self.typed_axes, out_sharding=()), *leaves)
-        return self.outputs.ranked()
+        return self.outputs.ranked
 
     def _reference(self, *leaves: Any) -> Any:
-        frame = self.frame(self.bind(leaves, local=False))
+        frame = self.frame(leaves)
         with _context_of(leaves):
             return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
 

@@ -12,7 +12,7 @@ from spmd.language._axes import axes_product, mesh_text
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes, axes_of_rule, place, rule_text
 from spmd.language._sizes import Size, WrongRank, as_fault, bind, written_out
-from spmd.language._syntax import Atom, Dim, Span, Value, check_form, checked, fault, with_call
+from spmd.language._syntax import Atom, Dim, Value, check_form, check_rules, fault, normal, with_call
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
@@ -44,7 +44,10 @@ class Layout(Value):
     (2, 3)
     """
 
-    __slots__ = ("atoms", "axes", "axis_names", "dims", "has_ellipsis", "reduced", "source", "unreduced")
+    __slots__ = (
+        *("atoms", "axes", "axis_names", "bare", "dims", "has_ellipsis", "has_unnamed", "names", "reduced"),
+        *("source", "unreduced"),
+    )
 
     dims: tuple[Dim, ...]
     unreduced: tuple[str, ...]
@@ -57,8 +60,14 @@ class Layout(Value):
     """The mesh axes that divide a dimension, in order of appearance."""
     axis_names: tuple[str, ...]
     """All mesh axes it mentions: those of the dimensions, then those of the marks."""
+    names: tuple[str, ...]
+    """The names of the dimensions and factors, without `_` and literal sizes."""
+    bare: tuple[str, ...]
+    """The names without a placement of their own: a mapping places them, else they are whole."""
     has_ellipsis: bool
     """Whether `...` is among the dimensions."""
+    has_unnamed: bool
+    """Whether `_` is among the dimensions."""
 
     def __new__(cls, text: str | Layout, *, call: str | None = None) -> Layout:
         if isinstance(text, Layout):
@@ -100,8 +109,9 @@ class Layout(Value):
             check_form(dims, (*unreduced, *reduced))
         except LayoutError as error:
             raise with_call(error, None, "Layout.from_dims(...)") from None
+        dims = tuple(map(normal, dims))
         try:
-            dims = checked(dims, unreduced, reduced, {})
+            check_rules(dims, unreduced, reduced, {})
         except LayoutError as error:
             text = _text(dims, unreduced, reduced)
             made = f'the layout "{text}"' if source is None else f'"{source}", read as "{text}"'
@@ -139,16 +149,6 @@ class Layout(Value):
     def is_scalar(self) -> bool:
         """Whether it has no dimensions (it may have marks)."""
         return not self.dims
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the dimensions and factors, without `_` and literal sizes."""
-        return tuple(atom.name for atom in self.atoms if atom.named)
-
-    @property
-    def bare(self) -> tuple[str, ...]:
-        """The names without a placement of their own: a mapping places them, else they are whole."""
-        return tuple(atom.name for atom in self.atoms if atom.axes is None)
 
     def axes_of(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes that divide the dimension or factor `name`, major first.
@@ -188,7 +188,7 @@ class Layout(Value):
             if any(dim.margin):
                 rule = f"A dimension with margins, '{dim.short}', has no PartitionSpec: its shards overlap."
                 raise self._pointed(fault(rule, dim.span))
-            if sum(bool(atom.axes) for atom in dim.atoms) > 1:
+            if dim.scattered:
                 rule = (
                     f"'{dim.short}' has no PartitionSpec: with several divided factors a device holds "
                     "scattered pieces of the dimension. Inside a kernel this is legal."
@@ -196,8 +196,7 @@ class Layout(Value):
                 raise self._pointed(fault(rule, dim.span))
             axes = dim.axes
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
-        marks = {"unreduced": frozenset(self.unreduced), "reduced": frozenset(self.reduced)}
-        return PartitionSpec(*entries, **{kind: axes for kind, axes in marks.items() if axes})
+        return PartitionSpec(*entries, unreduced=frozenset(self.unreduced), reduced=frozenset(self.reduced))
 
     def sharding(self, mesh: Any) -> NamedSharding:
         """Return the NamedSharding on a Mesh or AbstractMesh.
@@ -262,6 +261,8 @@ class Layout(Value):
         >>> Layout("... d/tp").with_rank(3)
         Layout('_ _ d/tp')
         """
+        if not self.has_ellipsis and rank == len(self.dims):
+            return self
         dims = written_out(self.dims, rank)
         if dims is None:
             raise SizeError(f"{WrongRank('', None, self, rank).rule}.", call=repr(self))
@@ -273,7 +274,7 @@ class Layout(Value):
         >>> Layout("b/dp d/tp {U:cp}").without("tp", "cp")
         Layout('b/dp d/1')
         """
-        return self.bind(**dict.fromkeys(axes))
+        return self.bind(**dict.fromkeys(axes)) if axes else self
 
     def without_brackets(self) -> Layout:
         """Return the layout with `[k]` written `k`.
@@ -492,7 +493,11 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         layout = Layout(layout)
         if not layout.bare:
             return layout
-        return _resolved(self, layout, layout.source, tuple(dim.span for dim in layout.dims))
+        try:
+            dims = place(layout.dims, {"U": layout.unreduced, "R": layout.reduced}, self._rules)
+        except LayoutError as error:
+            raise layout._pointed(error) from None
+        return make(tuple(dims), layout.unreduced, layout.reduced, layout.source)
 
     def place(self, layout: Layout | str, call: str, got: Iterable[str] = ()) -> Layout:
         """As `resolve`, for a layout that stands by itself: each of its bare names needs a rule.
@@ -541,25 +546,41 @@ _EMPTY = AxisMapping()
 def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, ...], source: str | None) -> Layout:
     """A layout of parts that are known to be right."""
     layout = object.__new__(Layout)
-    atoms = tuple(atom for dim in dims for atom in dim.atoms)
-    axes = tuple(axis for atom in atoms for axis in atom.axes or ())
+    atoms: list[Atom] = []
+    axes: list[str] = []
+    names: list[str] = []
+    bare: list[str] = []
+    ellipsis = unnamed = False
+    for dim in dims:
+        ellipsis = ellipsis or dim.ellipsis
+        atoms += dim.atoms
+        axes += dim.axes
+        for atom in dim.atoms:
+            unnamed = unnamed or atom.name == "_"
+            if atom.named:
+                names.append(atom.name)
+            if atom.axes is None:
+                bare.append(atom.name)
     layout._hold(
         (dims, unreduced, reduced),
         dims=dims,
         unreduced=unreduced,
         reduced=reduced,
         source=source,
-        atoms=atoms,
-        axes=axes,
+        atoms=tuple(atoms),
+        axes=tuple(axes),
         axis_names=(*axes, *unreduced, *reduced),
-        has_ellipsis=any(dim.ellipsis for dim in dims),
+        names=tuple(names),
+        bare=tuple(bare),
+        has_ellipsis=ellipsis,
+        has_unnamed=unnamed,
     )
     return layout
 
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Layout:
-    return make(*Parser(text).single(), text)
+    return make(*Parser(text).single())
 
 
 def _text(dims: Iterable[Dim], unreduced: Iterable[str], reduced: Iterable[str], *, explicit: bool = True) -> str:
@@ -577,16 +598,6 @@ def _bound(axis: str, value: Axes) -> tuple[str, ...]:
         rule = "A mesh axis is bound to a name, a tuple of names, or None."
         raise LayoutError(rule, got=[f"{axis}={value!r} of type {type(value).__name__}"])
     return tuple(names)
-
-
-@lru_cache(maxsize=4096)
-def _resolved(mapping: AxisMapping, layout: Layout, source: str | None, spans: tuple[Span, ...]) -> Layout:
-    # Equal layouts of two strings stand at other places in them: source and spans are part of the key.
-    try:
-        dims = place(layout.dims, {"U": layout.unreduced, "R": layout.reduced}, mapping._rules)
-    except LayoutError as error:
-        raise layout._pointed(error) from None
-    return make(tuple(dims), layout.unreduced, layout.reduced, layout.source)
 
 
 # --- reading a sharding --------------------------------------------------------------------------------

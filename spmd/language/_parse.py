@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from typing import NoReturn
 
-from spmd.language._syntax import Atom, Dim, Parsed, Span, checked, fault
+from spmd.language._syntax import Atom, Dim, Parsed, Span, check_rules, fault, normal
 from spmd.language._tokens import Token, fixed, tokenize
 
 _MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large
@@ -27,19 +27,16 @@ class Parser:
         self.source = source
         self.tokens = tokenize(source)
         self.index = 0
-
-    @property
-    def token(self) -> Token:
-        return self.tokens[self.index]
+        self.token = self.tokens[0]
+        self.end = -1  # of the last token read
+        self.touching = False  # whether no space stands before the current token
 
     def advance(self) -> Token:
-        token = self.tokens[self.index]
+        token = self.token
         self.index = min(self.index + 1, len(self.tokens) - 1)
+        self.token, self.end = self.tokens[self.index], token.end
+        self.touching = self.end == self.token.start
         return token
-
-    def touching(self) -> bool:
-        """Whether no space stands before the current token."""
-        return self.index > 0 and self.tokens[self.index - 1].end == self.token.start
 
     def fixed(self, start: int, end: int, text: str) -> str:
         return fixed(self.source, start, end, text)
@@ -104,13 +101,13 @@ class Parser:
             if self.token.kind != ",":
                 break
             self.advance()
-        return (layouts, False) if layouts else ([Parsed((), (), ())], True)
+        return (layouts, False) if layouts else ([Parsed((), (), (), self.source)], True)
 
     def layout(self) -> Parsed:
         first = self.index
         if self.token.text == "scalar" and self.tokens[self.index + 1].kind in (",", "->", "end"):
             self.advance()
-            return Parsed((), (), ())
+            return Parsed((), (), (), self.source)
         dims: list[Dim] = []
         marks: dict[str, tuple[str, ...]] = {}
         spans: dict[str, Span] = {}
@@ -118,7 +115,7 @@ class Parser:
             if self.token.kind == "{":
                 self.mark(marks, spans)
                 continue
-            if self.index > first and self.touching() and self.token.kind not in ("/", "+", ")", "]", "}", ":"):
+            if self.index > first and self.touching and self.token.kind not in ("/", "+", ")", "]", "}", ":"):
                 raise fault(
                     "Dimensions are separated by spaces.",
                     self.token.span,
@@ -127,8 +124,9 @@ class Parser:
             if marks:
                 raise fault("The marks {U:...} and {R:...} come after all dimensions.", self.token.span)
             dims.append(self.dim(first))
-        unreduced, reduced = tuple(sorted(marks.get("U", ()))), tuple(sorted(marks.get("R", ())))
-        return Parsed(checked(dims, marks.get("U", ()), marks.get("R", ()), spans), unreduced, reduced)
+        unreduced, reduced = marks.get("U", ()), marks.get("R", ())
+        check_rules(dims, unreduced, reduced, spans)
+        return Parsed(tuple(dims), tuple(sorted(unreduced)), tuple(sorted(reduced)), self.source)
 
     # dimensions
 
@@ -136,7 +134,7 @@ class Parser:
         token = self.token
         if token.kind == "...":
             self.advance()
-            if self.token.kind in ("/", "+") and self.touching():
+            if self.token.kind in ("/", "+") and self.touching:
                 raise fault(
                     "The dimensions of '...' lie as the operand has them; they take no axis and no margin.",
                     (token.start, self.token.end),
@@ -146,7 +144,8 @@ class Parser:
             return self.bracket()
         if token.kind not in ("name", "int", "("):
             self.stray(first)
-        return self.with_margin()
+        core = self.core()
+        return self.with_margin(core) if self.token.kind == "+" and self.touching else core
 
     def stray(self, first: int) -> NoReturn:
         """A token that cannot begin a dimension."""
@@ -164,18 +163,16 @@ class Parser:
             raise fault("A margin is a number beside a dimension: '1+x/a+1'.", token.span)
         raise fault("A ':' occurs only in the marks {U:axis} and {R:axis}.", token.span)
 
-    def with_margin(self) -> Dim:
+    def with_margin(self, core: Dim) -> Dim:
         """`1+x/a+1`: numbers on either side of a core."""
-        parts = [self.core()]
-        while self.token.kind == "+" and self.touching():
+        parts = [core]
+        while self.token.kind == "+" and self.touching:
             plus = self.advance()
-            if not self.touching() or self.token.kind not in ("name", "int", "("):
+            if not self.touching or self.token.kind not in ("name", "int", "("):
                 after = self.token
                 fix = self.fixed(plus.end, after.start, "") if after.kind in ("name", "int", "(") else None
                 raise fault("A margin is a number beside a dimension, without spaces: '1+x/a+1'.", plus.span, fix)
             parts.append(self.core())
-        if len(parts) == 1:
-            return parts[0]
         span = (parts[0].span[0], parts[-1].span[1])
         plain = [self.plain_int(part) for part in parts]
         at = 1 if len(parts) == 3 or (plain[0] is not None and plain[1] is None) else 0
@@ -217,7 +214,7 @@ class Parser:
         if self.token.kind != "]":
             raise fault("This '[' is never closed.", opening.span)
         closing = self.advance()
-        if self.token.kind == "/" and self.touching():
+        if self.token.kind == "/" and self.touching:
             inside = re.match(r"[/A-Za-z0-9_]+", self.source[closing.end :])
             end = closing.end + (inside.end() if inside else 1)
             raise fault(
@@ -225,7 +222,7 @@ class Parser:
                 (closing.end, end),
                 self.fixed(closing.start, end, self.source[closing.end : end] + "]"),
             )
-        if self.token.kind == "+" and self.touching():
+        if self.token.kind == "+" and self.touching:
             raise fault("A dimension in brackets has no margin.", self.token.span)
         return replace(core, bracket=True, span=(opening.start, closing.end))
 
@@ -240,24 +237,18 @@ class Parser:
             return Dim((Atom(str(size), axes or (), size, (token.start, self.end)),), span=(token.start, self.end))
         self.name(token)
         axes = self.axes(token)
-        if token.text == "_" and axes == ():
-            raise fault(
-                "An unnamed dimension is whole unless an axis divides it; '_' says so already.",
-                (token.start, self.end),
-                self.fixed(token.start, self.end, "_"),
-            )
         span = (token.start, self.end)
+        if token.text == "_":
+            if axes == ():
+                rule = "An unnamed dimension is whole unless an axis divides it; '_' says so already."
+                raise fault(rule, span, self.fixed(*span, "_"))
+            axes = axes or ()
         return Dim((Atom(token.text, axes, None, span),), span=span)
-
-    @property
-    def end(self) -> int:
-        """Where the last token read ends."""
-        return self.tokens[self.index - 1].end
 
     def number(self, token: Token) -> int:
         if len(token.text.lstrip("0")) > _MAX_DIGITS:
             raise fault(f"A literal size has at most {_MAX_DIGITS} digits.", token.span)
-        if self.token.kind == "name" and self.touching():
+        if self.token.kind == "name" and self.touching:
             raise fault("A name begins with a letter.", (token.start, self.token.end))
         return int(token.text.lstrip("0") or "0")
 
@@ -298,7 +289,7 @@ class Parser:
             if any(atom.axes for atom in atoms):
                 raise fault("Mesh axes stand on the factors or after the whole '(h k)', not on both.", span)
             atoms = [replace(atom, axes=() if place else axes) for place, atom in enumerate(atoms)]
-        return Dim(tuple(atoms), composite=True, span=span)
+        return normal(Dim(tuple(atoms), composite=True, span=span))
 
     def no_factor(self, token: Token, atoms: list[Atom]) -> NoReturn:
         """Something other than a name among the factors of a composite."""
@@ -325,11 +316,11 @@ class Parser:
 
     def axes(self, owner: Token) -> tuple[str, ...] | None:
         """`/dp/tp` after a name; None if there is none, `()` for `/1`."""
-        found: list[Token] = []
-        while self.token.kind == "/" and self.touching():
+        found: list[str] = []
+        while self.token.kind == "/" and self.touching:
             slash = self.advance()
             token = self.token
-            if token.kind not in ("name", "int") or not self.touching():
+            if token.kind not in ("name", "int") or not self.touching:
                 self.no_axis(slash, token)
             if token.kind == "int" and token.text != "1":
                 raise fault(
@@ -338,30 +329,30 @@ class Parser:
                 )
             if token.kind == "name" and not token.text.strip("_"):
                 raise fault("A mesh axis has a name with a letter in it.", token.span)
-            found.append(self.advance())
-            if token.kind == "int" and self.token.kind == "name" and self.touching():
+            found.append(self.advance().text)
+            if token.kind == "int" and self.token.kind == "name" and self.touching:
                 raise fault("A name begins with a letter.", (token.start, self.token.end))
         if not found:
             return None
-        if any(token.text == "1" for token in found):
+        if "1" in found:
             if len(found) > 1:
-                raise fault("'/1' says whole; no other axis stands beside it.", (owner.start, found[-1].end))
+                raise fault("'/1' says whole; no other axis stands beside it.", (owner.start, self.end))
             return ()
-        return tuple(token.text for token in found)
+        return tuple(found)
 
     def no_axis(self, slash: Token, token: Token) -> NoReturn:
         """Something other than a mesh axis after a slash."""
-        if token.kind == "/" and self.touching():
+        if token.kind == "/" and self.touching:
             raise fault(
                 "One '/' stands before each mesh axis.",
                 (slash.start, self.slashes(token)),
                 self.fixed(slash.start, self.slashes(token), "/"),
             )
-        if token.kind == "{" and self.touching():
+        if token.kind == "{" and self.touching:
             self.braces(token, "/")
-        if token.kind == "(" and self.touching():
+        if token.kind == "(" and self.touching:
             raise fault("Several mesh axes are written one after another: 'b/dp/fsdp'.", token.span)
-        if token.kind in ("name", "int") and not self.touching():
+        if token.kind in ("name", "int") and not self.touching:
             raise fault(
                 "No space stands before or after '/'.",
                 (slash.start, token.start),

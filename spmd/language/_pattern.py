@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import starmap
 from typing import Any, final
 
 from spmd.errors import LayoutError
 from spmd.language._layout import AxisMapping, Layout, make
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes
-from spmd.language._syntax import Parsed, Value, with_call
+from spmd.language._syntax import Value, with_call
 
 
 @final
@@ -34,7 +35,7 @@ class Pattern(Value):
     Pattern('b/dp d, d f/1 -> b/dp f/1')
     """
 
-    __slots__ = ("arrow", "empty_left", "empty_right", "inputs", "outputs", "source")
+    __slots__ = ("arrow", "axis_names", "empty_left", "empty_right", "inputs", "names", "outputs", "source")
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
@@ -44,6 +45,10 @@ class Pattern(Value):
     empty_left: bool
     """Whether nothing stands left of the arrow; `inputs` then holds one scalar."""
     empty_right: bool
+    names: tuple[str, ...]
+    """All names of dimensions and factors, in order of appearance, each once."""
+    axis_names: tuple[str, ...]
+    """All mesh axes it mentions, in dimensions and marks, each once."""
 
     def __new__(cls, text: str | Pattern, *, arrow: bool = True, call: str | None = None) -> Pattern:
         if isinstance(text, Pattern):
@@ -60,16 +65,6 @@ class Pattern(Value):
     def layouts(self) -> tuple[Layout, ...]:
         """The layouts of both sides."""
         return (*self.inputs, *self.outputs)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of dimensions and factors, in order of appearance, each once."""
-        return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.names))
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """All mesh axes it mentions, in dimensions and marks, each once."""
-        return tuple(dict.fromkeys(axis for layout in self.layouts for axis in layout.axis_names))
 
     @property
     def bare(self) -> tuple[str, ...]:
@@ -117,17 +112,26 @@ def _make(
     empty_right: bool,
 ) -> Pattern:
     pattern = object.__new__(Pattern)
-    key = (inputs, outputs, arrow, empty_left, empty_right)
-    sides = {"empty_left": empty_left, "empty_right": empty_right}
-    pattern._hold(key, inputs=inputs, outputs=outputs, source=source, arrow=arrow, **sides)
+    names: dict[str, None] = {}
+    axis_names: dict[str, None] = {}
+    for layout in (*inputs, *outputs):
+        names |= dict.fromkeys(layout.names)
+        axis_names |= dict.fromkeys(layout.axis_names)
+    pattern._hold(
+        (inputs, outputs, arrow, empty_left, empty_right),
+        inputs=inputs,
+        outputs=outputs,
+        source=source,
+        arrow=arrow,
+        empty_left=empty_left,
+        empty_right=empty_right,
+        names=tuple(names),
+        axis_names=tuple(axis_names),
+    )
     return pattern
 
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str, arrow: bool) -> Pattern:
     left, right, empty_left, empty_right = Parser(text).pattern(arrow)
-
-    def layouts(side: list[Parsed]) -> tuple[Layout, ...]:
-        return tuple(make(*parsed, text) for parsed in side)
-
-    return _make(layouts(left), layouts(right), text, arrow, empty_left, empty_right)
+    return _make(tuple(starmap(make, left)), tuple(starmap(make, right)), text, arrow, empty_left, empty_right)

@@ -51,12 +51,17 @@ def place(dims: Iterable[Dim], marks: Mapping[str, Iterable[str]], rules: Rules)
     placed: list[Dim] = []
     ruled: set[str] = set()
     for dim in dims:
-        ruled.update(atom.name for atom in dim.atoms if atom.axes is None)
-        atoms = (replace(a, axes=rules.get(a.name, ())) if a.axes is None else a for a in dim.atoms)
+        atoms: list[Atom] = []
+        for atom in dim.atoms:
+            bare = atom.axes is None
+            atoms.append(replace(atom, axes=rules.get(atom.name, ())) if bare else atom)
+            if bare:
+                ruled.add(atom.name)
         placed.append(replace(dim, atoms=tuple(atoms)))
-    _need_distinct(placed, marks, rules, ruled)
-    for dim in placed:
-        _need_leading(dim, rules, ruled)
+    if ruled & rules.keys():  # what is whole breaks no rule
+        _need_distinct(placed, marks, rules, ruled)
+        for dim in placed:
+            _need_leading(dim, rules, ruled)
     return placed
 
 

@@ -226,14 +226,15 @@ def another_name(names: Iterable[str]) -> str | None:
 
 def written_out(dims: Sequence[Dim], rank: int, *, named: bool = False) -> list[Dim] | None:
     """The dimensions of an array of this rank, unnamed ones or `...0`, `...1` in place of `...`; None if none fit."""
-    extra = rank - sum(not dim.ellipsis for dim in dims)
-    if extra < 0 or (extra and not any(dim.ellipsis for dim in dims)):
-        return None
     out: list[Dim] = []
+    extra = rank - len(dims)
     for dim in dims:
-        atoms = [Atom(f"...{i}" if named else "_", (), None, dim.span) for i in range(extra)]
-        out += [Dim((atom,), span=dim.span) for atom in atoms] if dim.ellipsis else [dim]
-    return out
+        if not dim.ellipsis:
+            out.append(dim)
+            continue
+        for i in range(extra + 1):
+            out.append(Dim((Atom(f"...{i}" if named else "_", (), None, dim.span),), span=dim.span))
+    return out if len(out) == rank else None
 
 
 def indivisible(
@@ -247,7 +248,7 @@ def indivisible(
 def _bind_one(bound: Bound, where: str, dim: Dim, size: int, mesh: Mapping[str, int], local: bool) -> None:
     """Bind a dimension of one atom."""
     [atom] = dim.atoms
-    if not local:  # the blocks of a shard divide their sum
+    if dim.axes and not local:  # the blocks of a shard divide their sum
         fault = indivisible(atom.name, size, dim.axes, mesh, where, dim.span)
         bound.faults.extend([fault] if fault else [])
     if atom.size is not None and atom.size != size:

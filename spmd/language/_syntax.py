@@ -23,11 +23,11 @@ class Atom:
     axes: tuple[str, ...] | None = None
     size: int | None = None
     span: Span = field(default=(0, 0), compare=False)
+    named: bool = field(init=False, repr=False, compare=False)
+    """Whether this is a name: not `_`, not a literal size."""
 
-    @property
-    def named(self) -> bool:
-        """Whether this is a name: not `_`, not a literal size."""
-        return self.size is None and self.name != "_"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "named", self.size is None and self.name != "_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,19 @@ class Dim:
     bracket: bool = False
     ellipsis: bool = False
     span: Span = field(default=(0, 0), compare=False)
+    axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The mesh axes that divide this dimension, in order."""
+    scattered: bool = field(init=False, repr=False, compare=False)
+    """Whether several factors are divided, so that a device holds scattered pieces of it."""
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes that divide this dimension, in order."""
-        found: tuple[str, ...] = ()
+    def __post_init__(self) -> None:
+        axes: tuple[str, ...] = ()
+        divided = 0
         for atom in self.atoms:
-            found += atom.axes or ()
-        return found
+            axes += atom.axes or ()
+            divided += bool(atom.axes)
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "scattered", divided > 1)
 
     @property
     def text(self) -> str:
@@ -61,11 +66,12 @@ class Dim:
 
 
 class Parsed(NamedTuple):
-    """A layout as parsed."""
+    """A layout as parsed, and the string that it is a part of."""
 
     dims: tuple[Dim, ...]
     unreduced: tuple[str, ...]
     reduced: tuple[str, ...]
+    source: str
 
 
 class Value:
@@ -143,8 +149,10 @@ def _group_text(atoms: tuple[Atom, ...], explicit: bool) -> str:
 # --- what holds for any layout, however it was made ----------------------------------------------------
 
 
-def _normal(dim: Dim) -> Dim:
-    """One form for one meaning: `_` and `3` are whole unless divided, `(h/tp k)` leaves k whole."""
+def normal(dim: Dim) -> Dim:
+    """One form for one meaning: `_` and `3` are whole unless divided, `(h/tp k)` leaves k whole.
+
+    A dimension that was parsed has this form."""
     if dim.ellipsis:
         return dim
     explicit = dim.composite and any(atom.axes is not None for atom in dim.atoms)
@@ -154,17 +162,14 @@ def _normal(dim: Dim) -> Dim:
     return dim if atoms == dim.atoms else replace(dim, atoms=atoms)
 
 
-def checked(
+def check_rules(
     dims: Iterable[Dim], unreduced: tuple[str, ...], reduced: tuple[str, ...], spans: dict[str, Span]
-) -> tuple[Dim, ...]:
-    """The dimensions in one form for one meaning, whose names, axes, `...` and divided factors obey the rules.
-
-    `spans` says where the marks' axes are written.
+) -> None:
+    """Check that names, axes, `...` and divided factors obey the rules. `spans` says where the marks' axes are written.
 
     Raises:
       LayoutError: They do not obey.
     """
-    dims = tuple(_normal(dim) for dim in dims)
     names: set[str] = set()
     places: dict[str, Atom | str] = {}
     ellipsis = False
@@ -177,25 +182,28 @@ def checked(
                 raise fault(f"A name stands for one dimension of a layout, but '{atom.name}' occurs twice.", atom.span)
             names.add(atom.name)
             for axis in atom.axes or ():
-                _once(axis, atom, places, atom.span)
-        _check_factors(dim)
+                if axis in places:
+                    raise _twice(axis, places[axis], atom, atom.span)
+                places[axis] = atom
+        if dim.composite:
+            _check_factors(dim)
     for kind, axes in (("U", unreduced), ("R", reduced)):
         for axis in axes:
-            _once(axis, f"{{{kind}:{axis}}}", places, spans.get(axis))
-    return dims
+            mark = f"{{{kind}:{axis}}}"
+            if axis in places:
+                raise _twice(axis, places[axis], mark, spans.get(axis))
+            places[axis] = mark
 
 
 def divided(atom: Atom) -> str:
     return atom.name + "".join(f"/{axis}" for axis in atom.axes or ())
 
 
-def _once(axis: str, place: Atom | str, places: dict[str, Atom | str], span: Span | None) -> None:
-    """Note the atom or mark that has an axis, and complain about a second one."""
-    if axis in places:
-        first, second = (one if isinstance(one, str) else f"'{divided(one)}'" for one in (places[axis], place))
-        where = f"twice in {second}" if first == second else f"in {first} and in {second}"
-        raise fault(f"A mesh axis occurs once in a layout, but '{axis}' is used {where}.", span)
-    places[axis] = place
+def _twice(axis: str, one: Atom | str, other: Atom | str, span: Span | None) -> LayoutError:
+    """An axis that two atoms or marks have."""
+    first, second = (place if isinstance(place, str) else f"'{divided(place)}'" for place in (one, other))
+    where = f"twice in {second}" if first == second else f"in {first} and in {second}"
+    return fault(f"A mesh axis occurs once in a layout, but '{axis}' is used {where}.", span)
 
 
 def _check_factors(dim: Dim) -> None:

@@ -71,9 +71,12 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
         also={} if preferred_element_type is None and precision is None else None,
     )
     dst = call.pattern.outputs[0]
+    dots = False
     for layout in (*call.pattern.inputs, dst):
         plain_dims(call, layout)
-    _check_dots(call, arrays)
+        dots = dots or layout.has_ellipsis
+    if dots:
+        _check_dots(call, arrays)
     opened = [call.operand(x, i) for i, x in enumerate(arrays)]
     have = _factors(call, opened)
     owners = _owners(call, have, dst.names)
@@ -124,7 +127,7 @@ def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:
 
 def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, int]) -> dict[str, Any]:
     """The fix that places a dimension of one operand as the other has it, if the right side allows that."""
-    first, second = (opened[n].factors[opened[n].position(name)].axes for n in pair)
+    first, second = (opened[n].factors[opened[n].names.index(name)].axes for n in pair)
     [dst] = call.pattern.outputs
     right = next((atom.axes or () for atom in dst.atoms if atom.name == name), None)
     for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
@@ -208,10 +211,12 @@ def _marked(call: Call, opened: Sequence[Operand], owners: Mapping[str, Factor])
 
 def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:
     letters: dict[str, str] = {}
-    for name in (n for operand in opened for n in operand.names):
-        if name not in letters:
-            if len(letters) == len(string.ascii_letters):
-                call.fail(f"einsum takes up to {len(letters)} dimensions in all.", error=LayoutError)
-            letters[name] = string.ascii_letters[len(letters)]
-    left = ",".join("".join(letters[n] for n in operand.names) for operand in opened)
-    return f"{left}->{''.join(letters[n] for n in right)}"
+    left: list[str] = []
+    for operand in opened:
+        for name in operand.names:
+            if name not in letters:
+                if len(letters) == len(string.ascii_letters):
+                    call.fail(f"einsum takes up to {len(letters)} dimensions in all.", error=LayoutError)
+                letters[name] = string.ascii_letters[len(letters)]
+        left.append("".join(map(letters.__getitem__, operand.names)))
+    return f"{','.join(left)}->{''.join(map(letters.__getitem__, right))}"

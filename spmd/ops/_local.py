@@ -291,7 +291,7 @@ def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
 def _check_blocks(call: Call, layouts: Sequence[Layout]) -> None:
     for layout in layouts:
         for dim in layout.dims:
-            scattered = sum(bool(a.axes) for a in dim.atoms) > 1 and call.frame.mode == "auto"
+            scattered = dim.scattered and call.frame.mode == "auto"
             if any(dim.margin) or scattered:
                 what = "has no margins" if any(dim.margin) else "cannot be cut into scattered blocks"
                 rule = f"in {call.frame.mode} mode a body sees whole arrays, and a whole array {what}."

@@ -106,6 +106,7 @@ def land(
     dst = call.pattern.outputs[0]
     atoms = {atom.name: atom for atom in dst.atoms}
     scatters: list[tuple[int, Axes]] = []
+    gone: set[str] = set()
     for position, name in enumerate(names):
         if name not in atoms:  # one of "..."
             continue
@@ -116,11 +117,13 @@ def land(
         gained = after[len(before) :]
         call.local(have[name].size, after, name, atoms[name].span)
         scatters.append((position, gained))
+        gone.update(gained)
     left = dst.unreduced
-    _check_left(call, dst, partial, linear)
+    if left:
+        _check_left(call, dst, partial, linear)
     if not call.frame.explicit:  # whole arrays have no parts
         return Landing((), (), ())
-    gone = {*left, *(axis for _, axes in scatters for axis in axes)}
+    gone.update(left)
     return Landing(tuple(scatters), call.frame.in_mesh_order(set(partial) - gone), call.frame.in_mesh_order(left))
 
 

@@ -85,7 +85,7 @@ def shrunk(
     given = [dims for x, dims in zip(leaves, read.dims, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)]
     fixed = {atom.name for dims in given for dim, _ in dims for atom in dim.atoms}
     written = [dim for dims in read.dims for dim, _ in dims]
-    written += [dim for layout in plan.outputs.declared() for dim in layout.dims]
+    written += [dim for layout in plan.outputs.declared for dim in layout.dims]
     free = {name: size for name, size in sizes.items() if name not in fixed | known.keys()}
     used = {size for name, size in sizes.items() if name not in free}
     least = max((_largest(x) + 1 for x in leaves), default=0)

@@ -1,13 +1,14 @@
 """What a reader of `spmd` meets: lines by room, what a call passes through, ideas that are there more than once, circles
 of imports, names that hide others.
 
-    python tests/benchmarks/house.py [--root CHECKOUT] [--json FILE]
+    python tests/benchmarks/house.py [--root CHECKOUT] [--json FILE] [--check off]
     python tests/benchmarks/house.py --graph text|dot [--root CHECKOUT]
 
 Lines of code are those that hold code: no blank lines, comments or docstrings. A call is the README's `mlp`, followed
 with `sys.setprofile`: the functions of `spmd` that it enters, their files, and how often control passes from one file
-of `spmd` to another. An idea is counted by the files that have its mark, a line of code that nobody writes for anything
-else; they are printed, so that a reader can judge.
+of `spmd` to another. Before Python 3.12 a comprehension is a function too. With `--check off` the kernel is made
+without the checker, and the difference is the checker's part. An idea is counted by the files that have its mark, a
+line of code that nobody writes for anything else; they are printed, so that a reader can judge.
 
 The graph shows which room imports from which, as text from the top floor down, or file by file for `dot -Tsvg`. With
 `--root` all of it is measured on another checkout, as before a change: `git worktree add ../before 99bb065`.
@@ -102,7 +103,7 @@ def followed(run: Callable[[], Any]) -> dict[str, int]:
     return {"functions": len(entered), "files": len({file for file, _ in entered}), "passages": passages}
 
 
-def calls() -> dict[str, dict[str, int]]:
+def calls(**how: Any) -> dict[str, dict[str, int]]:
     """The README's `mlp`: decorated, called, called again, and called with a weight that does not fit."""
     mesh = spmd.make_mesh(dp=2, tp=4)
 
@@ -116,7 +117,7 @@ def calls() -> dict[str, dict[str, int]]:
     pattern = "b/dp s/tp d, d/dp f/tp, f/tp d/dp -> b/dp s/tp d"
     made: list[Any] = []
     x, w_in, w_out = jnp.ones((4, 16, 32)), jnp.ones((32, 64)), jnp.ones((64, 32))
-    found = {"decorate": followed(lambda: made.append(spmd.kernel(pattern, mesh=mesh)(mlp)))}
+    found = {"decorate": followed(lambda: made.append(spmd.kernel(pattern, mesh=mesh, **how)(mlp)))}
     [kernel] = made
     found["first call"] = followed(lambda: kernel(x, w_in, w_out))
     kernel(x, w_in, w_out)
@@ -260,6 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--root", metavar="CHECKOUT", help="measure another checkout")
+    parser.add_argument("--check", choices=["error", "warn", "off"], help="what the kernel says of the checker")
     parser.add_argument("--graph", choices=["text", "dot"], help="print the graph of imports only")
     options = parser.parse_args()
     if options.graph:
@@ -268,7 +270,7 @@ def main() -> None:
     spmd.use_cpu_devices(8)
     found = {
         "rooms": rooms(),
-        "calls": calls(),
+        "calls": calls(**({"check": options.check} if options.check else {})),
         "ideas": ideas(),
         "circles": circles(),
         "hidden names": hidden_names(),

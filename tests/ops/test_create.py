@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import from_function
 from spmd.errors import LayoutError, SizeError, SpmdError
 from spmd.fft import fftfreq, rfftfreq
+from spmd.language import Size
 from spmd.modes import MODES
 from spmd.ops import full, iota, linspace, ones, zeros
 from tests import simulator
@@ -60,7 +61,7 @@ def test_dtypes_are_those_of_jax(mode: str, x64: bool) -> None:
 
 
 def test_sizes_come_from_the_frame() -> None:
-    with frame(MESH, bound=(("b", 6, "argument x"),)).enter():
+    with frame(MESH, bound=(("b", Size(6, "argument x")),)).enter():
         assert zeros("b/dp 3").shape == (6, 3)
 
 
