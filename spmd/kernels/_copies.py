@@ -205,12 +205,16 @@ def _diagnosis(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequ
 
     body.__wrapped__ = plan.signature.fn  # so that the jaxpr says where it was written
     mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
-    jaxpr = jax.make_jaxpr(plan.jit(mapped))(*leaves)
+    program = jax.make_jaxpr(plan.jit(mapped))(*leaves)
+    [entry] = program.eqns
     known = {"mesh_axes": everywhere, "kernel": plan.signature.text}
     known |= {"arg_names": plan.paths, "arg_layouts": plan.layouts}
-    # A fault inside the body is the cause, and says more.
-    check_jaxpr(jaxpr, how=plan.signature.check, always=True, **known)
-    return _Results(plan, frame, unequal, jaxpr, explain_output(jaxpr, **known))
+    try:
+        check_jaxpr(entry.params["jaxpr"], how=plan.signature.check, always=True, **known)
+    except ReplicationError as error:  # a fault inside the body is the cause, and says more
+        error.program = program
+        raise
+    return _Results(plan, frame, unequal, program, explain_output(entry.params["jaxpr"], **known))
 
 
 class _Told(NamedTuple):

@@ -6,10 +6,9 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import spmd
-from tests.errors.registry import X, bad, fixed
+from tests.errors.registry import X, bad
 
 
 @bad
@@ -75,8 +74,3 @@ def a_checkpoint_of_something_else(mesh):
             saved.save(1, {"w": jnp.ones(3), "name": "a"})
         finally:
             saved.close()
-
-
-@fixed
-def batches_that_do_not_divide_fixed(mesh):
-    np.testing.assert_array_equal(next(spmd.cluster.batches(X, "b/dp d", batch=4, shuffle=False, mesh=mesh)), X[:4])
