@@ -564,7 +564,11 @@ class Call:
     def _unclear(self) -> bool:
         """Whether a reshape does not show which dimension an axis divides, if some have one element on a device."""
         layouts = (*self.pattern.inputs, *self.pattern.outputs)
-        return any([dim.composite and bool(dim.axes) for layout in layouts for dim in layout.dims])
+        for layout in layouts:
+            for dim in layout.dims:
+                if dim.composite and dim.axes:
+                    return True
+        return False
 
     def _close(self, sizes: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         extra, rest, shape = len(self.ellipsis_shape()), list(sizes), []
