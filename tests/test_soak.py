@@ -15,7 +15,7 @@ from tests.sampler import Choices, seeds
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-@pytest.mark.parametrize("family", [*FAMILIES, "calls", "checker"])
+@pytest.mark.parametrize("family", [*FAMILIES, "calls", "checker", "layouts"])
 def test_programs(seed: int, family: str) -> None:
     """What the soak runs, one at a time."""
     result, error = soak.run_one(family, Choices(seed))

@@ -56,6 +56,12 @@ OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap"
 # Larger constants are not looked at: reading them would cost more than the trace.
 LARGEST_CONSTANT = 1_000_000
 
+# The place of an axis in a dimension of several factors, whose order is lost step by step; larger than other places.
+NESTED = 63
+
+# JAX's own functions of single elements, whose loop runs until all have converged. Those that have stay as they are.
+EACH_ALONE = ("random_gamma_grad_impl", "_poisson_knuth", "_poisson_rejection")
+
 # What is done along a dimension, and leaves a value constant that is constant along it.
 KEEP_CONSTANTS = frozenset(("flip", "sort"))
 
@@ -96,7 +102,7 @@ class Engine(Domain):
         self.made_pending: list[tuple[Any, tuple[Any, ...]]] = []
         self._states: dict[State, State] = {}
         self._loops: list[Any] = []
-        self._diverged = False
+        self._diverged = self._each_alone = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
         self._history: History | None = None
@@ -395,25 +401,47 @@ class Engine(Domain):
     def sliced(self, value: State, operand: Any) -> State:
         """One step of a loop over the leading dimension. Over a divided one it is an element of a piece."""
         axes = axes_of_dim(value.dims[0]) if value.dims else ()
-        pending = value.pending | {Pending(STEP, a, -1) for a in axes if a not in value.different and self.wide(a)}
-        return self.kept(value._replace(dims=value.dims[1:], pending=pending, table=None))
+        axes = tuple(filter(self.wide, axes))
+        places = enumerate(axes) if axes and len(value.dims[0]) == 1 else ((NESTED, a) for a in axes)
+        steps = {Pending(STEP, a, self._step(i)) for i, a in places if a not in value.different}
+        return self.kept(value._replace(dims=value.dims[1:], pending=value.pending | steps, table=None))
+
+    def _step(self, place: int) -> int:
+        """What tells the steps of the loop that the walk is in from those of loops around it, and the place of the axis
+        among those that divide the dimension."""
+        return -2 - place - (NESTED + 1) * len(self._loops)
+
+    def _steps(self, value: State) -> dict[Pending, int]:
+        """The steps of this loop that a value comes from, each with the place of its axis."""
+        first = self._step(0)
+        places = {p: first - p.at for p in value.pending if p.kind == STEP}
+        return {p: place for p, place in places.items() if 0 <= place <= NESTED}
 
     def stacked(self, value: State, result: Any) -> State:
         """Steps differ from one another. Those over a divided dimension are put together as it was."""
         length = shape_of(result)[0]
-        axes = tuple(a for a in self.sizes if any(p.kind == STEP and p.axis == a for p in value.pending))
+        steps = self._steps(value)
+        order = sorted((place, p.axis) for p, place in steps.items())
+        axes = tuple(axis for _, axis in order)
         leading = normal([(length, axes)]) if axes else plain(length)
-        pending = frozenset(p for p in value.pending if p.kind != STEP)
-        if axes and any(a in value.divided for a in axes):
+        different = value.different
+        if [place for place, _ in order] != list(range(len(axes))) or not value.divided.isdisjoint(axes):
             leading = hidden(length)
-        return self.kept(value._replace(dims=(leading, *value.dims), pending=pending, table=None))
+            different |= set(axes) - value.divided
+        pending = value.pending.difference(steps)
+        dims = (leading, *value.dims)
+        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None))
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
+        before = self._each_alone
+        self._each_alone = test is not None and any(called_in_jax(eqn, name) for name in EACH_ALONE)
         self._loops.append(eqn)
         short = test is None and _moves_blocks(eqn, body)
         outs = self._in_turn(eqn, body, operands) if short else super().loop(eqn, body, test, operands)
+        outs = list(map(self._ended, outs))
         self._loops.pop()
-        return list(map(self._ended, outs))
+        self._each_alone = before
+        return outs
 
     def _in_turn(self, eqn: Any, body: Held, operands: Sequence[State]) -> list[State]:
         """The results of a short loop, round by round: in each, blocks have moved on, and counters are other ones."""
@@ -441,19 +469,27 @@ class Engine(Domain):
 
     def _ended(self, value: State) -> State:
         """A carry that went through a piece was not given what the other pieces hold."""
-        steps = {p for p in value.pending if p.kind == STEP}
+        steps = self._steps(value)
         if not steps or not self._loops:
             return value
         if self.silent(self._loops[-1]):
             return self.unknown_like(value)
         number = self.number(self._loops[-1])
-        pending = (value.pending - steps) | {Pending("recurrence", p.axis, number) for p in steps}
+        pending = value.pending.difference(steps) | {Pending("recurrence", p.axis, number) for p in steps}
         return self.kept(value._replace(pending=pending, table=None))
 
     def decided(self, value: State, predicate: State) -> State:
-        """Devices that take another branch, or stop earlier, hold other values."""
+        """Devices that take another branch, or stop earlier, hold other values. After `vmap` rows do so, too."""
+        if predicate.dims:
+            pairs = zip(value.dims, predicate.dims, strict=False)
+            rows = [unify(v, p, value.different, predicate.different) or hidden(size_of(v)) for v, p in pairs]
+            dims = (*rows, *value.dims[len(rows) :])
+            lost = value.divided.difference(*map(axes_of_dim, dims))
+            value = self.kept(value._replace(dims=dims, different=value.different | lost, table=None))
         if not predicate.axes:
             return value
+        if self._each_alone:
+            return self.kept(value._replace(different=value.different | (predicate.axes - value.axes), table=None))
         unknown = NONE if self._diverged else {p.axis for p in predicate.pending}  # a fault is told once
         pending = value.pending if self._diverged else value.pending | predicate.pending
         different = value.different | (predicate.axes - unknown - value.divided)

@@ -85,12 +85,15 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     if loose:  # any of the dimensions of one element may be the one that is divided
         dims = [hidden(n) if n == 1 else free(n) for n in new]
     ambiguous = False
+    ending: Sequence[int] = ()  # the dimensions just made, if the last factor is divided and has one element
     for before, after in groups(old, new):
         factors = [factor for d in before for factor in operand.dims[d]]
         if not after:  # an element of a dimension of size 1 is not a block any more
             ambiguous |= any(is_divided(axes) for _, axes in factors)
             continue
         if not before:
+            for d in (*ending, *after) if ending else ():
+                dims[d] = hidden(new[d])
             ambiguous |= any(new[d] == 1 for d in after) and after.stop < len(new)
             continue
         leading = bool(factors) and is_divided(factors[0][1])
@@ -102,6 +105,7 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
                 doubt = True
             dims[d] = hidden(new[d]) if doubt or not ones.isdisjoint(axes_of_dim(dim) if loose else ()) else dim
         ambiguous = False
+        ending = after if len(factors) > 1 and factors[-1][0] == 1 and is_divided(factors[-1][1]) else ()
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims)])
 
 
@@ -137,13 +141,25 @@ def _piece_of(dim: Dim, size: int) -> Dim:
     return hidden(size) if axes_of_dim(dim) or any(axes is HIDDEN for _, axes in dim) else plain(size)
 
 
+def _every(dim: Dim, n: int, start: int, stride: int) -> Dim | None:
+    """All elements of a dimension, or every second, third... of each block, as of the whole; None for others."""
+    *outer, (size, axes) = dim
+    if size % stride or start >= stride or n * stride != size_of(dim):
+        return None
+    return normal([*outer, (size // stride, axes)])
+
+
 def _slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Some elements of a piece are not the same ones of the whole; dimensions that stay as long pass."""
     out = shape_of(eqn.outvars[0])
-    whole = [n == m for n, m in zip(shape_of(eqn.invars[0]), out, strict=True)]
     [operand] = operands
-    dims = [dim if same else _piece_of(dim, n) for dim, same, n in zip(operand.dims, whole, out, strict=True)]
-    pieces = [("slice", a) for dim, same in zip(operand.dims, whole, strict=True) if not same for a in axes_of_dim(dim)]
+    starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(out)
+    dims: list[Dim] = []
+    pieces: list[tuple[str, str]] = []
+    for dim, n, start, stride in zip(operand.dims, out, starts, strides, strict=True):
+        every = _every(dim, n, start, stride)
+        dims.append(every or _piece_of(dim, n))
+        pieces += [] if every else [("slice", a) for a in axes_of_dim(dim)]
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces)])
 
 
@@ -284,6 +300,24 @@ def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 # --- indices ----------------------------------------------------------------------------------------------------
 
 
+def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any, before: Sequence[int]) -> list[Dim] | None:
+    """The dimensions of the indices, if they pick from one dimension all elements in order, or this device's block."""
+    if len(numbers.start_index_map) != 1 or indices.table is None:
+        return None
+    [d] = numbers.start_index_map
+    dim, n = operand.dims[d], before[d]
+    axes = integers.rows_of(indices.table, n, walk.sizes)
+    if axes is None or len(dim) > 1 or dim[0][1] in (FREE, HIDDEN) or not operand.axes.isdisjoint(axes):
+        return None
+    size = math.prod(indices.table.shape)
+    long = [i for i, m in enumerate(indices.table.shape[:-1]) if m == size]
+    if not long:
+        return None
+    dims = [free(m) for m in indices.table.shape[:-1]]
+    dims[long[0]] = normal([(size, (*dim[0][1], *axes))])
+    return dims
+
+
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
     operand, indices = operands
@@ -291,7 +325,8 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     before, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     window = [d for d in range(len(before)) if d not in numbers.collapsed_slice_dims and d not in batching]
-    rest = iter(indices.dims[:-1])
+    own = _own_rows(walk, operand, indices, numbers, before)
+    rest = iter(indices.dims[:-1] if own is None else own)
     dims: list[Dim] = []
     for d, n in enumerate(out):
         if d in numbers.offset_dims:
@@ -300,7 +335,7 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             dims.append(operand.dims[source] if same else _piece_of(operand.dims[source], n))
         else:
             dims.append(next(rest, hidden(n)))
-    picked = [d for d in numbers.start_index_map if taken[d] != before[d]]
+    picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
     # An index into a whole dimension lies as the indices do. One into a piece is right if it was moved by axis_index.
     lies = {a for dim in dims for a in axes_of_dim(dim)}
@@ -309,12 +344,28 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others, linear)])
 
 
+def _covering(operand: State, updates: State, numbers: Any) -> dict[int, Dim]:
+    """For each dimension of the operand of a scatter that indices do not pick from, the one of the updates."""
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    window = [d for d in range(len(operand.dims)) if d not in numbers.inserted_window_dims and d not in batching]
+    found = {d: updates.dims[i] for d, i in zip(window, numbers.update_window_dims, strict=True)}
+    rest = [dim for i, dim in enumerate(updates.dims) if i not in numbers.update_window_dims]
+    places = getattr(numbers, "scatter_indices_batching_dims", ())
+    return found | {d: rest[i] for d, i in zip(batching, places, strict=True)}
+
+
 def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x.at[indices].set(updates)`, or add: what is placed by an index lies as nobody knows."""
     operand, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     placed = set(numbers.scatter_dims_to_operand_dims) | set(numbers.inserted_window_dims)
-    dims = [hidden(size_of(dim)) if d in placed else dim for d, dim in enumerate(operand.dims)]
+    covering = _covering(operand, updates, numbers)
+    dims: list[Dim] = []
+    for d, dim in enumerate(operand.dims):
+        update = None if d in placed else covering.get(d)
+        if update is not None and size_of(update) == size_of(dim):
+            update = unify(dim, update, operand.different, updates.different)
+        dims.append(update if update is not None and size_of(update) == size_of(dim) else hidden(size_of(dim)))
     pieces = [("index", a) for d in placed for a in axes_of_dim(operand.dims[d])]
     held = {a for dim in dims for a in axes_of_dim(dim)}
     linear = sums(walk, eqn, [operand, updates])
@@ -333,7 +384,7 @@ def _top_k(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """The largest of a piece are not those of the whole; other dimensions pass."""
     [operand] = operands
     rank = len(operand.dims)
-    along = eqn.params.get("axis", -1) % rank
+    along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % rank
     pieces = [("top_k", a) for a in axes_of_dim(operand.dims[along])]
     outs = []
     for var in eqn.outvars:

@@ -167,19 +167,19 @@ def _window(eqn: Any) -> Map:
     return Map([every], every, whole=dict.fromkeys(wide, "stencil"), made=frozenset(wide))
 
 
-def _matrices(kind: str) -> Callable[[Any], Map]:
-    """The last two dimensions of each operand are needed whole, and the ones before them are a batch."""
+def _matrices(kind: str, core: int = 2) -> Callable[[Any], Map]:
+    """The matrices are needed whole: the last `core` dimensions of the largest operand. Those before them are a batch,
+    of the other operands too."""
 
     def made(eqn: Any) -> Map:
+        batch = max(0, max(map(_rank, eqn.invars)) - core)
         operands = []
         whole: dict[int, str] = {}
         for i, var in enumerate(eqn.invars):
-            rank = _rank(var)
-            last = [1000 + 2 * i + d for d in range(min(rank, 2))]
+            last = [1000 + 10 * i + d for d in range(_rank(var) - batch)]
             whole |= dict.fromkeys(last, kind)
-            operands.append([*range(rank - len(last)), *last])
-        batch = max((len(labels) for labels in operands), default=2) - 2
-        return Map(operands, range(max(batch, 0)), whole=whole)
+            operands.append([*range(batch), *last])
+        return Map(operands, range(batch), whole=whole)
 
     return made
 
@@ -276,10 +276,13 @@ _enter("fft", _fft, "passes", "whole: fft", "fft_lengths")
 _enter("reduce_window_sum cumulative_sum", _window, "passes", "whole: stencil", "window_dimensions")
 _enter("reduce_window_max reduce_window_min", _window, "curved", "whole: stencil", "window_dimensions")
 _enter(
-    """cholesky lu qr geqrf eig eigh svd schur lu_pivots_to_permutation householder_product hessenberg
+    """cholesky lu qr geqrf eig eigh svd schur householder_product hessenberg
     tridiagonal tridiagonal_solve lu_solve""",
     _matrices("linear algebra"),
     "curved",
     "whole: linear algebra",
+)
+_enter(
+    "lu_pivots_to_permutation", _matrices("linear algebra", 1), "curved", "whole: linear algebra", "permutation_size"
 )
 _enter("triangular_solve", _triangular_solve, "curved", "whole: linear algebra, columns pass", "left_side")

@@ -89,38 +89,57 @@ def dims_of(layout: str, shape: tuple[int, ...]) -> list[Dim]:
     return [((n, tuple(dim.axes)),) for dim, n in zip(Layout(layout).dims, shape, strict=True)]
 
 
-def whole(stacked: np.ndarray, dims: Sequence[Dim], partial: frozenset[str] = frozenset()) -> np.ndarray:
+class Apart(AssertionError):
+    """The devices do not hold what they are said to hold."""
+
+
+def nearly(one: np.ndarray, two: np.ndarray) -> bool:
+    return np.allclose(one, two, rtol=1e-3, atol=1e-4)
+
+
+def whole(
+    stacked: np.ndarray,
+    dims: Sequence[Dim],
+    partial: frozenset[str] = frozenset(),
+    mesh_axes: Sequence[str] = AXES,
+    close: Callable[[np.ndarray, np.ndarray], bool] = nearly,
+) -> np.ndarray:
     """The whole array, put together from what the devices hold as these dims say; terms of a sum are added.
 
     Along an axis that divides nothing, all devices must hold the same. A constant dimension is one element of it.
     """
-    counts = stacked.shape[: len(AXES)]
+    counts = stacked.shape[: len(mesh_axes)]
     value = stacked.reshape(*counts, *(size for dim in dims for size, _ in dim))
     order: list[int] = []
     shape: list[int] = []
-    place = len(AXES)
+    place = len(mesh_axes)
     for dim in dims:
         shape.append(1)
         for size, axes in dim:
             if axes is FREE:
                 first = value.take([0], axis=place)
-                np.testing.assert_allclose(value, np.broadcast_to(first, value.shape), rtol=1e-4, atol=1e-5)
+                _agree(close, value, first)
                 value, size = (first, 1) if len(dim) == 1 else (value, size)
-            for i in map(AXES.index, axes if is_divided(axes) else ()):
+            for i in map(mesh_axes.index, axes if is_divided(axes) else ()):
                 order.append(i)
                 shape[-1] *= counts[i]
             order.append(place)
             shape[-1] *= size
             place += 1
-    rest = [i for i in range(len(AXES)) if i not in order]
+    rest = [i for i in range(len(mesh_axes)) if i not in order]
     value = value.transpose(*rest, *order)
-    for axis in (AXES[i] for i in rest):
+    for axis in (mesh_axes[i] for i in rest):
         if axis in partial:
             value = value.sum(0)
             continue
-        np.testing.assert_allclose(value, np.broadcast_to(value[:1], value.shape), rtol=1e-3, atol=1e-4)
+        _agree(close, value, value[:1])
         value = value[0]
     return value.reshape(shape)
+
+
+def _agree(close: Callable[[np.ndarray, np.ndarray], bool], value: np.ndarray, first: np.ndarray) -> None:
+    if not close(value, np.broadcast_to(first, value.shape)):
+        raise Apart
 
 
 def trace(body: Callable[..., Any], *specs: Any, out: Any = P(AXES), m: Any = None, args: Any = None) -> Any:

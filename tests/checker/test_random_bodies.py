@@ -1,0 +1,275 @@
+"""Random bodies against the numbers of the devices, proof that a wrong rule is found so, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import spmd
+from spmd.checker._dataflow import Dataflow, walk_closed
+from spmd.checker._state import FREE, State, axes_of_dim, join_dims, size_of
+from spmd.checker._table import TABLE, Map
+from tests.checker import random_bodies, truth
+from tests.checker.random_functions import (  # fmt: skip
+    ALONG,
+    ALONG_LINEAR,
+    CURVED,
+    CURVED_PAIRS,
+    LINEAR,
+    LINEAR_PAIRS,
+    MATRICES,
+    REDUCERS,
+)
+from tests.sampler import Choices, seeds
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_no_layout_is_claimed_that_the_numbers_contradict(seed: int) -> None:
+    verdict = truth.judged(Choices(seed))
+    assert not verdict.faults, "\n".join([verdict.text, *verdict.faults])
+
+
+def test_many_values_are_compared() -> None:
+    """The checker could say nothing and never be wrong."""
+    verdicts = [truth.judged(Choices(seed)) for seed in seeds(4)]
+    assert sum(v.known for v in verdicts) > 0.2 * sum(v.values for v in verdicts)
+
+
+# --- all primitives are drawn -----------------------------------------------------------------------------------
+
+# Those that no body of a `shard_map` has: names of other versions of JAX, what belongs outside, what has no NumPy here.
+ELSEWHERE = [
+    "copy_p",
+    "pvary",
+    "pbroadcast",
+    "pcast",
+    "preduced",
+    "reduced_vary_cast",
+    "reduced_vary_cast_p",
+    "mesh_cast",
+    "layout_constraint",
+    "sharding_constraint",
+    "one_minus_square",
+    "polynomial",
+    "eq_to",
+    "lt_to",
+    "le_to",
+    "cumulative_sum",
+    "psum",
+    "psum_scatter",
+    "unreduced_psum",
+    "unreduced_reduce_scatter",
+    "all_gather_reduced",
+    "vary_unreduced_cast",
+    "vary_unreduced_cast_p",
+    "ragged_all_to_all",
+    "pgather",
+    "scatter_add",
+    "scatter_sub",
+    "scatter_mul",
+    "scatter_min",
+    "scatter_max",
+    "random_clone",
+    "lu_solve",
+    "pallas_call",
+    "device_put",
+    "rng_bit_generator",
+    "threefry2x32",
+    "random_gamma",
+    "spmd_retype",
+    "geqrf",
+    "tile",
+    "stack",
+    "copy",
+    "log2",
+    "split",
+]
+
+
+def names_of(jaxpr: Any) -> set[str]:
+    found = set()
+    for eqn in truth.opened(jaxpr).eqns:
+        found |= {eqn.primitive.name}.union(*map(names_of, truth.parts_of(eqn)))
+    return found
+
+
+def test_every_entry_of_the_table_is_reached() -> None:
+    """Each function and each move of the generator, once."""
+    x, y = jnp.ones((4, 6)), jnp.full((4, 6), 0.5)
+    found = set()
+    for fns, args in (
+        (CURVED + LINEAR, (x,)),
+        (CURVED_PAIRS + LINEAR_PAIRS, (x, y)),
+        (ALONG + ALONG_LINEAR + REDUCERS, (x,)),
+        (MATRICES, (jnp.eye(6), jnp.ones((6, 4)))),
+    ):
+        for fn in fns:
+            run = (lambda x, fn=fn: fn(x, 1)) if fns[-1] is REDUCERS[-1] else fn
+            found |= names_of(jax.make_jaxpr(run)(*args))
+    for draw in random_bodies.NOISE:
+        found |= names_of(jax.make_jaxpr(lambda draw=draw: draw(jax.random.key(1), (3,)))())
+    for call in random_bodies.CALLS:
+        found |= names_of(jax.make_jaxpr(call(jnp.sin))(x))
+    missing = {*TABLE, *Dataflow.rules} - found - {*ELSEWHERE}
+    for seed, move in enumerate(random_bodies.RIGHT * 12):
+        missing -= names_of(body_with(move, seed)) if missing else set()
+    assert not missing, " ".join(sorted(missing))
+
+
+def body_with(move: random_bodies.Move, seed: int) -> Any:
+    """A body in which this move is drawn often."""
+    choices = Choices(seed)
+    plan = random_bodies.drawn(choices)._replace(wrong=None, often=(move,))
+    return random_bodies.traced(choices, plan, plan.mesh).jaxpr
+
+
+# --- a wrong rule is found ----------------------------------------------------------------------------------------
+
+TRUE = {name: entry.map for name, entry in TABLE.items()}
+
+
+def forgets_to_permute(eqn: Any) -> Map:
+    every = range(len(eqn.params["permutation"]))
+    return Map([every], every)
+
+
+def sums_in_silence(eqn: Any) -> Map:
+    return TRUE["reduce_sum"](eqn)._replace(reduced={})
+
+
+def largest_in_silence(eqn: Any) -> Map:
+    return TRUE["reduce_max"](eqn)._replace(reduced={})
+
+
+def contracts_in_silence(eqn: Any) -> Map:
+    return TRUE["dot_general"](eqn)._replace(reduced={})
+
+
+MAPS = {
+    "transpose": forgets_to_permute,
+    "reduce_sum": sums_in_silence,
+    "reduce_max": largest_in_silence,
+    "dot_general": contracts_in_silence,
+}
+
+
+def identity(walk: Any, eqn: Any, operands: Any) -> Any:
+    return list(operands)
+
+
+def scatters_elsewhere(walk: Any, eqn: Any, operands: Any) -> Any:
+    """Another dimension of the result is the one that is divided."""
+    [out] = SCATTERS(walk, eqn, operands)
+    turned = zip(out.dims, out.dims[::-1], strict=True)
+    return [out._replace(dims=tuple(((size_of(new), axes_of_dim(old)),) for new, old in turned))]
+
+
+def equal_everywhere(walk: Any, eqn: Any, operands: Any) -> Any:
+    return [State(number=True)]
+
+
+def merges_as_one(walk: Any, eqn: Any, operands: Any) -> Any:
+    """A merged dimension is called divided as a whole."""
+    [out] = RESHAPES(walk, eqn, operands)
+    return [out._replace(dims=tuple(((size_of(dim), axes_of_dim(dim)),) for dim in out.dims))]
+
+
+SCATTERS, RESHAPES = Dataflow.rules["reduce_scatter"], Dataflow.rules["reshape"]
+RULES: dict[str, Callable[..., Any]] = {
+    "reduce_scatter": scatters_elsewhere,
+    "ppermute": identity,
+    "all_gather": identity,
+    "psum_invariant": identity,
+    "axis_index": equal_everywhere,
+    "reshape": merges_as_one,
+    "gather": identity,
+}
+BROKEN = [
+    *((TABLE, name, TABLE[name]._replace(map=wrong)) for name, wrong in MAPS.items()),
+    *((TABLE, name, TABLE[name]._replace(linear=wrong)) for name, wrong in {"sin": "passes", "mul": "sums"}.items()),
+    *((Dataflow.rules, name, wrong) for name, wrong in RULES.items()),
+]
+# What the programs have often, so that fewer of them do.
+HINTS = [(), (random_bodies.scaled,), (random_bodies.scattered,), (random_bodies.transposed,)]
+MOST = 150  # programs
+
+
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one entry broken at a time; each program is traced and run once for all of them."""
+    left = list(BROKEN)
+    for seed in range(MOST):
+        judge = truth.Judge(Choices(seed), HINTS[seed % len(HINTS)]) if left else None
+        for one in left[:] if judge else ():
+            with monkeypatch.context() as broken:
+                broken.setitem(*one)
+                if found(judge):
+                    left.remove(one)
+    assert not left, f"not found: {[name for _, name, _ in left]}"
+
+
+def found(judge: truth.Judge) -> bool:
+    try:
+        return bool(judge.verdict().faults)
+    except (ValueError, IndexError, TypeError, AttributeError):  # a state that does not fit its value
+        return True
+
+
+# --- what random bodies have found ----------------------------------------------------------------------------------
+
+RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
+    "rows in another order of axes": ("n/tp/dp -> n/tp/dp", lambda x: lax.map(jnp.sin, x)),
+    "rows of rows": ("a/dp b -> a/dp b", lambda x: lax.map(lambda row: lax.map(jnp.sin, row), x)),
+    "rows with a loop of their own": (
+        "a/dp b -> a/dp b",
+        lambda x: lax.map(lambda row: lax.fori_loop(0, 2, lambda _, c: jnp.sin(c), row), x),
+    ),
+    "every second of a divided dimension": ("a b/dp -> a c/dp", lambda x: x[:, ::2] + x[:, 1::2]),
+    "all rows by their numbers": ("a/dp b -> a/dp b", lambda x: x[jnp.arange(x.shape[0])]),
+    "own block of a block by rows": (
+        "a/dp b -> a/dp/tp b",
+        lambda x: jnp.take(x, lax.axis_index("tp") * 2 + jnp.arange(2), axis=0, mode="clip"),
+    ),
+    "a loop in a function of single elements": (
+        "a/dp b -> a/dp b",
+        lambda x: lax.random_gamma_grad(jnp.abs(x) + 1.0, jnp.abs(x)),
+    ),
+    "the largest along the first dimension": (
+        "a b/dp -> a b/dp",
+        lambda x: lax.approx_max_k(x, x.shape[0], reduction_dimension=0)[0],
+    ),
+    "a batch of tridiagonal systems": (
+        "a/dp b c -> a/dp b c",
+        lambda x: lax.linalg.tridiagonal_solve(x[..., 0], x[..., 1], x[..., 2], x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_raise_no_alarm(mesh: jax.sharding.Mesh, name: str) -> None:
+    pattern, body = RIGHT[name]
+    rank = len(pattern.partition("->")[0].split())
+    x = jax.ShapeDtypeStruct((16, 16, 4)[:rank] if rank < 3 else (16, 4, 4), "float32")
+    assert not spmd.check(spmd.kernel(pattern, mesh=mesh)(body), x)
+
+
+def test_a_loop_keeps_the_order_of_the_axes(mesh: jax.sharding.Mesh) -> None:
+    kernel = spmd.kernel("n/tp/dp -> n/dp/tp", mesh=mesh)(lambda x: lax.map(jnp.sin, x))
+    [finding] = spmd.check(kernel, jax.ShapeDtypeStruct((16,), "float32"))
+    assert finding.kind == "layout"
+
+
+def test_what_is_scattered_into_a_constant_is_not_constant() -> None:
+    jaxpr = jax.make_jaxpr(lambda x: jnp.zeros((3, 4)).at[jnp.array([0, 2])].add(x))(jnp.ones((2, 4)))
+    [state] = walk_closed(Dataflow("body", ("dp",)), jaxpr)
+    assert all(axes is not FREE for dim in state.dims for _, axes in dim)
+
+
+def test_divided_factors_of_one_element_are_joined() -> None:
+    one, two = ((1, ("dp",)), (2, ("tp",))), ((2, ("tp",)),)
+    for a, b in ((one, two), (two, one)):
+        assert size_of(join_dims(a, b)) == 2
