@@ -215,7 +215,7 @@ def agrees(found: Any, alone: np.ndarray) -> bool:
     return fits and close(np.broadcast_to(found, alone.shape), alone)
 
 
-def same_sizes(state: State, found: Any, alone: np.ndarray) -> bool:
+def same_sizes(found: Any, alone: np.ndarray) -> bool:
     return found is None or all(n in (1, m) for n, m in zip(found.shape, alone.shape, strict=True))
 
 
@@ -319,8 +319,10 @@ class Judge:
                 self.values += 1
                 wrong = facts(state, arrays, self.mesh.machine)
                 if not wrong and comparable and is_whole(state) and not state.number:
-                    self.known += 1
                     found = together(arrays, state.dims, state.partial, self.mesh.machine)
+                    if self.trace.mistake and not same_sizes(found, others[i][k][0]):
+                        continue  # what a mistake calls a block is cut as one
+                    self.known += 1
                     wrong = "" if agrees(found, others[i][k][0]) else "put together, it is not the value on one device"
                 if wrong:
                     self.faults.append(
