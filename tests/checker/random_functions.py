@@ -220,6 +220,7 @@ ALONG_LINEAR: list[Along] = [
     lambda x, d: x - x.mean(d, keepdims=True),
     lambda x, d: x.at[at(d, 0)].add(1.5 * x[at(d, -1)]),
     lambda x, d: x.at[at(d, slice(1, None))].multiply(2.0),
+    lambda x, d: x.at[at(d, 0)].subtract(0.5 * x[at(d, -1)]),
     lambda x, d: jnp.tril(x) if x.ndim == 2 else 2.0 * x,
     lambda x, d: lax.associative_scan(jnp.add, x, axis=d) / x.shape[d],
     lambda x, d: jnp.diff(x, axis=d, prepend=x[at(d, slice(0, 1))]),

@@ -45,6 +45,7 @@ def test_many_values_are_compared() -> None:
 
 # Those that no body of a `shard_map` has: names of other versions of JAX, what belongs outside, what has no NumPy here.
 ELSEWHERE = [
+    "spmd_block",
     "copy_p",
     "pvary",
     "pbroadcast",
