@@ -183,7 +183,8 @@ class _At:
         """The argument of the kernel that it is."""
         made = self.made()
         if made is None:
-            return self.walk.history.arguments.get(self._outside().atom)
+            atom = self._outside().atom
+            return None if isinstance(atom, Literal) else self.walk.history.arguments.get(atom)
         eqn, at = made
         name = eqn.primitive.name
         if name == "spmd_layout" and not _as_said(eqn.params["layout"], at.of(eqn.invars[0]).state()):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from spmd.checker._state import HIDDEN, STEP, UNREAD, Axes, Dim, State, is_divided
-from spmd.language import Layout
+from spmd.language import Atom, Layout
 
 
 def text_of(layout: Layout, given: Layout, call: str) -> str:
@@ -34,9 +34,15 @@ def changed(
         if add is not None and atoms:
             atoms = (replace(atoms[0], axes=(*(atoms[0].axes or ()), add)), *atoms[1:])
             add = None
-        dims.append(replace(dim, atoms=atoms))
+        dims.append(replace(dim, atoms=_leading(atoms)))
     marks = layout.unreduced if unreduced is None else tuple(sorted(unreduced))
     return Layout.from_dims(tuple(dims), unreduced=marks, reduced=layout.reduced)
+
+
+def _leading(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+    """The factors of a dimension, divided on the leading ones only: another one behind a whole factor is whole too."""
+    whole = next((i for i, one in enumerate(atoms) if not one.axes), len(atoms))
+    return (*atoms[:whole], *(replace(one, axes=()) if one.axes else one for one in atoms[whole:]))
 
 
 # --- what is inferred -----------------------------------------------------------------------------------------------

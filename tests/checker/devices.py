@@ -298,7 +298,7 @@ def powered(eqn: Any, x: np.ndarray) -> np.ndarray:
 
 def chosen(eqn: Any, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     which = np.broadcast_to(which.astype(int), cases[0].shape)
-    return np.choose(which, cases) if cases[0].dtype.kind != "V" else cases[0]
+    return np.choose(which, cases, mode="clip") if cases[0].dtype.kind != "V" else cases[0]
 
 
 def ones_in(x: np.ndarray) -> np.ndarray:

@@ -221,7 +221,6 @@ ALONG_LINEAR: list[Along] = [
     lambda x, d: x.at[at(d, 0)].add(1.5 * x[at(d, -1)]),
     lambda x, d: x.at[at(d, slice(1, None))].multiply(2.0),
     lambda x, d: x.at[at(d, 0)].subtract(0.5 * x[at(d, -1)]),
-    lambda x, d: jnp.tril(x) if x.ndim == 2 else 2.0 * x,
     lambda x, d: lax.associative_scan(jnp.add, x, axis=d) / x.shape[d],
     lambda x, d: jnp.diff(x, axis=d, prepend=x[at(d, slice(0, 1))]),
     lambda x, d: jnp.repeat(x, 2, axis=d)[at(d, slice(1, x.shape[d] + 1))],
@@ -272,6 +271,7 @@ def solved(a: Any, x: Any) -> Any:
 
 
 MATRICES: list[Callable[[Any, Any], Any]] = [
+    lambda a, x: jnp.tril(a).sum(-1),
     lambda a, x: lax.linalg.cholesky(a).sum(-1),
     lambda a, x: lax.linalg.lu(a)[0].sum(-1),
     lambda a, x: floats(lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(a)[1], a.shape[-1])),

@@ -26,6 +26,11 @@ def test_a_changed_layout_says_what_was_changed(seed):
     assert Layout(text_of(layout, layout, str(layout))) == layout, "it reads back"
 
 
+def test_a_factor_behind_a_whole_one_is_whole():
+    assert changed(Layout("(a/dp b/tp) c/cp"), drop=["dp"]).short == "(a b) c/cp"
+    assert changed(Layout("(a/dp b/tp) c/cp"), drop=["tp"]).short == "(a b)/dp c/cp"
+
+
 def test_brackets_are_not_kept():
     assert changed(Layout("[a/tp] b")).short == "a/tp b"
 

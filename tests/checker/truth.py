@@ -289,6 +289,10 @@ class Judge:
         findings = [one for one in self.walk.findings if one.certain]
         if not shown and findings and not right:
             shown = self.shown_by_other_numbers()
+        if 1 in self.plan.mesh.values():
+            # Along one device a term of a sum is the sum. The checker reports a missing reduction all the same, as JAX
+            # does, and a ring that takes no step there is such a one.
+            findings = [one for one in findings if one.kind not in ("partial", "nonlinear", "mixed")]
         if not shown and findings:
             self.faults.append(f"an alarm, and the numbers agree: {findings[0].kind}: {findings[0]}")
         if right and shown:

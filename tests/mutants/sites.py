@@ -72,8 +72,6 @@ class Mutant:
         return f"{at} {self.collective}: {self.change}"
 
 
-_Jitted = type(_lax.psum)
-
 # jax's caches of traces go by this, so that no change is seen by a program that was traced before
 _current: Any = jax.make_user_context(None)
 
@@ -119,8 +117,12 @@ def traced_once() -> list[tuple[Any, str, Callable[..., Any]]]:
     """The library's functions under `_lax.once`, without it: JAX keeps their traces, whoever calls them next."""
     modules = [module for name, module in sys.modules.items() if name.startswith("spmd.")]
     named = [(module, name, value) for module in modules for name, value in vars(module).items()]
-    plain = [(*where, getattr(value, "__wrapped__", None)) for *where, value in named if isinstance(value, _Jitted)]
-    return [(module, name, fn) for module, name, fn in plain if fn.__module__.startswith("spmd.")]
+    return [(module, name, value.__wrapped__) for module, name, value in named if _code(value) is _code(_lax.psum)]
+
+
+def _code(value: Any) -> Any:
+    """The code of a function; functions under one decorator share that of its closure."""
+    return getattr(value, "__code__", None)
 
 
 def mutants_of(trace: Callable[[], Any]) -> list[Mutant]:
