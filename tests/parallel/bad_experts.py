@@ -103,12 +103,25 @@ def scores_of_an_unknown_kind(mesh):
     body("b/dp d, d e -> b/dp k", lambda x, w: parallel.router(x, w, k=2, scores="relu").weights, mesh, X, ROUTER.T[:4])
 
 
-@bad
-def router_gradient_left_partial(mesh):
+def router_gradient(mesh, finish=lambda result: result):
     def fn(x, w):
         def loss(w):
             return spmd.reduce(parallel.router(x, w, k=2).weights ** 2, "b/dp k -> scalar", "mean")
 
-        return spmd.grad(loss)(spmd.defer(w, "d e -> d e {R:dp}"))
+        return finish(spmd.grad(loss)(spmd.defer(w, "d e -> d e {R:dp}")))
 
-    body("b/dp d, d e -> d e", fn, mesh, X, ROUTER.T[:4])
+    return body("b/dp d, d e -> d e", fn, mesh, X, ROUTER.T[:4] * np.arange(1, 4, dtype=np.float32))
+
+
+@bad
+def router_gradient_left_partial(mesh):
+    router_gradient(mesh)
+
+
+@fixed
+def router_gradient_left_partial_fixed(mesh, fix):
+    found = router_gradient(mesh, lambda result: fix(result=result))
+    with spmd.mode("reference"):
+        np.testing.assert_allclose(
+            found, router_gradient(mesh, lambda result: fix(result=result)), rtol=1e-4, atol=1e-6
+        )
