@@ -156,3 +156,14 @@ def test_a_decision_of_a_piece_divides_what_it_decides(axis):
     found = seen(body, "a/dp b", "a b", args=(X, W))
     assert found.kinds == (["divergent"] if axis == "dp" else [])
     assert "dp" in found.states[0].axes and "tp" not in found.states[0].axes
+
+
+@pytest.mark.parametrize(
+    "along", [lambda x: lax.sort(x, dimension=1), lambda x: lax.cumsum(x, 1)], ids=["sort", "cumsum"]
+)
+@pytest.mark.parametrize("copies", [lambda x: jnp.tile(x, (1, 3)), lambda x: jnp.repeat(x, 3, axis=1)])
+def test_what_is_constant_along_a_part_of_a_dimension_is_not_after_a_walk_along_all_of_it(along, copies):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    before, after = seen(lambda x: (copies(x), along(copies(x))), "a/dp b", args=[x]).states
+    assert FREE in [axes for _, axes in before.dims[1]]
+    assert FREE not in [axes for _, axes in after.dims[1]]
