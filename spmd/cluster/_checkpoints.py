@@ -75,7 +75,7 @@ class Checkpoints:
         except ImportError as error:
             advice = 'pip install "spmd[cluster]"'
             raise SpmdError("checkpoints are saved by Orbax, which is not installed.", advice=advice) from error
-        self.path, self._keep, self._strict, self._orbax = path, keep, strict, orbax
+        self.path, self._strict, self._orbax = path, strict, orbax
         options = orbax.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = orbax.CheckpointManager(path / "steps", options=options)
         self._writer: threading.Thread | None = None
@@ -97,14 +97,14 @@ class Checkpoints:
         """
         if not is_int(step, 0):
             raise SpmdError(f"step is an integer that is not negative, not {step!r}.", call="save(step, state)")
-        self._settle()
+        self.wait()
         leaves = _named(state)
         wrong = [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]
         if wrong:
             raise SpmdError("a state consists of arrays.", call="save(step, state)", got=wrong)
         if int(step) in self._manager.all_steps():
             return
-        sums = {path: checksum(x) for path, x in leaves.items()}
+        sums = _checksums(leaves)
         about = {
             "leaves": {path: _described(x) for path, x in leaves.items()},
             "versions": {name: installed(name) for name in ("jax", "orbax-checkpoint", "spmd")},
@@ -155,18 +155,7 @@ class Checkpoints:
         return Restored(init(*args), 0)
 
     def wait(self) -> None:
-        """Wait until what was saved is written."""
-        self._settle()
-
-    def close(self) -> None:
-        """Wait, then release Orbax's threads."""
-        self._settle()
-        self._manager.close()
-
-    # --- inside ---
-
-    def _settle(self) -> None:
-        """The end of the last save, and its failure."""
+        """Wait until what was saved is written. A save that failed is reported; where `strict`, it is an error."""
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError, RuntimeError) as error:
@@ -174,6 +163,13 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+
+    def close(self) -> None:
+        """Wait, then release Orbax's threads."""
+        self.wait()
+        self._manager.close()
+
+    # --- inside ---
 
     def _failed(self, step: int | None, error: Exception) -> None:
         free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
@@ -185,7 +181,7 @@ class Checkpoints:
         print(found, file=sys.stderr)
 
     def _write_sums(self, step: int, sums: Mapping[str, Any]) -> None:
-        found = {path: int(high) << 32 | int(low) for path, (high, low) in jax.device_get(dict(sums)).items()}
+        found = _numbers(sums)
         if jax.process_index() == 0:
             folder = self.path / _SUMS
             folder.mkdir(parents=True, exist_ok=True)
@@ -204,10 +200,10 @@ class Checkpoints:
         asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in _named(wanted).items()}
         leaves = self._item(step, _STATE, args.StandardRestore(asked))
         try:
-            sums = json.loads((self.path / _SUMS / f"{step}.json").read_text())
+            saved = json.loads((self.path / _SUMS / f"{step}.json").read_text())
         except (OSError, ValueError) as error:
             raise _Damaged("its checksums were not written") from error
-        wrong = [path for path, x in leaves.items() if _number(checksum(x)) != sums.get(path)]
+        wrong = [path for path, found in _numbers(_checksums(leaves)).items() if found != saved.get(path)]
         if wrong:
             raise _Damaged(f"the numbers of {', '.join(wrong[:5])} are not those that were saved")
         if data is not None:
@@ -266,9 +262,14 @@ def _scrambled(x: jax.Array) -> jax.Array:
     return x ^ (x >> np.uint32(16))
 
 
-def _number(pair: Any) -> int:
-    high, low = jax.device_get(pair)
-    return int(high) << 32 | int(low)
+def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The checksums of all arrays, which the devices may still compute."""
+    return {path: checksum(x) for path, x in leaves.items()}
+
+
+def _numbers(sums: Mapping[str, Any]) -> dict[str, int]:
+    """Checksums as whole numbers, when the devices have them."""
+    return {path: int(high) << 32 | int(low) for path, (high, low) in jax.device_get(dict(sums)).items()}
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------
