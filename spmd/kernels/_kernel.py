@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -28,8 +28,13 @@ from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
 # Each one is a compiled program with its static values. Only static arguments that never recur would need more.
 _KEPT = 256
 
+P = ParamSpec("P")  # the parameters of a body,
+R = TypeVar("R")  # what it returns,
+S = TypeVar("S")  # and, of a method, whose it is
+Q = ParamSpec("Q")
 
-class Kernel(ByName):
+
+class Kernel(ByName, Generic[P, R]):
     """A function on whole arrays whose body sees one device's shards. Made by `kernel`.
 
     Call it like the body; `kernel.auto(...)` and `kernel.reference(...)` run one call in another mode;
@@ -52,7 +57,7 @@ class Kernel(ByName):
     def __repr__(self) -> str:
         return f"<{self.signature.text}>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         around = outermost()
         if self._warm and around is not None and not kwargs:
             leaves, structure = jax.tree_util.tree_flatten(args)
@@ -61,19 +66,25 @@ class Kernel(ByName):
                 return plan.outputs.returned(plan.jitted(*leaves))
         return self._run(ambient_mode(), args, kwargs)
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Kernel[P, R]: ...
+
+    @overload
+    def __get__(self: Kernel[Concatenate[S, Q], R], instance: S, owner: Any = None) -> Callable[Q, R]: ...
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the instance is the first argument, static or with a layout of its own."""
         return self if instance is None else functools.partial(self, instance)
 
-    def explicit(self, *args: Any, **kwargs: Any) -> Any:
+    def explicit(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one call in explicit mode: `jax.shard_map`, the collectives that the strings say."""
         return self._run(("explicit", "all"), args, kwargs, asked=True)
 
-    def auto(self, *args: Any, **kwargs: Any) -> Any:
+    def auto(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one call in auto mode: whole arrays, every layout a `with_sharding_constraint`."""
         return self._run(("auto", ambient_mode()[1]), args, kwargs, asked=True)
 
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
+    def reference(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one call in reference mode: the body on whole arrays, on one device."""
         return self._run(("reference", "all"), args, kwargs, asked=True)
 
@@ -90,7 +101,7 @@ class Kernel(ByName):
         jitted, args, kwargs = self._staged(args, kwargs)
         return jitted.lower(*args, **kwargs)
 
-    def on(self, mesh: Any) -> Kernel:
+    def on(self, mesh: Any) -> Kernel[P, R]:
         """The same kernel on another mesh; arguments that lie elsewhere are moved."""
         return Kernel(self.signature, mesh, "move")
 
@@ -312,7 +323,7 @@ def kernel(
     boundary: str = "move",
     check: str = "error",
     **sizes: int,
-) -> Callable[[Callable[..., Any]], Kernel]:
+) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a per-shard body into a function on whole arrays: `jit(shard_map(body))`, cached.
 
     Left of the arrow stands one layout per array argument, right of it the results. The body sees one device's
@@ -384,7 +395,7 @@ def kernel(
             advice='as in @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
         )
 
-    def decorate(fn: Callable[..., Any]) -> Kernel:
+    def decorate(fn: Callable[P, R]) -> Kernel[P, R]:
         if not callable(fn):
             raise LayoutError(f"a kernel's body is a function, not {kind_of(fn)}.", call=f'kernel("{pattern}")')
         signature = read(

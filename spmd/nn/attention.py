@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
 from spmd.nn.masks import attention_mask, check_positive
 from spmd.nn.rope import rotary_embedding
+
+T = TypeVar("T")
 
 __all__ = ["dot_product_attention", "multi_head_attention", "spread_heads"]
 
@@ -40,7 +42,7 @@ def dot_product_attention(
     tp: Axes = None,
     kv_heads: str = "divided",
     implementation: str | None = None,
-) -> Any:
+) -> jax.Array:
     """Softmax attention over a whole sequence: multi-head, grouped-query (g < h) or multi-query (g = 1).
 
     Query head i looks at key and value head i * g // h. The softmax is at least float32, whatever the dtype. A query
@@ -133,7 +135,7 @@ def dot_product_attention(
 
 
 @scope(mapping=None)
-def spread_heads(heads: Any, *, tp: Axes) -> Any:
+def spread_heads(heads: T, *, tp: Axes) -> T:
     """Key and value heads for more devices than heads: each device picks the heads that its queries look at.
 
     With g heads and n devices, the result has as many heads as the least common multiple of g and n. Each head is
@@ -191,7 +193,7 @@ def multi_head_attention(
     kv_heads: str = "divided",
     overlap: bool = False,
     **options: Any,
-) -> Any:
+) -> jax.Array:
     """The attention layer: projections to heads, rotary positions, attention, output projection.
 
     Layouts: x and result `"... s/cp/sp d"` (with `sp=None` and `cp=None` any `"... s d"`), wq `"d h/tp k"`, wk and wv

@@ -171,7 +171,7 @@ def cached_attention(
     softcap: float | None = None,
     cp: Axes = None,
     tp: Axes = None,
-) -> Any:
+) -> jax.Array:
     """Attention of one or more new tokens over the cache, which already has their own keys.
 
     The attention is causal: a query sees the slots at its own position and before. Over cp each device looks at its
@@ -231,7 +231,7 @@ def cached_attention(
     scores = einsum(q, cache["k"].astype(q.dtype), pattern, preferred_element_type=wide(q), **names) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
-    mask = attention_mask((positions, cache["positions"]), causal=True, window=window)
+    mask: Any = attention_mask((positions, cache["positions"]), causal=True, window=window)
     weights = softmax(scores, "... h/tp s [t/cp]", where=jnp.expand_dims(mask, -3), cp=cp, tp=tp)
     pattern = "... (g r)/tp s t/cp, ... t/cp g/tp k -> ... s (g r)/tp k"
     out = einsum(weights, cache["v"].astype(scores.dtype), pattern, **names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from spmd import SizeError, all_gather, annotate, axis_size, defer, einsum, scop
 from spmd.errors import LayoutError
 from spmd.nn.overlap import einsum_scatter, ring_columns
 
+T = TypeVar("T")  # an array of weights, or a tree of them
+
 __all__ = ["column_linear", "gated_mlp", "mlp", "qkv_linear", "row_linear"]
 
 Axes = str | tuple[str, ...] | None
@@ -19,8 +21,8 @@ Axes = str | tuple[str, ...] | None
 
 @scope(mapping=None)
 def column_linear(
-    x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
-) -> Any:
+    x: Any, w: T, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
+) -> T:
     """Multiply by a matrix with divided columns: each device makes its part of the outputs, for all tokens.
 
     The first half of a tensor-parallel pair; `row_linear` is the second. With `sp`, which names the same axes as `tp`,
@@ -84,7 +86,7 @@ def column_linear(
 @scope(mapping=None)
 def row_linear(
     x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
-) -> Any:
+) -> jax.Array:
     """Multiply by a matrix whose rows are divided, and sum over the devices that hold them.
 
     The second half of a tensor-parallel pair. With `sp`, which names the same axes as `tp`, the sum is scattered onto
@@ -145,7 +147,7 @@ def row_linear(
 @scope(mapping=None)
 def qkv_linear(
     x: Any, w: Any, b: Any = None, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, overlap: bool = False
-) -> Any:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values from one fused weight.
 
     The weight keeps the heads of a group together: its query heads, then its key head, then its value head. tp divides
@@ -206,7 +208,7 @@ def mlp(
     sp: Axes = None,
     cp: Axes = None,
     overlap: bool = False,
-) -> Any:
+) -> jax.Array:
     """Two linear layers with an activation in between: `column_linear`, then `row_linear`.
 
     Layouts: x and result `"... s/cp/sp d"` (with `sp=None` any `"... d"`), w_in `"d f/tp"`, b_in `"f/tp"`, w_out
@@ -266,7 +268,7 @@ def gated_mlp(
     sp: Axes = None,
     cp: Axes = None,
     overlap: bool = False,
-) -> Any:
+) -> jax.Array:
     """An MLP with gated hidden units: SwiGLU, or with other activations GEGLU and others.
 
     Layouts: x and result `"... s/cp/sp d"` (with `sp=None` any `"... d"`); w_in is the pair (gate, up) of `"d f/tp"`

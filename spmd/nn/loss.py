@@ -32,7 +32,7 @@ def cross_entropy(
     tp: Axes = None,
     cp: Axes = None,
     dp: Axes = None,
-) -> Any:
+) -> jax.Array:
     """Cross-entropy of labels under scores with a divided vocabulary, computed in at least float32.
 
     With probabilities p = softmax(logits) and smoothing e, the loss of a token is the cross-entropy of p under the
@@ -106,7 +106,7 @@ def linear_cross_entropy(
     sp: Axes = None,
     cp: Axes = None,
     dp: Axes = None,
-) -> Any:
+) -> jax.Array:
     """The last linear layer and `cross_entropy` in one, in chunks of the sequence: all scores never exist at once.
 
     Each chunk of the sequence computes its scores and losses, and drops the scores. The backward pass computes them

@@ -21,7 +21,7 @@ def attention_mask(
     causal: bool = False,
     window: int | None = None,
     segments: tuple[Any, Any] | None = None,
-) -> Any:
+) -> jax.Array | None:
     """Which keys each query sees, from the positions of both and the segments of both.
 
     The positions are arguments, so the mask is right for a divided or permuted sequence (`spmd.iota`,

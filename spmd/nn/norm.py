@@ -16,7 +16,7 @@ Axes = str | tuple[str, ...] | None
 
 
 @scope(mapping=None)
-def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> Any:
+def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> jax.Array:
     """RMSNorm: features divided by the root of their mean square, times a learned scale.
 
     Statistics are at least float32, whatever the dtype of x. All dimensions except the last may be divided in any way.
@@ -59,7 +59,7 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
 
 
 @scope(mapping=None)
-def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> Any:
+def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> jax.Array:
     """LayerNorm: features minus their mean, divided by their standard deviation, times a scale, plus a bias.
 
     Like `rms_norm`, but it also subtracts a mean. The variance is that of the centred features, so a large mean does

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,15 @@ from spmd import LayoutError, axis_size, custom_vjp, einsum, iota, rearrange, sc
 from spmd.comm._marks import numbered
 from spmd.nn.dtypes import wide
 
+T = TypeVar("T")  # an array of weights, or a tree of them
+
 __all__ = ["einsum_scatter", "gather_einsum", "ring_columns"]
 
 Axes = str | tuple[str, ...] | None
 
 
 @scope(mapping=None)
-def gather_einsum(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> Any:
+def gather_einsum(x: Any, w: T, *, tp: Axes, cp: Axes = None) -> T:
     """Gather a divided sequence and multiply it by divided columns, one block in transit while another is used.
 
     This computes what `column_linear(..., sp=...)` computes, which calls it with `overlap=True`. The blocks of x go
@@ -79,7 +81,7 @@ def gather_einsum(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> Any:
 
 
 @scope(mapping=None)
-def einsum_scatter(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> Any:
+def einsum_scatter(x: Any, w: Any, *, tp: Axes, cp: Axes = None) -> jax.Array:
     """Sum a product over divided rows and scatter it onto the sequence, one block in transit while another is made.
 
     This computes what `row_linear(..., sp=...)` computes, which calls it with `overlap=True`. For each block of the

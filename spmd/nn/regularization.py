@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from spmd import Layout, annotate, random, size
@@ -13,7 +14,7 @@ from spmd.errors import LayoutError
 __all__ = ["dropout"]
 
 
-def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> Any:
+def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> jax.Array:
     """Set a random part of the numbers to zero, and scale the rest to keep the expectation.
 
     The mask is the one that `jax.random.bernoulli` draws for the key and the shape of the whole array. Each device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError
@@ -16,7 +17,7 @@ __all__ = ["rotary_embedding", "rotary_frequencies"]
 SCALINGS = ("linear", "ntk", "llama3")
 
 
-def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: bool = False) -> Any:
+def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: bool = False) -> jax.Array:
     """Rotate the features of each head by angles that grow with the position.
 
     The positions are an argument, so the result is right for a divided sequence: pass `spmd.iota("s/cp")`, or
@@ -81,7 +82,7 @@ def rotary_frequencies(
     original_length: int = 8192,
     low: float = 1.0,
     high: float = 4.0,
-) -> Any:
+) -> jax.Array:
     """The angles per position for `rotary_embedding`: theta ** (-2i/k), stretched for sequences longer than trained on.
 
     Communication: none; the numbers are the same on all devices.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from spmd import all_gather, all_to_all, defer, einsum, scope, take
 from spmd.errors import LayoutError, not_one_of
 
@@ -17,7 +19,7 @@ PARTS = ("vocabulary", "features")
 @scope(mapping=None)
 def embedding(
     ids: Any, table: Any, *, over: str = "vocabulary", tp: Axes = None, sp: Axes = None, cp: Axes = None
-) -> Any:
+) -> jax.Array:
     """Look up the vectors of tokens in a table that is divided over its vocabulary or over its features.
 
     If the vocabulary is divided, each device looks up the rows that it has, with zeros for the others, and the sum is
@@ -77,7 +79,7 @@ def embedding(
 @scope(mapping=None)
 def unembedding(
     x: Any, table: Any, *, tp: Axes = None, sp: Axes = None, cp: Axes = None, preferred_element_type: Any = "float32"
-) -> Any:
+) -> jax.Array:
     """Scores for all tokens of the vocabulary, `x @ table.T`. Each device computes those of its part.
 
     The table may be that of `embedding` (tied weights, whose gradients add up) or a separate one. `cross_entropy` takes

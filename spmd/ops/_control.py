@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError
 from spmd.modes import current_frame
 
+R = TypeVar("R")
 
-def cond(predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+
+def cond(predicate: Any, true_fn: Callable[..., R], false_fn: Callable[..., R], *operands: Any) -> R:
     """`jax.lax.cond` that neither hangs nor loses gradients when the predicate differs between devices.
 
     With a raw `lax.cond` whose predicate differs, devices take different branches. A collective in one of the branches

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from spmd._lax import once
@@ -16,7 +17,7 @@ from spmd.language import Layout, verb_for
 from spmd.ops._partial_sums import Landing, finish, land, placed, plain_dims, right_names
 
 
-def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> Any:
+def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> jax.Array:
     """Multiply arrays and sum over the dimensions that the right side leaves out.
 
     `einsum(x, w, "b/dp s d, d f/tp -> b/dp s f/tp")`. A dimension in several operands has one placement. If a summed

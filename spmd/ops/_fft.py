@@ -28,7 +28,7 @@ NORMS = ("backward", "ortho", "forward")
 _relayout, _local = inner(relayout), inner(local)
 
 
-def fft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> Any:
+def fft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
     """The discrete Fourier transform along each renamed dimension: `fft(x, "x/a y z -> kx ky/a kz")`.
 
     Dimensions match by position. One that has another name on the right is transformed. The right side says where the
@@ -73,7 +73,7 @@ def fft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, 
     return _transform("fft.fft", x, pattern, _How(norm, to), names)
 
 
-def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> Any:
+def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
     """The inverse of `fft` along each renamed dimension: `ifft(f, "kx ky/a kz -> x/a y z")`.
 
     Layouts, communication and memory as in `fft`.
@@ -106,7 +106,7 @@ def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None,
 
 def rfft(
     x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
-) -> Any:
+) -> jax.Array:
     """The Fourier transform of a real array: the last renamed dimension keeps its n // 2 + 1 frequencies from 0 up.
 
     `rfft(x, "x/a y z -> kx ky/a kz")` transforms z first, as real numbers, then x and y. What is sent before that has
@@ -146,7 +146,7 @@ def rfft(
 
 def irfft(
     x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
-) -> Any:
+) -> jax.Array:
     """The inverse of `rfft`, to a real array: `irfft(f, "kx ky/a kz -> x/a y z", z=64)`.
 
     The size of the last renamed dimension is that of its name on the right, given by a keyword or by the kernel's

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,14 @@ from spmd.errors import LayoutError, ReplicationError
 from spmd.language import Layout, check_axes
 from spmd.modes import Frame, current_frame, try_frame
 
+P = ParamSpec("P")
+
 Argnums = int | Sequence[int]
 
 
 def value_and_grad(
-    fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[P, Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False
+) -> Callable[P, Any]:
     """The value and gradient of a loss, inside a kernel, with the meaning of the whole program.
 
     Raw `jax.grad` inside `shard_map` differentiates the sum of the devices' scalars. The gradient of a loss that is a
@@ -97,7 +99,7 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
     return differentiated
 
 
-def grad(fn: Callable[..., Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False) -> Callable[..., Any]:
+def grad(fn: Callable[P, Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False) -> Callable[P, Any]:
     """The gradient of a loss inside a kernel: `value_and_grad` without the value.
 
     Communication: as for `value_and_grad`.

@@ -25,7 +25,9 @@ from spmd.ops._partial_sums import placed, plain_dims
 _EXAMPLE = 'meshgrid(x, y, "x/a, y/b -> x/a y/b")'
 
 
-def linspace(start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = None, **names: Any) -> Any:
+def linspace(
+    start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = None, **names: Any
+) -> jax.Array:
     """Evenly spaced numbers along a dimension: `linspace(0, 1, "x/a")`. Each device has those of its own block.
 
     Element i of n is `start + (stop - start) i / (n - 1)`, or with `i / n` if the end point is left out, as in
@@ -93,7 +95,7 @@ def _between(i: Any, first: Any, last: Any, steps: int) -> Any:
     return jnp.where(i == 0, first, jnp.where(i == steps, last, between))
 
 
-def meshgrid(*arrays: Any, sparse: bool = False, **names: Any) -> tuple[Any, ...]:
+def meshgrid(*arrays: Any, sparse: bool = False, **names: Any) -> tuple[jax.Array, ...]:
     """Coordinates of a grid from those of its sides: `meshgrid(x, y, z, "x/a, y/b, z -> x/a y/b z")`.
 
     Result i is array i, repeated along the dimensions of the others. The right side says their order, which is what

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,13 @@ from spmd.language import Dim, Layout
 from spmd.mesh import no_mesh
 from spmd.modes import Frame, current_frame
 
+Args = ParamSpec("Args")
+R = TypeVar("R")
+
 Axes = tuple[str, ...]
 
 
-def local(fn: Callable[..., Any], pattern: str, **names: Any) -> Callable[..., Any]:
+def local(fn: Callable[Args, R], pattern: str, **names: Any) -> Callable[Args, R]:
     """Run per-shard code (raw `jax.lax` collectives, `axis_index`) inside a body, in all modes.
 
     In explicit mode `fn` simply runs, its arguments and results checked against the pattern. In auto mode it
@@ -77,8 +80,8 @@ def local(fn: Callable[..., Any], pattern: str, **names: Any) -> Callable[..., A
 
 
 def opaque(
-    fn: Callable[..., Any], pattern: str, *, reference: Callable[..., Any] | None = None, **names: Any
-) -> Callable[..., Any]:
+    fn: Callable[Args, R], pattern: str, *, reference: Callable[..., Any] | None = None, **names: Any
+) -> Callable[Args, R]:
     """Give a Pallas, FFI or custom call its layouts: code that neither JAX nor a compiler can look into.
 
     `fn` sees shards without manual axis types, so that a call which knows nothing of them works with JAX's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,7 +17,7 @@ from spmd.errors import LayoutError, is_int
 from spmd.ops._along import along
 
 
-def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) -> Any:
+def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) -> jax.Array:
     """`jnp.roll` of the whole array along the dimensions in brackets: `roll(x, "b [s/cp] d", 1)`.
 
     Element i goes to place i + shift. What leaves at one end comes in at the other. `spmd.shift` rolls by whole blocks.
@@ -91,7 +92,7 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
     return shifts
 
 
-def flip(x: Any, layout: str, **names: Any) -> Any:
+def flip(x: Any, layout: str, **names: Any) -> jax.Array:
     """`jnp.flip` of the whole array along the dimensions in brackets: `flip(x, "b [s/cp] d")`.
 
     Communication: none if these dimensions are whole. If they are divided, one collective-permute of the shard, even if

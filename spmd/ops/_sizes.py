@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -105,7 +106,7 @@ def local_size(layout: str, **names: Any) -> int:
     return math.prod(call.factor(atom).local for atom in dim.atoms)
 
 
-def offset(layout: str, **names: Any) -> Any:
+def offset(layout: str, **names: Any) -> jax.Array | int:
     """The global position at which the local block starts: `offset("v/tp")`.
 
     In the modes on whole arrays it is 0, so `ids - offset("v/tp")` means the same in all modes. For the positions of a
@@ -176,7 +177,7 @@ def axis_size(axes: Axes) -> int:
     return frame.axis_size(named_axes(axes, frame, f"axis_size({axes!r})"))
 
 
-def axis_index(axes: Axes) -> Any:
+def axis_index(axes: Axes) -> jax.Array:
     """This device's place along a mesh axis, or along several axes together, the first of which is the major one.
 
     Only per-shard code has a place. In auto and reference mode a body sees whole arrays, and this is an error outside

@@ -16,7 +16,7 @@ from spmd.ops._along import Along, along
 Held = tuple[Any, ...]  # the keys of one device's block: the elements and, if ties matter, their first places
 
 
-def sort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> Any:
+def sort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> jax.Array:
     """The elements in order along the dimension in brackets: `sort(x, "[s/cp] d")`.
 
     The order is that of `jnp.sort`: NaNs are the largest, and `descending` is the reverse. The gradient of a sorted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -85,7 +86,7 @@ def stencil(
     return run
 
 
-def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> Any:
+def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> jax.Array:
     """The difference to the next element along the dimension in brackets: `diff(u, "[x/a] y")`.
 
     It gives what `jnp.diff` gives, with one more element at the end: the difference to what lies beyond the end. So the
@@ -126,7 +127,7 @@ def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> Any:
     return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
 
 
-def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: Any) -> Any:
+def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: Any) -> jax.Array:
     """The convolution with a small array along the dimensions in brackets: `convolve(u, w, "[x/a] [y/b]")`.
 
     It is `scipy.signal.convolve(..., mode="same")` on divided dimensions: the result has the size and the layout of x.

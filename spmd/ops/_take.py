@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from spmd.comm._call import Call, Factor, Operand, open_call
@@ -12,7 +13,7 @@ from spmd.errors import LayoutError
 from spmd.ops._partial_sums import factors_by_name, finish, land, placed, plain_dims, right_names
 
 
-def take(table: Any, ids: Any, pattern: str, **names: Any) -> Any:
+def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
     """Look up rows by number: `take(e, ids, "[v/tp] d, b/dp s -> b/dp s d")`.
 
     The brackets say which dimension of the table the integers count. If the rows are divided, each device looks up its

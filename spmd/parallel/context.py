@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
+
 from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
 from spmd.language import axes_tuple
 from spmd.nn import dot_product_attention
@@ -32,7 +34,7 @@ def ring_attention(
     scale: float | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
-) -> Any:
+) -> jax.Array:
     """Attention over a divided sequence: keys and values go round a ring, a block at a time, and queries stay.
 
     The result is exact, with an online softmax in float32. No device ever holds all keys or all values. It only holds
@@ -146,7 +148,7 @@ def ulysses_attention(
     softcap: float | None = None,
     chunk: int | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> jax.Array:
     """Attention over a divided sequence: an all-to-all gives each device all tokens of some heads, another undoes it.
 
     `ring` is another axis that divides the sequence, the major one. With it, each device has its heads of the tokens

@@ -156,7 +156,7 @@ def router(
     return Routing(weights * scale, experts, shares, logits)
 
 
-def balance_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> Any:
+def balance_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
     """One step of balancing without a loss: the bias falls by `rate` for overloaded experts and rises for the others.
 
     Layouts: bias and load `"e"`, whole. Communication: none; `MoEReport.load` is global already.

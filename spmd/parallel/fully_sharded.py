@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from spmd.errors import LayoutError, SizeError, not_one_of
 from spmd.parallel._parameter_moves import Axes, Move, is_array, moves, paths
 from spmd.parallel._rematerialize import SAVE, Layer, differentiable, without_integers
 from spmd.parallel.weights import gather_leaf, scatter_leaf, sum_leaf
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 __all__ = ["fsdp", "scan_layers"]
 
@@ -40,14 +44,14 @@ class _Plan:
 
 
 def fsdp(
-    layer: Callable[..., Any],
+    layer: Callable[P, R],
     at_rest: Any,
     compute: Any,
     *,
     dtype: Any = None,
     data: str | Axes | None = None,
     save: str = "activations",
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """A layer that gathers its weights just before use, and again in its backward pass.
 
     `layer(weights, *args)` takes weights in the layouts `compute`; the result takes them in the layouts at rest. The
@@ -102,13 +106,13 @@ def fsdp(
         traced, consts = Layer.trace(body, plan.gather, weights, args, (), save)
         return _one(_Plan(traced, found, dtype), consts, weights, args)
 
-    return gathering
+    return cast("Callable[P, R]", gathering)
 
 
 def scan_layers(
     layer: Callable[..., Any],
     params: Any,
-    x: Any,
+    x: T,
     *shared: Any,
     at_rest: Any,
     compute: Any,
@@ -116,7 +120,7 @@ def scan_layers(
     data: str | Axes | None = None,
     save: str = "activations",
     prefetch: bool = False,
-) -> Any:
+) -> T:
     """`x = layer(weights, x, *shared)` for each layer of a stack. Weights are gathered layer by layer.
 
     A scan over the first dimension of the parameters. No gathered weight outlives its layer: the backward pass gathers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,14 @@ from spmd.errors import LayoutError, ReplicationError, SizeError
 from spmd.parallel._parameter_moves import Axes, checked_axes, is_array, moves
 from spmd.parallel.weights import gather_leaf, reduce_leaf
 
+T = TypeVar("T")
+
 __all__ = ["accumulate"]
 
 
 def accumulate(
     loss_fn: Callable[..., Any],
-    params: Any,
+    params: T,
     micro_batches: Any,
     *,
     at_rest: Any,
@@ -27,7 +29,7 @@ def accumulate(
     data: str | Axes,
     dtype: Any = None,
     mean: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, T]:
     """Loss and gradient over micro-batches, with one gather before the loop and one reduction after it.
 
     Before the loop the parameters are gathered, and those that rest whole are deferred. In the loop the gradients of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,7 +54,7 @@ def sequence_order(length: int, parts: int, placement: str) -> np.ndarray:
 
 
 @scope(mapping=None)
-def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) -> Any:
+def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) -> jax.Array:
     """The positions of the tokens on this device, for rotary embeddings and masks of a divided sequence.
 
     Layouts: result `"s/cp"`.
@@ -87,7 +88,7 @@ def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) 
 
 
 @scope(mapping=None)
-def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
+def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax.Array:
     """Bring a sequence from contiguous blocks into the placement: activations, tokens, labels.
 
     The tokens are the same, in the order of `sequence_order`. It is better to put data from the host into this order on
@@ -135,7 +136,7 @@ def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
 
 
 @scope(mapping=None)
-def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> Any:
+def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax.Array:
     """Undo `place_sequence`: bring the tokens back into the order of the sequence.
 
     Layouts, communication and arguments are those of `place_sequence`. A mean over tokens needs no restoring, because

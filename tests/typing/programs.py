@@ -1,0 +1,85 @@
+"""Programs as a user writes them, for `pyright` and `mypy` in their strict modes. Nobody runs them.
+
+Both report a `type: ignore` that is not needed, so each of these lines shows that a wrong call is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+import jax
+
+import spmd
+from spmd import all_gather, einsum
+
+mesh = spmd.make_mesh(dp=2, tp=4)
+
+
+@spmd.kernel("b/dp s/tp d, d/dp f/tp, f/tp d/dp -> b/dp s/tp d", mesh=mesh)
+def mlp(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    x = all_gather(x, "b/dp s/tp d -> b/dp s d")
+    w_in = all_gather(w_in, "d/dp f/tp -> d f/tp")
+    h = jax.nn.gelu(einsum(x, w_in, "b/dp s d, d f/tp -> b/dp s f/tp"))
+    w_out = all_gather(w_out, "f/tp d/dp -> f/tp d")
+    return einsum(h, w_out, "b/dp s f/tp, f/tp d -> b/dp s/tp d")
+
+
+def calls(x: jax.Array, w: jax.Array) -> None:
+    assert_type(mlp(x, w, w), jax.Array)
+    assert_type(mlp(x, w_in=w, w_out=w), jax.Array)
+    assert_type(mlp.reference(x, w, w), jax.Array)
+    assert_type(mlp.on(mesh)(x, w, w), jax.Array)
+    mlp(1, 2, 3)  # type: ignore[arg-type]
+    mlp(x, w)  # type: ignore[call-arg]
+    mlp(x, w, weights=w)  # type: ignore[call-arg]
+
+
+class Model:
+    """A kernel as a method: its instance is the first argument."""
+
+    @spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="self")
+    def double(self, x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    def twice(self, x: jax.Array) -> jax.Array:
+        assert_type(self.double(x), jax.Array)
+        self.double(x, x)  # type: ignore[call-arg]
+        return self.double(self.double(x))
+
+
+Params = dict[str, jax.Array]
+
+
+def loss(params: Params, x: jax.Array) -> jax.Array:
+    y = spmd.nn.mlp(x, params["in"], params["out"], tp="tp")
+    return spmd.reduce(y * y, "b/dp d -> {U:dp}", "sum")
+
+
+@spmd.kernel(in_layouts=({"in": "d f/tp", "out": "f/tp d"}, "b/dp d"), out_layouts={"in": "d f/tp", "out": "f/tp d"})
+def step(params: Params, x: jax.Array) -> Params:
+    whole = spmd.psum(params, "d {U:dp} -> d")
+    assert_type(whole, Params)  # a verb on a tree gives a tree like it
+    gradients: Params = spmd.grad(loss, loss="{U:dp}")(params, x)
+    spmd.grad(loss)(params)  # type: ignore[call-arg]
+    return {name: params[name] - 0.1 * gradients[name] for name in params}
+
+
+def tools(x: jax.Array) -> None:
+    assert_type(spmd.softmax(x, "b/dp [s]"), jax.Array)
+    assert_type(spmd.fft.rfft(x, "b/dp [s] -> b/dp [s]"), jax.Array)
+    assert_type(spmd.shard(x, "b/dp s", mesh=mesh), jax.Array)
+    assert_type(spmd.nn.column_linear(x, (x, x), tp="tp"), tuple[jax.Array, jax.Array])
+    layout: spmd.Layout = spmd.Layout("b/dp s")
+    found = spmd.check(mlp, x, x, x)
+    text: str = str(found) + str(layout)
+    print(text, spmd.explain(mlp, x, x, x))
+
+
+def train(params: Params, batches: list[jax.Array]) -> Params:
+    for batch in batches:
+        params = step(params, batch)
+    return params
+
+
+def library(fn: spmd.Kernel[[jax.Array], jax.Array], x: jax.Array, **more: Any) -> jax.Array:
+    return fn(x)
