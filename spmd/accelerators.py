@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from spmd._leaves import kind_of
@@ -94,6 +96,40 @@ class Hardware:
             if not isinstance(link, Link):
                 rule = f"{what} is a Link, not {kind_of(link)}."
                 raise SpmdError(rule, call=call, advice="as in spmd.Link(bandwidth=50e9, latency=4e-6)")
+
+    @classmethod
+    def from_devices(cls, devices: Sequence[Any] | None = None) -> Hardware:
+        """The profile of the devices at hand, by their `device_kind`.
+
+        The numbers are those of `hardware`, not measured. They hold for nodes as the vendor builds them. Where yours
+        have fewer devices or other network cards, use `dataclasses.replace`. It starts JAX's devices.
+
+        Args:
+          devices: Devices of one kind. Absent: `jax.devices()`.
+
+        Returns:
+          The `Hardware`.
+
+        Raises:
+          SpmdError: If the devices are of several kinds, or no profile is known for theirs.
+
+        >>> import types
+        >>> Hardware.from_devices([types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")]).name
+        'h100'
+        """
+        kinds = sorted({one.device_kind for one in (jax.devices() if devices is None else devices)})
+        found = [one for pattern, one in _KINDS if kinds and re.search(pattern, kinds[0])]
+        if len(kinds) == 1 and found:
+            return found[0]
+        rule = (
+            "no profile is known for these devices." if len(kinds) == 1 else "a profile is that of devices of one kind."
+        )
+        got = [
+            f"device_kind: {', '.join(map(repr, kinds)) or 'no devices'}",
+            f"presets: {', '.join(map(repr, _PRESETS))}",
+        ]
+        advice = "hardware=spmd.hardware(NAME), or your own spmd.Hardware(...)"
+        raise SpmdError(rule, call="Hardware.from_devices()", got=got, advice=advice)
 
     def __hash__(self) -> int:
         return hash((self.name, self.hbm_bandwidth, self.default, self.node, self.node_size))
@@ -199,58 +235,101 @@ def _check_number(what: str, value: Any, unit: str, call: str, zero: bool = Fals
         raise SpmdError(rule, call=call)
 
 
-# H100 SXM. NVIDIA H100 Tensor Core GPU data sheet (halved where it counts 2:4 sparsity): BF16 and FP16 989.4, TF32
-# 494.7, FP8 and INT8 1978.9, FP64 66.9 TFLOP/s; HBM3 80 GB at 3.35 TB/s; NVLink 900 GB/s both ways. float32 is that of
-# TF32, JAX's default for matrix products on this GPU. NVIDIA DGX H100 data sheet: 8 GPUs a node behind NVSwitch, one
-# ConnectX-7 port of 400 Gb/s per GPU. Latencies: NCCL, src/graph/tuning.cc, hwLatencies of Ring/LL128 for NVLINK
-# (1.9 us) and NET (4.0 us).
-_H100 = Hardware(
-    name="h100",
-    flops={
-        "bfloat16": 989.4e12,
-        "float16": 989.4e12,
-        "float32": 494.7e12,
-        "float64": 66.9e12,
-        "float8_e4m3fn": 1978.9e12,
-        "float8_e5m2": 1978.9e12,
-        "int8": 1978.9e12,
-    },
-    hbm_bandwidth=3.35e12,
-    hbm_bytes=80e9,
-    default=Link(50e9, 4.0e-6),
-    node=Link(450e9, 1.9e-6),
-    node_size=8,
+# --- profiles ---------------------------------------------------------------------------------------------------------
+# The vendors' peaks without 2:4 sparsity, and links each way. On NVIDIA's GPUs float32 is TF32, and on TPUs bfloat16,
+# which is what JAX's default precision of matrix products means there.
+#
+# Latencies of GPUs are NCCL's own, src/graph/tuning.cc, hwLatencies of Ring/LL128: 1.9 us for NVLINK, 4.0 us for NET.
+# 1 us per hop of a torus: Austin et al., "How to Scale Your Model", part 3 (jax-ml.github.io/scaling-book).
+_NVLINK_LATENCY, _NETWORK_LATENCY, _HOP_LATENCY = 1.9e-6, 4.0e-6, 1.0e-6
+
+
+def _floats(half: float, single: float, byte: float | None = None, **more: float) -> dict[str, float]:
+    """Peak FLOP/s by dtype: of bfloat16 and float16, of float32, and of the types of one byte where they are faster."""
+    bytes_ = {} if byte is None else dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), byte)
+    return {"bfloat16": half, "float16": half, "float32": single, **bytes_, **more}
+
+
+def _gpu(
+    name: str, flops: dict[str, float], memory: float, speed: float, link: float, port: float, node: int
+) -> Hardware:
+    inside, outside = Link(link, _NVLINK_LATENCY), Link(port, _NETWORK_LATENCY)
+    return Hardware(name, flops, speed, memory, default=outside, node=inside, node_size=node)
+
+
+def _tpu(name: str, flops: dict[str, float], memory: float, speed: float, axis: float) -> Hardware:
+    """`axis`: bytes per second that a chip sends along one axis of its torus, both ways around together."""
+    return Hardware(name, flops, speed, memory * 2**30, default=Link(axis, _HOP_LATENCY, ring=True))
+
+
+# A100 SXM, 80 GB: NVIDIA A100 Tensor Core GPU data sheet; DGX A100 data sheet: 8 GPUs behind NVSwitch at 600 GB/s both
+# ways, one ConnectX-6 port of 200 Gb/s per GPU. It has no FP8.
+_A100 = _gpu("a100", _floats(312e12, 156e12, float64=19.5e12, int8=624e12), 80e9, 2.039e12, 300e9, 25e9, 8)
+
+# H100 SXM: NVIDIA H100 Tensor Core GPU data sheet, NVLink 900 GB/s both ways; DGX H100 data sheet: 8 GPUs behind
+# NVSwitch, one ConnectX-7 port of 400 Gb/s per GPU. H200 SXM: the same chip with other memory, NVIDIA H200 data sheet.
+_H100 = _gpu("h100", _floats(989.4e12, 494.7e12, 1978.9e12, float64=66.9e12), 80e9, 3.35e12, 450e9, 50e9, 8)
+_H200 = replace(_H100, name="h200", hbm_bytes=141e9, hbm_bandwidth=4.8e12)
+
+# B200 at 1,000 W in nodes of 8, GB200 at 1,200 W in a rack of 72: NVIDIA Blackwell architecture technical brief; memory
+# as in the DGX B200 (1,440 GB in 8) and GB200 NVL72 (13.4 TB in 72) data sheets; NVLink 5 at 1.8 TB/s both ways, one
+# port of 400 Gb/s per GPU.
+_B200 = _gpu("b200", _floats(2250e12, 1100e12, 4500e12, float64=40e12), 180e9, 8e12, 900e9, 50e9, 8)
+_GB200 = _gpu("gb200", _floats(2500e12, 1250e12, 5000e12, float64=45e12), 186e9, 8e12, 900e9, 50e9, 72)
+
+# MI300X: AMD Instinct MI300X data sheet. XLA does not use TF32 there. Seven Infinity Fabric links of 64 GB/s each way
+# reach the seven other GPUs of a node: 448 GB/s for collectives that use all of them, while a ppermute has one link,
+# which this model does not know. One port of 400 Gb/s per GPU, as in the reference platforms. Latencies as NCCL's.
+_MI300X = _gpu("mi300x", _floats(1307.4e12, 163.4e12, 2614.9e12, float64=163.4e12), 192e9, 5.3e12, 448e9, 50e9, 8)
+
+# TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e and tpu7x; the int8 rate of v5p is that of "How to Scale
+# Your Model", part 2, which measures 90 % of these bandwidths. A port sends 50 GB/s (v4, v5e) or 100 GB/s (v5p, v6e,
+# tpu7x). An axis has two ports. Only slices that are large enough are wrapped around.
+_TPU_V4 = _tpu("tpu-v4", _floats(275e12, 275e12, int8=275e12), 32, 1.2e12, 100e9)
+_TPU_V5E = _tpu("tpu-v5e", _floats(197e12, 197e12, int8=393e12), 16, 819e9, 100e9)
+_TPU_V5P = _tpu("tpu-v5p", _floats(459e12, 459e12, 459e12, int8=918e12), 95, 2765e9, 200e9)
+_TPU_V6E = _tpu("tpu-v6e", _floats(918e12, 918e12, 918e12, int8=1836e12), 32, 1638e9, 200e9)
+# Each of the two chiplets of an Ironwood chip is a device of its own in JAX and has half of everything. What they send
+# each other goes over a faster link, which this model does not know.
+_IRONWOOD = _tpu(
+    "ironwood", _floats(1153.5e12, 1153.5e12, float8_e4m3fn=2307e12, float8_e5m2=2307e12), 96, 3690e9, 100e9
 )
 
-# TPU v5p. Google Cloud, "TPU v5p" (docs.cloud.google.com/tpu/docs/v5p): 459 TFLOP/s in bfloat16 and FP8, 95 GiB of HBM
-# at 2765 GB/s, a 3D torus with 1200 GB/s of interconnect per chip both ways (4800 Gb/s each way), so 200 GB/s are sent
-# along each of three axes, both ways around the ring. int8 918 TOP/s and 1 us per hop: Austin et al.,
-# "How to Scale Your Model", parts 2 and 3 (jax-ml.github.io/scaling-book), which measures 180 GB/s per axis. float32 is
-# that of bfloat16, JAX's default for matrix products on TPUs.
-_TPU_V5P = Hardware(
-    name="tpu-v5p",
-    flops={"bfloat16": 459e12, "float32": 459e12, "float8_e4m3fn": 459e12, "float8_e5m2": 459e12, "int8": 918e12},
-    hbm_bandwidth=2765e9,
-    hbm_bytes=95 * 2**30,
-    default=Link(200e9, 1.0e-6, ring=True),
-)
-
-_PRESETS = {one.name: one for one in (_H100, _TPU_V5P)}
+_TPUS = (_TPU_V4, _TPU_V5E, _TPU_V5P, _TPU_V6E, _IRONWOOD)
+_PRESETS = {one.name: one for one in (_A100, _H100, _H200, _B200, _GB200, _MI300X, *_TPUS)}
 PRESETS = tuple(_PRESETS)
+
+# What `device.device_kind` says of each, as a pattern; the first that is found. "TPU v5" alone is v5p.
+_KINDS = (
+    (r"A100.*40GB", replace(_A100, name="a100-40gb", hbm_bytes=40e9, hbm_bandwidth=1.555e12)),
+    (r"A100", _A100),
+    (r"H100", _H100),
+    (r"H200", _H200),
+    (r"GB200", _GB200),
+    (r"B200", _B200),
+    (r"MI300X", _MI300X),
+    (r"TPU v4$", _TPU_V4),
+    (r"TPU v5 ?(lite|e)", _TPU_V5E),
+    (r"TPU v5p?$", _TPU_V5P),
+    (r"TPU v6 ?(lite|e)", _TPU_V6E),
+    (r"TPU ?v?7x?", _IRONWOOD),
+)
 
 
 def hardware(which: str | Hardware) -> Hardware:
     """The numbers of a machine: a preset by name, or a `Hardware` unchanged.
 
-    - `"h100"`: NVIDIA H100 SXM in nodes of 8. Axes inside a node, the innermost of the mesh first, use NVLink (450 GB/s
-      each way). The others use one 400 Gb/s network port per GPU.
-    - `"tpu-v5p"`: every mesh axis is one axis of the 3D torus, wrapped around, 200 GB/s.
+    - `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"`, `"mi300x"`: GPUs in nodes of 8 (gb200: 72). Axes inside a node,
+      the innermost of the mesh first, use the links between its GPUs. The others use one network port per GPU.
+    - `"tpu-v4"`, `"tpu-v5e"`, `"tpu-v5p"`, `"tpu-v6e"`, `"ironwood"`: every mesh axis is one axis of the torus, wrapped
+      around.
 
     These are the vendors' peaks, which no program reaches. The source cites them beside the numbers. For a similar
-    machine, use `dataclasses.replace(spmd.hardware("h100"), links={"dp": spmd.Link(25e9, 10e-6)})`.
+    machine, use `dataclasses.replace(spmd.hardware("h100"), links={"dp": spmd.Link(25e9, 10e-6)})`; for the one at
+    hand, `spmd.Hardware.from_devices()`.
 
     Args:
-      which: `"h100"`, `"tpu-v5p"` or a `Hardware`.
+      which: The name of a preset, or a `Hardware`.
 
     Returns:
       The `Hardware`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 
 from spmd import Hardware, Link, hardware
@@ -17,7 +19,17 @@ def hardware_is_no_name(mesh):
 
 @bad
 def hardware_unknown(mesh):
-    hardware("a100")
+    hardware("h10")
+
+
+@bad
+def hardware_of_a_cpu(mesh):
+    Hardware.from_devices()
+
+
+@bad
+def hardware_of_two_kinds(mesh):
+    Hardware.from_devices([SimpleNamespace(device_kind=kind) for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")])
 
 
 @bad

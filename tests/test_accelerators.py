@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -146,3 +147,40 @@ def test_wrong_profiles_are_errors():
         SWITCH.collective_seconds("psum", 1, ["pp"], MESH)
     with pytest.raises(SpmdError, match="did you mean 'all_gather'"):
         SWITCH.collective_seconds("allgather", 1, ["tp"], MESH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("TPU v4", "tpu-v4"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("TPU v5e", "tpu-v5e"),
+        ("TPU v5", "tpu-v5p"),
+        ("TPU v5p", "tpu-v5p"),
+        ("TPU v6 lite", "tpu-v6e"),
+        ("TPU v6e", "tpu-v6e"),
+        ("TPU7x", "ironwood"),
+    ],
+)
+def test_the_devices_name_their_profile(kind, name):
+    assert Hardware.from_devices([SimpleNamespace(device_kind=kind)] * 8).name == name
+
+
+def test_profiles_agree_with_what_their_vendors_say_of_a_whole_system():
+    """Totals of systems, which the data sheets give beside the figures per device."""
+    peak = lambda name, dtype="bfloat16": hardware(name).peak(dtype)
+    assert 8 * peak("h100", "float8_e4m3fn") * 2 == pytest.approx(32e15, rel=0.02)  # DGX H100, sparse
+    assert 8 * peak("b200", "float8_e4m3fn") * 2 == pytest.approx(72e15, rel=0.01)  # DGX B200, sparse
+    assert 72 * peak("gb200") * 2 == pytest.approx(360e15, rel=0.01)  # GB200 NVL72, sparse
+    assert 72 * hardware("gb200").node.bandwidth * 2 == pytest.approx(130e12, rel=0.01)
+    assert 8 * hardware("a100").node.bandwidth * 2 == pytest.approx(4.8e12)  # DGX A100
+    assert 256 * peak("tpu-v5e") == pytest.approx(50.63e15, rel=0.01)  # a pod
+    assert 256 * peak("tpu-v6e") == pytest.approx(234.9e15, rel=0.01)
+    assert 9216 * 2 * peak("ironwood", "float8_e4m3fn") == pytest.approx(42.5e18, rel=0.01)
