@@ -73,7 +73,7 @@ def run_plan(options: Any) -> int:
         _check_choice("--hardware", options.hardware, PRESETS)
     elif options.prefer == "latency":
         rule = "--prefer latency weighs steps by what the links of the mesh take, so it needs a hardware profile."
-        raise CommunicationError(rule, call="--prefer latency", advice=f"as in --hardware {PRESETS[0]}")
+        raise CommunicationError(rule, call="--prefer latency", advice="as in --hardware h100")
     _check_all_sizes(options.pattern, sizes)
     found = plan(options.pattern, sizes=sizes, mesh=mesh, dtype=dtype, prefer=options.prefer, hardware=options.hardware)
     picture = visualize(found)
