@@ -5,6 +5,8 @@
     python examples/train_lm.py --devices all --tp 4 --bf16  # the GPUs or TPUs of this machine
     python examples/train_lm.py --mode auto                  # the same program, its communication left to the compiler
     python examples/train_lm.py --help                       # every setting
+    python -m spmd launch -n 2 --devices 4 examples/train_lm.py                # the same run in two processes
+    python examples/train_lm.py --checkpoint run --every 100                   # saved; the same command goes on
 
 A decoder-only transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU) reads the source files of
 Python's standard library byte by byte, or any text given with `--data`, and must predict the next byte better than the
@@ -12,9 +14,10 @@ bigrams of that text do. Begin reading at "the layouts": the whole model is in t
 
 The letters in the strings:
 
-    b batch   m micro-batches   n bytes of a window   s sequence (n - 1)   t sequence, as attention looks back on it
-    d model   l layers   g groups of query heads, one key and value head each   r query heads in a group   k head
-    f hidden  v vocabulary               mesh axes: dp data parallel and FSDP, tp tensor and sequence parallel
+    w windows of a step   b of a micro-batch   m micro-batches   n bytes of a window   s sequence (n - 1)
+    t sequence, as attention looks back on it   d model   l layers   f hidden   v vocabulary   k head
+    g groups of query heads, one key and value head each   r query heads in a group
+    mesh axes: dp data parallel and FSDP, tp tensor and sequence parallel
 """
 
 # test: --steps 2 --layers 1 --d 32 --hidden 48 --seq 32 --heldout 2048 --sample 4
@@ -43,7 +46,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import spmd
-from spmd import all_gather, defer, einsum, psum, psum_scatter, reduce
+from spmd import all_gather, cluster, defer, einsum, psum, psum_scatter, rearrange, reduce
 
 # --- what can be set ----------------------------------------------------------------------------------------
 
@@ -72,12 +75,15 @@ class Config:
     decay: float = option(0.1, "weight decay, not of the norms")
     seed: int = option(0, "of parameters, batches, held-out files and the sample")
     mode: str = option("explicit", "explicit, auto or reference")
-    devices: str = option("8", "a number of virtual CPU devices, or 'all' accelerators of this machine")
+    devices: str = option("8", "virtual CPU devices of a process, or 'all' accelerators of this machine")
     dp: int = option(0, "size of the mesh axis dp; 0: what tp leaves")
     tp: int = option(0, "size of the mesh axis tp; 0: up to 2")
     data: str = option("", "a file or folder of text; by default Python's standard library")
     heldout: int = option(2**19, "bytes of the held-out files to score")
     sample: int = option(160, "bytes to generate at the end")
+    compare: bool = option(True, "compare a step with the compiler's own choice of communication at the end")
+    checkpoint: str = option("", "save the training state in this folder, and go on from what is there")
+    every: int = option(100, "steps from one checkpoint to the next")
     json: str = option("", "write the results to this file")
     plot: str = option("", "save the loss curve here; by default in the folder for temporary files")
 
@@ -262,9 +268,14 @@ def reduce_gradients(gradients):
     }
 
 
-@spmd.kernel(in_layouts=(layouts, "m b/dp n"), out_layouts=("scalar", layouts), static="dtype")
-def loss_and_gradients(parameters, windows, dtype):
-    weights = gather(parameters, dtype)
+def micro_batches(windows, c):
+    """The batch in parts: every m-th window, so that each device cuts up its own rows."""
+    return rearrange(windows, "(b m)/dp n -> m b/dp n", b=c.batch // c.accumulate)
+
+
+@spmd.kernel(in_layouts=(layouts, "w/dp n"), out_layouts=("scalar", layouts), static="c")
+def loss_and_gradients(parameters, windows, c):
+    weights = gather(parameters, c.dtype)
 
     def micro_batch(totals, windows):
         found = spmd.value_and_grad(mean_loss, loss="{U:dp}")(weights, windows)
@@ -272,8 +283,8 @@ def loss_and_gradients(parameters, windows, dtype):
 
     # The sums are float32 and have the gathered shapes. Nothing is reduced before the last micro-batch.
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
-    (loss, gradients), _ = jax.lax.scan(micro_batch, (spmd.zeros("{U:dp}"), zeros), windows)
-    loss, gradients = jax.tree.map(lambda x: x / spmd.size("m"), (loss, gradients))
+    (loss, gradients), _ = jax.lax.scan(micro_batch, (spmd.zeros("{U:dp}"), zeros), micro_batches(windows, c))
+    loss, gradients = jax.tree.map(lambda x: x / c.accumulate, (loss, gradients))
     return psum(loss, "{U:dp} -> scalar"), reduce_gradients(gradients)
 
 
@@ -292,7 +303,7 @@ def new_state(key: jax.Array, c: Config) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames="c", donate_argnames="state")
 def train_step(state, windows, c: Config):
-    loss, gradients = loss_and_gradients(state["parameters"], windows, c.dtype)
+    loss, gradients = loss_and_gradients(state["parameters"], windows, c)
     changes, moments = optimizer(c).update(gradients, state["optimizer"], state["parameters"])
     state = {"parameters": optax.apply_updates(state["parameters"], changes), "optimizer": moments}
     return spmd.shard(state, state_layouts), loss  # in the same layouts: the next step reuses the buffers
@@ -301,18 +312,18 @@ def train_step(state, windows, c: Config):
 # --- the trained model --------------------------------------------------------------------------------------
 
 
-@spmd.kernel(in_layouts=(layouts, "m b/dp n"), out_layouts="scalar", static="dtype")
-def evaluate(parameters, windows, dtype):
-    """The mean loss over many batches."""
-    weights = gather(parameters, dtype)
-    losses = jax.lax.map(lambda batch: mean_loss(weights, batch), windows)
+@spmd.kernel(in_layouts=(layouts, "w/dp n"), out_layouts="scalar", static="c")
+def evaluate(parameters, windows, c):
+    """The mean loss over many windows."""
+    weights = gather(parameters, c.dtype)
+    losses = jax.lax.map(lambda batch: mean_loss(weights, batch), micro_batches(windows, c))
     return reduce(losses, "m {U:dp} -> scalar", "mean")
 
 
-@spmd.kernel(in_layouts=(layouts, "b/dp s", "c"), out_layouts="c b/dp", static="dtype")
-def generate(parameters, prompts, keys, dtype):
+@spmd.kernel(in_layouts=(layouts, "b/dp s", "c"), out_layouts="c b", static="c")
+def generate(parameters, prompts, keys, c):
     """Continue "b/dp s" by one byte per key: "c". Sampling is an argmax over v/tp: no device has all logits."""
-    weights = gather(parameters, dtype)
+    weights = gather(parameters, c.dtype)
 
     def next_byte(tokens, key):
         scores = logits(weights, model(weights, tokens)[:, -1])  # s is whole
@@ -321,29 +332,35 @@ def generate(parameters, prompts, keys, dtype):
         byte = spmd.argmax(scores / 0.7 + noise, "b/dp [v/tp] -> b/dp")
         return jnp.concatenate([tokens[:, 1:], byte[:, None]], axis=1), byte
 
-    return jax.lax.scan(next_byte, prompts, keys)[1]
+    return all_gather(jax.lax.scan(next_byte, prompts, keys)[1], "c b/dp -> c b")  # to every process
 
 
 # --- the text -----------------------------------------------------------------------------------------------
 
 
-def place(text: np.ndarray, starts: np.ndarray, micro: int, c: Config) -> jax.Array:
-    """The bytes from these positions on, placed on the mesh: `micro` batches, each divided over dp."""
-    rows = text[starts[:, None] + np.arange(c.seq + 1)].astype(np.int32)
-    return spmd.from_process_local(rows.reshape(micro, -1, c.seq + 1), "m b/dp n")
+class Windows:
+    """The text as samples: a window, and the byte after it. Each byte is predicted once in an epoch."""
+
+    def __init__(self, text: np.ndarray, c: Config):
+        self.text, self.seq = text, c.seq
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.seq
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.text[index * self.seq : (index + 1) * self.seq + 1].astype(np.int32)
 
 
-def random_windows(text: np.ndarray, step: int, c: Config) -> jax.Array:
-    """The data of one step: it depends only on the seed and the step, so runs can be repeated."""
-    starts = np.random.default_rng((c.seed, step)).integers(0, len(text) - c.seq, c.batch)
-    return place(text, starts, c.accumulate, c)
+def batches(text: np.ndarray, c: Config, mesh: Any) -> cluster.Batches:
+    """The data: batch i depends only on the seed and on i. Each process reads only the windows of its own devices."""
+    return cluster.batches(Windows(text, c), "w/dp n", batch=c.batch, seed=c.seed, mesh=mesh)
 
 
-def all_windows(text: np.ndarray, c: Config) -> jax.Array:
-    """The whole text; each byte is predicted once. The end is left out if it does not fill a batch."""
-    starts = np.arange(0, len(text) - c.seq, c.seq)
-    batches = len(starts) // c.batch
-    return place(text, starts[: batches * c.batch], batches, c)
+def all_windows(text: np.ndarray, c: Config, mesh: Any) -> jax.Array:
+    """The whole text in order, as one batch. The end is left out if it does not fill one for training."""
+    windows = Windows(text, c)
+    count = len(windows) // c.batch * c.batch
+    return cluster.batches(windows, "w/dp n", batch=count, shuffle=False, mesh=mesh)[0]
 
 
 # --- output -------------------------------------------------------------------------------------------------
@@ -374,9 +391,10 @@ def save_curve(path: Path, results: dict[str, Any]) -> None:
 
     bits = np.array(results["losses"]) / math.log(2)
     figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot(bits, lw=0.8, label="training")
+    axes.plot(results["first"] + np.arange(len(bits)), bits, lw=0.8, label="training")
     for name, style in (("unigram", ":"), ("bigram", "--"), ("heldout", "-")):
-        axes.axhline(results[f"{name}_bits"], ls=style, color="black", lw=1, label=name)
+        if f"{name}_bits" in results:
+            axes.axhline(results[f"{name}_bits"], ls=style, color="black", lw=1, label=name)
     axes.set(xlabel="step", ylabel="bits per byte", title="a language model and its text")
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -387,9 +405,9 @@ def save_curve(path: Path, results: dict[str, Any]) -> None:
 
 
 def choose_mesh(c: Config) -> Any:
-    devices = spmd.use_cpu_devices(int(c.devices)) if c.devices != "all" else jax.devices()
-    tp = c.tp or math.gcd(2, len(devices) // (c.dp or 1))
-    return spmd.make_mesh(dp=c.dp or len(devices) // tp, tp=tp)
+    """A mesh of the devices of all processes."""
+    tp = c.tp or math.gcd(2, jax.device_count() // (c.dp or 1))
+    return spmd.make_mesh(dp=c.dp or -1, tp=tp)
 
 
 def compile_step(state: Any, batch: Any, c: Config, mode: str) -> tuple[Any, dict[str, float]]:
@@ -398,33 +416,43 @@ def compile_step(state: Any, batch: Any, c: Config, mode: str) -> tuple[Any, dic
         start = time.perf_counter()
         lowered = train_step.lower(state, batch, c)
         traced = time.perf_counter()
+        cluster.same_program(lowered)
         compiled = lowered.compile()
     return compiled, {"trace_and_lower": traced - start, "compile": time.perf_counter() - traced}
 
 
-def train(step: Any, state: Any, text: np.ndarray, c: Config) -> tuple[Any, list[float], list[float]]:
-    """All steps, under a progress bar. Returns the state, the losses and the seconds of each step."""
+def train(
+    step: Any, state: Any, data: cluster.Batches, first: int, saved: cluster.Checkpoints | None, c: Config
+) -> tuple[Any, list[float], list[float]]:
+    """The steps from `first` on, under a progress bar. Returns the state, the losses and the seconds of each step."""
     losses: list[float] = []
     seconds: list[float] = []
     with Progress(console=console) as bar:
-        task = bar.add_task("training", total=c.steps)
-        for i in range(c.steps):
+        task = bar.add_task("training", total=c.steps, completed=first)
+        for i in range(first, c.steps):
+            if cluster.stopping(i):  # a signal to any process ends all of them here
+                break
             start = time.perf_counter()
-            state, loss = step(state, random_windows(text, i, c))
+            state, loss = step(state, next(data))
             losses.append(float(loss))
             seconds.append(time.perf_counter() - start)
+            if saved and (i + 1) % c.every == 0:
+                saved.save(i + 1, state, data=data)
+                console.print(f"step {i + 1}: loss {losses[-1]:.4f}, saved")
             rate = c.batch * c.seq / statistics.median(seconds[-50:])
             recent = statistics.mean(losses[-20:])
             bar.update(task, advance=1, description=f"loss {recent:.3f}, {rate:,.0f} tokens/s")
+    if saved:
+        saved.save(first + len(losses), state, data=data)
+        saved.close()
     return state, losses, seconds
 
 
-def compare_modes(explicit: Any, state: Any, text: np.ndarray, c: Config) -> dict[str, Any]:
+def compare_modes(explicit: Any, state: Any, batch: jax.Array, c: Config) -> dict[str, Any]:
     """One step from the same state in explicit and in auto mode: the loss is the same, and the bytes are compared.
 
     The compiler's choice in auto mode differs between CPU, GPU and TPU. Measure it where you train.
     """
-    batch = random_windows(text, c.steps, c)
     reports = {}
     console.print("[bold]the same step, and with its communication left to the compiler[/bold]")
     for mode, step in (("explicit", explicit), ("auto", compile_step(state, batch, c, "auto")[0])):
@@ -440,7 +468,7 @@ def show_sample(parameters: Any, text: np.ndarray, c: Config, mesh: Any) -> None
     starts = np.linspace(0, len(text) - c.seq, mesh.shape["dp"] + 1).astype(int)[:-1]
     prompts = text[starts[:, None] + np.arange(c.seq)].astype(np.int32)
     keys = jax.random.split(jax.random.key(c.seed), c.sample)
-    made = generate(parameters, spmd.from_process_local(prompts, "b/dp s"), keys, c.dtype)
+    made = generate(parameters, spmd.shard(prompts, "b/dp s"), keys, c)  # every process has all prompts
     prompt, more = (bytes(np.asarray(x, np.uint8)).decode("latin-1") for x in (prompts[0], made[:, 0]))
     console.print("\n[bold]a sample[/bold] (what it was given is dim)")
     console.print(f"[dim]{escape(prompt)}[/dim]{escape(more)}\n")
@@ -450,25 +478,29 @@ def run(c: Config, mesh: Any) -> dict[str, Any]:
     """Train, score, sample and compare, on this mesh and in this mode."""
     train_text, heldout_text = text_bytes.split(c.data, c.heldout, c.seed, least=c.batch * c.seq + 1)
     console.print(f"text: {len(train_text):,} bytes to train on, {len(heldout_text):,} held out\n")
+    data = batches(train_text, c, mesh)
 
     # Created sharded: each device computes and holds its own part of the parameters and of Adam's moments.
-    state = spmd.init(functools.partial(new_state, c=c), state_layouts)(jax.random.key(c.seed))
+    make, key = spmd.init(functools.partial(new_state, c=c), state_layouts), jax.random.key(c.seed)
+    saved = cluster.checkpoints(c.checkpoint) if c.checkpoint else None
+    state, first = saved.restore(make, key, data=data) if saved else (make(key), 0)
     parameters = show_parameters(state["parameters"])
 
-    step, timings = compile_step(state, random_windows(train_text, 0, c), c, c.mode)
+    step, timings = compile_step(state, data[first], c, c.mode)
     collectives = spmd.inspect.collectives(step)
     console.print(f"[bold]the collectives of one step, {c.mode} mode[/bold]")
     console.print(collectives.table(), markup=False, end="\n\n")
 
-    state, losses, seconds = train(step, state, train_text, c)
-    timings["step"] = statistics.median(seconds)
-    timings["tokens_per_second"] = c.batch * c.seq / timings["step"]
-
-    loss = evaluate(state["parameters"], all_windows(heldout_text, c), c.dtype)
+    if first:
+        console.print(f"step {first} was saved in {c.checkpoint}: training goes on")
+    state, losses, seconds = train(step, state, data, first, saved, c)
+    if seconds:
+        timings["step"] = statistics.median(seconds)
+        timings["tokens_per_second"] = c.batch * c.seq / timings["step"]
     unigram, bigram = text_bytes.entropies(heldout_text)
     results = {
+        "first": first,
         "losses": losses,
-        "heldout_bits": float(loss) / math.log(2),
         "unigram_bits": unigram,
         "bigram_bits": bigram,
         "mesh": dict(mesh.shape),
@@ -476,19 +508,30 @@ def run(c: Config, mesh: Any) -> dict[str, Any]:
         "collectives": {c.mode: collectives.to_dict()},
         "timings": timings,
     }
+    done = first + len(losses)
+    if done < c.steps:
+        if not saved:
+            raise SystemExit(f"stopped after step {done} of {c.steps}; nothing is saved without --checkpoint")
+        console.print(f"stopped after step {done} of {c.steps}, which is saved in {c.checkpoint}")
+        return results
+
+    loss = evaluate(state["parameters"], all_windows(heldout_text, c, mesh), c)
+    results["heldout_bits"] = float(loss) / math.log(2)
     console.print("\n[bold]held-out text, bits per byte[/bold]")
     for label, name in (("unigram entropy", "unigram"), ("bigram entropy", "bigram"), ("this model", "heldout")):
         console.print(f"  {label:16} {results[f'{name}_bits']:.3f}")
     if c.sample:
         show_sample(state["parameters"], heldout_text, c, mesh)
-    if c.mode == "explicit":
-        results["collectives"] = compare_modes(step, state, train_text, c)
+    if c.compare and c.mode == "explicit":
+        results["collectives"] = compare_modes(step, state, data[done], c)
     return results
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     c = read_flags(argv)
     began = time.perf_counter()
+    cluster.initialize(cpu_devices=None if c.devices == "all" else int(c.devices))  # joins the other processes, if any
+    console.quiet = jax.process_index() != 0
     mesh = choose_mesh(c)
     console.print(f"mesh: {dict(mesh.shape)} of {mesh.devices.flat[0].platform} devices, {c.mode} mode")
 
@@ -499,13 +542,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         results = run(c, mesh)
 
     results["timings"]["total"] = time.perf_counter() - began
+    if jax.process_index() == 0:
+        write(results, c)
+    return results
+
+
+def write(results: dict[str, Any], c: Config) -> None:
+    """What stays of a run: files, and its times."""
     plot = Path(c.plot or Path(tempfile.gettempdir()) / "train_lm.png")
     save_curve(plot, results)
     if c.json:
         Path(c.json).write_text(json.dumps(results))
     console.print(", ".join(f"{name} {value:,.4g}" for name, value in results["timings"].items()))
     console.print(f"loss curve: {plot}")
-    return results
 
 
 if __name__ == "__main__":

@@ -203,10 +203,10 @@ def train_moe_long() -> Program:
 @example
 def train_lm() -> Program:
     lm = module("train_lm")
-    c = lm.read_flags(["--layers=2", "--d=64", "--hidden=48", "--groups=8", "--head=4", "--batch=16"])
+    c = lm.read_flags(["--layers=2", "--d=64", "--hidden=48", "--groups=8", "--head=4", "--accumulate=2"])
     params = jax.eval_shape(lambda key: lm.new_parameters(key, c), jax.random.key(0))
-    windows = np.random.default_rng(2).integers(0, 256, (2, 8, 17)).astype(np.int32)
-    return lm.loss_and_gradients, (params, windows, c.dtype), {"mesh": spmd.make_mesh(dp=2, tp=4), "grad": False}
+    windows = np.random.default_rng(2).integers(0, 256, (16, 17)).astype(np.int32)
+    return lm.loss_and_gradients, (params, windows, c), {"mesh": spmd.make_mesh(dp=2, tp=4), "grad": False}
 
 
 @example

@@ -262,9 +262,19 @@ def _scrambled(x: jax.Array) -> jax.Array:
     return x ^ (x >> np.uint32(16))
 
 
-def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The checksums of all arrays, which the devices may still compute."""
+@jax.jit
+def _all_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
     return {path: checksum(x) for path, x in leaves.items()}
+
+
+def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The checksums of all arrays, which the devices may still compute.
+
+    CPU devices share a few threads. Programs that run beside each other there take them, and each waits in its sums
+    for a device that gets none. So it is one program, and on CPU the next one starts after it.
+    """
+    found = _all_checksums(leaves)
+    return jax.block_until_ready(found) if jax.default_backend() == "cpu" else found
 
 
 def _numbers(sums: Mapping[str, Any]) -> dict[str, int]:

@@ -56,7 +56,7 @@ def initialize(
       num_processes: How many processes there are.
       process_id: Which of them this is, from 0.
       cpu_devices: How many virtual CPU devices each process has, as by `use_cpu_devices`, which has to come before
-        JAX's devices start. `launch --devices` says it as well.
+        JAX's devices start. Where JAX_NUM_CPU_DEVICES is set, as by `launch --devices`, that number counts.
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       heartbeat_timeout_seconds: After how many seconds a silent process counts as dead, and the others end. JAX's own
@@ -80,8 +80,7 @@ def initialize(
     else:
         found = _agreed(given, tasks())
         if found is None:
-            if cpu_devices is not None:
-                use_cpu_devices(cpu_devices)
+            _choose_devices(cpu_devices)
             return
         options = {
             **({} if found.detected else _address(found)),
@@ -190,12 +189,17 @@ def _join(found: Task, options: dict[str, Any], cpu_devices: int | None) -> None
         advice = "call it once, before anything that makes an array or asks for devices"
         got = [_says(found), _jax_errors.first_line(error)]
         raise MeshError(rule, call="initialize(...)", got=got, advice=advice) from error
-    if cpu_devices is not None:
-        use_cpu_devices(cpu_devices)
+    _choose_devices(cpu_devices)
     here = jax.process_count()
     if found.count is not None and here != found.count:
         rule = f"JAX joined {here} process{'es' * (here > 1)}, and {found.source} says {found.count}."
         raise MeshError(rule, call="initialize(...)")
+
+
+def _choose_devices(cpu_devices: int | None) -> None:
+    """CPU devices, if the program asks for them; who starts it may say another number."""
+    if cpu_devices is not None:
+        use_cpu_devices(jax.config.jax_num_cpu_devices if "JAX_NUM_CPU_DEVICES" in os.environ else cpu_devices)
 
 
 def _end_at_once(rank: int, count: int) -> None:

@@ -36,7 +36,8 @@ def lm() -> Iterator[Any]:
 
 def batches(count: int, c: Any, lm: Any) -> list[jax.Array]:
     text = np.frombuffer((EXAMPLES / "train_lm.py").read_bytes(), np.uint8)
-    return [lm.random_windows(text, i, c) for i in range(count)]
+    data = lm.batches(text, c, lm.choose_mesh(c))
+    return [data[i] for i in range(count)]
 
 
 def within(lm: Any, c: Any, mode: str = "explicit") -> Any:
@@ -88,7 +89,7 @@ class Gradients:
         with within(lm, c):
             make = spmd.init(lambda key: lm.new_parameters(key, c), lm.layouts)
             parameters, [batch] = make(jax.random.key(0)), batches(1, c, lm)
-            fn = jax.jit(lambda parameters, batch: lm.loss_and_gradients(parameters, batch, c.dtype))
+            fn = jax.jit(lambda parameters, batch: lm.loss_and_gradients(parameters, batch, c))
             compiled = fn.lower(parameters, batch).compile()
             loss, gradients = compiled(parameters, batch)
         for x, gradient in zip(jax.tree.leaves(parameters), jax.tree.leaves(gradients), strict=True):
@@ -161,7 +162,7 @@ def test_the_whole_run(lm, tmp_path, capsys):
     flags = ["--steps=2", f"--json={tmp_path / 'out.json'}", f"--plot={tmp_path / 'out.png'}"]
     results = lm.main([*SMALL, *flags, f"--data={EXAMPLES}", "--heldout=1024", "--batch=8"])
     written = json.loads((tmp_path / "out.json").read_text())
-    names = "losses heldout_bits unigram_bits bigram_bits mesh parameters collectives timings"
+    names = "first losses heldout_bits unigram_bits bigram_bits mesh parameters collectives timings"
     assert set(names.split()) == set(written)
     assert written["losses"] == results["losses"] and len(results["losses"]) == 2
     assert written["mesh"] == {"dp": 4, "tp": 2}
@@ -177,6 +178,15 @@ def test_the_whole_run(lm, tmp_path, capsys):
 def test_every_setting_is_a_flag_with_its_meaning(lm):
     c = lm.read_flags(["--tied", "--no-bf16", "--lr=0.5", "--steps=7"])
     assert c == dataclasses.replace(lm.Config(), tied=True, lr=0.5, steps=7)
+
+
+def test_windows_hold_each_byte_once(lm):
+    c = lm.read_flags(["--seq=5"])
+    text = np.arange(24, dtype=np.uint8)
+    windows = lm.Windows(text, c)
+    assert len(windows) == 4  # 21 bytes would be enough
+    np.testing.assert_array_equal(np.concatenate([windows[i][1:] for i in range(4)]), text[1:21])
+    assert [windows[i][0] for i in range(4)] == [0, 5, 10, 15]
 
 
 def test_windows_depend_on_seed_and_step_only(lm):

@@ -215,27 +215,27 @@ def of_llama() -> Iterator[Program]:
 
 def of_train_lm() -> Iterator[Program]:
     module = anywhere.module("train_lm")
-    c = module.Config(d=8, layers=1, groups=2, queries=1, head=4, hidden=8)
+    c = module.Config(d=8, layers=1, groups=2, queries=1, head=4, hidden=8, batch=8, accumulate=2)
     params = jax.device_get(module.new_parameters(jax.random.key(0), c))
     rng = np.random.default_rng(0)
-    windows = rng.integers(0, 256, (2, 4, 5)).astype(np.int32)
+    windows = rng.integers(0, 256, (8, 5)).astype(np.int32)
     keys = jax.random.split(jax.random.key(1), 2)
     ins = {
         "loss_and_gradients": (params, windows),
         "evaluate": (params, windows),
-        "generate": (params, windows[0][:, :4], keys),
+        "generate": (params, windows[:4, :4], keys),
     }
     layouts = {
-        "loss_and_gradients": ((module.layouts, "m b/dp n"), ("scalar", module.layouts)),
-        "evaluate": ((module.layouts, "m b/dp n"), "scalar"),
-        "generate": ((module.layouts, "b/dp s", "c"), "c b/dp"),
+        "loss_and_gradients": ((module.layouts, "w/dp n"), ("scalar", module.layouts)),
+        "evaluate": ((module.layouts, "w/dp n"), "scalar"),
+        "generate": ((module.layouts, "b/dp s", "c"), "c b"),
     }
     for name, args in ins.items():
 
         def build(mesh: Any, name: str = name) -> Callable[..., Any]:
             given, made = layouts[name]
-            again = spmd.kernel(in_layouts=given, out_layouts=made, static="dtype", mesh=mesh)
-            return functools.partial(again(getattr(module, name).__wrapped__), dtype="float32")
+            again = spmd.kernel(in_layouts=given, out_layouts=made, static="c", mesh=mesh)
+            return functools.partial(again(getattr(module, name).__wrapped__), c=c)
 
         yield Program(f"example train_lm {name}", build, {"dp": 2, "tp": 2}, args)
 
