@@ -1,4 +1,4 @@
-"""`python -m spmd`: plan a relayout, draw a layout, look at the machine, print the checker's rules."""
+"""`python -m spmd`: plan, draw, explain, check, launch; and what the machine and the checker are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from spmd._cli import run_info, run_launch, run_plan, run_rules, run_show
+from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, run_rules, run_show
+from spmd._compat import installed
 from spmd.comm.plans import PREFER
 from spmd.errors import SpmdError
 
@@ -16,6 +17,8 @@ _EXAMPLES = """examples:
   python -m spmd plan "a/x b -> a b/x" --mesh x=4 --size a=4096,b=4096 --dtype bf16
   python -m spmd plan "a/x/y b -> a/y b/x" --mesh x=2 --mesh y=4 --size a=64 --size b=64 --picture
   python -m spmd show "b/dp (h k)/tp" --mesh dp=2,tp=4 --size b=8,h=4,k=16 --svg layout.svg
+  python -m spmd explain mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --hardware h100
+  python -m spmd check mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --source
   python -m spmd info
   python -m spmd rules
   python -m spmd launch -n 2 --devices 4 train.py --steps 100
@@ -26,11 +29,12 @@ def _parser() -> argparse.ArgumentParser:
     described = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m spmd",
-        description="Plan the cheapest change of layout, draw which device holds what, show versions and devices, or\n"
-        "print the rules of the checker. Only info looks for devices.",
+        description="Plan the cheapest change of layout, draw which device holds what, explain or check a program,\n"
+        "show versions and devices, print the rules of the checker, or start a program as several processes.",
         epilog=_EXAMPLES,
         formatter_class=described,
     )
+    parser.add_argument("--version", action="version", version=f"spmd {installed('spmd') or '(not installed)'}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     plan = commands.add_parser(
@@ -59,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_mesh_and_sizes(show)
     _add_output(show)
 
+    _add_programs(commands)
     info = commands.add_parser(
         "info",
         help="versions, devices, meshes that fit",
@@ -74,6 +79,37 @@ def _parser() -> argparse.ArgumentParser:
     rules.add_argument("--json", action="store_true", help="print JSON")
     _add_launch(commands)
     return parser
+
+
+def _add_programs(commands: Any) -> None:
+    """`explain` and `check`, which take a program by its name in a file."""
+    explain = commands.add_parser(
+        "explain",
+        help="what a program sends",
+        description="What a program sends, from which line, over which axes. It is traced, not run. PROGRAM is\n"
+        "FILE:KERNEL, with the sizes of the names in its layouts, or FILE:build, where build(mesh) returns a\n"
+        "function and its arguments.",
+        epilog="\n".join(["examples:", *[line for line in _EXAMPLES.splitlines() if " explain " in line]]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explain.add_argument("--hardware", metavar="NAME", help="a profile, such as h100 or tpu-v5p: adds times")
+    explain.add_argument("--compile", action="store_true", help="compile it too, for virtual CPU devices")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    check = commands.add_parser(
+        "check",
+        help="where a program does not mean what its layouts say",
+        description="The findings of the checker for a whole program. It is traced, not run. PROGRAM as in explain.\n"
+        "Exits with 1 if there are findings.",
+        epilog="\n".join(["examples:", *[line for line in _EXAMPLES.splitlines() if " check " in line]]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("--source", action="store_true", help="print the program with the layout of each line")
+    for parser in (explain, check):
+        parser.add_argument("program", metavar="PROGRAM", help="a file and a name in it: train.py:step")
+        _add_mesh_and_sizes(parser, needed=False)
+        parser.add_argument(
+            "--dtype", action="append", default=[], help="of arguments: float32 (default), ids=i32, ..."
+        )
 
 
 def _add_launch(commands: Any) -> None:
@@ -100,9 +136,9 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _add_mesh_and_sizes(parser: argparse.ArgumentParser) -> None:
+def _add_mesh_and_sizes(parser: argparse.ArgumentParser, needed: bool = True) -> None:
     many = {"action": "append", "default": [], "metavar": "NAME=N,..."}
-    parser.add_argument("--mesh", **many, required=True, help="mesh axes in order: dp=2,tp=4; may be repeated")
+    parser.add_argument("--mesh", **many, required=needed, help="mesh axes in order: dp=2,tp=4; may be repeated")
     parser.add_argument("--size", **many, help="global sizes of names: b=8,d=16; may be repeated")
 
 
@@ -111,12 +147,22 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+_RUN = {
+    "plan": run_plan,
+    "show": run_show,
+    "explain": run_explain,
+    "check": run_check,
+    "info": run_info,
+    "rules": run_rules,
+    "launch": run_launch,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. The exit status is 0, or 2 if the words are wrong."""
     options = _parser().parse_args(arguments)
     try:
-        run = {"plan": run_plan, "show": run_show, "info": run_info, "rules": run_rules, "launch": run_launch}
-        return run[options.command](options)
+        return _RUN[options.command](options)
     except SpmdError as error:
         print(error.fault, file=sys.stderr)
         return 2

@@ -15,15 +15,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd import _jax_errors
+from spmd._cli_programs import program
 from spmd._compat import installed
 from spmd._table import Table
 from spmd.accelerators import PRESETS
-from spmd.checker import rules
+from spmd.checker import check, rules
 from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free_port, launch, per_host
 from spmd.comm.plans import PREFER, plan
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
+from spmd.inspect._explain import explain
 from spmd.inspect._picture import Picture, visualize
 from spmd.language import Layout, Pattern
+from spmd.mesh import make_mesh, use_cpu_devices
 
 _SHORT = re.compile(r"(bf|f|i|s|u)(\d+)")
 _KINDS = {"bf": "bfloat", "f": "float", "i": "int", "s": "int", "u": "uint"}
@@ -129,6 +132,41 @@ def run_rules(options: Any) -> int:
     ]
     _print("\n\n".join(one.text() for one in tables))
     return 0
+
+
+def run_explain(options: Any) -> int:
+    """`explain`: what a program sends, or JSON."""
+    fn, args = _program(options)
+    if options.hardware is not None:
+        _check_choice("--hardware", options.hardware, PRESETS)
+    found = explain(fn, *args, hardware=options.hardware)
+    _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
+    return 0
+
+
+def run_check(options: Any) -> int:
+    """`check`: the findings of a program, and its lines with their layouts. It returns 1 if there are any."""
+    fn, args = _program(options)
+    found = check(fn, *args)
+    if options.source:
+        _print(str(found.source()) + "\n")
+    _print(str(found) if found else "no findings")
+    return 1 if found else 0
+
+
+def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The program that the words name, and its arguments. The mesh has devices only where it is compiled."""
+    axes, sizes = named_numbers("--mesh", options.mesh), named_numbers("--size", options.size)
+    compiles = getattr(options, "compile", False)
+    if compiles and axes:
+        use_cpu_devices(math.prod(axes.values()))
+    named: dict[str, Any] = axes
+    mesh = make_mesh(abstract=not compiles, **named) if axes else None
+    dtypes = {}
+    for word in options.dtype:
+        name, _, text = word.rpartition("=")
+        dtypes[name] = _dtype(text)
+    return program(options.program, mesh, sizes, dtypes)
 
 
 def run_launch(options: Any) -> int:

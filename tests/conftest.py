@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
 
 import spmd
+from spmd.__main__ import main
 
 # Before any backend is used, hence at import. Not through XLA_FLAGS, which would depend on import order.
 jax.config.update("jax_platforms", "cpu")
@@ -66,3 +67,15 @@ def devices() -> list[jax.Device]:
     found = jax.devices()
     assert len(found) == 8, f"a backend was used before conftest asked for 8 CPU devices: {found}"
     return found
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line: its status, what it printed, what it complained of."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return run

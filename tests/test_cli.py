@@ -21,16 +21,16 @@ PLAN = ["plan", "a/x b -> a b/x", "--mesh", "x=4", "--size", "a=4096", "--size",
 SHOW = ["show", "b/dp (h k)/tp", "--mesh", "dp=2,tp=4", "--size", "b=8,h=4,k=16"]
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs the command line; its status, what it printed, what it complained of."""
+MLP = """
+import jax, spmd
 
-    def run(*words: str) -> tuple[int, str, str]:
-        status = main(words)
-        out = capsys.readouterr()
-        return status, out.out, out.err
 
-    return run
+@spmd.kernel("b/dp s/tp d, d/dp f/tp, f/tp d/dp -> b/dp s/tp d")
+def mlp(x, w_in, w_out):
+    w_in = spmd.all_gather(w_in, "d/dp f/tp -> d f/tp")
+    w_out = spmd.all_gather(w_out, "f/tp d/dp -> f/tp d")
+    return spmd.nn.mlp(x, w_in, w_out, tp="tp", sp="tp")
+"""
 
 
 def test_plan(run):
@@ -157,6 +157,8 @@ def test_examples_of_the_help_run(run, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import sys; assert sys.argv[1:] == ['--steps', '100']")
+    (tmp_path / "mlp.py").write_text(MLP)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     lines = [line.strip() for line in __main__._EXAMPLES.splitlines() if "python -m spmd" in line]
     assert len(lines) >= 4
     for line in lines:
@@ -281,3 +283,9 @@ def test_a_closed_pipe_is_no_error():
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False)
     assert done.stdout == "{\n"
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"spmd {metadata.version('spmd')}\n"

@@ -57,6 +57,7 @@ FLOORS = {
     "parallel/": 7,
     "__main__.py": 8,
     "_cli.py": 8,
+    "_cli_programs.py": 7,
     "cluster/": 8,
     "haliax/": 8,
     "inspect/": 8,

@@ -1,0 +1,101 @@
+"""Programs by their names in files: `python -m spmd explain` and `check`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+PROGRAM = """
+import jax, spmd
+
+print("loaded as", __name__)
+
+
+@spmd.kernel("b/dp d/tp, (h k)/tp 2 -> b/dp", h=4)
+def body(x, w):
+    return spmd.psum(x.sum(axis=1), "b/dp {U:tp} -> b/dp") * spmd.psum(w.sum(), "{U:tp} ->")
+
+
+@spmd.kernel("b/dp d/tp -> b/dp", check="off")
+def norms(x):
+    return jax.lax.psum((x**2).sum(axis=1) ** 0.5, "tp")
+
+
+@spmd.kernel(in_layouts=({"w": "d/tp"},), out_layouts="d/tp")
+def tree(params):
+    return params["w"]
+
+
+def build(mesh):
+    return norms.on(mesh), [jax.ShapeDtypeStruct((4, 8), "bfloat16")]
+
+
+def broken(mesh):
+    return norms
+
+
+if __name__ == "__main__":
+    raise SystemExit("it was run as a program")
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    (tmp_path / "named.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("named", None)
+
+
+def test_a_kernel_is_explained_by_its_name_and_sizes(run, program):
+    words = ["explain", "named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=6,d=8", "--dtype", "x=bf16"]
+    status, out, err = run(*words, "--json")
+    assert (status, err, out.splitlines()[0]) == (0, "", "loaded as named")
+    [one] = json.loads(out.split("\n", 1)[1])["written"]["collectives"]
+    assert (one["kind"], one["axes"]) == ("psum", ["tp"])
+    assert one["bytes"] == 2 * 3 * 2 * 3 // 4  # 6/2 numbers of 2 bytes; a ring of 4 sends 2 * 3/4 of them
+    assert "compiled for cpu" not in out and "time on h100" in run(*words, "--hardware", "h100")[1]
+
+
+def test_a_build_gets_the_mesh(run, program):
+    status, out, _ = run("explain", "named.py:build", "--mesh", "dp=4,tp=2", "--compile")
+    assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
+
+
+def test_check_says_what_it_finds(run, program):
+    words = ["--mesh", "dp=2,tp=4", "--size", "b=4,d=8"]
+    status, out, _ = run("check", "named.py:norms", *words)
+    assert status == 1 and "is not linear" in out and "named.py:14" in out
+    status, out, _ = run("check", "named.py:norms", *words, "--source")
+    assert status == 1 and "# x  b/dp d/tp" in out
+
+
+def test_check_finds_nothing_in_a_right_program(run, program):
+    status, out, _ = run("check", "named.py:body", "--mesh", "dp=1,tp=4", "--size", "b=4,d=8", "--size", "k=2,h=4")
+    assert status == 0 and out.endswith("no findings\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["named.py"], "a program is a file and a name in it."),
+        (["other.py:norms"], "there is no file other.py."),
+        (["named.py:norm"], "did you mean 'norms'?"),
+        (["named.py:PROGRAM"], "kernels: body, norms, tree"),
+        (["named.py:build"], "no mesh is given"),
+        (["named.py:build", "--mesh", "dp=2", "--size", "b=4"], "leave out --size and --dtype"),
+        (["named.py:broken", "--mesh", "dp=2"], "returns a function and its arguments, not Kernel"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4"], "as in --size d=8"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8,e=2"], "has no dimension 'e'"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--dtype", "y=i8"], "has no argument y"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--dtype", "x=wide"], "not 'wide'"),
+        (["named.py:tree", "--mesh", "tp=4", "--size", "d=8"], "does not follow from a layout and sizes"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--hardware", "h10"], "did you mean 'h100'?"),
+    ],
+)
+def test_a_program_that_does_not_exist_like_that(run, program, words, says):
+    status, _, err = run("explain", *words)
+    assert status == 2 and says in err
