@@ -4,8 +4,8 @@
 
 What an `<!-- output -->` comment announces must be what was printed since the last such block; `...` in it
 stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it. The commands
-of a block under `<!-- run -->`, `$ python -m ...`, are run. An image under `<!-- picture: name -->` must be what that
-variable of the page draws in the end.
+of a block under `<!-- run -->`, `$ python -m ...`, are run, in a folder with the blocks under `<!-- file: NAME -->`. An
+image under `<!-- picture: name -->` must be what that variable of the page draws in the end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,12 @@ def blocks(page: str) -> list[Block]:
 
 
 def run_page(path: str, page: str) -> list[str]:
-    """Run the page's Python; returns what went wrong, empty when nothing did."""
+    """Run the page's Python and its commands; returns what went wrong, empty when nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _run_in(Path(folder), path, page)
+
+
+def _run_in(folder: Path, path: str, page: str) -> list[str]:
     faults: list[str] = []
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
@@ -75,13 +80,15 @@ def run_page(path: str, page: str) -> list[str]:
     linecache.cache[path] = (len(page), None, [f"{line}\n" for line in code], path)
     for block in blocks(page):
         here = f"{path}:{block.line}"
-        if block.language == "python":
+        if block.comment.startswith("file: "):
+            (folder / block.comment.removeprefix("file: ")).write_text(block.text + "\n")
+        elif block.language == "python":
             with contextlib.redirect_stdout(printed):
                 fault = _doctest(here, block, namespace) if ">>> " in block.text else _run(path, block, namespace)
             if fault:
                 return [*faults, f"{here}: {fault}"]  # what follows would only fail for want of its names
         elif block.comment == "run":
-            printed.write(run_commands(block.text))
+            printed.write(run_commands(block.text, folder))
         elif block.comment == "output":
             if not same_output(block.text, printed.getvalue()):
                 faults.append(f"{here}: the page says\n{block.text}\nand was printed\n{printed.getvalue()}")
@@ -98,17 +105,18 @@ def pictures(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^<!-- picture: (\w+) -->\s*\n!\[[^\]]*\]\(([^)]+)\)", page, re.MULTILINE)
 
 
-def run_commands(text: str) -> str:
-    """What the lines `$ python -m module ...` print, errors too; in a folder that is thrown away."""
+def run_commands(text: str, folder: Path) -> str:
+    """What the lines `$ python -m module ...` print, errors too, in the folder that has the files of the page."""
     out = io.StringIO()
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line)
         if words[:3] != ["$", "python", "-m"]:
             raise ValueError(f"only `$ python -m module` is run: {line}")
-        given = sys.argv
+        given = sys.argv, list(sys.path)
         sys.argv = words[3:]
+        sys.path.insert(0, str(folder))  # as `-m` does
         try:
-            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            with contextlib.chdir(folder):
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)  # that a test has imported the module already
                     runpy.run_module(words[3], run_name="__main__")
@@ -116,7 +124,7 @@ def run_commands(text: str) -> str:
             if left.code not in (None, 0):
                 out.write(f"exit status {left.code}\n")
         finally:
-            sys.argv = given
+            sys.argv, sys.path[:] = given
     return out.getvalue()
 
 

@@ -136,6 +136,15 @@ def test_commands_of_a_page_are_run():
     assert "not 'x=0'" in run_page("page.md", page.format("fine"))[0]
 
 
+def test_files_of_a_page_are_there_for_its_commands():
+    page = (
+        "<!-- file: hello.py -->\n```python\nprint(__name__)\n```\n<!-- run -->\n```console\n$ python -m hello\n```\n"
+    )
+    page += "<!-- output -->\n```text\n{}\n```\n"
+    assert run_page("page.md", page.format("__main__")) == []
+    assert "was printed\n__main__" in run_page("page.md", page.format("other"))[0]
+
+
 def test_pictures_of_a_page_are_drawn(tmp_path):
     page = "```python\nclass P:\n    svg = '<svg/>'\n```\n\n<!-- picture: P -->\n![A picture](p.svg)\n"
     assert "p.svg is not what P draws" in run_page(f"{tmp_path}/page.md", page)[0]
