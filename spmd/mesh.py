@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -133,6 +134,21 @@ def _check_everyone(pool: Sequence[Any], call: str) -> None:
         advice = "a mesh of all devices, with -1 for one of its axes; or partial=True where that is meant"
         got = [f"the mesh has {len(pool)} of {jax.device_count()} devices"]
         raise MeshError(rule, call=call, got=got, advice=advice)
+
+
+@functools.lru_cache(maxsize=64)
+def processes_of(mesh: Mesh) -> frozenset[int]:
+    """The processes that have a device in a mesh."""
+    return frozenset(device.process_index for device in mesh.devices.flat)
+
+
+def crossing(mesh: Any) -> tuple[str, ...]:
+    """The mesh axes along which the process changes: what is sent over them leaves a process. An abstract mesh has no
+    devices, so nothing is known of it."""
+    if not isinstance(mesh, Mesh) or len(processes_of(mesh)) == 1:
+        return ()
+    owners = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return tuple(axis for dim, axis in enumerate(mesh.axis_names) if np.diff(owners, axis=dim).any())
 
 
 def _pool(devices: Any, call: str) -> list[Any]:
@@ -379,10 +395,15 @@ def check_alive(arrays: Iterable[tuple[str, Any]], call: str) -> None:
 
 
 def check_arguments_alive(args: Any, kwargs: Any, call: str) -> None:
-    """`check_alive` for the arguments of a call; they are named `argument[0]['w']`, `argument['w']`."""
+    """`check_alive` for the arguments of a call."""
     if any(map(_compat.deleted, jax.tree.leaves((args, kwargs)))):
-        leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        check_alive(((f"argument{jax.tree_util.keystr(path[1:])}", x) for path, x in leaves), call)
+        check_alive(named_arguments(args, kwargs), call)
+
+
+def named_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of the arguments of a call, named `argument[0]['w']`, `argument['w']`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    return ((f"argument{jax.tree_util.keystr(path[1:])}", x) for path, x in leaves)
 
 
 def _whole(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 from spmd._leaves import Static, check_hashable, is_array, is_number, kind_of, unwrapped, wrapped
 from spmd._named import ByName
 from spmd._recent import Recent
+from spmd._replicas import check_parts, check_replicas, compared, put, takes_part
 from spmd._trees import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, is_int
 from spmd.kernels import Kernel, kernel
 from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, bind, check_axes
-from spmd.mesh import check_alive, check_arguments_alive, made_whole, mesh_for, outside_trace
+from spmd.mesh import check_alive, check_arguments_alive, made_whole, mesh_for, named_arguments, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
 from spmd.ops import _grids
 
@@ -72,11 +73,19 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     mesh = mesh_for(mesh, leaves, call)
     placed = _placements(tree, layouts, mesh, mapping, call)
     one = ambient_mode()[0] == "reference"
+    if compared(mesh) and not one:
+        named = zip(_paths(tree), leaves, placed, strict=True)
+        check_replicas([(path, x) for path, x, sharding in named if sharding is not None], mesh, call)
     place = lambda x, where: _on_one(x, mesh) if one else _place(x, where)
     pairs = zip(leaves, placed, strict=True)
     return jax.tree.unflatten(
         structure, [x if p is None else place(jnp.asarray(x) if is_number(x) else x, p) for x, p in pairs]
     )
+
+
+def _paths(tree: Any) -> list[str]:
+    """What messages call the leaves: `tree['w']`."""
+    return [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _check_outside(name: str, call: str) -> None:
@@ -161,7 +170,7 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
         if _marked(sharding) or _marked(getattr(x, "sharding", None)):
             return _resummed(x, sharding)
         moved = move(x, sharding)
-        return jax.device_put(x, sharding) if moved is None else moved
+        return put(x, sharding) if moved is None else moved
     if outside_trace() and isinstance(mesh, Mesh) and (moved := move(x, sharding)) is not None:
         return moved
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -251,6 +260,8 @@ class Init(ByName):
             placed = [s for s in shardings if s is not None]
             return _filled(tree, shardings, [_place(x, s) for x, s in zip(made, placed, strict=True)])
         run = self._compiled(tree, mesh, shardings)
+        if compared(mesh):
+            check_replicas(named_arguments(args, kwargs), mesh, self._text)
         # a key that lives on one device of another mesh must not decide where parameters are created
         args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
         return _filled(tree, shardings, jax.tree.leaves(run(*args, **kwargs)))
@@ -327,11 +338,7 @@ def _struct(x: Any, sharding: NamedSharding) -> Any:
 def _everywhere(x: Any, mesh: Mesh) -> Any:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return x
-    return (
-        x
-        if x.sharding.device_set == set(mesh.devices.flat) or not x.committed
-        else jax.device_put(x, NamedSharding(mesh, P()))
-    )
+    return x if x.sharding.device_set == set(mesh.devices.flat) or not x.committed else put(x, NamedSharding(mesh, P()))
 
 
 def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any = None) -> Init:
@@ -373,17 +380,22 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
     return Init(fn, layouts, mesh, mapping)
 
 
-def from_process_local(tree: T, layouts: Any, *, shape: Any = None, mesh: Any = None, mapping: Any = None) -> T:
+def from_process_local(
+    tree: T, layouts: Any, *, shape: Any = None, check: bool = False, mesh: Any = None, mapping: Any = None
+) -> T:
     """Global arrays of the rows that each process has read: `from_process_local(batch, "b/dp s")`.
 
     Every process gives its own part, in the order of its devices in the mesh; with one process that is the
-    whole. No communication between devices; from host to device each process's own part.
+    whole. No communication between devices; from host to device each process's own part. With `check` an all-gather of
+    the shapes, and one of a hash for each block.
 
     Args:
       tree: A NumPy array or a pytree of them, this process's part.
       layouts: A prefix tree of layouts for the global arrays.
       shape: The shape of the global array, or a tree of shapes. With it each part is checked. Without it JAX takes the
         global shape from the part, and processes whose parts have different sizes do not notice.
+      check: Whether to compare, over all processes, the shapes of the parts, and the blocks that several processes hold
+        copies of. `cluster.initialize(check=True)` asks for it everywhere.
       mesh: The mesh; absent, that of `jax.set_mesh`.
       mapping: Where bare names live; absent, the surrounding `axis_mapping`.
 
@@ -391,7 +403,8 @@ def from_process_local(tree: T, layouts: Any, *, shape: Any = None, mesh: Any = 
       The tree of global arrays.
 
     Raises:
-      PlacementError: If an array is already a distributed one.
+      PlacementError: If an array is already a distributed one; or, with `check`, processes have given other shapes or
+        other copies.
       SizeError: If dimensions do not divide, or a part is not what this process's devices hold of `shape`.
 
     Example:
@@ -415,7 +428,8 @@ def from_process_local(tree: T, layouts: Any, *, shape: Any = None, mesh: Any = 
             "an array that spans processes is global already.", call=call, advice="as in shard(x, layouts)"
         )
     mesh = mesh_for(mesh, [], call)
-    if ambient_mode()[0] == "reference":
+    one = ambient_mode()[0] == "reference"
+    if one:
         make = lambda x, _, whole: _on_one(x, mesh)
     else:
         make = lambda x, s, whole: jax.make_array_from_process_local_data(s, np.asarray(x), whole)
@@ -427,6 +441,12 @@ def from_process_local(tree: T, layouts: Any, *, shape: Any = None, mesh: Any = 
     found = _placements(jax.tree.unflatten(structure, known), layouts, mesh, mapping, call, parts=parts)
     _check_parts(leaves, found, wholes, call)
     made = [x if s is None else make(x, s, whole) for x, s, whole in zip(leaves, found, wholes, strict=True)]
+    if not one and ((check and takes_part(mesh)) or compared(mesh)):
+        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+        placed = [
+            (f"tree{jax.tree_util.keystr(path)}", x) for (path, _), x, s in zip(paths, made, found, strict=True) if s
+        ]
+        check_parts(placed, call)
     return jax.tree.unflatten(structure, made)
 
 

@@ -26,6 +26,7 @@ CODE = ("spmd/", "tests/", "examples/")
 FLOORS = {
     "errors.py": 0,
     "language/": 1,
+    "_agreement.py": 2,
     "_ambient.py": 2,
     "_compat.py": 2,
     "_notebook.py": 0,
@@ -36,6 +37,7 @@ FLOORS = {
     "_named.py": 2,
     "_processes.py": 1,
     "_recent.py": 0,
+    "_replicas.py": 2,
     "_table.py": 0,
     "_annotations.py": 2,
     "_leaves.py": 2,

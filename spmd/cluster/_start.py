@@ -17,9 +17,10 @@ from typing import Any
 import jax
 
 from spmd import _jax_errors
+from spmd._agreement import disagreements
 from spmd._compat import installed
 from spmd._processes import Task, tasks
-from spmd.cluster._agreement import disagreements
+from spmd._replicas import compare_replicas
 from spmd.errors import MeshError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -32,6 +33,7 @@ def initialize(
     process_id: int | None = None,
     *,
     cpu_devices: int | None = None,
+    check: bool = False,
     ignore: Sequence[str | int] = (),
     heartbeat_timeout_seconds: int = 30,
     initialization_timeout: int = 300,
@@ -57,6 +59,10 @@ def initialize(
       process_id: Which of them this is, from 0.
       cpu_devices: How many virtual CPU devices each process has, as by `use_cpu_devices`, which has to come before
         JAX's devices start. Where JAX_NUM_CPU_DEVICES is set, as by `launch --devices`, that number counts.
+      check: Whether to compare, from now on, what each process gives whole, keys and numbers too: in `shard`, in the
+        arguments of `init` and of kernels that are called outside `jit`, and the copies in `from_process_local`. Each
+        such call has an all-gather of one hash, about 1 ms, and takes the time to hash, about 1.4 ms for each MiB. The
+        arguments of your own `jax.jit` are not seen: pass them through `shard`.
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       heartbeat_timeout_seconds: After how many seconds a silent process counts as dead, and the others end. JAX's own
@@ -93,6 +99,7 @@ def initialize(
     if jax.process_count() > 1:
         _end_at_once(jax.process_index(), jax.process_count())
         _compare(ignore)
+        compare_replicas(check)
 
 
 def same_program(lowered: Any) -> None:

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from spmd import _compat
+from spmd._replicas import check_replicas, put
 from spmd.comm.planner import move
 from spmd.kernels._plan import Plan
 from spmd.language import Layout, axes_product, axes_tuple
@@ -22,10 +23,11 @@ def arrived(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
         plan.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", advice=".trace(...) or .lower(...)")
     if plan.mode == "reference":
         return [x if lies_whole(x, plan.mesh) else made_whole(x, plan.mesh) for x in leaves]
+    check_replicas(zip(plan.paths, leaves, strict=True), plan.mesh, plan.signature.text)
     out = []
     for x, layout in zip(leaves, plan.layouts, strict=True):
         x = _brought(plan, x, layout) if plan.uneven else x
-        out.append(jax.device_put(x, _wanted(plan, x, layout)) if _foreign(plan, x) else x)
+        out.append(put(x, _wanted(plan, x, layout)) if _foreign(plan, x) else x)
     return out
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._facts import KernelName, Leaf
+from spmd._replicas import compared
 from spmd.checker import check_jaxpr
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
@@ -88,7 +89,8 @@ class Plan:
         self._sets_mesh = mode == "auto" and bool(self.typed_axes) and isinstance(mesh, Mesh)
         unmixed = mode == "explicit" or (mode == "auto" and not self.typed_axes)
         self.uneven = mode != "reference" and isinstance(mesh, Mesh) and uneven(self.sizes.values())
-        self.simple = unmixed and not (self._deviceless or self.uneven)  # a warm call needs `jitted` alone
+        # whether a warm call needs `jitted` alone
+        self.simple = unmixed and not (self._deviceless or self.uneven or compared(mesh))
         self._check_layouts()
         donated = donate if mode != "reference" else ()
         self.name = KernelName(signature.name, self.leaves if mode == "explicit" else ())

@@ -34,6 +34,19 @@ def disagreements(facts: Mapping[str, Any]) -> list[str]:
     return [line for line in lines if line]
 
 
+def conflicts(facts: Mapping[str, Any]) -> list[str]:
+    """What two processes have differently, where each has some of the facts only; one line for each fact.
+
+    Communication: an all-gather of the facts.
+    """
+    if jax.process_count() == 1:
+        return []
+    everyone = [json.loads(one) for one in _gather(json.dumps(facts, sort_keys=True).encode())]
+    names = list(dict.fromkeys(name for one in everyone for name in one))
+    lines = [_held(name, {rank: one[name] for rank, one in enumerate(everyone) if name in one}) for name in names]
+    return [line for line in lines if line]
+
+
 def _gather(payload: bytes) -> list[bytes]:
     """The bytes of each process, which may be of different length."""
     lengths = multihost.process_allgather(np.array([len(payload)], np.int32)).reshape(-1)
@@ -44,15 +57,20 @@ def _gather(payload: bytes) -> list[bytes]:
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:
-    """What the processes have of one fact, those who are fewest first."""
+    """What the processes have of one fact; of a dict, which of its entries differ."""
+    if all(isinstance(value, dict) for value in values) and any(value != values[0] for value in values):
+        return _entries(name, values)
+    return _held(name, dict(enumerate(values)))
+
+
+def _held(name: str, by_rank: Mapping[int, Any]) -> str:
+    """Who has which value of one fact, those who are fewest first; empty where all have the same."""
     holders: dict[str, list[int]] = collections.defaultdict(list)
-    for rank, value in enumerate(values):
+    for rank, value in by_rank.items():
         holders[json.dumps(value, sort_keys=True)].append(rank)
     if len(holders) == 1:
         return ""
     fewest = sorted(holders.items(), key=lambda one: (len(one[1]), one[1]))
-    if all(isinstance(value, dict) for value in values):
-        return _entries(name, values)
     return f"{name}: " + "; ".join(f"{ranks(who)}: {_short(text)}" for text, who in fewest)
 
 

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from spmd.cluster import _agreement
-from spmd.cluster._agreement import disagreements, ranks
+from spmd import _agreement
+from spmd._agreement import disagreements, ranks
 
 
 @pytest.fixture
@@ -61,3 +61,12 @@ def test_files_are_named(together):
 def test_many_ranks_are_shortened():
     assert ranks([3]) == "rank 3"
     assert ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
+
+
+def test_facts_that_each_process_has_some_of(monkeypatch):
+    facts = [{"a": 1, "b": 2}, {"b": 3, "c": 4}, {"c": 4, "b": 2}]
+    monkeypatch.setattr(_agreement.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(_agreement, "_gather", lambda mine: [json.dumps(one).encode() for one in facts])
+    assert _agreement.conflicts(facts[0]) == ["b: rank 1: 3; ranks 0, 2: 2"]
+    facts[1]["b"] = 2
+    assert _agreement.conflicts(facts[0]) == []
