@@ -12,21 +12,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from spmd import _jax_errors
 from spmd._cli_programs import program
 from spmd._compat import installed
+from spmd._processes import forgotten
 from spmd._table import Table
 from spmd.accelerators import PRESETS
 from spmd.checker import check, rules
+from spmd.cluster import initialize
 from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free_port, launch, per_host
 from spmd.comm.plans import PREFER, plan
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
 from spmd.inspect._explain import explain
 from spmd.inspect._picture import Picture, visualize
 from spmd.language import Layout, Pattern
-from spmd.mesh import make_mesh, use_cpu_devices
+from spmd.mesh import crossing, make_mesh, use_cpu_devices
 
 _SHORT = re.compile(r"(bf|f|i|s|u)(\d+)")
 _KINDS = {"bf": "bfloat", "f": "float", "i": "int", "s": "int", "u": "uint"}
@@ -112,9 +115,15 @@ def run_show(options: Any) -> int:
 
 
 def run_info(options: Any) -> int:
-    """`info`: versions, devices and meshes that fit them. It returns 1 if a package is missing or too old."""
+    """`info`: versions, devices and meshes that fit them. It returns 1 if a package is missing or too old.
+
+    Started in several processes, it joins them, and process 0 prints.
+    """
+    if forgotten() is not None:
+        initialize()
     found = {"python": platform.python_version(), **_packages(), **_devices()}
-    _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found)))
+    if found["devices"] is None or jax.process_index() == 0:
+        _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found)))
     return 0 if all(entry["ok"] for entry in found["needed"]) else 1
 
 
@@ -313,8 +322,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _devices() -> dict[str, Any]:
-    import jax
-
     try:
         devices = jax.devices()
     except RuntimeError as error:  # a platform was asked for and does not start
@@ -324,7 +331,9 @@ def _devices() -> dict[str, Any]:
     return {
         "devices": {"count": len(devices), "local": jax.local_device_count(), "kinds": kinds},
         "processes": jax.process_count(),
-        "meshes": [{"axes": axes, "use": use} for axes, use in meshes],
+        "meshes": [
+            {"axes": axes, "use": use, "crossing": crossing(make_mesh(**dict[str, Any](axes)))} for axes, use in meshes
+        ],
     }
 
 
@@ -362,8 +371,12 @@ def _info_lines(found: dict[str, Any]) -> list[str]:
         lines.append("  for eight virtual ones: spmd.use_cpu_devices(8) at the top of a program")
     lines.append("meshes that fit:")
     calls = [f"spmd.make_mesh({', '.join(f'{a}={n}' for a, n in one['axes'].items())})" for one in found["meshes"]]
-    uses = [one["use"] for one in found["meshes"]]
+    uses = [one["use"] + _across(one["crossing"]) for one in found["meshes"]]
     return [*lines, Table(list(zip(calls, uses, strict=True)), indent=2).text()]
+
+
+def _across(axes: Sequence[str]) -> str:
+    return f"; {', '.join(axes)} cross{'es' * (len(axes) == 1)} processes" if axes else ""
 
 
 def _verdict(entry: dict[str, Any]) -> str:

@@ -151,6 +151,22 @@ def crossing(mesh: Any) -> tuple[str, ...]:
     return tuple(axis for dim, axis in enumerate(mesh.axis_names) if np.diff(owners, axis=dim).any())
 
 
+def owners_text(mesh: Any) -> str:
+    """Which devices of a mesh each process has: `process 0 has 0, 1; process 1 has 2, 3`."""
+    held: dict[int, list[int]] = {}
+    for device in mesh.devices.flat:
+        held.setdefault(device.process_index, []).append(device.id)
+    shown = [f"process {rank} has {_ids_text(held[rank])}" for rank in sorted(held)[:_SHOWN]]
+    return "; ".join([*shown, "..."] if len(held) > _SHOWN else shown)
+
+
+_SHOWN = 8  # devices or processes that a message lists
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:_SHOWN])) + ", ..." * (len(ids) > _SHOWN)
+
+
 def _pool(devices: Any, call: str) -> list[Any]:
     found = list(np.ravel(np.asarray(devices, dtype=object)))
     wrong = [x for x in found if not hasattr(x, "platform")]
@@ -444,5 +460,4 @@ def made_whole(x: Any, mesh: Mesh | AbstractMesh) -> Any:
 def _devices_text(mesh: Mesh | AbstractMesh) -> str:
     if not isinstance(mesh, Mesh):
         return ""
-    ids = [str(device.id) for device in mesh.devices.flat]
-    return f" of devices {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''}"
+    return f" of devices {_ids_text([device.id for device in mesh.devices.flat])}"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import spmd
 from spmd import MeshError, make_mesh, use_cpu_devices
-from spmd.mesh import sizes_for
+from spmd.mesh import crossing, owners_text, sizes_for
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -165,3 +166,14 @@ def test_sizes_are_those_of_a_mesh_of_a_dict_or_of_the_surroundings() -> None:
     for wrong, shown in (([2, 4], "a list"), ({}, "{}"), ({"dp": 0}, "{'dp': 0}"), ({"dp": True}, "{'dp': True}")):
         with pytest.raises(MeshError, match=re.escape(f"positive sizes, not {shown}.")):
             sizes_for(wrong, "f")
+
+
+def test_no_axis_crosses_processes_in_one(mesh):
+    assert crossing(mesh) == () == crossing(mesh.abstract_mesh)
+    assert owners_text(mesh) == "process 0 has 0, 1, 2, 3, 4, 5, 6, 7"
+
+
+def test_devices_of_many_processes_are_shortened():
+    devices = np.array([SimpleNamespace(id=i, process_index=i // 10) for i in range(100)])
+    found = owners_text(SimpleNamespace(devices=devices)).split("; ")
+    assert found[0] == "process 0 has 0, 1, 2, 3, 4, 5, 6, 7, ..." and len(found) == 9 and found[-1] == "..."

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text
+from spmd.mesh import crossing, owners_text
 
 Block = tuple[int, ...]
 
@@ -186,8 +187,14 @@ def of_layout(
         layout.reduced,
         None if None in local else tuple(n for n in local if n is not None),
         itemsize,
-        (*_layout_notes(layout, known, shape), *notes),
+        (*_layout_notes(layout, known, shape), *_process_notes(mesh), *notes),
     )
+
+
+def _process_notes(mesh: Mesh | AbstractMesh) -> list[str]:
+    """Along which axes one goes from process to process."""
+    axes = crossing(mesh)
+    return [f"{', '.join(axes)} cross{'es' * (len(axes) == 1)} processes: {owners_text(mesh)}"] if axes else []
 
 
 def known_sizes(layout: Layout, shape: Any, call: str) -> tuple[dict[str, int], list[int | None] | None]:

@@ -16,7 +16,7 @@ from spmd.inspect._roofline import memory_of
 from spmd.inspect._written import written as read
 from spmd.kernels import Kernel
 from spmd.language import mesh_text
-from spmd.mesh import sizes_for
+from spmd.mesh import crossing, sizes_for
 
 
 def explain(
@@ -33,6 +33,9 @@ def explain(
     bytes, loops multiplied out, forward or backward, and what is moved to enter a kernel. *Compiled*: what the
     optimised program runs, matched to what was written; collectives that nobody wrote are marked. Nothing is
     run. `fn` is traced once and compiled once.
+
+    Where the devices of the mesh belong to several processes, it names the axes that cross them, and sums what is sent
+    over those apart: between hosts the links are slower.
 
     On a mesh without devices (`spmd.make_mesh(..., abstract=True)`) there is no compiled program; the written
     view, bytes and times are the same.
@@ -95,6 +98,7 @@ def explain(
         machine=machine,
         platform=_platform(found) if stats is not None else "",
         missing=missing,
+        crossing=crossing(found),
     )
 
 

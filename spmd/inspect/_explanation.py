@@ -36,6 +36,7 @@ class Explanation:
       hardware: The machine that times are for, or None.
       platform: What it was compiled for: "cpu", "gpu", "tpu"; empty where nothing was compiled.
       missing: What could not be found out, and why.
+      crossing: The mesh axes that cross processes, as far as the mesh has devices.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Explanation:
         machine: Hardware | None = None,
         platform: str = "",
         missing: Iterable[str] = (),
+        crossing: Iterable[str] = (),
     ) -> None:
         self.name = name
         self.mesh = dict(mesh)
@@ -62,6 +64,7 @@ class Explanation:
             self.time = estimate(written, self.collectives, machine, self.mesh)
         self.platform = platform
         self.missing = tuple(missing)
+        self.crossing = tuple(crossing)
 
     @property
     def unwritten(self) -> tuple[Communication, ...]:
@@ -73,6 +76,11 @@ class Explanation:
     def total_bytes(self) -> int:
         """Bytes that one device sends in one call, including those that nobody wrote."""
         return sum(one.total_bytes for one in self.collectives)
+
+    @property
+    def between_processes(self) -> tuple[Communication, ...]:
+        """The collectives over axes that cross processes. Part of what they send stays inside a process."""
+        return tuple(one for one in self.collectives if set(one.axes) & set(self.crossing))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -117,6 +125,8 @@ class Explanation:
             "memory": None if self.memory is None else self.memory.to_dict(),
             "time": None if self.time is None else self.time.to_dict(),
             "missing": list(self.missing),
+            "crossing": list(self.crossing),
+            "bytes_between_processes": sum(one.total_bytes for one in self.between_processes),
         }
 
     def table(self, width: int | None = None) -> str:
@@ -152,7 +162,9 @@ def _heading(it: Explanation) -> str:
     on = f" on {sizes}" if sizes else ""
     devices = f"{count:,} device{'s' * (count != 1)}"
     made = f", compiled for {it.platform}" if it.platform else "" if it.compiled is not None else ", not compiled"
-    return f"{it.name or 'program'}{on}: {devices}{made}"
+    axes = ", ".join(it.crossing)
+    across = f"; {axes} cross{'es' * (len(it.crossing) == 1)} processes" if axes else ""
+    return f"{it.name or 'program'}{on}: {devices}{made}{across}"
 
 
 # -------------------- what is sent
@@ -176,10 +188,11 @@ def _sent(it: Explanation) -> Table:
         rows += [Row(("NOBODY WROTE",), "loud title"), *_rows(it, it.unwritten, "loud"), _total(it, it.unwritten)]
     elif it.compiled is not None and written:
         rows += _section("nobody wrote", ["nothing: every compiled collective belongs to a written one"])
-    if len(by_axis := it.by_axis()) > 1 or it.unwritten:
+    if len(by_axis := it.by_axis()) > 1 or it.unwritten or it.between_processes:
         most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))
         rows += [Row(("by axis",), "title"), *(_sum(it, ones, axes) for axes, ones in most)]
         rows.append(_total(it, it.collectives))
+        rows += [_sum(it, it.between_processes, "between processes", "total")] if it.crossing else []
     rows += [] if it.written is None else _around(it.written, it.compiled is not None)
     return Table(rows, _HEAD, right=(2, 3, 4), below=(5, 6), indent=2)
 

@@ -5,7 +5,13 @@ Each process has four virtual CPU devices, and checks its own shards against Num
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,8 +20,11 @@ import numpy as np
 
 import spmd
 from spmd import fft, stencil
+from spmd._cli import run_info
 from spmd._replicas import compare_replicas
+from spmd.mesh import crossing
 
+SHOWN = Path(__file__).with_name("crossing.txt")
 LOCAL = 4  # devices of each process
 X = np.random.default_rng(0).normal(size=(16, 8, 4)).astype(np.float32)
 
@@ -216,6 +225,41 @@ def changes_of_layout_outside_kernels(mesh):
     close(spmd.shard(x, "x y/b z/a"), X)  # by the steps of a plan
     close(spmd.shard(X, "x/b y z", mesh=mesh), X)  # the same array, in every process
     close(jax.jit(lambda x: spmd.shard(x + 1, "x y/a z"))(x), X + 1)
+
+
+def shown(mesh: Any) -> str:
+    """What people see of a mesh that crosses processes: explain, visualize and info."""
+
+    @spmd.kernel("x/a y/b, y f/a -> x/a f", mesh=mesh)
+    def layer(x, w):
+        w = spmd.all_gather(w, "y f/a -> y f")
+        x = spmd.all_gather(x, "x/a y/b -> x/a y", to="invarying")
+        return spmd.einsum(x, w, "x/a y, y f -> x/a f")
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
+    report = spmd.explain(layer, shape(8, 16), shape(16, 8))
+    assert report.crossing == ("a",) and [one.axes for one in report.between_processes] == [("a",)]
+    assert report.to_dict()["bytes_between_processes"] == report.by_axis()["a"][0].total_bytes
+    with contextlib.redirect_stdout(io.StringIO()) as info:
+        assert run_info(SimpleNamespace(json=False)) == 0
+    devices = info.getvalue().partition("devices: ")[2]
+    table = re.sub(r"programs.py:[0-9]+", "programs.py:1  ", report.table(100).partition("memory per device")[0])
+    texts = [table, spmd.visualize("x/a y", (8, 4), mesh).text(100)]
+    assert bool(devices) == (jax.process_index() == 0)  # it alone prints
+    return "\n\n".join(line.strip() for line in [*texts, devices]) + "\n"
+
+
+@check
+def axes_that_cross_processes_are_shown(mesh):
+    assert crossing(mesh) == ("a",)
+    assert crossing(jax.sharding.Mesh(mesh.devices.T, ("a", "b"))) == ("b",)
+    assert crossing(jax.sharding.Mesh(mesh.devices.reshape(-1), ("a",))) == ("a",)
+    assert crossing(jax.sharding.Mesh(mesh.devices[:1], ("a", "b"))) == () == crossing(mesh.abstract_mesh)
+    text = shown(mesh)
+    if jax.process_count() == 2 and jax.process_index() == 0:
+        if os.environ.get("SPMD_UPDATE_GOLDEN"):
+            SHOWN.write_text(text)
+        assert text == SHOWN.read_text(), text
 
 
 @check

@@ -126,6 +126,17 @@ def test_the_flag_goes_with_what_is_flagged():
     assert "NOBODY WROTE" not in str(report)
 
 
+def test_what_crosses_processes_is_summed_apart():
+    program = explain(make_mlp(), *arguments(MESH))
+    assert program.crossing == () and "between processes" not in str(program)
+    report = Explanation("mlp", program.mesh, program.written, None, crossing=("dp",))
+    over = [one for one in report.collectives if "dp" in one.axes]
+    assert 0 < len(over) < len(report.collectives) and report.between_processes == tuple(over)
+    assert report.to_dict()["bytes_between_processes"] == sum(one.total_bytes for one in over)
+    text = report.table(100)
+    assert "dp crosses processes" in text.splitlines()[0] and "between processes" in text
+
+
 class Balanced(html.parser.HTMLParser):
     def __init__(self):
         super().__init__()
