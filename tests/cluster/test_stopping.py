@@ -1,66 +1,39 @@
-"""A signal to any process ends all of them at the same step, saved, with exit code 0."""
+"""A signal asks a program to stop. That several processes stop at the same step is in `test_main_job.py`."""
 
 from __future__ import annotations
 
+import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 
-from spmd.cluster import stopping
-from spmd.cluster._launch import free_port
+from spmd.cluster import _stopping, stopping
 from spmd.errors import SpmdError
-from tests.cluster.harness import Ended, end, exhaustive, start
 
-LOOP = "tests/cluster/training.py"
-
-
-def processes(folder: Path, count: int):
-    """Processes that train; each has printed that it runs."""
-    told = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    command = [LOOP, str(folder), "100000", "100000"]
-    alone = {"JAX_NUM_CPU_DEVICES": str(8 // count), "PAUSE": "0.01"}
-    started = [start(command, {**told, **alone, "RANK": str(r)} if count > 1 else alone) for r in range(count)]
-    for one in started:
-        while "running" not in (line := one.stdout.readline()):
-            assert line, one.communicate()
-    return started
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def saved(folder: Path, count: int) -> set[int]:
-    """After how many steps the processes ended, and how many are saved."""
-    steps = {int(Path(folder, f"ended{rank}").read_text()) for rank in range(count)}
-    return steps | {int(one.name) for one in Path(folder, "saved", "steps").iterdir() if one.name.isdigit()}
+@pytest.fixture(autouse=True)
+def _as_at_the_start(monkeypatch):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    monkeypatch.setattr(_stopping, "_asked", _stopping._Asked())
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
 
 
-def ends(started, since: float) -> list[Ended]:
-    return [end(one, since, timeout=30) for one in started]
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_asks_to_stop_from_then_on(number):
+    assert not stopping(0) and not stopping(1)
+    os.kill(os.getpid(), number)
+    assert stopping(2) and stopping(3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_one_process_stops(tmp_path, number):
-    started, since = processes(tmp_path, 1), time.monotonic()
-    started[0].send_signal(number)
-    assert [one.code for one in ends(started, since)] == [0]
-    [step] = saved(tmp_path, 1)
-    assert 5 <= step < 99999
-
-
-@pytest.mark.parametrize(
-    ("number", "rank"),
-    [
-        (signal.SIGTERM, 1),
-        pytest.param(signal.SIGTERM, 0, marks=exhaustive),
-        pytest.param(signal.SIGUSR1, 1, marks=exhaustive),
-        pytest.param(signal.SIGINT, 0, marks=exhaustive),
-    ],
-)
-def test_all_processes_stop_at_the_same_step(tmp_path, number, rank):
-    started, since = processes(tmp_path, 2), time.monotonic()
-    started[rank].send_signal(number)
-    assert [one.code for one in ends(started, since)] == [0, 0]
-    assert len(saved(tmp_path, 2)) == 1
+def test_a_second_interrupt_does_not_wait():
+    assert not stopping(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_steps_that_cannot_be():

@@ -1,0 +1,59 @@
+"""The main job, `examples/train_lm.py`, which writes down what it reads: `tests/cluster/main_job.py FOLDER FLAGS...`.
+
+The file itself is run unchanged, on a small text. FOLDER/results.json gets its results, and FOLDER/rows-N the windows
+that process N has read for training, in order. PAUSE is how many seconds it takes to read one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+BATCH, SEQ = 16, 16
+EPOCH = 10  # steps
+STEPS = 2 * EPOCH
+
+FLAGS = ["--d=16", "--layers=1", "--groups=2", "--queries=1", "--head=8", "--hidden=16", f"--seq={SEQ}"]
+FLAGS += [f"--batch={BATCH}", f"--steps={STEPS}", f"--heldout={BATCH * SEQ + 1}", "--sample=0", "--no-compare"]
+
+
+def text(folder: Path) -> Path:
+    """A text of which one file is held out, and the others have as many windows as two epochs of steps read twice."""
+    source, size = (EXAMPLES / "train_lm.py").read_bytes(), BATCH * SEQ + 1
+    data = folder / "text"
+    data.mkdir(exist_ok=True)
+    for i in range(EPOCH + 1):
+        (data / f"{i}.txt").write_bytes(source[i * size : (i + 1) * size])
+    return data
+
+
+def main(folder: Path, flags: list[str]) -> None:
+    """Run the main job and write what it has read."""
+    sys.path.insert(0, str(EXAMPLES))
+    import train_lm
+
+    read: list[int] = []
+    one_window = train_lm.Windows.__getitem__
+
+    def noted(self: train_lm.Windows, index: int) -> object:
+        if threading.current_thread().name.startswith("batches"):  # not what only tells shapes
+            read.append(int(index))
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+        return one_window(self, index)
+
+    train_lm.Windows.__getitem__ = noted
+    train_lm.save_curve = lambda path, results: None
+    print("pid", os.getpid(), flush=True)
+    train_lm.main([*FLAGS, f"--data={folder / 'text'}", f"--json={folder / 'results.json'}", *flags])
+    (folder / f"rows-{jax.process_index()}").write_text(json.dumps(read))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
