@@ -32,7 +32,8 @@ def split(data: str, heldout: int, seed: int, least: int) -> tuple[np.ndarray, n
     """
     files = read_files(data)
     if len(files) == 1:
-        files = [files[0][i : i + 2**14] for i in range(0, len(files[0]), 2**14)]
+        piece = min(len(files[0]) // 20 + 1, 2**14)
+        files = [files[0][i : i + piece] for i in range(0, len(files[0]), piece)]
     files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([len(text) for text in files] or [0])
     count = int(np.searchsorted(ends, min(heldout, ends[-1] // 10))) + 1

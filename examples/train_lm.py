@@ -84,6 +84,7 @@ class Config:
     compare: bool = option(True, "compare a step with the compiler's own choice of communication at the end")
     checkpoint: str = option("", "save the training state in this folder, and go on from what is there")
     every: int = option(100, "steps from one checkpoint to the next")
+    stopped: int = option(0, "exit code of a run that a signal has stopped and that is saved")
     json: str = option("", "write the results to this file")
     plot: str = option("", "save the loss curve here; by default in the folder for temporary files")
 
@@ -438,7 +439,7 @@ def train(
             seconds.append(time.perf_counter() - start)
             if saved and (i + 1) % c.every == 0:
                 saved.save(i + 1, state, data=data)
-                console.print(f"step {i + 1}: loss {losses[-1]:.4f}, saved")
+                console.print(f"step {i + 1}: loss {losses[-1]:.3f}, saved")
             rate = c.batch * c.seq / statistics.median(seconds[-50:])
             recent = statistics.mean(losses[-20:])
             bar.update(task, advance=1, description=f"loss {recent:.3f}, {rate:,.0f} tokens/s")
@@ -544,6 +545,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     results["timings"]["total"] = time.perf_counter() - began
     if jax.process_index() == 0:
         write(results, c)
+    if c.stopped and "heldout_bits" not in results:
+        raise SystemExit(c.stopped)
     return results
 
 
