@@ -337,6 +337,10 @@ def _devices() -> dict[str, Any]:
     }
 
 
+def _crossing(axes: Mapping[str, Any]) -> tuple[str, ...]:
+    return crossing(make_mesh(**axes))
+
+
 def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
     """Meshes of `count` devices. The last axis lies inside a node, and sends most.
 
