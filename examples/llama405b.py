@@ -5,6 +5,7 @@ sequence between blocks over `tp`, and 2048 sequences over `dp` and `fsdp`. The 
 never compiled or run, and `explain` reads the trace.
 
     python examples/llama405b.py --layers 126 --hardware h100
+    python -m spmd explain examples/llama405b.py:build --mesh dp=16,fsdp=128,tp=8 --hardware h100
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import spmd
 from spmd import all_gather, defer, einsum, reduce, take
 
+SIZES = {"l": 126, "m": 16384, "h": 128, "g": 8, "k": 128, "f": 53248, "v": 128256}
 STREAM, WHOLE = "b/dp/fsdp s/tp m", "b/dp/fsdp s m"
 LAYER = {  # one layer's weights; at rest they are stacked in a dimension l in front
     "norm1": "m",
@@ -125,16 +127,19 @@ def arguments(mesh: Any, sizes: dict[str, int], batch: int, length: int) -> tupl
     return params, params, params, tokens, tokens
 
 
+def build(mesh: Any, layers: int = SIZES["l"]) -> tuple[Any, tuple[Any, ...]]:
+    """A training step and its arguments, for any mesh with the axes dp, fsdp and tp."""
+    return make_step(make_loss(mesh)), arguments(mesh, {**SIZES, "l": layers}, batch=2048, length=8192)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, default=126)
+    parser.add_argument("--layers", type=int, default=SIZES["l"])
     parser.add_argument("--hardware", default="h100")
     options = parser.parse_args()
     start = time.perf_counter()
     mesh = spmd.make_mesh(dp=16, fsdp=128, tp=8, abstract=True)
-    sizes = {"l": options.layers, "m": 16384, "h": 128, "g": 8, "k": 128, "f": 53248, "v": 128256}
-    step = make_step(make_loss(mesh))
-    args = arguments(mesh, sizes, batch=2048, length=8192)
+    step, args = build(mesh, options.layers)
     count = sum(x.size for x in jax.tree.leaves(args[0]))
     print(f"{count / 1e9:.1f}B parameters on {mesh.size:,} devices")
     print(spmd.explain(step, *args, mesh=mesh, hardware=options.hardware))

@@ -1,4 +1,4 @@
-"""The tables of "Coming from elsewhere", and README's: both sides of each row are run on the same data and compared.
+"""The tables of "Coming from elsewhere": both sides of each row are run on the same data and compared.
 
 The cells are read from the pages and evaluated, so a row cannot say something else than what is tested; a row without
 a case fails. Haliax is compared with itself where it is installed, else with the few lines of NumPy below.
@@ -180,10 +180,10 @@ def test_every_case_has_its_row() -> None:
     """A case whose row was reworded would test nothing."""
     told = [code(row[0])[0] for row in table("## From shard_map")]
     assert set(CALLS) <= set(told)
-    assert set(BORN) - set(told) == {'lax.axis_index("cp") * n + jnp.arange(n)'}  # README's
+    assert set(BORN) - set(told) == {'lax.axis_index("cp") * n + jnp.arange(n)'}  # of the other table
 
 
-COMPARED = [row for row in table("## Raw JAX beside spmd", "README.md") if code(row[1]) and code(row[2])]
+COMPARED = [row for row in table("### Line by line") if code(row[1]) and code(row[2])]
 
 
 @pytest.mark.parametrize("row", COMPARED, ids=[row[0] for row in COMPARED])
