@@ -540,6 +540,18 @@ def test_the_top_level_holds_what_was_agreed():
     assert not stray
 
 
+def versions(project: str, package: str, citation: str) -> set[str]:
+    """The versions of `spmd` that three files name."""
+    patterns = {project: r'^version = "(.*)"$', package: r'^__version__ = "(.*)"$', citation: r"^version: (.*)$"}
+    return {found for text, pattern in patterns.items() for found in re.findall(pattern, text, re.MULTILINE)}
+
+
+def test_one_version_of_the_package():
+    files = [(ROOT / name).read_text() for name in ("pyproject.toml", "spmd/__init__.py", "CITATION.cff")]
+    assert len(versions(*files)) == 1
+    assert len(versions(files[0], files[1].replace('version__ = "', 'version__ = "1'), files[2])) == 2
+
+
 def pinned(text: str) -> set[str]:
     """The versions of ruff that a text names."""
     return set(re.findall(r"ruff==([\w.]+)", text))
