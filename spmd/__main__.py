@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         help="versions, devices, meshes that fit",
         description="Versions, devices, meshes that fit them. Exits with 1 if something needed is missing or too old.",
     )
+    info.add_argument("--extras", action="store_true", help="the packages of the extras too")
     info.add_argument("--json", action="store_true", help="print JSON")
 
     rules = commands.add_parser(

@@ -123,7 +123,7 @@ def run_info(options: Any) -> int:
         initialize()
     found = {"python": platform.python_version(), **_packages(), **_devices()}
     if found["devices"] is None or jax.process_index() == 0:
-        _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found)))
+        _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found, options.extras)))
     return 0 if all(entry["ok"] for entry in found["needed"]) else 1
 
 
@@ -360,10 +360,10 @@ def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
     return found
 
 
-def _info_lines(found: dict[str, Any]) -> list[str]:
+def _info_lines(found: dict[str, Any], extras: bool) -> list[str]:
     lines = [f"spmd {found['spmd']}" if found["spmd"] else "spmd is not installed, so what it needs is not known"]
     rows = [(one["name"], one["version"] or "missing", _verdict(one)) for one in found["needed"]]
-    for one in found["optional"]:
+    for one in found["optional"] if extras else ():
         rows.append((one["name"], one["version"] or "missing", f"optional: {', '.join(one['extras'])}"))
     lines += [Table(rows, indent=2).text()] if rows else []
     devices = found["devices"]

@@ -173,6 +173,7 @@ def test_info(run):
     assert metadata.version("jax") in out
     assert "devices: 8 x cpu" in out
     assert "spmd.make_mesh(dp=2, tp=4)" in out
+    assert "optional" not in out and "optional: examples, test" in run("info", "--extras")[1]
 
 
 def test_info_as_json(run):
