@@ -105,3 +105,8 @@ def lacks_devices(error: Exception) -> bool:
 def first_line(error: Exception) -> str:
     """How an error begins, to be quoted."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def refused_by_the_system(error: Exception) -> bool:
+    """Whether the operating system refused what tensorstore asked of it, such as to write on a full disk."""
+    return "os_error_code=" in str(error)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import shutil
 import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +19,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd import _jax_errors
+from spmd._agreement import disagreements
 from spmd._compat import installed
 from spmd.cluster._data import Batches
 from spmd.errors import PlacementError, SpmdError, is_int, nearest
 
+T = TypeVar("T")
+
+_PROBE = 4096  # bytes that are written to see whether a disk takes any
 _ABOUT, _STATE, _SUMS = "about", "state", "checksums"
 
 
@@ -39,8 +46,12 @@ def checkpoints(path: str | Path, *, keep: int | None = 3, strict: bool = False)
     """The checkpoints of a program in a folder: saved and restored by one line each.
 
     Orbax saves them, asynchronously and atomically (`pip install "spmd[cluster]"`). Beside the arrays lie their
-    layouts, the mesh, versions, where the data are, and a checksum of each array, so that a restore onto another mesh
-    or another number of processes verifies what it has read.
+    layouts, the mesh, versions, where the data are, and a checksum of each array. It is a sum over the elements, which
+    does not depend on how they are cut into chunks and devices: each device sums what it has read, so a restore onto
+    another mesh or another number of processes verifies all of it, and reads nothing more for that.
+
+    Where a disk is full, training goes on: the save is reported with the path and the free bytes, and the next one is
+    tried.
 
     Args:
       path: A folder that all processes reach.
@@ -78,12 +89,14 @@ class Checkpoints:
         self.path, self._strict, self._orbax = path, strict, orbax
         options = orbax.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = orbax.CheckpointManager(path / "steps", options=options)
-        self._writer: threading.Thread | None = None
+        self._damaged: set[int] = set()  # steps that could not be restored, and are saved again
+        self._thread = ThreadPoolExecutor(1, "checksums")
+        self._writing: tuple[int, Future[None]] | None = None  # the step that is being saved, and its checksums
 
     def save(self, step: int, state: Any, *, data: Batches | None = None) -> None:
         """Save a state after `step` steps. It returns as soon as the arrays are copied; a thread writes them.
 
-        A step that is saved already stays as it is.
+        A step that is saved already stays as it is, unless `restore` has found it damaged.
 
         Communication: the sums of the checksums, 8 bytes for each array.
 
@@ -102,7 +115,13 @@ class Checkpoints:
         wrong = [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]
         if wrong:
             raise SpmdError("a state consists of arrays.", call="save(step, state)", got=wrong)
+        if int(step) in self._damaged:
+            self._manager.delete(int(step))
+            self._damaged.discard(int(step))
         if int(step) in self._manager.all_steps():
+            return
+        if refusal := self._refusal(sum(x.nbytes for x in leaves.values())):
+            self._failed(step, refusal)
             return
         sums = _checksums(leaves)
         about = {
@@ -115,11 +134,10 @@ class Checkpoints:
         content = args.Composite(**{_STATE: args.StandardSave(leaves), _ABOUT: args.JsonSave(about)})
         try:
             self._manager.save(int(step), args=content, force=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError) as error:
             self._failed(step, error)
             return
-        self._writer = threading.Thread(target=self._write_sums, args=(int(step), sums))
-        self._writer.start()
+        self._writing = int(step), self._thread.submit(self._write_sums, int(step), sums, _digest(about))
 
     def restore(self, init: Any, *args: Any, data: Batches | None = None, cast: bool = False) -> Restored:
         """The last state that was saved whole, placed as `init` places it; a new one if none was saved.
@@ -146,6 +164,7 @@ class Checkpoints:
             try:
                 return Restored(self._read(step, wanted, data, cast), step)
             except _Damaged as damage:
+                self._damaged.add(step)
                 failures.append(f"step {step}: {damage}")
                 if jax.process_index() == 0:
                     print(f"checkpoint {self.path}, step {step} is damaged: {damage}", file=sys.stderr)
@@ -156,22 +175,45 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until what was saved is written. A save that failed is reported; where `strict`, it is an error."""
+        step, writing = self._writing or (None, None)
+        self._writing = None
         try:
             self._manager.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
-            self._failed(None, error)
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+            if writing is not None:
+                writing.result()
+        except (OSError, ValueError) as error:
+            self._failed(step, error)
 
     def close(self) -> None:
         """Wait, then release Orbax's threads."""
         self.wait()
+        self._thread.shutdown()
         self._manager.close()
 
     # --- inside ---
 
-    def _failed(self, step: int | None, error: Exception) -> None:
+    def _refusal(self, size: int) -> OSError | None:
+        """Why the disk would not take so many bytes, the same in all processes: where Orbax fails in one of them while
+        it saves, the others wait for it for minutes."""
+        if jax.process_count() == 1:
+            return None
+        told = ""
+        try:
+            probe = self.path / f"probe{jax.process_index()}"
+            probe.write_bytes(bytes(_PROBE))
+            probe.unlink()
+            if shutil.disk_usage(self.path).free < size:
+                raise OSError(os.strerror(errno.ENOSPC))
+        except OSError as error:
+            told = str(error)
+        others = disagreements({"disk": told})
+        return OSError(told or others[0]) if told or others else None
+
+    def _failed(self, step: int | None, error: OSError | ValueError) -> None:
+        """Report that the disk refused a save, and go on. Python says it by an OSError, tensorstore by a ValueError;
+        any other ValueError is a fault of the program."""
+        if not isinstance(error, OSError) and not _jax_errors.refused_by_the_system(error):
+            raise error
         free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
         rule = "a checkpoint could not be saved."
         got = [f"path: {self.path}, {free} bytes free", f"{type(error).__name__}: {_jax_errors.first_line(error)}"]
@@ -180,8 +222,8 @@ class Checkpoints:
             raise found from error
         print(found, file=sys.stderr)
 
-    def _write_sums(self, step: int, sums: Mapping[str, Any]) -> None:
-        found = _numbers(sums)
+    def _write_sums(self, step: int, sums: Mapping[str, Any], about: str) -> None:
+        found = {**_numbers(sums), _ABOUT: about}
         if jax.process_index() == 0:
             folder = self.path / _SUMS
             folder.mkdir(parents=True, exist_ok=True)
@@ -195,15 +237,12 @@ class Checkpoints:
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
         args = self._orbax.args
-        about = self._item(step, _ABOUT, args.JsonRestore())
+        about, sums = self._together(lambda: self._about(step))
         _check_same(about["leaves"], _named(wanted), cast)
         asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in _named(wanted).items()}
-        leaves = self._item(step, _STATE, args.StandardRestore(asked))
-        try:
-            saved = json.loads((self.path / _SUMS / f"{step}.json").read_text())
-        except (OSError, ValueError) as error:
-            raise _Damaged("its checksums were not written") from error
-        wrong = [path for path, found in _numbers(_checksums(leaves)).items() if found != saved.get(path)]
+        read = lambda: self._item(step, _STATE, self._orbax.StandardCheckpointHandler, args.StandardRestore(asked))
+        leaves = self._together(read)
+        wrong = [path for path, found in _numbers(_checksums(leaves)).items() if found != sums.get(path)]
         if wrong:
             raise _Damaged(f"the numbers of {', '.join(wrong[:5])} are not those that were saved")
         if data is not None:
@@ -213,11 +252,41 @@ class Checkpoints:
         placed = [leaves[path].astype(x.dtype) for path, x in _named(wanted).items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
-    def _item(self, step: int, name: str, how: Any) -> Any:
+    def _about(self, step: int) -> tuple[Any, Any]:
+        """What lies beside the arrays, and the checksums."""
         try:
-            return self._manager.restore(step, args=self._orbax.args.Composite(**{name: how}))[name]
+            sums = json.loads((self.path / _SUMS / f"{step}.json").read_text())
+        except (OSError, ValueError) as error:
+            raise _Damaged("its checksums were not written") from error
+        about = self._item(step, _ABOUT, self._orbax.JsonCheckpointHandler, self._orbax.args.JsonRestore())
+        if _digest(about) != sums.get(_ABOUT):
+            raise _Damaged("what lies beside the arrays is not what was saved")
+        return about, sums
+
+    def _item(self, step: int, name: str, handler: Any, how: Any) -> Any:
+        """Read one item of a step. Each process reads for itself: where one cannot, Orbax's own restore lets the
+        others wait for it for minutes."""
+        rank = jax.process_index()
+        alone = {"primary_host": rank, "active_processes": {rank}, "barrier_sync_key_prefix": f"read{rank}"}
+        options = self._orbax.options.MultiprocessingOptions(**alone if jax.process_count() > 1 else {})
+        try:
+            with self._orbax.Checkpointer(handler(), multiprocessing_options=options) as reader:
+                return reader.restore(self.path / "steps" / str(step) / name, how)
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
             raise _Damaged(f"{name}: {type(error).__name__}: {_jax_errors.first_line(error)}") from error
+
+    def _together(self, read: Callable[[], T]) -> T:
+        """What `read` gives, if it succeeds in all processes; else all of them raise."""
+        found: list[T] = []
+        told = ""
+        try:
+            found.append(read())
+        except _Damaged as damage:
+            told = str(damage)
+        others = disagreements({"damage": told})
+        if told or others:
+            raise _Damaged(told or others[0])
+        return found[0]
 
 
 class _Damaged(Exception):
@@ -283,6 +352,10 @@ def _numbers(sums: Mapping[str, Any]) -> dict[str, int]:
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _named(tree: Any) -> dict[str, Any]:

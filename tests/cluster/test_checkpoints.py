@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import spmd
 from spmd.cluster import batches, checkpoints
 from spmd.cluster._checkpoints import checksum
 from spmd.errors import PlacementError, SpmdError
+from tests.cluster.harness import exhaustive, joined, launched
 from tests.sampler import first_seed
 
 # Orbax leaves a coroutine behind where a read fails.
@@ -139,6 +142,21 @@ def test_a_flipped_bit_never_changes_a_number(saved, capsys):
     assert saved.restore(make, jax.random.key(0)).step == 2
 
 
+def test_a_damaged_step_is_saved_again(saved):
+    make = maker()
+    for step in (1, 2):
+        saved.save(step, make(jax.random.key(step)))
+    saved.wait()
+    for path in files(saved, 2):
+        forget(path)
+    assert saved.restore(make, jax.random.key(0)).step == 1
+    saved.save(2, make(jax.random.key(5)))
+    saved.save(1, make(jax.random.key(6)))  # this one stays
+    found = saved.restore(make, jax.random.key(0))
+    assert found.step == 2
+    same(found.state, make(jax.random.key(5)))
+
+
 def test_a_step_without_checksums_was_not_finished(saved, capsys):
     make = maker()
     saved.save(1, make(jax.random.key(1)))
@@ -146,6 +164,42 @@ def test_a_step_without_checksums_was_not_finished(saved, capsys):
     saved.wait()
     (saved.path / "checksums" / "2.json").unlink()
     assert saved.restore(make, jax.random.key(0)).step == 1
+
+
+@pytest.mark.parametrize("name", ["steps/2/about/metadata", "checksums/2.json"])
+def test_damage_beside_the_arrays_never_changes_the_data(saved, mesh, name, capsys):
+    """Of what we write ourselves: a flipped bit could say that other samples come next."""
+    make = maker()
+    new_data = lambda: batches(np.arange(40), "b/dp", batch=4, seed=3, mesh=mesh)
+    data = new_data()
+    for step in (1, 2):
+        next(data)
+        saved.save(step, make(jax.random.key(step)), data=data)
+    saved.wait()
+    path, dice = saved.path / name, np.random.default_rng(first_seed())
+    content = path.read_bytes()
+
+    def restored():
+        here = new_data()
+        found = saved.restore(make, jax.random.key(0), data=here)
+        assert here.state["next"] == found.step
+        same(found.state, make(jax.random.key(found.step)))
+        return found.step
+
+    for at in dice.integers(0, len(content), 8):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert restored() == 1
+    places = [i for i, one in enumerate(content) if chr(one).isdigit()]
+    for at in dice.choice(places, 4):  # still JSON
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert restored() == 1
+    cut(path)
+    assert restored() == 1
+    forget(path)
+    assert restored() == 1
+    assert capsys.readouterr().err.count("step 2 is damaged") == 14
+    path.write_bytes(content)
+    assert restored() == 2
 
 
 def test_all_steps_damaged_is_an_error(saved):
@@ -156,6 +210,55 @@ def test_all_steps_damaged_is_an_error(saved):
         forget(path)
     with pytest.raises(PlacementError, match="no checkpoint can be restored"):
         saved.restore(make, jax.random.key(0))
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+FULL = "tests/cluster/full_disk.py"
+
+
+def check_full(found, count=1):
+    assert found.code == 0, found.err
+    assert "done" in found.out and "steps [0, 3]" in found.out
+    for step in (1, 2):
+        assert found.err.count(f"save({step}, state)") == count
+    assert "bytes free" in found.err and "a checkpoint could not be saved" in found.err
+
+
+def test_training_goes_on_when_the_disk_is_full(tmp_path):
+    check_full(joined([[FULL, str(tmp_path), "limit"]])[0])
+    assert f"path: {tmp_path}/run, " in joined([[FULL, str(tmp_path), "limit", "strict"]])[0].err
+
+
+@exhaustive
+def test_a_disk_that_is_full_in_two_processes(tmp_path):
+    check_full(launched(2, FULL, str(tmp_path), "limit"), 2)
+
+
+@exhaustive
+def test_a_small_disk_that_is_full(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], check=False).returncode:
+        pytest.skip("this user may not mount a disk")
+    try:
+        found = joined([[FULL, str(tmp_path), str(tmp_path / "filler")]])[0]
+        check_full(found)
+        assert "/run, 0 bytes free" in found.err
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@exhaustive
+def test_damage_that_one_process_alone_can_see_sends_all_of_them_back(tmp_path):
+    """Only rank 1 reads what is lost; where Orbax's own restore fails in one process, the others wait for minutes."""
+    assert launched(2, FULL, str(tmp_path), "never").code == 0
+    lost = list((tmp_path / "run" / "steps" / "3" / "state" / "ocdbt.process_1" / "d").iterdir())
+    assert lost
+    for one in lost:
+        one.unlink()
+    found = launched(2, FULL, str(tmp_path), "never")
+    assert found.code == 0, found.err
+    assert "[0] first 2" in found.out and "[1] first 2" in found.out
+    assert found.err.count("step 3 is damaged") == 1 and "steps [3, 4, 5]" in found.out
 
 
 # --- another state ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""A program whose disk is full for a while: `python tests/cluster/full_disk.py FOLDER limit|FILE|never [strict]`.
+
+With `limit` no file may grow beyond a few bytes; FILE takes all that is left of its disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+
+
+@contextlib.contextmanager
+def full(how: str):
+    """The disk takes nothing more. The end of the block makes room again."""
+    if how == "never":
+        yield
+        return
+    if how == "limit":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead of the process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        yield
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return
+    with open(how, "wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(b"x" * 4096)
+    yield
+    os.unlink(how)
+
+
+def main(folder: str, how: str, strict: bool) -> None:
+    spmd.cluster.initialize()
+    mesh = spmd.make_mesh(a=-1)
+    layouts = {"w": "x/a y", "n": "scalar"}
+    make = spmd.init(lambda key: {"w": jax.random.normal(key, (64, 64)), "n": jnp.int32(0)}, layouts, mesh=mesh)
+    update = jax.jit(lambda state: {"w": state["w"] * 2, "n": state["n"] + 1})
+    saved = spmd.cluster.checkpoints(Path(folder) / "run", strict=strict)
+    state, first = saved.restore(make, jax.random.key(0))
+    print("first", first, flush=True)
+    saved.save(first, state)
+    saved.wait()
+    with full(how):
+        for step in (first + 1, first + 2):
+            state = update(state)
+            saved.save(step, state)
+            saved.wait()
+    state = update(state)
+    saved.save(first + 3, state)
+    saved.wait()
+    print("steps", sorted(int(one.name) for one in (Path(folder) / "run" / "steps").iterdir() if one.name.isdigit()))
+    found = saved.restore(make, jax.random.key(0))
+    assert found.step == first + 3 == int(found.state["n"])
+    saved.close()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], "strict" in sys.argv)
