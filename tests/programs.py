@@ -131,8 +131,9 @@ def attempt(programs: Sequence[Program]) -> list[Exception | None]:
 
 
 def compiled(fn: Callable[..., Any], devices: int, *args: Any) -> Any:
-    """`fn(*args)`, jitted, with whole results."""
-    mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    """`fn(*args)`, jitted, with whole results. One device is one of this process."""
+    chosen = jax.devices()[:devices] if devices > 1 else jax.local_devices()[:1]
+    mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,), devices=chosen)
     lowered = jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(*args)
     return lowered.compile()(*args)
 
@@ -526,7 +527,11 @@ def layer_cases(name: str) -> list[layers.LayerCase]:
 def layer(c: Choices) -> Program:
     """Any case of any ready-made layer, in float32; the formulas of its collectives are `test_layers.py`'s business."""
     layers.register_all()
-    case = c.choice(layer_cases(c.choice(sorted(layers.CASES))))
+    return of_layer(c.choice(layer_cases(c.choice(sorted(layers.CASES)))))
+
+
+def of_layer(case: layers.LayerCase) -> Program:
+    """One case of a layer."""
     return Program(
         text=f"{case.name} {case}",
         args=layers.arguments(case),

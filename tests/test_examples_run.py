@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,18 @@ def run_doctests(module: object) -> tuple[int, str]:
     """How many examples failed, and what was printed about them."""
     out: list[str] = []
     runner = doctest.DocTestRunner(optionflags=FLAGS)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     for test in doctest.DocTestFinder(exclude_empty=True).find(module):
         runner.run(test, out=out.append)
+    for number, handler in before.items():  # `stopping` takes them
+        signal.signal(number, handler)
     return runner.failures, "".join(out)
+
+
+def test_an_example_does_not_keep_the_signals():
+    before = signal.getsignal(signal.SIGTERM)
+    failed, _ = run_doctests(importlib.import_module("spmd.cluster._stopping"))
+    assert not failed and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("name", [*MODULES, *HELPERS])

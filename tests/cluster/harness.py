@@ -54,11 +54,17 @@ def end(process: subprocess.Popen[str], since: float, timeout: float = TIMEOUT) 
     return Ended(code, out, err, time.monotonic() - since)
 
 
-def launched(count: int, *program: str, devices: int | None = 2, more: Mapping[str, str] | None = None) -> Ended:
+def launched(
+    count: int,
+    *program: str,
+    devices: int | None = 2,
+    more: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT,
+) -> Ended:
     """A program under `python -m spmd launch`."""
     since = time.monotonic()
     told = ["--devices", str(devices)] if devices else []
-    return end(start(["-m", "spmd", "launch", "-n", str(count), *told, *program], more), since)
+    return end(start(["-m", "spmd", "launch", "-n", str(count), *told, *program], more), since, timeout)
 
 
 def joined(

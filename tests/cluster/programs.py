@@ -1,4 +1,4 @@
-"""A program of several processes: `python -m spmd launch -n 2 -m tests.cluster.programs`.
+"""A program of several processes: `python -m spmd launch -n 2 -m tests.cluster.programs SEED [FAMILY ...]`.
 
 Each process has four virtual CPU devices, and checks its own shards against NumPy.
 """
@@ -9,9 +9,9 @@ import contextlib
 import io
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,9 +20,10 @@ import numpy as np
 
 import spmd
 from spmd import fft, stencil
-from spmd._cli import run_info
+from spmd.__main__ import main as main_command
 from spmd._replicas import compare_replicas
 from spmd.mesh import crossing
+from tests.cluster import families
 
 SHOWN = Path(__file__).with_name("crossing.txt")
 LOCAL = 4  # devices of each process
@@ -241,7 +242,7 @@ def shown(mesh: Any) -> str:
     assert report.crossing == ("a",) and [one.axes for one in report.between_processes] == [("a",)]
     assert report.to_dict()["bytes_between_processes"] == report.by_axis()["a"][0].total_bytes
     with contextlib.redirect_stdout(io.StringIO()) as info:
-        assert run_info(SimpleNamespace(json=False)) == 0
+        assert main_command(["info"]) == 0
     devices = info.getvalue().partition("devices: ")[2]
     table = re.sub(r"programs.py:[0-9]+", "programs.py:1  ", report.table(100).partition("memory per device")[0])
     texts = [table, spmd.visualize("x/a y", (8, 4), mesh).text(100)]
@@ -276,8 +277,9 @@ def reference_mode_says_that_it_cannot(mesh):
             raise AssertionError("no error")
 
 
-def main() -> None:
-    """Join the others and run the checks, all in the same order."""
+def main(seed: int, chosen: list[str]) -> None:
+    """Join the others and run the checks, all in the same order, then random programs of these families."""
+    jax.config.update("jax_num_cpu_devices", LOCAL)
     spmd.cluster.initialize(cpu_devices=LOCAL, check=True)
     count = jax.process_count()
     assert jax.device_count() == LOCAL * count
@@ -285,7 +287,8 @@ def main() -> None:
     for one in CHECKS:
         one(mesh)
         print(one.__name__, flush=True)
+    assert not (chosen and families.run(seed, chosen))
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2:])
