@@ -93,6 +93,24 @@ class Value(NamedTuple):
     lies: Lies
 
 
+class Cut(NamedTuple):
+    """A value, a dimension of it, and a mesh axis that does not divide it yet.
+
+    Attributes:
+      v: The value.
+      d: The dimension.
+      axis: The axis, which can be the innermost that divides the dimension.
+      size: Elements of a block.
+      lies: How the value lies when it is cut so.
+    """
+
+    v: Value
+    d: int
+    axis: str
+    size: int
+    lies: Lies
+
+
 class Body:
     """One trace of a body.
 
@@ -132,6 +150,19 @@ class Body:
     def free(self, lies: Lies) -> list[str]:
         return [a for a in self.mesh if a not in lies.held]
 
+    def divisible(self, dim: Dim, axes: Sequence[str]) -> bool:
+        """Whether these axes can divide a dimension, besides those that do."""
+        return size_of(dim) % self.parts((*axes_of(dim), *axes)) == 0
+
+    def cut(self, wanted: Callable[[Dim], bool] = lambda dim: True) -> Cut | None:
+        """A dimension as wanted, of a value that is equal along an axis which could divide it."""
+        v = self.value()
+        axis, d = (self.some(self.free(v.lies)), self.dim(v.lies, wanted)) if v else (None, None)
+        if not v or axis is None or d is None or not self.divisible(v.lies.dims[d], (axis,)):
+            return None
+        [(n, axes)] = v.lies.dims[d]
+        return Cut(v, d, axis, v.x.shape[d] // self.here[axis], v.lies.put(d, ((n, (*axes, axis)),)))
+
     def index(self, axes: Sequence[str]) -> Any:
         """Which block of a dimension divided over these axes this device has."""
         at: Any = jnp.int32(0)
@@ -144,6 +175,27 @@ class Body:
         [(n, axes)] = dim
         n //= self.count(axes)
         return jnp.arange(n, dtype=jnp.int32) + n * self.index(axes)
+
+    def equal(self, v: Value) -> Any:
+        """A number that all devices have, made from a complete value."""
+        axes = tuple(a for a in self.mesh if a in v.lies.held)
+        return lax.psum(v.x.sum(), axes) if axes else v.x.sum()
+
+    def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function. It makes the same choices each time that it is traced."""
+        drawn: list[int] | None = None
+
+        def run(*args: Any) -> Any:
+            nonlocal drawn
+            rng = self.rng
+            before = len(rng.drawn)
+            if drawn is not None:
+                self.rng = Choices(rng.seed, drawn)
+            out = fn(*args)
+            drawn, self.rng = rng.drawn[before:] if drawn is None else drawn, rng
+            return out
+
+        return run
 
     def varying(self, x: Any) -> Any:
         missing = tuple(a for a in self.mesh if a not in jax.typeof(x).manual_axis_type.varying)
@@ -172,7 +224,8 @@ def of_own_size(move: Move) -> Move:
     @functools.wraps(move)
     def named(b: Body) -> Made:
         with jax.named_scope(OWN_SIZE):
-            return move(b)
+            made = move(b)
+            return made and (lax.optimization_barrier(made[0]), made[1])  # some give the operand itself
 
     return named
 
@@ -460,16 +513,11 @@ def convolved(b: Body) -> Made:
 
 def own_block(b: Body) -> Made:
     """A slice that starts where this device's block does."""
-    v = b.value()
-    axis, d = (b.some(b.free(v.lies)), b.dim(v.lies)) if v else (None, None)
-    if axis is None or d is None:
+    cut = b.cut()
+    if not cut:
         return None
-    [(n, axes)] = v.lies.dims[d]
-    if n % b.parts((*axes, axis)):
-        return None
-    size = v.x.shape[d] // b.here[axis]
     how = b.some([lax.dynamic_slice_in_dim, dynamic_index])
-    return how(v.x, lax.axis_index(axis) * size, size, d), v.lies.put(d, ((n, (*axes, axis)),))
+    return how(cut.v.x, lax.axis_index(cut.axis) * cut.size, cut.size, cut.d), cut.lies
 
 
 def dynamic_index(x: Any, start: Any, size: int, d: int) -> Any:
@@ -486,6 +534,44 @@ def looked_up(b: Body) -> Made:
         return None
     rows = (jnp.abs(lax.sin(v.x)) * size_of(u.lies.dims[0])).astype(jnp.int32)
     return jnp.take(u.x, rows, axis=0, mode=b.some(["clip", "fill"]), fill_value=0), lies
+
+
+def looked_up_by_row(b: Body) -> Made:
+    """Each row of a table by its own indices."""
+    v = b.value(lambda lies: len(lies.dims) > 1 and lies.dims[1] == whole(size_of(lies.dims[1])))
+    u = v and b.value(lambda lies: complete(lies) and lies.dims[:1] == v.lies.dims[:1])
+    if not v or not u:
+        return None
+    lies = Lies((*u.lies.dims, *v.lies.dims[2:]), v.lies.partial)
+    if lies.size > LARGEST or len(lies.dims) > 4 or len(lies.held) > len({*lies.held}):
+        return None
+    at = (jnp.abs(lax.sin(u.x)) * size_of(v.lies.dims[1])).astype(jnp.int32)
+    return jax.vmap(lambda row, i: jnp.take(row, i, axis=0, mode="clip"))(v.x, at), lies
+
+
+def at_a_place(b: Body) -> Made:
+    """An element along a dimension that is not divided, where an equal number says; or another value there."""
+    v, u = b.value(), b.value(complete)
+    d = v and b.dim(v.lies, undivided)
+    if d is None or not u:
+        return None
+    n = size_of(v.lies.dims[d])
+    at = b.varying((jnp.abs(lax.sin(b.equal(u))) * n).astype(jnp.int32))
+    row = lax.dynamic_slice_in_dim(v.x, at, 1, d)
+    if b.chance(2):
+        return lax.dynamic_update_slice_in_dim(v.x, 2.0 * row, jnp.int32(n // 2), d), v.lies
+    return row, v.lies.put(d, whole(1))
+
+
+def counted_by_row(b: Body) -> Made:
+    """Sums by keys, for each row by itself."""
+    v = b.value(lambda lies: complete(lies) and len(lies.dims) == 2)
+    u = v and b.value(lambda lies: lies.dims == v.lies.dims)
+    if not v or not u:
+        return None
+    keys = (jnp.abs(lax.sin(v.x)) * 5).astype(jnp.int32)
+    sums = jax.vmap(lambda row, at: b.varying(jnp.zeros(5, jnp.float32)).at[at].add(row))(u.x, keys)
+    return sums, Lies((v.lies.dims[0], whole(5)), u.lies.partial | {*axes_of(v.lies.dims[1])})
 
 
 def counted(b: Body) -> Made:
@@ -544,12 +630,17 @@ def scattered(b: Body) -> Made:
     d = v and b.dim(v.lies)
     if d is None:
         return None
-    axis = b.some([a for a in b.mesh if a in v.lies.partial])
+    over = several(b, [a for a in b.mesh if a in v.lies.partial])
     [(n, axes)] = v.lies.dims[d]
-    if n % b.parts((*axes, axis)):
+    if not b.divisible(v.lies.dims[d], over):
         return None
-    out = lax.psum_scatter(v.x, axis, scatter_dimension=d, tiled=True)
-    return out, v.lies.put(d, ((n, (*axes, axis)),), partial=v.lies.partial - {axis})
+    out = lax.psum_scatter(v.x, over, scatter_dimension=d, tiled=True)
+    return out, v.lies.put(d, ((n, (*axes, *over)),), partial=v.lies.partial - {*over})
+
+
+def several(b: Body, axes: Sequence[str]) -> Axes:
+    """All of these axes, or one."""
+    return tuple(axes) if b.chance(2) else (b.some(axes),)
 
 
 def gathered(b: Body) -> Made:
@@ -570,14 +661,15 @@ def exchanged(b: Body) -> Made:
     if e is None:
         return None
     [(n, axes)], [(m, others)] = v.lies.dims[d], v.lies.dims[e]
-    if m % b.parts((*others, axes[-1])):
+    over = axes if b.chance(2) else axes[-1:]
+    if not b.divisible(v.lies.dims[e], over):
         return None
-    out = lax.all_to_all(v.x, axes[-1], e, d, tiled=True)
-    return out, v.lies.put(d, ((n, axes[:-1]),)).put(e, ((m, (*others, axes[-1])),))
+    out = lax.all_to_all(v.x, over, e, d, tiled=True)
+    return out, v.lies.put(d, ((n, axes[: -len(over)]),)).put(e, ((m, (*others, *over)),))
 
 
-def ring(b: Body, axis: str, up: int = 1) -> list[tuple[int, int]]:
-    n = b.here[axis]
+def ring(b: Body, *axes: str, up: int = 1) -> list[tuple[int, int]]:
+    n = b.count(axes)
     return [(i, (i + up) % n) for i in range(n)]
 
 
@@ -585,20 +677,21 @@ def ring(b: Body, axis: str, up: int = 1) -> list[tuple[int, int]]:
 def rolled(b: Body) -> Made:
     """A roll by one: the last element of each block goes to the next device."""
     v = b.value()
-    d = v and b.dim(v.lies, lambda dim: len(axes_of(dim)) == 1)
+    d = v and b.dim(v.lies, divided)
     if d is None:
         return None
-    [axis] = axes_of(v.lies.dims[d])
-    size = v.x.shape[d]
-    last = lax.ppermute(lax.slice_in_dim(v.x, size - 1, size, axis=d), axis, ring(b, axis))
+    axes, size = axes_of(v.lies.dims[d]), v.x.shape[d]
+    last = lax.ppermute(lax.slice_in_dim(v.x, size - 1, size, axis=d), axes, ring(b, *axes))
     return jnp.concatenate([last, lax.slice_in_dim(v.x, 0, size - 1, axis=d)], d), v.lies
 
 
 def passed_around(b: Body) -> Made:
     """What is equal along an axis stays so."""
     v = b.value()
-    axis = v and b.some(b.free(v.lies))
-    return axis and (lax.ppermute(v.x, axis, ring(b, axis)), v.lies)
+    if not v or not b.free(v.lies):
+        return None
+    axes = several(b, b.free(v.lies))
+    return lax.ppermute(v.x, axes, ring(b, *axes)), v.lies
 
 
 def ring_sum(b: Body) -> Made:
@@ -680,13 +773,43 @@ def looped(b: Body) -> Made:
     v = b.value()
     if not v:
         return None
-    fn = b.some(LINEAR if v.lies.partial else CURVED)
+    fn = function_of(b, v)
     if b.chance(2) or not complete(v.lies):
         return lax.fori_loop(0, 2, lambda _, c: fn(c), v.x), v.lies
-    axes = tuple(a for a in b.mesh if a in v.lies.held)
-    total = b.varying(jnp.abs(lax.sin(lax.psum(v.x.sum(), axes) if axes else v.x.sum())))
+    total = b.varying(jnp.abs(lax.sin(b.equal(v))))
     test = lambda c: c[0] < 2.0
     return lax.while_loop(test, lambda c: (c[0] * 1.5 + 0.1, fn(c[1])), (total, v.x))[1], v.lies
+
+
+def function_of(b: Body, v: Value) -> Any:
+    """A function of single elements. It may need another value, which lies alike and is made outside of it."""
+    u = b.some([u for u in b.pool if u.lies == v.lies])
+    ones, pairs = (LINEAR, LINEAR_PAIRS) if v.lies.partial else (CURVED, LINEAR_PAIRS + CURVED_PAIRS)
+    if b.chance(2):
+        fn = b.some(pairs)
+        return lambda x: fn(x, u.x)
+    return b.some(ones)
+
+
+def settled(b: Body) -> Made:
+    """A `while` until the whole is small, which a collective in its test says."""
+    v = b.value(complete)
+    if not v:
+        return None
+    test = lambda c: b.equal(Value(lax.abs(c), v.lies)) > 0.3
+    return lax.while_loop(test, lambda c: c * 0.5, lax.sin(v.x)), v.lies
+
+
+def until_each_is_large(b: Body) -> Made:
+    """After `vmap` each row of a `while` goes on for as long as it needs."""
+    v = b.value(lambda lies: complete(lies) and bool(lies.dims))
+    if not v:
+        return None
+    grow = lambda x: lax.while_loop(lambda c: c < 2.0, lambda c: c * 1.5 + 0.1, x)
+    fn = grow
+    for _ in v.lies.dims:
+        fn = jax.vmap(fn)
+    return fn(lax.abs(lax.sin(v.x))), v.lies
 
 
 def decided(b: Body) -> Made:
@@ -695,9 +818,8 @@ def decided(b: Body) -> Made:
     u = v and b.some([u for u in b.pool if complete(u.lies)])
     if not u:
         return None
-    axes = tuple(a for a in b.mesh if a in u.lies.held)
-    total = lax.psum(u.x.sum(), axes) if axes else u.x.sum()
-    one, two = b.some(LINEAR), b.some(LINEAR if v.lies.partial else CURVED)
+    total = b.equal(u)
+    one, two = b.some(LINEAR), function_of(b, v)
     if b.chance(2):
         which = (jnp.abs(lax.sin(total)) * 3).astype(jnp.int32)
         return lax.switch(which, [one, two, lambda x: x], v.x), v.lies
@@ -741,7 +863,35 @@ def wrapped(b: Body) -> Made:
     v = b.value()
     if not v:
         return None
-    return b.some(CALLS)(b.some(LINEAR if v.lies.partial else CURVED))(v.x), v.lies
+    return b.some(CALLS)(function_of(b, v))(v.x), v.lies
+
+
+SMOOTH: list[Callable[[Any], Any]] = [lax.sin, jnp.tanh, lambda x: x * x, jax.nn.gelu]
+
+
+def with_own_derivative(fn: Any) -> Any:
+    """A rule that is written by hand, and true."""
+    out = jax.custom_vjp(fn)
+    out.defvjp(lambda x: (fn(x), x), lambda x, g: jax.vjp(fn, x)[1](g))
+    return out
+
+
+# Ways to a function of single elements that derivatives go back on.
+ROUTES: list[Callable[[Any], Any]] = [
+    lambda fn: fn,
+    jax.jit,
+    jax.checkpoint,
+    lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.everything_saveable),
+    with_own_derivative,
+    lambda fn: lambda x: lax.scan(lambda c, _: (fn(c) * 0.9, c), x, None, length=2)[0],
+    lambda fn: lambda x: lax.scan(jax.checkpoint(lambda c, _: (fn(c) * 0.9, None)), x, None, length=2)[0],
+    lambda fn: lambda x: lax.fori_loop(0, 2, lambda _, c: fn(c), x),
+    lambda fn: lambda x: lax.map(fn, x) if x.ndim else fn(x),
+    lambda fn: lambda x: jax.vmap(fn)(x) if x.ndim else fn(x),
+    lambda fn: lambda x: lax.cond(jnp.bool_(True), fn, lambda x: 0.5 * x, x),
+    lambda fn: lambda x: lax.switch(jnp.int32(1), [lambda x: x, jax.checkpoint(fn)], x),
+    lambda fn: lambda x: lax.reduce_precision(fn(x), 8, 23),
+]
 
 
 def derivative(b: Body) -> Made:
@@ -749,10 +899,66 @@ def derivative(b: Body) -> Made:
     v = b.value(complete)
     if not v:
         return None
-    axes, fn = tuple(a for a in b.mesh if a in v.lies.held), b.some([lax.sin, jnp.tanh, lambda x: x * x, jax.nn.gelu])
+    axes, fn = tuple(a for a in b.mesh if a in v.lies.held), b.some(ROUTES)(b.some(SMOOTH))
     if b.chance(2) and axes:
         return jax.grad(lambda x: lax.psum(fn(x).sum(), axes))(v.x), v.lies
-    return jax.grad(lambda x: jax.checkpoint(fn)(x).sum())(v.x), v.lies
+    once = jax.grad(lambda x: fn(x).sum())
+    return (jax.grad(lambda x: once(x).sum()) if b.chance(2) else once)(v.x), v.lies
+
+
+def pulled_back(b: Body) -> Made:
+    """What is linear in a cotangent or a tangent, which may be a term of a sum."""
+    v = b.value(complete)
+    u = v and b.some([u for u in b.pool if u.lies.dims == v.lies.dims])
+    if not v or not u:
+        return None
+    route, fn = b.some(ROUTES), b.some(SMOOTH)
+    if route is not with_own_derivative and b.chance(2):
+        return jax.jvp(route(fn), (v.x,), (u.x,))[1], u.lies
+    return jax.vjp(route(fn), v.x)[1](u.x)[0], u.lies
+
+
+def pulled_through_a_collective(b: Body) -> Made:
+    """The derivative of a collective: another one, which goes back."""
+    v = b.value(lambda lies: complete(lies) and any(map(divided, lies.dims)))
+    d = v and b.dim(v.lies, divided)
+    if d is None:
+        return None
+    axis, fn, size = axes_of(v.lies.dims[d])[-1], b.some(SMOOTH), v.x.shape[d]
+    gather = lambda x, to: lax.all_gather(x, axis, axis=d, tiled=True, to=to)
+    away = lambda x: lax.ppermute(x, axis, ring(b, axis))
+    there = lambda x, pass_on: jax.vjp(pass_on, x)[1](fn(pass_on(x)))[0]
+
+    def of_own_block(x: Any) -> Any:
+        zeros, cotangent = jax.vjp(lambda x: gather(x, "varying"), x)
+        own = lax.dynamic_update_slice_in_dim(0.0 * zeros, fn(x), lax.axis_index(axis) * size, d)
+        return cotangent(own)[0]
+
+    options = [
+        lambda x: jax.grad(lambda x: fn(gather(x, "invarying")).sum())(x),
+        of_own_block,
+        lambda x: there(x, away),
+    ]
+    e = b.some([e for e, dim in enumerate(v.lies.dims) if e != d and len(dim) == 1 and b.divisible(dim, (axis,))])
+    if e is not None:
+        options.append(lambda x: there(x, lambda x: lax.all_to_all(x, axis, e, d, tiled=True)))
+    return b.some(options)(v.x), v.lies
+
+
+def pulled_through_a_sum(b: Body) -> Made:
+    """The derivative with respect to a term of a sum, which all terms share."""
+    v = b.value(lambda lies: bool(lies.partial))
+    if not v:
+        return None
+    axis, fn = b.some([a for a in b.mesh if a in v.lies.partial]), b.some(SMOOTH)
+    lies = Lies(v.lies.dims, v.lies.partial - {axis})
+    d = b.dim(v.lies, lambda dim: b.divisible(dim, (axis,)))
+    if lies.partial:
+        return None
+    if d is not None and b.chance(2):
+        scatter = lambda x: lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
+        return jax.grad(lambda x: fn(scatter(x)).sum())(v.x), lies
+    return jax.grad(lambda x: fn(lax.psum(x, axis)).sum())(v.x), lies
 
 
 def gradient_of_a_product(b: Body) -> Made:
@@ -877,13 +1083,100 @@ def contracted_by_strings(b: Body) -> Made:
     return spmd.einsum(v.x, u.x, text) / size_of(k), lies
 
 
-RIGHT: tuple[Move, ...] = (
+# --- right moves: other types of elements, and moves inside of others -------------------------------------------
+
+KINDS: list[Callable[[Any], Any]] = [
+    lambda x: x.astype(jnp.bfloat16),
+    lambda x: (lax.sin(x) * 9.0).astype(jnp.int32),
+    lambda x: (lax.sin(x) * 9.0).astype(jnp.int8),
+    lambda x: lax.abs(lax.sin(x) * 9.0).astype(jnp.uint32),
+    lambda x: x > 0.1,
+    lambda x: lax.complex(x, 0.5 * x),
+    lambda x: x.astype(jnp.float16),
+]
+ANY_KIND: tuple[Move, ...] = (
+    transposed, merged, unmerged, cut_in_two, widened, narrowed, tiled_block, every_second, own_block, gathered,
+    exchanged, rolled, passed_around,
+)  # fmt: skip
+
+
+def of_another_kind(b: Body) -> Made:
+    """A move of whole numbers, truth values, complex numbers or short floats."""
+    v, pool = b.value(complete), b.pool
+    if not v:
+        return None
+    b.pool = [Value(b.some(KINDS)(v.x), v.lies)]
+    made = b.some(ANY_KIND)(b)
+    b.pool = pool
+    if not made:
+        return None
+    x, lies = made
+    return (lax.real(x) + 2.0 * lax.imag(x) if jnp.iscomplexobj(x) else x.astype(jnp.float32)), lies
+
+
+def summed_as_whole_numbers(b: Body) -> Made:
+    """Counts, which are completed at once or later."""
+    v = b.value(lambda lies: complete(lies) and bool(lies.dims))
+    if not v:
+        return None
+    d = b.rng.below(len(v.lies.dims))
+    axes, count = axes_of(v.lies.dims[d]), lax.reduce_sum((v.x > 0.1).astype(jnp.int32), (d,))
+    if b.chance(2) and axes:
+        return lax.psum(count, axes).astype(jnp.float32), v.lies.put(d)
+    return count.astype(jnp.float32), v.lies.put(d, partial=frozenset(axes))
+
+
+def doubled(xs: Sequence[Any]) -> list[Any]:
+    return [jnp.stack([x, 0.5 * x]) for x in xs]
+
+
+# Where a function of values can be called. Loops and batches give a new leading dimension.
+PLACES: list[Callable[[Body, Any, Sequence[Any]], Any]] = [
+    lambda b, fn, xs: jax.jit(fn)(*xs),
+    lambda b, fn, xs: jax.checkpoint(fn)(*xs),
+    lambda b, fn, xs: with_backward(lambda xs: fn(*xs))(xs),
+    lambda b, fn, xs: lax.cond(b.equal(b.pool[0]) > 0.1, fn, lambda *xs: 0.5 * fn(*xs), *xs),
+    lambda b, fn, xs: lax.fori_loop(0, 2, lambda _, c: fn(*xs), 0.0 * fn(*xs)),
+    lambda b, fn, xs: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, fn(*xs)), (0, 0.0 * fn(*xs)))[1],
+]
+ROWS: list[Callable[[Any, Sequence[Any]], Any]] = [
+    lambda fn, xs: jax.vmap(fn)(*doubled(xs)),
+    lambda fn, xs: lax.map(lambda row: fn(*row), doubled(xs)),
+    lambda fn, xs: lax.scan(lambda c, k: (c, k * fn(*xs)), 0, jnp.asarray([1.0, 0.5], jnp.float32))[1],
+]
+
+
+def enclosed(b: Body) -> Made:
+    """Another move inside of a branch, a loop, a batch or a call."""
+    pool, move, found = b.pool, b.some(ENCLOSED), {}
+
+    def inside(*xs: Any) -> Any:
+        b.pool = [Value(x, v.lies) for x, v in zip(xs, pool, strict=True)]
+        made = move(b)
+        b.pool = pool
+        x, found["lies"] = made or (xs[-1], None)
+        return b.varying(x.astype(jnp.float32))
+
+    xs, fn = [v.x for v in pool], b.again(inside)
+    rows = b.chance(3)
+    out = b.some(ROWS)(fn, xs) if rows else b.some(PLACES)(b, fn, xs)
+    lies = found["lies"]
+    if lies is None or lies.size > LARGEST // 2 or len(lies.dims) > 3:
+        return None
+    return out, Lies((whole(2), *lies.dims), lies.partial) if rows else lies
+
+
+ENCLOSED: tuple[Move, ...] = (
     curved, linear, paired, scaled, selected, placed, transposed, merged, unmerged, cut_in_two, widened, narrowed,
     repeated, tiled_block, every_second, along, matrices, summed, reduced, extreme, product, convolved, own_block, looked_up, counted,
     written, overwritten, completed, scattered, gathered, exchanged, rolled, passed_around, ring_sum, listed, averaged,
     mapped, carried, recurrent, looped, decided, chosen_here, wrapped, derivative, gradient_of_a_product, noisy, verb, relaid,
-    along_by_strings, contracted_by_strings,
+    along_by_strings, contracted_by_strings, settled, until_each_is_large, looked_up_by_row, at_a_place,
+    counted_by_row, pulled_back, pulled_through_a_collective, pulled_through_a_sum, of_another_kind,
+    summed_as_whole_numbers,
 )  # fmt: skip
+OFTEN: tuple[Move, ...] = (completed, scattered, gathered, exchanged, ring_sum, listed, pulled_through_a_sum)
+RIGHT: tuple[Move, ...] = (*ENCLOSED, *OFTEN, *[enclosed] * 6)
 
 # --- wrong moves --------------------------------------------------------------------------------------------------
 
@@ -968,15 +1261,8 @@ def gathered_in_another_order(b: Body) -> Made:
 
 
 def scattered_copies(b: Body) -> Made:
-    v = b.value()
-    axis, d = (b.some(b.free(v.lies)), b.dim(v.lies)) if v else (None, None)
-    if axis is None or d is None:
-        return None
-    [(n, axes)] = v.lies.dims[d]
-    if n % b.parts((*axes, axis)):
-        return None
-    out = lax.psum_scatter(v.x, axis, scatter_dimension=d, tiled=True)
-    return out, v.lies.put(d, ((n, (*axes, axis)),))
+    cut = b.cut()
+    return cut and (lax.psum_scatter(cut.v.x, cut.axis, scatter_dimension=cut.d, tiled=True), cut.lies)
 
 
 def exchanged_partial_sums(b: Body) -> Made:
@@ -996,29 +1282,21 @@ def exchanged_partial_sums(b: Body) -> Made:
 
 def another_block(b: Body) -> Made:
     """Own blocks, counted from the other end."""
-    v = b.value()
-    axis, d = (b.some(b.free(v.lies)), b.dim(v.lies)) if v else (None, None)
-    if axis is None or d is None:
+    cut = b.cut()
+    if not cut:
         return None
-    [(n, axes)] = v.lies.dims[d]
-    if n % b.parts((*axes, axis)):
-        return None
-    size = v.x.shape[d] // b.here[axis]
-    start = (b.here[axis] - 1 - lax.axis_index(axis)) * size
-    return lax.dynamic_slice_in_dim(v.x, start, size, d), v.lies.put(d, ((n, (*axes, axis)),))
+    start = (b.here[cut.axis] - 1 - lax.axis_index(cut.axis)) * cut.size
+    return lax.dynamic_slice_in_dim(cut.v.x, start, cut.size, cut.d), cut.lies
 
 
 def outer_block(b: Body) -> Made:
     """A block within the blocks of another axis, called the outer one."""
-    v = b.value()
-    axis, d = (b.some(b.free(v.lies)), b.dim(v.lies, divided)) if v else (None, None)
-    if axis is None or d is None:
+    cut = b.cut(divided)
+    if not cut:
         return None
-    [(n, axes)] = v.lies.dims[d]
-    if n % b.parts((*axes, axis)):
-        return None
-    size = v.x.shape[d] // b.here[axis]
-    return lax.dynamic_slice_in_dim(v.x, lax.axis_index(axis) * size, size, d), v.lies.put(d, ((n, (axis, *axes)),))
+    [(n, axes)] = cut.v.lies.dims[cut.d]
+    out = lax.dynamic_slice_in_dim(cut.v.x, lax.axis_index(cut.axis) * cut.size, cut.size, cut.d)
+    return out, cut.v.lies.put(cut.d, ((n, (cut.axis, *axes)),))
 
 
 def merged_blocks(b: Body) -> Made:

@@ -242,8 +242,8 @@ ALONG: list[Along] = [
     lambda x, d: floats(jnp.argsort(x, d)),
     lambda x, d: jnp.take_along_axis(x, jnp.argsort(lax.sin(5.0 * x), axis=d), axis=d),
     lambda x, d: x.at[at(d, 0)].set(0.3),
-    lambda x, d: x.at[at(d, slice(0, 1))].min(0.1),
-    lambda x, d: x.at[at(d, slice(0, 1))].max(0.1),
+    lambda x, d: x.at[at(d, slice(0, 1))].min(x[at(d, slice(0, 1))] - 0.5),
+    lambda x, d: x.at[at(d, slice(0, 1))].max(x[at(d, slice(0, 1))] + 0.5),
     lambda x, d: x + 0.1 * lax.broadcasted_iota(jnp.float32, x.shape, d),
 ]
 

@@ -322,7 +322,8 @@ class Judge:
                     continue
                 self.values += 1
                 wrong = facts(state, arrays, self.mesh.machine)
-                if not wrong and comparable and is_whole(state) and not state.number:
+                vague = state.number or (state.loose and self.trace.mistake)
+                if not wrong and comparable and is_whole(state) and not vague:
                     found = together(arrays, state.dims, state.partial, self.mesh.machine)
                     if self.trace.mistake and not same_sizes(found, others[i][k][0]):
                         continue  # what a mistake calls a block is cut as one
@@ -396,7 +397,8 @@ def doubt_of(eqn: Any, said: Said | None) -> int:
     """Whether an equation is at fault, or forgets that nobody knew how its operands lie."""
     if said is None or said.faulty:
         return TOLD
-    forgets = not all(map(is_whole, said.operands)) and all(map(is_whole, said.outs))
+    known = lambda states: all(is_whole(state) and not state.loose for state in states)
+    forgets = not known(said.operands) and known(said.outs)
     return RELEASED if forgets or local(eqn, ()) else 0
 
 
