@@ -10,7 +10,7 @@ import spmd.checker._integers as integers
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
 from spmd.checker._engine import Engine
-from spmd.checker._linear import curved, fetches, passes, sums
+from spmd.checker._linear import Linear, curved, fetches, passes, product, sums
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -318,6 +318,22 @@ def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any, before
     return dims
 
 
+def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[int, Dim]:
+    """The dimensions of which the one window that is picked is this device's block, as they lie then."""
+    if indices.table is None or math.prod(indices.table.shape[:-1]) != 1:
+        return {}
+    starts = indices.table
+    while len(starts.shape) > 1:
+        starts = integers.row_of(starts, 0)
+    numbers, found = eqn.params["dimension_numbers"], {}
+    for k, d in enumerate(numbers.start_index_map):
+        dim, size = operand.dims[d], eqn.params["slice_sizes"][d]
+        axes = _starts(walk, integers.row_of(starts, k), size, size_of(dim))
+        if axes and len(dim) == 1 and dim[0][1] not in (FREE, HIDDEN) and operand.axes.isdisjoint(axes):
+            found[d] = normal([(size, (*dim[0][1], *axes))])
+    return found
+
+
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
     operand, indices = operands
@@ -326,16 +342,18 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     window = [d for d in range(len(before)) if d not in numbers.collapsed_slice_dims and d not in batching]
     own = _own_rows(walk, operand, indices, numbers, before)
+    blocks = _own_window(walk, eqn, operand, indices)
     rest = iter(indices.dims[:-1] if own is None else own)
     dims: list[Dim] = []
     for d, n in enumerate(out):
         if d in numbers.offset_dims:
             source = window[numbers.offset_dims.index(d)]
-            same = taken[source] == before[source]
-            dims.append(operand.dims[source] if same else _piece_of(operand.dims[source], n))
+            dim = operand.dims[source]
+            dims.append(dim if taken[source] == before[source] else blocks.get(source) or _piece_of(dim, n))
         else:
             dims.append(next(rest, hidden(n)))
-    picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None]
+    known = blocks.keys() & set(window)
+    picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None and d not in known]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
     # An index into a whole dimension lies as the indices do. One into a piece is right if it was moved by axis_index.
     lies = {a for dim in dims for a in axes_of_dim(dim)}
@@ -354,6 +372,20 @@ def _covering(operand: State, updates: State, numbers: Any) -> dict[int, Dim]:
     return found | {d: rest[i] for d, i in zip(batching, places, strict=True)}
 
 
+def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
+    """How a scatter brings updates together with what is there."""
+    name = eqn.primitive.name
+    if name.endswith(("min", "max")):
+        return curved(walk, eqn, [operand, updates])
+    if not name.endswith("mul"):
+        return sums(walk, eqn, [operand, updates])
+    if updates.zero:  # elements that are not picked stay as they are
+        return operand.partial, NONE, operand.zero
+    partial, lost, zero = product(walk, eqn, [operand, updates])
+    mixed = partial - operand.partial
+    return partial - mixed, lost | mixed, zero
+
+
 def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x.at[indices].set(updates)`, or add: what is placed by an index lies as nobody knows."""
     operand, indices, updates = operands
@@ -368,7 +400,7 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         dims.append(update if update is not None and size_of(update) == size_of(dim) else hidden(size_of(dim)))
     pieces = [("index", a) for d in placed for a in axes_of_dim(operand.dims[d])]
     held = {a for dim in dims for a in axes_of_dim(dim)}
-    linear = sums(walk, eqn, [operand, updates])
+    linear = _combined(walk, eqn, operand, updates)
     others = [_beside(o, held | linear[0])._replace(number=False) for o in (indices, updates)]
     return [_made(walk, eqn, operand, dims, pieces, others, linear)]
 

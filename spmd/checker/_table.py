@@ -139,7 +139,11 @@ def _dot(eqn: Any) -> Map:
 
 
 def _conv(eqn: Any) -> Map:
-    """Batch and output features pass, input features are contracted, and a window needs its dimension whole."""
+    """Batch and output features pass, input features are contracted, and a window needs its dimension whole.
+
+    One input feature may be a block of one: of features that are convolved each by itself, or of another dimension,
+    because a reshape to the same shape leaves no trace.
+    """
     numbers = eqn.params["dimension_numbers"]
     left, right, out = (tuple(spec) for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
     rank = len(left)
@@ -148,6 +152,8 @@ def _conv(eqn: Any) -> Map:
     labels_left[left[0]] = result[out[0]] = 0
     labels_left[left[1]], labels_right[right[0]], result[out[1]] = 1, 2, 2
     labels_right[right[1]] = 1 if groups == 1 else 3
+    if groups == 1 and shape_of(eqn.invars[1])[right[1]] == 1:
+        labels_left[left[1]] = labels_right[right[1]] = None
     whole: dict[int, str] = {} if groups == 1 else {1: "stencil", 2: "stencil", 3: "stencil"}
     window, strides = shape_of(eqn.invars[1]), eqn.params["window_strides"]
     for i in range(2, rank):

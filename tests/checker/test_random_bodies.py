@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -15,6 +16,7 @@ from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import FREE, State, axes_of_dim, join_dims, size_of
 from spmd.checker._table import TABLE, Map
 from tests.checker import random_bodies, truth
+from tests.checker.harness import seen
 from tests.checker.random_functions import (  # fmt: skip
     ALONG,
     ALONG_LINEAR,
@@ -248,6 +250,18 @@ RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
         "a b/dp -> a b/dp",
         lambda x: lax.approx_max_k(x, x.shape[0], reduction_dimension=0)[0],
     ),
+    "own block of one element": (
+        "a b/dp -> a c/dp/tp",
+        lambda x: jax.vmap(lambda row: jnp.take(row, lax.axis_index("tp")[None], axis=0, mode="clip"))(x[:, ::2]),
+    ),
+    "own block, row by row": (
+        "a b/dp -> a b/dp/tp",
+        lambda x: jax.vmap(lambda row: lax.dynamic_slice_in_dim(row, lax.axis_index("tp") * 2, 2))(x),
+    ),
+    "some elements of a partial sum, doubled": (
+        "a/dp b -> b",
+        lambda x: spmd.psum(x.sum(0).at[1:].multiply(2.0), "b {U:dp} -> b"),
+    ),
     "a batch of tridiagonal systems": (
         "a/dp b c -> a/dp b c",
         lambda x: lax.linalg.tridiagonal_solve(x[..., 0], x[..., 1], x[..., 2], x),
@@ -261,6 +275,17 @@ def test_right_programs_raise_no_alarm(mesh: jax.sharding.Mesh, name: str) -> No
     rank = len(pattern.partition("->")[0].split())
     x = jax.ShapeDtypeStruct((16, 16, 4)[:rank] if rank < 3 else (16, 4, 4), "float32")
     assert not spmd.check(spmd.kernel(pattern, mesh=mesh)(body), x)
+
+
+def test_a_feature_of_its_own_may_be_a_block_of_another_dimension() -> None:
+    """With one row on each device, the reshape is the identity, and JAX writes nothing."""
+
+    def filtered(x):
+        rows = x.reshape(-1, 1, x.shape[-1])
+        return lax.conv_general_dilated(rows, jnp.ones((1, 1, 3)), (1,), "SAME")
+
+    found = seen(filtered, "a b/dp/tp c", args=[np.ones((2, 8, 6), np.float32)])
+    assert not found.states[0].partial and found.states[0].different == {"dp", "tp"}
 
 
 def test_a_loop_keeps_the_order_of_the_axes(mesh: jax.sharding.Mesh) -> None:
