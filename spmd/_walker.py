@@ -69,7 +69,7 @@ class Domain:
         first: a primitive that has a rule is not entered, even if it holds a jaxpr.
       callers: The equations whose jaxprs the walk is inside of, outermost first.
       known: The value of each variable, when the walk was there last.
-      findings: What the walk reports. It forgets what it found in a round of a loop that had not settled yet.
+      findings: What the walk reports. `of_rounds` says what it keeps of the rounds of a loop that had not settled yet.
 
     Example:
       Which arguments is each result made of?
@@ -255,12 +255,20 @@ class Domain:
 
     def _settle(self, once: Callable[[Sequence[Any]], list[Any]], carry: Sequence[Any]) -> list[Any]:
         """The results of the first round that changes no carry."""
+        found, earlier = len(self.findings), []
         for _ in range(_ROUNDS):
-            found = len(self.findings)
             outs = list(once(carry))
             merged = list(map(self.join, carry, map(self.carried, outs)))
             if all(map(self.same, merged, carry)):
-                return outs
-            del self.findings[found:]  # the round knew too little
+                break
+            earlier += self.findings[found:]
+            del self.findings[found:]
             carry = merged
-        return [*map(self.unsettled, carry), *outs[len(carry) :]]
+        else:
+            outs = [*map(self.unsettled, carry), *outs[len(carry) :]]
+        self.findings[found:] = self.of_rounds(earlier, self.findings[found:])
+        return outs
+
+    def of_rounds(self, earlier: list[Any], last: list[Any]) -> list[Any]:
+        """What a loop reports, of what its last round found and those before, which knew too little."""
+        return last

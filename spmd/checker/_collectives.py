@@ -257,8 +257,7 @@ def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]
         known = eqn.primitive.name == "all_to_all" and eqn.params.get("tiled") and not _grouped(eqn)
         outs.append(_exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None)
         if outs[-1] is None:
-            same = not set(axes) & operand.axes and operand.number
-            outs[-1] = operand if same else _loosened(walk, operand, shape_of(var), (), axes)
+            outs[-1] = _loosened(walk, operand, shape_of(var), (), axes)
     return outs
 
 
@@ -270,6 +269,9 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
         return None
     count = math.prod(walk.sizes[a] for a in axes)
     dims = list(operand.dims)
+    if operand.number and operand.axes.isdisjoint(axes) and all(here is FREE for _, here in dims[split]):
+        dims[concat], dims[split] = normal([(count, FREE), *dims[concat]]), free(shape[split])
+        return walk.kept(operand._replace(dims=tuple(dims), table=None))
     joined = _joined_dim(dims[concat], axes, count)
     if joined is None:  # the blocks of another dimension come to lie around this one
         found = [(d, left) for d, dim in enumerate(dims) if (left := _without(dim, axes)) is not None]

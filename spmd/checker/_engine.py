@@ -445,6 +445,11 @@ class Engine(Domain):
         self._each_alone = before
         return outs
 
+    def of_rounds(self, earlier: list[Finding], last: list[Finding]) -> list[Finding]:
+        """A mistake of an earlier round is one, also where its result is unknown from then on."""
+        told = {(one.kind, one.line): one for one in [*earlier, *last][::-1]}
+        return [*last, *[one for one in list(told.values())[::-1] if one not in last]]
+
     def _in_turn(self, eqn: Any, body: Held, operands: Sequence[State]) -> list[State]:
         """The results of a short loop, round by round: in each, blocks have moved on, and counters are other ones."""
         count, length = len(body.stacked) - sum(body.stacked), eqn.params["length"]

@@ -13,7 +13,7 @@ import spmd
 from spmd.checker import _engine
 from spmd.checker._dataflow import walk_closed
 from spmd.checker._engine import constant_state
-from spmd.checker._state import FREE
+from spmd.checker._state import FREE, size_of
 from tests.checker.harness import AXES, Inside, mesh, parted, seen, varying
 from tests.sampler import dice, seeds
 
@@ -167,3 +167,19 @@ def test_what_is_constant_along_a_part_of_a_dimension_is_not_after_a_walk_along_
     before, after = seen(lambda x: (copies(x), along(copies(x))), "a/dp b", args=[x]).states
     assert FREE in [axes for _, axes in before.dims[1]]
     assert FREE not in [axes for _, axes in after.dims[1]]
+
+
+def test_a_mistake_in_the_first_round_of_a_loop_is_told():
+    """From the second round on the carry is unknown, because of it."""
+    found = seen(lambda x: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c), x.sum(0)), "a/dp b", args=[X])
+    assert found.kinds == ["nonlinear"]
+
+
+def test_an_exchange_of_a_constant_has_other_sizes():
+    exchanged = lambda x: lax.all_to_all(x, "dp", 1, 0, tiled=True)
+    rows = jnp.asarray([[1.0], [2.0]])
+    same, other = seen(
+        lambda x: (exchanged(varying(jnp.tile(rows, 4))), exchanged(varying(jnp.tile(rows, 4).T))), "a b", args=[X]
+    ).states
+    assert [size_of(dim) for dim in same.dims] == [4, 2] and "dp" not in same.axes
+    assert [size_of(dim) for dim in other.dims] == [8, 1] and "dp" in other.axes, "each device has another column"
