@@ -446,9 +446,9 @@ class Engine(Domain):
         return outs
 
     def of_rounds(self, earlier: list[Finding], last: list[Finding]) -> list[Finding]:
-        """A mistake of an earlier round is one, also where its result is unknown from then on."""
-        told = {(one.kind, one.line): one for one in [*earlier, *last][::-1]}
-        return [*last, *[one for one in list(told.values())[::-1] if one not in last]]
+        """Those of the last round. What an earlier one found is told where the last one knows too little to find it."""
+        first = {(one.kind, one.line): one for one in reversed(earlier)}
+        return last or list(first.values())[::-1]
 
     def _in_turn(self, eqn: Any, body: Held, operands: Sequence[State]) -> list[State]:
         """The results of a short loop, round by round: in each, blocks have moved on, and counters are other ones."""

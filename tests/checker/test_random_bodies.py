@@ -39,8 +39,8 @@ def test_no_layout_is_claimed_that_the_numbers_contradict(seed: int) -> None:
 
 def test_many_values_are_compared() -> None:
     """The checker could say nothing and never be wrong."""
-    verdicts = [truth.judged(Choices(seed)) for seed in seeds(4)]
-    assert sum(v.known for v in verdicts) > 0.2 * sum(v.values for v in verdicts)
+    verdicts = [truth.judged(Choices(first_seed() + i)) for i in range(12)]
+    assert sum(v.known for v in verdicts) > 0.15 * sum(v.values for v in verdicts)
 
 
 # --- all primitives are drawn -----------------------------------------------------------------------------------
@@ -120,7 +120,8 @@ def test_every_entry_of_the_table_is_reached() -> None:
     for call in random_bodies.CALLS:
         found |= names_of(jax.make_jaxpr(call(jnp.sin))(x))
     missing = {*TABLE, *Dataflow.rules} - found - {*ELSEWHERE}
-    for seed, move in enumerate(random_bodies.RIGHT * 12):
+    rare = (random_bodies.relaid,) * 50  # most relayouts are other primitives
+    for seed, move in enumerate((*random_bodies.ENCLOSED * 3, *rare, *random_bodies.ENCLOSED * 9)):
         missing -= names_of(body_with(move, seed)) if missing else set()
     assert not missing, " ".join(sorted(missing))
 

@@ -49,9 +49,10 @@ class Every(dict):
 
 
 def kept(walk: Any, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
-    rule, known = Dataflow.rules.get(eqn.primitive.name), len(walk.findings)
+    rule, known, key = Dataflow.rules.get(eqn.primitive.name), len(walk.findings), key_of(walk.callers, eqn)
     outs = walk.equation(eqn, operands) if rule is None else rule(walk, eqn, operands)
-    walk.said[key_of(walk.callers, eqn)] = Said(operands, outs, len(walk.findings) > known)
+    before = walk.said.get(key)  # a mistake in an earlier round of a loop
+    walk.said[key] = Said(operands, outs, len(walk.findings) > known or bool(before and before.faulty))
     return outs
 
 
