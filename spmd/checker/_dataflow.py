@@ -108,7 +108,8 @@ class Dataflow(Engine):
                 self.note(eqn, "layout", report.returned_otherwise(self, eqn, index, state, spec), certain=False)
 
     def _check_returned(self, eqn: Any, outs: Sequence[State]) -> None:
-        if self.silent(eqn):
+        """A partial sum that no layout declares. What JAX's derivative keeps of a body may be one."""
+        if self.silent(eqn) or any(map(is_differentiated, (eqn, *self.callers))):
             return
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
             left = state.partial & self.checked - set(getattr(spec, "unreduced", ()) or ())

@@ -343,7 +343,11 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     window = [d for d in range(len(before)) if d not in numbers.collapsed_slice_dims and d not in batching]
     own = _own_rows(walk, operand, indices, numbers, before)
     blocks = _own_window(walk, eqn, operand, indices)
-    rest = iter(indices.dims[:-1] if own is None else own)
+    rows = list(indices.dims[:-1] if own is None else own)
+    for d, i in zip(batching, getattr(numbers, "start_indices_batching_dims", ()), strict=True):
+        both = unify(rows[i], operand.dims[d], indices.different, operand.different)
+        rows[i] = both or hidden(size_of(rows[i]))
+    rest = iter(rows)
     dims: list[Dim] = []
     for d, n in enumerate(out):
         if d in numbers.offset_dims:
@@ -362,14 +366,17 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others, linear)])
 
 
-def _covering(operand: State, updates: State, numbers: Any) -> dict[int, Dim]:
-    """For each dimension of the operand of a scatter that indices do not pick from, the one of the updates."""
+def _covering(operand: State, indices: State, updates: State, numbers: Any) -> dict[int, Dim]:
+    """For each dimension of the operand of a scatter that indices do not pick from, the one of the updates. Rows with
+    indices of their own lie as these do, too."""
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     window = [d for d in range(len(operand.dims)) if d not in numbers.inserted_window_dims and d not in batching]
     found = {d: updates.dims[i] for d, i in zip(window, numbers.update_window_dims, strict=True)}
     rest = [dim for i, dim in enumerate(updates.dims) if i not in numbers.update_window_dims]
-    places = getattr(numbers, "scatter_indices_batching_dims", ())
-    return found | {d: rest[i] for d, i in zip(batching, places, strict=True)}
+    for d, i in zip(batching, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
+        both = unify(rest[i], indices.dims[i], updates.different, indices.different)
+        found[d] = both or hidden(size_of(rest[i]))
+    return found
 
 
 def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
@@ -391,7 +398,7 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     operand, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     placed = set(numbers.scatter_dims_to_operand_dims) | set(numbers.inserted_window_dims)
-    covering = _covering(operand, updates, numbers)
+    covering = _covering(operand, indices, updates, numbers)
     dims: list[Dim] = []
     for d, dim in enumerate(operand.dims):
         update = None if d in placed else covering.get(d)

@@ -175,6 +175,19 @@ def test_a_mistake_in_the_first_round_of_a_loop_is_told():
     assert found.kinds == ["nonlinear"]
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda x: jax.vmap(lambda at: jnp.zeros(3).at[at].add(1.0))((x > 0).astype(int)),
+        lambda x: jax.vmap(lambda row: row[jnp.array([0, 1])])(x),
+        lambda x: jax.vmap(lambda row, at: row[at], in_axes=(0, 0))(x, jnp.zeros((x.shape[0], 2), int)),
+    ],
+)
+def test_rows_with_equal_updates_or_indices_differ(rows):
+    [state] = seen(rows, "a b/tp", args=[X]).states
+    assert state.dims[0][0][1] is not FREE
+
+
 def test_an_exchange_of_a_constant_has_other_sizes():
     exchanged = lambda x: lax.all_to_all(x, "dp", 1, 0, tiled=True)
     rows = jnp.asarray([[1.0], [2.0]])
