@@ -278,13 +278,22 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
         if len(found) != 1 or dims[concat][0][1] is HIDDEN:
             return None
         [(from_, dims[from_])] = found
-        joined = normal([(count, ()), *dims[concat]])
+        around = [(count, ()), *dims[concat]]
+        joined = tuple(around) if from_ == split else normal(around)
+    elif _came_around(dims[split]):
+        return None
     cut = _divided_dim(dims[split], axes, count)
     if cut is None or not axes_of_dim(cut):
         return None
     dims[concat], dims[split] = joined, cut
     pending = frozenset(p for p in operand.pending if p.axis not in axes)
     return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None))
+
+
+def _came_around(dim: Dim) -> bool:
+    """Whether an exchange has put blocks of another dimension around this one. They may go back to where they were, and
+    then the other dimension is divided, or become blocks of this one: the same numbers are both."""
+    return len(dim) > 1 and not dim[0][1] and not dim[1][1]
 
 
 def _without(dim: Dim, axes: Axes) -> Dim | None:

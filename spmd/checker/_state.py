@@ -187,6 +187,12 @@ def _cut_alike(one: Dim, two: Dim) -> list[tuple[int, Axes, Axes]] | None:
     return [(size, a, b) for (size, a), (_, b) in zip(left, right, strict=True)]
 
 
+def _finest(one: Dim, two: Dim, factors: Iterable[Factor]) -> Dim:
+    """These factors, as one of both dimensions has them if that has more: blocks that came around a dimension."""
+    out = normal(factors)
+    return next((dim for dim in (one, two) if len(dim) > len(out) and normal(dim) == out), out)
+
+
 def unify(one: Dim, two: Dim, one_free: frozenset[str] = NONE, two_free: frozenset[str] = NONE) -> Dim | None:
     """The dimension that two operands have together; None where they certainly disagree.
 
@@ -221,7 +227,7 @@ def unify(one: Dim, two: Dim, one_free: frozenset[str] = NONE, two_free: frozens
         if axes is None:
             return None
         out.append((size, axes))
-    return normal(out)
+    return _finest(one, two, out)
 
 
 def join_dims(one: Dim, two: Dim) -> Dim:
@@ -231,7 +237,8 @@ def join_dims(one: Dim, two: Dim) -> Dim:
     pairs = _cut_alike(one, two) if size_of(one) == size_of(two) else None
     if pairs is None:
         return hidden(size_of(one))
-    return normal((size, a if a == b else b if a is FREE else a if b is FREE else HIDDEN) for size, a, b in pairs)
+    out = [(size, a if a == b else b if a is FREE else a if b is FREE else HIDDEN) for size, a, b in pairs]
+    return _finest(one, two, out)
 
 
 def join(one: State, two: State) -> State:

@@ -792,12 +792,13 @@ def function_of(b: Body, v: Value) -> Any:
 
 
 def settled(b: Body) -> Made:
-    """A `while` until the whole is small, which a collective in its test says."""
+    """A `while` until a weight of the whole is small, which a collective in its test says."""
     v = b.value(complete)
     if not v:
         return None
-    test = lambda c: b.equal(Value(lax.abs(c), v.lies)) > 0.3
-    return lax.while_loop(test, lambda c: c * 0.5, lax.sin(v.x)), v.lies
+    test = lambda c: b.equal(Value(c[0] * lax.abs(c[1]), v.lies)) > 0.3
+    once = lambda c: (c[0] * 0.5, lax.sin(c[1] + 1.0))
+    return lax.while_loop(test, once, (b.varying(jnp.ones(())), lax.sin(v.x)))[1], v.lies
 
 
 def until_each_is_large(b: Body) -> Made:

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tests.checker.twins.registry import MISSED, Pair, findings, load, refused, results, same, truth, why_missed
+import spmd
+from tests.checker.twins.registry import (  # fmt: skip
+    MISSED,
+    Pair,
+    findings,
+    is_float,
+    load,
+    refused,
+    results,
+    same,
+    truth,
+    why_missed,
+)
 from tests.conftest import case_count
 from tests.sampler import first_seed
 
@@ -31,6 +47,37 @@ def test_the_mistake_is_found(pair: Pair) -> None:
 @all_pairs
 def test_its_twin_raises_no_alarm(pair: Pair) -> None:
     assert not findings(pair, pair.correct)
+
+
+@some_pairs
+def test_derivatives_of_its_twin_raise_no_alarm(pair: Pair) -> None:
+    """By `jax.grad` around the kernel, and by `spmd.grad` inside it."""
+    args = pair.arguments()
+    floats = [i for i, x in enumerate(args) if is_float(x)]
+    if pair.no_gradient or not floats:
+        pytest.skip(pair.no_gradient or "no argument has a gradient")
+    places, outputs = tuple(range(len(floats))), pair.pattern.outputs
+
+    def of(fn: Callable[..., Any], total: Callable[..., Any], full: Sequence[Any]) -> Callable[..., Any]:
+        """A loss of the arguments that have a gradient."""
+
+        def loss(*chosen: Any) -> Any:
+            given = dict(enumerate(full)) | dict(zip(floats, chosen, strict=True))
+            outs = zip(jax.tree.leaves(fn(*given.values())), outputs, strict=True)
+            return sum((total(jnp.sin(out.real), layout) for out, layout in outs if is_float(out)), jnp.zeros(()))
+
+        return loss
+
+    whole = of(pair.kernel(pair.correct), lambda out, layout: out.sum(), args)
+    assert not spmd.check(jax.grad(whole, argnums=places), *(args[i] for i in floats))
+
+    def inside(*full: Any) -> Any:
+        total = lambda out, layout: spmd.reduce(out, f"{layout} -> scalar", "sum")
+        return spmd.grad(of(pair.correct, total, full), argnums=places)(*(full[i] for i in floats))
+
+    results = ", ".join(str(pair.pattern.inputs[i]) for i in floats)
+    pattern = f"{', '.join(map(str, pair.pattern.inputs))} -> {results}"
+    assert not spmd.check(spmd.kernel(pattern, mesh=spmd.make_mesh(**pair.mesh))(inside), *args)
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.raw], ids=named)
