@@ -141,7 +141,7 @@ def _wrong_dims(
         if any(axes is HIDDEN for _, axes in dim):
             # What is hidden may be what is claimed, along the axes on which the value differs.
             equal = [a for a in said if a not in state.axes and a in scope]
-            if equal and role not in MAKES and not have:
+            if equal and role not in MAKES and not have and not state.loose:
                 wrong.append((i, tuple(equal), ()))
             continue
         if have == said and len(factors) > 1:

@@ -284,6 +284,11 @@ def _listed(table: Table, dim: int) -> bool:
     return table.entries.shape[len(table.axes) + dim] > 1
 
 
+def is_constant(table: Table, dim: int) -> bool:
+    """Whether the values of each device are constant along a dimension."""
+    return not table.steps[dim] and not _listed(table, dim)
+
+
 def _exactly(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose results on floats are kept only where they are exact, whatever a compiler makes of them."""
 
@@ -735,7 +740,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("pvary", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier"), _same),
     **dict.fromkeys(("reshard", "sharding_constraint", "spmd_assert_equal", "spmd_layout", "spmd_retype"), _same),
     "spmd_block": lambda eqn, tables, sizes: tables[0],
-    "add": _elementwise(_exactly(operator.add), linear=True),
+    **dict.fromkeys(("add", "add_any"), _elementwise(_exactly(operator.add), linear=True)),
     "sub": _elementwise(_exactly(operator.sub), linear=True),
     "neg": _elementwise(operator.neg, linear=True),
     "mul": _mul,

@@ -218,6 +218,7 @@ def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> 
     pieces: list[tuple[str, str]] = []
     same = shape_of(eqn.invars[0])
     moved: list[State] = []
+    constant = False  # along a dimension where the update may have another number, or the same
     for d, (one, two, n) in enumerate(zip(operand.dims, update.dims, same, strict=True)):
         start = starts[d] if d < len(starts) else State(number=True)
         if size_of(one) == size_of(two):
@@ -226,18 +227,24 @@ def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> 
             continue
         moved.append(start)
         divided = axes_of_dim(one) or axes_of_dim(two)
+        constant |= all(axes is FREE for _, axes in (*one, *two))
         dims.append(hidden(n) if divided or start.axes or one[0][1] is HIDDEN else plain(n))
         pieces += [("update", a) for a in axes_of_dim(one)]
     linear = sums(walk, eqn, [operand, update])
     held = {a for dim in dims for a in axes_of_dim(dim)}
-    moved.append(_beside(update, held | update.partial)._replace(number=False))
+    moved.append(_beside(update, held | update.partial)._replace(number=False, loose=update.loose or constant))
     return [_made(walk, eqn, operand, dims, pieces, moved, linear)]
 
 
 def _concatenate(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Arrays one after another, along a dimension that is not divided; the others agree."""
-    [out] = _joined(walk, eqn, operands, eqn.params["dimension"], shape_of(eqn.outvars[0]))
-    return walk.counted(eqn, operands, [out])
+    along, shape = eqn.params["dimension"], shape_of(eqn.outvars[0])
+    [out] = walk.counted(eqn, operands, _joined(walk, eqn, operands, along, shape))
+    constant = all(axes is FREE for o in operands for _, axes in o.dims[along])
+    if constant and out.table is not None and integers.is_constant(out.table, along):
+        dims = (*out.dims[:along], free(shape[along]), *out.dims[along + 1 :])
+        return [walk.kept(out._replace(dims=dims))]
+    return [out]
 
 
 def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: Sequence[int]) -> list[State]:

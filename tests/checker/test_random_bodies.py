@@ -263,6 +263,10 @@ RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
         "a/dp b -> b",
         lambda x: spmd.psum(x.sum(0).at[1:].multiply(2.0), "b {U:dp} -> b"),
     ),
+    "constants put together": (
+        "a/dp b -> a/dp b",
+        lambda x: jnp.concatenate([jax.grad(lambda y: (y + y).sum())(x[:1]), jnp.full_like(x[1:], 2.0)]),
+    ),
     "a batch of tridiagonal systems": (
         "a/dp b c -> a/dp b c",
         lambda x: lax.linalg.tridiagonal_solve(x[..., 0], x[..., 1], x[..., 2], x),
