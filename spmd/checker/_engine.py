@@ -102,6 +102,7 @@ class Engine(Domain):
         self.made_pending: list[tuple[Any, tuple[Any, ...]]] = []
         self._states: dict[State, State] = {}
         self._loops: list[Any] = []
+        self._uniform = [False]  # of each loop around, whether all that it slices is constant along its rows
         self._diverged = self._each_alone = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
@@ -420,28 +421,34 @@ class Engine(Domain):
         return {p: place for p, place in places.items() if 0 <= place <= NESTED}
 
     def stacked(self, value: State, result: Any) -> State:
-        """Steps differ from one another. Those over a divided dimension are put together as it was."""
+        """Steps differ from one another, but for known integers, which are the same in each. Those over a divided
+        dimension are put together as it was."""
         length = shape_of(result)[0]
         steps = self._steps(value)
         order = sorted((place, p.axis) for p, place in steps.items())
         axes = tuple(axis for _, axis in order)
-        leading = normal([(length, axes)]) if axes else plain(length)
+        leading = normal([(length, axes)]) if axes else plain(length) if value.table is None else free(length)
         different = value.different
         if [place for place, _ in order] != list(range(len(axes))) or not value.divided.isdisjoint(axes):
             leading = hidden(length)
             different |= set(axes) - value.divided
         pending = value.pending.difference(steps)
-        dims = (leading, *value.dims)
-        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None))
+        alike = not axes and value.number and value.table is None and self._uniform[-1]
+        dims = (hidden(length) if alike else leading, *value.dims)
+        loose = value.loose or alike
+        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose))
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         before = self._each_alone
         self._each_alone = test is not None and any(called_in_jax(eqn, name) for name in EACH_ALONE)
         self._loops.append(eqn)
+        rows = [value.dims[0] for value, sliced in zip(body.of(operands), body.sliced, strict=True) if sliced]
+        self._uniform.append(all(axes is FREE for dim in rows for _, axes in dim))
         short = test is None and _moves_blocks(eqn, body)
         outs = self._in_turn(eqn, body, operands) if short else super().loop(eqn, body, test, operands)
         outs = list(map(self._ended, outs))
         self._loops.pop()
+        self._uniform.pop()
         self._each_alone = before
         return outs
 

@@ -47,8 +47,9 @@ class State(NamedTuple):
       zero: Whether it is zero, which is neutral in every sum.
       number: Whether no data is in it, only literals.
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
-      loose: Whether it may lie otherwise, though it is equal: constants were written over a constant; or it was summed
-        over a dimension along which it is constant, which may have been a block of one, so it may be a term of a sum.
+      loose: Whether it may lie otherwise, though it is equal: constants were written over a constant, or are rows of a
+        loop; or it was summed over a dimension along which it is constant. That may have been a block of one: then it
+        is a term of a sum.
       block: The number of the block that each device holds, an integer on each, where our markers say so.
       left: What it was in the body that it left, and the spec there: JAX's residuals enter another one so.
     """

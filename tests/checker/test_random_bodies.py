@@ -267,6 +267,11 @@ RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
         "a/dp b -> a/dp b",
         lambda x: jnp.concatenate([jax.grad(lambda y: (y + y).sum())(x[:1]), jnp.full_like(x[1:], 2.0)]),
     ),
+    "a derivative that is constant, row by row": (
+        "a/dp -> a/dp",
+        lambda x: jax.grad(lambda y: jax.grad(lambda z: lax.map(lambda row: row * row, z).sum())(y).sum())(x),
+    ),
+    "constants of all rows": ("a/dp b -> a/dp b", lambda x: lax.map(lambda row: jnp.full_like(row, 2.0), x)),
     "a batch of tridiagonal systems": (
         "a/dp b c -> a/dp b c",
         lambda x: lax.linalg.tridiagonal_solve(x[..., 0], x[..., 1], x[..., 2], x),
