@@ -2,8 +2,9 @@
 
     python -m docs.outputs README.md docs/pages/*.md
 
-Also runs the commands under `<!-- run -->`, and draws the images under `<!-- picture: name -->`. Line numbers of the
-page itself become `...`, which matches anything in the tests. An output that already matches stays as it is.
+Also runs the commands under `<!-- run -->` and `<!-- shell -->`, and draws the images under `<!-- picture: name -->`.
+Line numbers of the page itself become `...`, which matches anything in the tests. An output that already matches stays
+as it is.
 """
 
 from __future__ import annotations
@@ -13,25 +14,35 @@ import io
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.pages import blocks, pictures, run_commands, same_output
+from tests.pages import Shell, blocks, pictures, run_commands, same_output
 
 
 def with_outputs(path: str, page: str) -> str:
     """The page with the outputs that its blocks print now."""
+    with tempfile.TemporaryDirectory() as folder, Shell() as shell:
+        return _with_outputs(Path(folder), shell, path, page)
+
+
+def _with_outputs(folder: Path, shell: Shell, path: str, page: str) -> str:
     lines = page.splitlines()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     edits: list[tuple[int, int, str]] = []
     for block in blocks(page):
-        if block.language == "python":
+        if block.comment.startswith("file: "):
+            (folder / block.comment.removeprefix("file: ")).write_text(block.text + "\n")
+        elif block.language == "python":
             code = compile("\n" * (block.line - 1) + block.text, path, "exec")
             with contextlib.redirect_stdout(printed):
                 exec(code, namespace)
         elif block.comment == "run":
-            printed.write(run_commands(block.text))
+            printed.write(run_commands(block.text, folder))
+        elif block.comment.startswith("shell"):
+            printed.write(shell.type(block.text, block.comment.removeprefix("shell").removeprefix(" until ")))
         elif block.comment == "output":
             if not same_output(block.text, printed.getvalue()):
                 text = re.sub(rf"({re.escape(Path(path).name)}):\d+", r"\1:...", printed.getvalue())

@@ -439,7 +439,7 @@ def train(
             seconds.append(time.perf_counter() - start)
             if saved and (i + 1) % c.every == 0:
                 saved.save(i + 1, state, data=data)
-                console.print(f"step {i + 1}: loss {losses[-1]:.3f}, saved")
+                console.print(f"step {i + 1}: loss {losses[-1]:.3f}, saving")
             rate = c.batch * c.seq / statistics.median(seconds[-50:])
             recent = statistics.mean(losses[-20:])
             bar.update(task, advance=1, description=f"loss {recent:.3f}, {rate:,.0f} tokens/s")

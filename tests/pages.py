@@ -4,8 +4,10 @@
 
 What an `<!-- output -->` comment announces must be what was printed since the last such block; `...` in it
 stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it. The commands
-of a block under `<!-- run -->`, `$ python -m ...`, are run, in a folder with the blocks under `<!-- file: NAME -->`. An
-image under `<!-- picture: name -->` must be what that variable of the page draws in the end.
+of a block under `<!-- run -->`, `$ python -m ...`, are run, in a folder with the blocks under `<!-- file: NAME -->`. The
+lines `$ ...` of a block under `<!-- shell -->` are typed into one bash, in a folder that looks like the checkout; under
+`<!-- shell until TEXT -->` it goes on when a command in the background has printed the text. An image under
+`<!-- picture: name -->` must be what that variable of the page draws in the end.
 """
 
 from __future__ import annotations
@@ -14,16 +16,19 @@ import contextlib
 import doctest
 import io
 import linecache
+import os
 import re
 import runpy
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
@@ -63,11 +68,11 @@ def blocks(page: str) -> list[Block]:
 
 def run_page(path: str, page: str) -> list[str]:
     """Run the page's Python and its commands; returns what went wrong, empty when nothing did."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _run_in(Path(folder), path, page)
+    with tempfile.TemporaryDirectory() as folder, Shell() as shell:
+        return _run_in(Path(folder), shell, path, page)
 
 
-def _run_in(folder: Path, path: str, page: str) -> list[str]:
+def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
     faults: list[str] = []
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
@@ -89,6 +94,8 @@ def _run_in(folder: Path, path: str, page: str) -> list[str]:
                 return [*faults, f"{here}: {fault}"]  # what follows would only fail for want of its names
         elif block.comment == "run":
             printed.write(run_commands(block.text, folder))
+        elif block.comment.startswith("shell"):
+            printed.write(shell.type(block.text, block.comment.removeprefix("shell").removeprefix(" until ")))
         elif block.comment == "output":
             if not same_output(block.text, printed.getvalue()):
                 faults.append(f"{here}: the page says\n{block.text}\nand was printed\n{printed.getvalue()}")
@@ -126,6 +133,58 @@ def run_commands(text: str, folder: Path) -> str:
         finally:
             sys.argv, sys.path[:] = given
     return out.getvalue()
+
+
+class Shell:
+    """A bash for the commands of a page, started with the first of them.
+
+    Its folder has the examples and the licence of the checkout, and `python` is this one.
+    """
+
+    TYPED = "-- typed --"
+
+    def __init__(self) -> None:
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def type(self, text: str, until: str = "") -> str:
+        """What is printed until the commands have ended, and the text has been printed by those in the background."""
+        if self.folder is None:
+            self._start()
+        for line in text.replace("\\\n", " ").splitlines():
+            if not line.startswith("$ "):
+                raise ValueError(f"a command begins with `$ `: {line}")
+            print(line.removeprefix("$ "), file=self.bash.stdin)
+        print(f"echo {self.TYPED}", file=self.bash.stdin, flush=True)
+        out, typed = "", False
+        while not typed or until not in out:
+            line = self.bash.stdout.readline()
+            if not line:
+                raise ValueError(f"bash has ended, and {until!r} was not printed:\n{out}")
+            typed = typed or line.strip() == self.TYPED
+            out += line if line.strip() != self.TYPED else ""
+        return out
+
+    def _start(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        root = Path(__file__).resolve().parents[1]
+        for name in ("examples", "LICENSE"):
+            (Path(self.folder.name) / name).symlink_to(root / name)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {**os.environ, "PYTHONPATH": str(root), "PATH": path, "COLUMNS": "100"}
+        for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
+            env.pop(name, None)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.bash = subprocess.Popen(["bash"], cwd=self.folder.name, env=env, start_new_session=True, **pipes)
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.bash.pid, signal.SIGKILL)  # and what still runs in the background
+            self.bash.communicate()
+            self.folder.cleanup()
 
 
 def same_output(expected: str, printed: str) -> bool:

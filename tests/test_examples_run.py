@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import DEFAULT_CASES, case_count
 from tests.pages import FLAGS, Block, blocks, run_page, same_output
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,8 +70,11 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages(page):
-    if not any(block.language == "python" or block.comment == "run" for block in blocks(page.read_text())):
+    kinds = {"run" if block.language == "python" else block.comment.split(" ")[0] for block in blocks(page.read_text())}
+    if not kinds & {"run", "shell"}:
         return
+    if "shell" in kinds and case_count() <= DEFAULT_CASES:
+        pytest.skip("one of the exhaustive tests: its commands start processes")
     done = run_python("-m", "tests.pages", name_of(page))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
@@ -153,6 +157,18 @@ def test_files_of_a_page_are_there_for_its_commands():
     page += "<!-- output -->\n```text\n{}\n```\n"
     assert run_page("page.md", page.format("__main__")) == []
     assert "was printed\n__main__" in run_page("page.md", page.format("other"))[0]
+
+
+def test_commands_in_a_shell_share_it_and_the_folder():
+    page = (
+        "<!-- shell until two -->\n```console\n$ word=two; ls examples/summa.py\n$ (sleep .2; echo $word) &\n```\n\n"
+        "<!-- shell -->\n```console\n$ wait; python -c 'import sys; sys.exit(3)'; \\\n echo $word $?\n```\n\n"
+        "<!-- output -->\n```text\n{}\n```\n"
+    )
+    assert run_page("page.md", page.format("examples/summa.py\ntwo\ntwo 3")) == []
+    assert "was printed" in run_page("page.md", page.format("examples/summa.py\ntwo\ntwo 0"))[0]
+    with pytest.raises(ValueError, match="'three' was not printed"):
+        run_page("page.md", "<!-- shell until three -->\n```console\n$ exit\n```\n")
 
 
 def test_pictures_of_a_page_are_drawn(tmp_path):

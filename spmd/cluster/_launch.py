@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -21,7 +22,8 @@ from spmd.errors import MeshError
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the others, when one has failed
 SAVING = 30.0  # seconds that a signal to the launcher leaves them, so that they can save
 COORDINATOR_PORT = 8476  # of the coordinator, where hosts have to agree on one; JAX's own default on TPUs
-_CHATTER = "[Gloo] Rank "  # a line for each connection that JAX's collectives on CPU make
+# A line for each connection that JAX's collectives on CPU make; two threads may write theirs into each other.
+_CHATTER = re.compile(r"\[Gloo\] Rank |peer ranks\. Expected number of connected")
 _LAST = 40  # lines of a failed process that are printed again at the end
 
 
@@ -166,8 +168,10 @@ def _start(plan: Launch, rank: int, pipe: int, screen: _Screen) -> Process:
 
 def _read(process: Process, source: IO[str], sink: IO[str], screen: _Screen) -> None:
     with source:
+        chatter = False
         for line in source:
-            if line.startswith(_CHATTER):
+            before, chatter = chatter, _CHATTER.search(line) is not None
+            if chatter or (before and line == "\n"):
                 continue
             if sink is sys.stderr:
                 process.last = [*process.last, line.rstrip("\n")][-_LAST:]

@@ -21,7 +21,7 @@ from spmd._agreement import disagreements
 from spmd._compat import installed
 from spmd._processes import Task, tasks
 from spmd._replicas import compare_replicas
-from spmd.errors import MeshError, is_int
+from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
 _PLACE = re.compile(r"rank|host|hostname|port|node|nodeid|process|processid|pid|addr|address|coordinator|master")
@@ -215,7 +215,8 @@ def _end_at_once(rank: int, count: int) -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         before(kind, value, trace)
-        first = next(iter(str(value).strip().splitlines()), "")
+        text = value.fault.rule if isinstance(value, SpmdError) else str(value)
+        first = next(iter(text.strip().splitlines()), "")
         print(f"rank {rank} of {count} ends: {kind.__name__}: {first}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

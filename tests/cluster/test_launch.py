@@ -142,3 +142,13 @@ def test_commands_that_cannot_be_run():
     with pytest.raises(MeshError, match=r"there is no file 'nowhere\.py'"):
         checked_command(["nowhere.py"])
     assert checked_command(["--", "-m", "task"]) == ["-m", "task"]
+
+
+def test_what_gloo_says_of_its_connections_is_left_out(tmp_path, capfd):
+    said = "is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
+    text = f"print('[Gloo] Rank 0 {said}'); print('[Gloo] Rank 0 is connected to[Gloo] Rank 0 {said}'); "
+    assert (
+        run(program(tmp_path, f"{text}print(' 3 {said[16:]}'); print(); print('step'); print(); print(1)"), count=1)
+        == 0
+    )
+    assert capfd.readouterr().out.splitlines() == ["[0] step", "[0] ", "[0] 1"]

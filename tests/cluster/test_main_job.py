@@ -75,7 +75,7 @@ def interrupted(folder: Path, count: int, number: int, rank: int, *flags: str) -
     while saved < 2:
         line = process.stdout.readline()
         assert line, (said, process.communicate())
-        said, saved = said + line, saved + (", saved" in line)
+        said, saved = said + line, saved + (", saving" in line)
     [pid] = re.findall(rf"^\[{rank}\] pid (\d+)$", said, re.MULTILINE)
     os.kill(int(pid), number)
     found = end(process, since)

@@ -121,6 +121,7 @@ def test_another_argument_in_one_process_is_found_before_the_first_step():
     for one in found:
         assert one.code == 1
         assert 'rank 1: "none --lr 0.2"; ranks 0, 2: "none --lr 0.1"' in one.err
+        assert "ends: MeshError: the processes do not run the same program." in one.err
         assert "done" not in one.out
 
 
