@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from spmd._agreement import disagreements
+from spmd._replicas import takes_part
 from spmd.errors import MeshError, PlacementError, SizeError, SpmdError, is_int
 from spmd.mesh import mesh_for
 from spmd.modes import ambient_mode, mode
@@ -45,7 +47,8 @@ def batches(
     only the rows that its devices hold, each of them once. Every sample comes once in an epoch, in another order in
     each; a batch may hold the end of one epoch and the start of the next.
 
-    Communication: none between devices; from host to device each process's own rows.
+    Communication: an all-gather of one hash over the processes at first, which compares numbers, shapes and
+    mesh; then none between devices; from host to device each process's own rows.
 
     Args:
       source: Anything with `len(source)` and `source[i]`: an array, a memory map, a list, a map-style data set of grain
@@ -64,7 +67,8 @@ def batches(
       The batches: an iterator with `state`, which is saved and restored, and with `batches[i]`.
 
     Raises:
-      SizeError: The batch does not fit the layouts, or a sample has another shape.
+      SizeError: The batch does not fit the layouts, a sample has another shape, or the processes' sources, batches or
+        seeds differ.
       MeshError: There is no mesh, or it has no devices.
 
     Example:
@@ -204,6 +208,8 @@ class Batches(Iterator[Any]):
         self._ahead: collections.deque[Future[Any]] = collections.deque()
         self._thread: ThreadPoolExecutor | None = None
         self._placed = self._structs()
+        if takes_part(self._mesh):
+            self._check_same()
 
     def __len__(self) -> int:
         if self._end is None:
@@ -252,6 +258,15 @@ class Batches(Iterator[Any]):
         for one in self._ahead:
             one.cancel()
         self._ahead.clear()
+
+    def _check_same(self) -> None:
+        """Processes that read different batches would train on rows of both. An all-gather of one hash."""
+        shapes = [f"{x.dtype.name}{list(x.shape)} {x.sharding.spec}" for x in jax.tree.leaves(self._placed)]
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self._mesh.shape.items())
+        if wrong := disagreements({**self.state, "batches": self._end, "shapes": shapes, "mesh": mesh}):
+            rule = "the processes do not read the same batches."
+            advice = "the same data, batch, seed and mesh in all of them; each reads its own rows of them by itself"
+            raise SizeError(rule, call="batches(source, layouts)", got=wrong, advice=advice)
 
     # --- reading ---
 

@@ -122,7 +122,7 @@ def same_program(lowered: Any) -> None:
         rule = f"same_program takes what `.lower(...)` gives, not {type(lowered).__name__}."
         raise MeshError(rule, advice="as in same_program(jax.jit(step).lower(state, batch))")
     text = lowered.as_text()
-    found = disagreements({f"line {i}": line for i, line in enumerate(text.splitlines(), start=1)})
+    found = disagreements({f"line {i:05}": line for i, line in enumerate(text.splitlines(), start=1)})
     if found:
         more = [f"and {len(found) - 1} more lines"] if len(found) > 1 else []
         rule = "the processes have not lowered the same program."

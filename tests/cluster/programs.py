@@ -153,6 +153,18 @@ def batches_of_which_each_process_reads_its_rows(mesh):
 
 
 @check
+def batches_that_differ_between_processes_are_refused(mesh):
+    rank = jax.process_index()
+    for source, more in ((X[: 16 - rank], {}), (X, {"seed": rank}), (X[..., : 4 - rank], {})):
+        try:
+            spmd.cluster.batches(source, "x/a/b y z", batch=8, mesh=mesh, **more)
+        except spmd.SizeError as error:
+            assert "do not read the same batches" in str(error)
+        else:
+            raise AssertionError("no error")
+
+
+@check
 def an_explicit_kernel_and_its_gradient(mesh):
     @spmd.kernel("x/a/b y z, z f -> x/a f", mesh=mesh)
     def project(x, w):
