@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ Line = list[tuple[str, str]]
 
 STYLES = {"title": "bold cyan", "loud": "bold red", "total": "bold", "remark": "italic"}
 _ROOM = 28  # columns that the last cell needs beside the others, unless it is shorter
+
+
+def shown_width(width: int | None) -> int:
+    """The width of a report: what is asked for, or that of the terminal."""
+    return width or shutil.get_terminal_size((100, 24)).columns
 
 
 def plain(lines: Iterable[Line]) -> str:

@@ -50,6 +50,7 @@ from spmd.language import (
     bind,
     indivisible,
     verb_for,
+    with_axes_of,
 )
 from spmd.modes import EVERYWHERE, Frame, current_frame, place
 
@@ -462,15 +463,16 @@ class Call:
             self.fail(
                 f"{label} is equal on {', '.join(equal)}, so it is not a partial sum: summing {n} "
                 f"copies multiplies it by {n}.",
-                at=self._mark_span(),
+                at=self.mark_span("{U:"),
                 got=[f"{label}: {jax.typeof(x)}", self.frame.describe()],
                 advice="leave out the {U:} mark, and the psum",
             )
 
-    def _mark_span(self) -> tuple[int, int] | None:
-        """Where the string says that something is a partial sum."""
-        at = self.written.source.find("{U:")
-        return None if at < 0 else (at, self.written.source.find("}", at) + 1)
+    def mark_span(self, mark: str, *, last: bool = False) -> tuple[int, int] | None:
+        """Where the string has a mark that begins so, the first one or the last one."""
+        source = self.written.source
+        at = source.rfind(mark) if last else source.find(mark)
+        return None if at < 0 else (at, source.find("}", at) + 1)
 
     def _check_tag(self, known: Known, layout: Layout, label: str, index: int) -> None:
         have, origin, name, _ = known
@@ -487,15 +489,14 @@ class Call:
             gather = self.first("all_gather", have, have.without(*blocks), index=index, of=name)
             self.fail(
                 f'{label} holds "{have.short}": blocks over {", ".join(blocks)}, which are not terms of a sum.',
-                at=self._mark_span(),
+                at=self.mark_span("{U:"),
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
                 advice=f"{gather} makes it whole; leave out the mark",
             )
         written, layout = layout, _written_out(layout, have)
         if same_axes(have, layout, marks=False) is not False:
             return
-        here, there = _axes_by_dim(layout), _axes_by_dim(have)
-        position = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
+        position = next(i for i, (a, b) in enumerate(zip(layout.dims, have.dims, strict=True)) if a.axes != b.axes)
         wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
         fix = (
             None
@@ -593,10 +594,6 @@ def _written_out(layout: Layout, have: Layout) -> Layout:
         return layout
 
 
-def _axes_by_dim(layout: Layout) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(axis for atom in dim.atoms for axis in atom.axes or ()) for dim in layout.dims)
-
-
 def _misaligned(have: Layout, wanted: Layout) -> bool:
     """Whether one name stands for different dimensions of the two. Then the call is wrong, and not the placement."""
     here, there = ({a.name: i for i, dim in enumerate(x.dims) for a in dim.atoms if a.named} for x in (have, wanted))
@@ -606,14 +603,8 @@ def _misaligned(have: Layout, wanted: Layout) -> bool:
 def _with_axes(have: Layout, wanted: Layout) -> Layout | None:
     """The names of `have` with the axes of `wanted`. None if the dimensions do not correspond, or if its marks name one
     of these axes."""
-    pairs = list(zip(have.dims, wanted.dims, strict=True))
-    if any(len(h.atoms) != len(w.atoms) for h, w in pairs):
-        return None
-    dims = [
-        replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)))
-        for h, w in pairs
-    ]
+    dims = with_axes_of(have, wanted)
     marked = {*have.unreduced, *have.reduced}
-    if any(axis in marked for dim in dims for axis in dim.axes):
+    if dims is None or any(axis in marked for dim in dims for axis in dim.axes):
         return None
-    return Layout.from_dims(tuple(dims), unreduced=have.unreduced, reduced=have.reduced)
+    return Layout.from_dims(dims, unreduced=have.unreduced, reduced=have.reduced)

@@ -50,10 +50,9 @@ def check_sides(call: Call) -> None:
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
         mark = f"{{U:{','.join(new)}}}"
-        at = call.written.source.rfind("{U:")
         call.fail(
             f"no verb makes a complete value a partial sum, as {mark} on the right says.",
-            at=None if at < 0 else (at, call.written.source.find("}", at) + 1),
+            at=call.mark_span("{U:", last=True),
             got=[call.frame.describe()],
             advice=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
         )
@@ -69,7 +68,7 @@ def _check_pair(call: Call, verb: str) -> bool:
     if needed != verb:
         call.fail(
             _why(needed, verb, src, dst),
-            at=_fault(call, src, dst),
+            at=_fault(src, dst),
             got=[call.frame.describe()],
             fix=call.paste(src, dst, name=needed, **_to(call, needed)),
         )
@@ -105,7 +104,7 @@ def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:
     return f'{rules[needed]}; "{src.short}" to "{dst.short}" is {needed}, not {verb}.'
 
 
-def _fault(call: Call, src: Layout, dst: Layout) -> tuple[int, int] | None:
+def _fault(src: Layout, dst: Layout) -> tuple[int, int] | None:
     for a, b in zip(src.dims, dst.dims, strict=True):
         if [x.axes for x in a.atoms] != [x.axes for x in b.atoms]:
             return a.span
@@ -176,8 +175,6 @@ def _verb(
             out = move(own, operand.x, changes)
         return own.result(out)
 
-    if isinstance(x, str):
-        return leaf(x)
     return jax.tree.map(leaf, x)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Never, NoReturn
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._leaves import kind_of
-from spmd._table import Table, wrapped
+from spmd._table import Table, shown_width, wrapped
 from spmd._units import bytes_text, seconds_text
 from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
@@ -152,7 +151,7 @@ class Plan:
 
     def table(self, width: int | None = None) -> str:
         """The plan as text, no wider than `width` columns, by default those of the terminal."""
-        return _table(self, width or shutil.get_terminal_size((100, 24)).columns)
+        return _table(self, shown_width(width))
 
     def __str__(self) -> str:
         return self.table()
@@ -224,13 +223,16 @@ def plan(
             mapping.place(layout, call.text)
     check_sides(call)
     source, target = _complete(call)
-    request = request_of(
-        tuple(call.factor(a).size for a in source.atoms),
-        frame.sizes,
-        (source, target),
+    request = Request(
+        sizes=tuple(call.factor(a).size for a in source.atoms),
+        mesh=frame.sizes,
+        source=tuple(atom.axes or () for atom in source.atoms),
+        target=tuple(atom.axes or () for atom in target.atoms),
+        summed=tuple(a for a in source.unreduced if a not in target.unreduced),
+        kept=target.unreduced,
         itemsize=kind.itemsize,
         prefer=prefer,
-        profile=profile,
+        hardware=profile if prefer == "latency" else None,
     )
     for layout in (source, target):
         for atom in layout.atoms:
@@ -247,30 +249,6 @@ def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
         rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
         raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.Hardware of your own')
     return None if profile is None else hardware(profile)
-
-
-def request_of(
-    sizes: tuple[int, ...],
-    mesh: tuple[tuple[str, int], ...],
-    sides: tuple[Layout, Layout],
-    *,
-    itemsize: int,
-    prefer: str,
-    profile: Hardware | None,
-) -> Request:
-    """The request that two layouts of opened dimensions make."""
-    source, target = sides
-    return Request(
-        sizes,
-        mesh,
-        tuple(atom.axes or () for atom in source.atoms),
-        tuple(atom.axes or () for atom in target.atoms),
-        tuple(a for a in source.unreduced if a not in target.unreduced),
-        tuple(target.unreduced),
-        itemsize,
-        prefer,
-        profile if prefer == "latency" else None,
-    )
 
 
 def as_plan(

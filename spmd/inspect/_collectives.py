@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 from spmd._notebook import shown_file
-from spmd._table import Table, wrapped
+from spmd._table import Table, shown_width, wrapped
 from spmd._units import bytes_text, sent_bytes
 from spmd.errors import SpmdError
 from spmd.inspect._groups import (
@@ -190,7 +189,7 @@ class CollectiveReport(Sequence[Collective]):
         """The report as text, one line per collective and a line of totals, no wider than the terminal."""
         if not self:
             return "no collectives"
-        width = width or shutil.get_terminal_size((100, 24)).columns
+        width = shown_width(width)
         alike: dict[tuple[Any, ...], list[Collective]] = {}
         for item in self:  # a verb on a pytree is one line of the program and many collectives
             alike.setdefault((item.kind, item.axes, item.dtype, item.shape, len(item.operands), item.where), []).append(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd._facts import CallName
-from spmd._table import Line, Row, Table, html_page, plain, rich_lines, wrapped
+from spmd._table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd._units import bytes_text, seconds_text, si_text
 from spmd.accelerators import Hardware
 from spmd.inspect._collectives import CollectiveReport, counts_by_kind
@@ -131,7 +130,7 @@ class Explanation:
 
     def table(self, width: int | None = None) -> str:
         """The explanation as text, no wider than `width` columns; by default the terminal's."""
-        return plain(_lines(self, width or shutil.get_terminal_size((100, 24)).columns))
+        return plain(_lines(self, shown_width(width)))
 
     def __str__(self) -> str:
         return self.table()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
 from spmd._leaves import kind_of
-from spmd._table import Line, plain, rich_lines
+from spmd._table import Line, plain, rich_lines, shown_width
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
@@ -64,7 +63,7 @@ class Picture:
         Args:
           width: Columns; by default those of the terminal.
         """
-        return plain(self._drawing.lines(width or _columns()))
+        return plain(self._drawing.lines(shown_width(width)))
 
     @property
     def svg(self) -> str:
@@ -212,10 +211,6 @@ class _Said:
 
     def to_dict(self) -> dict[str, Any]:
         return {"layout": None, "notes": [self._sentence]}
-
-
-def _columns() -> int:
-    return shutil.get_terminal_size((100, 24)).columns
 
 
 # --- a layout ------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
-from spmd.language import Layout, verb_for
+from spmd.language import Layout, verb_for, with_axes_of
 from spmd.modes import Frame
 
 
@@ -171,14 +170,10 @@ class Outputs:
 
 def _moved(have: Layout, wanted: Layout, shown: str) -> list[Fix]:
     """The call that brings a result to its layout, with the names that it has; none where the two do not correspond."""
-    here, there = ([len(dim.atoms) for dim in layout.dims] for layout in (have, wanted))
-    if here != there:
+    dims = with_axes_of(have, wanted)
+    if dims is None:
         return []
-    dims = [
-        replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)), bracket=False)
-        for h, w in zip(have.dims, wanted.dims, strict=True)
-    ]
-    result = Layout.from_dims(tuple(dims), wanted.unreduced, wanted.reduced)
+    result = Layout.from_dims(dims, wanted.unreduced, wanted.reduced).without_brackets()
     return [Fix(verb_for(have, result), (shown,), f"{have.short} -> {result.short}")]
 
 

@@ -1,11 +1,11 @@
 """The layout language: strings that say shape, placement and communication. Pure Python."""
 
 from spmd.language._axes import axes_product, axes_tuple, axis_span, check_axes, mesh_text
-from spmd.language._layout import AxisMapping, Layout
+from spmd.language._layout import AxisMapping, Layout, with_axes_of
 from spmd.language._pattern import Pattern
 from spmd.language._sizes import Misfit, NotProduct, Size, Unequal, WrongRank, another_name, as_fault, bind, indivisible
 from spmd.language._syntax import Atom, Dim
-from spmd.language._verbs import factors_of, verb_for
+from spmd.language._verbs import factors_of, verb_for, verb_of
 
 __all__ = [
     "Atom",
@@ -29,4 +29,6 @@ __all__ = [
     "indivisible",
     "mesh_text",
     "verb_for",
+    "verb_of",
+    "with_axes_of",
 ]

@@ -578,6 +578,17 @@ def make(dims: tuple[Dim, ...], unreduced: tuple[str, ...], reduced: tuple[str, 
     return layout
 
 
+def with_axes_of(have: Layout, wanted: Layout) -> tuple[Dim, ...] | None:
+    """The dimensions of `have`, divided as those of `wanted`. None if the two do not have as many factors."""
+    pairs = list(zip(have.dims, wanted.dims, strict=False))
+    if len(have.dims) != len(wanted.dims) or any(len(h.atoms) != len(w.atoms) for h, w in pairs):
+        return None
+    return tuple(
+        replace(h, atoms=tuple(replace(a, axes=b.axes) for a, b in zip(h.atoms, w.atoms, strict=True)))
+        for h, w in pairs
+    )
+
+
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Layout:
     return make(*Parser(text).single())

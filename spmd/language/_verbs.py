@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from spmd.language._layout import Layout
+
+Axes = tuple[str, ...]
 
 
 def factors_of(layout: Layout) -> list[tuple[str, tuple[str, ...]]]:
@@ -16,12 +20,11 @@ def factors_of(layout: Layout) -> list[tuple[str, tuple[str, ...]]]:
     return out
 
 
-def verb_for(src: Layout, dst: Layout) -> str:
-    """The verb that takes `src` to `dst`; "nothing" where they are the same."""
-    lost: list[tuple[str, ...]] = []
-    gained: list[tuple[str, ...]] = []
-    tangled = False
-    for (_, before), (_, after) in zip(factors_of(src), factors_of(dst), strict=True):
+def verb_of(changes: Iterable[tuple[Axes, Axes]]) -> str:
+    """The verb that changes the axes of factors, each from the first of a pair to the second."""
+    lost: list[Axes] = []
+    gained: list[Axes] = []
+    for before, after in changes:
         if before == after:
             continue
         if before[: len(after)] == after:
@@ -29,18 +32,23 @@ def verb_for(src: Layout, dst: Layout) -> str:
         elif after[: len(before)] == before:
             gained.append(after[len(before) :])
         else:
-            tangled = True
-    summed = set(src.unreduced) - set(dst.unreduced)
-    if tangled or set(dst.unreduced) - set(src.unreduced):
-        return "relayout"
-    if set(dst.reduced) - set(src.reduced):
-        return "defer" if not (lost or gained or summed) else "relayout"
-    if summed:
-        if not lost and not gained:
-            return "psum"
-        return "psum_scatter" if not lost and summed == set().union(*gained) else "relayout"
+            return "relayout"
     if lost and gained:
         return "all_to_all" if sorted(lost) == sorted(gained) else "relayout"
-    if lost:
-        return "all_gather"
-    return "split" if gained else "nothing"
+    return "all_gather" if lost else "split" if gained else "nothing"
+
+
+def verb_for(src: Layout, dst: Layout) -> str:
+    """The verb that takes `src` to `dst`. It is "nothing" if they are the same."""
+    pairs = zip(factors_of(src), factors_of(dst), strict=True)
+    moved = verb_of((before, after) for (_, before), (_, after) in pairs)
+    summed = set(src.unreduced) - set(dst.unreduced)
+    if moved == "relayout" or set(dst.unreduced) - set(src.unreduced):
+        return "relayout"
+    if set(dst.reduced) - set(src.reduced):
+        return "defer" if moved == "nothing" and not summed else "relayout"
+    if not summed:
+        return moved
+    if moved == "nothing":
+        return "psum"
+    return "psum_scatter" if moved == "split" and summed == set(dst.axes) - set(src.axes) else "relayout"

@@ -201,14 +201,9 @@ def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names
     if made.unreduced and not (isinstance(value, (int, float)) and value == 0):
         n = call.frame.axis_size(made.unreduced)
         rule = f"a partial sum starts from zeros: {n} equal parts would add up to {n} times the value."
-        call.fail(rule, at=_mark_span(call), advice=f'as in zeros("{made.short}")')
+        call.fail(rule, at=call.mark_span("{"), advice=f'as in zeros("{made.short}")')
     x = jnp.full(call.local_shape(made), value, dtype)
     if call.frame.explicit:
         axes = call.frame.axis_names if to == "varying" else call.frame.in_mesh_order(made.axis_names)
         x = _compat.pvary(x, axes)
     return call.result(x, made.without_brackets(), role="created")
-
-
-def _mark_span(call: Call) -> tuple[int, int] | None:
-    start = call.written.source.find("{")
-    return None if start < 0 else (start, call.written.source.find("}", start) + 1)

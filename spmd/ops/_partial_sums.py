@@ -58,7 +58,7 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
     if dst.reduced:
         call.fail(
             f"{{R:{','.join(dst.reduced)}}} is made by defer, not by {call.name}.",
-            at=_mark_span(call, dst.reduced[0]),
+            at=call.mark_span("{R:", last=True),
             error=LayoutError,
         )
     dots = [name for name in have if name.startswith("...")]
@@ -79,13 +79,6 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
                 call.fail(rule, at=atom.span, got=[f"on the left: {', '.join(known) or 'no names'}"], error=LayoutError)
             names.append(atom.name)
     return names
-
-
-def _mark_span(call: Call, axis: str) -> tuple[int, int] | None:
-    """Where the mark with this axis stands. If there are several, the last one."""
-    source = call.written.source
-    start = source.rfind("{")
-    return (start, source.find("}", start) + 1) if start >= 0 and axis in source[start:] else None
 
 
 # --- reading the right side ---------------------------------------------------------------------------------
@@ -164,14 +157,14 @@ def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: 
 def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
     """The operation without the change of layout, and the verb that then makes the change."""
     dst = call.pattern.outputs[0]
-    old = _with_axes(dst, axes)
+    old = with_axes(dst, axes)
     first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), old)
     return None if first is None else Fix(verb, (first,), f"{old} -> {dst.short}")
 
 
 def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:
     for axis in dst.unreduced:
-        at = _mark_span(call, axis)
+        at = call.mark_span("{U:", last=True)
         if not linear:
             call.fail("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
         if axis not in partial:
@@ -188,7 +181,7 @@ def _got(call: Call, partial: Mapping[str, str]) -> list[str]:
     return [*(shown or ["no partial sum"]), call.frame.describe()]
 
 
-def _with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
+def with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
     """The layout's text with other axes on some names, for pasting. It is never checked."""
 
     def atom_text(atom: Atom) -> str:

@@ -13,8 +13,8 @@ from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._local import rearranged
 from spmd.comm._marks import mark
 from spmd.errors import LayoutError, did_you_mean
-from spmd.language import Atom, Layout
-from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
+from spmd.language import Atom, Layout, verb_of
+from spmd.ops._partial_sums import factors_by_name, placed, plain_dims, with_axes
 
 Axes = tuple[str, ...]
 
@@ -208,9 +208,9 @@ def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Fa
         changes[atom.name] = (factor.axes, atom.axes or ())
     if first is None:
         return
-    verb = _verb(list(changes.values()))
+    verb = verb_of(changes.values())
     one, two = changes[first.name]
-    moved = _relaid(operand.layout, {name: axes for name, (_, axes) in changes.items()})
+    moved = with_axes(operand.layout, {name: axes for name, (_, axes) in changes.items()})
     before = call.first(verb, operand.layout, moved)
     call.fail(
         f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
@@ -219,27 +219,6 @@ def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Fa
         got=[call.frame.describe()],
         fix=call.around(before, moved, dst),
     )
-
-
-def _verb(changes: list[tuple[Axes, Axes]]) -> str:
-    lost = [a[len(b) :] for a, b in changes if a[: len(b)] == b]
-    gained = [b[len(a) :] for a, b in changes if b[: len(a)] == a]
-    if len(lost) == len(changes):
-        return "all_gather"
-    if len(gained) == len(changes):
-        return "split"
-    if len(lost) + len(gained) == len(changes) and sorted(lost) == sorted(gained):
-        return "all_to_all"
-    return "relayout"
-
-
-def _relaid(layout: Layout, axes: Mapping[str, Axes]) -> str:
-    """The left side's text with the axes of the right: what to paste, also where no rule allows it."""
-    parts = []
-    for dim in layout.dims:
-        inside = " ".join(placed(a.name, axes.get(a.name, a.axes or ())) for a in dim.atoms)
-        parts.append("..." if dim.ellipsis else f"({inside})" if dim.composite else inside)
-    return " ".join(parts) or "scalar"
 
 
 def _targets(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> list[Factor]:
