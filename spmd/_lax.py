@@ -124,6 +124,11 @@ def axis_index(axes: Axes, sizes: dict[str, int]) -> Any:
     return index
 
 
+def is_first(axes: Sequence[str]) -> Any:
+    """Whether this device is the first one along `axes`."""
+    return functools.reduce(operator.and_, (lax.axis_index(a) == 0 for a in axes))
+
+
 def slice_block(x: Any, axis: str, dim: int, parts: int) -> Any:
     """This device's block of dimension `dim`. Backward one all-gather if `x` is equal by JAX's type. If it is a
     gathered copy nothing is sent, and the zero-padded cotangent is a partial sum."""
@@ -206,10 +211,7 @@ def _retype_transpose(cotangent: Any, *, axes: Axes, to: str) -> Any:
         return retype(cotangent, axes, _TRANSPOSES[to])
     cotangent = _compat.pvary(cotangent, axes)
     many = [a for a in axes if lax.axis_size(a) > 1]
-    if not many:
-        return cotangent
-    first = functools.reduce(operator.and_, (lax.axis_index(a) == 0 for a in many))
-    return jnp.where(first, cotangent, jnp.zeros((), cotangent.dtype))
+    return jnp.where(is_first(many), cotangent, jnp.zeros((), cotangent.dtype)) if many else cotangent
 
 
 _retype_p = _compat.linear_primitive(

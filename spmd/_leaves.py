@@ -22,6 +22,11 @@ def is_array(leaf: Any) -> bool:
     return shaped and not is_foreign(leaf)
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of `jax.random` keys, or stands for one."""
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def is_foreign(leaf: Any) -> bool:
     """Whether a leaf is a NumPy array that JAX does not compute with: strings, objects, dates, records, long floats."""
     return isinstance(leaf, (np.ndarray, np.generic)) and not _held(leaf.dtype)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd import AxisMapping, Layout
 from spmd._annotations import Each, Unknown, annotated
 from spmd._leaves import kind_of
-from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
+from spmd.errors import LayoutError, SizeError, is_int
 from spmd.haliax._placement import mapping_of
 from spmd.language import axes_product
 from spmd.mesh import mesh_for, sizes_for
@@ -165,8 +165,7 @@ def _specs(who: str, names: Any, mapping: Any) -> Any:
             rule = f"{who} is given no arrays, so names are layouts, a tree of them, or a class of them, not {what}."
             raise LayoutError(rule, call=f"{who}(names)", advice=f'as in {who}("batch embed")')
         layout = Layout(one)
-        for name in rules.lacks(layout):
-            _known(who, name, rules, str(one))
+        rules.need(rules.lacks(layout), f'{who}("{one}")')
         return rules.resolve(layout).spec
 
     def tree(below: Any) -> Any:
@@ -180,12 +179,5 @@ def _axes(who: str, name: Any, mapping: Any) -> tuple[str, ...]:
     if not isinstance(name, str):
         rule = f"a dimension is named by a str, not by {kind_of(name)}."
         raise LayoutError(rule, call=f"{who}(name)", advice=f'as in {who}("batch")')
-    _known(who, name, rules, name)
+    rules.need([name], f'{who}("{name}")')
     return rules[name]
-
-
-def _known(who: str, name: str, rules: AxisMapping, text: str) -> None:
-    if name not in rules:
-        rule = f"the mapping has no rule for {name}{did_you_mean(name, rules) or '.'}"
-        got = [f"mapping: {', '.join(rules) or '(empty)'}"]
-        raise LayoutError(rule, call=f'{who}("{text}")', got=got, advice=f'"{name}": None for a whole dimension')

@@ -13,17 +13,10 @@ from spmd._units import sent_bytes
 from spmd.inspect._collectives import Collective
 from spmd.inspect._hlo import shape_bytes
 from spmd.inspect._placement import ONE_DEVICE
-from spmd.inspect._records import Boundary, Written, WrittenCollective
+from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
 
 # The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.
 _PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
-_OPS = {
-    "all_gather": "all_gather all_gather_invariant all_gather_reduced",
-    "psum": "psum psum_invariant unreduced_psum pmax pmin all_reduce reduce_and",
-    "psum_scatter": "reduce_scatter psum_scatter unreduced_reduce_scatter",
-    "all_to_all": "all_to_all ragged_all_to_all",
-    "ppermute": "ppermute",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +204,7 @@ def _says(piece: _Piece, row: WrittenCollective) -> bool:
         return any(row.text in name for name in names)
     # a raw call of jax.lax: its name is too common to go by alone
     last = {name.rpartition("/")[2].partition("[")[0] for name in names}
-    return row.where == piece.of.where and (row.primitive in last or bool(last & set(_ops(row.kind))))
+    return row.where == piece.of.where and not last.isdisjoint((row.primitive, row.kind, *PRIMITIVES.get(row.kind, ())))
 
 
 def _alike(piece: _Piece, row: WrittenCollective) -> bool:
@@ -232,10 +225,6 @@ def _gone(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) 
     if row.text in twins:
         return "the compiler merged it with an equal one"
     return f"the compiler removed it{', or merged it with an equal one' if twins else ''}"
-
-
-def _ops(kind: str) -> list[str]:
-    return _OPS.get(kind, kind).split()
 
 
 def _ends(name: str) -> str:

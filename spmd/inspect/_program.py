@@ -118,18 +118,27 @@ def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn.trace(*args, **kwargs)
     if hasattr(fn, "lower"):
         return fn.lower(*args, **kwargs)
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf) or is_number(leaf)]
-    if len(arrays) == len(leaves):
+    is_input = lambda leaf: is_array(leaf) or is_number(leaf)
+    if all(map(is_input, jax.tree.leaves((args, kwargs)))):
         return jax.jit(fn).trace(*args, **kwargs)
+    inner, arrays = of_arrays(fn, args, kwargs, is_input)
+    return jax.jit(inner).trace(*arrays)
+
+
+def of_arrays(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_input: Callable[[Any], bool]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`fn` as a function of its inputs alone, and these; the other leaves of its arguments are fixed."""
+    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
+    inputs = [i for i, leaf in enumerate(leaves) if is_input(leaf)]
 
     @functools.wraps(fn)
-    def with_constants(*given: Any) -> Any:
-        filled = dict(zip(arrays, given, strict=True))
+    def inner(*given: Any) -> Any:
+        filled = dict(zip(inputs, given, strict=True))
         args, kwargs = jax.tree.unflatten(structure, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
         return fn(*args, **kwargs)
 
-    return jax.jit(with_constants).trace(*(leaves[i] for i in arrays))
+    return inner, tuple(leaves[i] for i in inputs)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,13 @@ from typing import Any
 
 from spmd.inspect._collectives import counts_by_kind
 
+# The names of each kind of collective, in jaxprs and in what XLA makes of them. Any reduction is a psum.
+PRIMITIVES: dict[str, tuple[str, ...]] = {
+    "all_gather": ("all_gather", "all_gather_invariant", "all_gather_reduced"),
+    "psum": ("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin", "all_reduce", "reduce_and"),
+    "psum_scatter": ("reduce_scatter", "psum_scatter", "unreduced_reduce_scatter"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenCollective:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spmd._jaxprs import shape_of
 from spmd.inspect._placement import ANYWHERE, Placement, of_sharding
 
 _ELEMENTWISE = frozenset(
@@ -94,17 +95,12 @@ def ending_bytes(results: Iterable[tuple[Value, float]]) -> float:
     return total + sum(one.nbytes for one in read - filled)
 
 
-def shape_of(of: Any) -> tuple[int, ...]:
-    """The shape of an abstract value, or of a variable of one."""
-    return tuple(getattr(getattr(of, "aval", of), "shape", ()))
-
-
 def typed_place(aval: Any, sizes: Mapping[str, int]) -> Placement:
     """The place that the type of an array states. Only types on Explicit axes state one."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
         return None
-    return of_sharding(sharding, len(shape_of(aval)), sizes)
+    return of_sharding(sharding, len(aval.shape), sizes)
 
 
 def sliced(value: Value) -> Value:

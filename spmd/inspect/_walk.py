@@ -12,7 +12,7 @@ from typing import Any
 
 from spmd import _compat
 from spmd._facts import CallName, KernelName, LayoutName, PerShardName, one_line
-from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened
+from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened, shape_of
 from spmd._units import sent_bytes
 from spmd._walker import Domain, walk
 from spmd.checker._source import line_of
@@ -29,14 +29,13 @@ from spmd.inspect._placement import (
     text_of,
     with_others,
 )
-from spmd.inspect._records import Boundary, Constraint, Island, PerShard, Written, WrittenCollective
+from spmd.inspect._records import PRIMITIVES, Boundary, Constraint, Island, PerShard, Written, WrittenCollective
 from spmd.inspect._values import (
     WINDOWS,
     Buffer,
     Value,
     chained,
     ending_bytes,
-    shape_of,
     sliced,
     stacked,
     through,
@@ -45,11 +44,7 @@ from spmd.inspect._values import (
 from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes, writes_results
 from spmd.language import Layout, axes_product, mesh_text
 
-_KINDS: dict[str, str] = {
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "psum"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all_gather"),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "psum_scatter"),
-}
+_KINDS = {primitive: kind for kind, primitives in PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
 _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from spmd import _compat
 from spmd._leaves import is_array
 from spmd.errors import SpmdError
 from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
-from spmd.inspect._program import meshes_of_jaxpr, stage
+from spmd.inspect._program import meshes_of_jaxpr, of_arrays, stage
 from spmd.inspect._records import Written
 from spmd.inspect._values import Value
 from spmd.inspect._walk import Walk
@@ -48,8 +47,10 @@ def written(
       donated: Which of the arrays among the arguments are donated.
     """
     if jaxpr is None:
-        inside = hasattr(fn, "trace") and not isinstance(fn, Kernel)
-        asked = _inside_a_trace(fn, args, kwargs) if inside else (fn, args, dict(kwargs))
+        asked: tuple[Any, ...] = (fn, args, dict(kwargs))
+        if hasattr(fn, "trace") and not isinstance(fn, Kernel):
+            # Inside another trace, because only there a jaxpr says where `in_shardings` wants arguments.
+            asked = (*of_arrays(fn, args, kwargs, is_array), {})
         jaxpr = stage("explain", *asked, mesh).jaxpr
     if jaxpr is None:
         rule = "the written view is read from the trace, which a lowered or compiled program does not have."
@@ -77,21 +78,6 @@ def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]])
     for aval, size in donated:
         free.setdefault((aval.shape, aval.dtype), []).append(size)
     return sum(min(free[key].pop(), size) for aval, size in made if free.get(key := (aval.shape, aval.dtype)))
-
-
-def _inside_a_trace(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """A jitted function as a function of its arrays; its other arguments are fixed, since they may be static. A jaxpr
-    says where `in_shardings` wants arguments only inside another trace."""
-    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
-    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-    @functools.wraps(fn)
-    def inner(*given: Any) -> Any:
-        filled = dict(zip(arrays, given, strict=True))
-        args, kwargs = jax.tree.unflatten(structure, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return fn(*args, **kwargs)
-
-    return inner, tuple(leaves[i] for i in arrays), {}
 
 
 def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:

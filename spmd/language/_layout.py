@@ -514,12 +514,27 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         Layout('embed/1 mlp/tp')
         """
         layout = Layout(layout)
-        missing = self.lacks(layout)
+        self.need(self.lacks(layout), call, got or [f'"{layout.short}"'])
+        return self.resolve(layout)
+
+    def need(self, names: Iterable[str], call: str, got: Iterable[str] = ()) -> None:
+        """Check that each of these names has a rule.
+
+        Args:
+          names: Names of dimensions.
+          call: The call, for messages.
+          got: What the names were found in, for messages.
+
+        Raises:
+          LayoutError: One of them has none. The message names all of them.
+
+        >>> AxisMapping({"embed": None}).need(["embed"], "shard(tree, layouts)")
+        """
+        missing = [name for name in names if name not in self._rules]
         if missing:
             rule = f"the mapping has no rule for {', '.join(missing)}{did_you_mean(missing[0], self) or '.'}"
-            shown = [*(got or [f'"{layout.short}"']), f"mapping: {', '.join(self)}"]
+            shown = [*got, f"mapping: {', '.join(self) or '(empty)'}"]
             raise LayoutError(rule, call=call, got=shown, advice=f'"{missing[0]}": None for a whole dimension')
-        return self.resolve(layout)
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         return self._rules[name]

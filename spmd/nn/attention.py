@@ -14,7 +14,7 @@ from spmd.comm._marks import numbered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.masks import attention_mask, check_positive
+from spmd.nn.masks import attention_mask, check_heads, check_positive
 from spmd.nn.rope import rotary_embedding
 
 T = TypeVar("T")
@@ -81,10 +81,12 @@ def dot_product_attention(
         `jax.nn.dot_product_attention`.
 
     Returns:
-      The mixed values, an array like q.  Raises: SizeError: If the number of key heads does not divide that of the
-      query heads. If a causal mask or a window has different numbers of queries and keys, and no positions. If a window
-      or soft cap is not above zero. LayoutError: If `kv_heads` is unknown, the mask is not boolean, or an
-      implementation is used with a soft cap.
+      The mixed values, an array like q.
+
+    Raises:
+      SizeError: If the number of key heads does not divide that of the query heads. If a causal mask or a window has
+        different numbers of queries and keys, and no positions. If a window or soft cap is not above zero.
+      LayoutError: If `kv_heads` is unknown, the mask is not boolean, or an implementation is used with a soft cap.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -101,9 +103,7 @@ def dot_product_attention(
       soft cap as in Gemma 2, https://arxiv.org/abs/2408.00118
     """
     k, v = spread_heads((k, v), tp=tp) if _is_whole(kv_heads, "dot_product_attention") else (k, v)
-    if q.shape[-2] % k.shape[-2]:
-        rule = f"each key head serves the same number of query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
-        raise SizeError(rule, call="dot_product_attention(q, k, v)", got=_shapes(q=q, k=k))
+    check_heads("dot_product_attention(q, k, v)", q, k)
     if softcap is not None and implementation is not None:
         rule = f"the implementation {implementation!r} has no soft cap."
         raise LayoutError(rule, call="dot_product_attention(q, k, v, softcap=...)", fix="implementation=None")
@@ -227,7 +227,9 @@ def multi_head_attention(
       kv_heads: "divided" like the query heads, or "whole".
       overlap: Whether gather and scatter are rings that overlap with the projections, as in `column_linear` and
         `row_linear`.
-      **options: Those of `dot_product_attention`: causal, window, segments, softcap, ...  Returns:
+      **options: Those of `dot_product_attention`: causal, window, segments, softcap and so on.
+
+    Returns:
       An array like x, not yet added to it.
 
     Raises:
@@ -352,10 +354,6 @@ def _check_counted(q: Any, k: Any) -> None:
             "causal masks and windows compare positions. The numbers of queries and keys differ, so the positions "
             "must be given.",
             call="dot_product_attention(q, k, v, causal=True)",
-            got=_shapes(q=q, k=k),
+            got=[f"q: shape {q.shape}", f"k: shape {k.shape}"],
             advice="positions=(q_positions, k_positions)",
         )
-
-
-def _shapes(**arrays: Any) -> list[str]:
-    return [f"{name}: shape {x.shape}" for name, x in arrays.items()]

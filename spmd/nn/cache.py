@@ -127,16 +127,9 @@ def kv_cache_append(
         raise LayoutError(rule, call="kv_cache_append(cache, k, v, positions)")
     blocks = axis_size(cp) if cp else 1
     names = {"cp": cp, "tp": tp}
-    opened = {
-        "k": rearrange(cache["k"], "... (c l)/cp g/tp k -> c/cp ... l g/tp k", c=blocks, **names),
-        "v": rearrange(cache["v"], "... (c l)/cp g/tp k -> c/cp ... l g/tp k", c=blocks, **names),
-        "positions": rearrange(cache["positions"], "... (c l)/cp -> c/cp ... l", c=blocks, cp=cp),
-    }
+    opened = _in_blocks(cache, blocks, cp, tp)
     new = {"k": k.astype(cache["k"].dtype), "v": v.astype(cache["v"].dtype), "positions": positions.astype(jnp.int32)}
-    if tokens == "striped":
-        for name in ("k", "v"):
-            new[name] = rearrange(new[name], "... (c l)/cp g/tp k -> c/cp ... l g/tp k", c=blocks, **names)
-        new["positions"] = rearrange(new["positions"], "... (c l)/cp -> c/cp ... l", c=blocks, cp=cp)
+    new = _in_blocks(new, blocks, cp, tp) if tokens == "striped" else new
     write = _write
     for _ in range(positions.ndim - 1):
         write = jax.vmap(write, in_axes=(0, 0, None, None))
@@ -146,6 +139,16 @@ def kv_cache_append(
         "k": rearrange(opened["k"], "c/cp ... l g/tp k -> ... (c l)/cp g/tp k", **names),
         "v": rearrange(opened["v"], "c/cp ... l g/tp k -> ... (c l)/cp g/tp k", **names),
         "positions": rearrange(opened["positions"], "c/cp ... l -> ... (c l)/cp", cp=cp),
+    }
+
+
+def _in_blocks(cache: Cache, blocks: int, cp: Axes, tp: Axes) -> Cache:
+    """The blocks along cp as the first dimension."""
+    apart = "... (c l)/cp g/tp k -> c/cp ... l g/tp k"
+    return {
+        "k": rearrange(cache["k"], apart, c=blocks, cp=cp, tp=tp),
+        "v": rearrange(cache["v"], apart, c=blocks, cp=cp, tp=tp),
+        "positions": rearrange(cache["positions"], "... (c l)/cp -> c/cp ... l", c=blocks, cp=cp),
     }
 
 

@@ -339,13 +339,19 @@ def _columns(
     """The products of x with weights of dimensions "d" and `outputs`; the sequence is gathered once for all of them."""
     if overlap and sp is not None and _is_ring("column_linear", tp, sp):
         return ring_columns(x, weights, tp=tp, cp=cp)
-    if sp is None:
-        # Made varying once, so that the gradients of several products are added before they are summed over tp.
-        x = defer(x, "... d -> ... d {R:tp}", tp=tp)
-    else:
-        x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
+    x = entered(x, tp=tp, sp=sp, cp=cp)
     pairs = zip(weights, outputs, strict=True)
     return [einsum(x, w.astype(x.dtype), f"... d, d {dims} -> ... {dims}", tp=tp) for w, dims in pairs]
+
+
+def entered(x: Any, *, tp: Axes, sp: Axes, cp: Axes) -> Any:
+    """x as products with divided columns take it: its sequence is gathered, or its gradient is left for later.
+
+    x is made varying once. So the gradients of several products are added before they are summed over tp.
+    """
+    if sp is None:
+        return defer(x, "... d -> ... d {R:tp}", tp=tp)
+    return all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
 
 
 def _plus(call: str, y: Any, b: Any, layout: str, **names: Axes) -> Any:

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd import all_gather, custom_vjp, defer, einsum, iota, per_shard, rearrange, reduce, scope, size
+from spmd import custom_vjp, defer, einsum, iota, per_shard, rearrange, reduce, scope, size
 from spmd.errors import LayoutError, SizeError, is_int, not_one_of
 from spmd.nn.dtypes import wide
+from spmd.nn.linear import entered
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -163,10 +164,7 @@ def linear_cross_entropy(
     if not is_int(chunks, 1):
         rule = f"chunks is a positive number of parts, not {chunks!r}."
         raise LayoutError(rule, call="linear_cross_entropy(x, table, labels)")
-    if sp is None:
-        x = defer(x, "... d -> ... d {R:tp}", tp=tp)
-    else:
-        x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
+    x = entered(x, tp=tp, sp=sp, cp=cp)
     labels = _checked("linear_cross_entropy", x, labels, mask, label_smoothing, reduction)
     # Made varying before the loop, so that its gradient is added up over chunks first, and over devices once.
     table = defer(table, "v/tp d -> v/tp d {R:dp,cp}", tp=tp, dp=dp, cp=cp)

@@ -12,7 +12,7 @@ import numpy as np
 from spmd import SizeError
 from spmd.errors import is_int
 
-__all__ = ["attention_mask", "check_positive"]
+__all__ = ["attention_mask", "check_heads", "check_positive"]
 
 
 def attention_mask(
@@ -72,6 +72,13 @@ def attention_mask(
     if segments is not None:
         seen.append(lifted[0][..., :, None] == lifted[1][..., None, :])
     return functools.reduce(jnp.logical_and, seen) if seen else None
+
+
+def check_heads(call: str, q: Any, k: Any) -> None:
+    """Raise if the key heads do not divide the query heads."""
+    if q.shape[-2] % k.shape[-2]:
+        rule = f"each key head serves the same number of query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
+        raise SizeError(rule, call=call, got=[f"q: shape {q.shape}", f"k: shape {k.shape}"])
 
 
 def check_positive(call: str, **given: Any) -> None:

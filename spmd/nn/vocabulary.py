@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from spmd import all_gather, all_to_all, defer, einsum, scope, take
+from spmd import all_to_all, einsum, scope, take
 from spmd.errors import LayoutError, not_one_of
+from spmd.nn.linear import entered
 
 __all__ = ["embedding", "unembedding"]
 
@@ -115,9 +116,6 @@ def unembedding(
     References:
       Press and Wolf, "Using the Output Embedding to Improve Language Models", https://arxiv.org/abs/1608.05859
     """
-    if sp is None:
-        x = defer(x, "... d -> ... d {R:tp}", tp=tp)
-    else:
-        x = all_gather(x, "... s/cp/sp d -> ... s/cp d", sp=sp, cp=cp)
+    x = entered(x, tp=tp, sp=sp, cp=cp)
     table = table.astype(x.dtype)
     return einsum(x, table, "... d, v/tp d -> ... v/tp", tp=tp, preferred_element_type=preferred_element_type)

@@ -160,7 +160,7 @@ def positions(call: Call, dim: Dim, dtype: Any) -> Any:
     """Global positions along one dimension, built factor by factor, since each factor's block has its own start."""
     whole = math.prod(call.factor(atom).size for atom in dim.atoms)
     if jnp.issubdtype(dtype, jnp.integer) and whole - 1 > jnp.iinfo(dtype).max:
-        wide = call.index_dtype(whole, Layout.from_dims((dim,)).short, dim.span)
+        wide = index_dtype(call, dim)
         rule = f"positions up to {whole - 1} do not fit {jnp.dtype(dtype).name}."
         call.fail(rule, at=dim.span, fix=f"dtype=jnp.{jnp.dtype(wide).name}", error=SizeError)
     total: Any = None

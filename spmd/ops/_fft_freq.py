@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.comm._call import Call, open_call
+from spmd.comm._call import Call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom
 from spmd.ops._create import iota
 from spmd.ops._partial_sums import plain_dims
+from spmd.ops._sizes import one_dimension
 
 
 def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
@@ -94,9 +95,8 @@ def frequencies(call: Call, atom: Atom, n: int, pad: bool) -> int:
 
 
 def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
-    call = open_call(who, layout, names, arrow=False, outputs=None, example=f'{who}("kx", kx=8)')
-    [asked] = call.pattern.inputs
-    plain_dims(call, asked)
-    if len(asked.dims) != 1 or asked.dims[0].ellipsis or asked.dims[0].composite:
-        call.fail(f"{who} takes one dimension with one name.", advice=f'as in {who}("kx")', error=LayoutError)
+    call, dim = one_dimension(who, layout, names)
+    plain_dims(call, call.pattern.inputs[0])
+    if dim.composite:
+        call.fail(f"{who} asks for a dimension with one name.", advice=f'as in {who}("kx")', error=LayoutError)
     return call

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat, _jax_errors, _lax
 from spmd._facts import CallName
+from spmd._jaxprs import axes_of
 from spmd._leaves import kind_of
 from spmd._walker import equations
 from spmd.comm._call import Call, Operand, open_call
@@ -240,18 +241,10 @@ def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> N
     if held:
         rule = f"the function closes over a value that varies along {', '.join(call.frame.in_mesh_order(held))}."
         call.fail(rule, advice="pass that value as an argument, with its layout")
-    named = {a for a in _axes_named(traced) if a in call.frame.axis_names}
+    named = {a for eqn in equations(traced) for a in axes_of(eqn) if a in call.frame.axis_names}
     if named:
         rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(named))}."
         call.fail(rule, advice="spmd.local, which tells the modes what its collectives do", error=CommunicationError)
-
-
-def _axes_named(jaxpr: Any) -> Iterator[str]:
-    for eqn in equations(jaxpr):
-        for value in (eqn.params.get("axes"), eqn.params.get("axis_name")):
-            for one in value if isinstance(value, (tuple, list, frozenset, set)) else (value,):
-                if isinstance(one, str):
-                    yield one
 
 
 # --- auto ----------------------------------------------------------------------------------------------------
@@ -308,16 +301,11 @@ def _spec(layout: Layout, rank: int) -> P:
     return Layout.from_dims(layout.with_rank(rank).dims).spec
 
 
-def _first(axes: Axes) -> Any:
-    """Whether this device is the first one along `axes`."""
-    return functools.reduce(jnp.logical_and, [jax.lax.axis_index(a) == 0 for a in axes])
-
-
 def _enter(x: Any, layout: Layout, frame: Frame) -> Any:
     """A whole array is complete: of a partial sum, one device gets it and the others get zeros."""
     x = _compat.pvary(x, frame.in_mesh_order(layout.reduced))
     summed = frame.in_mesh_order(layout.unreduced)
-    return jnp.where(_first(summed), x, jnp.zeros_like(x)) if summed else x
+    return jnp.where(_lax.is_first(summed), x, jnp.zeros_like(x)) if summed else x
 
 
 def _leave(y: Any, layout: Layout, frame: Frame) -> Any:
@@ -329,7 +317,7 @@ def _leave(y: Any, layout: Layout, frame: Frame) -> Any:
         return y
     number = y.astype(jnp.int32) if y.dtype == jnp.bool_ else y
     if copies:
-        number = jnp.where(_first(copies), number, jnp.zeros_like(number))
+        number = jnp.where(_lax.is_first(copies), number, jnp.zeros_like(number))
     return _lax.psum(number, summed).astype(y.dtype)
 
 

@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl, threefry2x32_p
 
 from spmd import _compat, _lax
+from spmd._leaves import is_key
 from spmd.comm._call import Call, Factor, open_call
 from spmd.comm._keywords import as_array
 from spmd.comm._marks import mark
@@ -154,8 +155,7 @@ def _block_key(call: Call, data: Any, layout: Layout, shape: tuple[int, ...]) ->
 
 def _key_words(call: Call, key: Any) -> Any:
     """The two words of a threefry key, typed or raw. A key of any other generator is an error."""
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    dtype, typed = getattr(key, "dtype", None), is_key(key)
     if not typed and dtype != np.uint32:
         got = [type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"]
         rule = "the first argument is a random key."

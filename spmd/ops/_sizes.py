@@ -14,8 +14,9 @@ from spmd import _lax
 from spmd._leaves import kind_of
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, MeshError, ModeError
-from spmd.language import Dim, Layout, check_axes
+from spmd.language import Dim, check_axes
 from spmd.modes import Frame, current_frame
+from spmd.ops._create import index_dtype
 
 Axes = str | tuple[str, ...]
 
@@ -70,7 +71,7 @@ def size(*args: Any, **names: Any) -> int:
                 error=LayoutError,
             )
         return math.prod(factor.size for factor in factors)
-    call, dim = _open("size", args[0], names)
+    call, dim = one_dimension("size", args[0], names)
     return math.prod(call.factor(atom).size for atom in dim.atoms)
 
 
@@ -102,7 +103,7 @@ def local_size(layout: str, **names: Any) -> int:
       >>> print(sizes(jnp.zeros(8, int)), sizes.reference(jnp.zeros(8, int)))
       [2 2 2 2 2 2 2 2] [8 8 8 8 8 8 8 8]
     """
-    call, dim = _open("local_size", layout, names)
+    call, dim = one_dimension("local_size", layout, names)
     return math.prod(call.factor(atom).local for atom in dim.atoms)
 
 
@@ -135,16 +136,16 @@ def offset(layout: str, **names: Any) -> jax.Array | int:
       >>> print(starts(jnp.zeros(8, int)))
       [0 0 2 2 4 4 6 6]
     """
-    call, dim = _open("offset", layout, names)
+    call, dim = one_dimension("offset", layout, names)
     first, rest = dim.atoms[0], dim.atoms[1:]
     fault = next((atom for atom in rest if atom.axes), None)
     if fault is not None:
         rule = "the blocks of this dimension are scattered, so there is no one place where a block starts."
         call.fail(rule, at=fault.span, fix=f'iota("{layout}")', error=LayoutError)
-    here, whole = (math.prod(getattr(call.factor(atom), k) for atom in dim.atoms) for k in ("local", "size"))
+    here = math.prod(call.factor(atom).local for atom in dim.atoms)
     if not call.frame.explicit or not first.axes:
         return 0
-    dtype = call.index_dtype(whole, Layout.from_dims((dim,)).short, dim.span)
+    dtype = index_dtype(call, dim)
     index = _lax.axis_index(first.axes, dict(call.frame.sizes))
     return jnp.asarray(index, dtype) * np.asarray(here, dtype)
 
@@ -231,7 +232,7 @@ def named_axes(axes: Any, frame: Frame, call: str) -> tuple[str, ...]:
     return out
 
 
-def _open(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call, Dim]:
+def one_dimension(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call, Dim]:
     """The call, and its one dimension."""
     call = open_call(who, layout, names, inputs=1, arrow=False, example=f'{who}("b/dp")')
     [asked] = call.pattern.inputs

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmd import Layout
-from spmd._leaves import is_array, kind_of
+from spmd._leaves import has_room, is_array, kind_of
 from spmd._trees import match_prefix
 from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_tuple
@@ -137,10 +137,8 @@ def _fault(leaf: Any, rest: Layout, use: Layout) -> str:
     if rest.unreduced or rest.reduced or use.unreduced or use.reduced:
         return both
     rank = len(leaf.shape)
-    for layout in (rest, use):
-        named = len(layout.dims) - layout.has_ellipsis
-        if rank < named or (rank > named and not layout.has_ellipsis):
-            return f"{both}, rank {rank}"
+    if not has_room(rest, rank) or not has_room(use, rank):
+        return f"{both}, rank {rank}"
     same = rest.has_ellipsis or use.has_ellipsis or rest.names == use.names
     return "" if same else both
 

@@ -10,7 +10,7 @@ import jax
 from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
 from spmd.language import axes_tuple
 from spmd.nn import dot_product_attention
-from spmd.nn.masks import check_positive
+from spmd.nn.masks import check_heads, check_positive
 from spmd.parallel._ring import Ring, attend_in_ring
 from spmd.parallel.sequence import check_placement
 
@@ -100,7 +100,7 @@ def ring_attention(
     """
     blocks = axis_size(cp) if cp else 1
     call = "ring_attention(q, k, v)"
-    _check_heads(q, k, call)
+    check_heads(call, q, k)
     check_positive(call, window=window, softcap=softcap, chunk=chunk)
     if isinstance(segments, tuple):
         rule = "queries and keys are the same tokens here, so they have the same segments."
@@ -205,7 +205,7 @@ def ulysses_attention(
       https://arxiv.org/abs/2405.07719
     """
     call = "ulysses_attention(q, k, v)"
-    _check_heads(q, k, call)
+    check_heads(call, q, k)
     blocks = axis_size(cp) if cp else 1
     _check_options(call, ring, placement, chunk, implementation)
     heads = size(q, "... s/ring/cp [h/tp] k", ring=ring, cp=cp, tp=tp)
@@ -230,12 +230,6 @@ def ulysses_attention(
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------
-
-
-def _check_heads(q: Any, k: Any, call: str) -> None:
-    if q.shape[-2] % k.shape[-2]:
-        rule = f"each key head serves the same number of query heads, and {k.shape[-2]} do not divide {q.shape[-2]}."
-        raise SizeError(rule, call=call, got=[f"q: shape {q.shape}", f"k: shape {k.shape}"])
 
 
 def _check_options(call: str, ring: Axes, placement: str, chunk: int | None, implementation: str | None) -> None:

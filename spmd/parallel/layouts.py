@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import AxisMapping, Layout
+from spmd._leaves import has_room
 from spmd._table import Table
-from spmd.errors import LayoutError, MeshError, did_you_mean
+from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_product, check_axes, mesh_text
+from spmd.mesh import sizes_for
 from spmd.parallel._parameter_moves import Axes, axes_by_dim, checked_axes, is_array, layout_leaves, paths, text_of
 
 __all__ = ["FSDPLayouts", "ZeroLayouts", "fsdp_layouts", "mapped_layouts", "state_layouts"]
@@ -155,7 +157,7 @@ def fsdp_layouts(
     """
     call = "fsdp_layouts(tree, base, fsdp=...)"
     axes = checked_axes(fsdp, "fsdp", call)
-    sizes = dict(getattr(mesh, "shape", mesh))
+    sizes = sizes_for(mesh, call)
     named = (keep,) if isinstance(keep, str) else tuple(keep)
     leaves, structure = jax.tree.flatten(tree)
     declared = layout_leaves(tree, "..." if base is None else base, call)
@@ -201,9 +203,8 @@ def _ranked(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layo
 
 
 def _of_rank(layout: Layout, leaf: Any, path: str, call: str) -> Layout:
-    named = len(layout.dims) - layout.has_ellipsis
     rank = len(leaf.shape)
-    if rank < named or (rank > named and not layout.has_ellipsis) or layout.unreduced or layout.reduced:
+    if not has_room(layout, rank) or layout.unreduced or layout.reduced:
         rule = "a layout has as many dimensions as the array, and no marks."
         got = [f'{path}: shape {tuple(leaf.shape)}, "{layout.short}"']
         raise LayoutError(rule, call=call, got=got)
@@ -264,13 +265,7 @@ def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, 
     call = "mapped_layouts(tree, layouts, mapping)"
     rules = AxisMapping.of(mapping)
     found = _ranked(tree, layouts, call)
-    missing = dict.fromkeys(
-        name for layout in found if layout for name in layout.bare if name in layout.names and name not in rules
-    )
-    if missing:
-        rule = f"the mapping has no rule for {', '.join(missing)}{did_you_mean(next(iter(missing)), rules) or '.'}"
-        got = [f"mapping: {', '.join(rules)}"]
-        raise LayoutError(rule, call=call, got=got, advice=f'"{next(iter(missing))}": None for a whole dimension')
+    rules.need(dict.fromkeys(name for layout in found if layout for name in rules.lacks(layout)), call)
     return jax.tree.unflatten(jax.tree.structure(tree), [layout and layout.resolve(rules) for layout in found])
 
 

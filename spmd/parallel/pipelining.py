@@ -12,9 +12,10 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
+from spmd._leaves import is_array, is_key
 from spmd.comm._marks import numbered
 from spmd.errors import Fix, ReplicationError, is_int, not_one_of
-from spmd.parallel._parameter_moves import is_array, paths
+from spmd.parallel._parameter_moves import paths
 from spmd.parallel.schedule import PipelineSchedule
 
 __all__ = ["pipeline"]
@@ -136,23 +137,19 @@ def _without_keys(stage: Callable[..., Any], x: Tree) -> tuple[Callable[..., Any
     Returns the stage, which still sees keys, the micro-batches, and a function that restores the keys.
     """
     leaves, structure = jax.tree.flatten(x)
-    kinds = [jax.random.key_impl(one) if _is_key(one) else None for one in leaves]
+    kinds = [jax.random.key_impl(one) if is_key(one) else None for one in leaves]
 
     def integers(tree: Tree) -> Tree:
-        return jax.tree.map(lambda one: jax.random.key_data(one) if _is_key(one) else one, tree)
+        return jax.tree.map(lambda one: jax.random.key_data(one) if is_key(one) else one, tree)
 
     def keys(tree: Tree) -> Tree:
         pairs = zip(structure.flatten_up_to(tree), kinds, strict=True)
         found = [one if kind is None else jax.random.wrap_key_data(one, impl=kind) for one, kind in pairs]
         return structure.unflatten(found)
 
-    if not any(map(_is_key, leaves)):
+    if not any(map(is_key, leaves)):
         return stage, x, lambda tree: tree
     return lambda params, x: integers(stage(params, keys(x))), integers(x), keys
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _slots(schedule: PipelineSchedule) -> tuple[Any, ...]:

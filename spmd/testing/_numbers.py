@@ -12,12 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from spmd._leaves import wrapped
-
-
-def is_key(x: Any) -> bool:
-    """Whether this is an array of `jax.random` keys, or stands for one."""
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+from spmd._leaves import is_key, wrapped
 
 
 def pulled(

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._leaves import is_array
+from spmd._leaves import is_array, is_key
 from spmd.errors import SizeError
 from spmd.kernels._kernel import Kernel
 from spmd.language import Dim, Size, bind
-from spmd.testing._numbers import is_key
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _NUMBERS = 2**26  # numbers that are drawn
