@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from spmd.errors import LayoutError
+from spmd.errors import LayoutError, is_int
 from spmd.language import Layout
 
 Path = tuple[Any, ...]
@@ -68,6 +68,27 @@ def kind_of(value: Any) -> str:
     if hasattr(value, "__name__") and callable(value) and not isinstance(value, type):  # a mesh is callable
         return "a function"
     return "None" if value is None else with_article(type(value).__name__)
+
+
+def not_int(what: str, value: Any, least: int | None = None, more: str = "") -> str:
+    """The rule for an argument that is not an integer, or is below `least`. It is empty for one that obeys.
+
+    Args:
+      what: The argument.
+      value: What was given.
+      least: The smallest number that is allowed; None for any.
+      more: What else it can be.
+
+    >>> not_int("chunks", 0, 1)
+    'chunks is an int of at least 1, not 0.'
+    >>> not_int("repeats", 1.5, 1, "None"), not_int("repeats", 2, 1)
+    ('repeats is an int of at least 1, or None, not 1.5.', '')
+    """
+    if is_int(value, least):
+        return ""
+    bound, other = "" if least is None else f" of at least {least}", f", or {more}" if more else ""
+    given = repr(value) if isinstance(value, str | int | float) else kind_of(value)
+    return f"{what} is an int{bound}{other}, not {given}."
 
 
 def is_number(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from spmd import _compat
 from spmd._ambient import Ambient
-from spmd._leaves import kind_of
+from spmd._leaves import kind_of, not_int
 from spmd._processes import forgotten
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, is_int
 from spmd.language import Layout, mesh_text
@@ -62,7 +62,7 @@ def make_mesh(
       A `jax.sharding.Mesh`, or an `AbstractMesh`.
 
     Raises:
-      MeshError: If a size is not a positive integer, a layout cannot write a name, a device is given twice,
+      MeshError: If a size is not an int of at least 1, a layout cannot write a name, a device is given twice,
         there are too few devices, a process has none in the mesh, or several processes were started and did not
         join.
 
@@ -108,11 +108,9 @@ def _check_axes(axes: Mapping[str, Any], call: str) -> None:
             rule = f"layouts name the axes of a mesh, and none can name {name!r}."
             advice = "a name of ASCII letters, digits and '_' that starts with a letter"
             raise MeshError(rule, call=call, advice=advice)
-        if not is_int(size, 1) and not (is_int(size) and size == -1):
-            raise MeshError(
-                f"the size of axis {name} is a positive integer (or -1 for the rest), not {size!r}.",
-                call=call,
-            )
+        fault = not_int(f"the size of axis {name}", size, 1, "-1 for the rest")
+        if fault and not (is_int(size) and size == -1):
+            raise MeshError(fault, call=call)
 
 
 def _check_joined(call: str) -> None:
@@ -234,11 +232,8 @@ def use_cpu_devices(count: int) -> list[Any]:
       >>> len(spmd.use_cpu_devices(8))
       8
     """
-    if not is_int(count, 1):
-        raise MeshError(
-            f"the number of devices is a positive integer, not {count!r}.",
-            call=f"use_cpu_devices({count!r})",
-        )
+    if fault := not_int("the number of devices", count, 1):
+        raise MeshError(fault, call=f"use_cpu_devices({count!r})")
     refused = _ask_for_cpu(count)
     have = jax.devices("cpu")
     if len(have) < count:

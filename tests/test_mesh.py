@@ -57,11 +57,11 @@ def test_abstract() -> None:
     ("axes", "words"),
     [
         ({}, "at least one axis"),
-        ({"dp": 0}, "positive integer"),
-        ({"dp": -2}, "positive integer"),
-        ({"dp": 2.0}, "positive integer"),
-        ({"dp": True}, "positive integer"),
-        ({"dp": "2"}, "positive integer"),
+        ({"dp": 0}, "an int of at least 1"),
+        ({"dp": -2}, "an int of at least 1"),
+        ({"dp": 2.0}, "an int of at least 1"),
+        ({"dp": True}, "an int of at least 1"),
+        ({"dp": "2"}, "an int of at least 1"),
         ({"dp": -1, "tp": -1}, "only one axis"),
         ({"dp": -1, "tp": 3}, "do not divide"),
         ({"dp": 4, "tp": 4}, "needs 16 devices"),
@@ -153,7 +153,7 @@ def test_here_eight_are_enough() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, "8", True, None])
 def test_numbers_of_devices_that_cannot_be(count) -> None:
-    with pytest.raises(MeshError, match="positive integer"):
+    with pytest.raises(MeshError, match="an int of at least 1"):
         use_cpu_devices(count)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd._facts import CallName
-from spmd._leaves import foreign_kind, kind_of
+from spmd._leaves import foreign_kind, kind_of, not_int
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import AxisMapping, Pattern
 
@@ -45,8 +45,8 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
             )
             got = [f"{what} names in the pattern: {', '.join(known) or 'none'}"]
             raise LayoutError(rule, call=text, source=pattern.source, got=got)
-        if key in sizes and sizes[key] < 1:
-            raise SizeError(f"the size of {key} is positive, not {value}.", call=text, source=pattern.source)
+        if key in sizes and (fault := not_int(f"the size of {key}", value, 1)):
+            raise SizeError(fault, call=text, source=pattern.source)
     return sizes, axes
 
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat, _lax
-from spmd._leaves import kind_of
+from spmd._leaves import not_int
 from spmd.comm._call import Call, Operand, open_call
-from spmd.errors import Fix, LayoutError, is_int
+from spmd.errors import Fix, LayoutError
 from spmd.language import Layout
 
 __all__ = ["ppermute", "roll_p", "shift"]
@@ -92,13 +92,14 @@ def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) ->
       >>> print(roll(jnp.arange(8)))
       [6 7 0 1 2 3 4 5]
     """
-    also = {"by": by} if is_int(by) else None
+    fault = not_int("by, the number of blocks,", by)
+    also = None if fault else {"by": by}
     if also and not wrap:
         also["wrap"] = wrap
     example = 'shift(x, "[b/dp] d", 1)'
     call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None, example=example, also=also)
-    if not is_int(by):
-        call.fail(f"by is a number of blocks, a Python int, not {kind_of(by)}.", error=LayoutError)
+    if fault:
+        call.fail(fault, error=LayoutError)
 
     def pairs(blocks: int) -> list[tuple[int, int]]:
         if wrap:

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd import AxisMapping, Layout
 from spmd._annotations import Each, Unknown, annotated
-from spmd._leaves import kind_of
-from spmd.errors import LayoutError, SizeError, is_int
+from spmd._leaves import kind_of, not_int
+from spmd.errors import LayoutError, SizeError
 from spmd.haliax._placement import mapping_of
 from spmd.language import axes_product
 from spmd.mesh import mesh_for, sizes_for
@@ -39,9 +39,8 @@ def round_axis_for_partitioning(name: str, size: int, mapping: Any = None, mesh:
       >>> hax.round_axis_for_partitioning("vocab", 50257, {"vocab": "tp"}, spmd.make_mesh(tp=8))
       50264
     """
-    if not is_int(size, 0):
-        rule = f"the size of a dimension is an int of at least 0, not {size!r}."
-        raise SizeError(rule, call=f"round_axis_for_partitioning({name!r}, size)")
+    if fault := not_int("the size of a dimension", size, 0):
+        raise SizeError(fault, call=f"round_axis_for_partitioning({name!r}, size)")
     parts = physical_axis_size(name, mapping, mesh) or 1
     return -(-size // parts) * parts
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spmd._leaves import kind_of
-from spmd.errors import Fix, LayoutError, SpmdError, did_you_mean, is_int
+from spmd._leaves import kind_of, not_int
+from spmd.errors import Fix, LayoutError, SpmdError, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
 
@@ -281,9 +281,8 @@ def _drop_defaults(signature: Signature, arrays: list[str], count: int) -> list[
 
 def _check_names(signature: Signature) -> None:
     for name, size in signature.sizes:
-        if not is_int(size, 1):
-            rule = f"the keyword {name} binds a size, a positive int, not {size!r}; mesh axes are renamed with axes=."
-            signature.fail(rule, advice=f'axes={{"{name}": ...}}')
+        if fault := not_int(f"{name}, a keyword that binds a size,", size, 1):
+            signature.fail(fault, advice=f'axes={{"{name}": ...}} renames a mesh axis')
     for what, names in (
         ("static", signature.static),
         ("donate", signature.donate),

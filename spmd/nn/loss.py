@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd import custom_vjp, defer, einsum, iota, per_shard, rearrange, reduce, scope, size
-from spmd.errors import LayoutError, SizeError, is_int, not_one_of
+from spmd._leaves import not_int
+from spmd.errors import LayoutError, SizeError, not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import entered
 
@@ -144,7 +145,7 @@ def linear_cross_entropy(
       The loss, at least float32.
 
     Raises:
-      LayoutError: As in `cross_entropy`, or if chunks is not a positive number.
+      LayoutError: As in `cross_entropy`, or if chunks is not an int of at least 1.
       SizeError: As in `cross_entropy`.
       SpmdError: If sizes or placements do not fit.
 
@@ -161,9 +162,8 @@ def linear_cross_entropy(
       Those of `cross_entropy`; for the cost of the scores Wijmans et al., "Cut Your Losses",
       https://arxiv.org/abs/2411.09009.
     """
-    if not is_int(chunks, 1):
-        rule = f"chunks is a positive number of parts, not {chunks!r}."
-        raise LayoutError(rule, call="linear_cross_entropy(x, table, labels)")
+    if fault := not_int("chunks, the number of parts,", chunks, 1):
+        raise LayoutError(fault, call="linear_cross_entropy(x, table, labels)")
     x = entered(x, tp=tp, sp=sp, cp=cp)
     labels = _checked("linear_cross_entropy", x, labels, mask, label_smoothing, reduction)
     # Made varying before the loop, so that its gradient is added up over chunks first, and over devices once.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import SizeError
+from spmd._leaves import not_int
 from spmd.errors import is_int
 
 __all__ = ["attention_mask", "check_heads", "check_positive"]
@@ -86,6 +87,9 @@ def check_positive(call: str, **given: Any) -> None:
     for name, value in given.items():
         if value is None or isinstance(value, jax.Array):
             continue
-        if not (is_int(value, 1) or (name == "softcap" and isinstance(value, float | np.floating) and value > 0)):
-            what = "a number" if name == "softcap" else "an int"
-            raise SizeError(f"{name} is {what} above zero, or None, not {value!r}.", call=call)
+        fault = not_int(name, value, 1, "None")
+        if name == "softcap":
+            above = is_int(value, 1) or (isinstance(value, float | np.floating) and value > 0)
+            fault = "" if above else f"softcap is a number above zero, or None, not {value!r}."
+        if fault:
+            raise SizeError(fault, call=call)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd._leaves import not_int
 from spmd.comm._call import Call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom
@@ -72,8 +73,8 @@ def rfftfreq(layout: str, n: int, d: Any = 1.0, *, pad: bool = False, **names: A
     """
     call = _one_dimension("fft.rfftfreq", layout, names)
     [atom] = call.pattern.inputs[0].dims[0].atoms
-    if type(n) is not int or n < 1:
-        call.fail("n is the number of samples, a Python int of at least 1.", error=SizeError)
+    if fault := not_int("n, the number of samples,", n, 1):
+        call.fail(fault, error=SizeError)
     size = frequencies(call, atom, n, pad)
     call.bind(atom.name, size, f"the frequencies of n={n} samples", atom.span)
     i = iota(layout, **{**names, atom.name: size})

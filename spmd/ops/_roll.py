@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _lax
-from spmd._leaves import kind_of
+from spmd._leaves import not_int
 from spmd.comm._call import Call, Factor
 from spmd.comm.permute import roll_p
-from spmd.errors import LayoutError, is_int
+from spmd.errors import LayoutError
 from spmd.ops._along import along
 
 
@@ -84,8 +84,9 @@ def _sent(call: Call, x: Any, axes: tuple[str, ...], by: int, n: int) -> Any:
 
 def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
     shifts = shift if isinstance(shift, tuple) else (shift,) * count
-    if fault := [s for s in shifts if not is_int(s)]:
-        call.fail(f"shift is a number of elements, a Python int, not {kind_of(fault[0])}.", error=LayoutError)
+    for one in shifts:
+        if fault := not_int("shift, the number of elements,", one):
+            call.fail(fault, error=LayoutError)
     if len(shifts) != count:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
         call.fail(rule, advice="one int, for all of them", error=LayoutError)

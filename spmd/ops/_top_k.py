@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _lax
-from spmd._leaves import kind_of
+from spmd._leaves import not_int
 from spmd.comm._call import Call, Factor
-from spmd.errors import LayoutError, SizeError, is_int
+from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.ops._along import along
 
@@ -78,8 +78,8 @@ def _result_layout(layout: Layout) -> Layout:
 
 
 def _check(call: Call, k: Any, factor: Factor) -> None:
-    if not is_int(k):
-        call.fail(f"k is a number of elements, a Python int, not {kind_of(k)}.", error=LayoutError)
+    if fault := not_int("k, the number of elements,", k):
+        call.fail(fault, error=LayoutError)
     if not 1 <= k <= factor.size:
         rule = f"k is from 1 to the size of {factor.name}, {factor.size}, not {k}."
         call.fail(rule, at=factor.span, got=[call.frame.describe()], error=SizeError)

@@ -12,9 +12,9 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
-from spmd._leaves import is_array, is_key
+from spmd._leaves import is_array, is_key, not_int
 from spmd.comm._marks import numbered
-from spmd.errors import Fix, ReplicationError, is_int, not_one_of
+from spmd.errors import Fix, ReplicationError, not_one_of
 from spmd.parallel._parameter_moves import paths
 from spmd.parallel.schedule import PipelineSchedule
 
@@ -275,9 +275,8 @@ def _check_options(save: Any, result: Any, repeats: Any) -> None:
         if value not in known and not (name == "save" and callable(value)):
             rule = not_one_of(name, value, known, "a policy of jax.checkpoint" if name == "save" else "")
             raise LayoutError(rule, call=_CALL, fix=f'{name}="{known[0]}"')
-    if repeats is not None and not is_int(repeats, 1):
-        rule = f"repeats is a Python int, at least 1, or None, not {repeats!r}."
-        raise SizeError(rule, call=_CALL, advice="as in repeats=2")
+    if repeats is not None and (fault := not_int("repeats", repeats, 1, "None")):
+        raise SizeError(fault, call=_CALL, advice="as in repeats=2")
 
 
 def _micro_batches(x: Tree) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmd import SizeError
-from spmd.errors import is_int
+from spmd._leaves import not_int
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
@@ -124,7 +124,7 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> Pipel
       The schedule, which prints as a table.
 
     Raises:
-      SizeError: If a number is not a positive int.
+      SizeError: If a number is not an int of at least 1.
 
     Example:
       >>> import spmd
@@ -139,9 +139,7 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> Pipel
       Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al., "Efficient Large-Scale Language Model
       Training on GPU Clusters", https://arxiv.org/abs/2104.04473, for interleaved stages
     """
-    numbers = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
-    wrong = [f"{name}={n!r}" for name, n in numbers.items() if not is_int(n, 1)]
-    if wrong:
-        rule = "stages, microbatches and repeats are Python ints, at least 1."
-        raise SizeError(rule, call="pipeline_schedule(stages, microbatches, repeats)", got=wrong)
+    for name, n in {"stages": stages, "microbatches": microbatches, "repeats": repeats}.items():
+        if fault := not_int(name, n, 1):
+            raise SizeError(fault, call="pipeline_schedule(stages, microbatches, repeats)")
     return PipelineSchedule(stages, microbatches, repeats)

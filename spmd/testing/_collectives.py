@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from spmd._leaves import kind_of
+from spmd._leaves import kind_of, not_int
 from spmd._table import Table
 from spmd._units import bytes_text
-from spmd.errors import MeshError, SpmdError, did_you_mean, is_int, not_one_of
+from spmd.errors import MeshError, SpmdError, did_you_mean, not_one_of
 from spmd.inspect._explain import explain
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
@@ -60,9 +60,8 @@ def assert_collectives(
       >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
       >>> spmd.testing.assert_collectives(gather, (x,), {"all_gather": {"tp": 1}}, bytes=768)
     """
-    if bytes is not None and not is_int(bytes, 0):
-        rule = f"bytes is what one device may send, a number of at least 0, not {bytes!r}."
-        raise SpmdError(rule, call="assert_collectives(...)", advice="as in bytes=768")
+    if bytes is not None and (fault := not_int("bytes, what one device may send,", bytes, 0)):
+        raise SpmdError(fault, call="assert_collectives(...)", advice="as in bytes=768")
     found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
     wanted = _wanted(expected, found)
     got = _counted(found, view)
@@ -133,9 +132,8 @@ def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation)
 
 
 def _times(times: Any) -> int:
-    if not is_int(times, 0):
-        rule = f"how often a collective runs is a number of at least 0, not {times!r}."
-        raise SpmdError(rule, call="assert_collectives(...)", advice='as in {"all_gather": {"tp": 2}}')
+    if fault := not_int("how often a collective runs", times, 0):
+        raise SpmdError(fault, call="assert_collectives(...)", advice='as in {"all_gather": {"tp": 2}}')
     return int(times)
 
 

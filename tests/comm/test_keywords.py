@@ -20,7 +20,7 @@ def test_sizes_and_axes_are_told_apart():
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"b": 0}, SizeError, "the size of b is positive, not 0."),
+        ({"b": 0}, SizeError, "the size of b is an int of at least 1, not 0."),
         ({"b": True}, LayoutError, "not a bool."),
         ({"b": 2.0}, LayoutError, "not a float."),
         ({"tq": "x"}, LayoutError, "did you mean 'tp'?"),

@@ -109,8 +109,8 @@ CASES = {
         errors.LayoutError,
         """
         identity: kernel("b/dp -> b/dp")
-        the keyword h binds a size, a positive int, not 0; mesh axes are renamed with axes=.
-        advice: axes={"h": ...}
+        h, a keyword that binds a size, is an int of at least 1, not 0.
+        advice: axes={"h": ...} renames a mesh axis
         """,
     ),
     "no result": (

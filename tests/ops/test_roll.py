@@ -97,7 +97,7 @@ def test_under_vmap_scan_and_remat_and_of_partial_sums() -> None:
     ("layout", "by", "part"),
     [
         ("b s/tp", 1, "roll works along the dimensions in brackets"),
-        ("b [s/tp]", 1.5, "a Python int, not a float"),
+        ("b [s/tp]", 1.5, "is an int, not 1.5"),
         ("[b] [s/tp]", (1,), "one int for each of the 2 dimensions in brackets, not 1"),
         ("b [(h k)/tp]", 1, "a dimension with one name, and this one has 2"),
     ],

@@ -120,7 +120,7 @@ def test_under_vmap_scan_and_remat() -> None:
         ("[b] [e/tp]", 2, "2 in brackets"),
         ("b [e/tp]", 9, "k is from 1 to the size of e, 8, not 9"),
         ("b [e/tp]", 0, "not 0"),
-        ("b [e/tp]", 2.0, "a Python int, not a float"),
+        ("b [e/tp]", 2.0, "is an int, not 2.0"),
         ("b [e/tp] {U:dp}", 2, "top_k of a partial sum is not top_k of its parts"),
     ],
 )
