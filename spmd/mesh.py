@@ -310,9 +310,9 @@ def mesh_of(leaves: Sequence[Any]) -> Mesh | AbstractMesh | None:
         here = _lives_on(leaf)
         if here is None:
             continue
-        if found is None or (isinstance(found, AbstractMesh) and found == abstract_of(here)):
+        if found is None or (isinstance(found, AbstractMesh) and found == here.abstract_mesh):
             found = here
-        elif found != here and abstract_of(found) != here:
+        elif found != here and found.abstract_mesh != here:
             raise MeshError(
                 "the arguments live on two meshes, so the mesh cannot be read off them.",
                 got=[mesh_text(found.shape) + _devices_text(found), mesh_text(here.shape) + _devices_text(here)],
@@ -367,11 +367,6 @@ def sizes_for(mesh: Any, call: str) -> dict[str, int]:
         rule = f"mesh is a Mesh, an AbstractMesh or a dict of axis names and positive sizes, not {got}."
         raise MeshError(rule, call=call, advice='as in mesh={"dp": 2, "tp": 4}')
     return {axis: int(size) for axis, size in mesh.items()}
-
-
-def abstract_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-    """A mesh without its devices."""
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:

@@ -274,7 +274,7 @@ class Call:
         texts = [one if isinstance(one, str) else self._text(one if own else one.without_brackets()) for one in sides]
         # Sizes that the call was given and another call needs too, because no dimension tells them.
         dims = [dim for layout in self.pattern.layouts for dim in layout.dims if own or dim.composite]
-        names = {atom.name for dim in dims for atom in dim.atoms}
+        names = {name for dim in dims for name in dim.names}
         sizes = {name: size for name, size in self.given.items() if name in names}
         return Fix(verb, shown, " -> ".join(texts), {**keywords, **sizes})
 

@@ -26,7 +26,7 @@ def check_sides(call: Call) -> None:
     """Check what holds for every verb: both sides have the same dimensions, they differ, and no new partial sum
     appears."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    if _names(src) != _names(dst):
+    if [dim.names for dim in src.dims] != [dim.names for dim in dst.dims]:
         before, after = [n for n, _ in factors_of(src)], [n for n, _ in factors_of(dst)]
         fix, advice = None, "rearrange, repeat or reduce first"
         if sorted(before) == sorted(after) and not any(d.composite or d.ellipsis for d in (*src.dims, *dst.dims)):
@@ -109,11 +109,6 @@ def _fault(src: Layout, dst: Layout) -> tuple[int, int] | None:
         if [x.axes for x in a.atoms] != [x.axes for x in b.atoms]:
             return a.span
     return None
-
-
-def _names(layout: Layout) -> list[list[str]]:
-    """The names of the factors of each dimension."""
-    return [["..."] if dim.ellipsis else [atom.name for atom in dim.atoms] for dim in layout.dims]
 
 
 def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:

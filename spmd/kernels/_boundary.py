@@ -14,7 +14,6 @@ from spmd import _compat
 from spmd.errors import Fault, PlacementError, warn
 from spmd.kernels._plan import Plan
 from spmd.language import Layout, axes_tuple
-from spmd.mesh import abstract_of
 
 
 class VmapWarning(UserWarning):
@@ -47,7 +46,7 @@ def _elsewhere(plan: Plan, leaf: Any, layout: Layout) -> str:
         wanted = _around(plan.spec(layout.without(*plan.free_axes), value.ndim - len(dims)), layout, value, dims)
         if known.mesh.empty:
             return "a traced array that lies on no mesh"
-        same = known.mesh.shape == abstract_of(plan.mesh).shape and _form(known.spec) == _form(wanted)
+        same = known.mesh.shape == plan.mesh.shape and _form(known.spec) == _form(wanted)
         return "" if same else str(known.spec)
     if not isinstance(value, jax.Array):
         return f"{'an array of the host' if np.ndim(value) else f'a {type(value).__name__}'}, not placed"

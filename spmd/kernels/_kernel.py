@@ -238,7 +238,7 @@ class Kernel(ByName, Generic[P, R]):
             return rest
 
         resolve = functools.partial(self._resolve, mapping=mapping)
-        outputs = Outputs(_resolve_tree(signature.outputs, resolve), resolve)
+        outputs = Outputs(signature.outputs, resolve)
         if signature.mapping is not None and not signature.shared_mapping:
             self._check_mapping(signature.mapping)
         return Plan(signature, mode[0], mode[1], mesh, mapping, leaves, rebuild, tuple(donate), outputs)
@@ -295,18 +295,6 @@ def _closes_over_tracer(fn: Any) -> bool:
         ):
             return True
     return False
-
-
-def _resolve_tree(tree: Any, resolve: Callable[[Layout], Layout]) -> Any:
-    if isinstance(tree, Layout):
-        return resolve(tree)
-    if callable(tree):
-        return tree
-    return jax.tree.map(
-        lambda x: resolve(x) if isinstance(x, Layout) else x,
-        tree,
-        is_leaf=lambda x: x is None or isinstance(x, Layout) or callable(x),
-    )
 
 
 def kernel(

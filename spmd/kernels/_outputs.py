@@ -39,14 +39,15 @@ class Outputs:
     """The declared results of a kernel, and after a trace their actual structure.
 
     Args:
-      tree: A prefix tree of resolved layouts, or a function or class that gives one.
+      tree: A prefix tree of layouts as declared, or a function or class that gives one.
       resolve: From a declared layout to one without bare names, for trees known only from the results.
     """
 
     def __init__(self, tree: Any, resolve: Any):
-        self.tree = tree
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_layout)
+        self._prefix_leaves = [resolve(x) if isinstance(x, Layout) else x for x in leaves]
+        self.tree = jax.tree.unflatten(structure, self._prefix_leaves)
         self.resolve = resolve
-        self._prefix_leaves = jax.tree.leaves(tree, is_leaf=_is_layout)
         self.declared = [x for x in self._prefix_leaves if isinstance(x, Layout)]
         self.layouts: list[Layout] = []
         self.ranked: list[Layout] = []  # the same, `...` written out

@@ -27,7 +27,7 @@ from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, check_axes, mesh_text
-from spmd.mesh import abstract_of, no_mesh, outside_trace
+from spmd.mesh import no_mesh, outside_trace
 from spmd.modes import Frame, enter_body
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
@@ -94,7 +94,8 @@ class Plan:
         self._check_layouts()
         donated = donate if mode != "reference" else ()
         self.name = KernelName(signature.name, self.leaves if mode == "explicit" else ())
-        entry = {"explicit": self._checked, "auto": self._auto, "reference": self._reference}[mode]
+        explicit = self._explicit if signature.check == "off" else self._checked
+        entry = {"explicit": explicit, "auto": self._auto, "reference": self._reference}[mode]
         self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
@@ -275,7 +276,7 @@ class Plan:
 
     def _explicit(self, *leaves: Any) -> Any:
         frame = self.frame(leaves)
-        with jax.sharding.use_abstract_mesh(abstract_of(self.mesh)):
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             leaves = self._typed(leaves)
             specs = tuple(self.spec(s.layout, x.ndim) for s, x in zip(self.leaves, leaves, strict=True))
             types = tuple(map(jax.typeof, leaves))
@@ -317,7 +318,7 @@ class Plan:
         def whole(*arrays: Any) -> Any:
             return self.run(frame, arrays, local=False)
 
-        with jax.sharding.use_abstract_mesh(abstract_of(self.mesh)):
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             if not self.typed_axes:
                 return self.outputs.build(whole(*leaves))
             leaves = self._typed(leaves)

@@ -42,16 +42,21 @@ class Dim:
     span: Span = field(default=(0, 0), compare=False)
     axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """The mesh axes that divide this dimension, in order."""
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The names of its factors; one for all of `...`."""
     scattered: bool = field(init=False, repr=False, compare=False)
     """Whether several factors are divided, so that a device holds scattered pieces of it."""
 
     def __post_init__(self) -> None:
         axes: tuple[str, ...] = ()
+        names: tuple[str, ...] = ("...",) if self.ellipsis else ()
         divided = 0
         for atom in self.atoms:
             axes += atom.axes or ()
+            names += (atom.name,)
             divided += bool(atom.axes)
         object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "names", names)
         object.__setattr__(self, "scattered", divided > 1)
 
     @property

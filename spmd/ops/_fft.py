@@ -253,7 +253,7 @@ def _renamed(call: Call) -> tuple[int, ...]:
         rule = "the dimensions of both sides match by position, so there are as many, and '...' stands in one place."
         call.fail(rule, got=[f'"{src.short}": {len(src.dims)}', f'"{dst.short}": {len(dst.dims)}'], error=LayoutError)
     pairs = list(zip(src.dims, dst.dims, strict=True))
-    moved = [i for i, (a, b) in enumerate(pairs) if [x.name for x in a.atoms] != [x.name for x in b.atoms]]
+    moved = [i for i, (a, b) in enumerate(pairs) if a.names != b.names]
     for i in moved:
         dim = next((d for d in pairs[i] if len(d.atoms) != 1), None)
         if dim is not None:

@@ -161,7 +161,7 @@ def _check_sides(call: Call, grid: Layout) -> None:
         rule = "the grid has the dimensions of the arrays, each once."
         call.fail(rule, got=[f"left: {', '.join(axes)}", f"right: {', '.join(wanted)}"], error=LayoutError)
     for dim in grid.dims:
-        [name] = (atom.name for atom in dim.atoms)
+        [name] = dim.names
         if dim.axes != axes[name]:
             one, two = placed(name, axes[name]), placed(name, dim.axes)
             rule = f"meshgrid moves nothing: {one} on the left is {two} on the right."

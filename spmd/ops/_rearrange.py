@@ -162,7 +162,7 @@ def _names(dst: Layout, have: Mapping[str, Factor]) -> list[str]:
     dots = [name for name in have if name.startswith("...")]
     names: list[str] = []
     for dim in dst.dims:
-        names += dots if dim.ellipsis else [a.name for a in dim.atoms if a.name in have and a.name != "1"]
+        names += dots if dim.ellipsis else [n for n in dim.names if n in have and n != "1"]
     return names
 
 
@@ -176,7 +176,7 @@ def _dims(dst: Layout, have: Mapping[str, Factor]) -> list[list[str]]:
     dims: list[list[str]] = []
     for dim in dst.dims:
         dots = [[name] for name in have if name.startswith("...")]
-        dims += dots if dim.ellipsis else [[a.name for a in dim.atoms if a.name != "1"]]
+        dims += dots if dim.ellipsis else [[n for n in dim.names if n != "1"]]
     return dims
 
 

@@ -149,7 +149,7 @@ def _kept(one: Along) -> tuple[Layout, tuple[int, ...]]:
     [dst] = call.pattern.outputs
     plain_dims(call, dst, literals=True)
     dots = [name for name in rest if name.startswith("...")]
-    names = [n for d in dst.dims for n in (dots if d.ellipsis else [a.name for a in d.atoms])]
+    names = [n for d in dst.dims for n in (dots if d.ellipsis else d.names)]
     if sorted(names) != sorted(rest):
         shown = ", ".join(n for n in rest if not n.startswith("...")) or "scalar"
         rule = f"argmax keeps the dimensions that are not in brackets: {shown}."

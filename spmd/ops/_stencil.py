@@ -197,7 +197,7 @@ def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand
 
 def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
     """The sizes that a call below must be given: those of the parts of composite dimensions."""
-    names = [atom.name for dim in layout.dims if dim.composite for atom in dim.atoms]
+    names = [name for dim in layout.dims if dim.composite for name in dim.names]
     return {name: call.sizes[name][0] for name in names if name in call.sizes}
 
 

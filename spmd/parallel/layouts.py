@@ -235,8 +235,7 @@ def _divided(
 
 def _name(dim: Any) -> str:
     """A dimension as it is written, without its axes, with all its factors."""
-    names = [atom.name for atom in dim.atoms]
-    return names[0] if len(names) == 1 else f"({' '.join(names)})"
+    return dim.names[0] if len(dim.names) == 1 else f"({' '.join(dim.names)})"
 
 
 def mapped_layouts(tree: Any, layouts: Any, mapping: AxisMapping | Mapping[str, Any]) -> Any:

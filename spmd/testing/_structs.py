@@ -82,7 +82,7 @@ def shrunk(
     if read.faults:
         return plan.rebuild(leaves), {}  # the run says what is wrong
     given = [dims for x, dims in zip(leaves, read.dims, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)]
-    fixed = {atom.name for dims in given for dim, _ in dims for atom in dim.atoms}
+    fixed = {name for dims in given for dim, _ in dims for name in dim.names}
     written = [dim for dims in read.dims for dim, _ in dims]
     written += [dim for layout in plan.outputs.declared for dim in layout.dims]
     free = {name: size for name, size in sizes.items() if name not in fixed | known.keys()}
