@@ -125,7 +125,7 @@ def check_hashable(tree: Any, call: str) -> None:
     """Complain about leaves of a `wrapped` tree that cannot be a part of a compiled program.
 
     Raises:
-      LayoutError: if one is not hashable.
+      LayoutError: If one is not hashable.
     """
     for leaf in jax.tree.leaves(tree, is_leaf=_is_static):
         try:

@@ -43,14 +43,14 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
     for what no other rule matches. An array without dimensions needs no rule: its layout is `scalar`.
 
     Args:
-      tree: arrays, or anything with a shape and a dtype, in dicts, sequences, dataclasses, modules.
-      rules: a layout for each path pattern.
+      tree: Arrays, or anything with a shape and a dtype, in dicts, sequences, dataclasses, modules.
+      rules: A layout for each path pattern.
 
     Returns:
       The same tree with a Layout for each array and None for any other leaf.
 
     Raises:
-      LayoutError: an array without a rule, a rule without an array, two rules that disagree, a rank that
+      LayoutError: If an array without a rule, a rule without an array, two rules that disagree, a rank that
         differs; all of them at once.
 
     >>> import jax.numpy as jnp
@@ -158,13 +158,13 @@ def matched(layouts_tree: Any, tree: Any, what: str) -> Matched:
     of its own.
 
     Args:
-      layouts_tree: a string or Layout (for every array below), a dict, a sequence, a dataclass or module,
+      layouts_tree: A string or Layout (for every array below), a dict, a sequence, a dataclass or module,
         a class whose annotations are layouts, a function from the tree to one of these, or None.
-      tree: the values.
-      what: the name of the tree in messages.
+      tree: The values.
+      what: The name of the tree in messages.
 
     Raises:
-      LayoutError: a layout is malformed.
+      LayoutError: If a layout is malformed.
     """
     matcher = _Matcher(what)
     matcher.match(layouts_tree, tree, ())
@@ -177,16 +177,16 @@ def match_prefix(
     """`matched`, where a tree that does not fit is an error.
 
     Args:
-      layouts_tree: as in `matched`.
-      tree: the values.
-      what: the name of the tree in messages.
-      call: the call, for messages.
+      layouts_tree: As in `matched`.
+      tree: The values.
+      what: The name of the tree in messages.
+      call: The call, for messages.
 
     Returns:
       For each leaf of `jax.tree.leaves(tree)`: its path, itself, its layout (None: no array).
 
     Raises:
-      LayoutError: the structures differ; all places at once.
+      LayoutError: If the structures differ; all places at once.
 
     >>> import jax.numpy as jnp
     >>> params = {"norms": [jnp.ones(2), jnp.ones(2)], "w": jnp.ones((2, 3)), "count": jnp.zeros(())}

@@ -135,7 +135,7 @@ class Hardware:
         return hash((self.name, self.hbm_bandwidth, self.default, self.node, self.node_size))
 
     def peak(self, dtype: Any) -> float:
-        """Peak FLOP/s of one device for `dtype`; for a dtype that is not listed, that of the slowest listed one."""
+        """Return the peak FLOP/s of one device for a dtype. A dtype not listed has the slowest one's."""
         return self.flops.get(jnp.dtype(dtype).name, min(self.flops.values()))
 
     def link(self, axis: str, sizes: Mapping[str, int] | None = None) -> Link:

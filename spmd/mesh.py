@@ -44,19 +44,21 @@ def make_mesh(
     partial: bool = False,
     **axes: int,
 ) -> Mesh | AbstractMesh:
-    """A mesh with named axes, in the order written.
+    """Make a mesh with named axes, in the order written.
 
-    All axes are `AxisType.Auto`, the type under which arrays of any sharding may meet; a mesh of your own,
-    with Explicit axes or a mixture, works in every function of `spmd` as well. No communication.
+    All axes are `AxisType.Auto`, the type under which arrays of any sharding may meet. A mesh of your own, with
+    Explicit axes or a mixture, works in every function of `spmd` as well.
+
+    Communication: none.
 
     Args:
-      devices: The devices to use; absent, the first `prod(axes)` of `jax.devices()` in the order that suits
-        the hardware, or those that `use_cpu_devices` chose.
-      abstract: Give an `AbstractMesh`: names and sizes without devices, for tracing and planning.
+      devices: The devices to use. By default they are those that `use_cpu_devices` chose, or else the first
+        `prod(axes)` of `jax.devices()` in the order that suits the hardware.
+      abstract: Make an `AbstractMesh`: names and sizes without devices, for tracing and planning.
       alone: Allow a mesh of this process's own devices where a launcher or a scheduler started several processes, and
         none of them called `spmd.cluster.initialize`.
       partial: Allow a mesh in which some processes have no device. They cannot use it.
-      **axes: Axis names with their sizes. One may be -1: what is left of the devices.
+      **axes: Axis names with their sizes. One may be -1. It gets the devices that are left.
 
     Returns:
       A `jax.sharding.Mesh`, or an `AbstractMesh`.

@@ -255,19 +255,24 @@ def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
     """Give a library function a scope of its own: the names in its strings are not its caller's.
 
     Inside a kernel, names of the signature are bound to their global sizes. A function that is called from
-    many kernels uses its own names, so `@scope` hides the caller's for the time of the call. The mesh and the
+    many kernels uses its own names, so `@scope` hides the caller's names during the call. The mesh and the
     mode stay, and so does the kernel's mapping, whose names are the vocabulary of a whole model. A function that
-    takes mesh axes by keyword instead hides that too, with `@scope(mapping=None)`: whatever the caller's mapping
-    says of a name that both happen to use, in its strings a bare name is whole. A function among the arguments
+    takes mesh axes by keyword hides the mapping too, with `@scope(mapping=None)`. In its strings a bare name is then
+    whole, whatever the caller's mapping says of that name. A function among the arguments
     (an activation, `attend=` of an attention layer) is the caller's, and runs with the caller's names. A jitted
-    function does not keep the caller's names. No communication of its own.
+    function does not keep the caller's names.
+
+    Communication: none of its own.
 
     Args:
       fn: A function written with `spmd` operations.
-      mapping: None to hide the kernel's mapping; left out, it stays.
+      mapping: None hides the kernel's mapping. By default the mapping stays.
 
     Returns:
-      The function, to be called inside kernels as before.
+      The function. Call it inside kernels as before.
+
+    Raises:
+      ModeError: If `mapping` is a mapping.
 
     Example:
       >>> import spmd

@@ -33,32 +33,32 @@ T = TypeVar("T")
 def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     """Bring arrays into layouts, inside `jit` and outside alike.
 
-    Outside `jit` an array that lies on the mesh already is moved by the steps of `spmd.plan`, backward by the same
-    steps in reverse; any other by a `device_put`. Inside, it is a `with_sharding_constraint` on Auto axes and a
-    `reshard` on Explicit ones. In reference mode it keeps everything on one device. Inside a kernel it is an error:
-    there `annotate` states a layout, and `split` and `relayout` change it.
+    Outside `jit` the steps of `spmd.plan` move an array that lies on the mesh already, and a `device_put` moves any
+    other. The backward pass runs the steps in reverse. Inside `jit`, `shard` is a `with_sharding_constraint` on Auto
+    axes and a `reshard` on Explicit ones. In reference mode it keeps everything on one device. Inside a kernel it is an
+    error: there `annotate` states a layout, and `split` and `relayout` change it.
 
-    Communication: outside `jit` what `spmd.plan` says; inside whatever the compiler makes of it; none where the
-    arrays lie so already.
+    Communication: outside `jit` what `spmd.plan` says, inside `jit` what the compiler makes of it, and none if the
+    arrays lie like this already.
 
     Args:
-      tree: An array or a pytree; leaves that are not arrays stay as they are. A number is placed where it has a layout
-        of its own.
+      tree: An array or a pytree. Leaves that are not arrays stay as they are. A number is placed if it has a layout of
+        its own.
       layouts: A prefix tree of layouts: a string for all leaves below, a dict, a class or dataclass whose
         annotations are layouts, the result of `spmd.layouts`, or a function from the tree to one of these. Arrays
-        without dimensions need none: theirs is `scalar`.
-      mesh: The mesh; absent, that of the arrays' shardings, else that of `jax.set_mesh`.
-      mapping: Where bare names live; absent, the surrounding `axis_mapping`. A bare name that the mapping lacks
-        is an error, without a mapping it is whole.
+        without dimensions need no layout: it is `scalar`.
+      mesh: The mesh. By default it is that of the arrays' shardings, or else that of `jax.set_mesh`.
+      mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`. A bare name that the
+        mapping lacks is an error. Without a mapping it is whole.
 
     Returns:
       The tree, placed.
 
     Raises:
       LayoutError: If the layouts do not fit the tree, or the mapping lacks a name.
-      SizeError: If dimensions do not divide, all of them at once.
+      SizeError: If dimensions do not divide. The message has all of them.
       MeshError: If there is no mesh, or an axis is unknown.
-      ModeError: Inside a kernel.
+      ModeError: If it is called inside a kernel.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -344,20 +344,20 @@ def _everywhere(x: Any, mesh: Mesh) -> Any:
 def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any = None) -> Init:
     """Create parameters sharded: `init(fn, layouts)(key)`. No device ever holds the whole.
 
-    `fn` is ordinary JAX on whole arrays; it is compiled with the layouts as output shardings, and JAX's
-    counter-based random numbers make the values independent of the mesh.
+    `fn` is ordinary JAX on whole arrays. It is compiled with the layouts as output shardings. JAX's random numbers are
+    a function of a counter, so the values do not depend on the mesh.
 
     Communication: none for parameters made of random numbers and constants.
 
     Args:
       fn: A function to a pytree, usually of a key. Leaves of its result that are not arrays (functions, flags,
-        numbers without a layout of their own) stay as they are, as in `shard`: any Equinox module is such a tree.
+        numbers without a layout of their own) stay as they are, as in `shard`. An Equinox module is such a tree.
       layouts: A prefix tree of layouts for its result, as in `shard`.
-      mesh: The mesh; absent, that of `jax.set_mesh`.
-      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+      mesh: The mesh. By default it is that of `jax.set_mesh`.
+      mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
 
     Returns:
-      A function with the parameters of `fn`; its `.abstract(...)` gives `jax.ShapeDtypeStruct`s with shardings.
+      A function with the parameters of `fn`. Its `.abstract(...)` gives `jax.ShapeDtypeStruct`s with shardings.
 
     Raises:
       LayoutError: If the layouts do not fit the tree.
@@ -383,11 +383,12 @@ def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any
 def from_process_local(
     tree: T, layouts: Any, *, shape: Any = None, check: bool = False, mesh: Any = None, mapping: Any = None
 ) -> T:
-    """Global arrays of the rows that each process has read: `from_process_local(batch, "b/dp s")`.
+    """Make global arrays of the rows that each process has read: `from_process_local(batch, "b/dp s")`.
 
-    Every process gives its own part, in the order of its devices in the mesh; with one process that is the
-    whole. No communication between devices; from host to device each process's own part. With `check` an all-gather of
-    the shapes, and one of a hash for each block.
+    Every process gives its own part, in the order of its devices in the mesh. A single process gives the whole.
+
+    Communication: none between devices, except with `check`: an all-gather of the shapes, and one of a hash for each
+    block. Each process sends its own part from the host to its devices.
 
     Args:
       tree: A NumPy array or a pytree of them, this process's part.
@@ -396,8 +397,8 @@ def from_process_local(
         global shape from the part, and processes whose parts have different sizes do not notice.
       check: Whether to compare, over all processes, the shapes of the parts, and the blocks that several processes hold
         copies of. `cluster.initialize(check=True)` asks for it everywhere.
-      mesh: The mesh; absent, that of `jax.set_mesh`.
-      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+      mesh: The mesh. By default it is that of `jax.set_mesh`.
+      mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
 
     Returns:
       The tree of global arrays.
@@ -482,21 +483,21 @@ def _check_parts(parts: Sequence[Any], shardings: Sequence[Any], wholes: Sequenc
 def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **names: Any) -> jax.Array:
     """Create an array sharded, from its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
 
-    `fn` gets the global positions along each dimension, int32 arrays (int64 along more than 2^31 elements, which needs
-    `jax_enable_x64`) that broadcast to the block which is here, and gives the elements: the same on every mesh, and no
-    device ever holds the whole. Inside a kernel and outside, where a function that is given again is not compiled
-    again: globals that it reads are read once, as under `jax.jit`.
+    `fn` gets the global positions along each dimension: int32 arrays that broadcast to the block which is here. (Along
+    more than 2^31 elements they are int64, which needs `jax_enable_x64`.) It returns the elements. They are the same on
+    every mesh, and no device ever holds the whole. This works inside a kernel and outside. Outside, a function that is
+    given again is not compiled again, so globals that it reads are read once, as under `jax.jit`.
 
-    Communication: none. (Inside a kernel, backward, what `fn` closes over has a psum over the axes of the layout.)
+    Communication: none. (Inside a kernel, what `fn` closes over has a psum over the axes of the layout, backward.)
 
     Args:
       fn: A function of one array of positions per dimension, element by element.
-      layout: The layout of the result; every dimension has a name or a literal size.
-      mesh: Outside a kernel, the mesh; absent, that of `jax.set_mesh`.
+      layout: The layout of the result. Every dimension has a name or a literal size.
+      mesh: The mesh, outside a kernel. By default it is that of `jax.set_mesh`.
       **names: Sizes of names (`x=64`; inside a kernel those of its signature are known), or mesh axes.
 
     Returns:
-      The array; inside a kernel this device's block in explicit mode.
+      The array. Inside a kernel in explicit mode it is this device's block.
 
     Raises:
       SizeError: If a size is not known or does not divide, positions do not fit int32, or `fn` gives another shape.

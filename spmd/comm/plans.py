@@ -150,7 +150,11 @@ class Plan:
         }
 
     def table(self, width: int | None = None) -> str:
-        """The plan as text, no wider than `width` columns, by default those of the terminal."""
+        """Return the plan as text.
+
+        Args:
+          width: The number of columns. By default it is that of the terminal.
+        """
         return _table(self, shown_width(width))
 
     def __str__(self) -> str:

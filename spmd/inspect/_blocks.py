@@ -119,7 +119,7 @@ class Holdings:
         return math.prod(self.local_shape) * self.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         axes = [axis for axis, _ in self.mesh]
         return {
             "layout": self.title,

@@ -52,7 +52,7 @@ class Collective:
         shard for ppermute.
       count: How often one call of the program runs it (loops multiplied out).
       exact: Whether `count` is certain. In a loop of unknown length it is counted once, in a branch as taken.
-      operands: dtype and local shape of each operand; several when XLA combined collectives into one.
+      operands: Dtype and local shape of each operand; several when XLA combined collectives into one.
       op_name: The name that JAX gave it, such as `jit(f)/shard_map/psum_invariant`.
       frames: The Python lines that made it, innermost first.
       reducer: The name that JAX gave the sum it applies. It still says who asked for the collective if XLA has
@@ -97,7 +97,7 @@ class Collective:
         return max(self.operands, key=lambda operand: shape_bytes(*operand))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "kind": self.kind,
             "axes": list(self.axes),
@@ -162,11 +162,11 @@ class CollectiveReport(Sequence[Collective]):
         return all(item.exact for item in self)
 
     def by_axis(self) -> dict[str, CollectiveReport]:
-        """One report per set of mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
+        """Return one report for each set of mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
         return self._grouped(lambda item: axes_text(item.axes))
 
     def by_kind(self) -> dict[str, CollectiveReport]:
-        """One report per kind of collective."""
+        """Return one report for each kind of collective."""
         return self._grouped(lambda item: item.kind)
 
     def _grouped(self, key: Callable[[Collective], str]) -> dict[str, CollectiveReport]:
@@ -176,7 +176,7 @@ class CollectiveReport(Sequence[Collective]):
         return {name: CollectiveReport(found[name], self.mesh) for name in sorted(found)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "mesh": self.mesh,
             "counts": self.counts,
@@ -186,7 +186,11 @@ class CollectiveReport(Sequence[Collective]):
         }
 
     def table(self, width: int | None = None) -> str:
-        """The report as text, one line per collective and a line of totals, no wider than the terminal."""
+        """Return the report as text, with one line for each collective and a line of totals.
+
+        Args:
+          width: The number of columns. By default it is that of the terminal.
+        """
         if not self:
             return "no collectives"
         width = shown_width(width)

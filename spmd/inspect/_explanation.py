@@ -94,11 +94,11 @@ class Explanation:
         return all(one.exact for one in self.collectives)
 
     def by_axis(self) -> dict[str, tuple[Communication, ...]]:
-        """The collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
+        """Return the collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
         return self._grouped(lambda one: axes_text(one.axes))
 
     def by_phase(self) -> dict[str, tuple[Communication, ...]]:
-        """The written collectives by phase: `"forward"`, `"backward"`."""
+        """Return the written collectives by phase: `"forward"`, `"backward"`."""
         return self._grouped(lambda one: one.phase, lambda one: one.written)
 
     def _grouped(
@@ -110,7 +110,7 @@ class Explanation:
         return {name: tuple(ones) for name, ones in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "name": self.name,
             "mesh": self.mesh,
@@ -129,7 +129,11 @@ class Explanation:
         }
 
     def table(self, width: int | None = None) -> str:
-        """The explanation as text, no wider than `width` columns; by default the terminal's."""
+        """Return the explanation as text.
+
+        Args:
+          width: The number of columns. By default it is that of the terminal.
+        """
         return plain(_lines(self, shown_width(width)))
 
     def __str__(self) -> str:

@@ -72,7 +72,7 @@ class Communication:
         return self.sent
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         names = [name for name in self.__slots__ if name not in ("compiled", "sent")]
         plain = {name: getattr(self, name) for name in names}
         return {**plain, "axes": list(self.axes), "shape": list(self.shape), "total_bytes": self.sent}

@@ -71,7 +71,10 @@ class Picture:
         return self._drawing.svg()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file: `.svg`, `.html` or `.txt`.
+        """Write the picture to a file.
+
+        Args:
+          path: The name of the file. It ends with `.svg`, `.html` or `.txt`.
 
         Raises:
           SpmdError: If the file has another ending.
@@ -87,7 +90,7 @@ class Picture:
             file.write(make() + "\n")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: each device with its coordinates on the mesh and what it holds."""
+        """Return plain values, for JSON: each device with its coordinates on the mesh and what it holds."""
         return self._drawing.to_dict()
 
     def __str__(self) -> str:
@@ -112,22 +115,22 @@ def visualize(
 ) -> Picture:
     """Draw which device holds which block of an array: `visualize("b/dp s d/tp", (8, 16, 32), mesh)`.
 
-    Any rank and any layout: dimensions over several axes, composites, partial sums (`sum(0-3)`: the value is the
-    sum of what these devices hold), margins, replicas (one cell lists all its devices). Above 64 devices the
-    picture is a summary. Inside a kernel, at trace time, it draws a traced value by the layout that `spmd` knows of
-    it, or a layout string on the kernel's mesh with the sizes that its signature binds.
+    It draws any rank and any layout: dimensions over several axes, composites, partial sums (`sum(0-3)`: the value is
+    the sum of what these devices hold), margins, and replicas (one cell lists all its devices). For more than 64
+    devices the picture is a summary. Inside a kernel, at trace time, it draws a traced value by the layout that `spmd` knows of
+    it, or a layout string on the kernel's mesh with the sizes that the signature binds.
 
-    Communication: none, and no values are read.
+    Communication: none. No values are read.
 
     Args:
-      layout_or_array_or_plan: A layout; an array on devices, also a `jax.ShapeDtypeStruct` with a sharding; a value
-        traced in a kernel; a `Plan`.
-      shape: For a layout: the global shape, or sizes by name, `{"b": 8}`. Absent, blocks are numbered.
-      mesh: For a layout: a mesh, an abstract one, or `{"dp": 2}`. Absent, that of the kernel being traced, or of
-        `jax.set_mesh`.
+      layout_or_array_or_plan: A layout, an array on devices, a `jax.ShapeDtypeStruct` with a sharding, a value that is
+        traced in a kernel, or a `Plan`.
+      shape: For a layout, the global shape, or sizes by name: `{"b": 8}`. Without it blocks are numbered.
+      mesh: For a layout, a mesh, an abstract mesh, or `{"dp": 2}`. By default it is that of the kernel being traced, or
+        else that of `jax.set_mesh`.
 
     Returns:
-      A `Picture`: text when printed, SVG in a notebook, `.save("file.svg")`.
+      A `Picture`. It prints as text, and a notebook shows it as SVG. `.save("file.svg")` writes it to a file.
 
     Raises:
       LayoutError: If the string is not a layout, or the value does not have one.

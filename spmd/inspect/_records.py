@@ -188,5 +188,5 @@ class Written:
         return counts_by_kind((one.kind, one.count) for one in self.collectives)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)

@@ -39,7 +39,7 @@ class Memory:
         return self.arguments + self.outputs - self.aliased + (self.temporaries or 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {**{name: getattr(self, name) for name in self.__slots__}, "total": self.total}
 
 
@@ -83,7 +83,7 @@ class Time:
         return max(("compute", "memory", "communication"), key=lambda name: getattr(self, name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         plain = {name: getattr(self, name) for name in self.__slots__}
         totals = {"serial": self.serial, "overlapped": self.overlapped, "bound": self.bound}
         return {**plain, "by_axis": dict(self.by_axis), **totals}

@@ -37,8 +37,14 @@ Q = ParamSpec("Q")
 class Kernel(ByName, Generic[P, R]):
     """A function on whole arrays whose body sees one device's shards. Made by `kernel`.
 
-    Call it like the body; `kernel.auto(...)` and `kernel.reference(...)` run one call in another mode;
-    `kernel.trace(...)` and `kernel.lower(...)` are `jax.jit`'s.
+    Call it like the body. `kernel.auto(...)` and `kernel.reference(...)` run one call in another mode, and
+    `kernel.trace(...)` and `kernel.lower(...)` are those of `jax.jit`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> double = spmd.kernel("n/x -> n/x", mesh=spmd.make_mesh(x=4))(lambda v: 2 * v)
+      >>> print(double(jnp.arange(4)), double.reference(jnp.arange(4)))
+      [0 2 4 6] [0 2 4 6]
     """
 
     def __init__(self, signature: Signature, mesh: Any, boundary: str):
@@ -77,36 +83,36 @@ class Kernel(ByName, Generic[P, R]):
         return self if instance is None else functools.partial(self, instance)
 
     def explicit(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one call in explicit mode: `jax.shard_map`, the collectives that the strings say."""
+        """Run one call in explicit mode, a `jax.shard_map` with the collectives of the strings. Return its results."""
         return self._run(("explicit", "all"), args, kwargs, asked=True)
 
     def auto(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one call in auto mode: whole arrays, every layout a `with_sharding_constraint`."""
+        """Run one call in auto mode, where each layout is a `with_sharding_constraint`. Return its results."""
         return self._run(("auto", ambient_mode()[1]), args, kwargs, asked=True)
 
     def reference(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one call in reference mode: the body on whole arrays, on one device."""
+        """Run one call in reference mode, on whole arrays on one device. Return its results."""
         return self._run(("reference", "all"), args, kwargs, asked=True)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).trace` of the current mode; arguments may be `jax.ShapeDtypeStruct`s."""
+        """Return `jax.jit(...).trace` in the current mode. Arguments may be `jax.ShapeDtypeStruct`s."""
         jitted, args, kwargs = self._staged(args, kwargs)
         return jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).lower` of the current mode; arguments may be `jax.ShapeDtypeStruct`s.
+        """Return `jax.jit(...).lower` in the current mode. Arguments may be `jax.ShapeDtypeStruct`s.
 
-        What `.compile()` gives is called like the kernel, without its static arguments.
+        Call the result of `.compile()` like the kernel, without its static arguments.
         """
         jitted, args, kwargs = self._staged(args, kwargs)
         return jitted.lower(*args, **kwargs)
 
     def on(self, mesh: Any) -> Kernel[P, R]:
-        """The same kernel on another mesh; arguments that lie elsewhere are moved."""
+        """Return the same kernel on another mesh. It moves arguments that lie elsewhere."""
         return Kernel(self.signature, mesh, "move")
 
     def prepared(self, args: Any, kwargs: Any) -> tuple[Plan, list[Any]]:
-        """How a call of the current mode will run, and its array leaves; nothing is traced."""
+        """Return how a call in the current mode will run, and its array leaves. Nothing is traced."""
         return self._prepare(ambient_mode(), args, kwargs)
 
     def _staged(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -314,37 +320,37 @@ def kernel(
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a per-shard body into a function on whole arrays: `jit(shard_map(body))`, cached.
 
-    Left of the arrow stands one layout per array argument, right of it the results. The body sees one device's
-    shards, and nothing moves in it but what `spmd`'s verbs say. Names of the signature are bound to their
+    The pattern has one layout for each array argument left of the arrow, and those of the results right of it. The body
+    sees one device's shards, and only `spmd`'s verbs move anything in it. The names of the signature are bound to their
     global sizes in the body.
 
     Communication: what the body's strings say, and at the boundary the moves of arguments that lie elsewhere
-    (none with `boundary="error"`). Backward, differentiated from outside: the transposes of the body's
-    collectives, and one all-reduce for each argument used by divided data where its own layout is whole.
+    (`boundary="error"` forbids these). Backward, if the kernel is differentiated from outside: the transposes of the
+    body's collectives, and one all-reduce for each argument that is whole and is used by divided data.
 
     Args:
-      pattern: `"layout, ... -> layout, ..."`. An empty left side: no arguments; `scalar` is a scalar.
-      in_layouts: Instead of a pattern: a tuple with one prefix tree of layouts per array argument (or a dict by
-        argument name). A tree may be a string for all leaves below, a dict, a dataclass or class whose
+      pattern: `"layout, ... -> layout, ..."`. An empty left side means no arguments. `scalar` is a scalar.
+      in_layouts: Instead of a pattern, a tuple with one prefix tree of layouts for each array argument, or a dict by
+        argument name. A tree may be a string for all leaves below, a dict, a dataclass or class whose
         annotations are layouts, a module, or a function from the argument to one of these. Arrays without
-        dimensions are `scalar` unasked; other leaves of an argument (functions, flags, numbers without a layout of
-        their own) are static, and hashable.
-      out_layouts: The same for the result; a tuple for several.
-      mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or an `AbstractMesh` for `trace`. Absent: the mesh
-        of the arguments' shardings, else that of `jax.set_mesh`, else that of a `with mesh:`.
-      mapping: Where bare names live: an `AxisMapping`, or a dict (then each of its rules must be used). Absent, the
-        surrounding `axis_mapping` at the call, if there is one; without any a bare name is whole.
+        dimensions need no layout: it is `scalar`. Other leaves of an argument (functions, flags, numbers without a
+        layout of their own) are static, and must be hashable.
+      out_layouts: The same for the result, or a tuple for several results.
+      mesh: A `jax.sharding.Mesh` with Auto or Explicit axes, or an `AbstractMesh` for `trace`. By default it is that of
+        the arguments' shardings, or else that of `jax.set_mesh`, or else that of a `with mesh:`.
+      mapping: Rules for bare names: an `AxisMapping`, or a dict, of which each rule must be used. By default they are
+        those of the surrounding `axis_mapping` at the call. Without a mapping a bare name is whole.
       arg_mapping: Another mapping for single arguments, by name.
-      axes: Renames of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple, or None. Each must
-        be used.
-      static: Arguments that are not arrays: hashable values, part of the cache key.
-      donate: Arguments whose buffers the results may take over, in a call from Python with arrays. A call that is
-        being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
-      boundary: "move" brings arguments into their layouts; "error" raises instead, as far as JAX shows where arguments
-        lie: always outside jit; inside, on Explicit axes, which their types name. On Auto axes nothing is known in
-        there before it is compiled, and `explain` lists what is moved.
+      axes: New names of mesh axes for the signature and the whole body: `{"tp": "model"}`, a tuple of names, or None
+        for no division. Each must be used.
+      static: The names of arguments that are not arrays. Their values are hashable, and part of the cache key.
+      donate: The names of arguments whose buffers the results may take over, in a call from Python with arrays. A call
+        that is being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
+      boundary: "move" brings arguments into their layouts. "error" raises an error instead, if JAX shows where the
+        arguments lie. Outside `jit` it always does. Inside, it does on Explicit axes, which are in an array's type.
+        On Auto axes nothing is known before the program is compiled; there `explain` lists what is moved.
       check: What becomes of a finding of the checker, which looks at each first trace in explicit mode: "error" raises,
-        "warn" warns, "off" looks at nothing. JAX's own checks of types stay on.
+        "warn" warns, and "off" does not look. JAX's own checks of types stay on.
       **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`. Each must be used.
 
     Returns:
@@ -352,7 +358,7 @@ def kernel(
 
     Raises:
       LayoutError: If the pattern is malformed or does not fit the parameters or arguments.
-      SizeError: If sizes contradict each other or do not divide; all of them at once.
+      SizeError: If sizes contradict each other or do not divide. The message has all of them.
       MeshError: If there is no mesh, or an axis is unknown.
       ReplicationError: If the body holds different values where a layout says equal, or the reverse.
 

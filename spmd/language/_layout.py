@@ -24,14 +24,14 @@ class Layout(Value):
 
     `b/dp s d` is an array of rank 3 whose dimension b is divided over the mesh axis dp. s and d are whole,
     and the array is equal on every mesh axis that is not mentioned. `{U:tp}` marks partial sums.
-    Layouts are immutable and hashable; a string is parsed once.
+    Layouts are immutable and hashable. A string is parsed once.
 
     Args:
-      text: the layout as a string; a Layout is returned as it is.
-      call: the call to show in an error, with the string in it.
+      text: The layout as a string. A Layout is returned as it is.
+      call: The call to show in an error. It contains the string.
 
     Raises:
-      LayoutError: the string is not a layout.
+      LayoutError: If the string is not a layout.
 
     >>> layout = Layout("b/dp s (h k)/tp {U:cp}")
     >>> layout.names, layout.axes, layout.unreduced
@@ -93,13 +93,13 @@ class Layout(Value):
         """Make a layout of dimensions and marks, and check it by the rules of the language.
 
         Args:
-          dims: the dimensions.
-          unreduced: the axes of its `{U:...}`.
-          reduced: the axes of its `{R:...}`.
-          source: the string that the dimensions' spans refer to, for errors.
+          dims: The dimensions.
+          unreduced: The axes of its `{U:...}`.
+          reduced: The axes of its `{R:...}`.
+          source: The string that the dimensions' spans refer to, for errors.
 
         Raises:
-          LayoutError: no string could say this.
+          LayoutError: If no string could say this.
 
         >>> Layout.from_dims(Layout("b/dp s d").dims[:2], unreduced=["tp"])
         Layout('b/dp s {U:tp}')
@@ -123,14 +123,14 @@ class Layout(Value):
         """Read how an array lies now.
 
         Args:
-          array: a jax.Array, ShapeDtypeStruct or tracer; one without a NamedSharding must be whole.
-          names: the names of its dimensions, `"b s d"`.
+          array: A jax.Array, ShapeDtypeStruct or tracer. One without a NamedSharding must be whole.
+          names: The names of its dimensions, `"b s d"`.
 
         Returns:
-          The names with the mesh axes that divide them; undivided dimensions stay bare.
+          The names with the mesh axes that divide them. Undivided dimensions stay bare.
 
         Raises:
-          LayoutError: the names do not fit the rank, or the sharding cannot be written as a layout.
+          LayoutError: If the names do not fit the rank, or the sharding cannot be written as a layout.
 
         >>> import jax.numpy as jnp
         >>> Layout.of(jnp.zeros((2, 3)), "b d")
@@ -142,7 +142,7 @@ class Layout(Value):
 
     @property
     def rank(self) -> int | None:
-        """The number of dimensions; None with `...`."""
+        """The number of dimensions. It is None with `...`."""
         return None if self.has_ellipsis else len(self.dims)
 
     @property
@@ -152,6 +152,9 @@ class Layout(Value):
 
     def axes_of(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes that divide the dimension or factor `name`, major first.
+
+        Raises:
+          LayoutError: If the layout has no such name.
 
         >>> Layout("b/dp/fsdp d").axes_of("b")
         ('dp', 'fsdp')
@@ -175,7 +178,10 @@ class Layout(Value):
 
     @property
     def spec(self) -> PartitionSpec:
-        """The PartitionSpec; bare names are whole.
+        """The PartitionSpec. Bare names are whole in it.
+
+        Raises:
+          LayoutError: If no PartitionSpec says the same: with `...`, margins, or two divided factors in one dimension.
 
         >>> Layout("b/dp/fsdp d").spec
         P(('dp', 'fsdp'), None)
@@ -199,10 +205,14 @@ class Layout(Value):
         return PartitionSpec(*entries, unreduced=frozenset(self.unreduced), reduced=frozenset(self.reduced))
 
     def sharding(self, mesh: Any) -> NamedSharding:
-        """Return the NamedSharding on a Mesh or AbstractMesh.
+        """Return the NamedSharding on a mesh.
+
+        Args:
+          mesh: A Mesh or an AbstractMesh.
 
         Raises:
-          MeshError: the mesh lacks an axis of the layout.
+          LayoutError: If the layout has no `spec`.
+          MeshError: If the mesh lacks an axis of the layout.
 
         >>> import jax
         >>> Layout("b/dp d").sharding(jax.make_mesh((1,), ("dp",))).spec
@@ -221,13 +231,13 @@ class Layout(Value):
         """Return the shape of one device's shard.
 
         Args:
-          global_shape: the shape of the whole array, without margins.
-          mesh: a Mesh, an AbstractMesh or `{"dp": 2}`.
-          sizes: sizes of names, where known; they check the divided factors of a composite.
+          global_shape: The shape of the whole array, without margins.
+          mesh: A Mesh, an AbstractMesh or `{"dp": 2}`.
+          sizes: Sizes of names, if they are known. They check the divided factors of a composite.
 
         Raises:
-          SizeError: the rank differs, or sizes do not divide or contradict each other; all faults at once.
-          MeshError: the mesh lacks an axis of the layout.
+          SizeError: If the rank differs, or sizes do not divide or contradict each other. The message has all faults.
+          MeshError: If the mesh lacks an axis of the layout.
 
         >>> Layout("1+x/a+1 (h k)/tp").local_shape((8, 12), {"a": 2, "tp": 3})
         (6, 4)
@@ -241,12 +251,12 @@ class Layout(Value):
         """Return the shape of the whole array, given that of one device's shard.
 
         Args:
-          local_shape: the shape of a shard, with margins.
-          mesh: a Mesh, an AbstractMesh or `{"dp": 2}`.
+          local_shape: The shape of a shard, with margins.
+          mesh: A Mesh, an AbstractMesh or `{"dp": 2}`.
 
         Raises:
-          SizeError: the rank differs, or a size is smaller than its margins.
-          MeshError: the mesh lacks an axis of the layout.
+          SizeError: If the rank differs, or a size is smaller than its margins.
+          MeshError: If the mesh lacks an axis of the layout.
 
         >>> Layout("1+x/a+1 d").global_shape((6, 3), {"a": 2})
         (8, 3)
@@ -257,6 +267,9 @@ class Layout(Value):
 
     def with_rank(self, rank: int) -> Layout:
         """Return the layout with this rank: unnamed dimensions in place of `...`.
+
+        Raises:
+          SizeError: If the layout has another number of dimensions.
 
         >>> Layout("... d/tp").with_rank(3)
         Layout('_ _ d/tp')
@@ -269,7 +282,7 @@ class Layout(Value):
         return make(tuple(dims), self.unreduced, self.reduced, self.source)
 
     def without(self, *axes: str) -> Layout:
-        """Return the layout with these mesh axes removed; a dimension left without any is whole (`d/1`).
+        """Return the layout with these mesh axes removed. A dimension that has none left is whole (`d/1`).
 
         >>> Layout("b/dp d/tp {U:cp}").without("tp", "cp")
         Layout('b/dp d/1')
@@ -288,6 +301,12 @@ class Layout(Value):
     def prepend(self, dims: str | Layout) -> Layout:
         """Return the layout with dimensions added in front.
 
+        Args:
+          dims: The dimensions, as a layout without marks.
+
+        Raises:
+          LayoutError: If `dims` has marks, or the result uses an axis twice.
+
         >>> Layout("d/dp f").prepend("layers")
         Layout('layers d/dp f')
         """
@@ -300,10 +319,10 @@ class Layout(Value):
         """Return the layout with mesh axes renamed, in dimensions and marks.
 
         Args:
-          **axes: for each axis its new name, a tuple of names (major first), or None: undivided.
+          **axes: For each axis its new name, a tuple of names (major first), or None: undivided.
 
         Raises:
-          LayoutError: the result would use an axis twice.
+          LayoutError: If the result would use an axis twice.
 
         >>> Layout("s/tp d").bind(tp=("tk", "tr"))
         Layout('s/tk/tr d')
@@ -327,8 +346,11 @@ class Layout(Value):
     def resolve(self, mapping: Mapping[str, Axes] | None = None) -> Layout:
         """Return the layout with no bare name: placed as the mapping says, whole where it says nothing.
 
+        Args:
+          mapping: The rules, an AxisMapping or a dict. None is the mapping without rules.
+
         Raises:
-          LayoutError: two names come to lie on one mesh axis, or a factor behind a whole one is divided.
+          LayoutError: If two names come to lie on one mesh axis, or a factor behind a whole one is divided.
 
         >>> Layout("batch seq d/tp").resolve({"batch": "dp"})
         Layout('batch/dp seq/1 d/tp')
@@ -379,14 +401,14 @@ class Layout(Value):
 class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
     """Rules for named dimensions: the mesh axes over which each is divided.
 
-    Under a mapping a bare name lies as its rule says; `name/axis` is exactly that, `name/1` is whole.
-    Immutable and hashable.
+    Under a mapping a bare name lies as its rule says, `name/axis` as it is written, and `name/1` is whole. A mapping is
+    immutable and hashable.
 
     Args:
-      rules: for each name a mesh axis, a tuple of them (major first), or None: whole.
+      rules: For each name a mesh axis, a tuple of them (major first), or None if it is whole.
 
     Raises:
-      LayoutError: a name or an axis cannot be written in a layout, or a rule has one axis twice.
+      LayoutError: If a name or an axis cannot be written in a layout, or a rule has one axis twice.
 
     >>> mapping = AxisMapping({"batch": ("dp", "fsdp"), "mlp": "tp", "seq": None})
     >>> mapping["mlp"], mapping.get("seq"), mapping.get("other")
@@ -409,7 +431,10 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
 
     @staticmethod
     def of(rules: AxisMapping | Mapping[str, Axes] | None) -> AxisMapping:
-        """Return a mapping; a dict becomes one, None is the empty one.
+        """Return a mapping. A dict becomes one, and None is the mapping without rules.
+
+        Raises:
+          LayoutError: If `rules` is something else, or a rule is not valid.
 
         >>> AxisMapping.of({"mlp": "tp"})
         AxisMapping({'mlp': 'tp'})
@@ -434,7 +459,7 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         return tuple(dict.fromkeys(axis for axes in self._rules.values() for axis in axes))
 
     def merge(self, other: AxisMapping | Mapping[str, Axes] | None) -> AxisMapping:
-        """Return this mapping with the rules of another added; where both have one, the other's holds.
+        """Return this mapping with the rules of another added. Where both have a rule, the other's holds.
 
         >>> AxisMapping({"mlp": "tp"}).merge({"mlp": None, "batch": "dp"})
         AxisMapping({'mlp': None, 'batch': 'dp'})
@@ -443,6 +468,9 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
 
     def only(self, *names: str) -> AxisMapping:
         """Return the mapping with the rules of these names only.
+
+        Raises:
+          LayoutError: If a name has no rule.
 
         >>> AxisMapping({"batch": "dp", "mlp": "tp"}).only("mlp")
         AxisMapping({'mlp': 'tp'})
@@ -456,8 +484,11 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
     def check(self, mesh_axis_names: Iterable[str]) -> None:
         """Check that the mesh has all axes of the rules.
 
+        Args:
+          mesh_axis_names: The names of the mesh's axes.
+
         Raises:
-          MeshError: it lacks some; the message names all of them.
+          MeshError: If the mesh lacks some. The message names all of them.
 
         >>> AxisMapping({"mlp": "tp"}).check(("dp", "tp"))
         """
@@ -485,7 +516,7 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         """Return the layout with no bare name: placed by the rules, whole where there is none.
 
         Raises:
-          LayoutError: two names come to lie on one mesh axis, or a factor behind a whole one is divided.
+          LayoutError: If two names come to lie on one mesh axis, or a factor behind a whole one is divided.
 
         >>> AxisMapping({"embed": "dp", "mlp": "tp"}).resolve(Layout("embed/1 mlp"))
         Layout('embed/1 mlp/tp')
@@ -500,15 +531,15 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         return make(tuple(dims), layout.unreduced, layout.reduced, layout.source)
 
     def place(self, layout: Layout | str, call: str, got: Iterable[str] = ()) -> Layout:
-        """As `resolve`, for a layout that stands by itself: each of its bare names needs a rule.
+        """Resolve a layout that stands by itself: each of its bare names needs a rule.
 
         Args:
           layout: The layout.
           call: The call, for messages.
-          got: What the layout was given for, for messages; the layout itself where absent.
+          got: What the layout was given for, for messages. By default it is the layout.
 
         Raises:
-          LayoutError: a bare name has no rule, or as `resolve`.
+          LayoutError: If a bare name has no rule, and where `resolve` raises it.
 
         >>> AxisMapping({"embed": None, "mlp": "tp"}).place(Layout("embed mlp"), "shard(tree, layouts)")
         Layout('embed/1 mlp/tp')
@@ -526,7 +557,7 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
           got: What the names were found in, for messages.
 
         Raises:
-          LayoutError: One of them has none. The message names all of them.
+          LayoutError: If one of them has none. The message names all of them.
 
         >>> AxisMapping({"embed": None}).need(["embed"], "shard(tree, layouts)")
         """

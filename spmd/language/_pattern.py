@@ -21,12 +21,12 @@ class Pattern(Value):
     Immutable and hashable; a string is parsed once. Newlines and a trailing comma are allowed.
 
     Args:
-      text: the pattern as a string; a Pattern is returned as it is.
+      text: The pattern as a string. A Pattern is returned as it is.
       arrow: False for the functions that take the layouts of their operands only, `"b [c/cp] l"`.
-      call: the call to show in an error, with the string in it.
+      call: The call to show in an error. It contains the string.
 
     Raises:
-      LayoutError: the string is not a pattern.
+      LayoutError: If the string is not a pattern.
 
     >>> pattern = Pattern("b/dp d, d f/tp -> b/dp f/tp")
     >>> pattern.inputs
@@ -72,7 +72,10 @@ class Pattern(Value):
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.bare))
 
     def bind(self, **axes: Axes) -> Pattern:
-        """Return the pattern with mesh axes renamed, as Layout.bind does.
+        """Return the pattern with mesh axes renamed, as `Layout.bind` does.
+
+        Args:
+          **axes: The new name of each axis, a tuple of names, or None for no division.
 
         >>> Pattern("... s/tp d -> ... s d").bind(tp=("tk", "tr"))
         Pattern('... s/tk/tr d -> ... s d')
@@ -80,7 +83,10 @@ class Pattern(Value):
         return self._map(lambda layout: layout.bind(**axes)) if axes else self
 
     def resolve(self, mapping: Mapping[str, Axes] | None = None) -> Pattern:
-        """Return the pattern with no bare name, as Layout.resolve does.
+        """Return the pattern with no bare name, as `Layout.resolve` does.
+
+        Args:
+          mapping: The rules, an AxisMapping or a dict.
 
         >>> Pattern("embed mlp -> embed/1 mlp").resolve({"embed": "dp", "mlp": "tp"})
         Pattern('embed/dp mlp/tp -> embed/1 mlp/tp')

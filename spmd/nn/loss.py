@@ -58,7 +58,7 @@ def cross_entropy(
       logits: Scores, before softmax.
       labels: Integers. A label outside the vocabulary makes the loss NaN, if it counts.
       mask: Which tokens count: booleans, or weights.
-      label_smoothing: e, from 0 to 1.
+      label_smoothing: The share e, from 0 to 1.
       z_loss: The weight of the squared logsumexp, which keeps scores from drifting.
       ignore: A label that does not count, such as -100.
       reduction: "mean" (0 if no token counts), "sum", or "none", which gives each token's loss, 0 if it does not count.

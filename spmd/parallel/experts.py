@@ -237,7 +237,7 @@ def moe(
       tp: The mesh axes that divide the hidden units.
       groups: The numbers of pieces of batch and sequence; multiples of the sizes of dp and sp.
       capacity_factor: Places per expert, in units of a balanced load; None for no drops (c = t).
-      shared: gate, up and down of an expert that takes every token with weight 1.
+      shared: Gate, up and down of an expert that takes every token with weight 1.
       activation: The activation of the gate.
 
     Returns:
