@@ -202,7 +202,7 @@ class Domain:
         outs = walk(part.jaxpr, operands, self)
         self.callers.pop()
         if key is not None and len(self.findings) == found:
-            self._walked[key] = (part.jaxpr, outs)  # the jaxpr too, lest another one gets its id
+            self._walked[key] = (part.jaxpr, outs)  # the jaxpr too, so that no other gets its id
         return outs
 
     def context(self) -> Hashable:

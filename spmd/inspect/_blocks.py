@@ -41,7 +41,7 @@ class Side:
     margin: tuple[int, int] = (0, 0)
 
     def text(self, number: int) -> str:
-        """What a block covers: `0:4`; with margins `1+0:4+1`; of a composite `b 0:2, s 0:8`."""
+        """What a block covers: `0:4`, or `1+0:4+1` with margins, or `b 0:2, s 0:8` for a composite."""
         first, *more = self.blocks[number]
         if more:
             return ", ".join(f"{piece.name} {piece.text}" for piece in (first, *more))

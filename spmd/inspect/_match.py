@@ -80,7 +80,7 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one written collective became: an operand of a compiled one, for XLA combines several into one."""
+    """What one written collective became: an operand of a compiled one, because XLA combines several into one."""
 
     of: Collective
     operands: tuple[tuple[str, tuple[int, ...]], ...]
@@ -217,8 +217,8 @@ def _related(row: WrittenCollective, one: Collective) -> bool:
 
 
 def _gone(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) -> str:
-    """What to say of a written collective that the compiled program does not have: another of its call and size may
-    serve for this too; of another call that is not known."""
+    """What to say of a written collective that the compiled program does not have. Another one of the same call and
+    size may serve for this one too. If it is of another call, that is not known."""
     alike = lambda one: (one.kind, one.axes, one.shape, one.dtype) == (row.kind, row.axes, row.shape, row.dtype)
     row = rows[at]
     twins = [one.text for i, one in enumerate(rows) if i in taken and alike(one)]

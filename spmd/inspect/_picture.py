@@ -117,8 +117,8 @@ def visualize(
 
     It draws any rank and any layout: dimensions over several axes, composites, partial sums (`sum(0-3)`: the value is
     the sum of what these devices hold), margins, and replicas (one cell lists all its devices). For more than 64
-    devices the picture is a summary. Inside a kernel, at trace time, it draws a traced value by the layout that `spmd` knows of
-    it, or a layout string on the kernel's mesh with the sizes that the signature binds.
+    devices the picture is a summary. Inside a kernel, at trace time, it draws a traced value by the layout that `spmd`
+    knows of it, or a layout string on the kernel's mesh with the sizes that the signature binds.
 
     Communication: none. No values are read.
 

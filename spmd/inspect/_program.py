@@ -91,7 +91,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
 
 
 def _name(fn: Any) -> str:
-    """What to call a program: of `functools.partial` what is called, of `kernel.auto` the kernel too."""
+    """What to call a program: the function in a `functools.partial`, and the kernel before its `.auto`."""
     fn = fn.func if isinstance(fn, functools.partial) else fn
     name = getattr(fn, "__name__", None) or type(fn).__name__
     owner = getattr(fn, "__self__", None)

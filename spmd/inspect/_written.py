@@ -114,7 +114,7 @@ def _paths(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[st
 
 
 def _lies(array: Any, sizes: Mapping[str, int]) -> Any:
-    """Where an argument lies; of a NumPy array or a number nothing moves between devices."""
+    """Where an argument lies. A NumPy array or a number does not move between devices."""
     if isinstance(array, np.ndarray | np.generic | bool | int | float | complex):
         return ANYWHERE
     return of_sharding(getattr(array, "sharding", None), len(getattr(array, "shape", ())), sizes)

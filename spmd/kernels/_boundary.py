@@ -37,7 +37,7 @@ def check_boundary(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _elsewhere(plan: Plan, leaf: Any, layout: Layout) -> str:
-    """Where an argument lies, if not as its layout says; empty where it does, or where JAX does not show it."""
+    """Where an argument lies, if not as its layout says. It is empty if it does, or if JAX does not show it."""
     value, dims = _compat.mapped(leaf)
     if isinstance(value, jax.core.Tracer):  # its type shows Explicit axes only
         if not plan.typed_axes or plan.mode == "reference":

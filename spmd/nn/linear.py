@@ -345,9 +345,9 @@ def _columns(
 
 
 def entered(x: Any, *, tp: Axes, sp: Axes, cp: Axes) -> Any:
-    """x as products with divided columns take it: its sequence is gathered, or its gradient is left for later.
+    """Prepare x for products with divided columns: gather its sequence, or leave its gradient for later.
 
-    x is made varying once. So the gradients of several products are added before they are summed over tp.
+    x is made varying once. Therefore the gradients of several products are added before they are summed over tp.
     """
     if sp is None:
         return defer(x, "... d -> ... d {R:tp}", tp=tp)

@@ -28,8 +28,8 @@ def transformed(fn: Callable[..., Any], x: Any, dims: list[int]) -> Any:
 
 
 def factors(n: int, parts: int) -> tuple[int, int]:
-    """n, a multiple of `parts`, as a product. The first factor is a multiple of `parts`; if the second can be one too,
-    it is, and the two are as equal as possible."""
+    """Write n, a multiple of `parts`, as a product. The first factor is a multiple of `parts`. If the second can be one
+    too, it is, and the two are as equal as possible."""
     rest, remainder = divmod(n, parts * parts)
     if remainder:
         return parts, n // parts

@@ -51,7 +51,7 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
         margins: `{"x": "periodic", "y": "antisymmetric"}`.
       corners: False if nothing reads what lies in the margins of two dimensions at once, as in a five-point stencil. In
         explicit mode these are then NaN, so that whoever reads them notices. Integers and booleans have no NaN, so
-        their corners are sent all the same.
+        their corners are sent anyway.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:

@@ -38,7 +38,7 @@ Axes = tuple[str, ...]
 def local(fn: Callable[Args, R], pattern: str, **names: Any) -> Callable[Args, R]:
     """Run per-shard code (raw `jax.lax` collectives, `axis_index`) inside a body, in all modes.
 
-    In explicit mode `fn` simply runs, its arguments and results checked against the pattern. In auto mode it
+    In explicit mode `fn` runs as it is. Its arguments and results are checked against the pattern. In auto mode it
     runs in a `jax.shard_map` of its own, in reference mode under `jax.vmap(axis_name=...)` over the mesh axes;
     string operations work inside as they do in explicit mode. Differentiate around the island: inside it,
     reference mode cannot.

@@ -130,8 +130,8 @@ class Difference:
 
 
 def labelled(path: tuple[Any, ...], params: Sequence[str] = ()) -> str:
-    """What a message calls an array of `pulled`'s: `result[0]`, `gradient of w['scale']`; without a parameter's name
-    `gradient of args[0]`."""
+    """What a message calls an array of `pulled`'s: `result[0]`, `gradient of w['scale']`, or
+    `gradient of args[0]` if the parameter's name is not known."""
     root, *rest = path
     if root.key == "result":
         return f"result{keystr(tuple(rest))}"
