@@ -415,8 +415,8 @@ def named_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _whole(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:
-    """Where reference mode has its arrays outside `jit`: on the first device of the mesh. Under `jax.set_mesh` they are on
-    each device of that mesh, because JAX refuses to combine arrays on fewer devices with others there."""
+    """Where reference mode has its arrays outside `jit`: on the first device of the mesh. Under `jax.set_mesh` they are
+    on each device of that mesh, because JAX refuses to combine arrays on fewer devices with others there."""
     if outside_trace() and not (around := jax.sharding.get_mesh()).empty:
         return NamedSharding(around, PartitionSpec())
     # not the device itself, with which device_put keeps the type that an array had on an Explicit mesh

@@ -39,9 +39,9 @@ def local(fn: Callable[Args, R], pattern: str, **names: Any) -> Callable[Args, R
     """Run per-shard code (raw `jax.lax` collectives, `axis_index`) inside a body, in all modes.
 
     In explicit mode `fn` runs as it is. Its arguments and results are checked against the pattern. In auto mode it
-    runs in a `jax.shard_map` of its own, in reference mode under `jax.vmap(axis_name=...)` over the mesh axes;
-    string operations work inside as they do in explicit mode. Differentiate around the island: inside it,
-    reference mode cannot.
+    runs in a `jax.shard_map` of its own, and in reference mode under `jax.vmap(axis_name=...)` over the mesh axes.
+    String operations work inside as they do in explicit mode. Differentiate around the island: reference mode cannot
+    do it inside.
 
     Communication: what `fn` does; in explicit mode nothing else, forward and backward. In auto mode the
     arguments are moved into their layouts, and a result that JAX types varying where its layout is whole (a
@@ -50,7 +50,7 @@ def local(fn: Callable[Args, R], pattern: str, **names: Any) -> Callable[Args, R
     Args:
       fn: A function from one device's shards, one positional argument per layout, to one shard per layout on
         the right (a tuple if there are several).
-      pattern: `"layout, ... -> layout, ..."`. An empty left side: no arguments.
+      pattern: `"layout, ... -> layout, ..."`. An empty left side means no arguments.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
