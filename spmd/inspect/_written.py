@@ -50,7 +50,8 @@ def written(
         asked: tuple[Any, ...] = (fn, args, dict(kwargs))
         if hasattr(fn, "trace") and not isinstance(fn, Kernel):
             # Inside another trace, because only there a jaxpr says where `in_shardings` wants arguments.
-            asked = (*of_arrays(fn, args, kwargs, is_array), {})
+            inner, given = of_arrays(fn, args, kwargs, is_array)
+            asked = (inner, given, {})
         jaxpr = stage("explain", *asked, mesh).jaxpr
     if jaxpr is None:
         rule = "the written view is read from the trace, which a lowered or compiled program does not have."
