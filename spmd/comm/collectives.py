@@ -59,30 +59,26 @@ def check_sides(call: Call) -> None:
 
 
 def _check_pair(call: Call, verb: str) -> bool:
-    """Whether the call moves anything. If another verb is meant, that is an error."""
+    """Whether the call moves anything. If another verb is meant, or margins change, that is an error.
+
+    Margins may stand where nothing moves, because blocks that overlap cannot be put side by side.
+    """
     check_sides(call)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     needed = verb_for(src, dst)
-    if needed == "nothing":
-        return False
-    if needed != verb:
+    if needed not in (verb, "nothing"):
         call.fail(
             _why(needed, verb, src, dst),
             at=_fault(src, dst),
             got=[call.frame.describe()],
             fix=call.paste(src, dst, name=needed, **_to(call, needed)),
         )
-    return True
-
-
-def _check_margins(call: Call) -> None:
-    """Margins may stand where nothing moves, because blocks that overlap cannot be put side by side."""
-    [src], [dst] = call.pattern.inputs, call.pattern.outputs
     for a, b in zip(src.dims, dst.dims, strict=True):
         if (any(a.margin) or any(b.margin)) and (a.margin, a.axes) != (b.margin, b.axes):
             rule = f"{call.name} keeps the margins of a dimension and its axes: what lies in them is copies."
             advice = "cut the margins off first; stencil.halo makes new ones"
             call.fail(rule, at=(a if any(a.margin) else b).span, advice=advice, error=LayoutError)
+    return needed != "nothing"
 
 
 def _to(call: Call, verb: str) -> dict[str, Any]:
@@ -158,7 +154,6 @@ def _verb(
     if name == "all_gather":
         call.type_copies(to)
     moves = _check_pair(call, name)
-    _check_margins(call)
 
     def leaf(value: Any) -> Any:
         own = call.fork()

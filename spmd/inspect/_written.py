@@ -47,7 +47,7 @@ def written(
       donated: Which of the arrays among the arguments are donated.
     """
     if jaxpr is None:
-        asked: tuple[Any, ...] = (fn, args, dict(kwargs))
+        asked: tuple[Any, Any, Any] = (fn, args, dict(kwargs))
         if hasattr(fn, "trace") and not isinstance(fn, Kernel):
             # Inside another trace, because only there a jaxpr says where `in_shardings` wants arguments.
             inner, given = of_arrays(fn, args, kwargs, is_array)
