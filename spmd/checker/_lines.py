@@ -402,7 +402,7 @@ def _by_line(function: Function, occurrences: Sequence[Occurrence]) -> Made:
 
 
 def _numbered(steps: Iterator[Step]) -> Made:
-    """The same where there are no lines either: equation by equation."""
+    """The same for a program of which nobody has the text: equations have numbers, in the order of the program."""
     made: Made = {}
     for number, step in enumerate((one for one in steps if any(one.layouts)), start=1):
         for i in range(len(step.layouts)):

@@ -230,7 +230,7 @@ def _follow(eqn: Any, ins: Sequence[_At]) -> Made | None:
 
 
 def _changed(eqn: Any, ins: Sequence[_At]) -> Made | None:
-    """Something was done to its result: it is no longer that of the argument alone."""
+    """The reduction behind a value that was changed. The argument's name does not describe this value."""
     made = ins[0].reduction()
     return made and replace(made, name=None, count=0)
 

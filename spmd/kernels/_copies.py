@@ -129,7 +129,8 @@ class _Carry(NamedTuple):
         return ReplicationError(replace(fault, got=[*fault.got, *_lines(paid)], advice=advice))
 
     def computes(self, again: Any) -> bool:
-        """Whether types decide nothing in the body. There is no trace to compare it with."""
+        """Whether the body takes no derivative. In one, JAX's types decide what is summed, and there is no other trace
+        of this body that would show what they changed."""
         return not _derives(_body(again))
 
 

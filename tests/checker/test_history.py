@@ -43,7 +43,7 @@ def test_why_a_value_differs():
     made, index, summed, both = reasons(body, "dp")
     assert made == [("input", "argument x")] and index == [("axis_index", "")]
     assert summed == [] and both == [("input", "argument x")]
-    assert reasons(body, "tp")[1] == [], "an index along dp is no reason along tp"
+    assert reasons(body, "tp")[1] == [], "an index along dp does not make a value differ along tp"
 
 
 def test_the_way_back_goes_through_loops_branches_and_calls():

@@ -390,7 +390,7 @@ def test_what_nobody_looks_into_is_listed(mesh):
 
 
 def test_constants_with_layouts(mesh):
-    """A literal under a layout is no variable: nobody may look it up by hash."""
+    """A number that has a layout is a literal of the jaxpr, not a variable, and a literal has no hash."""
 
     @spmd.kernel("a/tp -> a/tp", mesh=mesh)
     def body(x):
