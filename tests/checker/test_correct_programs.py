@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -377,3 +381,39 @@ def test_nested_shard_map() -> None:
 
 def test_no_marker_no_work() -> None:
     check_jaxpr(trace(lambda x, w: x + w[0, 0], out=P("dp", "tp")), mesh_axes=AXES, kernel="kernel")
+
+
+# --- ready-made layers ------------------------------------------------------------------------------------------
+
+
+def without_a_reason(text: str) -> list[str]:
+    """The functions that use `per_shard` and do not say in their docstring what is meant per shard."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    calls = lambda node: any(isinstance(one, ast.Name) and one.id == "per_shard" for one in ast.walk(node))
+    return [node.name for node in functions if calls(node) and "per shard" not in (ast.get_docstring(node) or "")]
+
+
+@pytest.mark.parametrize("room", ["nn", "parallel", "ops", "comm"])
+def test_layers_say_why_they_need_per_shard(room: str) -> None:
+    """All layers run in kernels that check them, so what they do not need, none of them has."""
+    for path in Path(spmd.__file__).parent.joinpath(room).rglob("*.py"):
+        assert not without_a_reason(path.read_text()), path
+
+
+def test_a_layer_without_a_reason_is_noticed() -> None:
+    assert without_a_reason('def f(x):\n    """Sums."""\n    with per_shard("x"):\n        return x') == ["f"]
+
+
+def test_the_loss_needs_per_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where dp divides a dimension between others, merging them gives an order of tokens that no layout says."""
+    cube = spmd.make_mesh(dp=2, tp=2, cp=2)
+
+    def found() -> list[str]:
+        loss = lambda scores, labels: spmd.nn.cross_entropy(scores, labels, tp="tp", dp="dp", cp="cp")
+        kernel = spmd.kernel("a b/dp s/cp v/tp, a b/dp s/cp -> scalar", mesh=cube)(loss)
+        scores, labels = jax.ShapeDtypeStruct((2, 4, 8, 16), "float32"), jax.ShapeDtypeStruct((2, 4, 8), "int32")
+        return [one.kind for one in spmd.check(kernel, scores, labels)]
+
+    assert found() == []
+    monkeypatch.setattr(spmd.nn.loss, "per_shard", lambda why: contextlib.nullcontext())
+    assert found() == ["layout"]
