@@ -98,7 +98,8 @@ class Checkpoints:
 
         A step that is saved already stays as it is, unless `restore` has found it damaged.
 
-        Communication: the sums of the checksums, 8 bytes for each array.
+        Communication: the sums of the checksums, 4 bytes for each array; in several processes an all-gather of 32
+        bytes, whether the disk takes it.
 
         Args:
           step: How many steps were done.
@@ -302,18 +303,18 @@ class _Damaged(Exception):
 
 
 @jax.jit
-def checksum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two sums of 32 bits over all elements, each mixed with its position, so that they do not depend on the mesh.
+def checksum(x: jax.Array) -> jax.Array:
+    """A sum of 32 bits over all elements, each mixed with its position, so that it does not depend on the mesh.
 
-    Every device sums over what it holds, and a change of one bit anywhere changes the result.
+    Every device sums over what it holds. A change of one bit changes the sum; of others one in four billion does not.
     """
     bits = _bits(x)
-    place = jnp.zeros(bits.shape, jnp.uint32)
-    for dim in range(bits.ndim):
-        step = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-        place = _scrambled(place * np.uint32(0x9E3779B1) + step)
-    one, other = (_scrambled(bits ^ _scrambled(place ^ np.uint32(salt))) for salt in (1, 2))
-    return jnp.sum(one, dtype=jnp.uint32), jnp.sum(other, dtype=jnp.uint32)
+    place = jnp.uint32(0)
+    for dim, size in enumerate(bits.shape):
+        steps = _scrambled(jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1))
+        # mixed once for each position along a dimension, which XLA would do again for each element
+        place += jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(_scrambled(steps)), bits.shape, (dim,))
+    return jnp.sum(_scrambled(bits ^ place), dtype=jnp.uint32)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -353,7 +354,7 @@ def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 def _numbers(sums: Mapping[str, Any]) -> dict[str, int]:
     """Checksums as whole numbers, when the devices have them."""
-    return {path: int(high) << 32 | int(low) for path, (high, low) in jax.device_get(dict(sums)).items()}
+    return {path: int(one) for path, one in jax.device_get(dict(sums)).items()}
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------

@@ -312,12 +312,11 @@ def test_what_cannot_be_saved(saved):
 def test_a_checksum_sees_one_bit_and_not_the_mesh(dtype):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(0, 2, (8, 24)) if dtype == "bool" else rng.integers(0, 7, (8, 24))).astype(dtype)
-    wanted = tuple(map(int, checksum(x)))
+    wanted = int(checksum(x))
     for layout in ("a/dp b/tp", "a b/tp/dp", "a/tp/dp b"):
         placed = spmd.shard(x, layout, mesh=spmd.make_mesh(dp=2, tp=4))
-        assert tuple(map(int, checksum(placed))) == wanted
+        assert int(checksum(placed)) == wanted
     changed = x.at[3, 5].set(~x[3, 5] if dtype == "bool" else x[3, 5] + jnp.ones((), dtype))
     swapped = x.at[0].set(x[1]).at[1].set(x[0])
     for other in (changed, swapped):
-        found = tuple(map(int, checksum(other)))
-        assert found[0] != wanted[0] and found[1] != wanted[1]
+        assert int(checksum(other)) != wanted
