@@ -1,10 +1,10 @@
 """Decode with a transformer on a mesh: read whole prompts at once, then generate token by token from a divided cache.
 
-    python examples/decode.py                                        # 8 virtual CPU devices python examples/decode.py
-    --mesh dp=2,tp=4 --temperature 0       # greedy; rows over dp, heads over tp python examples/decode.py --mesh
-    cp=4,tp=2 --prompt 512          # the slots of the cache over cp, heads over tp python examples/decode.py --experts
-    8 --mesh ep=4,tp=2           # mixture of experts python examples/decode.py --one                                  #
-    compare with one device: the same tokens
+    python examples/decode.py                                        # 8 virtual CPU devices
+    python examples/decode.py --mesh dp=2,tp=4 --temperature 0       # greedy; rows over dp, heads over tp
+    python examples/decode.py --mesh cp=4,tp=2 --prompt 512          # the slots of the cache over cp, heads over tp
+    python examples/decode.py --experts 8 --mesh ep=4,tp=2           # mixture of experts
+    python examples/decode.py --one                                  # compare with one device: the same tokens
 
 The model is `transformer.py` with random weights. Its output means nothing, but it is the same on every mesh, also with
 sampled tokens. Rows have prompts of different lengths. A ring over cp reads them in striped order, which leaves keys
