@@ -20,7 +20,7 @@ BATCH, SEQ = 16, 16
 EPOCH = 10  # steps
 STEPS = 2 * EPOCH
 
-FLAGS = ["--d=16", "--layers=1", "--groups=2", "--queries=1", "--head=8", "--hidden=16", f"--seq={SEQ}"]
+FLAGS = ["--d=16", "--layers=1", "--groups=4", "--queries=1", "--head=4", "--hidden=16", f"--seq={SEQ}"]
 FLAGS += [f"--batch={BATCH}", f"--steps={STEPS}", f"--heldout={BATCH * SEQ + 1}", "--sample=0", "--no-compare"]
 
 

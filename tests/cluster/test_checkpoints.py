@@ -61,6 +61,19 @@ def test_a_state_comes_back_on_every_mesh(saved, dp, tp):
     )
 
 
+def test_a_state_comes_back_under_another_mapping(saved):
+    def make(**names):
+        mapping, mesh = spmd.AxisMapping(names), spmd.make_mesh(dp=2, tp=4)
+        fn = lambda key: {"w": jax.random.normal(key, (8, 16))}
+        return spmd.init(fn, {"w": "embed mlp"}, mesh=mesh, mapping=mapping)
+
+    state = make(embed="dp", mlp="tp")(jax.random.key(1))
+    saved.save(1, state)
+    found = saved.restore(make(embed=None, mlp=("tp", "dp")), jax.random.key(0))
+    same(found.state, state)
+    assert found.state["w"].sharding.spec == jax.P(None, ("tp", "dp"))
+
+
 def test_nothing_saved_is_a_new_state(saved):
     found = saved.restore(maker(), jax.random.key(1))
     assert found.step == 0
