@@ -26,7 +26,7 @@ from spmd.errors import ReplicationError
 from spmd.language import Layout
 from spmd.mesh import alone
 
-collecting = Ambient("check", False)  # whether `check` will look at everything at the end, and no kernel does alone
+collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
 
 def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:

@@ -66,7 +66,7 @@ class Dataflow(Engine):
         return [self._outside(state, own, var, spec) for state, var, spec in ended]
 
     def _entered(self, state: State, spec: Any, var: Any) -> State:
-        """An input of a body. What another body left in the same place is what it was there."""
+        """An input of a body. What another body gave, and what lies as it did there, is what it was there."""
         rank = len(shape_of(var))
         entries = [*map(axes_tuple, spec.partitions), *[()] * (rank - len(spec.partitions))]
         held = NONE.union(*entries)

@@ -47,22 +47,22 @@ Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
 
 RANDOM = ("random_bits", "threefry2x32", "random_gamma", "rng_bit_generator")
 
-# The equations of all rounds of a loop that is walked round by round.
+# A loop is walked round by round if all its rounds together have at most so many equations.
 MOST_IN_TURN = 4000
 
-# What these give was written elsewhere, at a time that a walk over values does not know.
+# These read what another equation wrote. A walk over values does not know when that was.
 OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
 
 # Larger constants are not looked at: reading them would cost more than the trace.
 LARGEST_CONSTANT = 1_000_000
 
-# The place of an axis in a dimension of several factors, whose order is lost step by step; larger than other places.
+# The place of an axis in a dimension of several factors, larger than all others: a step of a loop loses their order.
 NESTED = 63
 
-# JAX's own functions of single elements, whose loop runs until all have converged. Those that have stay as they are.
+# JAX's own functions of single elements. Their loop runs until all have converged; one that has stays as it is.
 EACH_ALONE = ("random_gamma_grad_impl", "_poisson_knuth", "_poisson_rejection")
 
-# What is done along a dimension, and leaves a value constant that is constant along it.
+# Operations along a dimension that keep a constant constant.
 KEEP_CONSTANTS = frozenset(("flip", "sort"))
 
 
@@ -174,7 +174,7 @@ class Engine(Domain):
         return self._states.setdefault(state, state)
 
     def tracked(self, axes: Iterable[str]) -> Axes:
-        """The mesh axes among these along which a piece is not the whole. What says so takes no step along others."""
+        """Those of these mesh axes that have several devices. Along the others a piece is the whole."""
         sizes = self.sizes
         return tuple([a for a in axes if a not in sizes or sizes[a] > 1])
 
@@ -215,7 +215,7 @@ class Engine(Domain):
     # --- equations -------------------------------------------------------------------------------------------
 
     def equation(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
-        """No primitive of the table holds a jaxpr, and most equations are of the table."""
+        """Most equations are of the table. These hold no jaxpr, so nobody need look for one."""
         return self.step(eqn, operands) if eqn.primitive.name in TABLE else super().equation(eqn, operands)
 
     def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
@@ -319,7 +319,7 @@ class Engine(Domain):
                 if have is None:
                     labels[label], free_of[label] = dim, operand.different
                     continue
-                if len(dim) == 1 and dim[0] == (1, HIDDEN):  # one element meets all, and leaves them where they are
+                if len(dim) == 1 and dim[0] == (1, HIDDEN):  # a single element fits any layout
                     dim = have
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
                 if both is None:
@@ -389,7 +389,7 @@ class Engine(Domain):
         return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else hidden(size)
 
     def _cut(self, dim: Dim) -> bool:
-        """Whether what was done to the dimension here was not done to the whole."""
+        """Whether something was done to each piece of the dimension, and not to the whole."""
         axes = axes_of_dim(dim)
         return not axes or any(map(self.wide, axes))
 

@@ -16,13 +16,13 @@ Axes = tuple[str, ...]
 Factor = tuple[int, Axes]
 Dim = tuple[Factor, ...]  # at least one
 
-FREE: Axes = ("*",)  # the value is constant along the factor, which lies as any other value's does
+FREE: Axes = ("*",)  # the value is constant along the factor, and fits any layout
 HIDDEN: Axes = ("?",)  # nobody knows how the factor lies
 NONE: frozenset[Any] = frozenset()
 
-# What reaches an output or a claim as it is: the axis of a loop over a divided dimension, inside of the loop.
+# Not reported: in a loop over a divided dimension, a step is an element of a piece.
 STEP = "step"
-# The same of what came out of a jaxpr that no walk reads: it may have communicated, and nobody asks.
+# Not reported either: what came out of a jaxpr that no walk reads. It may have communicated.
 UNREAD = "unread"
 QUIET = frozenset((STEP, UNREAD))
 
