@@ -239,8 +239,16 @@ def check_full(found, count=1):
 
 
 def test_training_goes_on_when_the_disk_is_full(tmp_path):
-    check_full(joined([[FULL, str(tmp_path), "limit"]])[0])
-    assert f"path: {tmp_path}/run, " in joined([[FULL, str(tmp_path), "limit", "strict"]])[0].err
+    found = joined([[FULL, str(tmp_path), "limit"]])[0]
+    check_full(found)
+    assert f"path: {tmp_path}/run, " in found.err
+
+
+@exhaustive
+def test_a_strict_program_ends_when_the_disk_is_full(tmp_path):
+    found = joined([[FULL, str(tmp_path), "limit", "strict"]])[0]
+    assert found.code == 1 and "done" not in found.out
+    assert f"path: {tmp_path}/run, " in found.err and "a checkpoint could not be saved" in found.err
 
 
 @exhaustive
