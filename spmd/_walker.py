@@ -245,7 +245,7 @@ class Domain:
             outs = self.run(eqn, body, [*given[:first], *carry])
             return [self.decided(out, goes_on) for out in outs]
 
-        outs = self._settle(once, start)
+        outs = self.settle(once, start)
         if test is not None or eqn.params.get("length") == 0:
             outs[:count] = map(self.may_not_run, outs, start)
         return [
@@ -253,7 +253,7 @@ class Domain:
             for value, atom, stacked in zip(outs, eqn.outvars, body.stacked, strict=True)
         ]
 
-    def _settle(self, once: Callable[[Sequence[Any]], list[Any]], carry: Sequence[Any]) -> list[Any]:
+    def settle(self, once: Callable[[Sequence[Any]], list[Any]], carry: Sequence[Any]) -> list[Any]:
         """The results of the first round that changes no carry."""
         found, earlier = len(self.findings), []
         for _ in range(_ROUNDS):

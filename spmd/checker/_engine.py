@@ -441,16 +441,22 @@ class Engine(Domain):
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         before = self._each_alone
         self._each_alone = test is not None and any(called_in_jax(eqn, name) for name in EACH_ALONE)
+        self.enter_loop(eqn, body, operands)
+        short = test is None and _moves_blocks(eqn, body)
+        outs = self._in_turn(eqn, body, operands) if short else super().loop(eqn, body, test, operands)
+        outs = list(map(self.carried, outs))
+        self.leave_loop()
+        self._each_alone = before
+        return outs
+
+    def enter_loop(self, eqn: Any, body: Held, operands: Sequence[State]) -> None:
         self._loops.append(eqn)
         rows = [value.dims[0] for value, sliced in zip(body.of(operands), body.sliced, strict=True) if sliced]
         self._uniform.append(all(axes is FREE for dim in rows for _, axes in dim))
-        short = test is None and _moves_blocks(eqn, body)
-        outs = self._in_turn(eqn, body, operands) if short else super().loop(eqn, body, test, operands)
-        outs = list(map(self._ended, outs))
+
+    def leave_loop(self) -> None:
         self._loops.pop()
         self._uniform.pop()
-        self._each_alone = before
-        return outs
 
     def of_rounds(self, earlier: list[Finding], last: list[Finding]) -> list[Finding]:
         """Those of the last round. What an earlier one found is told where the last one knows too little to find it."""
@@ -479,9 +485,6 @@ class Engine(Domain):
         return one if value.table is None else self._placed(one, integers.row_of(value.table, at))
 
     def carried(self, value: State) -> State:
-        return self._ended(value)
-
-    def _ended(self, value: State) -> State:
         """A carry that went through a piece was not given what the other pieces hold."""
         steps = self._steps(value)
         if not steps or not self._loops:

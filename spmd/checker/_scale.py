@@ -11,39 +11,50 @@ Where the traces differ in their equations, or nobody knows how a value lies, no
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax.core
 import numpy as np
 from jax.extend.core import Literal
 
+from spmd._facts import per_shard_reason
 from spmd._jaxprs import Held, Role, axes_of, held, opened, shape_of
 from spmd._walker import Domain, walk
-from spmd.checker._dataflow import Dataflow
+from spmd.checker._dataflow import Dataflow, walk_closed
+from spmd.checker._pieces import Here, Piece, completed, piece_of
+from spmd.checker._powers import ZERO, Operand, Power, alike, power_of, together
 from spmd.checker._report import scaled
 from spmd.checker._source import line_of
-from spmd.checker._state import FREE, HIDDEN, State, plain
+from spmd.checker._state import FREE, HIDDEN, Dim, State, axes_of_dim, plain
 
-Power = Fraction | None  # None: nobody knows
-ZERO = Fraction(0)
+ROUNDS = 20  # of a loop, until its powers settle
 MOST = 4000  # pairing more equations one by one takes too long
-_PASS = """neg abs real imag conj copy copy_p stop_gradient name pvary pcast reduce_precision convert_element_type
-    transpose squeeze reshape broadcast_in_dim rev slice reduce_max reduce_min cumsum cummax cummin sort
-    spmd_retype spmd_relayout spmd_split spmd_layout spmd_assert_equal spmd_block pmax pmin all_gather
-    all_gather_invariant all_gather_reduced ppermute all_to_all optimization_barrier sharding_constraint reduce_sum
-    copysign"""
-_SAME = frozenset(_PASS.split())
 _SUMS = frozenset(("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter"))
-_EVEN = frozenset(("add", "sub", "add_any", "concatenate", "max", "min"))
+# What verbs write, and what sends nothing along one device: the whole array stays, so that no twin is asked.
+_MOVES = """pvary pcast all_gather all_gather_invariant all_gather_reduced ppermute all_to_all spmd_retype spmd_relayout
+    spmd_split spmd_assert_equal spmd_block spmd_layout pmax pmin"""
+_WHOLE = frozenset(_MOVES.split()) | _SUMS
 
 
 class Value(NamedTuple):
-    """A state, the power of the axis size in it, and the equation that brought it in."""
+    """A state, the power of the axis size in it, the equation that brought that in, and what a piece is."""
 
     state: State
     power: Power = None
     where: Any = None
+    piece: Piece | None = None
+
+    @property
+    def operand(self) -> Operand:
+        return Operand(self.power, self.state)
+
+    @property
+    def here(self) -> Here:
+        return Here(self.operand, self.piece)
 
 
 class Scales(Domain):
@@ -53,32 +64,43 @@ class Scales(Domain):
       engine: Makes the states.
       axis: The mesh axis that has one device in the other trace.
       size: How many it has in this one.
+      beside: The states of the values of the other trace.
     """
 
-    def __init__(self, engine: Dataflow, axis: str, size: int) -> None:
+    def __init__(self, engine: Dataflow, axis: str, size: int, beside: Mapping[Any, State]) -> None:
         super().__init__()
         self.engine, self.axis, self.size = engine, axis, size
         self.callers = engine.callers
         self.twins: dict[int, Any] = {}
+        self._constants: dict[int, Any] = {}
+        self._beside = beside
         self._left: list[Value] = []
+        self._rounds: list[int] = []
 
     # --- the two traces ----------------------------------------------------------------------------------------
 
     def align(self, jaxpr: Any, other: Any) -> None:
         """Pair the equations of two traces, as far as they correspond."""
         one, two = (self._without_markers(part) for part in (jaxpr, other))
+        (inner, _), (like, values) = opened(jaxpr), opened(other)
+        if len(inner.constvars) == len(values):
+            self._constants.update((id(var), value) for var, value in zip(inner.constvars, values, strict=True))
         for eqn, twin in _pairs(one, two):
             self.twins[id(eqn)] = twin
             for part, like in zip(held(eqn), held(twin), strict=False) if eqn.params else ():
                 self.align(part.jaxpr, like.jaxpr)
 
     def _without_markers(self, jaxpr: Any) -> list[Any]:
-        """The equations but for layouts, of which a verb that moves nothing leaves one more. Each is its own twin."""
-        eqns = opened(jaxpr)[0].eqns
-        self.twins.update((id(eqn), eqn) for eqn in eqns if eqn.primitive.name == "spmd_layout")
-        return [eqn for eqn in eqns if eqn.primitive.name != "spmd_layout"]
+        """The equations but for layouts, of which a verb that moves nothing leaves one more."""
+        return [eqn for eqn in opened(jaxpr)[0].eqns if eqn.primitive.name != "spmd_layout"]
 
-    def _power(self, value: Any, other: Any) -> Power:
+    def _power_of_arrays(self, value: Any, other: Any) -> Power:
+        """Zero where the other trace has the same array."""
+        if isinstance(value, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
+            return None
+        return ZERO if value is other or _equal(value, other) else None
+
+    def _power(self, value: Any, other: Any) -> Fraction | None:
         """The power of the axis size by which a number differs in the other trace."""
         try:
             one, two = float(value), float(other)
@@ -94,29 +116,38 @@ class Scales(Domain):
     # --- values ------------------------------------------------------------------------------------------------
 
     def constant(self, var: Any, value: Any) -> Value:
-        return Value(self.engine.constant(var, value), ZERO if value is not None and not shape_of(var) else None)
+        power = None
+        if value is not None:
+            other = self._constants.get(id(var))
+            power = ZERO if not shape_of(var) else None if other is None else self._power_of_arrays(value, other)
+        return Value(self.engine.constant(var, value), power)
 
     def literal(self, value: Any) -> Value:
         return Value(self.engine.literal(value))
 
     def join(self, one: Value, other: Value) -> Value:
-        power = self._even((one, other))  # a carry may start with zeros
+        power = together((one.operand, other.operand))  # a carry may start with zeros
         return Value(self.engine.join(one.state, other.state), power, one.where or other.where)
 
     def same(self, one: Value, other: Value) -> bool:
-        return one[:2] == other[:2]
+        """Each layer of a stream is deeper than the one before it, and that is all there is to tell them apart."""
+        return one.state == other.state and one.piece == other.piece and alike(one.power, other.power)
 
     def unsettled(self, value: Value) -> Value:
         return Value(self.engine.unsettled(value.state))
 
     def sliced(self, value: Value, operand: Any) -> Value:
-        return value._replace(state=self.engine.sliced(value.state, operand))
+        return value._replace(state=self.engine.sliced(value.state, operand), piece=None)
 
     def stacked(self, value: Value, result: Any) -> Value:
-        return value._replace(state=self.engine.stacked(value.state, result))
+        return value._replace(state=self.engine.stacked(value.state, result), piece=None)
+
+    def carried(self, value: Value) -> Value:
+        return value._replace(state=self.engine.carried(value.state), piece=None)
 
     def decided(self, value: Value, predicate: Value) -> Value:
-        return value._replace(state=self.engine.decided(value.state, predicate.state))
+        power = value.power if predicate.power == ZERO else None
+        return value._replace(state=self.engine.decided(value.state, predicate.state), power=power, piece=None)
 
     def unread(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         return [Value(state) for state in self.engine.unread(eqn, [v.state for v in operands])]
@@ -134,7 +165,42 @@ class Scales(Domain):
             return [value.state for value in self._left]
 
         states = self.engine.enter(eqn, part, [value.state for value in operands], run)
-        return [value._replace(state=state) for value, state in zip(self._left, states, strict=True)]
+        return [value._replace(state=state, piece=None) for value, state in zip(self._left, states, strict=True)]
+
+    # --- loops -------------------------------------------------------------------------------------------------
+
+    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Value]) -> Sequence[Value]:
+        self.engine.enter_loop(eqn, body, [value.state for value in operands])
+        self._rounds.append(eqn.params["length"] if test is None else 0)
+        outs = [self.carried(value) for value in super().loop(eqn, body, test, operands)]
+        self._rounds.pop()
+        self.engine.leave_loop()
+        return outs
+
+    def settle(self, once: Callable[[Sequence[Value]], list[Value]], carry: Sequence[Value]) -> list[Value]:
+        """Each round has the powers that the one before it left: what a layer adds to a stream is in it from then on.
+        The last round counts, if the loop comes so far; of other loops nobody knows how often they run."""
+        start, found = carry, []
+        for _ in range(ROUNDS):
+            outs = list(once(carry))
+            found.append(outs)
+            ended = [self.carried(out) for out in outs[: len(carry)]]
+            states = [self.engine.join(one.state, out.state) for one, out in zip(carry, ended, strict=True)]
+            merged = [out._replace(state=state) for out, state in zip(ended, states, strict=True)]
+            if all(map(self.same, merged, carry)):
+                return self._ended(found, start)
+            carry = merged
+        return [*map(self.unsettled, carry), *map(self.unsettled, outs[len(carry) :])]
+
+    def _ended(self, found: Sequence[list[Value]], start: Sequence[Value]) -> list[Value]:
+        """The results of a loop, from those of its rounds."""
+        count, length = len(start), self._rounds[-1]
+        ran = found[:length] or found
+        last, every = ran[-1], [functools.reduce(self.join, values) for values in zip(*ran, strict=True)]
+        if not length:
+            every = [*map(self.join, every[:count], start), *every[count:]]
+        powers = [value.power for value in (*(last if length else every)[:count], *every[count:])]
+        return [out._replace(power=power) for out, power in zip(found[-1], powers, strict=True)]
 
     # --- equations ---------------------------------------------------------------------------------------------
 
@@ -148,13 +214,15 @@ class Scales(Domain):
             return super().equation(eqn, operands)
         states = [value.state for value in operands]
         outs = self.engine.step(eqn, states) if rule is None else rule(self.engine, eqn, states)
-        power = None if twin is None else self._result(eqn, operands, outs)
+        powers = [self._result(eqn, twin, i, operands, state) for i, state in enumerate(outs)]
         where = next((value.where for value in operands if value.where), None)
-        if power and where is None and eqn.primitive.name not in _SAME:
+        if where is None and any(powers) and (len(operands) > 1 or powers[0] != operands[0].power):
             where = eqn, tuple(self.callers)
         if eqn.primitive.name == "spmd_layout" and eqn.params["role"] == "output":
-            self._check(eqn, outs[0], power, where)
-        return [Value(state, power, where if power else None) for state in outs]
+            self._check(eqn, outs[0], powers[0], where)
+        piece = piece_of(eqn, [value.here for value in operands], self.axis) if len(outs) == 1 else None
+        pairs = zip(outs, powers, strict=True)
+        return [Value(state, power, where if power else None, piece) for state, power in pairs]
 
     def step(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         return self.equation(eqn, operands)
@@ -167,67 +235,119 @@ class Scales(Domain):
         """Whether it is known what the value is along the axis."""
         return self.axis not in state.different and not any(p.axis == self.axis for p in state.pending)
 
-    def _result(self, eqn: Any, operands: Sequence[Value], outs: Sequence[State]) -> Power:
+    def _result(self, eqn: Any, twin: Any, number: int, operands: Sequence[Value], state: State) -> Power:
         name = eqn.primitive.name
-        powers = [value.power for value in operands]
-        if not outs or not all(map(self._known, outs)):
+        if not self._known(state) or per_shard_reason(eqn, self.callers):
             return None
-        if name in _EVEN:
-            return self._even(operands)
-        if not powers:
-            return self._made(eqn)
-        if powers[0] is None:
+        if twin is None:
+            return self._moved(eqn, operands) if name in _WHOLE else None
+        if len(eqn.outvars) != len(twin.outvars) or not self._fits(eqn.outvars[number], twin.outvars[number], state):
             return None
-        if name == "select_n":
-            return None if powers[0] else self._even(operands[1:])
-        if name in _SUMS:
-            return powers[0] + (self.axis in axes_of(eqn) and self.axis not in operands[0].state.axes)
-        if name in _SAME:
-            return None if name == "reduce_sum" and self._resized(eqn, operands[0].state) else powers[0]
-        known = [power for power in powers if power is not None]
-        if len(known) < len(powers):
-            return None
-        if name in ("mul", "dot_general"):
-            return known[0] + known[1]
-        if name == "div":
-            return known[0] - known[1]
-        return self._root(eqn, known)
-
-    def _made(self, eqn: Any) -> Power:
-        """What is made of nothing: numbers that are the same in both traces."""
-        twin = self.twins[id(eqn)]
-        if eqn.primitive.name == "iota" and shape_of(eqn.outvars[0]) == shape_of(twin.outvars[0]):
+        if state.table is not None and self._same_numbers(state, twin.outvars[number]):
             return ZERO
-        return ZERO if eqn.primitive.name == "axis_index" and self.axis not in axes_of(eqn) else None
+        if name in _WHOLE:
+            return self._moved(eqn, operands)
+        if name == "axis_index":
+            return ZERO if self.axis not in axes_of(eqn) else None
+        if name == "dynamic_slice" and self.axis in state.divided and _takes_all(twin):
+            return operands[0].power  # its own block
+        if name in ("reduce_sum", "dot_general") and self._resized(eqn, operands):
+            return None
+        given = [value.operand for value in operands]
+        return self._sorted(eqn, number, given) if name in ("sort", "top_k") else power_of(eqn, given)
 
-    @staticmethod
-    def _root(eqn: Any, powers: Sequence[Fraction]) -> Power:
-        """Powers and roots of a value; of everything else, only what has no power keeps none."""
+    def _same_numbers(self, state: State, var: Any) -> bool:
+        """Whether integers that shapes and `axis_index` decide are those of the whole array in the other trace."""
+        other = self._beside.get(var)
+        if other is None or other.table is None:
+            return False
+        here, there = whole_of(state, self.engine.sizes), whole_of(other, {**self.engine.sizes, self.axis: 1})
+        return here is not None and there is not None and np.array_equal(here, there)
+
+    def _moved(self, eqn: Any, operands: Sequence[Value]) -> Power:
+        """What is the same whole array, or a sum over devices: of equal values, that is one for each of them."""
+        state, power = operands[0][:2]
         name = eqn.primitive.name
-        factor = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "square": Fraction(2)}.get(name)
-        if name == "integer_pow":
-            factor = Fraction(eqn.params["y"])
-        if factor is not None:
-            return powers[0] * factor
-        return ZERO if not any(powers) else None
+        if power is None and (name in _SUMS or name in ("pmax", "pmin")):
+            return completed(eqn, operands[0].here, self.axis)
+        if name not in _SUMS or self.axis not in axes_of(eqn) or self.axis in state.axes:
+            return power if power is None or self._known(state) else None
+        return power + 1 if isinstance(power, Fraction) else power if power and not power.factor else None
 
     @staticmethod
-    def _even(operands: Sequence[Value]) -> Power:
-        """A sum of values with one power; zeros do not count."""
-        found = {value.power for value in operands if not value.state.zero}
-        return found.pop() if len(found) == 1 else None if found else ZERO
+    def _sorted(eqn: Any, number: int, operands: Sequence[Operand]) -> Power:
+        """No positive factor changes the order of keys."""
+        if len(eqn.outvars) == 1:
+            return operands[0].power
+        keys = operands[: eqn.params.get("num_keys", 1)]
+        if not all(isinstance(one.power, Fraction) for one in keys):
+            return None
+        return operands[number].power if number < len(operands) else ZERO
 
-    def _resized(self, eqn: Any, state: State) -> bool:
+    def _fits(self, var: Any, other: Any, state: State) -> bool:
+        """Whether both traces mean an array of one whole shape."""
+        here, there = shape_of(var), shape_of(other)
+        if len(here) != len(there):
+            return False
+        times = [self.size if self.axis in axes_of_dim(dim) else 1 for dim in state.dims]
+        constant = [len(dim) == 1 and dim[0][1] is FREE for dim in state.dims]  # as far as it goes, there too
+        places = zip(here, there, times, constant, strict=True)
+        return all(n * k == m or (free and n * self.size == m) for n, m, k, free in places)
+
+    def _resized(self, eqn: Any, operands: Sequence[Value]) -> bool:
         """Whether a sum has another number of equal terms in the other trace."""
-        one, two = (shape_of(e.invars[0]) for e in (eqn, self.twins[id(eqn)]))
-        unclear = lambda dim: any(axes is FREE or axes is HIDDEN for _, axes in dim)
-        return any(one[d] != two[d] and unclear(state.dims[d]) for d in eqn.params["axes"])
+        twin = self.twins[id(eqn)]
+        if eqn.primitive.name == "reduce_sum":
+            places = [eqn.params["axes"]]
+        else:
+            places = eqn.params["dimension_numbers"][0]
+        sizes = [[shape_of(e.invars[0])[d] for d in places[0]] for e in (eqn, twin)]
+        unclear = [[_is_unclear(v.state.dims[d]) for d in dims] for v, dims in zip(operands, places, strict=True)]
+        terms = zip(*sizes, *unclear, strict=True)
+        return any(one != two and all(rest) for one, two, *rest in terms)
 
     def _check(self, eqn: Any, state: State, power: Power, where: Any) -> None:
         if power and self._known(state) and not state.partial:
-            times = float(self.size) ** float(power)
+            times = float(self.size) ** float(power) if isinstance(power, Fraction) else None
             fault = scaled(eqn, self.axis, times, where)
             self.engine.note(eqn, "scale", fault, where=where or (eqn, tuple(self.callers)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return np.array_equal(np.asarray(one), np.asarray(other))
+    except (TypeError, ValueError, RuntimeError):  # keys, deleted buffers
+        return False
+
+
+def whole_of(state: State, sizes: Mapping[str, int]) -> np.ndarray | None:
+    """The whole array of integers whose blocks the devices hold; None if they are too many, or lie otherwise."""
+    table, divided = state.table, [axes_of_dim(dim) for dim in state.dims]
+    values = table.values
+    if values is None or not {*table.axes} <= state.divided:
+        return None
+    if any(axes and len(dim) > 1 for axes, dim in zip(divided, state.dims, strict=True)):
+        return None
+    order = [axis for axes in divided for axis in axes]
+    if len({*order}) < len(order):
+        return None
+    lead = [axis for axis in sizes if axis in order]
+    full = values.reshape([sizes[a] if a in table.axes else 1 for a in lead] + list(values.shape[len(table.axes) :]))
+    full = np.broadcast_to(full, [sizes[a] for a in lead] + list(table.shape))
+    places, shape = [], []
+    for d, axes in enumerate(divided):
+        places += [lead.index(axis) for axis in axes] + [len(lead) + d]
+        shape.append(table.shape[d] * math.prod(sizes[axis] for axis in axes))
+    return full.transpose(places).reshape(shape)
+
+
+def _takes_all(eqn: Any) -> bool:
+    return shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0])
+
+
+def _is_unclear(dim: Dim) -> bool:
+    """Whether elements along a dimension may be equal."""
+    return any(axes is FREE or axes is HIDDEN for _, axes in dim)
 
 
 def _pairs(one: Sequence[Any], two: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -257,7 +377,9 @@ def check_scale(jaxpr: Any, others: Mapping[str, Any], sizes: Mapping[str, int])
     for axis, other in others.items():
         engine = Dataflow("", ())
         engine.root = jaxpr
-        scales = Scales(engine, axis, sizes[axis])
+        beside = Dataflow("", ())
+        walk_closed(beside, other)
+        scales = Scales(engine, axis, sizes[axis], beside.known)
         scales.align(jaxpr, other)
         inner, _ = opened(jaxpr)
         whole = [engine.kept(State(tuple(map(plain, shape_of(v))))) for v in inner.invars]

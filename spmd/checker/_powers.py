@@ -1,0 +1,327 @@
+"""How often a number is too large on a mesh, and what each primitive makes of that.
+
+On 4 devices `psum(x.mean(), "dp")` is 4 times what it is on one: its *power* of the size of dp is 1. Products add
+powers, roots halve them. But `h + psum(x.mean(), "dp")` has no one power, nor has its tanh: such a value *grows*. It
+depends on the mesh all the same, and so does what is made of it, unless something undoes it: `tanh(4 * x)` is not
+`tanh(x)`, while `4 * x / norm(4 * x)` is `x / norm(x)`. What might undo it makes nobody know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from spmd._jaxprs import shape_of
+from spmd.checker._state import FREE, HIDDEN, State, size_of
+
+
+class Grown(NamedTuple):
+    """The power of a value that depends on the size of an axis, though not as a power of it.
+
+    Attributes:
+      factor: Whether a factor may undo that, as a norm has one: `sqrt(n * n * v + eps)`. Where data that the size
+        multiplies and data that it does not are added, none does.
+      term: Whether a term may undo it, as a softmax subtracts one: `log(n * v)`.
+      depth: Through how many curved functions and sums it came. Values of one depth may be equal, and their difference
+        zero.
+      turned: Whether its sign was turned.
+      varies: Whether what depends on the size differs from element to element.
+    """
+
+    factor: bool = False
+    term: bool = False
+    depth: int = 0
+    turned: bool = False
+    varies: bool = True
+
+
+Power = Fraction | Grown | None  # None: nobody knows
+ZERO = Fraction(0)
+
+
+class Operand(NamedTuple):
+    """What a rule asks of an operand."""
+
+    power: Power
+    state: State
+
+    def varies(self, result: Any) -> bool:
+        """Whether it is data, and differs along every dimension of this result."""
+        if self.state.number or tuple(map(size_of, self.state.dims)) != shape_of(result):
+            return False
+        return not any(n > 1 and (axes is FREE or axes is HIDDEN) for dim in self.state.dims for n, axes in dim)
+
+
+Rule = Callable[[Any, Sequence[Operand]], Power]
+RULES: dict[str, Rule] = {}
+
+
+def _enter(names: str, rule: Rule) -> None:
+    RULES.update(dict.fromkeys(names.split(), rule))
+
+
+def power_of(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """The power of the result of an equation, wherever both traces have it."""
+    rule = RULES.get(eqn.primitive.name, _all_alike)
+    return rule(eqn, operands)
+
+
+# --- what stays as it is ----------------------------------------------------------------------------------------
+
+
+def _all_alike(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """Of any other primitive: what has no power keeps none."""
+    return ZERO if all(o.power == ZERO for o in operands) else None
+
+
+def _first(eqn: Any, operands: Sequence[Operand]) -> Power:
+    return operands[0].power
+
+
+def _deeper(eqn: Any, operands: Sequence[Operand]) -> Power:
+    return deeper(operands[0].power)
+
+
+def deeper(power: Power) -> Power:
+    return power._replace(depth=power.depth + 1) if isinstance(power, Grown) else power
+
+
+def alike(one: Power, other: Power) -> bool:
+    """Whether two powers are the same but for their depth."""
+    if isinstance(one, Grown) and isinstance(other, Grown):
+        return one == other._replace(depth=one.depth)
+    return one == other
+
+
+def _turned(power: Power) -> Power:
+    return _minus(power) if isinstance(power, Grown) else power
+
+
+def _minus(power: Grown) -> Grown:
+    return power._replace(turned=not power.turned)
+
+
+def _repeated(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """The same number in many places is a shift, or a factor, of what it is combined with."""
+    power = operands[0].power
+    if isinstance(power, Grown) and math.prod(shape_of(eqn.outvars[0])) > math.prod(shape_of(eqn.invars[0])):
+        return power._replace(factor=True, term=True, varies=False)
+    return power
+
+
+def _taken(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """Elements of the first operand, at places that the others say."""
+    return operands[0].power if all(o.power == ZERO for o in operands[1:]) else None
+
+
+def _written(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """Elements of an operand in another one, at places that the rest say."""
+    name = eqn.primitive.name
+    old, new, *places = operands if name == "dynamic_update_slice" else (operands[0], *operands[:0:-1])
+    return together([old, new]) if all(o.power == ZERO for o in places) else None
+
+
+# --- sums -------------------------------------------------------------------------------------------------------
+
+
+def together(operands: Sequence[Operand]) -> Power:
+    """Elements of all operands, side by side, or one in place of another. Zeros do not count."""
+    powers = {o.power for o in operands if not o.state.zero}
+    return powers.pop() if len(powers) == 1 else None if powers else ZERO
+
+
+def either(operands: Sequence[Operand]) -> Power:
+    """Elements of one operand or of another one: where a mask or a bound puts a number, the data depend on the size."""
+    data = [o for o in operands if not o.state.number]
+    power = together(data or operands)
+    if not data or power is None or power == ZERO:
+        return power if power is None or all(o.power == ZERO for o in operands) else None
+    numbers = [o for o in operands if o.state.number and not o.state.zero]
+    if any(o.power != ZERO for o in numbers):
+        return None
+    return Grown(factor=True, term=True, varies=False) if numbers and isinstance(power, Fraction) else power
+
+
+def _sum(eqn: Any, operands: Sequence[Operand]) -> Power:
+    minus = eqn.primitive.name == "sub"
+    if minus and eqn.invars[0] is eqn.invars[1]:
+        return ZERO
+    power = together(operands)
+    if isinstance(power, Fraction) or len(operands) != 2 or any(o.power is None for o in operands):
+        return power
+    one, other = operands
+    result = eqn.outvars[0]
+    if one.state.zero or other.state.zero:
+        return _turned(power) if minus and one.state.zero else power
+    if isinstance(one.power, Grown) and isinstance(other.power, Grown):
+        return _sum_of_grown(one.power, _minus(other.power) if minus else other.power)
+    if isinstance(one.power, Grown):
+        return _with(one.power, other, result)
+    if isinstance(other.power, Grown):
+        return _with(_minus(other.power) if minus else other.power, one, result)
+    varies = all(o.varies(result) for o in operands if o.power != ZERO)
+    data = one.varies(result) and other.varies(result)
+    return Grown(factor=varies and not data, term=not data, varies=varies)
+
+
+def _sum_of_grown(one: Grown, other: Grown) -> Power:
+    """A difference of two values of one depth may be one of a value and itself."""
+    if one.turned != other.turned and (one.term or other.term or one.depth == other.depth):
+        return None
+    return _deepest(one, other)
+
+
+def _deepest(*powers: Grown) -> Grown:
+    deepest = max(powers, key=lambda power: power.depth)
+    return deepest._replace(factor=any(p.factor for p in powers), term=any(p.term for p in powers))
+
+
+def _with(grown: Grown, other: Operand, result: Any) -> Power:
+    """A value that grows, and another one that does not."""
+    if other.power != ZERO:
+        return None
+    return grown._replace(factor=False, term=False) if grown.varies and other.varies(result) else grown
+
+
+# --- products and functions ---------------------------------------------------------------------------------------
+
+
+def _product(eqn: Any, operands: Sequence[Operand]) -> Power:
+    one, other = operands
+    inverse = eqn.primitive.name == "div"
+    if one.state.zero or (other.state.zero and not inverse):
+        return ZERO
+    if one.power is None or other.power is None:
+        return None
+    if isinstance(one.power, Fraction) and isinstance(other.power, Fraction):
+        return one.power - other.power if inverse else one.power + other.power
+    contracts = eqn.primitive.name not in ("mul", "div")
+    power = _product_of_grown(eqn, one, other, inverse)
+    negative = any(_number(atom) < 0 for atom in eqn.invars)
+    return _turned(power) if negative else deeper(power) if contracts else power
+
+
+def _product_of_grown(eqn: Any, one: Operand, other: Operand, inverse: bool) -> Power:
+    grown = [o.power for o in (one, other) if isinstance(o.power, Grown)]
+    if len(grown) == 1:
+        [power] = grown
+        known = not power.factor or ZERO in (one.power, other.power)
+        rest = other if one.power is grown[0] else one
+        if not power.varies and rest.varies(eqn.outvars[0]):
+            power = power._replace(factor=True, term=False, varies=True)
+        return (deeper(power) if inverse and grown[0] is other.power else power) if known else None
+    if eqn.invars[0] is eqn.invars[1]:
+        return None if inverse else deeper(one.power)
+    if any(power.factor for power in grown) or (inverse and grown[0].depth == grown[1].depth):
+        return None
+    return deeper(_deepest(*grown))
+
+
+def _number(atom: Any) -> float:
+    """The value of a literal; 1 for all else."""
+    try:
+        return float(atom.val) if isinstance(atom, Literal) else 1.0
+    except (TypeError, ValueError):
+        return 1.0
+
+
+def _root(factor: Callable[[Any], Fraction]) -> Rule:
+    def rule(eqn: Any, operands: Sequence[Operand]) -> Power:
+        power = operands[0].power
+        return power * factor(eqn) if isinstance(power, Fraction) else deeper(power)
+
+    return rule
+
+
+def _pow(eqn: Any, operands: Sequence[Operand]) -> Power:
+    power, to = operands[0].power, _number(eqn.invars[1])
+    if operands[1].power != ZERO:
+        return None
+    if isinstance(power, Grown) or not power:
+        return deeper(power)
+    known = isinstance(eqn.invars[1], Literal)
+    return power * Fraction(to).limit_denominator(4) if known and (4 * to).is_integer() else None
+
+
+def _curved(of: Callable[[Grown], Grown], bounded: bool = False) -> Rule:
+    """A function of single elements that takes no value twice. It makes terms of factors, or factors of terms."""
+
+    def rule(eqn: Any, operands: Sequence[Operand]) -> Power:
+        power = operands[0].power
+        if isinstance(power, Grown):
+            return deeper(of(power))
+        if power is None or power == ZERO:
+            return power
+        varies = operands[0].varies(eqn.outvars[0])
+        return deeper(of(Grown(factor=not (bounded and varies), varies=varies)))
+
+    return rule
+
+
+def _logarithm(power: Grown) -> Grown:
+    """`log(n * x)` is `log(x)` and a term that is the same everywhere."""
+    return power._replace(factor=False, term=power.factor or power.term, varies=power.varies and not power.factor)
+
+
+def _exponential(power: Grown) -> Grown:
+    return power._replace(factor=power.factor or power.term, term=False)
+
+
+def _same(power: Grown) -> Grown:
+    return power
+
+
+def _signed(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """Which is larger, which is positive, where the largest is: no positive factor changes that."""
+    powers = {o.power for o in operands if not o.state.zero}
+    return ZERO if len(powers) <= 1 and all(isinstance(p, Fraction) for p in powers) else None
+
+
+def _selected(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """A mask that comes from data takes some elements of each case."""
+    mask, *cases = operands
+    if mask.power != ZERO:
+        return None
+    mixed = not mask.state.number and not any(o.state.number for o in cases)
+    if mixed and len({o.power for o in cases}) > 1 and all(isinstance(o.power, Fraction) for o in cases):
+        return Grown(factor=True, term=True, varies=False)
+    return either(cases)
+
+
+def _bounded(eqn: Any, operands: Sequence[Operand]) -> Power:
+    return either(operands)
+
+
+_enter(
+    """real imag conj copy copy_p stop_gradient name pvary pcast reduce_precision convert_element_type
+    transpose squeeze reshape rev slice spmd_retype spmd_relayout spmd_split spmd_layout
+    spmd_assert_equal spmd_block pmax pmin all_gather all_gather_invariant all_gather_reduced ppermute all_to_all
+    optimization_barrier sharding_constraint""",
+    _first,
+)
+_enter("broadcast_in_dim", _repeated)
+_enter("reduce_max reduce_min cumsum cummax cummin reduce_sum fft abs", _deeper)
+_enter("neg", lambda eqn, operands: _turned(operands[0].power))
+_enter("gather dynamic_slice copysign", _taken)
+_enter("dynamic_update_slice scatter scatter-add scatter_add", _written)
+_enter("concatenate", lambda eqn, operands: together(operands))
+_enter("pad", lambda eqn, operands: together(operands))
+_enter("add sub add_any", _sum)
+_enter("mul div dot_general conv_general_dilated", _product)
+_enter("sqrt", _root(lambda eqn: Fraction(1, 2)))
+_enter("rsqrt", _root(lambda eqn: Fraction(-1, 2)))
+_enter("cbrt", _root(lambda eqn: Fraction(1, 3)))
+_enter("square", _root(lambda eqn: Fraction(2)))
+_enter("integer_pow", _root(lambda eqn: Fraction(eqn.params["y"])))
+_enter("pow", _pow)
+_enter("tanh logistic erf erfc sin cos atan", _curved(_same, bounded=True))
+_enter("exp exp2", _curved(_exponential))
+_enter("expm1 log1p sinh cosh asinh erf_inv lgamma", _curved(_same))
+_enter("log log2", _curved(_logarithm))
+_enter("eq ne lt le gt ge sign argmax argmin is_finite", _signed)
+_enter("select_n", _selected)
+_enter("max min clamp", _bounded)
