@@ -26,15 +26,15 @@ class Grown(NamedTuple):
       factor: Whether a factor may undo that, as a norm has one: `sqrt(n * n * v + eps)`. Where data that the size
         multiplies and data that it does not are added, none does.
       term: Whether a term may undo it, as a softmax subtracts one: `log(n * v)`.
-      depth: Through how many curved functions and sums it came. Values of one depth may be equal, and their difference
-        zero.
+      path: What was done to it since, a hash. Values of one path may be equal, and their difference zero. Terms and
+        numbers by which it was multiplied are not on it: a difference takes them away.
       turned: Whether its sign was turned.
       varies: Whether what depends on the size differs from element to element.
     """
 
     factor: bool = False
     term: bool = False
-    depth: int = 0
+    path: int = 0
     turned: bool = False
     varies: bool = True
 
@@ -82,18 +82,22 @@ def _first(eqn: Any, operands: Sequence[Operand]) -> Power:
     return operands[0].power
 
 
-def _deeper(eqn: Any, operands: Sequence[Operand]) -> Power:
-    return deeper(operands[0].power)
+def _further(eqn: Any, operands: Sequence[Operand]) -> Power:
+    return further(operands[0].power, eqn)
 
 
-def deeper(power: Power) -> Power:
-    return power._replace(depth=power.depth + 1) if isinstance(power, Grown) else power
+def further(power: Power, eqn: Any, *others: Any) -> Power:
+    """A power whose value went through an equation, together with these other operands."""
+    if not isinstance(power, Grown):
+        return power
+    where = eqn.params.get("start_indices") if eqn.primitive.name == "slice" else None
+    return power._replace(path=hash((power.path, eqn.primitive.name, where, *map(id, others))))
 
 
 def alike(one: Power, other: Power) -> bool:
-    """Whether two powers are the same but for their depth."""
+    """Whether two powers are the same but for their paths."""
     if isinstance(one, Grown) and isinstance(other, Grown):
-        return one == other._replace(depth=one.depth)
+        return one == other._replace(path=one.path)
     return one == other
 
 
@@ -115,7 +119,7 @@ def _repeated(eqn: Any, operands: Sequence[Operand]) -> Power:
 
 def _taken(eqn: Any, operands: Sequence[Operand]) -> Power:
     """Elements of the first operand, at places that the others say."""
-    return operands[0].power if all(o.power == ZERO for o in operands[1:]) else None
+    return further(operands[0].power, eqn, *eqn.invars[1:]) if all(o.power == ZERO for o in operands[1:]) else None
 
 
 def _written(eqn: Any, operands: Sequence[Operand]) -> Power:
@@ -169,15 +173,15 @@ def _sum(eqn: Any, operands: Sequence[Operand]) -> Power:
 
 
 def _sum_of_grown(one: Grown, other: Grown) -> Power:
-    """A difference of two values of one depth may be one of a value and itself."""
-    if one.turned != other.turned and (one.term or other.term or one.depth == other.depth):
+    """A difference of two values of one path may be one of a value and itself."""
+    if one.turned != other.turned and (one.term or other.term or one.path == other.path):
         return None
-    return _deepest(one, other)
+    return _both(one, other)
 
 
-def _deepest(*powers: Grown) -> Grown:
-    deepest = max(powers, key=lambda power: power.depth)
-    return deepest._replace(factor=any(p.factor for p in powers), term=any(p.term for p in powers))
+def _both(one: Grown, other: Grown) -> Grown:
+    path = one.path if one.path == other.path else hash((one.path, other.path))
+    return one._replace(factor=one.factor or other.factor, term=one.term or other.term, path=path)
 
 
 def _with(grown: Grown, other: Operand, result: Any) -> Power:
@@ -202,7 +206,10 @@ def _product(eqn: Any, operands: Sequence[Operand]) -> Power:
     contracts = eqn.primitive.name not in ("mul", "div")
     power = _product_of_grown(eqn, one, other, inverse)
     negative = any(_number(atom) < 0 for atom in eqn.invars)
-    return _turned(power) if negative else deeper(power) if contracts else power
+    if negative or not isinstance(power, Grown):
+        return _turned(power)
+    data = [atom for atom, o in zip(eqn.invars, operands, strict=True) if not o.state.number and o.power == ZERO]
+    return further(power, eqn, *data) if contracts or data else power
 
 
 def _product_of_grown(eqn: Any, one: Operand, other: Operand, inverse: bool) -> Power:
@@ -213,12 +220,12 @@ def _product_of_grown(eqn: Any, one: Operand, other: Operand, inverse: bool) -> 
         rest = other if one.power is grown[0] else one
         if not power.varies and rest.varies(eqn.outvars[0]):
             power = power._replace(factor=True, term=False, varies=True)
-        return (deeper(power) if inverse and grown[0] is other.power else power) if known else None
+        return (further(power, eqn) if inverse and grown[0] is other.power else power) if known else None
     if eqn.invars[0] is eqn.invars[1]:
-        return None if inverse else deeper(one.power)
-    if any(power.factor for power in grown) or (inverse and grown[0].depth == grown[1].depth):
+        return None if inverse else further(one.power, eqn)
+    if any(power.factor for power in grown) or (inverse and grown[0].path == grown[1].path):
         return None
-    return deeper(_deepest(*grown))
+    return further(_both(*grown), eqn)
 
 
 def _number(atom: Any) -> float:
@@ -232,7 +239,7 @@ def _number(atom: Any) -> float:
 def _root(factor: Callable[[Any], Fraction]) -> Rule:
     def rule(eqn: Any, operands: Sequence[Operand]) -> Power:
         power = operands[0].power
-        return power * factor(eqn) if isinstance(power, Fraction) else deeper(power)
+        return power * factor(eqn) if isinstance(power, Fraction) else further(power, eqn)
 
     return rule
 
@@ -242,7 +249,7 @@ def _pow(eqn: Any, operands: Sequence[Operand]) -> Power:
     if operands[1].power != ZERO:
         return None
     if isinstance(power, Grown) or not power:
-        return deeper(power)
+        return further(power, eqn)
     known = isinstance(eqn.invars[1], Literal)
     return power * Fraction(to).limit_denominator(4) if known and (4 * to).is_integer() else None
 
@@ -253,11 +260,11 @@ def _curved(of: Callable[[Grown], Grown], bounded: bool = False) -> Rule:
     def rule(eqn: Any, operands: Sequence[Operand]) -> Power:
         power = operands[0].power
         if isinstance(power, Grown):
-            return deeper(of(power))
+            return further(of(power), eqn)
         if power is None or power == ZERO:
             return power
         varies = operands[0].varies(eqn.outvars[0])
-        return deeper(of(Grown(factor=not (bounded and varies), varies=varies)))
+        return further(of(Grown(factor=not (bounded and varies), varies=varies)), eqn)
 
     return rule
 
@@ -298,13 +305,13 @@ def _bounded(eqn: Any, operands: Sequence[Operand]) -> Power:
 
 _enter(
     """real imag conj copy copy_p stop_gradient name pvary pcast reduce_precision convert_element_type
-    transpose squeeze reshape rev slice spmd_retype spmd_relayout spmd_split spmd_layout
+    transpose squeeze reshape rev spmd_retype spmd_relayout spmd_split spmd_layout
     spmd_assert_equal spmd_block pmax pmin all_gather all_gather_invariant all_gather_reduced ppermute all_to_all
     optimization_barrier sharding_constraint""",
     _first,
 )
 _enter("broadcast_in_dim", _repeated)
-_enter("reduce_max reduce_min cumsum cummax cummin reduce_sum fft abs", _deeper)
+_enter("reduce_max reduce_min cumsum cummax cummin reduce_sum fft abs slice", _further)
 _enter("neg", lambda eqn, operands: _turned(operands[0].power))
 _enter("gather dynamic_slice copysign", _taken)
 _enter("dynamic_update_slice scatter scatter-add scatter_add", _written)

@@ -130,7 +130,7 @@ class Scales(Domain):
         return Value(self.engine.join(one.state, other.state), power, one.where or other.where)
 
     def same(self, one: Value, other: Value) -> bool:
-        """Each layer of a stream is deeper than the one before it, and that is all there is to tell them apart."""
+        """Each layer of a stream has a longer path than the one before it, and that is all that tells them apart."""
         return one.state == other.state and one.piece == other.piece and alike(one.power, other.power)
 
     def unsettled(self, value: Value) -> Value:
@@ -239,14 +239,14 @@ class Scales(Domain):
         name = eqn.primitive.name
         if not self._known(state) or per_shard_reason(eqn, self.callers):
             return None
-        if twin is None:
-            return self._moved(eqn, operands) if name in _WHOLE else None
-        if len(eqn.outvars) != len(twin.outvars) or not self._fits(eqn.outvars[number], twin.outvars[number], state):
-            return None
-        if state.table is not None and self._same_numbers(state, twin.outvars[number]):
+        if state.table is not None and twin is not None and self._same_numbers(state, twin.outvars[0]):
             return ZERO
         if name in _WHOLE:
             return self._moved(eqn, operands)
+        if twin is None or len(eqn.outvars) != len(twin.outvars):
+            return None
+        if not self._fits(eqn.outvars[number], twin.outvars[number], state):
+            return None
         if name == "axis_index":
             return ZERO if self.axis not in axes_of(eqn) else None
         if name == "dynamic_slice" and self.axis in state.divided and _takes_all(twin):

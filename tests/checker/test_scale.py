@@ -13,6 +13,9 @@ import pytest
 from jax import lax
 
 import spmd
+from spmd.checker._scale import check_scale
+from tests.checker import random_bodies, truth
+from tests.sampler import Choices, seeds
 
 SIZES: dict[str, Any] = {"dp": 2, "tp": 4}
 ALONE: dict[str, Any] = {"dp": 1, "tp": 1}
@@ -182,3 +185,37 @@ def test_a_loop_that_ends_before_its_powers_settle():
     for rounds, wanted in ((1, []), (2, ["scale"])):
         kernel = spmd.kernel("a/dp b -> b", mesh=spmd.make_mesh(**SIZES))(lambda x, n=rounds: body(x, n))
         assert [one.kind for one in spmd.check(kernel, X)] == wanted
+
+
+def outputs(trace):
+    """The trace of a random body. Its marked values are its results."""
+    [outer] = trace.jaxpr.jaxpr.eqns
+    for eqn in outer.params["jaxpr"].eqns:
+        if truth.is_mark(eqn):
+            eqn.params["role"] = "output"
+    return trace.jaxpr
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_right_random_bodies_mean_the_same_on_each_mesh(seed):
+    choices = Choices(seed)
+    plan = random_bodies.drawn(choices)._replace(wrong=None)
+    before = len(choices.drawn)
+    body = outputs(random_bodies.traced(choices, plan, plan.mesh))
+    for axis in [axis for axis, size in plan.mesh.items() if size > 1]:
+        replay = Choices(seed, choices.drawn[before:])
+        alone = outputs(random_bodies.traced(replay, plan, {**plan.mesh, axis: 1}))
+        assert not check_scale(body, {axis: alone}, plan.mesh)
+
+
+def test_results_of_random_bodies_are_asked():
+    """A mean that is a sum is found as above."""
+
+    def traced(sizes):
+        b = lambda x: random_bodies.mark(lax.psum(x.mean(), "dp"), "scalar", call='v0("scalar")')
+        mesh = spmd.make_mesh(**sizes)
+        run = jax.shard_map(lambda x: (b(x), ())[1], mesh=mesh, in_specs=jax.P("dp"), out_specs=())
+        return outputs(random_bodies.Trace(jax.make_jaxpr(run)(X), [], [], ""))
+
+    [finding] = check_scale(traced(SIZES), {"dp": traced(ALONE)}, SIZES)
+    assert finding.kind == "scale"
