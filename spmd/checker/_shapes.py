@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 import spmd.checker._integers as integers
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._linear import Linear, curved, fetches, passes, product, sums
+from spmd.checker._source import is_differentiated
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -420,8 +423,15 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """It counts from 0 on every device, and is the same on each."""
+    """It counts from 0 on every device, and is the same on each.
+
+    The derivative of a scatter gives each update a number of its own, the same ones on each device: they say which
+    update was the last to be written, and are not positions.
+    """
     dimension = eqn.params["dimension"]
+    derivative = any(map(is_differentiated, (eqn, *walk.callers)))
+    if derivative and jnp.issubdtype(eqn.params["dtype"], jnp.unsignedinteger):
+        return walk.unknown(eqn, operands)
     dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
     return walk.counted(eqn, operands, [walk.kept(State(dims, number=True))])
 

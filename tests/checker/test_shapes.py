@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import spmd
 from spmd._walker import equations
 from spmd.checker._shapes import RULES, _apart
 from spmd.checker._state import axes_of_dim, normal, size_of
@@ -121,3 +122,17 @@ def test_every_rule_has_a_test_here():
     names = {eqn.primitive.name for jaxpr in traced for eqn in equations(jaxpr)} | {"iota", "random_bits"}
     untried = {name for name, rule in RULES.items() if not any(RULES.get(other) is rule for other in names)}
     assert untried <= {"split", "stack", "tile"}, "JAX writes these otherwise, in some versions"
+
+
+def test_the_derivative_of_a_scatter_numbers_its_updates(mesh):
+    """JAX does that with an iota, from 0 on each device. What it counts are not positions in a divided dimension."""
+
+    @spmd.kernel("b/dp t d, b/dp s d -> b/dp t d", mesh=mesh)
+    def written(cache, new):
+        at = jnp.broadcast_to(jnp.array([0, 2]), new.shape[:2])
+        return jax.vmap(lambda rows, more, at: rows.at[at].set(more))(cache, new, at)
+
+    cache, new = np.ones((4, 3, 5), np.float32), np.full((4, 2, 5), 2.0, np.float32)
+    assert not spmd.check(lambda *args: jax.vjp(written, *args)[1](cache), cache, new)
+    for got, want in zip(*(jax.vjp(run, cache, new)[1](cache) for run in (written, written.reference)), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -18,15 +18,32 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import _compat
 from spmd.testing import Mismatch, assert_same_on_any_mesh
+from tests import layers
 from tests.mutants import changes
 from tests.mutants.judge import UNKNOWN, Verdict, judge, mutants, said
-from tests.mutants.programs import FAMILIES, Program, programs
+from tests.mutants.programs import FAMILIES, Program, of_layer, programs
 from tests.mutants.sites import Mutant, Place, changed, mutants_of
 from tests.mutants.table import Tally
 from tests.sampler import seeds
 
 MESH: dict[str, Any] = {"a": 2, "b": 4}
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+
+# -------------------- what is not changed
+
+
+@functools.cache
+def every_layer() -> list[Program]:
+    layers.register_all()
+    return [of_layer(case) for make, _ in layers.CASES.values() for case in make()]
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_no_layer_raises_an_alarm(seed: int) -> None:
+    """Its value and its gradient, with the scales."""
+    program = random.Random(seed).choice(every_layer())
+    assert not said(program), program.name
 
 
 # -------------------- the sample
