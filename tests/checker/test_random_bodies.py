@@ -13,7 +13,7 @@ from jax import lax
 
 import spmd
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._state import FREE, State, axes_of_dim, join_dims, size_of
+from spmd.checker._state import FREE, UNREAD, Pending, State, axes_of_dim, join_dims, size_of
 from spmd.checker._table import TABLE, Map
 from tests.checker import random_bodies, truth
 from tests.checker.harness import seen
@@ -314,3 +314,11 @@ def test_divided_factors_of_one_element_are_joined() -> None:
     one, two = ((1, ("dp",)), (2, ("tp",))), ((2, ("tp",)),)
     for a, b in ((one, two), (two, one)):
         assert size_of(join_dims(a, b)) == 2
+
+
+def test_what_follows_a_mistake_told_elsewhere_is_not_compared() -> None:
+    """Two equations use one partial sum in a wrong way: the second is not told, and its result is unknown."""
+    eqn = jax.make_jaxpr(jnp.abs)(1.0).eqns[0]
+    term, after = State(partial=frozenset({"dp"})), State(pending=frozenset({Pending(UNREAD, "dp", -1)}))
+    assert truth.doubt_of(eqn, truth.Said([term], [after], False)) == truth.TOLD
+    assert not truth.doubt_of(eqn, truth.Said([term], [term], False))

@@ -22,7 +22,7 @@ import numpy as np
 from spmd._facts import CallName
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._source import line_of
-from spmd.checker._state import FREE, HIDDEN, Dim, State
+from spmd.checker._state import FREE, HIDDEN, UNREAD, Dim, State
 from tests.checker import devices
 from tests.checker.harness import Apart, whole
 from tests.checker.random_bodies import OWN_SIZE, Move, Plan, Trace, arguments, axes_of, drawn, traced
@@ -396,8 +396,8 @@ def marks_of(one: Ran) -> list[Key]:
 
 def doubt_of(eqn: Any, said: Said | None) -> int:
     """Whether an equation is at fault, or forgets that nobody knew how its operands lie."""
-    if said is None or said.faulty:
-        return TOLD
+    if said is None or said.faulty or any(p.kind == UNREAD for out in said.outs for p in out.pending):
+        return TOLD  # a mistake that was told at another equation is told no more, and leaves this mark
     known = lambda states: all(is_whole(state) and not state.loose for state in states)
     forgets = not known(said.operands) and known(said.outs)
     return RELEASED if forgets or local(eqn, ()) else 0
