@@ -188,9 +188,9 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     terms: set[str] = set()
     for d, (dim, n, m) in enumerate(zip(operand.dims, before, after, strict=True)):
         start = starts[d] if d < len(starts) else State(number=True)
-        if n == m:
+        if n == m or all(axes is FREE for _, axes in dim):  # of what is constant every block is the same
             own.add(d)
-            dims.append(dim)
+            dims.append(dim if n == m else free(m))
             continue
         axes = None if start.table is None else _starts(walk, start.table, m, n)
         if axes and len(dim) == 1 and dim[0][1] is not HIDDEN and dim[0][1] is not FREE:

@@ -196,3 +196,14 @@ def test_an_exchange_of_a_constant_has_other_sizes():
     ).states
     assert [size_of(dim) for dim in same.dims] == [4, 2] and "dp" not in same.axes
     assert [size_of(dim) for dim in other.dims] == [8, 1] and "dp" in other.axes, "each device has another column"
+
+
+def test_own_blocks_of_a_constant_fit_a_divided_layout():
+    """A second derivative may be a constant; its blocks are equal, and are blocks of the whole all the same."""
+
+    def body(x):
+        y = jnp.full((8, 8), 2.0)
+        return lax.dynamic_slice_in_dim(varying(y), lax.axis_index("dp") * 4, 4)
+
+    [state] = seen(body, "a b", args=[X]).states
+    assert [axes for dim in state.dims for _, axes in dim] == [FREE, FREE] and not state.axes
