@@ -297,7 +297,8 @@ class Engine(Domain):
             pending = NONE
         partial = (partial | summed) - different - set(held)
         if pending or given.pending or told:
-            pending = frozenset(p for p in (pending | given.pending | told) - given.done if p.axis not in different)
+            # What a collective completed for one value says nothing of another one that a mistake was told of.
+            pending = frozenset(p for p in ((pending | given.pending) - given.done) | told if p.axis not in different)
             released = {p.axis for p in given.pending} - {p.axis for p in pending}
             different |= released.difference(held, partial)
         loose = given.loose or _loose(m, labels)

@@ -84,6 +84,11 @@ def called_equal(seed: Any) -> int:
     return equal
 
 
+def test_a_gather_of_one_mistake_does_not_complete_another() -> None:
+    """A sum over dp of what a mistake was told of, times another such value."""
+    assert called_equal(783)
+
+
 def test_what_is_called_equal_is_equal() -> None:
     tried = seeds(times=4)
     assert sum(map(called_equal, tried)) > len(tried) // 4  # the programs are not all trivially different
