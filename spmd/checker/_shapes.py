@@ -76,12 +76,24 @@ def _beside(operand: State, known: Iterable[str]) -> State:
 # --- reshape --------------------------------------------------------------------------------------------------
 
 
+def _numbers_updates(walk: Engine, eqn: Any, operand: State) -> bool:
+    """Whether JAX's derivative of a scatter numbers its updates here: from 0 on each device, in their shape.
+
+    The numbers say which update was the last to be written. They are not positions.
+    """
+    aval = eqn.invars[0].aval
+    counts = operand.number and aval.ndim == 1 and jnp.issubdtype(aval.dtype, jnp.unsignedinteger)
+    return counts and any(map(is_differentiated, (eqn, *walk.callers)))
+
+
 def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Runs of dimensions are merged into one list of factors, and taken apart again."""
     operand = operands[0]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if 0 in old:
         return [walk.kept(State(tuple(map(hidden, new)), different=operand.axes, zero=operand.zero))]
+    if _numbers_updates(walk, eqn, operand):
+        return walk.unknown(eqn, operands)
     dims: list[Dim] = [free(n) for n in new]
     ones = {a for n, dim in zip(old, operand.dims, strict=True) if n == 1 for a in axes_of_dim(dim)}
     loose = bool(ones) and old.count(1) != new.count(1)
@@ -423,15 +435,8 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """It counts from 0 on every device, and is the same on each.
-
-    The derivative of a scatter gives each update a number of its own, the same ones on each device: they say which
-    update was the last to be written, and are not positions.
-    """
+    """It counts from 0 on every device, and is the same on each."""
     dimension = eqn.params["dimension"]
-    derivative = any(map(is_differentiated, (eqn, *walk.callers)))
-    if derivative and jnp.issubdtype(eqn.params["dtype"], jnp.unsignedinteger):
-        return walk.unknown(eqn, operands)
     dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
     return walk.counted(eqn, operands, [walk.kept(State(dims, number=True))])
 
