@@ -77,9 +77,12 @@ def test_a_wall_whose_value_differs_between_devices() -> None:
 
 
 def in_any_order(edge):
-    """The edges with zeros for numbers where others are odd: in a corner the order of dimensions would matter."""
+    """The edges with zeros for numbers where others are odd, or other numbers: in a corner the order of dimensions
+    would matter."""
     ends = [end for one in edge.values() for end in (one if isinstance(one, tuple) else (one,))]
-    if not any(isinstance(end, str) and end.startswith("anti") for end in ends):
+    odd = any(isinstance(end, str) and end.startswith("anti") for end in ends)
+    numbers = {0 if end == "zero" else end for end in ends if end == "zero" or not isinstance(end, str)}
+    if not odd and len(numbers) < 2:
         return edge
     plain = lambda end: end if isinstance(end, str) else "zero"
     return {name: tuple(map(plain, one)) if isinstance(one, tuple) else plain(one) for name, one in edge.items()}
