@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="the cheapest steps from one layout to another",
         description="The cheapest steps from one layout to another: bytes per device, lower bound, ratio.",
-        epilog="\n".join(_EXAMPLES.splitlines()[:3]),
+        epilog=_examples("plan"),
         formatter_class=described,
     )
     plan.add_argument("pattern", help='"layout -> layout", such as "a/x b -> a b/x"')
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "show",
         help="which device holds what",
         description="Which device holds which block of an array. Sizes that are not given leave blocks numbered.",
-        epilog="\n".join(_EXAMPLES.splitlines()[::3]),
+        epilog=_examples("show"),
         formatter_class=described,
     )
     show.add_argument("layout", help='a layout, such as "b/dp (h k)/tp"')
@@ -82,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _examples(command: str) -> str:
+    """The examples of one command."""
+    first, *lines = _EXAMPLES.splitlines()
+    return "\n".join([first, *(line for line in lines if f" spmd {command} " in line)])
+
+
 def _add_programs(commands: Any) -> None:
     """`explain` and `check`, which take a program by its name in a file."""
     explain = commands.add_parser(
@@ -90,7 +96,7 @@ def _add_programs(commands: Any) -> None:
         description="What a program sends, from which line, over which axes. It is traced, not run. PROGRAM is\n"
         "FILE:KERNEL, with the sizes of the names in its layouts, or FILE:build, where build(mesh) returns a\n"
         "function and its arguments.",
-        epilog="\n".join(["examples:", *[line for line in _EXAMPLES.splitlines() if " explain " in line]]),
+        epilog=_examples("explain"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     explain.add_argument("--hardware", metavar="NAME", help="a profile, such as h100 or tpu-v5p: adds times")
@@ -101,7 +107,7 @@ def _add_programs(commands: Any) -> None:
         help="where a program does not mean what its layouts say",
         description="The findings of the checker for a whole program. It is traced, not run. PROGRAM as in explain.\n"
         "Exits with 1 if there are findings.",
-        epilog="\n".join(["examples:", *[line for line in _EXAMPLES.splitlines() if " check " in line]]),
+        epilog=_examples("check"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check.add_argument("--source", action="store_true", help="print the program with the layout of each line")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _jax_errors
-from spmd._cli_programs import program
+from spmd._cli_programs import check_names, program
 from spmd._compat import installed
 from spmd._processes import forgotten
 from spmd._table import Table
@@ -104,7 +104,7 @@ def run_show(options: Any) -> int:
     if "..." in text:
         rule = "A picture needs every dimension, and '...' stands for any number of them."
         raise LayoutError(rule, call=f'show "{text}"', advice="write the dimensions out")
-    _check_names("layout", Layout(text, call=f'show "{text}"').names, sizes)
+    check_names("layout", Layout(text, call=f'show "{text}"').names, sizes)
     picture = visualize(text, sizes, mesh)
     _save(picture, options.svg)
     if options.json:
@@ -222,20 +222,12 @@ def _check_choice(flag: str, text: str, known: Sequence[str]) -> None:
 def _check_all_sizes(text: str, sizes: Mapping[str, int]) -> None:
     """Check that each name of the pattern has a size. `plan` itself finds the other faults."""
     pattern = Pattern(text, arrow=True, call=f'plan("{text}")')
-    _check_names("pattern", pattern.names, sizes)
+    check_names("pattern", pattern.names, sizes)
     sides = [layout.names for layout in pattern.layouts]
     missing = [name for name in pattern.names if name not in sizes and all(name in side for side in sides)]
     if missing:
         rule = f"a plan needs every size, and the size of {' and '.join(missing)} is not given."
         raise SizeError(rule, call=f'plan "{text}"', advice=f"as in --size {','.join(f'{n}=4096' for n in missing)}")
-
-
-def _check_names(what: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
-    for name in sizes:
-        if name not in names:
-            rule = f"the {what} has no dimension '{name}'{did_you_mean(name, names) or '.'}"
-            got = [f"dimensions of the {what}: {', '.join(names) or 'none'}"]
-            raise SizeError(rule, call=f"--size {_joined(sizes)}", got=got)
 
 
 def _joined(numbers: Mapping[str, int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,15 @@ def program(
     return made[0], tuple(made[1])
 
 
+def check_names(what: str, names: Collection[str], sizes: Mapping[str, int]) -> None:
+    """Check that each size of the command belongs to a name of a layout, a pattern or a kernel."""
+    for name in sizes:
+        if name not in names:
+            rule = f"the {what} has no dimension '{name}'{did_you_mean(name, names) or '.'}"
+            call = f"--size {','.join(f'{name}={size}' for name, size in sizes.items())}"
+            raise SizeError(rule, call=call, got=[f"dimensions of the {what}: {', '.join(names) or 'none'}"])
+
+
 def _loaded(target: str) -> Any:
     """What a file calls by this name. The file is run as a module, so nothing under `__main__` happens."""
     text, _, name = target.rpartition(":")
@@ -93,10 +102,7 @@ def _arguments(kernel: Kernel, sizes: Mapping[str, int], dtypes: Mapping[str, st
     atoms = [atom for layout in layouts.values() for dim in layout.dims for atom in dim.atoms]
     known = {**dict(signature.sizes), **sizes}
     names = dict.fromkeys(atom.name for atom in atoms if atom.size is None)
-    wrong = [name for name in sizes if name not in names]
-    if wrong:
-        rule = f"{signature.name} has no dimension '{wrong[0]}'{did_you_mean(wrong[0], names) or '.'}"
-        raise SizeError(rule, call=f"--size {wrong[0]}={sizes[wrong[0]]}", got=[f"dimensions: {', '.join(names)}"])
+    check_names("kernel", names, sizes)
     missing = [name for name in names if name not in known]
     if missing:
         rule = f"the size of {' and '.join(missing)} is not given."

@@ -443,11 +443,7 @@ def from_process_local(
     _check_parts(leaves, found, wholes, call)
     made = [x if s is None else make(x, s, whole) for x, s, whole in zip(leaves, found, wholes, strict=True)]
     if not one and ((check and takes_part(mesh)) or compared(mesh)):
-        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-        placed = [
-            (f"tree{jax.tree_util.keystr(path)}", x) for (path, _), x, s in zip(paths, made, found, strict=True) if s
-        ]
-        check_parts(placed, call)
+        check_parts([(path, x) for path, x, s in zip(_paths(tree), made, found, strict=True) if s], call)
     return jax.tree.unflatten(structure, made)
 
 

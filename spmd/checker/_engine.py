@@ -36,6 +36,7 @@ from spmd.checker._state import (
     join,
     normal,
     plain,
+    remade,
     size_of,
     unify,
 )
@@ -383,8 +384,7 @@ class Engine(Domain):
             return dim
         constant = [axes is FREE for _, axes in dim]
         if any(constant) and label in m.whole and not (all(constant) and m.whole[label] in KEEP_CONSTANTS):
-            known = not axes_of_dim(dim) and all(axes is not HIDDEN for _, axes in dim)
-            return plain(size) if known else hidden(size)
+            return remade(dim, size)
         if label in m.made and dim[0][1] is not FREE and (size_of(dim) != size or self._cut(dim)):
             return hidden(size) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(size)
         return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else hidden(size)

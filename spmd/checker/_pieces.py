@@ -49,8 +49,8 @@ class Here(NamedTuple):
 
 _PASS = """pvary pcast stop_gradient name copy copy_p reshape squeeze transpose broadcast_in_dim
     spmd_retype spmd_layout optimization_barrier reduce_precision"""
-_SUMS = ("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter")
-_COMPLETE: Mapping[str, str] = {"pmax": MAX, "pmin": MIN, **dict.fromkeys(_SUMS, ONE)}
+SUMS = frozenset(("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter"))
+_COMPLETE: Mapping[str, str] = {"pmax": MAX, "pmin": MIN, **dict.fromkeys(SUMS, ONE)}
 
 
 def completed(eqn: Any, here: Here, axis: str) -> Power:

@@ -299,10 +299,6 @@ def _selected(eqn: Any, operands: Sequence[Operand]) -> Power:
     return either(cases)
 
 
-def _bounded(eqn: Any, operands: Sequence[Operand]) -> Power:
-    return either(operands)
-
-
 _enter(
     """real imag conj copy copy_p stop_gradient name pvary pcast reduce_precision convert_element_type
     transpose squeeze reshape rev spmd_retype spmd_relayout spmd_split spmd_layout
@@ -315,8 +311,7 @@ _enter("reduce_max reduce_min cumsum cummax cummin reduce_sum fft abs slice", _f
 _enter("neg", lambda eqn, operands: _turned(operands[0].power))
 _enter("gather dynamic_slice copysign", _taken)
 _enter("dynamic_update_slice scatter scatter-add scatter_add", _written)
-_enter("concatenate", lambda eqn, operands: together(operands))
-_enter("pad", lambda eqn, operands: together(operands))
+_enter("concatenate pad", lambda eqn, operands: together(operands))
 _enter("add sub add_any", _sum)
 _enter("mul div dot_general conv_general_dilated", _product)
 _enter("sqrt", _root(lambda eqn: Fraction(1, 2)))
@@ -331,4 +326,4 @@ _enter("expm1 log1p sinh cosh asinh erf_inv lgamma", _curved(_same))
 _enter("log log2", _curved(_logarithm))
 _enter("eq ne lt le gt ge sign argmax argmin is_finite", _signed)
 _enter("select_n", _selected)
-_enter("max min clamp", _bounded)
+_enter("max min clamp", lambda eqn, operands: either(operands))

@@ -25,7 +25,7 @@ from spmd._facts import per_shard_reason
 from spmd._jaxprs import Held, Role, axes_of, held, opened, shape_of
 from spmd._walker import Domain, walk
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._pieces import Here, Piece, completed, piece_of
+from spmd.checker._pieces import SUMS, Here, Piece, completed, piece_of
 from spmd.checker._powers import ZERO, Operand, Power, alike, power_of, together
 from spmd.checker._report import scaled
 from spmd.checker._source import line_of
@@ -33,11 +33,10 @@ from spmd.checker._state import FREE, HIDDEN, Dim, State, axes_of_dim, plain
 
 ROUNDS = 20  # of a loop, until its powers settle
 MOST = 4000  # pairing more equations one by one takes too long
-_SUMS = frozenset(("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter"))
 # What verbs write, and what sends nothing along one device: the whole array stays, so that no twin is asked.
 _MOVES = """pvary pcast all_gather all_gather_invariant all_gather_reduced ppermute all_to_all spmd_retype spmd_relayout
     spmd_split spmd_assert_equal spmd_block spmd_layout pmax pmin"""
-_WHOLE = frozenset(_MOVES.split()) | _SUMS
+_WHOLE = frozenset(_MOVES.split()) | SUMS
 
 
 class Value(NamedTuple):
@@ -268,9 +267,9 @@ class Scales(Domain):
         """What is the same whole array, or a sum over devices: of equal values, that is one for each of them."""
         state, power = operands[0][:2]
         name = eqn.primitive.name
-        if power is None and (name in _SUMS or name in ("pmax", "pmin")):
+        if power is None and (name in SUMS or name in ("pmax", "pmin")):
             return completed(eqn, operands[0].here, self.axis)
-        if name not in _SUMS or self.axis not in axes_of(eqn) or self.axis in state.axes:
+        if name not in SUMS or self.axis not in axes_of(eqn) or self.axis in state.axes:
             return power if power is None or self._known(state) else None
         return power + 1 if isinstance(power, Fraction) else power if power and not power.factor else None
 

@@ -13,7 +13,7 @@ from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._linear import Linear, curved, fetches, passes, product, sums
-from spmd.checker._source import is_differentiated
+from spmd.checker._source import called_in_jax
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -30,6 +30,7 @@ from spmd.checker._state import (
     normal,
     plain,
     refined,
+    remade,
     size_of,
     unify,
 )
@@ -76,14 +77,14 @@ def _beside(operand: State, known: Iterable[str]) -> State:
 # --- reshape --------------------------------------------------------------------------------------------------
 
 
-def _numbers_updates(walk: Engine, eqn: Any, operand: State) -> bool:
+def _numbers_updates(eqn: Any, operand: State) -> bool:
     """Whether JAX's derivative of a scatter numbers its updates here: from 0 on each device, in their shape.
 
     The numbers say which update was the last to be written. They are not positions.
     """
     aval = eqn.invars[0].aval
     counts = operand.number and aval.ndim == 1 and jnp.issubdtype(aval.dtype, jnp.unsignedinteger)
-    return counts and any(map(is_differentiated, (eqn, *walk.callers)))
+    return counts and called_in_jax(eqn, "scatter")
 
 
 def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -92,7 +93,7 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if 0 in old:
         return [walk.kept(State(tuple(map(hidden, new)), different=operand.axes, zero=operand.zero))]
-    if _numbers_updates(walk, eqn, operand):
+    if _numbers_updates(eqn, operand):
         return walk.unknown(eqn, operands)
     dims: list[Dim] = [free(n) for n in new]
     ones = {a for n, dim in zip(old, operand.dims, strict=True) if n == 1 for a in axes_of_dim(dim)}
@@ -153,7 +154,7 @@ def _piece_of(dim: Dim, size: int) -> Dim:
     """Some elements of a dimension."""
     if dim[0][1] is FREE and len(dim) == 1:
         return free(size)
-    return hidden(size) if axes_of_dim(dim) or any(axes is HIDDEN for _, axes in dim) else plain(size)
+    return remade(dim, size)
 
 
 def _every(dim: Dim, n: int, start: int, stride: int) -> Dim | None:

@@ -106,6 +106,11 @@ def hidden(size: int) -> Dim:
     return ((size, HIDDEN),)
 
 
+def remade(dim: Dim, size: int) -> Dim:
+    """A dimension made of another one, in no order that is known: whole if that one is."""
+    return hidden(size) if axes_of_dim(dim) or any(axes is HIDDEN for _, axes in dim) else plain(size)
+
+
 @lru_cache(maxsize=4096)
 def size_of(dim: Dim) -> int:
     total = 1

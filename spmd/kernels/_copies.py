@@ -129,8 +129,8 @@ class _Carry(NamedTuple):
         return ReplicationError(replace(fault, got=[*fault.got, *_lines(paid)], advice=advice))
 
     def computes(self, again: Any) -> bool:
-        """Whether the body takes no derivative. In one, JAX's types decide what is summed, and there is no other trace
-        of this body that would show what they changed."""
+        """Whether the body takes no derivative. In a derivative JAX's types decide what is summed, and no other trace
+        of this body shows what they changed."""
         return not _derives(_body(again))
 
 
