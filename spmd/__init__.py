@@ -23,6 +23,7 @@ from spmd.comm import (
     shift,
     split,
 )
+from spmd.drawing import Picture
 from spmd.errors import (
     CommunicationError,
     LayoutError,
@@ -34,7 +35,7 @@ from spmd.errors import (
     SpmdError,
 )
 from spmd.inspect._explain import explain
-from spmd.inspect._picture import Picture, visualize
+from spmd.inspect._picture import visualize
 from spmd.kernels import Kernel, VmapWarning, kernel
 from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import make_mesh, use_cpu_devices

@@ -26,6 +26,7 @@ CODE = ("spmd/", "tests/", "examples/")
 FLOORS = {
     "errors.py": 0,
     "language/": 1,
+    "drawing/": 1,
     "_agreement.py": 2,
     "_ambient.py": 2,
     "_compat.py": 2,

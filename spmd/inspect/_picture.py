@@ -3,109 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
 from spmd._leaves import kind_of
-from spmd._table import Line, plain, rich_lines, shown_width
+from spmd._table import Line
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
+from spmd.drawing._grid import Grid
+from spmd.drawing._picture import Drawing, Picture
+from spmd.drawing._svg import below, caption, card, flow, grid_box
+from spmd.drawing._text import grid_lines, heading, sentences
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
 from spmd.inspect._blocks import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
-from spmd.inspect._grid import Grid, block_grids, facts, is_summary, mesh_grid, tints
+from spmd.inspect._grid import block_grids, facts, is_summary, mesh_grid, tints
 from spmd.inspect._picture_plan import PlanDrawing
-from spmd.inspect._svg import below, caption, card, flow, grid_box
-from spmd.inspect._text import grid_lines, heading, sentences
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
 _CALL = "visualize(...)"
-
-
-class Drawing(Protocol):
-    """What a picture is drawn from."""
-
-    @property
-    def title(self) -> str: ...
-    def lines(self, width: int) -> list[Line]: ...
-    def svg(self) -> str: ...
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-class Picture:
-    """A picture of which device holds what: text where it is printed, SVG where a notebook shows it.
-
-    `print(picture)` gives plain text, complete without colour; `rich.print(picture)` colours the blocks.
-
-    Example:
-      >>> import spmd
-      >>> picture = spmd.visualize("b/dp d", (8, 4), {"dp": 2})
-      >>> picture.to_dict()["devices"][1]["coordinates"]
-      {'dp': 1}
-      >>> picture.svg[:4]
-      '<svg'
-    """
-
-    def __init__(self, drawing: Drawing) -> None:
-        self._drawing = drawing
-
-    def text(self, width: int | None = None) -> str:
-        """The picture as text, no wider than the terminal if possible.
-
-        Args:
-          width: Columns; by default those of the terminal.
-        """
-        return plain(self._drawing.lines(shown_width(width)))
-
-    @property
-    def svg(self) -> str:
-        """The picture as an SVG document, readable on dark and on light pages."""
-        return self._drawing.svg()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file.
-
-        Args:
-          path: The name of the file. It ends with `.svg`, `.html` or `.txt`.
-
-        Raises:
-          SpmdError: If the file has another ending.
-        """
-        name = os.fspath(path)
-        page = '<!doctype html><meta charset="utf-8"><title>spmd</title>'
-        written = {".svg": lambda: self.svg, ".html": lambda: page + self._repr_html_(), ".txt": self.text}
-        make = written.get(os.path.splitext(name)[1].lower())
-        if make is None:
-            rule = "A picture is saved as .svg, .html or .txt."
-            raise SpmdError(rule, call=f'.save("{os.path.basename(name)}")', advice='.save("picture.svg")')
-        with open(name, "w", encoding="utf-8") as file:
-            file.write(make() + "\n")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON: each device with its coordinates on the mesh and what it holds."""
-        return self._drawing.to_dict()
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def _repr_html_(self) -> str:
-        return f'<div style="overflow-x: auto">{self.svg}</div>'
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        yield from rich_lines(self._drawing.lines(options.max_width))
 
 
 def visualize(

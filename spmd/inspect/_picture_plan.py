@@ -14,9 +14,7 @@ from jax.sharding import AbstractMesh
 from spmd._table import Line
 from spmd._units import bytes_text, seconds_text
 from spmd.comm.plans import Plan, Step, summary
-from spmd.inspect._blocks import Holdings, of_layout
-from spmd.inspect._grid import block_grids, device_runs, is_summary, tints
-from spmd.inspect._svg import (
+from spmd.drawing._svg import (
     EDGES,
     FAINT,
     FILLS,
@@ -31,7 +29,9 @@ from spmd.inspect._svg import (
     paragraph,
     text,
 )
-from spmd.inspect._text import grid_lines, heading, sentences
+from spmd.drawing._text import grid_lines, heading, sentences
+from spmd.inspect._blocks import Holdings, of_layout
+from spmd.inspect._grid import block_grids, device_runs, is_summary, tints
 from spmd.language import Dim, Layout, mesh_text
 
 _MOST_ARROWS = 12  # written out

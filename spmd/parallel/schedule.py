@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from spmd import SizeError
 from spmd._leaves import not_int
+from spmd._table import Line
+from spmd.drawing._grid import Cell, Grid
+from spmd.drawing._picture import Picture
+from spmd.drawing._svg import FILLS, below, caption, card, grid_box
+from spmd.drawing._text import grid_lines, sentences
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
@@ -51,60 +56,66 @@ class PipelineSchedule:
             return None
         return begun % self.stride, begun // self.stride
 
+    def text(self, width: int | None = None) -> str:
+        """The table as text. What is wider than `width`, by default the terminal, goes on below.
+
+        Args:
+          width: Columns.
+        """
+        return self._picture.text(width)
+
     def __str__(self) -> str:
-        width = max(len(self._label(tick, stage)) for tick, stage in self._places())
-        width = max(width, len(str(self.ticks - 1)))
-        rows = [("tick", [str(tick) for tick in range(self.ticks)])]
-        for stage in range(self.stages):
-            rows.append((f"stage {stage}", [self._label(tick, stage) for tick in range(self.ticks)]))
-        names = max(len(name) for name, _ in rows)
-        lines = [self._title()]
-        lines += [f"{name:<{names}} " + " ".join(f"{one:>{width}}" for one in row) for name, row in rows]
-        return "\n".join(lines)
+        return self.text()
 
     @property
     def svg(self) -> str:
         """The table as a drawing: a colour for each round."""
-        cell, left, top = 34, 70, 40
-        texts = [f'<text x="12" y="22">{self._title()}</text>']
-        texts += [f'<text x="12" y="{top + cell * s + 21}">stage {s}</text>' for s in range(self.stages)]
-        cells = []
-        for tick, stage in self._places():
-            done, x, y = self.work(tick, stage), left + cell * tick, top + cell * stage
-            fill = "none" if done is None else _FILLS[done[1] % len(_FILLS)]
-            cells.append(f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" fill="{fill}" stroke="#57606a"/>')
-            if done is not None:
-                middle = f'x="{x + cell // 2}" y="{y + 21}" text-anchor="middle"'
-                cells.append(f"<text {middle}>{self._label(tick, stage)}</text>")
-        width = left + max(cell * self.ticks, 8 * len(self._title())) + 12
-        size = f'viewBox="0 0 {width} {top + cell * self.stages + 12}" width="{width}"'
-        ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
-        font = 'font-family="ui-monospace, monospace" font-size="12" fill="#1f2328"'
-        content = f"{ground}<g {font}>{''.join(texts + cells)}</g>"
-        return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>{content}</svg>'
+        return self._picture.svg
 
     def _repr_svg_(self) -> str:
         return self.svg
 
-    def _title(self) -> str:
-        rounds = f", {self.repeats} rounds" if self.repeats > 1 else ""
-        return (
-            f"{self.stages} stages, {self.microbatches} micro-batches{rounds}: {self.ticks} ticks, "
-            f"{self.repeats * self.microbatches} of them at work, bubble {self.bubble:.3g}"
+    @property
+    def _picture(self) -> Picture:
+        return Picture(_Drawn(self))
+
+
+class _Drawn:
+    """A schedule as a picture: a row for each stage, a column for each tick."""
+
+    def __init__(self, schedule: PipelineSchedule) -> None:
+        rounds = f", {schedule.repeats} rounds" if schedule.repeats > 1 else ""
+        busy = schedule.repeats * schedule.microbatches
+        self.title = f"{schedule.stages} stages, {schedule.microbatches} micro-batches{rounds}"
+        self._about = f"{schedule.ticks} ticks, {busy} of them at work, bubble {schedule.bubble:.3g}"
+        self._schedule = schedule
+
+    def lines(self, width: int) -> list[Line]:
+        return [*sentences([f"{self.title}: {self._about}"], width), *grid_lines([[self._grid]], width)]
+
+    def svg(self) -> str:
+        return card(below([caption(self.title, [self._about]), grid_box([[self._grid]])]), self.title)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self._schedule)
+
+    @property
+    def _grid(self) -> Grid:
+        stages, ticks = range(self._schedule.stages), range(self._schedule.ticks)
+        return Grid(
+            rows=tuple(f"stage {stage}" for stage in stages),
+            columns=tuple(map(str, ticks)),
+            cells=tuple(tuple(self._cell(tick, stage) for tick in ticks) for stage in stages),
+            row_label="tick",
+            framed=False,
         )
 
-    def _label(self, tick: int, stage: int) -> str:
-        done = self.work(tick, stage)
+    def _cell(self, tick: int, stage: int) -> Cell:
+        done = self._schedule.work(tick, stage)
         if done is None:
-            return "."
-        return f"{done[0]}.{done[1]}" if self.repeats > 1 else str(done[0])
-
-    def _places(self) -> Iterator[tuple[int, int]]:
-        return ((tick, stage) for stage in range(self.stages) for tick in range(self.ticks))
-
-
-# Tints that colour-blind readers can tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/).
-_FILLS = ("#abdaf4", "#f5cf80", "#80cfb9", "#e6bcd3", "#f8f2a1")
+            return Cell((".",))
+        microbatch, number = done
+        return Cell((f"{microbatch}.{number}" if self._schedule.repeats > 1 else str(microbatch),), number % len(FILLS))
 
 
 def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> PipelineSchedule:
@@ -130,10 +141,10 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> Pipel
       >>> import spmd
       >>> print(spmd.parallel.pipeline_schedule(3, 4))
       3 stages, 4 micro-batches: 6 ticks, 4 of them at work, bubble 0.5
-      tick    0 1 2 3 4 5
-      stage 0 0 1 2 3 . .
-      stage 1 . 0 1 2 3 .
-      stage 2 . . 0 1 2 3
+      tick     0  1  2  3  4  5
+      stage 0  0  1  2  3  .  .
+      stage 1  .  0  1  2  3  .
+      stage 2  .  .  0  1  2  3
 
     References:
       Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al., "Efficient Large-Scale Language Model

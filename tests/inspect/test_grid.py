@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 import spmd
 from spmd.inspect._blocks import of_layout
-from spmd.inspect._grid import Cell, Grid, block_grids, device_runs, facts, is_summary, mesh_grid, tints
+from spmd.inspect._grid import block_grids, device_runs, facts, is_summary, mesh_grid, tints
 from spmd.language import Layout
 from tests.inspect.drawings import expected_index
 from tests.sampler import Sampler, seeds
@@ -17,26 +15,6 @@ from tests.sampler import Sampler, seeds
 
 def held_by(layout: str, mesh: dict[str, int], **sizes: int):
     return of_layout(Layout(layout), sizes, spmd.make_mesh(**mesh, abstract=True), call="f")
-
-
-def numbered(rows: int, columns: int) -> Grid:
-    cells = tuple(tuple(Cell((f"{r},{c}",)) for c in range(columns)) for r in range(rows))
-    return Grid(tuple(f"r{r}" for r in range(rows)), tuple(f"c{c}" for c in range(columns)), cells)
-
-
-@pytest.mark.parametrize(("most_columns", "most_rows"), list(itertools.product([1, 2, 3, 7, 9], [None, 1, 2, 5])))
-def test_a_grid_is_cut_into_parts_of_like_size(most_columns, most_rows):
-    """Each cell stands in one part, beside its own row and under its own column."""
-    whole, found, sizes = numbered(5, 7), [], []
-    for part in whole.cut(most_columns, most_rows):
-        assert len(part.columns) <= most_columns and len(part.rows) <= (most_rows or 5)
-        sizes.append(len(part.columns))
-        for row, cells in zip(part.rows, part.cells, strict=True):
-            for column, cell in zip(part.columns, cells, strict=True):
-                assert cell.lines == (f"{row[1:]},{column[1:]}",)
-                found.append(cell.lines)
-    assert sorted(found) == sorted(cell.lines for row in whole.cells for cell in row)
-    assert max(sizes) - min(sizes) < max(sizes), "none much smaller than the others"
 
 
 @pytest.mark.parametrize("devices", [[0, 1, 2, 3, 8], [0, 1], [3], [7, 6, 5], [0, 2, 4], [1, 2, 3, 5, 6, 9, 10, 11]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import itertools
 import math
 import os
@@ -23,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.inspect import _svg
+from spmd.drawing import _svg
 from spmd.language import Layout
 from tests.conftest import case_count
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg
@@ -382,43 +381,10 @@ def test_types_of_explicit_axes():
 # --- how it is shown ----------------------------------------------------------------------------------------------
 
 
-def test_the_ways_to_show_it(tmp_path):
-    picture = spmd.visualize("a/x b", (4, 6), {"x": 2})
-    assert repr(picture) == str(picture)
-    assert picture._repr_svg_() == picture.svg
-    assert picture.svg in picture._repr_html_()
-    picture.save(tmp_path / "p.svg")
-    ET.parse(tmp_path / "p.svg")
-    picture.save(str(tmp_path / "p.html"))
-    assert picture.svg in (tmp_path / "p.html").read_text(encoding="utf-8")
-    picture.save(tmp_path / "p.txt")
-    assert (tmp_path / "p.txt").read_text(encoding="utf-8") == f"{picture}\n"
-
-
-def test_svg_stands_alone():
-    """No ids, styles, scripts or references, which could clash with or reach out of a notebook."""
-    svg = spmd.visualize("a/x b", (4, 6), {"x": 2}).svg
-    page = ET.fromstring(svg)
-    assert {one.tag.removeprefix(SVG) for one in page.iter()} <= {"svg", "g", "rect", "text", "title"}
-    assert not [one for one in page.iter() if one.get("id") or one.get("class") or one.get("style")]
-    assert "href" not in svg and "url(" not in svg
-
-
 def test_names_are_escaped():
     picture = spmd.visualize("a/x b", (4, 6), {"x": 2})
     assert "1+a/x" in spmd.visualize("1+a/x", (4,), {"x": 2}).svg
     ET.fromstring(picture.svg)
-
-
-def test_rich_colours_the_same_text():
-    from rich.console import Console
-
-    picture = spmd.visualize("a/x b", (4, 6), {"x": 2})
-    out = io.StringIO()
-    Console(file=out, force_terminal=True, color_system="truecolor", width=100).print(picture)
-    assert "\x1b[" in out.getvalue()
-    bare = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
-    assert [line.rstrip() for line in bare.splitlines()] == picture.text(100).splitlines()
 
 
 def test_text_needs_no_other_package(monkeypatch):

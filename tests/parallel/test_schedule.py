@@ -42,11 +42,15 @@ def test_pictures():
     schedule = parallel.pipeline_schedule(2, 3, 2)
     assert str(schedule) == "\n".join([
         "2 stages, 3 micro-batches, 2 rounds: 7 ticks, 6 of them at work, bubble 0.167",
-        "tick      0   1   2   3   4   5   6",
-        "stage 0 0.0 1.0 2.0 0.1 1.1 2.1   .",
-        "stage 1   . 0.0 1.0 2.0 0.1 1.1 2.1",
+        "tick       0    1    2    3    4    5    6",
+        "stage 0  0.0  1.0  2.0  0.1  1.1  2.1    .",
+        "stage 1    .  0.0  1.0  2.0  0.1  1.1  2.1",
     ])  # fmt: skip
     drawn = ET.fromstring(schedule.svg)
     texts = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("2.1") == 2 and len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) == 1 + 2 * 7
+    assert texts.count("2.1") == 2 and len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) == 1 + 2 * 6, (
+        "a card, and what is at work"
+    )
+    assert texts.count(".") == 2
+    assert max(map(len, schedule.text(30).splitlines())) <= 30
     assert schedule._repr_svg_() == schedule.svg

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spmd._table import Line, wrapped
-from spmd.inspect._grid import Cell, Grid
-from spmd.inspect._svg import FILLS, INK
+from spmd.drawing._grid import Cell, Grid
+from spmd.drawing._svg import FILLS, INK
 
 _GAP = "   "  # between grids
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spmd._table import plain
-from spmd.inspect._grid import Cell, Grid
-from spmd.inspect._text import grid_lines, heading, sentences
+from spmd.drawing._grid import Cell, Grid
+from spmd.drawing._text import grid_lines, heading, sentences
 
 GRID = Grid(
     rows=("0:2", "2:4"),

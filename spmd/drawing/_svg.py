@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
-from spmd.inspect._grid import Cell, Grid
+from spmd.drawing._grid import Cell, Grid
 
 # One colour for each device that is drawn. The first eight are tints of Okabe and Ito's colours, which colour-blind
 # readers can tell apart (https://jfly.uni-koeln.de/color/). Each further one lies as far as possible, in OKLab, from
@@ -221,7 +221,7 @@ def _cell(cell: Cell, place: _Place, framed: bool) -> str:
         return ""
     fill, devices = FILLS[cell.colour], " ".join(map(str, cell.devices))
     if not framed:
-        return _rect(place, fill=fill, stroke=CARD, data_device=devices)
+        return _rect(place, fill=fill, stroke=CARD, **({"data_device": devices} if devices else {}))
     rect = _rect(place, fill=fill, stroke=EDGES[cell.colour])
     shown = {"data_devices": devices} if devices else {}
     return element("g", element("title", escape(cell.tip)) + rect, data_index=cell.index, **shown)
