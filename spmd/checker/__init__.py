@@ -7,7 +7,8 @@ not.
 from __future__ import annotations
 
 from spmd.checker._api import InState, OutputFacts, check, check_body, check_jaxpr, explain_output, in_states_of
-from spmd.checker._findings import Finding, Findings, early
+from spmd.checker._finding import Finding
+from spmd.checker._findings import Findings, early
 from spmd.checker._rules import Rules, rules
 from spmd.checker._source import line_of
 

@@ -16,7 +16,8 @@ from spmd._facts import Gather, gather_around
 from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._findings import Finding, Findings, found, report
+from spmd.checker._finding import Finding, found
+from spmd.checker._findings import Findings, report
 from spmd.checker._lines import listing
 from spmd.checker._report import describe
 from spmd.checker._scale import check_scale

@@ -15,7 +15,7 @@ from spmd import _compat
 from spmd._facts import CallName, PerShardName, one_line
 from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, opened, shape_of
 from spmd._walker import Domain, Rule, equations
-from spmd.checker._findings import Finding, found
+from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
 from spmd.checker._source import called_at, called_in_jax, is_transposed, line_of

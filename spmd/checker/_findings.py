@@ -1,34 +1,14 @@
-"""What a check found: facts with a text, and the sequence that `spmd.check` gives."""
+"""All that a check found: the sequence that `spmd.check` gives, and the error or warning that a first call gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from spmd.checker._finding import Finding, found
 from spmd.checker._listing import Source
 from spmd.checker._source import called_at
-from spmd.errors import Fault, ReplicationError, SpmdError, warn
-
-
-@dataclass(frozen=True, slots=True)
-class Finding(Fault):
-    """One fault that the checker found.
-
-    Attributes:
-      kind: Its class, one word; the page "What the checker knows" has one section for each.
-      line: The user's line, `file:line (function)`.
-      certain: Whether it is an error. Of a raw `shard_map` it may be meant: one result per device.
-    """
-
-    kind: str = ""
-    line: str = ""
-    certain: bool = True
-
-
-def found(fault: Fault, kind: str, line: str, certain: bool = True) -> Finding:
-    """The same fault with its class and its line."""
-    return Finding(**{f.name: getattr(fault, f.name) for f in fields(Fault)}, kind=kind, line=line, certain=certain)
+from spmd.errors import ReplicationError, SpmdError, warn
 
 
 def early(error: ReplicationError, line: str) -> ReplicationError:

@@ -10,7 +10,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from spmd._facts import kernel_around
-from spmd._jaxprs import Role, axes_of, held, opened
+from spmd._jaxprs import Held, Role, axes_of, held, opened
+from spmd._walker import Domain, walk
 from spmd.checker._source import line_of
 from spmd.language import Layout, axes_tuple
 
@@ -35,6 +36,10 @@ _ENDS = (EQUAL | _GATHERS | _DIFFERENT) - {"ppermute"}
 _GATHERED = EQUAL | _GATHERS | {"spmd_assert_equal"}
 
 
+Atoms = tuple[Any, ...]
+"""Variables, of which another one is made."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """One reason why a value is as it is on one axis."""
@@ -46,8 +51,10 @@ class Origin:
     callers: tuple[Any, ...] = ()
 
 
-class History:
+class History(Domain):
     """Which equation made each variable of a jaxpr, at any depth, and which operands its inputs are.
+
+    In this walk the value of a variable is the variable itself: what it is made of is kept beside.
 
     Args:
       jaxpr: The whole of it.
@@ -63,61 +70,67 @@ class History:
         varying: Sequence[Sequence[str]] = (),
         layouts: Sequence[Layout] = (),
     ) -> None:
+        super().__init__()
         self.made: dict[Any, tuple[Any, int, tuple[Any, ...]]] = {}
-        self.given: dict[Any, list[Any]] = {}
-        self.inside: dict[Any, list[Any]] = {}
+        self.made_of: dict[Any, Atoms] = {}  # the input of a jaxpr, or the result of an equation that holds one
         self.inputs: dict[Any, tuple[str, frozenset[str]]] = {}
         self.order: dict[int, int] = {}
         self.arguments: dict[Any, tuple[str, Layout]] = {}
         self._names, self._layouts = tuple(names), tuple(layouts)
-        inner = opened(jaxpr)[0]
-        for i, (var, axes) in enumerate(zip(inner.invars, varying, strict=False)):
+        invars = opened(jaxpr)[0].invars
+        for i, (var, axes) in enumerate(zip(invars, varying, strict=False)):
             self.inputs[var] = f"input {i}, which varies over {', '.join(axes)}", frozenset(axes)
-        self._read(inner, ())
+        walk(jaxpr, [(var,) for var in invars], self)
 
-    def _read(self, jaxpr: Any, callers: tuple[Any, ...]) -> None:
-        for eqn in jaxpr.eqns:
-            self.order[id(eqn)] = len(self.order)
-            for i, var in enumerate(eqn.outvars):
-                self.made[var] = eqn, i, callers
-            for part in held(eqn) if eqn.params else ():
-                if part.role in (Role.CALL, Role.LOOP, Role.TEST, Role.BRANCH, Role.MAP):
-                    self._enter(eqn, part, callers)
+    # --- the walk
 
-    def _enter(self, eqn: Any, part: Any, callers: tuple[Any, ...]) -> None:
-        inner = opened(part.jaxpr)[0]
-        for var, atom in zip(inner.invars, part.of(eqn.invars), strict=True):
-            if part.role != Role.MAP:
-                self.given.setdefault(var, []).append(atom)
+    def constant(self, var: Any, value: Any) -> Atoms:
+        return () if var is None else (var,)
+
+    def join(self, one: Atoms, other: Atoms) -> Atoms:
+        return tuple(dict.fromkeys((*one, *other)))
+
+    def decided(self, value: Atoms, predicate: Atoms) -> Atoms:
+        return self.join(value, predicate)
+
+    def step(self, eqn: Any, operands: Sequence[Atoms]) -> list[Atoms]:
+        return [()] * len(eqn.outvars)
+
+    def equation(self, eqn: Any, operands: Sequence[Atoms]) -> list[Atoms]:
+        self.order.setdefault(id(eqn), len(self.order))
+        callers = tuple(self.callers)
+        for i, (var, atoms) in enumerate(zip(eqn.outvars, super().equation(eqn, operands), strict=True)):
+            self.made[var] = eqn, i, callers
+            self._add(var, atoms)
+        return [(var,) for var in eqn.outvars]
+
+    def run(self, eqn: Any, part: Held, operands: Sequence[Atoms]) -> list[Atoms]:
+        inputs = opened(part.jaxpr)[0].invars
         if part.role == Role.MAP:
-            kernel = kernel_around(callers)
-            names = self._names or [leaf.path for leaf in kernel.arguments] if kernel else self._names
-            labels = labels_of(inner, len(inner.invars), names)
-            for var, label, spec in zip(inner.invars, labels, eqn.params["in_specs"], strict=True):
-                axes = frozenset(axis for entry in spec.partitions for axis in axes_tuple(entry))
-                self.inputs.setdefault(var, (f"{label}, which is divided by {shown_spec(spec)}", axes))
-            told = list(zip(self._names, self._layouts, strict=False))
-            told = told or ([(leaf.path, leaf.layout) for leaf in kernel.arguments] if kernel else [])
-            if len(told) <= len(inner.invars):  # constants that JAX hoisted come before the arguments
-                self.arguments.update(zip(inner.invars[len(inner.invars) - len(told) :], told, strict=True))
-            self._names = ()
-        if part.role == Role.LOOP:  # a carry is also what the step before gave
-            carries = len(part.stacked) - sum(part.stacked)
-            first = len(inner.invars) - sum(part.sliced) - carries
-            for var, atom in zip(inner.invars[first : first + carries], inner.outvars[:carries], strict=True):
-                self.given[var].append(atom)
-        if part.role == Role.TEST:  # it asks the carries of each step, and decides how many there are
-            for var, atom in zip(inner.invars[-len(eqn.outvars) :], eqn.outvars, strict=True):
-                self.given[var].append(atom)
-            for var in eqn.outvars:
-                self.inside.setdefault(var, []).append(inner.outvars[0])
+            self._label(eqn, inputs)
         else:
-            for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
-                self.inside.setdefault(var, []).append(atom)
-        if part.role == Role.BRANCH:
-            for var in eqn.outvars:
-                self.inside[var].append(eqn.invars[0])
-        self._read(inner, (*callers, eqn))
+            for var, atoms in zip(inputs, operands, strict=True):
+                self._add(var, atoms)
+        return super().run(eqn, part, [(var,) for var in inputs])
+
+    def _add(self, var: Any, atoms: Atoms) -> None:
+        if atoms:
+            self.made_of[var] = self.join(self.made_of.get(var, ()), atoms)
+
+    def _label(self, eqn: Any, inputs: Sequence[Any]) -> None:
+        """What messages call the inputs of a body, and what strings say of them."""
+        kernel = kernel_around(tuple(self.callers))
+        leaves = kernel.arguments if kernel else ()
+        labels = labels_of(opened(eqn.params["jaxpr"])[0], len(inputs), self._names or [leaf.path for leaf in leaves])
+        for var, label, spec in zip(inputs, labels, eqn.params["in_specs"], strict=True):
+            axes = frozenset(axis for entry in spec.partitions for axis in axes_tuple(entry))
+            self.inputs.setdefault(var, (f"{label}, which is divided by {shown_spec(spec)}", axes))
+        told = list(zip(self._names, self._layouts, strict=False)) or [(leaf.path, leaf.layout) for leaf in leaves]
+        if len(told) <= len(inputs):  # constants that JAX hoisted come before the arguments
+            self.arguments.update(zip(inputs[len(inputs) - len(told) :], told, strict=True))
+        self._names = ()
+
+    # --- questions
 
     def behind(self, atom: Any, stop: Callable[[Any], bool]) -> Iterator[Any]:
         """The variables that a value is made of, nearest first. `stop(eqn)` ends the way back at an equation."""
@@ -132,11 +145,7 @@ class History:
             made = self.made.get(var)
             if made is not None and stop(made[0]):
                 continue
-            if var in self.inside:
-                todo += self.inside[var]
-            elif made is not None:
-                todo += made[0].invars
-            todo += self.given.get(var, ())
+            todo += self.made_of.get(var, made[0].invars if made is not None else ())
 
     def sources(self, atom: Any, axis: str) -> list[Origin]:
         """Why a value differs along an axis, oldest first."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from spmd._facts import kernel_around
 from spmd._jaxprs import held, opened
-from spmd.checker._findings import Finding
+from spmd.checker._finding import Finding
 from spmd.checker._listing import Source, SourceBlock, SourceLine, Value
 from spmd.checker._recorded import Labels, Path, arguments_of, record
 from spmd.checker._source import Frame, LineName, frames_of, is_transposed, is_users

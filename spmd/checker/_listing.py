@@ -5,14 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd._table import Line, Row, Table, html_page, plain, rich_lines, wrapped
+from spmd.checker._finding import Finding
 from spmd.checker._source import short_file
-
-if TYPE_CHECKING:
-    from spmd.checker._findings import Finding
-
 
 _HEAD = ("source", "layouts")  # as HTML and a style sheet know the columns
 

@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.checker._findings import Findings, found, report
+from spmd.checker._finding import found
+from spmd.checker._findings import Findings, report
 from spmd.errors import Fault, ReplicationError
 
 ONE = found(Fault("A rule.", "f(x)", None, None, ("a value",)), "layout", "a.py:1 (f)")
