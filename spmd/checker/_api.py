@@ -1,4 +1,4 @@
-"""What is asked of the pass: by users, of whole programs; by kernels, of their bodies and results."""
+"""The questions to the pass: users ask about whole programs, kernels ask about their bodies and results."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ collecting = Ambient("check", False)  # whether `check` looks at everything at t
 def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
 
-    The function is traced and not run, and what it gives is not needed. Each value's layout is inferred, line by line,
-    from the layouts of the arguments. A finding says where the program does something else than the same program does
-    on one device: it has the line, the layout, how that came to be, and what mends it.
+    The function is traced and not run. The layout of each value is inferred, line by line, from the layouts of the
+    arguments. A finding is a place where the program does not do what it does on one device. It has the line, the
+    layout, how the layout came to be, and what mends it.
 
     Communication: none. Nothing is compiled.
 
@@ -45,8 +45,8 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
       **kwargs: Keyword arguments.
 
     Returns:
-      The findings, in the order of the program; empty and falsy where there are none. Of a raw `shard_map`, which may
-      mean one result per device, what only a string could contradict is not `certain`. Their `.source()` is the program
+      The findings, in the order of the program; empty and falsy if there are none. A raw `shard_map` may mean one
+      result per device, so what only a string could contradict is not `certain` there. `.source()` is the program
       with the layout of each value beside its line.
 
     Example:
@@ -82,7 +82,7 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
 
 
 def _alone(run: Callable[..., Any], arrays: Sequence[Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The program traced with one device along each axis in turn; without those where it cannot be."""
+    """The program, traced with one device along each axis in turn, for the axes where that is possible."""
     found = {}
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     for axis, size in sizes.items():
@@ -113,7 +113,7 @@ def check_jaxpr(
       arg_names: What messages call the inputs of the body (`x`, `params['w']`), without hoisted constants.
       arg_layouts: Their layouts, from which a message tells how to mend a value.
       how: "error", "warn", or "off".
-      always: Also where `check` will look at everything at the end: the trace will not get there.
+      always: Check even if `check` looks at the whole program later, because this trace ends before that.
 
     Raises:
       ReplicationError: One for all findings, each with the user's line and the text to paste.
@@ -138,7 +138,7 @@ class InState(NamedTuple):
 
 
 def in_states_of(values: Iterable[Any]) -> list[InState]:
-    """What JAX says of arrays: varying is different, unreduced is a partial sum, all else is equal."""
+    """What JAX says of arrays: a varying one is different, an unreduced one is a partial sum, others are equal."""
     states = []
     for value in values:
         partial = _compat.unreduced_axes(value)
@@ -183,7 +183,7 @@ def check_body(
 
 
 def _seeded(walk: Dataflow, var: Any, state: InState) -> State:
-    """An input whose types alone are known: along the axes that it varies on, nobody knows how."""
+    """An input of which only the type is known. How it varies along its axes is not known."""
     partial = frozenset(walk.tracked(state.partial))
     different = frozenset(walk.tracked(state.different)) - partial
     dims = tuple(hidden(n) if different else plain(n) for n in shape_of(var))
@@ -222,8 +222,8 @@ def explain_output(
 ) -> list[OutputFacts]:
     """Tell gathered copies from different values, for each output of the first body in a jaxpr.
 
-    For a kernel whose outputs JAX refused: it is traced again with out_specs that allow everything, and the
-    jaxpr of that says which outputs are equal after all, and which `all_gather` should say `to="invarying"`.
+    JAX refused the outputs of a kernel, so the kernel is traced again with out_specs that allow everything. The jaxpr
+    of this trace says which outputs are equal after all, and which `all_gather` should say `to="invarying"`.
 
     Args:
       closed_jaxpr: The diagnosing jaxpr.

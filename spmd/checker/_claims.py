@@ -79,7 +79,7 @@ def claim_of(layout: Layout) -> Claim:
 
 
 def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Check one layout and believe it from here on, so that one mistake is reported once."""
+    """Check one layout, and believe it from here on, so that a mistake is reported once."""
     [state] = operands
     if not walk.active:
         return [state]
@@ -122,7 +122,7 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
 def _wrong_dims(
     walk: Engine, state: State, claim: Claim, places: list[int], scope: frozenset[str], role: str
 ) -> list[tuple[int, Axes, Axes]]:
-    """The dimensions that do not lie as claimed: (place in the layout, axes claimed, axes there are)."""
+    """The dimensions that do not lie as claimed, each as (place in the layout, axes claimed, axes found)."""
     wrong = []
     claims = [*claim.before, *claim.behind]
     unknown = state.different
@@ -175,7 +175,7 @@ def _in_order(dim: Dim, factors: tuple[Axes, ...], walk: Engine) -> bool:
 
 
 def _about_dims(walk: Engine, eqn: Any, state: State, wrong: list[tuple[int, Axes, Axes]]) -> Any:
-    """One finding for all dimensions that lie otherwise."""
+    """One finding for all dimensions that do not lie as claimed."""
     i, said, have = wrong[0]
     index = [d for d, dim in enumerate(eqn.params["layout"].dims) if not dim.ellipsis][i]
     summed = [a for a in said if a in state.partial]
@@ -203,7 +203,7 @@ def _hidden_axes(walk: Engine, eqn: Any, state: State, claim: Claim, places: lis
 def _check_marks(
     walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
 ) -> None:
-    """What a layout says of the axes that divide none of its dimensions."""
+    """What a layout says of the axes that do not divide any of its dimensions."""
     role = eqn.params["role"]
     marks = frozenset(walk.tracked(claim.unreduced))
     order = lambda axes: [a for a in walk.sizes if a in axes]
@@ -262,7 +262,7 @@ def _believed(
 
 
 def _said(walk: Engine, dim: Dim, factors: tuple[Axes, ...]) -> Dim:
-    """One dimension as a layout says it lies. Of shards with margins, which overlap, nobody knows."""
+    """One dimension as a layout says it lies. How shards with margins lie is not known: they overlap."""
     if factors is OVERLAP:
         return hidden(size_of(dim))
     said = walk.tracked(sum(factors, ()))
@@ -278,7 +278,7 @@ def _said(walk: Engine, dim: Dim, factors: tuple[Axes, ...]) -> Dim:
 
 
 def _noted(walk: Engine, state: State, claim: Claim) -> State:
-    """What a layout adds where it is not believed: an equal value that it says is divided differs from here on."""
+    """What a layout adds if it is not believed: an equal value that it calls divided differs from here on."""
     said = frozenset(walk.tracked((*claim.named, *claim.unreduced))) - state.axes
     if not said:
         return state

@@ -43,7 +43,7 @@ def _grouped(eqn: Any) -> bool:
 
 
 def _loosened(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, different: Axes = ()) -> State:
-    """A value of which nothing is known but along which axes it is equal."""
+    """A value of which only the axes along which it is equal are known."""
     held = (operand.axes - set(equal)) | set(different)
     return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held)))
 
@@ -342,7 +342,7 @@ def _each(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def _retypes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Our own casts: a relayout knows what is equal, and opaque code tells nothing of its arguments and results."""
+    """Our own casts. A relayout knows what is equal. Opaque code says nothing about its arguments and results."""
     axes, to = frozenset(walk.tracked(eqn.params["axes"])), eqn.params["to"]
     if to in ("hidden", "shown"):
         return walk.unknown(eqn, operands)
@@ -366,7 +366,7 @@ def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """A cast to JAX's own unreduced type: the user says that it is a partial sum."""
+    """A cast to JAX's own unreduced type. With it the user says that the value is a partial sum."""
     axes = frozenset(walk.tracked(axes_of(eqn) or eqn.params.get("to_unreduced", ())))
     return [walk.kept(o._replace(partial=o.partial | axes, different=o.different - axes)) for o in operands]
 

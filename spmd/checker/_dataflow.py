@@ -89,7 +89,7 @@ class Dataflow(Engine):
         return self.kept(State(dims, state.partial - own, frozenset(held - state.partial), left=(state, spec)))
 
     def _check_raw(self, eqn: Any, outs: Sequence[State]) -> None:
-        """Specs do not claim anything about whole arrays. What was done to pieces may be meant."""
+        """Specs do not claim anything about whole arrays, so what was done to pieces may be meant."""
         if self.silent(eqn):
             return
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
@@ -108,7 +108,7 @@ class Dataflow(Engine):
                 self.note(eqn, "layout", report.returned_otherwise(self, eqn, index, state, spec), certain=False)
 
     def _check_returned(self, eqn: Any, outs: Sequence[State]) -> None:
-        """A partial sum that no layout declares. What JAX's derivative keeps of a body may be one."""
+        """A partial sum that no layout declares. Among what JAX's derivative keeps of a body it is allowed."""
         if self.silent(eqn) or any(map(is_differentiated, (eqn, *self.callers))):
             return
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):

@@ -114,13 +114,13 @@ class Engine(Domain):
 
     @property
     def history(self) -> History:
-        """Where values come from; the first question reads the whole jaxpr again."""
+        """Where values come from. The first question walks over the whole jaxpr again."""
         if self._history is None:
             self._history = History(self.root, self.arg_names, self.varying, self.arg_layouts)
         return self._history
 
     def fault(self, eqn: Any, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:
-        """Note a fault of the user's: not in what JAX wrote, and not inside of our own verbs."""
+        """Keep a fault of the user's. Faults in what JAX wrote, and inside our own verbs, are not the user's."""
         axes = [a for a in self.sizes if a in self.checked.intersection(axes)]
         ours = self.silent(eqn) or called_in_jax(eqn, "_scatter_jvp")  # it numbers the updates of a piece
         if self.active and axes and not ours:
@@ -187,7 +187,7 @@ class Engine(Domain):
         return self.active, self.checked
 
     def constant(self, var: Any, value: Any) -> State:
-        """What the jaxpr closed over: an array, or a value of the trace around it."""
+        """A value that the jaxpr closed over: an array, or a value of the trace around it."""
         if value is None:
             return self.kept(State(tuple(hidden(n) for n in shape_of(var))))
         if not isinstance(value, jax.core.Tracer):
@@ -209,14 +209,14 @@ class Engine(Domain):
         return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes))
 
     def unknown(self, eqn: Any, operands: Sequence[State]) -> list[State]:
-        """The results of what no rule knows: they may differ wherever an operand does."""
+        """The results of an equation that no rule knows. They may differ wherever an operand does."""
         different = NONE.union(*(o.axes for o in operands))
         return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different)) for v in eqn.outvars]
 
     # --- equations -------------------------------------------------------------------------------------------
 
     def equation(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
-        """Most equations are of the table. These hold no jaxpr, so nobody need look for one."""
+        """Most equations are in the table. Those do not hold a jaxpr, so the walk need not look for one."""
         return self.step(eqn, operands) if eqn.primitive.name in TABLE else super().equation(eqn, operands)
 
     def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
@@ -344,7 +344,7 @@ class Engine(Domain):
         self.fault(eqn, axes, "noise" if noise else "disagree", describe)
 
     def _said_once(self, eqn: Any, operands: Sequence[State], known: int) -> None:
-        """A sum that nobody completed is one mistake, however often it is used in one way, or on one line."""
+        """A sum that is never completed is one mistake, however often it is used in one way, or on one line."""
         sums = [self.history.sum_behind(atom) for atom, o in zip(eqn.invars, operands, strict=True) if o.partial]
         for one in self.findings[known:]:
             for key in ((*sums, one.kind), (*sums, one.line)) if sums else ():
@@ -497,7 +497,7 @@ class Engine(Domain):
         return self.kept(value._replace(pending=pending, table=None))
 
     def decided(self, value: State, predicate: State) -> State:
-        """Devices that take another branch, or stop earlier, hold other values. After `vmap` rows do so, too."""
+        """Devices that take another branch, or stop earlier, hold other values. After `vmap`, so do rows."""
         if predicate.dims:
             pairs = zip(value.dims, predicate.dims, strict=False)
             rows = [unify(v, p, value.different, predicate.different) or hidden(size_of(v)) for v, p in pairs]
@@ -587,7 +587,7 @@ def _loose(m: Map, labels: Mapping[int, Dim]) -> bool:
 
 
 def constant_state(value: Any) -> State:
-    """A number or an array that is the same everywhere; its constant dimensions are read off its elements."""
+    """A number or an array that is the same everywhere. Its elements show along which dimensions it is constant."""
     shape = getattr(value, "shape", ())
     if not all(isinstance(n, int) for n in shape):
         return State(tuple(hidden(0) for _ in shape))

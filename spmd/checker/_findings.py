@@ -12,7 +12,7 @@ from spmd.errors import ReplicationError, SpmdError, warn
 
 
 def early(error: ReplicationError, line: str) -> ReplicationError:
-    """An error that ends the trace before the walk, with itself as its one finding."""
+    """An error that ends the trace before the walk. It is its own one finding."""
     error.findings = Findings((found(error.fault, "layout", line or called_at()),))
     return error
 

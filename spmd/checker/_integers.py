@@ -343,7 +343,7 @@ def _rem(x: Any, y: Any) -> Any:
 
 
 def _refuse_division(x: Any, y: Any) -> None:
-    """What these give is left to each backend."""
+    """Each backend decides what these give."""
     if (y == 0).any() or (x.dtype.kind == "i" and ((y == -1) & (x == np.iinfo(x.dtype).min)).any()):
         raise _Unknown
 
@@ -463,7 +463,7 @@ def _reshape(eqn: Any, tables: Sequence[Table], sizes: Sizes) -> Table:
 
 
 def _common_step(table: Table, dims: Sequence[int]) -> int | None:
-    """The step along dimensions merged into one, if they have one."""
+    """The step along dimensions that are merged into one, if there is one step."""
     dims = [d for d in dims if table.shape[d] > 1]
     if any(_listed(table, d) for d in dims):
         return None
@@ -552,7 +552,7 @@ def _reduction(fn: np.ufunc) -> Rule:
 
 
 def _summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """A sum; of floats, if it is exact in any order."""
+    """A sum. A sum of floats counts only if it is exact in any order."""
     if x.dtype.kind in "iu":
         return np.add.reduce(x, axis=axes, dtype=x.dtype)
     wide = x.astype(np.float64)

@@ -24,7 +24,7 @@ def _faulty(walk: Any, eqn: Any, axes: Axes, kind: str, describe: Any) -> Linear
 
 
 def forgets(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
-    """The mark is lost."""
+    """The result is not marked."""
     return NONE, frozenset().union(*(o.partial for o in operands)), False
 
 
@@ -99,7 +99,7 @@ def product(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
 
 
 def quotient(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
-    """Linear in the numerator only, and of whole numbers not even in that."""
+    """Linear in the numerator only. A quotient of integers is not linear in either."""
     if operands[1].partial:
         return curved(walk, eqn, operands[1:])
     if operands[0].partial and not operands[0].zero and rounds(eqn):

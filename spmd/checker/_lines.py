@@ -56,7 +56,7 @@ def listing(jaxpr: Any, name: str, findings: Iterable[Finding]) -> Source:
 
 
 def _without_source(made: Iterable[Function], file: str, number: int) -> Function:
-    """The function of a line that nobody has the text of."""
+    """The function of a line without a text."""
     before = [one for one in made if one.file == file and one.first <= number]
     return max(before, key=lambda one: one.first, default=Function("", file, number))
 
@@ -357,7 +357,7 @@ def _is_differentiated(run: Sequence[Step]) -> bool:
 
 
 def _named(names: Sequence[str], live: Sequence[Output]) -> Iterator[tuple[str, list[str]]]:
-    """The layouts for each name. Names whose values are not known apart stand together."""
+    """The layouts for each name. Names whose values cannot be told apart stand together."""
     each = [step.layouts[i] for step, i in live]
     layouts = list(dict.fromkeys(layout for layout in each if layout is not None))
     parts = _apart(names, live) if len(names) > 1 else None
@@ -372,7 +372,7 @@ def _named(names: Sequence[str], live: Sequence[Output]) -> Iterator[tuple[str, 
 
 
 def _apart(names: Sequence[str], live: Sequence[Output]) -> list[list[Output]] | None:
-    """The results that belong to each of several names; None where it is not known."""
+    """The results that belong to each of several names; None where that is not known."""
     steps = {step.index: step for step, _ in live}
     backward = [one for one in live if one[0].backward]
     if len(names) == 2 and 0 < len(backward) < len(live):  # a value and its gradients
@@ -402,7 +402,7 @@ def _by_line(function: Function, occurrences: Sequence[Occurrence]) -> Made:
 
 
 def _numbered(steps: Iterator[Step]) -> Made:
-    """The same for a program of which nobody has the text: equations have numbers, in the order of the program."""
+    """The same for a program without a text: equations are numbered in the order of the program."""
     made: Made = {}
     for number, step in enumerate((one for one in steps if any(one.layouts)), start=1):
         for i in range(len(step.layouts)):

@@ -19,8 +19,8 @@ class Value:
     """A value that a line makes.
 
     Attributes:
-      name: What the line calls it: `h`, `state.sum`, or `a, b` where it is not known which is which. What is returned
-        has none.
+      name: What the line calls it: `h`, `state.sum`, or `a, b` where it is not known which is which. A returned value
+        does not have a name.
       layouts: How it lies, one text for each way: `("b/dp s f/tp",)`. A line that runs several times may have several.
     """
 
@@ -36,8 +36,8 @@ class SourceLine:
     """A line of the program.
 
     Attributes:
-      number: Its number in the file, from 1; 0 of findings whose line is not known.
-      text: Its text; "" where nobody has the source. Then values have the names of primitives.
+      number: Its number in the file, from 1. Findings without a known line have 0.
+      text: Its text. Without the source it is "", and values have the names of primitives.
       values: What it makes.
       findings: What is wrong with it.
     """

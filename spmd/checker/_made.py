@@ -1,7 +1,7 @@
 """What a value was made by, as far as a fix needs it: the reduction that it is a part of, the argument that it is.
 
-How a value lies, its state says. A state does not say that a partial sum is a mean, or that it is the sum of an
-argument with a name, and the fix of each is another one. So the equations that made it are read backward.
+A state says how a value lies. It does not say that a partial sum is a mean, or that it is the sum of an argument with
+a name, and each of these needs another fix. So the equations that made the value are read backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmd.language import Layout
 
 @dataclass(frozen=True)
 class Made:
-    """A reduction over a divided dimension: on each device it is that of its own block only."""
+    """A reduction over a divided dimension. Each device has reduced its own block only."""
 
     op: str  # "sum", "mean", "max", ...; "scaled": a sum divided by the number of its terms, for whatever reason
     axes: frozenset[str] = frozenset()
@@ -40,8 +40,8 @@ class Place:
 
     Attributes:
       dims: The mesh axes that divide each dimension, None where that is not known.
-      made: The reduction that it is a part of, if it is one.
-      counts: Whether it is an arange, and nothing was done to it.
+      made: The reduction that it is a part of, if there is one.
+      counts: Whether it is an arange that nothing was done to.
       name: The argument that it is, as messages call it.
     """
 
@@ -93,13 +93,13 @@ def place_of(walk: Any, atom: Any, state: State) -> Place | None:
 
 
 def lying(state: State) -> Place:
-    """How a value lies, as its state alone says it; what is constant along a dimension is not divided there."""
+    """How a value lies by its state alone. A dimension along which it is constant is not divided."""
     dims = tuple(() if {axes for _, axes in dim} == {FREE} else _axes(dim) for dim in state.dims)
     return Place(dims, Made("sum", state.partial) if state.partial else None)
 
 
 def _whole(walk: Any, atom: Any) -> bool:
-    """Whether an equal value is as large as whole arguments: what has another shape, such as noise, may be a block."""
+    """Whether an equal value is as large as whole arguments. Of another shape, as noise, it may be a block."""
     made = (walk.history.made.get(var) for var in walk.history.behind(atom, lambda eqn: False))
     return all(one is None or _keeps_sizes(one[0]) for one in made)
 
@@ -154,7 +154,7 @@ class _At:
         return replace(self, atom=operand)
 
     def state(self) -> State | None:
-        """Its state, where no other call of the same jaxpr may have had another one."""
+        """Its state, if no other call of the same jaxpr can have had another one."""
         at = self._outside()
         if isinstance(at.atom, Literal):
             return None
@@ -164,7 +164,7 @@ class _At:
         return operand and operand.state()
 
     def converted(self) -> _At | None:
-        """The operand, if it is the same in another type."""
+        """The operand, if this is the operand in another type."""
         made = self.made()
         if made is None or made[0].primitive.name not in (*_SAME, "convert_element_type"):
             return None
@@ -257,7 +257,7 @@ def _sum(eqn: Any, ins: Sequence[_At]) -> Made | None:
 
 
 def _product(eqn: Any, ins: Sequence[_At]) -> Made | None:
-    """A part times what is equal on all devices is a part; divided by the number of its terms it is a mean."""
+    """A part times a value that is equal on all devices is a part. Divided by the number of its terms it is a mean."""
     first, second = ins
     if eqn.primitive.name == "mul" and first.whole():
         first, second = second, first

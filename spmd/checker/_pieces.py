@@ -1,7 +1,7 @@
 """What a collective makes of a value that differs: of local maxima the maximum, of masked terms the one that is left.
 
-`lax.psum(jnp.where(mine, rows, 0), "tp")` adds nothing up where `mine` is true on one device: it hands on what that
-one has. No layout says so, but the power of an axis size needs it.
+`lax.psum(jnp.where(mine, rows, 0), "tp")` does not add anything up if `mine` is true on one device only: it hands on
+what that device has. A layout does not say so, but the power of an axis size needs it.
 """
 
 from __future__ import annotations

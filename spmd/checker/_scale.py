@@ -5,7 +5,7 @@ two traces differ in their numbers only. A local mean over 4 of 8 elements conta
 contains 8. So each literal has a power of the axis size. Products add powers, roots halve them, and a sum over equal
 values adds one. A result with a power that is not zero changes with the mesh.
 
-Where the traces differ in their equations, or nobody knows how a value lies, nothing is said.
+Where the equations of the traces differ, or the layout of a value is not known, there is no finding.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Scales(Domain):
       engine: Makes the states.
       axis: The mesh axis that has one device in the other trace.
       size: How many it has in this one.
-      beside: The states of the values of the other trace.
+      beside: The states of the values in the other trace.
     """
 
     def __init__(self, engine: Dataflow, axis: str, size: int, beside: Mapping[Any, State]) -> None:
@@ -94,7 +94,7 @@ class Scales(Domain):
         return [eqn for eqn in opened(jaxpr)[0].eqns if eqn.primitive.name != "spmd_layout"]
 
     def _power_of_arrays(self, value: Any, other: Any) -> Power:
-        """Zero where the other trace has the same array."""
+        """Zero if the other trace has the same array."""
         if isinstance(value, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
             return None
         return ZERO if value is other or _equal(value, other) else None
@@ -129,7 +129,7 @@ class Scales(Domain):
         return Value(self.engine.join(one.state, other.state), power, one.where or other.where)
 
     def same(self, one: Value, other: Value) -> bool:
-        """Each layer of a stream has a longer path than the one before it, and that is all that tells them apart."""
+        """The layers of a stream differ in their paths only, because each path is longer than the one before it."""
         return one.state == other.state and one.piece == other.piece and alike(one.power, other.power)
 
     def unsettled(self, value: Value) -> Value:
@@ -152,7 +152,7 @@ class Scales(Domain):
         return [Value(state) for state in self.engine.unread(eqn, [v.state for v in operands])]
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
-        """A body; where its mesh does not shrink in the other trace, nothing is known."""
+        """A body. Nothing is known if its mesh does not shrink in the other trace."""
         twin = self.twins.get(id(eqn))
         mesh = eqn.params["mesh"]
         shrinks = twin is not None and self.axis in mesh.shape and twin.params["mesh"].shape.get(self.axis) == 1
@@ -178,7 +178,7 @@ class Scales(Domain):
 
     def settle(self, once: Callable[[Sequence[Value]], list[Value]], carry: Sequence[Value]) -> list[Value]:
         """Each round has the powers that the one before it left: what a layer adds to a stream is in it from then on.
-        The last round counts, if the loop comes so far; of other loops nobody knows how often they run."""
+        The last round counts, if the loop gets there. How often other loops run is not known."""
         start, found = carry, []
         for _ in range(ROUNDS):
             outs = list(once(carry))
@@ -275,7 +275,7 @@ class Scales(Domain):
 
     @staticmethod
     def _sorted(eqn: Any, number: int, operands: Sequence[Operand]) -> Power:
-        """No positive factor changes the order of keys."""
+        """A positive factor does not change the order of keys."""
         if len(eqn.outvars) == 1:
             return operands[0].power
         keys = operands[: eqn.params.get("num_keys", 1)]
@@ -320,7 +320,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def whole_of(state: State, sizes: Mapping[str, int]) -> np.ndarray | None:
-    """The whole array of integers whose blocks the devices hold; None if they are too many, or lie otherwise."""
+    """The whole array of integers whose blocks the devices hold. None if there are too many, or they lie otherwise."""
     table, divided = state.table, [axes_of_dim(dim) for dim in state.dims]
     values = table.values
     if values is None or not {*table.axes} <= state.divided:

@@ -88,7 +88,7 @@ def _numbers_updates(eqn: Any, operand: State) -> bool:
 
 
 def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Runs of dimensions are merged into one list of factors, and taken apart again."""
+    """Merge runs of dimensions into one list of factors, and take it apart again."""
     operand = operands[0]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if 0 in old:
@@ -158,7 +158,7 @@ def _piece_of(dim: Dim, size: int) -> Dim:
 
 
 def _every(dim: Dim, n: int, start: int, stride: int) -> Dim | None:
-    """All elements of a dimension, or every second, third... of each block, as of the whole; None for others."""
+    """All elements of a dimension, or every second, third... of each block, which are those of the whole; else None."""
     *outer, (size, axes) = dim
     if size % stride or start >= stride or n * stride != size_of(dim):
         return None
@@ -166,7 +166,7 @@ def _every(dim: Dim, n: int, start: int, stride: int) -> Dim | None:
 
 
 def _slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Some elements of a piece are not the same ones of the whole; dimensions that stay as long pass."""
+    """Some elements of a piece are not the same elements of the whole. Dimensions that keep their length pass."""
     out = shape_of(eqn.outvars[0])
     [operand] = operands
     starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(out)
@@ -306,7 +306,7 @@ def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """A piece with a margin is not a piece of the whole with one; other dimensions pass."""
+    """A padded piece is not a piece of the padded whole. Other dimensions pass."""
     operand, value = operands
     dims: list[Dim] = []
     pieces: list[tuple[str, str]] = []
@@ -342,7 +342,7 @@ def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any, before
 
 
 def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[int, Dim]:
-    """The dimensions of which the one window that is picked is this device's block, as they lie then."""
+    """The dimensions of which the picked window is this device's block, as they lie afterwards."""
     if indices.table is None or math.prod(indices.table.shape[:-1]) != 1:
         return {}
     starts = indices.table
@@ -417,7 +417,7 @@ def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
 
 
 def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """`x.at[indices].set(updates)`, or add: what is placed by an index lies as nobody knows."""
+    """`x.at[indices].set(updates)`, or add. How a dimension lies that indices pick from is not known."""
     operand, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     placed = set(numbers.scatter_dims_to_operand_dims) | set(numbers.inserted_window_dims)
@@ -436,14 +436,14 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """It counts from 0 on every device, and is the same on each."""
+    """Each device counts from 0, so all have the same numbers."""
     dimension = eqn.params["dimension"]
     dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
     return walk.counted(eqn, operands, [walk.kept(State(dims, number=True))])
 
 
 def _top_k(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """The largest of a piece are not those of the whole; other dimensions pass."""
+    """The largest elements of a piece are not those of the whole. Other dimensions pass."""
     [operand] = operands
     rank = len(operand.dims)
     along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % rank

@@ -32,7 +32,7 @@ class LineName(str):
 
     Attributes:
       file: The file as Python knows it; "" where there is none.
-      number: The number of the line.
+      number: The number of the line, from 1.
     """
 
     file: str
@@ -130,7 +130,7 @@ def is_differentiated(eqn: Any) -> bool:
 
 
 def _shorten(text: str) -> LineName:
-    """Drop the column and the directory we are in, which only make the line longer."""
+    """Drop the column and the current directory, which only make the line longer."""
     place, _, function = text.partition(" (")
     parts = place.rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
@@ -141,13 +141,13 @@ def _shorten(text: str) -> LineName:
 
 
 def short_file(file: str) -> str:
-    """The name of a file as people read it: without the directory we are in, and the number of a notebook's cell."""
+    """The name of a file as people read it: without the current directory, and `In[3]` for a cell of a notebook."""
     here = os.getcwd() + os.sep
     return shown_file(file.removeprefix(here))
 
 
 def called_in_jax(eqn: Any, function: str) -> bool:
-    """Whether JAX's function of this name, called by the user's line, made the equation: `jnp.mean` divides a sum."""
+    """Whether the user's line called JAX's function of this name, which made the equation: `jnp.mean` divides."""
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in getattr(traceback, "frames", ()):
         if not _compat.in_jax(frame.file_name):

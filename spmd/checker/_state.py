@@ -1,4 +1,4 @@
-"""What is known of one value: how each dimension is divided, and what it is along the axes that divide none.
+"""What is known of one value: how each dimension is divided, and what it is along the axes that do not divide it.
 
 A dimension is an ordered list of factors, each with its size here and the mesh axes that divide it: `((2, ()), (3,
 ("tp",)))` is two runs of three elements, and each run is a block of one that is divided over tp. Merging dimensions
@@ -41,17 +41,17 @@ class State(NamedTuple):
     Attributes:
       dims: The factors of each dimension.
       partial: The axes along which it is a term of a sum.
-      different: The axes along which it differs, nobody knows how.
-      pending: What was done to a piece, and is not complete.
+      different: The axes along which it differs in an unknown way.
+      pending: What was done to a piece and is not complete yet.
       done: What collectives completed. A value that is combined with this one is complete too.
-      zero: Whether it is zero, which is neutral in every sum.
-      number: Whether no data is in it, only literals.
+      zero: Whether it is zero, which does not change a sum.
+      number: Whether it is made of literals only, without data.
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
       loose: Whether it may lie otherwise, though it is equal: constants were written over a constant, or are rows of a
         loop; or it was summed over a dimension along which it is constant. That may have been a block of one: then it
         is a term of a sum.
       block: The number of the block that each device holds, an integer on each, where our markers say so.
-      left: What it was in the body that it left, and the spec there: JAX's residuals enter another one so.
+      left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
     """
 
     dims: tuple[Dim, ...] = ()
@@ -107,7 +107,7 @@ def hidden(size: int) -> Dim:
 
 
 def remade(dim: Dim, size: int) -> Dim:
-    """A dimension made of another one, in no order that is known: whole if that one is."""
+    """A dimension made of another one in an unknown order. It is whole if that one is."""
     return hidden(size) if axes_of_dim(dim) or any(axes is HIDDEN for _, axes in dim) else plain(size)
 
 
@@ -120,7 +120,7 @@ def size_of(dim: Dim) -> int:
 
 
 def normal(factors: Iterable[Factor]) -> Dim:
-    """Factors in their one canonical form, so that equal dimensions compare equal.
+    """Factors in their canonical form, so that equal dimensions compare equal.
 
     What follows a divided factor is part of its block. A factor of one element adds nothing if no axis divides it.
     """
@@ -205,7 +205,7 @@ def unify(one: Dim, two: Dim, one_free: frozenset[str] = NONE, two_free: frozens
     Args:
       one: How the first one lies.
       two: How the second one lies.
-      one_free: The axes along which the first operand differs, nobody knows how.
+      one_free: The axes along which the first operand differs in an unknown way.
       two_free: The same of the second.
     """
     if one == two or (two[0][1] is FREE and len(two) == 1):
@@ -272,7 +272,7 @@ def join(one: State, two: State) -> State:
 
 
 def hide(dims: Sequence[Dim], axes: Iterable[str]) -> tuple[Dim, ...]:
-    """The same dimensions. Those that one of these axes divides are hidden from now on."""
+    """The same dimensions. Those that one of these axes divides become hidden."""
     return tuple(dim if set(axes).isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims)
 
 

@@ -22,7 +22,7 @@ class Function:
       file: Its file, as Python knows it.
       first: Its first line, that of a decorator if it has one.
       last: Its last line.
-      node: Its syntax; None where nobody has the source.
+      node: Its syntax; None without the source.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Texts:
         return self._read(file)[0]
 
     def line(self, file: str, number: int) -> str:
-        """One line, or "" where nobody has the source."""
+        """One line, or "" without the source."""
         lines = self.lines(file)
         return lines[number - 1].rstrip("\n") if 0 < number <= len(lines) else ""
 
     def function_at(self, file: str, span: Span, name: str = "") -> Function | None:
-        """The innermost function around an expression. Given its name too, nothing where the file has changed."""
+        """The innermost function around an expression. If its name is given too: None where the file has changed."""
         found = None
         for function in self._read(file)[1]:
             if _inside(span, function.node):

@@ -76,7 +76,7 @@ def _reduction(kind: str) -> Callable[[Any], Map]:
 
 
 def _along(kind: str, name: str) -> Callable[[Any], Map]:
-    """One dimension is needed whole, and stays."""
+    """One dimension is needed whole. It stays."""
 
     def made(eqn: Any) -> Map:
         every, dim = range(_rank(eqn.invars[0])), eqn.params[name]
