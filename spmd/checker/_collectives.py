@@ -210,6 +210,11 @@ def _divided_dim(dim: Dim, axes: Axes, count: int) -> Dim | None:
     return normal([(size // count, (*have, *axes)), *dim[1:]])
 
 
+def _is_constant(cut: Dim | None) -> bool:
+    """Whether the block is one of a constant: all devices have the same one, and it is a block all the same."""
+    return cut is not None and cut[0][1] is FREE
+
+
 def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """psum_scatter: each device has another block of the sum."""
     axes = walk.tracked(axes_of(eqn))
@@ -225,10 +230,11 @@ def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         summed = _reduced(walk, eqn, operand, axes, "psum")
         count = axes_product(axes, walk.sizes)
         cut = _divided_dim(summed.dims[dim], axes, count)
-        whole = cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
+        constant = _is_constant(cut)
+        whole = constant or (cut is not None and set(axes) <= set(axes_of_dim(cut)))
         different = summed.different if whole else summed.different | set(axes)
         dims = tuple((cut or hidden(shape[dim])) if d == dim else one for d, one in enumerate(summed.dims))
-        outs.append(walk.kept(summed._replace(dims=dims, different=different)))
+        outs.append(walk.kept(summed._replace(dims=dims, different=different, loose=summed.loose or constant)))
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
@@ -241,10 +247,12 @@ def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     dims = tuple(
         (cut or hidden(shape_of(eqn.outvars[0])[dim])) if d == dim else one for d, one in enumerate(operand.dims)
     )
-    known = cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
+    constant = _is_constant(cut)
+    known = constant or (cut is not None and set(axes) <= set(axes_of_dim(cut)))
     lost = operand.divided.difference(*map(axes_of_dim, dims))
     different = operand.different | lost | (NONE if known else set(axes) - operand.partial)
-    return [walk.kept(operand._replace(dims=dims, different=different, table=None))]
+    loose = operand.loose or constant
+    return [walk.kept(operand._replace(dims=dims, different=different, table=None, loose=loose))]
 
 
 def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

@@ -199,11 +199,13 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     pieces: list[tuple[str, str]] = []
     own: set[int] = set()
     terms: set[str] = set()
+    constant = False  # whether a block is cut out of what is constant: it is equal, and is a block all the same
     for d, (dim, n, m) in enumerate(zip(operand.dims, before, after, strict=True)):
         start = starts[d] if d < len(starts) else State(number=True)
         if n == m or all(axes is FREE for _, axes in dim):  # of what is constant every block is the same
             own.add(d)
             dims.append(dim if n == m else free(m))
+            constant |= n != m and bool(start.axes)
             continue
         axes = None if start.table is None else _starts(walk, start.table, m, n)
         if axes and len(dim) == 1 and dim[0][1] is not HIDDEN and dim[0][1] is not FREE:
@@ -217,7 +219,7 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     others = [start for d, start in enumerate(starts) if d not in own]
     # The other terms of this device's block are elsewhere.
     pieces += [("term", axis) for axis in terms if not operand.zero]
-    rest = operand._replace(partial=operand.partial - terms)
+    rest = operand._replace(partial=operand.partial - terms, loose=operand.loose or constant)
     return walk.counted(eqn, operands, [_made(walk, eqn, rest, dims, pieces, others)])
 
 

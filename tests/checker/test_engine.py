@@ -14,7 +14,7 @@ from spmd.checker import _engine
 from spmd.checker._dataflow import walk_closed
 from spmd.checker._engine import constant_state
 from spmd.checker._state import FREE, size_of
-from tests.checker.harness import AXES, Inside, mesh, parted, seen, varying
+from tests.checker.harness import AXES, Inside, mesh, parted, seen, split, varying
 from tests.sampler import dice, seeds
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
@@ -207,3 +207,22 @@ def test_own_blocks_of_a_constant_fit_a_divided_layout():
 
     [state] = seen(body, "a b", args=[X]).states
     assert [axes for dim in state.dims for _, axes in dim] == [FREE, FREE] and not state.axes
+
+
+def test_blocks_of_a_constant_may_be_summed_over_all_devices():
+    """Each device has another row, and all rows are the same: their sum is no sum of copies."""
+
+    def body(x):
+        terms = jnp.broadcast_to(x.sum(0), (2, 8))
+        rows = varying(lax.psum(terms, "dp"))
+        cuts = [
+            lax.dynamic_slice_in_dim(rows, lax.axis_index("dp"), 1),
+            lax.psum_scatter(terms, "dp", tiled=True),
+            split(rows, "dp", 0, 2),
+        ]
+        return [lax.psum(cut.sum(0), "dp") for cut in cuts]
+
+    found = seen(body, "a/dp b", args=[X])
+    assert not found.kinds
+    for held in found.held:
+        np.testing.assert_allclose(held, np.broadcast_to(2 * X.sum(0), held.shape), rtol=1e-3)
