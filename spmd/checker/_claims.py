@@ -150,7 +150,8 @@ def _wrong_dims(
         lacking = [a for a in said if a not in have and a in scope]
         if role in ("result", "copies") and not any(map(walk.wide, (*extra, *lacking))) and len(dim) == 1:
             continue
-        if lacking and not extra and (set(lacking) <= unknown or role in MAKES or _is_tile(dim)):
+        free = state.loose or set(lacking) <= unknown or role in MAKES or _is_tile(dim)
+        if lacking and not extra and free:
             continue
         if (extra or lacking or have != said or len(dim) > 1) and any(a in scope for a in (*have, *said)):
             wrong.append((i, said, have))

@@ -45,7 +45,7 @@ def _grouped(eqn: Any) -> bool:
 def _loosened(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, different: Axes = ()) -> State:
     """A value of which only the axes along which it is equal are known."""
     held = (operand.axes - set(equal)) | set(different)
-    return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held)))
+    return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held), loose=operand.loose))
 
 
 def _completed(operand: State, over: frozenset[str]) -> tuple[frozenset[Pending], frozenset[Pending]]:
@@ -368,9 +368,8 @@ def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     held = {axis for dim in dims for axis in axes_of_dim(dim)}
     moving = set(walk.tracked(eqn.params["moving"]))
     different = (o.axes - o.divided - moving) | (o.different - moving)
-    return [
-        walk.kept(State(dims, o.partial - held, frozenset(different - held) - o.partial, zero=o.zero, number=o.number))
-    ]
+    different = frozenset(different - held) - o.partial
+    return [walk.kept(State(dims, o.partial - held, different, zero=o.zero, number=o.number, loose=o.loose))]
 
 
 def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

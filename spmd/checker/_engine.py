@@ -206,12 +206,15 @@ class Engine(Domain):
         return self.unknown_like(value)
 
     def unknown_like(self, value: State) -> State:
-        return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes))
+        return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes, loose=value.loose))
 
     def unknown(self, eqn: Any, operands: Sequence[State]) -> list[State]:
         """The results of an equation that no rule knows. They may differ wherever an operand does."""
         different = NONE.union(*(o.axes for o in operands))
-        return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different)) for v in eqn.outvars]
+        loose = any(o.loose for o in operands)
+        return [
+            self.kept(State(tuple(map(hidden, shape_of(v))), different=different, loose=loose)) for v in eqn.outvars
+        ]
 
     # --- equations -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from spmd.checker._state import (
     ends_of,
     free,
     hidden,
+    hide,
     is_divided,
     normal,
     plain,
@@ -49,6 +50,10 @@ def _made(
     """The state of a result with these dims. `pieces` are (kind, axis) of what was done to a piece."""
     partial, lost, zero = linear or passes(walk, eqn, [operand, *others])
     held = {axis for dim in dims for axis in axes_of_dim(dim)}
+    if not partial.isdisjoint(held):  # other rows of each term: no sum over the devices makes them whole
+        dims = hide(dims, partial)
+        left = {axis for dim in dims for axis in axes_of_dim(dim)}
+        lost, held = lost | (held - left), left
     different = NONE.union(operand.different, lost, *(o.axes - {p.axis for p in o.pending} for o in others))
     older = NONE.union(operand.pending, *(o.pending for o in others)) - NONE.union(
         operand.done, *(o.done for o in others)
@@ -71,7 +76,8 @@ def _made(
 def _beside(operand: State, known: Iterable[str]) -> State:
     """What an operand adds to a result besides its dimensions; the result says what it is along the axes `known`."""
     different = operand.axes.difference(known, {p.axis for p in operand.pending})
-    return State(different=different, pending=operand.pending, done=operand.done, number=operand.number)
+    pending, done, number, loose = operand.pending, operand.done, operand.number, operand.loose
+    return State(different=different, pending=pending, done=done, number=number, loose=loose)
 
 
 # --- reshape --------------------------------------------------------------------------------------------------
@@ -284,7 +290,9 @@ def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: 
             pieces += [("concatenate", a) for a in axes if not any(a in o.different for o in operands)]
             unclear = axes or any(axes is HIDDEN for dim in found for _, axes in dim)
             dims.append(hidden(n) if unclear else plain(n))
-    first = operands[0]
+    # The numbers may all be the same one: then they fit a divided dimension, too.
+    numbers = len(operands) > 1 and all(o.number and o.dims[along][0][1] is FREE for o in operands)
+    first = operands[0]._replace(loose=operands[0].loose or numbers)
     linear = sums(walk, eqn, operands)
     held = {a for dim in dims for a in axes_of_dim(dim)}.union(a for _, a in pieces)
     others = [_beside(o, held | o.partial)._replace(number=False) for o in operands[1:]]

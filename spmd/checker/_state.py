@@ -47,9 +47,9 @@ class State(NamedTuple):
       zero: Whether it is zero, which does not change a sum.
       number: Whether it is made of literals only, without data.
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
-      loose: Whether it may lie otherwise, though it is equal: constants were written over a constant, or are rows of a
-        loop; or it is a device's block of a dimension along which it is constant, or was summed over one, which may
-        have been such a block: then it is a term of a sum.
+      loose: Whether it may lie otherwise, though it is equal: constants were written over a constant, or put beside
+        one, or are rows of a loop; or it is a device's block of a dimension along which it is constant, or was summed
+        over one, which may have been such a block: then it is a term of a sum.
       block: The number of the block that each device holds, an integer on each, where our markers say so.
       left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
     """

@@ -1466,7 +1466,13 @@ def attempted(b: Body, moves: Sequence[Move]) -> str | None:
 
 
 def arguments(seed: int, plan: Plan, moved: bool = False) -> list[np.ndarray]:
-    """The numbers of the arguments, whole; if `moved`, not around 0."""
+    """The numbers of the arguments, whole; if `moved`, not around 0, but each row and column around another number."""
     rng = np.random.default_rng(seed)
-    mean = rng.uniform(-2, 2, len(plan.args)) if moved else [0] * len(plan.args)
-    return [m + rng.normal(size=[size_of(dim) for dim in lies.dims]) for m, lies in zip(mean, plan.args, strict=True)]
+    found = []
+    for lies in plan.args:
+        x = rng.normal(size=[size_of(dim) for dim in lies.dims])
+        for d, n in enumerate(x.shape if moved else ()):
+            level = rng.uniform(-2, 2) + rng.uniform(0, 3) * rng.uniform(-1, 1, n)
+            x += np.expand_dims(level, [e for e in range(x.ndim) if e != d])
+        found.append(x)
+    return found

@@ -16,7 +16,7 @@ from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import FREE, UNREAD, Pending, State, axes_of_dim, join_dims, size_of
 from spmd.checker._table import TABLE, Map
 from tests.checker import random_bodies, truth
-from tests.checker.harness import seen
+from tests.checker.harness import mark, seen
 from tests.checker.random_functions import (  # fmt: skip
     ALONG,
     ALONG_LINEAR,
@@ -230,6 +230,17 @@ def found(judge: truth.Judge) -> bool:
 
 # --- what random bodies have found ----------------------------------------------------------------------------------
 
+
+def twice_derived(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda y: jax.grad(lambda z: fn(z).sum())(y).sum())
+
+
+def doubled_at(x: Any, data: Any) -> Any:
+    """A column, which data choose, is doubled."""
+    at = (jnp.abs(lax.sin(data)) * x.shape[1]).astype(jnp.int32)
+    return lax.dynamic_update_slice_in_dim(x, 2.0 * lax.dynamic_slice_in_dim(x, at, 1, 1), at, 1)
+
+
 RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
     "rows in another order of axes": ("n/tp/dp -> n/tp/dp", lambda x: lax.map(jnp.sin, x)),
     "rows of rows": ("a/dp b -> a/dp b", lambda x: lax.map(lambda row: lax.map(jnp.sin, row), x)),
@@ -269,7 +280,11 @@ RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "a derivative that is constant, row by row": (
         "a/dp -> a/dp",
-        lambda x: jax.grad(lambda y: jax.grad(lambda z: lax.map(lambda row: row * row, z).sum())(y).sum())(x),
+        lambda x: twice_derived(lambda rows: lax.map(lambda row: row * row, rows))(x),
+    ),
+    "a constant beside itself": (
+        "a b/dp -> a b/dp",
+        lambda x: jnp.roll(twice_derived(lambda rows: lax.map(lambda row: row * row, rows))(x), 1, axis=1),
     ),
     "constants of all rows": ("a/dp b -> a/dp b", lambda x: lax.map(lambda row: jnp.full_like(row, 2.0), x)),
     "a batch of tridiagonal systems": (
@@ -322,3 +337,30 @@ def test_what_follows_a_mistake_told_elsewhere_is_not_compared() -> None:
     term, after = State(partial=frozenset({"dp"})), State(pending=frozenset({Pending(UNREAD, "dp", -1)}))
     assert truth.doubt_of(eqn, truth.Said([term], [after], False)) == truth.TOLD
     assert not truth.doubt_of(eqn, truth.Said([term], [term], False))
+
+
+def test_an_exchange_does_not_say_that_a_constant_with_another_column_is_whole() -> None:
+    """It is equal on all devices, and its blocks are blocks all the same."""
+
+    def body(x):
+        column = doubled_at(twice_derived(jnp.square)(x), lax.psum(x.sum(), ("dp", "tp")))
+        return mark(lax.all_to_all(column, "tp", 1, 0, tiled=True), "a/dp b/tp")
+
+    assert not seen(body, "a/dp/tp b", args=[np.ones((8, 16), np.float32)]).kinds
+
+
+def test_other_rows_of_each_term_are_no_terms_of_a_sum() -> None:
+    """Each device looks up indices of its own in its term of a table."""
+    table, at = np.ones((8, 8), np.float32), np.arange(8, dtype=np.int32)
+    found = seen(lambda x, i: jnp.take(x.sum(0), i, mode="clip"), "a/dp b", "n/dp", args=[table, at])
+    assert not found.states[0].partial and found.states[0].different == {"dp"}
+
+
+def test_numbers_of_an_agreement_have_levels() -> None:
+    """All rows above zero, or none, would hide that a test of all elements looked at one block only."""
+    plan = random_bodies.drawn(Choices(0))
+    plan = plan._replace(args=(random_bodies.Lies((random_bodies.whole(40), random_bodies.whole(60))),))
+    signs = [np.sign(random_bodies.arguments(seed, plan, moved=True)[0].mean(0)).sum() for seed in range(truth.OTHERS)]
+    assert sum(abs(total) < 60 for total in signs) > truth.OFTEN
+    [x] = random_bodies.arguments(0, plan)
+    assert abs(x.mean(0)).max() < 1
