@@ -35,6 +35,29 @@ _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 
 
 @dataclass(frozen=True)
+class Part:
+    """The part of a page that a command writes: what stands between `<!-- name -->` and `<!-- end of name -->`."""
+
+    page: Path
+    name: str
+
+    def read(self) -> str:
+        return self._around()[1]
+
+    def write(self, text: str) -> None:
+        before, _, after = self._around()
+        self.page.write_text(f"{before}{text}{after}")
+
+    def _around(self) -> tuple[str, str, str]:
+        start, end = f"<!-- {self.name} -->\n", f"\n<!-- end of {self.name} -->"
+        before, found, rest = self.page.read_text().partition(start)
+        text, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{self.page} has no part {self.name!r}.")
+        return before + start, text, end + after
+
+
+@dataclass(frozen=True)
 class Block:
     """A fenced block: its language, its text, the line it starts on, and the comment right above it."""
 

@@ -3,8 +3,8 @@
     python -m tests.mutants                       all programs
     python -m tests.mutants --only "layer mlp"    those whose names contain this
     python -m tests.mutants --sample 3 --seed 7   so many mutants of each program
-    python -m tests.mutants --keep found.json     writes the verdicts, too
-    python -m tests.mutants --types found.json    asks only the checker again; the numbers are those of the file
+    python -m tests.mutants --types               asks only the checker again; the numbers are those of verdicts.txt
+    python -m tests.mutants --types --write       writes verdicts.txt and the tables of docs/pages/checker.md, too
 
 It ends with 1 if fewer are noticed than tests/mutants/table.py promises, or a program whose numbers stay is refused.
 """
@@ -13,73 +13,76 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import tests.conftest  # noqa: F401  eight devices, strict JAX
+from tests.mutants import verdicts
 from tests.mutants.judge import Verdict, judge, mutants, said
 from tests.mutants.programs import Program, programs
 from tests.mutants.sites import Mutant
 from tests.mutants.table import Tally
 
-Known = dict[tuple[str, str], list[dict[str, Any]]]
-
 
 def main() -> int:
     options = parsed()
-    known = by_name(json.loads(Path(options.types).read_text())) if options.types else {}
-    tally, start = Tally(), time.monotonic()
+    before, kept = verdicts.read(), {}
+    start = time.monotonic()
     for program in programs(options.only):
-        for one in verdicts(program, options, known):
-            tally.verdicts.append(one)
+        kept[program.name] = []
+        for one in judged(program, options, before.get(program.name, [])):
+            kept[program.name].append(one)
             if options.verbose:
                 print(f"{time.monotonic() - start:7.1f} s  {one}", flush=True)
-    if options.keep:
-        kept = [{**dataclasses.asdict(one), "mutant": one.mutant.name} for one in tally.verdicts]
-        Path(options.keep).write_text(json.dumps(kept, indent=1))
+        if options.write:
+            verdicts.write({**before, **kept})
+    if options.write and not options.only:  # without the programs that there are no more
+        verdicts.write(kept)
+    tally = Tally([one for every in kept.values() for one in every])
     print(tally.report())
     return int(not tally.promised)
 
 
-def verdicts(program: Program, options: argparse.Namespace, known: Known) -> Iterator[Verdict]:
+def judged(program: Program, options: argparse.Namespace, known: Sequence[Verdict]) -> Iterator[Verdict]:
     every = mutants(program)
     if options.sample and len(every) > options.sample:
         every = random.Random(f"{options.seed} {program.name}").sample(every, options.sample)
-    yield from again(program, every, known) if known else judge(program, every)
+    return again(program, every, known) if options.types else judge(program, every)
 
 
-def by_name(kept: list[dict[str, Any]]) -> Known:
-    """The verdicts of an earlier run, by program and mutant: several where a function has several such places."""
-    found: Known = {}
-    for one in kept:
-        found.setdefault((one["program"], one["mutant"]), []).append(one)
-    return found
+def again(program: Program, every: list[Mutant], known: Sequence[Verdict]) -> Iterator[Verdict]:
+    """What the checker says now, with the numbers that are known; a new mutant is judged by numbers, too."""
+    earlier = verdicts.by_name(known)
+    found = [asked(program, mutant, earlier.get(mutant.name, [])) for mutant in every]
+    new = judge(program, [mutant for mutant, one in zip(every, found, strict=True) if one is None])
+    for one in found:
+        yield one or next(new)
 
 
-def again(program: Program, every: list[Mutant], known: Known) -> Iterator[Verdict]:
-    """The verdicts of an earlier run, with what the checker says now."""
-    for mutant in every:
-        if earlier := known.get((program.name, mutant.name)):
-            verdict = Verdict(**{**earlier.pop(0), "mutant": mutant, "types": ""})
-            if not verdict.rejected:
-                verdict.types = said(program, mutant)
-            yield verdict
+def asked(program: Program, mutant: Mutant, earlier: list[Verdict]) -> Verdict | None:
+    """An earlier verdict with what the checker says now. None if there is none, or devices waited and do so no more."""
+    if not earlier:
+        return None
+    old = earlier.pop(0)
+    verdict = dataclasses.replace(old, mutant=mutant, types="" if old.rejected else said(program, mutant))
+    return None if old.waits and not verdict.waits else verdict
 
 
 def parsed() -> argparse.Namespace:
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=about)
-    for text in ("only", "keep", "types"):
-        parser.add_argument(f"--{text}", default="")
+    parser.add_argument("--only", default="")
     for number in ("seed", "sample"):
         parser.add_argument(f"--{number}", type=int, default=0)
+    parser.add_argument("--types", action="store_true", help="ask only the checker again")
+    parser.add_argument("--write", action="store_true", help="keep the verdicts, and write the tables of the page")
     parser.add_argument("--verbose", action="store_true", help="print each verdict")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.write and options.sample:
+        parser.error("--write keeps the verdicts on all mutants of a program, and --sample has some")
+    return options
 
 
 if __name__ == "__main__":

@@ -71,6 +71,14 @@ class Mutant:
         at = f"{Path(self.place.file).relative_to(ROOT)} ({self.place.function})"
         return f"{at} {self.collective}: {self.change}"
 
+    @classmethod
+    def named(cls, name: str) -> Mutant:
+        """A mutant of this name, at no line."""
+        at, _, rest = name.rpartition(") ")
+        file, _, function = at.partition(" (")
+        collective, _, change = rest.partition(": ")
+        return cls(Place(f"{ROOT}/{file}", 0, function, 0), collective, change)
+
 
 # jax's caches of traces go by this, so that no change is seen by a program that was traced before
 _current: Any = jax.make_user_context(None)

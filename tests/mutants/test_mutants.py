@@ -24,8 +24,10 @@ from tests.mutants.judge import UNKNOWN, Verdict, judge, mutants, said
 from tests.mutants.programs import FAMILIES, Program, of_layer, programs
 from tests.mutants.sites import Mutant, Place, changed, mutants_of
 from tests.mutants.table import Tally
+from tests.mutants.verdicts import TABLES, by_name, line_of, read, tables, verdict_of
 from tests.sampler import seeds
 
+KEPT = read()
 MESH: dict[str, Any] = {"a": 2, "b": 4}
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
@@ -61,19 +63,43 @@ def drawn(dice: random.Random, family: str) -> tuple[Program, Mutant]:
     return program, dice.choice(every)
 
 
-@pytest.mark.parametrize("seed", seeds())
-def test_somebody_notices(seed: int) -> None:
-    """What does something else is noticed by types or by numbers; what does not is not refused.
+def kept_of(program: Program, mutant: Mutant) -> str:
+    """What the file says of a mutant: several of one name are in the order of the program."""
+    namesakes = [one for one in mutants(program) if one.name == mutant.name]
+    return line_of(by_name(KEPT[program.name])[mutant.name][namesakes.index(mutant)])
 
-    `python -m tests.mutants` asks this of all mutants, and counts.
-    """
+
+@pytest.mark.parametrize("seed", seeds())
+def test_the_verdicts_that_are_kept_are_true(seed: int) -> None:
+    """After a change for the better: `python -m tests.mutants --types --write`."""
     dice = random.Random(seed)
     program, mutant = drawn(dice, dice.choice([name for name in FAMILIES if name != "example"]))
     [verdict] = judge(program, [mutant])
-    if verdict.wrong:
-        assert verdict.by_types or verdict.by_numbers, verdict
-    else:
-        assert not verdict.types, verdict
+    assert line_of(verdict) == kept_of(program, mutant), verdict
+    assert sorted(one.name for one in mutants(program)) == sorted(one.mutant.name for one in KEPT[program.name])
+
+
+def test_the_page_has_the_tables_of_the_file() -> None:
+    assert TABLES.read() == tables(KEPT)
+
+
+def test_a_verdict_is_kept_as_it_is() -> None:
+    """Written and read again, it counts as before."""
+    mutant = Mutant.named("tests/mutants/test_mutants.py (two.<locals>.<lambda>) psum: dropped")
+    assert mutant.name == "tests/mutants/test_mutants.py (two.<locals>.<lambda>) psum: dropped"
+    verdicts = [
+        Verdict("layer one", mutant, rejected="ValueError: no", by_jax=True),
+        Verdict("layer one", mutant, rejected="LayoutError: no"),
+        Verdict("layer one", mutant, moved=9.0, types="partial, scale: psum(x)", numbers="{'a': 1}: 9"),
+        Verdict("layer one", mutant, moved=9.0, types="x: f32[2] is not", numbers=UNKNOWN),
+        Verdict("layer one", mutant, moved=0.1),
+        Verdict("layer one", mutant, types="divergent: ..."),
+    ]
+    for one in verdicts:
+        again = verdict_of("layer one", line_of(one))
+        assert line_of(again) == line_of(one)
+        for fact in ("wrong", "waits", "by_jax", "by_types", "by_numbers"):
+            assert getattr(again, fact) == getattr(one, fact), fact
 
 
 @pytest.mark.parametrize("seed", seeds(1))

@@ -8,12 +8,12 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tests.checker.mistakes.registry import Mistake
+from tests.pages import Part
 
-__all__ = ["PAGE", "Row", "read", "row", "summary", "write"]
+__all__ = ["Row", "read", "row", "summary", "write"]
 
-PAGE = Path(__file__).parents[3] / "docs/pages/mistakes.md"
+TABLE = Part(Path(__file__).parents[3] / "docs/pages/mistakes.md", "mistakes")
 HEAD = ("layer", "mistake", "numbers", "given the arguments", "given computed values")
-_START, _END = "<!-- mistakes -->", "<!-- end of mistakes -->"
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,12 @@ def summary(rows: Sequence[Row]) -> str:
 def write(rows: Iterable[Row]) -> None:
     """Put the table into the page."""
     rows = list(rows)
-    before, _, rest = PAGE.read_text().partition(_START)
-    _, _, after = rest.partition(_END)
     head = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    PAGE.write_text("\n".join([f"{before}{_START}", summary(rows), "", *head, *map(str, rows), f"{_END}{after}"]))
+    TABLE.write("\n".join([summary(rows), "", *head, *map(str, rows)]))
 
 
 def read() -> tuple[str, list[Row]]:
     """The sums and the rows of the page."""
-    _, _, rest = PAGE.read_text().partition(f"{_START}\n")
-    said, _, table = rest.partition(_END)[0].partition("\n\n")
+    said, _, table = TABLE.read().partition("\n\n")
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
     return said, [Row(one[0].strip("`"), one[1], *("" if text == "-" else text for text in one[2:])) for one in cells]
