@@ -797,7 +797,7 @@ def settled(b: Body) -> Made:
     if not v:
         return None
     test = lambda c: b.equal(Value(c[0] * lax.abs(c[1]), v.lies)) > 0.3
-    once = lambda c: (c[0] * 0.5, lax.sin(c[1] + 1.0))
+    once = lambda c: (c[0] * 0.5, c[1] + 0.3 * lax.sin(c[1]))  # numbers that come together would be ties later
     return lax.while_loop(test, once, (b.varying(jnp.ones(())), lax.sin(v.x)))[1], v.lies
 
 
