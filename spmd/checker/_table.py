@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmd._jaxprs import shape_of
+from spmd.checker._state import UNREAD
 
 Label = int | None
 NEW: Label = None  # of an operand: the dimension goes; of a result: it is constant along the dimension
@@ -141,21 +142,24 @@ def _dot(eqn: Any) -> Map:
 def _conv(eqn: Any) -> Map:
     """Batch and output features pass, input features are contracted, and a window needs its dimension whole.
 
-    One input feature may be a block of one: of features that are convolved each by itself, or of another dimension,
-    because a reshape to the same shape leaves no trace.
+    One input feature may be a block of one: of another dimension, because a reshape to the same shape leaves no trace.
+    Features that are convolved each by itself pass. Of other groups nobody knows how they lie.
     """
     numbers = eqn.params["dimension_numbers"]
     left, right, out = (tuple(spec) for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
-    rank = len(left)
-    groups = max(eqn.params["feature_group_count"], eqn.params["batch_group_count"])
+    rank, window, strides = len(left), shape_of(eqn.invars[1]), eqn.params["window_strides"]
+    groups = eqn.params["feature_group_count"]
+    grouped = max(groups, eqn.params["batch_group_count"]) > 1
+    alone = grouped and groups == shape_of(eqn.invars[0])[left[1]] == window[right[0]]
     labels_left, labels_right, result = [NEW] * rank, [NEW] * rank, [NEW] * rank
     labels_left[left[0]] = result[out[0]] = 0
-    labels_left[left[1]], labels_right[right[0]], result[out[1]] = 1, 2, 2
-    labels_right[right[1]] = 1 if groups == 1 else 3
-    if groups == 1 and shape_of(eqn.invars[1])[right[1]] == 1:
+    labels_left[left[1]] = 1
+    labels_right[right[0]] = result[out[1]] = 1 if alone else 2
+    labels_right[right[1]] = 3 if grouped else 1
+    if not grouped and window[right[1]] == 1:
         labels_left[left[1]] = labels_right[right[1]] = None
-    whole: dict[int, str] = {} if groups == 1 else {1: "stencil", 2: "stencil", 3: "stencil"}
-    window, strides = shape_of(eqn.invars[1]), eqn.params["window_strides"]
+    unknown = (() if alone else (1, 2, 3) if groups > 1 else (0, 1, 2, 3)) if grouped else ()
+    whole: dict[int, str] = dict.fromkeys(unknown, UNREAD)
     for i in range(2, rank):
         label, size = 2 + i, window[right[i]]
         labels_left[left[i]] = result[out[i]] = label
@@ -163,7 +167,7 @@ def _conv(eqn: Any) -> Map:
         whole[rank + 2 + i] = "stencil"
         if size > 1 or strides[i - 2] > 1:
             whole[label] = "stencil"
-    reduced = {1: "sum"} if groups == 1 else {}
+    reduced = {} if grouped else {1: "sum"}
     return Map([labels_left, labels_right], result, reduced, whole, frozenset(whole))
 
 

@@ -490,7 +490,7 @@ def convolved(b: Body) -> Made:
     v, u = b.value(fits), b.value(lambda lies: len(lies.dims) == 2)
     if not v or not u or len(v.lies.dims[1]) > 1:
         return None
-    groups = b.chance(4) and undivided(v.lies.dims[1])
+    groups = b.chance(4)
     window = jnp.asarray([0.5, 1.0, -0.25], jnp.float32)[: b.some([3, 1])]
     how = {"window_strides": (1,), "padding": "SAME"}
     if groups:
@@ -763,7 +763,7 @@ def recurrent(b: Body) -> Made:
     v = b.value(lambda lies: complete(lies) and bool(lies.dims) and lies.dims[0] == whole(size_of(lies.dims[0])))
     if not v:
         return None
-    step = lambda c, row: (jnp.tanh(c) * 0.5 + row, c - row)
+    step = lambda c, row: (c + 0.1 * lax.sin(c) + row, c - row)  # numbers that fade away would be ties
     start = b.varying(jnp.zeros(v.x.shape[1:], jnp.float32))
     return lax.scan(step, start, v.x, reverse=b.chance(2))[1], v.lies
 
@@ -797,7 +797,7 @@ def settled(b: Body) -> Made:
     if not v:
         return None
     test = lambda c: b.equal(Value(c[0] * lax.abs(c[1]), v.lies)) > 0.3
-    once = lambda c: (c[0] * 0.5, c[1] + 0.3 * lax.sin(c[1]))  # numbers that come together would be ties later
+    once = lambda c: (c[0] * 0.5, c[1] + 0.3 * lax.sin(c[1]))  # those that come together would be ties
     return lax.while_loop(test, once, (b.varying(jnp.ones(())), lax.sin(v.x)))[1], v.lies
 
 

@@ -235,6 +235,10 @@ def twice_derived(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(lambda y: jax.grad(lambda z: fn(z).sum())(y).sum())
 
 
+def convolved_with_itself(row: Any) -> Any:
+    return lax.conv_general_dilated(row[None], row[None], (1,), "SAME")[0, 0]
+
+
 def doubled_at(x: Any, data: Any) -> Any:
     """A column, which data choose, is doubled."""
     at = (jnp.abs(lax.sin(data)) * x.shape[1]).astype(jnp.int32)
@@ -281,6 +285,14 @@ RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
     "a derivative that is constant, row by row": (
         "a/dp -> a/dp",
         lambda x: twice_derived(lambda rows: lax.map(lambda row: row * row, rows))(x),
+    ),
+    "features that are convolved each by itself": (
+        "a b/dp c -> a b/dp c",
+        lambda x: lax.conv_general_dilated(x, x[:1].swapaxes(0, 1), (1,), "SAME", feature_group_count=x.shape[1]),
+    ),
+    "divided features are contracted, row by row": (
+        "a b/dp c -> a c",
+        lambda x: spmd.psum(jax.vmap(convolved_with_itself)(x), "a c {U:dp} -> a c"),
     ),
     "a constant beside itself": (
         "a b/dp -> a b/dp",
