@@ -1,6 +1,6 @@
-"""Fourier transforms of distributed arrays: dimensions with a new name are transformed."""
+"""Fourier, cosine and sine transforms of distributed arrays: dimensions with a new name are transformed."""
 
-from spmd.ops._fft import fft, ifft, irfft, rfft
+from spmd.ops._fft import dct, dst, fft, idct, idst, ifft, irfft, rfft
 from spmd.ops._fft_freq import fftfreq, rfftfreq
 
-__all__ = ["fft", "fftfreq", "ifft", "irfft", "rfft", "rfftfreq"]
+__all__ = ["dct", "dst", "fft", "fftfreq", "idct", "idst", "ifft", "irfft", "rfft", "rfftfreq"]

@@ -26,7 +26,7 @@ from tests import layers
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.test_permute import Move
-from tests.ops import halos, harness, test_einsum, test_fft, test_reduce, test_softmax, test_top_k
+from tests.ops import halos, harness, test_einsum, test_fft, test_fft_walls, test_reduce, test_softmax, test_top_k
 from tests.sampler import Choices, Sampler
 
 
@@ -493,6 +493,21 @@ def fourier(c: Choices) -> Program:
         args=(test_fft.numbers(c.data, given, kind == "rfft"),),
         runs=modes_of(test_fft.kernel(kind, pattern, harness.make_mesh(mesh), norm=norm, **sizes)),
         plain=lambda x: test_fft.JNP[kind](x, axes=moved, norm=norm, **whole),
+        devices=devices(mesh),
+        tolerance=2e-5,
+    )
+
+
+@family(1)
+def walls(c: Choices) -> Program:
+    mesh, _, pattern, shape, moved, _ = test_fft.sample(c)
+    kind, number, norm = c.choice(test_fft_walls.KINDS), c.choice([1, 2, 3, 4]), c.choice(test_fft_walls.NORMS)
+    run = test_fft.kernel(kind, pattern, harness.make_mesh(mesh), type=number, norm=norm)
+    return Program(
+        text=f"{kind} {number} {mesh} {pattern} {shape} {norm}",
+        args=(test_fft.numbers(c.data, shape, True),),
+        runs=modes_of(run),
+        plain=lambda x: test_fft_walls.by_matrices(kind, number, norm, x, moved),
         devices=devices(mesh),
         tolerance=2e-5,
     )

@@ -36,12 +36,13 @@ class Job:
       after: The same after. The real transforms change the size of one dimension.
       moved: The dimensions that are transformed.
       half: The halved dimension of a real transform, transformed first forward and last backward; otherwise -1.
-      real: "" for a complex transform, "first" where dimension `half` starts real, "last" where it ends real.
+      real: "" for a complex transform, "first" where dimension `half` starts real, "last" where it ends real, "both"
+        where nothing becomes complex.
       movable: The dimensions that may take over axes, which are those with one name.
       together: Whether several dimensions may give axes away at once. In auto mode XLA would gather.
       mesh: Size of each mesh axis.
       given: Bytes of a number before the first transform.
-      itemsize: Bytes of a complex number.
+      itemsize: Bytes of a number after it.
     """
 
     source: Placement

@@ -134,3 +134,19 @@ def samples_of_one_frequency(mesh):
 def samples_of_one_frequency_fixed(mesh, fix):
     kernel = spmd.kernel("x/dp k -> x/dp y", mesh=mesh)(lambda f: fft.irfft(f, "x/dp k -> x/dp y", **fix()))
     np.testing.assert_allclose(kernel(jnp.ones((4, 1))), np.ones((4, 1)))
+
+
+@bad
+def a_cosine_transform_of_no_type(mesh):
+    body("b/dp d -> b/dp k", lambda x: fft.dct(x, "b/dp d -> b/dp k", type=5), mesh)
+
+
+@bad
+def two_walls_on_one_element(mesh):
+    x = np.ones((2, 1), np.float32)
+    spmd.kernel("b/dp d -> b/dp k", mesh=mesh)(lambda x: fft.dct(x, "b/dp d -> b/dp k", type=1))(x)
+
+
+@bad
+def sines_without_a_place_to_go(mesh):
+    spmd.kernel("x/dp -> k/dp", mesh=mesh)(lambda x: fft.dst(x, "x/dp -> k/dp"))(jnp.ones(8))

@@ -1,0 +1,100 @@
+"""Cosine and sine transforms on one device: Fourier transforms of arrays between two walls.
+
+Each is made of Fourier transforms of real numbers, of the array reordered (types II and III) or reflected (types I and
+IV). A sine transform is a cosine transform of the array with alternating signs, or reversed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+TYPES = (1, 2, 3, 4)
+_INVERSE = {1: 1, 2: 3, 3: 2, 4: 4}
+
+
+class Wall(NamedTuple):
+    """A transform between walls.
+
+    Attributes:
+      sine: Whether it is one of sines.
+      type: 1 to 4.
+      inverse: Whether it is the inverse of the transform of this type.
+    """
+
+    sine: bool
+    type: int
+    inverse: bool
+
+    @property
+    def least(self) -> int:
+        """The least number of elements: a cosine transform of type I has one at each wall."""
+        return 2 if self.type == 1 and not self.sine else 1
+
+    def along_last(self, x: Any, norm: str) -> Any:
+        """The transform of the last dimension of a real or complex array."""
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return lax.complex(self.along_last(x.real, norm), self.along_last(x.imag, norm))
+        kind = _INVERSE[self.type] if self.inverse else self.type
+        period = 2 * (x.shape[-1] + (0 if kind > 1 else 1 if self.sine else -1))
+        ortho = norm == "ortho"
+        ends = _ends(self.sine, kind) if ortho else ((), ())
+        x = _scaled(x, ends[0], math.sqrt(2))
+        x = _scaled((_sines if self.sine else _cosines)(x, kind), ends[1], math.sqrt(0.5))
+        power = 0.5 if ortho else 1.0 if (norm == "backward") == self.inverse else 0.0
+        return x * period**-power if power else x
+
+
+def _ends(sine: bool, kind: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The elements whose weight an orthonormal transform changes, before it and after it."""
+    if sine:
+        return {2: ((), (-1,)), 3: ((-1,), ())}.get(kind, ((), ()))
+    return {1: ((0, -1), (0, -1)), 2: ((), (0,)), 3: ((0,), ())}.get(kind, ((), ()))
+
+
+def _scaled(x: Any, places: tuple[int, ...], factor: float) -> Any:
+    for place in places:
+        x = x.at[..., place].multiply(factor)
+    return x
+
+
+def _cosines(x: Any, kind: int) -> Any:
+    """The sums of `2 x[n] cos(...)`, without a norm."""
+    n = x.shape[-1]
+    if kind == 1:  # even about both of its ends
+        return jnp.fft.rfft(jnp.concatenate([x, x[..., -2:0:-1]], -1)).real
+    if kind == 2:  # J. Makhoul, A fast cosine transform in one and two dimensions, IEEE Trans. ASSP 28 (1980)
+        half = jnp.fft.rfft(jnp.concatenate([x[..., ::2], x[..., 1::2][..., ::-1]], -1))
+        half = 2 * half * _turns(jnp.arange(n // 2 + 1, dtype=jnp.int32), 4 * n, x)
+        return jnp.concatenate([half.real, -half.imag[..., 1 : (n + 1) // 2][..., ::-1]], -1)
+    if kind == 3:  # the transpose of type II, where the first element counts once
+        [out] = jax.linear_transpose(functools.partial(_cosines, kind=2), x)(_scaled(x, (0,), 0.5))
+        return out
+    odd = 2 * jnp.arange(n, dtype=jnp.int32) + 1
+    turned = lax.complex(x, jnp.zeros_like(x)) * _turns(odd - 1, 8 * n, x)
+    return 2 * (jnp.fft.fft(turned, 2 * n)[..., :n] * _turns(odd, 8 * n, x)).real
+
+
+def _sines(x: Any, kind: int) -> Any:
+    """The sums of `2 x[n] sin(...)`, without a norm."""
+    if kind == 1:  # odd about the zeros beyond both of its ends
+        zero = jnp.zeros_like(x[..., :1])
+        return -jnp.fft.rfft(jnp.concatenate([zero, x, zero, -x[..., ::-1]], -1)).imag[..., 1:-1]
+    signs = _row(1 - 2 * (jnp.arange(x.shape[-1], dtype=jnp.int32) % 2), x)
+    return _cosines(x * signs, 2)[..., ::-1] if kind == 2 else signs * _cosines(x[..., ::-1], kind)
+
+
+def _turns(steps: Any, period: int, x: Any) -> Any:
+    """`exp(-2 pi i steps / period)` along the last dimension of x."""
+    angle = _row(steps, x) * (-math.tau / period)
+    return lax.complex(jnp.cos(angle), jnp.sin(angle))
+
+
+def _row(values: Any, x: Any) -> Any:
+    """Numbers for the last dimension of x."""
+    return lax.expand_dims(values.astype(x.dtype), range(x.ndim - 1))
