@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.pages import Shell, blocks, pictures, run_commands, same_output
+from tests.pages import Shell, blocks, pictures, run_commands, same_output, show_source
 
 
 def with_outputs(path: str, page: str) -> str:
@@ -32,6 +32,7 @@ def _with_outputs(folder: Path, shell: Shell, path: str, page: str) -> str:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     edits: list[tuple[int, int, str]] = []
+    show_source(path, page)
     for block in blocks(page):
         if block.comment.startswith("file: "):
             (folder / block.comment.removeprefix("file: ")).write_text(block.text + "\n")

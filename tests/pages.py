@@ -99,13 +99,7 @@ def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
     faults: list[str] = []
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
-    code = [""] * len(page.splitlines())
-    for block in blocks(page):
-        if block.language == "python" and ">>> " not in block.text:
-            lines = block.text.splitlines()
-            code[block.line - 1 : block.line - 1 + len(lines)] = lines
-    # What reads the source of a function finds the page's Python at its lines.
-    linecache.cache[path] = (len(page), None, [f"{line}\n" for line in code], path)
+    show_source(path, page)
     for block in blocks(page):
         here = f"{path}:{block.line}"
         if block.comment.startswith("file: "):
@@ -128,6 +122,16 @@ def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
         if not stored.exists() or stored.read_text() != namespace[name].svg + "\n":
             faults.append(f"{path}: {file} is not what {name} draws")
     return faults
+
+
+def show_source(path: str, page: str) -> None:
+    """Let what reads the source of a function find the page's Python at its lines."""
+    code = [""] * len(page.splitlines())
+    for block in blocks(page):
+        if block.language == "python" and ">>> " not in block.text:
+            lines = block.text.splitlines()
+            code[block.line - 1 : block.line - 1 + len(lines)] = lines
+    linecache.cache[path] = (len(page), None, [f"{line}\n" for line in code], path)
 
 
 def pictures(page: str) -> list[tuple[str, str]]:

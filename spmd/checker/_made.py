@@ -92,6 +92,11 @@ def place_of(walk: Any, atom: Any, state: State) -> Place | None:
     return Place(dims, made, at.counts(), argument and argument[0])
 
 
+def reduction_of(walk: Any, atom: Any) -> Made | None:
+    """The reduction over a divided dimension that a value is a part of; None where that is not known."""
+    return _At(walk, atom).reduction()
+
+
 def lying(state: State) -> Place:
     """How a value lies by its state alone. A dimension along which it is constant is not divided."""
     dims = tuple(() if {axes for _, axes in dim} == {FREE} else _axes(dim) for dim in state.dims)
@@ -235,6 +240,12 @@ def _changed(eqn: Any, ins: Sequence[_At]) -> Made | None:
     return made and replace(made, name=None, count=0)
 
 
+def _reshaped(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    """The reduction behind a value of another shape: each element still has as many terms."""
+    made = ins[0].reduction()
+    return made and replace(made, name=None)
+
+
 def _converted(eqn: Any, ins: Sequence[_At]) -> Made | None:
     """The sum of rounded parts is not the rounded sum."""
     return None if rounds(eqn) else _changed(eqn, ins)
@@ -302,7 +313,8 @@ _RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
     **dict.fromkeys(_SAME, _follow),
     "spmd_retype": _retyped,
     "spmd_layout": _marked,
-    **dict.fromkeys(("neg", "real", "imag", "conj", "reduce_precision", "transpose", "squeeze", "reshape"), _changed),
+    **dict.fromkeys(("neg", "real", "imag", "conj", "reduce_precision"), _changed),
+    **dict.fromkeys(("transpose", "squeeze", "reshape", "broadcast_in_dim"), _reshaped),
     "convert_element_type": _converted,
     **dict.fromkeys(("add", "sub", "add_any"), _sum),
     **dict.fromkeys(("mul", "div"), _product),

@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from spmd._jaxprs import opened
 from spmd.checker._history import Origin, shown_spec
-from spmd.checker._made import Place, lying, place_of
+from spmd.checker._made import Place, lying, place_of, reduction_of
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
 from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
@@ -518,11 +518,21 @@ def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."
-    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_instead(eqn) or _summed_first(mark))
+    return Fault(
+        rule, walk.kernel, None, None, _where(walk, eqn), advice=_instead(eqn) or _completed_first(walk, eqn, axes)
+    )
 
 
-def _summed_first(mark: str) -> str:
-    return f'psum(<the partial sum>, "... {mark} -> ...") before it, and not after'
+def _completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
+    """Advice for a partial sum that is used before it is complete. To psum a mean of pieces would add up the means."""
+    total = f'psum(<the partial sum>, "... {_mark(axes)} -> ...") before it, and not after'
+    operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in walk.known]
+    parts = [atom for atom in operands if walk.known[atom].partial & set(axes)]
+    ops = {made and made.op for made in (reduction_of(walk, atom) for atom in parts)}
+    mean = 'reduce(<what is averaged>, "<its layout> -> ...", "mean") in place of the mean of each device\'s own block'
+    if ops == {"mean"}:
+        return mean
+    return total if ops == {"sum"} else f"of a sum: {total};\nof a mean: {mean}"
 
 
 def on_pieces_too(walk: Any, fault: Fault, pending: Sequence[Pending]) -> Fault:
@@ -558,7 +568,7 @@ def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that is equal on {along}: "
         f"the sum over {along} would count that value once per device."
     )
-    return Fault(rule, None, None, None, _where(walk, eqn), advice=_summed_first(mark))
+    return Fault(rule, None, None, None, _where(walk, eqn), advice=_completed_first(walk, eqn, axes))
 
 
 def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -568,7 +578,7 @@ def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that is divided over {along}: "
         "each block meets this device's part of the sum, and not the sum."
     )
-    return Fault(rule, None, None, None, _where(walk, eqn), advice=_instead(eqn) or _summed_first(mark))
+    return Fault(rule, None, None, None, _where(walk, eqn), advice=_instead(eqn) or _completed_first(walk, eqn, axes))
 
 
 def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -578,7 +588,7 @@ def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that differs along {along}: "
         "each part would be scaled differently."
     )
-    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_summed_first(mark))
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_completed_first(walk, eqn, axes))
 
 
 def returned_partial(walk: Any, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Fault:

@@ -425,11 +425,12 @@ class Parser:
             spans[token.text] = token.span
             self.advance()
             closing = self.token
-            if closing.kind == "name":
+            if closing.kind in ("name", "/"):
+                end = closing.end if closing.kind == "/" else closing.start
                 raise fault(
                     "A mark lists names of mesh axes, separated by commas.",
                     closing.span,
-                    self.fixed(token.end, closing.start, ","),
+                    self.fixed(token.end, end, ","),
                 )
             if closing.kind not in (",", "}"):
                 raise fault("This '{' is never closed.", opening.span)

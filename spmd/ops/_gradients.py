@@ -48,7 +48,7 @@ def value_and_grad(
     Args:
       fn: A function to a scalar, or to `(scalar, aux)`.
       argnums: Which positional arguments to differentiate.
-      loss: "" for a complete loss, or "{U:dp}" for a loss that is a partial sum on those axes.
+      loss: "" or "scalar" for a complete loss, "{U:dp}" or "{U:dp,tp}" for one that is a partial sum on these axes.
       has_aux: Whether `fn` returns auxiliary results too.
 
     Returns:
@@ -107,7 +107,7 @@ def grad(fn: Callable[P, Any], argnums: Argnums = 0, *, loss: str = "", has_aux:
     Args:
       fn: A function to a scalar, or to `(scalar, aux)`.
       argnums: Which positional arguments to differentiate.
-      loss: "" for a complete loss, or "{U:dp}" for a partial sum on those axes.
+      loss: "" or "scalar" for a complete loss, "{U:dp}" or "{U:dp,tp}" for a partial sum on these axes.
       has_aux: Whether `fn` returns auxiliary results too.
 
     Returns:
@@ -153,12 +153,13 @@ def _text(name: str, fn: Any, loss: str) -> str:
 
 
 def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
-    if not isinstance(loss, str) or not re.fullmatch(r"\s*(\{U:[^{}]*\})?\s*", loss):
+    if not isinstance(loss, str) or not re.fullmatch(r"\s*(scalar)?\s*(\{U:[^{}]*\})?\s*", loss):
         raise LayoutError(
-            f'loss is "" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.',
+            f'loss is "scalar" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.',
             call=f"{name}(fn, ...)",
         )
-    return Layout(loss.strip()).unreduced if loss.strip() else ()
+    mark = loss.strip().removeprefix("scalar").strip()
+    return Layout(mark).unreduced if mark else ()
 
 
 def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) -> None:
@@ -175,22 +176,21 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
     if loose:
         axes = ", ".join(loose)
         n = frame.axis_size(loose)
+        whole = 'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
+        summed = f'loss="{{U:{",".join(frame.in_mesh_order({*marked, *loose}))}}}" if the sum is meant'
         raise ReplicationError(
             f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would differentiate the sum "
             f"of the {n} devices' scalars.",
             call=text,
-            got=[f"the loss: {jax.typeof(value)}", frame.describe()],
-            advice=(
-                f'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
-                f'loss="{{U:{",".join(loose)}}}" if the sum is meant'
-            ),
+            got=[f"the loss differs along {', '.join(frame.in_mesh_order(varying))}", frame.describe()],
+            advice=summed if marked else whole + summed,
         )
     if equal:
         raise ReplicationError(
             f"the loss is declared a partial sum on {', '.join(equal)}, and it is equal there: the sum would count it "
             f"{frame.axis_size(equal)} times.",
             call=text,
-            got=[f"the loss: {jax.typeof(value)}", frame.describe()],
+            got=[frame.describe()],
             fix='loss=""',
         )
 

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd._walker import equations
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._made import Place, lying, place_of
@@ -125,3 +126,31 @@ def test_a_function_that_is_called_twice() -> None:
     body = lambda x, w: (jnp.mean(x, 0), jnp.mean(lax.pcast(w[:4], "dp", to="varying"), 0))[0]
     found = made(body)
     assert found is not None and found.made is not None and found.made.name == "x"
+
+
+MEANS = {
+    "nonlinear": (lambda x: x * lax.rsqrt(jnp.mean(x**2, axis=1, keepdims=True)), lambda x, m: x * lax.rsqrt(m(x**2))),
+    "blocks": (lambda x: x - jnp.mean(x, axis=1)[:, None], lambda x, m: x - m(x)),
+    "equal": (lambda x: x / (jnp.mean(x, axis=1, keepdims=True) + 2.0), lambda x, m: x / (m(x) + 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_of_blocks_is_not_to_be_summed(name: str) -> None:
+    """The sum of the means of blocks is no mean. What the advice says gives the numbers of whole arrays."""
+    wrong, right = MEANS[name]
+    kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
+    x = jnp.arange(64.0).reshape(4, 16) + 1
+    with pytest.raises(spmd.ReplicationError) as raised:
+        kernel(wrong)(x)
+    assert 'reduce(<what is averaged>, "<its layout> -> ...", "mean")' in str(raised.value)
+    assert "psum" not in str(raised.value)
+    mended = kernel(lambda x: right(x, lambda y: spmd.reduce(y, "b/dp d/tp -> b/dp 1", "mean")))
+    np.testing.assert_allclose(mended(x), right(x, lambda y: y.mean(1, keepdims=True)), rtol=1e-6)
+
+
+def test_a_sum_is_to_be_summed() -> None:
+    kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
+    with pytest.raises(spmd.ReplicationError) as raised:
+        kernel(lambda x: x * lax.rsqrt(jnp.sum(x**2, axis=1, keepdims=True)))(jnp.ones((4, 16)))
+    assert "psum(" in str(raised.value) and "mean" not in str(raised.value)

@@ -113,6 +113,16 @@ GOLDEN = [
         ],
     ),
     (
+        "Layout('b {U:dp/tp}')",
+        "LayoutError",
+        [
+            'Layout("b {U:dp/tp}")',
+            "               ^",
+            "A mark lists names of mesh axes, separated by commas.",
+            'fix: "b {U:dp,tp}"',
+        ],
+    ),
+    (
         "Layout('(h k/tp)')",
         "LayoutError",
         [

@@ -260,3 +260,24 @@ def test_an_argument_is_known_in_the_function_that_is_differentiated():
     with pytest.raises(spmd.SpmdError, match=r'holds "m/dp/tp", and is read as "m/tp/dp"') as raised:
         step(jnp.arange(16.0))
     assert 'relayout(w, "m/dp/tp -> m/tp/dp")' in str(raised.value), "the argument is called by its name"
+
+
+@pytest.mark.parametrize("said", ["{U:dp}", "{U:tp}"])
+def test_a_loss_that_is_partly_declared_is_told_all_its_axes(said):
+    def step(x, loss):
+        value, g = spmd.value_and_grad(lambda x: reduce(x**2, "b/dp d/tp -> {U:dp,tp}"), loss=loss)(x)
+        return spmd.psum(value, "{U:dp,tp} -> scalar"), g
+
+    kernel = spmd.kernel("b/dp d/tp -> scalar, b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
+    x = jnp.arange(32.0).reshape(4, 8)
+    with pytest.raises(spmd.ReplicationError, match=r'advice: loss="\{U:dp,tp\}" if the sum is meant'):
+        kernel(lambda x: step(x, said))(x)
+    value, gradient = kernel(lambda x: step(x, "{U:dp,tp}"))(x)
+    np.testing.assert_allclose(value, (x**2).sum())
+    np.testing.assert_allclose(gradient, 2 * x)
+
+
+def test_a_complete_loss_may_be_called_scalar():
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2))
+    step = kernel(lambda x: spmd.grad(lambda x: reduce(x**2, "b/dp d -> scalar"), loss="scalar")(x))
+    np.testing.assert_allclose(step(jnp.ones((4, 3))), 2 * np.ones((4, 3)))
