@@ -1183,8 +1183,9 @@ RIGHT: tuple[Move, ...] = (*ENCLOSED, *OFTEN, *[enclosed] * 6)
 
 
 def curved_too_early(b: Body) -> Made:
+    """Curved everywhere: of numbers above zero, `abs` is none."""
     v = b.value(lambda lies: bool(lies.partial))
-    return v and (b.some(CURVED)(v.x), v.lies)
+    return v and (lax.sin(b.some(CURVED)(v.x)), v.lies)
 
 
 def product_of_partial_sums(b: Body) -> Made:
