@@ -92,9 +92,14 @@ def place_of(walk: Any, atom: Any, state: State) -> Place | None:
     return Place(dims, made, at.counts(), argument and argument[0])
 
 
-def reduction_of(walk: Any, atom: Any) -> Made | None:
-    """The reduction over a divided dimension that a value is a part of; None where that is not known."""
-    return _At(walk, atom).reduction()
+def operation_of(walk: Any, atom: Any) -> str | None:
+    """Whether a partial sum is a "sum" or a "mean" of what each device has; None where that is not known."""
+    at = _At(walk, atom)
+    if (reduction := at.reduction()) is not None:
+        return reduction.op
+    while (made := at.made()) is not None and made[0].primitive.name in (*_SAME, *_SHAPED):
+        at = made[1].of(made[0].invars[0])
+    return "sum" if made is not None and made[0].primitive.name in ("reduce_sum", "dot_general") else None
 
 
 def lying(state: State) -> Place:
@@ -308,13 +313,14 @@ def _summed(eqn: Any, ins: Sequence[_At]) -> Made | None:
     return Made("sum") if made is not None and made.op == "sum" else None
 
 
+_SHAPED = ("transpose", "squeeze", "reshape", "broadcast_in_dim")
 _SAME = ("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name")
 _RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
     **dict.fromkeys(_SAME, _follow),
     "spmd_retype": _retyped,
     "spmd_layout": _marked,
     **dict.fromkeys(("neg", "real", "imag", "conj", "reduce_precision"), _changed),
-    **dict.fromkeys(("transpose", "squeeze", "reshape", "broadcast_in_dim"), _reshaped),
+    **dict.fromkeys(_SHAPED, _reshaped),
     "convert_element_type": _converted,
     **dict.fromkeys(("add", "sub", "add_any"), _sum),
     **dict.fromkeys(("mul", "div"), _product),

@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from spmd._jaxprs import opened
 from spmd.checker._history import Origin, shown_spec
-from spmd.checker._made import Place, lying, place_of, reduction_of
+from spmd.checker._made import Place, lying, operation_of, place_of
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
 from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
@@ -528,7 +528,7 @@ def _completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
     total = f'psum(<the partial sum>, "... {_mark(axes)} -> ...") before it, and not after'
     operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in walk.known]
     parts = [atom for atom in operands if walk.known[atom].partial & set(axes)]
-    ops = {made and made.op for made in (reduction_of(walk, atom) for atom in parts)}
+    ops = {operation_of(walk, atom) for atom in parts}
     mean = 'reduce(<what is averaged>, "<its layout> -> ...", "mean") in place of the mean of each device\'s own block'
     if ops == {"mean"}:
         return mean
