@@ -102,11 +102,15 @@ def lacks_devices(error: Exception) -> bool:
     return "AbstractMesh" in str(error)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """How an error begins, to be quoted."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def refused_by_the_system(error: Exception) -> bool:
-    """Whether the operating system refused what tensorstore asked of it, such as to write on a full disk."""
-    return "os_error_code=" in str(error)
+def refused_by_the_system(error: BaseException | None) -> BaseException | None:
+    """The error among those that led to this one that says what the operating system refused, such as to write on a
+    full disk. Python says it by an OSError, a time-out among them, and tensorstore by a ValueError. None for others,
+    which are faults of a program."""
+    while error is not None and not isinstance(error, OSError) and "os_error_code=" not in str(error):
+        error = error.__cause__ or error.__context__
+    return error

@@ -73,3 +73,14 @@ def test_a_mesh_without_devices_is_not_compiled_for():
     with pytest.raises(ValueError, match="AbstractMesh") as caught:
         lowered().compile()
     assert _jax_errors.lacks_devices(caught.value)
+
+
+def test_what_the_system_refused_is_found_behind_what_it_led_to():
+    full, tensorstore = OSError("full"), ValueError('write failed [os_error_code="28"]')
+    for first in (full, tensorstore, TimeoutError("waited")):
+        caused, followed = RuntimeError("a barrier"), RuntimeError("a barrier")
+        caused.__cause__, followed.__context__ = first, first
+        for error in (first, caused, followed):
+            assert _jax_errors.refused_by_the_system(error) is first
+    for other in (ValueError("another"), None):
+        assert _jax_errors.refused_by_the_system(other) is None

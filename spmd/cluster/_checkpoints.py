@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.experimental.multihost_utils as multihost
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
@@ -27,7 +29,8 @@ from spmd.errors import PlacementError, SpmdError, is_int, nearest
 T = TypeVar("T")
 
 _PROBE = 4096  # bytes that are written to see whether a disk takes any
-_ABOUT, _STATE, _SUMS = "about", "state", "checksums"
+_SUMMED = 2**16  # elements that are summed at a time, so that they stay in a cache
+_ABOUT, _STATE = "about", "state"
 
 
 class Restored(NamedTuple):
@@ -42,21 +45,25 @@ class Restored(NamedTuple):
     step: int
 
 
-def checkpoints(path: str | Path, *, keep: int | None = 3, strict: bool = False) -> Checkpoints:
+def checkpoints(
+    path: str | Path, *, keep: int | None = 3, strict: bool = False, timeout_seconds: int = 600
+) -> Checkpoints:
     """The checkpoints of a program in a folder: saved and restored by one line each.
 
     Orbax saves them, asynchronously and atomically (`pip install "spmd[cluster]"`). Beside the arrays lie their
-    layouts, the mesh, versions, where the data are, and a checksum of each array. It is a sum over the elements, which
-    does not depend on how they are cut into chunks and devices: each device sums what it has read, so a restore onto
-    another mesh or another number of processes verifies all of it, and reads nothing more for that.
+    layouts, the mesh, versions, where the data are, and checksums: each process writes one for each array, of the
+    blocks that it saves. They add up to the checksum of the array, however it is cut. So a restore onto another mesh or
+    another number of processes verifies what it reads, and reads nothing more for that.
 
-    Where a disk is full, training goes on: the save is reported with the path and the free bytes, and the next one is
-    tried.
+    Where a disk is full, training goes on: all processes report the save, with the path and the free bytes, and the
+    next one is tried.
 
     Args:
       path: A folder that all processes reach.
       keep: How many of the last checkpoints stay; None keeps all.
       strict: Whether a save that failed ends the program; otherwise it is reported, and the next one is tried.
+      timeout_seconds: For how many seconds a process that has written its part waits for the others to write theirs.
+        Where a disk takes a save at first and is full before its end, the other processes report it after this time.
 
     Raises:
       SpmdError: Orbax is not installed, or an argument is wrong.
@@ -74,21 +81,24 @@ def checkpoints(path: str | Path, *, keep: int | None = 3, strict: bool = False)
     """
     if keep is not None and not is_int(keep, 1):
         raise SpmdError(f"keep is a positive integer or None, not {keep!r}.", call="checkpoints(path)")
-    return Checkpoints(Path(path).absolute(), keep, strict)
+    if not is_int(timeout_seconds, 1):
+        raise SpmdError(f"timeout_seconds is a positive integer, not {timeout_seconds!r}.", call="checkpoints(path)")
+    return Checkpoints(Path(path).absolute(), keep, strict, timeout_seconds)
 
 
 class Checkpoints:
     """The checkpoints in a folder, as `checkpoints` gives them."""
 
-    def __init__(self, path: Path, keep: int | None, strict: bool) -> None:
+    def __init__(self, path: Path, keep: int | None, strict: bool, timeout_seconds: int) -> None:
         try:
             import orbax.checkpoint as orbax
         except ImportError as error:
             advice = 'pip install "spmd[cluster]"'
             raise SpmdError("checkpoints are saved by Orbax, which is not installed.", advice=advice) from error
         self.path, self._strict, self._orbax = path, strict, orbax
-        options = orbax.CheckpointManagerOptions(max_to_keep=keep)
-        self._manager = orbax.CheckpointManager(path / "steps", options=options)
+        writing = orbax.AsyncOptions(timeout_secs=timeout_seconds)
+        self._options = orbax.CheckpointManagerOptions(max_to_keep=keep, async_options=writing)
+        self._manager = orbax.CheckpointManager(path / "steps", options=self._options)
         self._damaged: set[int] = set()  # steps that could not be restored, and are saved again
         self._thread = ThreadPoolExecutor(1, "checksums")
         self._writing: tuple[int, Future[None]] | None = None  # the step that is being saved, and its checksums
@@ -98,8 +108,8 @@ class Checkpoints:
 
         A step that is saved already stays as it is, unless `restore` has found it damaged.
 
-        Communication: the sums of the checksums, 4 bytes for each array; in several processes an all-gather of 32
-        bytes, whether the disk takes it.
+        Communication: in several processes an all-gather of 32 bytes: whether the last one is written, and whether the
+        disk takes this one. Checksums are computed by the thread, from the copies on the host.
 
         Args:
           step: How many steps were done.
@@ -111,34 +121,33 @@ class Checkpoints:
         """
         if not is_int(step, 0):
             raise SpmdError(f"step is an integer that is not negative, not {step!r}.", call="save(step, state)")
-        self.wait()
         leaves = _named(state)
         wrong = [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]
         if wrong:
             raise SpmdError("a state consists of arrays.", call="save(step, state)", got=wrong)
+        refused = self._settle(sum(x.nbytes for x in leaves.values()))
         if int(step) in self._damaged:
             self._manager.delete(int(step))
             self._damaged.discard(int(step))
         if int(step) in self._manager.all_steps():
             return
-        if refusal := self._refusal(sum(x.nbytes for x in leaves.values())):
-            self._failed(step, refusal)
+        if refused:
+            self._failed(step, refused)
             return
-        sums = _checksums(leaves)
         about = {
             "leaves": {path: _described(x) for path, x in leaves.items()},
-            "versions": {name: installed(name) for name in ("jax", "orbax-checkpoint", "spmd")},
+            "versions": _versions(),
             "processes": jax.process_count(),
             "data": None if data is None else data.state,
         }
         args = self._orbax.args
-        content = args.Composite(**{_STATE: args.StandardSave(leaves), _ABOUT: args.JsonSave(about)})
         try:
-            self._manager.save(int(step), args=content, force=True)
-        except (OSError, ValueError) as error:
-            self._failed(step, error)
-            return
-        self._writing = int(step), self._thread.submit(self._write_sums, int(step), sums, _digest(about))
+            self._manager.save(int(step), args=args.Composite(**{_STATE: args.StandardSave(leaves)}), force=True)
+            writing = self._thread.submit(self._write_about, int(step), about, _blocks(leaves))
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+            writing = Future()
+            writing.set_exception(error)  # the others may be writing; all report it when they wait
+        self._writing = int(step), writing
 
     def restore(self, init: Any, *args: Any, data: Batches | None = None, cast: bool = False) -> Restored:
         """The last state that was saved whole, placed as `init` places it; a new one if none was saved.
@@ -175,15 +184,14 @@ class Checkpoints:
         return Restored(init(*args), 0)
 
     def wait(self) -> None:
-        """Wait until what was saved is written. A save that failed is reported; where `strict`, it is an error."""
-        step, writing = self._writing or (None, None)
-        self._writing = None
-        try:
-            self._manager.wait_until_finished()
-            if writing is not None:
-                writing.result()
-        except (OSError, ValueError) as error:
-            self._failed(step, error)
+        """Wait until what was saved is written; all processes call it.
+
+        A save that failed in one of them is reported in all; where `strict`, it is an error.
+
+        Communication: in several processes an all-gather of 32 bytes.
+        """
+        if self._writing is not None:
+            self._settle()
 
     def close(self) -> None:
         """Wait, then release Orbax's threads."""
@@ -193,88 +201,113 @@ class Checkpoints:
 
     # --- inside ---
 
-    def _refusal(self, size: int) -> OSError | None:
-        """Why the disk would not take so many bytes, the same in all processes: where Orbax fails in one of them while
-        it saves, the others wait for it for minutes."""
-        if jax.process_count() == 1:
-            return None
-        told = ""
+    def _settle(self, size: int = 0) -> str:
+        """Wait until what was saved is written, and report it if it is not. Why the disk would not take `size` more
+        bytes, the same in all processes: where Orbax fails in one of them, the others wait for it."""
+        (step, writing), self._writing = self._writing or (None, None), None
+        failure: BaseException | None = None
+        try:
+            self._manager.wait_until_finished()
+            if writing is not None:
+                writing.result()
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+            failure = _jax_errors.refused_by_the_system(error)
+            if failure is None:
+                raise
+        told, refused = _anywhere("" if failure is None else _jax_errors.first_line(failure), self._refusal(size))
+        if told:
+            if jax.process_count() > 1:  # half of Orbax's threads may still wait for the others
+                self._manager = self._orbax.CheckpointManager(self.path / "steps", options=self._options)
+            self._failed(step, told, failure)
+        return refused
+
+    def _refusal(self, size: int) -> str:
+        """Why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
+        if size == 0 or jax.process_count() == 1:
+            return ""
         try:
             probe = self.path / f"probe{jax.process_index()}"
             probe.write_bytes(bytes(_PROBE))
             probe.unlink()
-            if shutil.disk_usage(self.path).free < size:
-                raise OSError(os.strerror(errno.ENOSPC))
+            return os.strerror(errno.ENOSPC) if shutil.disk_usage(self.path).free < size else ""
         except OSError as error:
-            told = f"{error}"
-        told = _anywhere(told)
-        return OSError(told) if told else None
+            return f"{error}"
 
-    def _failed(self, step: int | None, error: OSError | ValueError) -> None:
-        """Report that the disk refused a save, and go on. Python says it by an OSError, tensorstore by a ValueError;
-        any other ValueError is a fault of the program."""
-        if not isinstance(error, OSError) and not _jax_errors.refused_by_the_system(error):
-            raise error
+    def _failed(self, step: int | None, told: str, error: BaseException | None = None) -> None:
+        """Report that the disk refused a save, and go on."""
         free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
         rule = "a checkpoint could not be saved."
-        got = [f"path: {self.path}, {free} bytes free", f"{type(error).__name__}: {_jax_errors.first_line(error)}"]
+        got = [f"path: {self.path}, {free} bytes free", told]
         found = SpmdError(rule, call="save(...)" if step is None else f"save({step}, state)", got=got)
         if self._strict:
             raise found from error
         print(found, file=sys.stderr)
 
-    def _write_sums(self, step: int, sums: Mapping[str, Any], about: str) -> None:
-        found = {**_numbers(sums), _ABOUT: about}
-        if jax.process_index() == 0:
-            folder = self.path / _SUMS
-            folder.mkdir(parents=True, exist_ok=True)
-            part = folder / f"{step}.part"
-            part.write_text(json.dumps(found))
-            part.rename(folder / f"{step}.json")
+    def _write_about(self, step: int, about: Mapping[str, Any], blocks: _Blocks) -> None:
+        """Write what lies beside the arrays: a file of each process with its checksums; that of the first has the rest.
+        It runs in a thread, beside the training, so it does not communicate."""
+        rank = jax.process_index()
+        sums = {path: sum(block_checksum(*one) for one in several) % 2**32 for path, several in blocks.items()}
+        content = {"sums": sums, **(about if rank == 0 else {})}
+        folder = self.path / _ABOUT
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{step}-{rank}.part"
+        part.write_text(json.dumps({"digest": _digest(content), "content": content}))
+        part.rename(part.with_suffix(".json"))
+        if rank == 0:
             kept = {str(one) for one in self._manager.all_steps()} | {str(step)}
             for old in folder.glob("*.json"):
-                if old.stem not in kept:
+                if old.stem.partition("-")[0] not in kept:
                     old.unlink(missing_ok=True)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
-        args = self._orbax.args
-        about, sums = self._together(lambda: self._about(step))
+        about = self._together(lambda: self._about(step, 0))
         _check_same(about["leaves"], _named(wanted), cast)
+        sums = self._sums(step, about["processes"], list(about["leaves"]))
         asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in _named(wanted).items()}
-        read = lambda: self._item(step, _STATE, self._orbax.StandardCheckpointHandler, args.StandardRestore(asked))
-        leaves = self._together(read)
-        wrong = [path for path, found in _numbers(_checksums(leaves)).items() if found != sums.get(path)]
+        leaves = self._together(lambda: self._arrays(step, asked))
+        wrong = [path for path, found in jax.device_get(_checksums(leaves)).items() if int(found) != sums[path]]
         if wrong:
             raise _Damaged(f"the numbers of {', '.join(wrong[:5])} are not those that were saved")
         if data is not None:
             if about["data"] is None:
-                raise PlacementError("the checkpoint has no place in the data.", call="restore(init, ..., data=data)")
+                raise PlacementError(
+                    "the checkpoint does not say where the data were.", call="restore(init, ..., data=data)"
+                )
             data.state = about["data"]
-        placed = [leaves[path].astype(x.dtype) for path, x in _named(wanted).items()]
+        placed = [_cast(leaves[path], x.dtype) for path, x in _named(wanted).items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
-    def _about(self, step: int) -> tuple[Any, Any]:
-        """What lies beside the arrays, and the checksums."""
+    def _about(self, step: int, rank: int) -> Any:
+        """What the process of this rank wrote beside the arrays."""
         try:
-            sums = json.loads((self.path / _SUMS / f"{step}.json").read_text())
-        except (OSError, ValueError) as error:
+            found = json.loads((self.path / _ABOUT / f"{step}-{rank}.json").read_text())
+            if found["digest"] == _digest(found["content"]):
+                return found["content"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Damaged("its checksums were not written") from error
-        about = self._item(step, _ABOUT, self._orbax.JsonCheckpointHandler, self._orbax.args.JsonRestore())
-        if _digest(about) != sums.get(_ABOUT):
-            raise _Damaged("what lies beside the arrays is not what was saved")
-        return about, sums
+        raise _Damaged("what lies beside the arrays is not what was saved")
 
-    def _item(self, step: int, name: str, handler: Any, how: Any) -> Any:
-        """Read one item of a step. Each process reads for itself: where one cannot, Orbax's own restore lets the
-        others wait for it for minutes."""
+    def _sums(self, step: int, count: int, paths: Sequence[str]) -> dict[str, int]:
+        """The checksum of each array, from the files of the processes that saved it; each is read once."""
+        ranks = range(jax.process_index(), count, jax.process_count())
+        mine = self._together(lambda: [self._about(step, rank)["sums"] for rank in ranks])
+        here = np.array([sum(one[path] for one in mine) % 2**32 for path in paths], np.uint32)
+        total = np.sum(multihost.process_allgather(here).reshape(-1, here.size), axis=0, dtype=np.uint32)
+        return dict(zip(paths, total.tolist(), strict=True))
+
+    def _arrays(self, step: int, asked: Mapping[str, Any]) -> Any:
+        """The arrays of a step. Each process reads for itself: where one cannot, Orbax's own restore lets the others
+        wait for it for minutes."""
         rank = jax.process_index()
         alone = {"primary_host": rank, "active_processes": {rank}, "barrier_sync_key_prefix": f"read{rank}"}
         options = self._orbax.options.MultiprocessingOptions(**alone if jax.process_count() > 1 else {})
+        handler, how = self._orbax.StandardCheckpointHandler(), self._orbax.args.StandardRestore(asked)
         try:
-            with self._orbax.Checkpointer(handler(), multiprocessing_options=options) as reader:
-                return reader.restore(self.path / "steps" / str(step) / name, how)
+            with self._orbax.Checkpointer(handler, multiprocessing_options=options) as reader:
+                return reader.restore(self.path / "steps" / str(step) / _STATE, how)
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
-            raise _Damaged(f"{name}: {type(error).__name__}: {_jax_errors.first_line(error)}") from error
+            raise _Damaged(f"{_STATE}: {type(error).__name__}: {_jax_errors.first_line(error)}") from error
 
     def _together(self, read: Callable[[], T]) -> T:
         """What `read` gives, if it succeeds in all processes; else all of them raise."""
@@ -284,15 +317,17 @@ class Checkpoints:
             found.append(read())
         except _Damaged as damage:
             told = f"{damage}"
-        if told := _anywhere(told):
+        [told] = _anywhere(told)
+        if told:
             raise _Damaged(told)
         return found[0]
 
 
-def _anywhere(fault: str) -> str:
-    """What is wrong in this process, else in another one; empty where all is well in all of them."""
-    elsewhere = disagreements({"fault": fault})  # all processes take part
-    return fault or "".join(elsewhere[:1])
+def _anywhere(*faults: str) -> list[str]:
+    """Each fault, with the ranks where processes differ; empty where all is well. All processes take part."""
+    named = {f"{i}": fault for i, fault in enumerate(faults)}
+    different = dict(line.split(": ", 1) for line in disagreements(named))
+    return [different.get(i, fault) for i, fault in named.items()]
 
 
 class _Damaged(Exception):
@@ -301,36 +336,71 @@ class _Damaged(Exception):
 
 # --- checksums -------------------------------------------------------------------------------------------------------
 
+# A checksum is a sum of 32 bits over all elements, each mixed with its position. So it does not depend on how they are
+# cut: the sums of blocks add up to that of the array. A change of one bit changes the sum; one in four billion of the
+# other changes does not. Where an array is saved, each process sums its blocks with NumPy, in a thread for which no
+# device waits. Where it is read, the devices sum what they hold.
+
 
 @jax.jit
 def checksum(x: jax.Array) -> jax.Array:
-    """A sum of 32 bits over all elements, each mixed with its position, so that it does not depend on the mesh.
-
-    Every device sums over what it holds. A change of one bit changes the sum; of others one in four billion does not.
-    """
-    bits = _bits(x)
+    """The checksum of an array, which the devices compute."""
+    words = _words(_plain(x))
     place = jnp.uint32(0)
-    for dim, size in enumerate(bits.shape):
-        steps = _scrambled(jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1))
+    for dim, size in enumerate(words.shape):
+        steps = _steps(dim, jnp.arange(size, dtype=jnp.uint32))
         # mixed once for each position along a dimension, which XLA would do again for each element
-        place += jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(_scrambled(steps)), bits.shape, (dim,))
-    return jnp.sum(_scrambled(bits ^ place), dtype=jnp.uint32)
+        place += jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(steps), words.shape, (dim,))
+    return jnp.sum(_scrambled(words.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
+def block_checksum(block: np.ndarray[Any, Any], starts: Sequence[int]) -> int:
+    """What a block adds to the checksum of its array, in which it begins at `starts`."""
+    words = _words(block)
+    starts = [*starts, *[0] * (words.ndim - len(starts))]
+    steps = [_steps(dim, np.arange(n, dtype=np.uint32) + np.uint32(i))
+             for dim, (i, n) in enumerate(zip(starts, words.shape, strict=True))]  # fmt: skip
+    return _summed(words, steps) % 2**32
+
+
+def _summed(words: np.ndarray[Any, Any], steps: Sequence[np.ndarray[Any, Any]]) -> int:
+    if words.size > _SUMMED:
+        dim = int(np.argmax(words.shape))
+        return sum(
+            _summed(part, [*steps[:dim], place, *steps[dim + 1 :]])
+            for part, place in zip(np.array_split(words, 2, dim), np.array_split(steps[dim], 2), strict=True)
+        )
+    place = functools.reduce(np.add.outer, steps, np.zeros((), np.uint32))
+    mixed = np.atleast_1d(words.astype(np.uint32) ^ place)  # NumPy warns where a scalar overflows
+    return int(np.sum(_scrambled(mixed), dtype=np.uint32))
+
+
+def _words(x: Any) -> Any:
+    """The bits of an array of numbers as unsigned integers of at most 32 bits, on the devices or in NumPy."""
+    xp = np if isinstance(x, np.ndarray) else jnp
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], -1)
+        x = xp.stack([x.real, x.imag], -1)
     if x.dtype == bool:
-        return x.astype(jnp.uint32)
+        return x.astype(xp.uint8)
     width = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
-    if width < 8:
-        return x.astype(jnp.int8).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}")).astype(jnp.uint32)
+    word = jnp.dtype(f"uint{min(width, 32)}")
+    if xp is jnp:
+        return jax.lax.bitcast_convert_type(x, word)
+    if width < 8:  # NumPy has them in the low bits of a byte
+        return x.view(np.uint8) & np.uint8(2**width - 1)
+    return np.ascontiguousarray(x).view(word).reshape((*x.shape, *[width // 32] * (width > 32)))
 
 
-def _scrambled(x: jax.Array) -> jax.Array:
+def _plain(x: jax.Array) -> jax.Array:
+    """Random keys as the numbers that are stored for them."""
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _steps(dim: int, positions: Any) -> Any:
+    return _scrambled(_scrambled(positions * np.uint32(0x9E3779B1) + np.uint32(dim + 1)))
+
+
+def _scrambled(x: Any) -> Any:
     """The finaliser of MurmurHash3. Appleby, 2011."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -338,26 +408,36 @@ def _scrambled(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _all_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The checksums of all arrays, in one program: of many programs at once, those on CPU may wait for each other."""
     return {path: checksum(x) for path, x in leaves.items()}
 
 
-def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The checksums of all arrays, which the devices may still compute.
+_Blocks = Mapping[str, list[tuple[np.ndarray[Any, Any], tuple[int, ...]]]]
 
-    CPU devices share a few threads. Programs that run beside each other there take them, and each waits in its sums
-    for a device that gets none. So it is one program, and on CPU the next one starts after it.
+
+def _blocks(leaves: Mapping[str, jax.Array]) -> _Blocks:
+    """The blocks that this process saves, with their places.
+
+    They are views on CPU, and what Orbax has copied already elsewhere. JAX does not reuse the memory of an array that
+    a view shows, even where it is donated.
     """
-    found = _all_checksums(leaves)
-    return jax.block_until_ready(found) if jax.default_backend() == "cpu" else found
-
-
-def _numbers(sums: Mapping[str, Any]) -> dict[str, int]:
-    """Checksums as whole numbers, when the devices have them."""
-    return {path: int(one) for path, one in jax.device_get(dict(sums)).items()}
+    return {
+        path: [
+            (np.asarray(one.data), tuple(part.indices(size)[0] for part, size in zip(one.index, x.shape, strict=True)))
+            for one in x.addressable_shards
+            if one.replica_id == 0
+        ]
+        for path, x in jax.tree.map(_plain, dict(leaves)).items()
+    }
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _versions() -> dict[str, Any]:
+    return {name: installed(name) for name in ("jax", "orbax-checkpoint", "spmd")}
 
 
 def _digest(about: Mapping[str, Any]) -> str:
@@ -385,6 +465,10 @@ def _stored(x: Any, dtype: str) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype if x.dtype.name == dtype else jnp.dtype(dtype), sharding=x.sharding)
 
 
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else x.astype(dtype)  # random keys have no astype
+
+
 def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any], cast: bool) -> None:
     """All differences between what was saved and what is wanted, in one error."""
     told = []
@@ -400,5 +484,5 @@ def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any], cast: bool)
             told.append(f"{path}: saved {saved[path]['dtype']}, here {here['dtype']}")
     told += [f"{path}: in the checkpoint only" for path in saved if path not in wanted]
     if told:
-        advice = "the init of the program that saved it; cast=True where only dtypes differ"
-        raise PlacementError("the checkpoint is of another state.", call="restore(init, ...)", got=told, advice=advice)
+        advice = "restore with the init of the program that saved it; or with cast=True, where only dtypes differ"
+        raise PlacementError("the checkpoint holds another state.", call="restore(init, ...)", got=told, advice=advice)

@@ -44,11 +44,11 @@ def batches(
 
     The first dimension of each layout counts the samples of a batch; the others are those of a sample. Batch i depends
     on the seed and on i alone, so every mesh and every number of processes sees the same batches. Each process reads
-    only the rows that its devices hold, each of them once. Every sample comes once in an epoch, in another order in
-    each; a batch may hold the end of one epoch and the start of the next.
+    only the rows that its devices hold, each of them once. Every sample comes once in each epoch, and each epoch has an
+    order of its own. A batch may hold the end of one epoch and the start of the next.
 
-    Communication: an all-gather of one hash over the processes at first, which compares numbers, shapes and
-    mesh; then none between devices; from host to device each process's own rows.
+    Communication: at first an all-gather of one hash over the processes, which compares numbers, shapes and mesh. Then
+    none between devices; each process moves its own rows from the host to its devices.
 
     Args:
       source: Anything with `len(source)` and `source[i]`: an array, a memory map, a list, a map-style data set of grain
@@ -57,8 +57,8 @@ def batches(
       batch: How many samples a batch has, on all processes together.
       seed: Of the order.
       shuffle: Whether the order is random; otherwise it is the source's.
-      epochs: After how many epochs the batches end; those that are left over at the end are not a batch. Absent, they
-        never end.
+      epochs: After how many epochs the batches end. Samples that do not fill a batch at the end are left out. If it is
+        not given, the batches never end.
       mesh: The mesh; absent, that of `jax.set_mesh`.
       mapping: Where bare names live; absent, the surrounding `axis_mapping`.
       prefetch: How many batches a thread reads ahead; 0 reads when a batch is asked for.
@@ -252,7 +252,7 @@ class Batches(Iterator[Any]):
             raise SpmdError(f"a state of batches has {', '.join(mine)}; {', '.join(missing)} is missing.")
         same = [name for name in mine if name != "next"]
         if wrong := [f"{name}: {state[name]}, here {mine[name]}" for name in same if int(state[name]) != mine[name]]:
-            rule = "the state is of other batches, so samples would be lost or come twice."
+            rule = "the state belongs to other batches: samples would be lost or come twice."
             raise SpmdError(rule, call="batches.state = ...", got=wrong, advice="batches(...) with those arguments")
         self._next = int(state["next"])
         for one in self._ahead:
@@ -265,7 +265,7 @@ class Batches(Iterator[Any]):
         mesh = ", ".join(f"{axis}={size}" for axis, size in self._mesh.shape.items())
         if wrong := disagreements({**self.state, "batches": self._end, "shapes": shapes, "mesh": mesh}):
             rule = "the processes do not read the same batches."
-            advice = "the same data, batch, seed and mesh in all of them; each reads its own rows of them by itself"
+            advice = "pass the same data, batch, seed and mesh in all of them; each reads only its own rows"
             raise SizeError(rule, call="batches(source, layouts)", got=wrong, advice=advice)
 
     # --- reading ---
@@ -331,7 +331,7 @@ def _fitted(x: np.ndarray, dtype: Any, index: int) -> np.ndarray:
     """The sample in the dtype of the batch; integers that do not fit are not wrapped."""
     found = x.astype(dtype)
     if x.dtype.kind in "iu" and found.dtype != x.dtype and (found != x).any():
-        rule = f"sample {index} has integers that {np.dtype(dtype).name} does not hold."
+        rule = f"sample {index} has integers that do not fit {np.dtype(dtype).name}."
         advice = "jax.config.update('jax_enable_x64', True), or a smaller dtype in the source"
         raise PlacementError(rule, call="batches(source, ...)", got=[f"{x.dtype.name}"], advice=advice)
     return found

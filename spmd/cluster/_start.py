@@ -66,8 +66,9 @@ def initialize(
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       heartbeat_timeout_seconds: After how many seconds a silent process counts as dead, and the others end. JAX's own
-        default is 100. Without `launch`, which sees a process end at once, the others of a killed or stopped one may
-        wait so long; and those of one that calls `sys.exit`, which no hook sees, until `shutdown_timeout_seconds`.
+        default is 100. `launch` sees at once that a process has ended. Without it, the others of a process that was
+        killed or stopped may wait for so long. Those of a process that calls `sys.exit`, which no hook sees, wait for
+        `shutdown_timeout_seconds`.
       initialization_timeout: For how many seconds a process waits for the others to start.
       shutdown_timeout_seconds: For how many seconds a process that is ready waits for the others to end. Process 0
         may evaluate or plot in this time.

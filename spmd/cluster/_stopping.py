@@ -48,7 +48,7 @@ def stopping(step: int) -> bool:
     """Whether to save and end now: true in all processes at the same step.
 
     SIGTERM or SIGUSR1 to any process asks for it, as a scheduler sends them before it takes a machine away, and so does
-    Ctrl-C; a second Ctrl-C interrupts. Without it JAX hears SIGTERM, does nothing, and training goes on until SIGKILL.
+    Ctrl-C; a second Ctrl-C interrupts. Without this call JAX takes SIGTERM, and training goes on until SIGKILL.
     Once true, it stays true. Call it at every step, first before the training starts; a loop that ends before the
     agreed step saves at its end as always.
 

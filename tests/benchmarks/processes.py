@@ -60,6 +60,8 @@ def started() -> None:
     _start._compare = lambda ignore: compare.append(seconds(lambda: before(ignore)))
     whole = seconds(spmd.cluster.initialize)
     jax.distributed.initialize = real
+    if not inside:
+        return  # alone
     say("initialize", f"{whole:.2f} s, of which JAX's own {inside[0]:.2f}, hashing and all-gather {compare[0]:.2f}")
 
 
@@ -116,15 +118,18 @@ def checkpoints(mesh: Any, folder: Path) -> None:
     theirs = orbax.CheckpointManager(folder / "theirs", options=orbax.CheckpointManagerOptions(max_to_keep=2))
     blocks: dict[str, list[float]] = {"ours": [], "theirs": []}
     args = orbax.args.StandardSave(state)
-    for step in range(8):
-        blocks["ours"].append(seconds(functools.partial(ours.save, step, state)))
-        ours.wait()
-        multihost.sync_global_devices("saved")
-        blocks["theirs"].append(seconds(functools.partial(theirs.save, step, args=args, force=True)))
-        theirs.wait_until_finished()
-        multihost.sync_global_devices("saved")
+    saves = {
+        "ours": (functools.partial(ours.save, state=state), ours.wait),
+        "theirs": (functools.partial(theirs.save, args=args, force=True), theirs.wait_until_finished),
+    }
+    for step in range(16):
+        for name, (save, wait) in list(saves.items())[:: 1 if step % 2 else -1]:
+            multihost.sync_global_devices("save")
+            blocks[name].append(seconds(functools.partial(save, step)))
+            wait()
     own, other = (statistics.median(blocks[name][1:]) for name in ("ours", "theirs"))
     say(f"save of {MIB} MiB blocks", f"{own / other:.2f} of Orbax's own ({other * 1e3:.0f} ms)")
+    jax.block_until_ready(ours.restore(make, jax.random.key(1)).state)  # compiles the sums
     before = read_bytes()
     took = seconds(lambda: jax.block_until_ready(ours.restore(make, jax.random.key(1)).state))
     share = MIB * 2**20 / jax.process_count()

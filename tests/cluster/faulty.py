@@ -31,6 +31,8 @@ def fault(kind: str, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(kind: str) -> None:
@@ -41,7 +43,8 @@ def main(kind: str) -> None:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         jax.distributed.initialize(address, count, rank, heartbeat_timeout_seconds=seconds)
     else:
-        spmd.cluster.initialize(heartbeat_timeout_seconds=seconds)
+        patience = int(os.environ.get("INITIALIZATION", "300"))
+        spmd.cluster.initialize(heartbeat_timeout_seconds=seconds, initialization_timeout=patience)
     mesh = spmd.make_mesh(a=-1)
     rows = 16 if kind == "shape" and jax.process_index() == 1 else 8
     x = spmd.init(lambda key: jax.random.normal(key, (rows,)), "x/a", mesh=mesh)(jax.random.key(0))

@@ -1,6 +1,7 @@
-"""A program whose disk is full for a while: `python tests/cluster/full_disk.py FOLDER limit|FILE|never [strict]`.
+"""A program whose disk is full for a while: `python tests/cluster/full_disk.py FOLDER limit|late|FILE|never [strict]`.
 
-With `limit` no file may grow beyond a few bytes; FILE takes all that is left of its disk.
+With `limit` no file may grow beyond a few bytes. With `late` the last process alone has a limit, which only the arrays
+reach. FILE takes all that is left of its disk.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 import spmd
+
+LATE = 4500  # bytes: a probe is smaller, the arrays of a process are larger
+TIMEOUT = 8  # seconds, with `late`
 
 
 @contextlib.contextmanager
@@ -24,9 +29,11 @@ def full(how: str):
     if how == "never":
         yield
         return
-    if how == "limit":
+    if how in ("limit", "late"):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead of the process
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        last = jax.process_index() == jax.process_count() - 1
+        limit = 64 if how == "limit" else LATE if last else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         yield
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return
@@ -41,9 +48,11 @@ def main(folder: str, how: str, strict: bool) -> None:
     spmd.cluster.initialize()
     mesh = spmd.make_mesh(a=-1)
     layouts = {"w": "x/a y", "n": "scalar"}
-    make = spmd.init(lambda key: {"w": jax.random.normal(key, (64, 64)), "n": jnp.int32(0)}, layouts, mesh=mesh)
+    make = spmd.init(lambda key: {"w": jax.random.normal(key, (256, 64)), "n": jnp.int32(0)}, layouts, mesh=mesh)
     update = jax.jit(lambda state: {"w": state["w"] * 2, "n": state["n"] + 1})
-    saved = spmd.cluster.checkpoints(Path(folder) / "run", strict=strict)
+    saved = spmd.cluster.checkpoints(
+        Path(folder) / "run", strict=strict, timeout_seconds=TIMEOUT if how == "late" else 600
+    )
     state, first = saved.restore(make, jax.random.key(0))
     print("first", first, flush=True)
     saved.save(first, state)
@@ -51,8 +60,10 @@ def main(folder: str, how: str, strict: bool) -> None:
     with full(how):
         for step in (first + 1, first + 2):
             state = update(state)
+            since = time.monotonic()
             saved.save(step, state)
             saved.wait()
+            print("waited", time.monotonic() - since, flush=True)
     state = update(state)
     saved.save(first + 3, state)
     saved.wait()

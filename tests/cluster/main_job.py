@@ -1,13 +1,15 @@
 """The main job, `examples/train_lm.py`, which writes down what it reads: `tests/cluster/main_job.py FOLDER FLAGS...`.
 
 The file itself is run unchanged, on a small text. FOLDER/results.json gets its results, and FOLDER/rows-N the windows
-that process N has read for training, in order. PAUSE is how many seconds it takes to read one.
+that process N has read for training, in order. PAUSE is how many seconds it takes to read one. SIGUSR2 raises an
+exception in the job, and SIGALRM lets it exit.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,6 +36,11 @@ def text(folder: Path) -> Path:
     return data
 
 
+def raised() -> None:
+    """What goes wrong in one process."""
+    raise ValueError("bad data")
+
+
 def main(folder: Path, flags: list[str]) -> None:
     """Run the main job and write what it has read."""
     sys.path.insert(0, str(EXAMPLES))
@@ -50,6 +57,8 @@ def main(folder: Path, flags: list[str]) -> None:
 
     train_lm.Windows.__getitem__ = noted
     train_lm.save_curve = lambda path, results: None
+    signal.signal(signal.SIGUSR2, lambda *_: raised())
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(3))
     print("pid", os.getpid(), flush=True)
     train_lm.main([*FLAGS, f"--data={folder / 'text'}", f"--json={folder / 'results.json'}", *flags])
     (folder / f"rows-{jax.process_index()}").write_text(json.dumps(read))

@@ -178,7 +178,7 @@ def test_samples_of_another_shape_are_named(mesh):
 
 def test_integers_that_do_not_fit_are_not_wrapped(mesh):
     data = batches([np.array([2**40])] * 8, "b/dp s", batch=8, mesh=mesh)
-    with pytest.raises(PlacementError, match="int32 does not hold"):
+    with pytest.raises(PlacementError, match="do not fit int32"):
         next(data)
 
 

@@ -173,11 +173,39 @@ def test_another_mesh_goes_on(tmp_path):
     check(first, then, same_mesh=False)
 
 
+KILLED = (137, "ended by SIGKILL")
+RAISED = (1, "ends: ValueError: bad data")
+
+
 @exhaustive
-@pytest.mark.parametrize(("count", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, count, rank):
-    found = interrupted(tmp_path, count, signal.SIGKILL, rank, "--every=5")
-    assert found.code == 137 and f"rank {rank} of {count} failed first, ended by SIGKILL" in found.err
+@pytest.mark.parametrize(
+    ("count", "number", "rank", "code", "said"),
+    [
+        (1, signal.SIGKILL, 0, *KILLED),
+        (2, signal.SIGKILL, 0, *KILLED),
+        (2, signal.SIGKILL, 1, *KILLED),
+        (2, signal.SIGUSR2, 0, *RAISED),
+        (2, signal.SIGUSR2, 1, *RAISED),
+        (2, signal.SIGALRM, 1, 3, "with exit code 3"),
+        (2, signal.SIGSTOP, 1, None, "stopped sending heartbeats"),
+    ],
+)
+def test_after_a_fault_the_job_goes_on_from_its_last_checkpoint(tmp_path, count, number, rank, code, said):
+    found = interrupted(tmp_path, count, number, rank, "--every=5")
+    assert found.code == code or (code is None and found.code not in (None, 0))
+    assert said in found.err, found.err
+    if code is not None:
+        assert f"rank {rank} of {count} failed first" in found.err
     then = run(tmp_path, count, f"--checkpoint={tmp_path / 'saved'}")
     assert then.first in (5, 10)  # a save that was not finished does not count
+    check(then)
+
+
+@exhaustive
+def test_after_damage_the_job_goes_on_from_the_checkpoint_before_it(tmp_path):
+    last = stopped(tmp_path, 2, rank=0).steps[-1] + 1
+    for one in (tmp_path / "saved" / "steps" / str(last) / "state").rglob("d/*"):
+        one.write_bytes(one.read_bytes()[:-8])
+    then = run(tmp_path, 2, f"--checkpoint={tmp_path / 'saved'}")
+    assert then.first == last - 1
     check(then)

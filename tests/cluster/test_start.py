@@ -116,6 +116,13 @@ def test_without_a_launcher_the_others_of_a_stopped_process_end():
     assert found[1].code is None  # it is stopped, and cannot end
 
 
+@exhaustive
+def test_a_rank_that_is_never_started_is_waited_for_so_long():
+    [found] = joined([[FAULTY, "none"]], [{"WORLD_SIZE": "2", "INITIALIZATION": "5"}])
+    assert found.code not in (0, None) and 5 <= found.seconds < 25
+    assert "initialize(...)" in found.err or "DEADLINE_EXCEEDED" in found.err
+
+
 # With the guards off, the tests above would not pass: each of these faults is still not noticed at the bound.
 
 BOUND = 25  # seconds after the start
@@ -133,6 +140,13 @@ BOUND = 25  # seconds after the start
 def test_with_the_guard_off_a_process_waits_for_another(kind, waiting, more):
     found = joined([[FAULTY, kind]] * 2, [more] * 2, timeout=BOUND)
     assert "fault" in found[1].out and found[waiting].code is None
+
+
+@exhaustive
+def test_with_the_guard_off_a_signal_to_stop_is_not_heard():
+    """JAX takes SIGTERM, and the program goes on to its end if it does not ask `stopping`."""
+    found = joined([[FAULTY, "term"]] * 2, [{"GUARD": "off"}] * 2)
+    assert [one.code for one in found] == [0, 0] and all("done" in one.out for one in found)
 
 
 @exhaustive
