@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Callable, Iterator
 
 import jax
@@ -31,15 +32,28 @@ os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
 
 gc.set_threshold(50_000, 20, 50)  # traces make many small objects that stay
 
-DEFAULT_CASES = 6
+FULL_CASES = 6  # above it, the exhaustive tests run too
 
 
-def case_count(default: int = DEFAULT_CASES) -> int:
-    """How many random cases a sampled test runs: SPMD_TEST_CASES, else `default`."""
-    count = int(os.environ.get("SPMD_TEST_CASES", default))
+def case_count(full: int = FULL_CASES) -> int:
+    """How many random cases a sampled test runs: SPMD_TEST_CASES, else a third of `full`, rounded up."""
+    count = int(os.environ.get("SPMD_TEST_CASES", -(-full // 3)))
     if count < 1:
         raise ValueError(f"SPMD_TEST_CASES must be at least 1, got {count}.")
     return count
+
+
+def in_slice(name: str, seed: int, parts: int) -> bool:
+    """Whether a test is in the slice of a seed, one of `parts`: together the slices are all tests."""
+    return zlib.crc32(name.encode()) % parts == seed % parts
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """SPMD_TEST_SLICE=8 runs an eighth of the tests: that of the seed."""
+    parts, seed = int(os.environ.get("SPMD_TEST_SLICE", 1)), int(os.environ.get("SPMD_TEST_SEED", 0))
+    kept = {item: in_slice(item.nodeid, seed, parts) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not kept[item]])
+    items[:] = [item for item in items if kept[item]]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -30,7 +30,7 @@ from spmd import Layout
 from spmd.inspect import collectives
 from spmd.modes import MODES
 from spmd.testing import assert_same_on_any_mesh
-from tests.conftest import DEFAULT_CASES, case_count
+from tests.conftest import FULL_CASES, case_count
 from tests.sampler import first_seed
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -168,7 +168,7 @@ def measured(program: Any, mesh: Any) -> Traffic:
 CASES: dict[str, tuple[Callable[[], Iterable[LayerCase]], int]] = {}
 
 
-def cases(name: str, draw: int = DEFAULT_CASES) -> Callable[..., Any]:
+def cases(name: str, draw: int = FULL_CASES) -> Callable[..., Any]:
     """Register a layer: a function without arguments to all of its cases, of which a run draws `draw`.
 
     SPMD_TEST_CASES scales the number, as for all sampled tests, and SPMD_TEST_SEED draws others.
@@ -189,7 +189,7 @@ def drawn(names: Iterable[str] | None = None) -> list[LayerCase]:
         make, draw = CASES[name]
         every = list(make())
         assert every and all(case.name == name for case in every), name
-        number = max(1, round(draw * case_count() / DEFAULT_CASES))
+        number = max(1, round(draw * case_count() / FULL_CASES))
         found += [
             replace(case, dtype=case.dtypes[k % len(case.dtypes)]) for k, case in enumerate(_chosen(every, number))
         ]

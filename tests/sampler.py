@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.conftest import case_count
+from tests.conftest import FULL_CASES, case_count
 from tests.simulator import count, read
 
 MAX_DEVICES = 8
@@ -29,10 +29,10 @@ def first_seed() -> int:
     return int(os.environ.get("SPMD_TEST_SEED", 0))
 
 
-def seeds(default: int = 6, *, first: int = 0, times: int = 1) -> range:
+def seeds(full: int = FULL_CASES, *, first: int = 0, times: int = 1) -> range:
     """Seeds for `pytest.mark.parametrize`: `times` as many as SPMD_TEST_CASES says."""
     start = first + first_seed()
-    return range(start, start + times * case_count(default))
+    return range(start, start + times * case_count(full))
 
 
 class Choices:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import DEFAULT_CASES, case_count
+from tests.conftest import FULL_CASES, case_count
+from tests.fresh import run_python
 from tests.pages import FLAGS, Block, blocks, run_page, same_output
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,24 +54,12 @@ def test_docstrings(name):
     assert not failed, text
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "COLUMNS": "100",
-        "MPLBACKEND": "agg",
-    }
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages(page):
     kinds = {"run" if block.language == "python" else block.comment.split(" ")[0] for block in blocks(page.read_text())}
     if not kinds & {"run", "shell"}:
         return
-    if "shell" in kinds and case_count() <= DEFAULT_CASES:
+    if "shell" in kinds and case_count() <= FULL_CASES:
         pytest.skip("one of the exhaustive tests: its commands start processes")
     done = run_python("-m", "tests.pages", name_of(page))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -21,7 +21,7 @@ import pytest
 import spmd
 from spmd import nn, parallel
 from spmd.testing import assert_same_on_any_mesh
-from tests.conftest import DEFAULT_CASES, case_count
+from tests.conftest import FULL_CASES, case_count
 from tests.layers import CASES, register_all
 from tests.sampler import first_seed
 
@@ -284,7 +284,7 @@ def spectral_flow() -> Program:
 
 
 QUICK = ("summa", "waves")  # of these is the one that always runs
-CHOSEN = EXAMPLE_PROGRAMS if case_count() > DEFAULT_CASES else {name: EXAMPLE_PROGRAMS[name] for name in QUICK}
+CHOSEN = EXAMPLE_PROGRAMS if case_count() > FULL_CASES else {name: EXAMPLE_PROGRAMS[name] for name in QUICK}
 
 
 @pytest.mark.parametrize("name", drawn(CHOSEN, case_count() // 6))

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from spmd.cluster._launch import free_port
-from tests.conftest import DEFAULT_CASES, case_count
+from tests.conftest import FULL_CASES, case_count
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 150  # seconds after which a test gives up
-exhaustive = pytest.mark.skipif(case_count() <= DEFAULT_CASES, reason="one of the exhaustive tests")
+exhaustive = pytest.mark.skipif(case_count() <= FULL_CASES, reason="one of the exhaustive tests")
 
 
 @dataclass(frozen=True)
