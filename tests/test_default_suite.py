@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import spmd
+from spmd import comm, ops
 from tests import layers
 from tests.conftest import in_slice
 
-ROOMS = {"ops": spmd.ops, "comm": spmd.comm}
+ROOMS = {"ops": ops, "comm": comm}
 MODES = re.compile(r'\bMODES\b|"reference"|\.reference\b')
 layers.register_all()
 

@@ -63,10 +63,10 @@ def kernel_of(fn: Any) -> Any:
 
 def steps(step: Callable[..., Any], *state: Any) -> Any:
     """The losses of three steps."""
-    losses = []
+    losses, now = [], list(state)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as their users have it
         for _ in range(3):
-            *state, loss = step(*state)
+            *now, loss = step(*now)
             losses.append(loss)
     return jnp.stack(losses)
 
