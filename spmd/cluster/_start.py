@@ -10,6 +10,7 @@ import re
 import site
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from spmd._replicas import compare_replicas
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
+_CONSEQUENCE = 0.3  # seconds: an error of JAX may come of another process's end, which the launcher has to see first
 _PLACE = re.compile(r"rank|host|hostname|port|node|nodeid|process|processid|pid|addr|address|coordinator|master")
 
 
@@ -222,6 +224,8 @@ def _end_at_once(rank: int, count: int) -> None:
         print(f"rank {rank} of {count} ends: {kind.__name__}: {first}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        if isinstance(value, jax.errors.JaxRuntimeError):
+            time.sleep(_CONSEQUENCE)
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
