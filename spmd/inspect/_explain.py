@@ -127,7 +127,7 @@ def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
     """The compiled program to look at, or None; then `missing` says why."""
     if hasattr(compiled, "memory_analysis"):
         return compiled
-    abstract = "compiled view, temporary memory: need devices, and the mesh is abstract"
+    abstract = "compiled view: needs devices, and the mesh is abstract"
     if not program.has_devices:
         missing.append(abstract)
         return None

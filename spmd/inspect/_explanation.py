@@ -283,14 +283,17 @@ def _costs(it: Explanation) -> Table:
 
 
 def _memory_rows(memory: Memory, machine: Hardware | None) -> list[Row]:
-    parts = [("arguments", memory.arguments), ("outputs", memory.outputs), ("temporaries", memory.temporaries)]
-    rows = [Row((name, bytes_text(size), "")) for name, size in parts if size is not None]
+    estimated = memory.temporaries is None and memory.estimated is not None
+    temporaries, total = (memory.estimated, memory.peak) if estimated else (memory.temporaries, memory.total)
+    parts = [("arguments", memory.arguments), ("outputs", memory.outputs), ("temporaries", temporaries)]
+    remarks = {"temporaries": f"estimated; {bytes_text(memory.unfused or 0)} if nothing is fused"} if estimated else {}
+    rows = [Row((name, bytes_text(size), remarks.get(name, ""))) for name, size in parts if size is not None]
     if memory.aliased:
         rows.append(Row(("donated", bytes_text(memory.aliased), "of the outputs lie in arguments")))
     share = ""
     if machine is not None:
-        share = f"{_share(memory.total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
-    return [*rows, Row(("at least" if memory.temporaries is None else "together", bytes_text(memory.total), share))]
+        share = f"{_share(total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
+    return [*rows, Row(("about" if estimated else "together", bytes_text(total), share))]
 
 
 def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:

@@ -161,6 +161,9 @@ class Written:
         wants them, else whole.
       outputs_bytes: Bytes of the results on one device; whole where their placement is not known.
       donated_bytes: The part of them that can lie in donated arguments.
+      standing_bytes: The most bytes of other arrays that stand at one time on one device, as far as the jaxpr tells:
+        what loops keep for the backward pass, and what is being worked on.
+      unfused_bytes: The same if no elementwise chain is fused.
     """
 
     collectives: tuple[WrittenCollective, ...]
@@ -176,6 +179,8 @@ class Written:
     arguments_bytes: int = 0
     outputs_bytes: int = 0
     donated_bytes: int = 0
+    standing_bytes: int = 0
+    unfused_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

@@ -22,6 +22,8 @@ class Memory:
       temporaries: What the compiled program needs besides; None without devices.
       aliased: The part of `outputs` that lies in donated arguments.
       code: The compiled program itself.
+      estimated: What `temporaries` are by the trace alone; None without a written view.
+      unfused: The same if no elementwise chain is fused: a cautious figure.
     """
 
     arguments: int
@@ -29,6 +31,8 @@ class Memory:
     temporaries: int | None = None
     aliased: int = 0
     code: int = 0
+    estimated: int | None = None
+    unfused: int | None = None
 
     @property
     def total(self) -> int:
@@ -36,11 +40,25 @@ class Memory:
 
         The temporaries are one allocation, made at the start, so this is the peak. Without them it is a lower bound.
         """
-        return self.arguments + self.outputs - self.aliased + (self.temporaries or 0)
+        return self._with(self.temporaries)
+
+    @property
+    def peak(self) -> int:
+        """`total` as the trace alone says it, whether or not the program was compiled."""
+        return self._with(self.estimated)
+
+    @property
+    def cautious(self) -> int:
+        """`peak` if no elementwise chain is fused."""
+        return self._with(self.unfused)
+
+    def _with(self, temporaries: int | None) -> int:
+        return self.arguments + self.outputs - self.aliased + (temporaries or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {**{name: getattr(self, name) for name in self.__slots__}, "total": self.total}
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        return {**plain, "total": self.total, "peak": self.peak, "cautious": self.cautious}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +137,16 @@ def estimate(
 def memory_of(written: Written | None, compiled: Any) -> Memory | None:
     """The memory of a compiled program, or what is known without one."""
     stats = None if compiled is None else compiled.memory_analysis()
+    estimates = {} if written is None else {"estimated": written.standing_bytes, "unfused": written.unfused_bytes}
     if stats is None:
-        return (
-            None
-            if written is None
-            else Memory(written.arguments_bytes, written.outputs_bytes, aliased=written.donated_bytes)
-        )
+        if written is None:
+            return None
+        return Memory(written.arguments_bytes, written.outputs_bytes, aliased=written.donated_bytes, **estimates)
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
+        **estimates,
     )

@@ -14,7 +14,7 @@ from typing import Any
 from spmd._jaxprs import shape_of
 from spmd.inspect._placement import ANYWHERE, Placement, of_sharding
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     str.split(
         """
         add sub mul div neg exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf integer_pow pow
@@ -25,7 +25,7 @@ _ELEMENTWISE = frozenset(
     )
 )
 # They give another name to the same bytes.
-_RENAMES = frozenset(
+RENAMES = frozenset(
     str.split(
         """
         reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient optimization_barrier
@@ -76,7 +76,7 @@ def chained(eqn: Any, ins: Sequence[Value]) -> tuple[frozenset[Buffer], bool]:
         buffers = found[0] if found else frozenset()
     else:
         buffers = frozenset().union(*found)
-    return buffers, eqn.primitive.name not in _RENAMES or any(value.chain for value in ins)
+    return buffers, eqn.primitive.name not in RENAMES or any(value.chain for value in ins)
 
 
 def ending_bytes(results: Iterable[tuple[Value, float]]) -> float:
@@ -122,7 +122,7 @@ def through(eqn: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(tuple(ins[0].place[i] for i in eqn.params["permutation"]))]
     if all(v.place == ANYWHERE or not shape_of(atom) for v, atom in zip(ins, eqn.invars, strict=True)):
         return [Value(ANYWHERE)] * len(eqn.outvars)
-    if name not in _ELEMENTWISE:
+    if name not in ELEMENTWISE:
         return [Value()] * len(eqn.outvars)
     whole = [v for v, atom in zip(ins, eqn.invars, strict=True) if shape_of(atom) == shape and v.place != ANYWHERE]
     places = {v.place for v in whole}

@@ -88,7 +88,12 @@ class Walk(Domain):
         outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
         return self._end(jaxpr.outvars, outs)
 
-    def written(self, *, arguments: int, outputs: int, donated: int) -> Written:
+    def local_bytes(self, var: Any) -> float:
+        """Bytes on one device of a variable outside kernels, once the walk was there."""
+        [size] = self._sizes([var], [self.known.get(var, Value())])
+        return size
+
+    def written(self, *, arguments: int, outputs: int, donated: int, standing: tuple[int, int]) -> Written:
         """All that was found."""
         return Written(
             collectives=tuple(self._collectives),
@@ -104,6 +109,8 @@ class Walk(Domain):
             arguments_bytes=arguments,
             outputs_bytes=outputs,
             donated_bytes=donated,
+            standing_bytes=standing[0],
+            unfused_bytes=standing[1],
         )
 
     # --- values -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 from spmd import _compat
 from spmd._leaves import is_array
 from spmd.errors import SpmdError
+from spmd.inspect._peak import Peak
 from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
 from spmd.inspect._program import meshes_of_jaxpr, of_arrays, stage
 from spmd.inspect._records import Written
@@ -70,6 +71,7 @@ def written(
         arguments=sum(size for _, size in given),
         outputs=sum(size for _, size in made),
         donated=_shared(kept, made),
+        standing=Peak(walk.local_bytes).most(jaxpr),
     )
 
 

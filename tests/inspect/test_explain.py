@@ -41,8 +41,8 @@ def test_without_devices_the_written_view_is_the_same():
     assert abstract.compiled is None and abstract.unwritten == ()
     assert abstract.memory.temporaries is None and abstract.memory.arguments == with_devices.memory.arguments
     assert abstract.total_bytes == sum(one.total_bytes for one in with_devices.collectives if one.written)
-    assert any("need devices" in line for line in abstract.missing)
-    assert "need devices" in str(abstract)
+    assert any("needs devices" in line for line in abstract.missing)
+    assert "needs devices" in str(abstract)
 
 
 def test_a_boundary_that_moves_an_argument_is_flagged_with_its_name():

@@ -10,6 +10,7 @@ import html.parser
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -85,9 +86,13 @@ def printed(name: str) -> Explanation:
 NAMES = ("gradient", "forward", "changed", "nothing")
 
 
+# JAX writes derivatives otherwise in each version, so that other arrays stand beside them.
+ESTIMATES = re.compile(r"^  (temporaries .*estimated|about ).*$", re.MULTILINE)
+
+
 def goldens() -> str:
     parts = [f"=== {name} {width}\n{printed(name).table(width)}\n" for name in NAMES for width in WIDTHS]
-    return "\n".join(parts)
+    return ESTIMATES.sub(lambda line: re.sub(r"\d", "#", line[0]), "\n".join(parts))
 
 
 def test_golden_tables():

@@ -16,8 +16,10 @@ def test_what_is_donated_counts_once():
 
 
 def test_without_a_compiled_program_memory_is_what_is_written():
-    written = Written((), {}, arguments_bytes=8, outputs_bytes=4, donated_bytes=2)
-    assert memory_of(written, None) == Memory(8, 4, None, 2) and memory_of(None, None) is None
+    written = Written((), {}, arguments_bytes=8, outputs_bytes=4, donated_bytes=2, standing_bytes=5, unfused_bytes=7)
+    memory = Memory(8, 4, None, 2, estimated=5, unfused=7)
+    assert memory_of(written, None) == memory and memory_of(None, None) is None
+    assert (memory.total, memory.peak, memory.cautious) == (10, 15, 17)
 
 
 def test_time_lies_between_all_overlap_and_none():

@@ -1,0 +1,127 @@
+"""The memory that a trace tells: small programs counted by hand, and the transformer against what is compiled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import spmd
+from spmd.inspect._peak import Peak
+from spmd.inspect._work import size_bytes
+from tests.benchmarks.memory import BOUNDS, PROGRAMS, QUICK, compared, example, same_order
+from tests.conftest import FULL_CASES, case_count
+
+X = jax.ShapeDtypeStruct((16, 16), "float32")
+ONE = 16 * 16 * 4
+
+
+def standing(fn, *args) -> tuple[int, int]:
+    """The most arrays of the size of X that stand at one time, and the same if nothing is fused."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    fused, unfused = Peak(lambda var: size_bytes(var.aval)).most(jaxpr)
+    return fused / ONE, unfused / ONE
+
+
+def product_chain(x):
+    """A product needs its operand whole: while one is computed, its operand and its result stand."""
+    return (((x @ x) @ x) @ x) @ x
+
+
+def kept_to_the_end(x):
+    """The first product stands until the last line, beside the operand and the result of the product before it."""
+    y = x @ x
+    return ((y @ x) @ x) @ x + y
+
+
+def a_chain(x):
+    """Three steps of elementwise work are one pass from the argument to the result."""
+    return jnp.sin(x * 2 + 1)
+
+
+def a_chain_for_a_product(x):
+    """The product needs it whole."""
+    return jnp.sin(x * 2 + 1) @ x
+
+
+def two_readers_of_a_dear_chain(x):
+    """It is not computed twice."""
+    y = jnp.exp(x)
+    return y.sum(0), (y * 3).max()
+
+
+def two_readers_of_a_cheap_chain(x):
+    """It is computed twice: while the product runs, its operand and its result stand."""
+    y = x + 1
+    return (y * 2) @ x + y
+
+
+def residuals(x):
+    """What each of five rounds keeps for the backward pass stands until that is over."""
+
+    def loss(w):
+        return lax.scan(lambda y, _: (jnp.sin(y @ w), None), x, length=5)[0].sum()
+
+    return jax.grad(loss)(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "fused", "unfused"),
+    [
+        (product_chain, 2, 2),
+        (kept_to_the_end, 3, 3),
+        (a_chain, 0, 1),
+        (a_chain_for_a_product, 1, 1),
+        (two_readers_of_a_dear_chain, 1, 1),
+        (two_readers_of_a_cheap_chain, 2, 3),
+    ],
+)
+def test_arrays_stand_as_long_as_they_are_read(fn, fused, unfused):
+    found = standing(fn, X)
+    assert found == pytest.approx((fused, unfused), abs=0.2)  # vectors are a sixteenth
+
+
+def test_a_loop_keeps_its_residuals():
+    kept, more = standing(residuals, X)
+    assert 2 * 5 <= kept <= 2 * 5 + 6  # y and cos(y @ w) of each round, and what a round works on
+    assert kept <= more
+
+
+def test_a_loop_needs_no_more_for_more_rounds_without_a_backward_pass():
+    def run(length):
+        return standing(lambda x: lax.scan(lambda y, _: (jnp.tanh(y @ x), None), x, length=length)[0], X)
+
+    assert run(3) == run(300)
+
+
+def test_each_device_holds_its_shards(mesh):
+    @spmd.kernel("b/dp d/tp, d f/tp -> b/dp f/tp", mesh=mesh)
+    def product(x, w):
+        return spmd.einsum(spmd.all_gather(x, "b/dp d/tp -> b/dp d"), w, "b/dp d, d f/tp -> b/dp f/tp")
+
+    args = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 256), (256, 512)))
+    found = spmd.explain(product, *args, compiled=False).memory
+    assert found.estimated == 32 * 256 * 4  # the gathered copy
+    assert found.peak == found.arguments + found.outputs + found.estimated <= found.cautious
+
+
+@pytest.fixture
+def optimized():
+    """The compiler as users have it: the other tests compile with most optimisations off."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("name", PROGRAMS if case_count() > FULL_CASES else QUICK[:1])
+def test_the_transformer_needs_what_is_compiled(name):
+    total, peak, cautious = compared(example(), name)
+    assert BOUNDS[0] <= peak / total <= BOUNDS[1]
+    assert cautious >= peak
+
+
+def test_the_order_of_figures():
+    assert same_order([(1, 10), (2, 20), (3, 30)]) == 1 and same_order([(1, 30), (2, 20), (3, 10)]) == 0
