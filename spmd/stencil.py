@@ -1,6 +1,7 @@
-"""Neighbours on other devices: halos, stencils, differences, convolutions."""
+"""Neighbours on other devices: halos and deposits, stencils, differences, convolutions."""
 
+from spmd.ops._deposit import deposit
 from spmd.ops._halo import halo
 from spmd.ops._stencil import convolve, diff, stencil
 
-__all__ = ["convolve", "diff", "halo", "stencil"]
+__all__ = ["convolve", "deposit", "diff", "halo", "stencil"]

@@ -416,6 +416,72 @@ def take(table: np.ndarray, ids: np.ndarray, pattern: str) -> np.ndarray:
     return np.take(table, ids, axis=axis).transpose([have.index(name) for name in read(output).names])
 
 
+def summed_windows(blocks: np.ndarray, margins: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Blocks with margins, `(block, place, block, place)`, added into one array with margins, each at its place."""
+    counts, wide = blocks.shape[::2], blocks.shape[1::2]
+    local = [n - sum(m) for n, m in zip(wide, margins, strict=True)]
+    out = np.zeros([k * n + sum(m) for k, n, m in zip(counts, local, margins, strict=True)], blocks.dtype)
+    for i, j in np.ndindex(*counts):
+        out[i * local[0] :, j * local[1] :][: wide[0], : wide[1]] += blocks[i, :, j]
+    return out
+
+
+def deposit(array: np.ndarray, margins: Sequence[tuple[int, int]], edges: Sequence[tuple[str, str]]) -> np.ndarray:
+    """An array with margins, each element of which is added where `edges` say that it belongs: element by element."""
+    for dim, (widths, ends) in enumerate(zip(margins, edges, strict=True)):
+        given = np.moveaxis(array, dim, 0)
+        n = len(given) - sum(widths)
+        out = np.zeros((n, *given.shape[1:]), given.dtype)
+        for place, row in enumerate(given):
+            for to, sign in _owners(place - widths[0], n, ends):
+                out[to] += (row * sign).astype(row.dtype)
+        array = np.moveaxis(out, 0, dim)
+    return array
+
+
+def _owners(i: int, n: int, ends: tuple[str, str]) -> list[tuple[int, int]]:
+    """The elements that an element at place i adds to, each with its sign."""
+    if 0 <= i < n:
+        return [(i, 1)]
+    last, edge = (0, ends[0]) if i < 0 else (n - 1, ends[1])
+    on_it = 2 * last - i  # mirrored at a wall on the last element
+    beside = on_it - 1 if i < 0 else on_it + 1
+    return {
+        "periodic": [(i % n, 1)],
+        "zero": [],
+        "edge": [(last, 1)],
+        "symmetric": [(beside, 1)],
+        "antisymmetric": [(beside, -1)],
+        "reflect": [(on_it, 1)],
+        "antireflect": [(on_it, -1), (last, 2)],
+    }[edge]
+
+
+def exchange(
+    rows: np.ndarray, owner: np.ndarray, blocks: int, capacity: int, hops: Sequence[int] | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows, owners and how many stayed, after rows went to their owners: row by row, until no row must stay."""
+    slots = len(owner) // blocks
+    home = lambda row: row // slots
+    far = lambda row: (owner[row] - home(row)) % blocks
+    goes = [row for row in range(len(owner)) if 0 <= owner[row] < blocks and owner[row] != home(row)]
+    goes = [row for row in goes if hops is None or far(row) in [hop % blocks for hop in hops]]
+    pair = lambda row: (home(row), int(owner[row]))
+    goes = [row for row in goes if sum(pair(other) == pair(row) for other in goes if other < row) < capacity]
+    offered, before = goes, None
+    while goes != before:
+        before = goes
+        stay = [row for row in range(len(owner)) if owner[row] >= 0 and row not in goes]
+        room = [slots - sum(home(row) == block for row in stay) for block in range(blocks)]
+        goes = [row for block in range(blocks) for row in [r for r in offered if owner[r] == block][: room[block]]]
+    out, found = np.zeros_like(rows), np.full(len(owner), -1)
+    for block in range(blocks):
+        there = [row for row in stay if home(row) == block] + [row for row in sorted(goes) if owner[row] == block]
+        out[block * slots :][: len(there)] = rows[there]
+        found[block * slots :][: len(there)] = owner[there]
+    return out, found, sum(1 for row in stay if owner[row] != home(row))
+
+
 def permute(array: np.ndarray, layout: str, mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     """Permute the blocks of the bracketed, divided dimension; blocks that are nobody's target are zeros."""
     (axis,) = bracketed(layout)

@@ -37,6 +37,10 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "roll": ("x/b y/a -> x/b y/a", lambda x: spmd.roll(x, "[x/b] y/a", 3)),
     "shift": ("x/b y/a -> x/b y/a", lambda x: spmd.shift(x, "[x/b] y/a", 1)),
     "halo": ("x/b y/a -> x/b y/a", lambda x: stencil.halo(x, "x/b y/a -> 1+x/b+1 y/a", edge="periodic")[2:]),
+    "deposit": (
+        "x/b y/a -> x/b y/a",
+        lambda x: stencil.deposit(jnp.pad(x, ((2, 0), (0, 0))), "1+x/b+1 y/a -> x/b y/a"),
+    ),
     "defer": ("y/a, x/b y/a -> x/b y/a", lambda w, x: spmd.defer(w, "y/a -> y/a {R:b}")[None] * x),
     "overlapped products": (
         "n s/b d, d f/b, f/b d -> n s/b d",

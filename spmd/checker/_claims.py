@@ -89,6 +89,8 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
     scope = walk.checked
     if "axes" in eqn.params:  # a kernel of fewer axes, inlined: it knows nothing of the others
         scope = scope & frozenset(eqn.params["axes"])
+    # A device may have added to its own block with margins what a deposit brings to others.
+    scope = scope - {axis for dim in layout.dims if any(dim.margin) for axis in dim.axes}
     if not walk.inside_verb(eqn):
         known = len(walk.findings)
         _check(walk, eqn, state, claim, places, scope)

@@ -4,6 +4,7 @@ from spmd.ops._annotate import annotate, assert_equal, debug_print, per_shard, t
 from spmd.ops._control import cond
 from spmd.ops._create import full, iota, ones, zeros
 from spmd.ops._einsum import einsum
+from spmd.ops._exchange import exchange
 from spmd.ops._gradients import custom_vjp, grad, value_and_grad
 from spmd.ops._grids import linspace, meshgrid
 from spmd.ops._local import local, opaque
@@ -27,6 +28,7 @@ __all__ = [
     "custom_vjp",
     "debug_print",
     "einsum",
+    "exchange",
     "flip",
     "full",
     "grad",

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _lax
-from spmd.comm._call import Call, open_call
+from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Dim, Layout
-from spmd.ops._edges import EDGES, Edge, read_edges
+from spmd.ops._edges import EDGES, Edge, Edges, read_edges
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
     Communication: one collective-permute of the margin for each dimension with margins and for each side, or several if
     it is wider than a block. Together they send as many bytes as the margin has, with the corners that earlier
     dimensions have added. With `corners=False` these are not sent, and no dimension waits for another. A dimension that
-    is whole sends nothing. Backward the same in reverse: what lies in the margins is added to its owners.
+    is whole sends nothing. Backward the same in reverse, a `deposit`: what lies in the margins is added
+    to its owners.
 
     Args:
       x: An array or a pytree of arrays of this layout.
@@ -78,31 +79,42 @@ def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **
     call = open_call("stencil.halo", pattern, names, arrays=(x,), example=example, also=also)
     _check_sides(call)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    edges = read_edges(call, edge, (src,), _widened(src, dst))
+    edges = read_edges(call, edge, (src,), wider_dims(src, dst))
 
     def leaf(value: Any) -> Any:
         own = call.fork()
         operand = own.operand(value, margins=True)
-        margins, at = [], 0
-        extra = len(own.ellipsis_shape())
-        for given, dim in zip(src.dims, dst.dims, strict=True):
-            if given.margin != dim.margin:
-                factor = operand.factors[at]
-                low, high = (one.on(own, operand.x) for one in edges.of(dim))
-                one = _Margins(own, at, factor.axes, factor.local, factor.size, given.margin, dim.margin, low, high)
-                _check_mirrors(one, dim)
-                margins.append(one)
-            at += extra if dim.ellipsis else len(dim.atoms)
+        margins = margins_of(own, operand, src, dst, edges)
         with call.scope():
             # without a NaN nothing would show that a corner was read, so the corners are filled
             if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
                 return own.result(_crossed(operand.x, margins))
-            return own.result(functools.reduce(lambda out, one: one.added(out), margins, operand.x))
+            return own.result(widened(operand.x, margins))
 
     return jax.tree.map(leaf, x)
 
 
-def _widened(src: Layout, dst: Layout) -> list[Dim]:
+def margins_of(call: Call, operand: Operand, src: Layout, dst: Layout, edges: Edges) -> list[Margins]:
+    """For each dimension whose margin is wider in `dst` than in `src`, how it gets there."""
+    margins, at = [], 0
+    extra = len(call.ellipsis_shape())
+    for given, dim in zip(src.dims, dst.dims, strict=True):
+        if given.margin != dim.margin:
+            factor = operand.factors[at]
+            low, high = (one.on(call, operand.x) for one in edges.of(dim))
+            one = Margins(call, at, factor.axes, factor.local, factor.size, given.margin, dim.margin, low, high)
+            _check_mirrors(one, dim)
+            margins.append(one)
+        at += extra if dim.ellipsis else len(dim.atoms)
+    return margins
+
+
+def widened(x: Any, margins: list[Margins]) -> Any:
+    """The block with its margins, corners too."""
+    return functools.reduce(lambda out, one: one.added(out), margins, x)
+
+
+def wider_dims(src: Layout, dst: Layout) -> list[Dim]:
     return [b for a, b in zip(src.dims, dst.dims, strict=True) if a.margin != b.margin]
 
 
@@ -119,7 +131,7 @@ def _check_sides(call: Call) -> None:
     if src.unreduced:
         rule = "the margins of a partial sum would be partial sums of the neighbours: psum first."
         call.fail(rule, fix=call.summed_first())
-    wide = _widened(src, dst)
+    wide = wider_dims(src, dst)
     if not wide:
         rule = "no dimension has a wider margin on the right, so there is nothing to add."
         call.fail(rule, fix=_with_margin(call, src), error=LayoutError)
@@ -152,7 +164,7 @@ def _with_margin(call: Call, src: Layout) -> Fix | None:
     return call.paste(plain, with_margins(src, {i: (low + 1, high + 1)}))
 
 
-def _check_mirrors(one: _Margins, dim: Dim) -> None:
+def _check_mirrors(one: Margins, dim: Dim) -> None:
     for edge, width in zip((one.low, one.high), dim.margin, strict=True):
         if edge.mirrored and width > one.size - edge.skipped:
             most = one.size - edge.skipped
@@ -161,7 +173,7 @@ def _check_mirrors(one: _Margins, dim: Dim) -> None:
             one.call.fail(rule, at=dim.span, got=[one.call.frame.describe()], error=SizeError)
 
 
-def _crossed(x: Any, margins: list[_Margins]) -> Any:
+def _crossed(x: Any, margins: list[Margins]) -> Any:
     """The block with margins on its sides, each made without the others."""
     nothing = jnp.asarray(jnp.nan, x.dtype)
     out, widths = x, [(0, 0)] * x.ndim
@@ -177,7 +189,7 @@ def _crossed(x: Any, margins: list[_Margins]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Margins:
+class Margins:
     """The margins of one dimension, before and after: those that the array has, and those that are wanted."""
 
     call: Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import all_gather, parallel, stencil
+from spmd import all_gather, exchange, parallel, stencil
 from tests.errors.registry import V, X, bad, body, fixed
 
 SAME = "b/dp d -> b/dp d"
@@ -189,3 +189,92 @@ def a_gather_of_margins(mesh):
 def a_norm_of_margins(mesh):
     fn = lambda x: x / parallel.global_norm(stencil.halo(x, "b/dp d -> 1+b/dp+1 d"), "1+b/dp+1 d")
     body(SAME, fn, mesh)
+
+
+# --- deposits
+
+
+def wide(x):
+    return jnp.pad(x, ((1, 1), (0, 0)))
+
+
+@bad
+def a_deposit_without_margins(mesh):
+    body(SAME, lambda x: stencil.deposit(x, SAME), mesh)
+
+
+@bad
+def a_deposit_that_moves_more(mesh):
+    body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> b d"), mesh)
+
+
+@fixed
+def a_deposit_that_moves_more_fixed(mesh, fix):
+    np.testing.assert_array_equal(body(SAME, lambda x: fix(x=wide(x)), mesh), X)
+
+
+@bad
+def a_deposit_that_makes_margins_wider(mesh):
+    body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> 2+b/dp+1 d"), mesh)
+
+
+@bad
+def a_deposit_onto_a_number(mesh):
+    body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> b/dp d", edge=2.0), mesh)
+
+
+@bad
+def a_deposit_of_booleans(mesh):
+    body(SAME, lambda x: stencil.deposit(wide(x > 0), "1+b/dp+1 d -> b/dp d"), mesh)
+
+
+@bad
+def a_deposit_of_a_partial_sum(mesh):
+    body("b/dp d/tp -> b/dp", lambda x: stencil.deposit(jnp.pad(x.sum(1), 1), "1+b/dp+1 {U:tp} -> b/dp {U:tp}"), mesh)
+
+
+@fixed
+def a_deposit_of_a_partial_sum_fixed(mesh, fix):
+    total = body("b/dp d/tp -> b/dp", lambda x: fix(x=jnp.pad(x.sum(1), 1)), mesh)
+    np.testing.assert_allclose(total, X.sum(1), rtol=1e-5)
+
+
+@bad
+def a_deposit_of_a_composite(mesh):
+    body(SAME, lambda x: stencil.deposit(wide(x), "1+(n m)/dp+1 d -> (n m)/dp d", m=2), mesh)
+
+
+# --- rows that go to their owners
+
+
+def sent(rows="[b/dp] d", owner=jnp.int32, partial=False, **more):
+    def run(x):
+        given = (x @ jnp.ones((x.shape[1], 2), x.dtype)) if partial else x
+        return exchange(given, jnp.zeros(x.shape[0], owner), rows, **{"capacity": 1, **more})[0]
+
+    return run
+
+
+@bad
+def an_exchange_without_brackets(mesh):
+    body(SAME, sent("b/dp d"), mesh)
+
+
+@bad
+def owners_that_are_floats(mesh):
+    body(SAME, sent(owner=jnp.float32), mesh)
+
+
+@bad
+def an_exchange_without_room(mesh):
+    body(SAME, sent(capacity=0), mesh)
+
+
+@bad
+def a_hop_to_nowhere(mesh):
+    body(SAME, sent(hops=(1, 0)), mesh)
+
+
+@bad
+def an_exchange_of_partial_sums(mesh):
+    body("b/dp d/tp -> b/dp d", sent("[b/dp] d {U:tp}", partial=True), mesh)

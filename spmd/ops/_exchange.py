@@ -1,0 +1,287 @@
+"""`exchange`: rows go to the devices that own them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd import _lax
+from spmd._leaves import is_int, not_int
+from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.comm.permute import roll_p
+from spmd.errors import CommunicationError, LayoutError
+from spmd.language import Dim, Layout
+from spmd.ops._partial_sums import plain_dims
+
+_EXAMPLE = 'exchange(rows, owner, "[n/dp] d", capacity=64)'
+
+
+def exchange(
+    rows: Any, owner: Any, layout: str, *, capacity: int, hops: Sequence[int] | None = None, **names: Any
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Send rows to the devices that own them: `exchange(particles, owner, "[n/a] d", capacity=64)`.
+
+    The brackets say which dimension counts the rows. It is divided, and each block of it has slots for rows, some of
+    them empty. A row goes to the block that `owner` names: block 0 is on the first device along the axes, as in
+    `ppermute`. A slot with a negative owner is empty. The result has the same number of slots.
+
+    No row is lost. One device sends at most `capacity` rows to one other, the first ones of its block. A device takes
+    what it has slots for, where those that leave are free, too. What does not fit stays where it is and is counted in
+    `stayed`; the next exchange tries again.
+
+    Communication: for n devices and rows of W bytes (of all leaves), one all-gather of counts, 4(n-1)(n+1) bytes, and
+    one all-to-all of padded blocks for each dtype, together (n-1) capacity W bytes. With `hops`, one collective-permute
+    for each hop and dtype in place of the all-to-all, capacity W bytes each. Backward the same, without the counts.
+    Nothing is sent if the rows are not divided.
+
+    Args:
+      rows: An array or a pytree of arrays of this layout, such as `"[n/a] ..."`.
+      owner: Integers, one for each row: `"n/a"`.
+      layout: The layout of the rows, with the dimension that counts them in brackets.
+      capacity: How many rows one device can send to one other. The rows that stay need none.
+      hops: How many blocks away rows can go, if not to all: `(1, -1)` for neighbours, round the end. Others stay.
+      **names: Sizes or mesh axes of names in the layout. With `a=None` all rows are in one block.
+
+    Returns:
+      The rows, in the structure and layout of those given: those that stay on a device first, then those that came, in
+      the order of the devices that sent them; empty slots hold zeros. The owner of each row, int32, -1 for empty slots;
+      a row that could not go keeps the number of its owner. How many rows, on all devices together, are not where
+      their owner is: a scalar, equal on all of them.
+
+    Raises:
+      LayoutError: If not exactly one dimension is in brackets, owners are not integers, or the capacity or a hop is not
+        an int above zero, or not a hop.
+      CommunicationError: If rows or owners are partial sums.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> @spmd.kernel("n/a -> n/a, n/a, scalar", mesh=mesh)
+      ... def sorted_by_tens(x):
+      ...     return spmd.exchange(x, x // 10, "[n/a]", capacity=2)
+      >>> rows, owner, stayed = sorted_by_tens(jnp.array([31, 12, 5, 30, 14, 22, -1, 35]))
+      >>> print(rows, owner, stayed)  # three rows belong to the last device, which has two slots
+      [ 5  0 30 12 14 22 35 31] [ 0 -1  3  1  1  2  3  3] 1
+    """
+    call = open_call(
+        "exchange", layout, names, arrays=(rows, owner), inputs=1, outputs=None, arrow=False, example=_EXAMPLE
+    )
+    [src] = call.pattern.inputs
+    dim = _counted(call, src)
+    numbers = call.operand(owner, layout=Layout.from_dims([Dim(dim.atoms)]), name="owner")
+    if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
+        call.fail(f"owners are integers, not {numbers.x.dtype}.", error=LayoutError)
+    [factor] = numbers.factors
+    if fault := not_int("capacity, the number of rows,", capacity, 1):
+        call.fail(fault, advice=f"as in {_EXAMPLE}", error=LayoutError)
+    job = _Job(call, factor, capacity, _distances(call, hops))
+    leaves, tree = jax.tree.flatten(rows)
+    calls = [call.fork() for _ in leaves]
+    operands = [own.operand(value, name="rows") for own, value in zip(calls, leaves, strict=True)]
+    with call.scope():
+        parts, owners, stayed = job.run(operands, numbers.x)
+    plain = src.without_brackets()
+    parts = [own.result(part, plain) for own, part in zip(calls, parts, strict=True)]
+    return jax.tree.unflatten(tree, parts), call.result(owners, numbers.layout), call.result(stayed, Layout("scalar"))
+
+
+def _counted(call: Call, src: Layout) -> Dim:
+    """The dimension that counts the rows."""
+    plain_dims(call, src, unnamed=True, literals=True)
+    marked = [dim for dim in src.dims if dim.bracket]
+    if len(marked) != 1 or len(marked[0].atoms) != 1:
+        rule = "exchange moves the rows that one dimension counts: put it in brackets."
+        call.fail(rule, advice=f"as in {_EXAMPLE}", error=LayoutError)
+    if src.unreduced:
+        call.fail("a row goes to one device, and a partial sum is on several: psum first.", error=CommunicationError)
+    return marked[0]
+
+
+def _distances(call: Call, hops: Any) -> tuple[int, ...] | None:
+    if hops is None:
+        return None
+    good = isinstance(hops, (tuple, list)) and len(hops) and all(is_int(hop) and hop for hop in hops)
+    if not good:
+        rule = f"hops are ints other than zero, such as (1, -1), not {hops!r}."
+        call.fail(rule, error=LayoutError)
+    return tuple(hops)
+
+
+class _Plan(NamedTuple):
+    """What one block does.
+
+    Attributes:
+      send: The row in each place of what is sent, `(destination, place)`.
+      sends: Whether there is one.
+      kept: The row that stays in each slot, and whether there is one.
+      keeps: Whether there is one.
+      came: The place of what came, for each slot.
+      comes: Whether something came.
+      owner: The owner of each slot.
+    """
+
+    send: Any
+    sends: Any
+    kept: Any
+    keeps: Any
+    came: Any
+    comes: Any
+    owner: Any
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One exchange. Blocks have a dimension of their own, in front: one block on a device, all in whole arrays."""
+
+    call: Call
+    factor: Factor
+    capacity: int
+    hops: tuple[int, ...] | None
+
+    @cached_property
+    def blocks(self) -> int:
+        return self.call.frame.axis_size(self.factor.axes) if self.factor.axes else 1
+
+    @cached_property
+    def slots(self) -> int:
+        return self.factor.size // self.blocks
+
+    @cached_property
+    def distances(self) -> tuple[int, ...]:
+        """How many blocks away what is sent goes."""
+        hops = range(self.blocks) if self.hops is None else self.hops
+        return tuple(dict.fromkeys(hop % self.blocks for hop in hops if hop % self.blocks))
+
+    @cached_property
+    def divided(self) -> bool:
+        """Whether each device has one block, and not all of them."""
+        return self.call.frame.explicit and bool(self.factor.axes)
+
+    def here(self) -> Any:
+        """The numbers of the blocks."""
+        if not self.divided:
+            return jnp.arange(self.blocks, dtype=jnp.int32)
+        return jnp.asarray(_lax.axis_index(self.factor.axes, dict(self.call.frame.sizes)), jnp.int32)[None]
+
+    def run(self, operands: list[Operand], owner: Any) -> tuple[list[Any], Any, Any]:
+        """The rows of each operand, their owners, and how many stayed."""
+        owner = _narrow(owner).reshape(-1, self.slots)
+        here = self.here()
+        orders = jax.vmap(self.ordered)(owner)
+        counts, held = orders[2], jnp.sum(owner >= 0, 1, dtype=jnp.int32)
+        table = jnp.concatenate([counts, held[:, None]], 1)
+        if self.divided:
+            table = _lax.all_gather(table, self.factor.axes, 0, "invarying")
+        sent = self.settled(table)
+        plan = jax.vmap(self.plan, in_axes=(0, 0, 0, None))(owner, here, orders, sent)
+        dims = [next(i for i, f in enumerate(one.factors) if f.bracket) for one in operands]
+        moved = [jnp.moveaxis(one.x, dim, 0) for one, dim in zip(operands, dims, strict=True)]
+        by_dtype: dict[Any, list[int]] = {}
+        for i, x in enumerate(moved):
+            by_dtype.setdefault(x.dtype, []).append(i)
+        out: dict[int, Any] = {}
+        for group in by_dtype.values():  # the leaves of one dtype travel together
+            flat = [moved[i].reshape(*owner.shape, -1) for i in group]
+            there = self.moved(jnp.concatenate(flat, 2), plan)
+            start = 0
+            for i, x in zip(group, flat, strict=True):
+                part = there[..., start : start + x.shape[2]].reshape(moved[i].shape)
+                out[i], start = jnp.moveaxis(part, 0, dims[i]), start + x.shape[2]
+        away = jnp.sum(table[:, :-1]) - jnp.sum(jnp.diagonal(table)) - jnp.sum(sent)
+        beyond = jnp.sum(table[:, -1]) - jnp.sum(table[:, :-1])  # rows of owners that do not exist
+        return [out[i] for i in range(len(moved))], plan.owner.reshape(-1), away + beyond
+
+    def ordered(self, owner: Any) -> tuple[Any, Any, Any]:
+        """The rows of a block by owner, where each owner's begin, and how many they are."""
+        key = jnp.where((owner >= 0) & (owner < self.blocks), owner, self.blocks)
+        counts = jnp.zeros(self.blocks + 1, jnp.int32).at[key].add(1)
+        return jnp.argsort(key, stable=True), jnp.cumsum(counts) - counts, counts[: self.blocks]
+
+    def settled(self, table: Any) -> Any:
+        """How many rows each block sends to each other, `(from, to)`. All devices compute the same."""
+        n = self.blocks
+        counts, held = table[:, :n], table[:, n]
+        far = jnp.arange(n)[None] - jnp.arange(n)[:, None]
+        open_to = jnp.isin(far % n, jnp.array(self.distances, jnp.int32))
+        wanted = jnp.where(open_to, jnp.minimum(counts, self.capacity), 0)
+        before = jnp.cumsum(wanted, 0) - wanted
+
+        def fits(sent: Any) -> Any:
+            """What of `wanted` has slots if `sent` has left."""
+            return jnp.clip((self.slots - held + jnp.sum(sent, 1))[None] - before, 0, wanted)
+
+        # What stays because a slot is missing takes a slot itself. So the numbers fall until they fit.
+        start = (wanted, fits(wanted))
+        return lax.while_loop(lambda one: jnp.any(one[0] != one[1]), lambda one: (one[1], fits(one[1])), start)[1]
+
+    def plan(self, owner: Any, here: Any, ordered: tuple[Any, Any, Any], sent: Any) -> _Plan:
+        order, starts, _ = ordered
+        goes, places, slots = sent[here], jnp.arange(self.capacity), jnp.arange(self.slots)
+        if self.hops is None or not self.distances:
+            to = arrives_at = jnp.arange(self.blocks)
+        else:
+            to = (here + jnp.array(self.distances, jnp.int32)) % self.blocks
+            far = (here - jnp.arange(self.blocks))[:, None] % self.blocks
+            arrives_at = jnp.argmax(far == jnp.array(self.distances, jnp.int32)[None], 1)
+        send = order[jnp.minimum(starts[to][:, None] + places[None], self.slots - 1)]
+        key = jnp.where((owner >= 0) & (owner < self.blocks), owner, 0)
+        rank = jnp.argsort(order) - starts[key]
+        keeps = (owner >= 0) & ((owner >= self.blocks) | (rank >= goes[key]))
+        kept, count = jnp.argsort(~keeps, stable=True), jnp.sum(keeps, dtype=jnp.int32)
+        comes_from, later = sent[:, here], slots - count
+        ends = jnp.cumsum(comes_from)
+        source = jnp.minimum(jnp.searchsorted(ends, later, side="right"), self.blocks - 1)
+        nth = later - (ends - comes_from)[source]
+        comes = (later >= 0) & (later < ends[-1])
+        return _Plan(
+            send,
+            places[None] < goes[to][:, None],
+            kept,
+            slots < count,
+            jnp.where(comes, arrives_at[source] * self.capacity + nth, 0),
+            comes,
+            jnp.where(slots < count, owner[kept], jnp.where(comes, here, -1)),
+        )
+
+    def moved(self, x: Any, plan: _Plan) -> Any:
+        """The rows `(block, slot, width)` in their new slots. The maps are one-to-one, so no gradient is a sum."""
+        stays = _picked(x, plan.kept, plan.keeps)
+        if not self.distances:
+            return stays
+        flat = lambda a: a.reshape(a.shape[0], -1)
+        sent = _picked(x, flat(plan.send), flat(plan.sends))
+        sent = sent.reshape(*plan.send.shape, -1)
+        if self.hops is not None:
+            came = jnp.stack([self.shifted(sent[:, i], hop) for i, hop in enumerate(self.distances)], 1)
+        elif self.divided:
+            came = _lax.all_to_all(sent, self.factor.axes, split=1, concat=1)
+        else:
+            came = jnp.swapaxes(sent, 0, 1)
+        came = came.reshape(came.shape[0], -1, came.shape[-1])
+        return jnp.where(plan.keeps[..., None], stays, _picked(came, plan.came, plan.comes))
+
+    def shifted(self, x: Any, by: int) -> Any:
+        """The places of all blocks, `by` blocks further."""
+        if not self.divided:
+            return roll_p.bind(x, by=by, axis=0)
+        n = self.blocks
+        return _lax.ppermute(x, self.factor.axes, dict(self.call.frame.sizes), [(i, (i + by) % n) for i in range(n)])
+
+
+def _narrow(owner: Any) -> Any:
+    """Owners as int32. Those beyond it are nobody's, or empty, as before."""
+    limits, most = jnp.iinfo(owner.dtype), jnp.iinfo(jnp.int32).max
+    owner = jnp.minimum(owner, most) if limits.max > most else owner
+    return (jnp.maximum(owner, -1) if limits.min < -most - 1 else owner).astype(jnp.int32)
+
+
+def _picked(x: Any, index: Any, valid: Any) -> Any:
+    """The rows of each block by number, zeros where the number is not valid."""
+    found = jax.vmap(lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds"))(x, index)
+    return jnp.where(valid[..., None], found, jnp.zeros((), x.dtype))

@@ -1,0 +1,175 @@
+"""Rows that go to their owners, against the simulator, which moves them one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.modes import MODES
+from tests import simulator
+from tests.ops.harness import close, make_mesh, pulled
+from tests.sampler import dice, seeds
+
+MESHES = [
+    ({"a": 4, "b": 2}, ("a",)),
+    ({"a": 4, "b": 2}, ("b", "a")),
+    ({"a": 2, "b": 3}, ("a", "b")),
+    ({"a": 1, "b": 5}, ("b", "a")),
+    ({"a": 1, "b": 2}, ("a",)),
+    ({"a": 2}, ("a",)),
+    ({"a": 2}, ()),
+]
+
+
+def sample(seed: int) -> tuple:
+    """A mesh, the axes of the rows, their owners, the capacity and the hops."""
+    draw = dice(seed)
+    mesh, axes = draw.choice(MESHES)
+    blocks = int(np.prod([mesh[axis] for axis in axes], dtype=int))
+    slots, capacity = draw.choice([1, 2, 3, 5, 8]), draw.choice([1, 2, 3, 9])
+    hops = draw.choice([None, None, None, (1, -1), (1,), (2, -1)])
+    empty = draw.choice([0.0, 0.3, 0.7])
+    owner = [-draw.randint(1, 4) if draw.random() < empty else draw.randint(0, blocks) for _ in range(blocks * slots)]
+    if draw.random() < 0.7:  # no owner that does not exist
+        owner = [min(one, blocks - 1) for one in owner]
+    return mesh, axes, blocks, np.array(owner, np.int32), capacity, hops
+
+
+def tree_of(rows: Any) -> dict[str, Any]:
+    """Leaves of several dtypes and ranks."""
+    return {
+        "x": rows,
+        "id": rows[:, 0].astype(jnp.int32),
+        "far": rows[:, 0] > 0,
+        "tensor": rows[:, None] + rows[..., None],
+    }
+
+
+def kernel_of(mesh: Any, axes: Any, capacity: int, hops: Any) -> Any:
+    """Rows `n d` and owners, to the whole tree."""
+    n = "/".join(("n", *axes))
+
+    @spmd.kernel(f"{n} d, {n} -> {n} d, {n}, {n}, {n} d e, {n}, scalar", mesh=make_mesh(mesh))
+    def body(rows, owner):
+        there, owner, stayed = spmd.exchange(tree_of(rows), owner, f"[{n}] ...", capacity=capacity, hops=hops)
+        return there["x"], there["id"], there["far"], there["tensor"], owner, stayed
+
+    return body
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_rows_are_where_the_simulator_says(seed: int) -> None:
+    mesh, axes, blocks, owner, capacity, hops = sample(seed)
+    rows = np.random.default_rng(seed).integers(-9, 10, (len(owner), 3)).astype(np.float32)
+    wanted, owners, stayed = simulator.exchange(rows, owner, blocks, capacity, hops)
+    clear = (owners >= 0)[:, None]
+    body = kernel_of(mesh, axes, capacity, hops)
+    for mode in MODES if seed % 3 == 0 else ("explicit", "reference"):
+        x, number, far, tensor, found, away = getattr(body, mode)(rows, owner)
+        np.testing.assert_array_equal(found, owners)
+        np.testing.assert_array_equal(x, wanted)
+        np.testing.assert_array_equal(number, wanted[:, 0])
+        np.testing.assert_array_equal(far, (wanted[:, 0] > 0) & clear[:, 0])
+        np.testing.assert_array_equal(tensor, wanted[:, None] + wanted[..., None])
+        assert int(away) == stayed
+    kept = np.sort(rows[owner >= 0], axis=0)  # nothing is lost
+    np.testing.assert_array_equal(np.sort(wanted[owners >= 0], axis=0), kept)
+
+
+def test_the_comparison_can_fail() -> None:
+    rows, owner = np.arange(4.0), np.array([1, 1, 0, -1])
+    assert simulator.exchange(rows, owner, 2, 2)[0].tolist() == [2, 0, 0, 1]
+    assert simulator.exchange(rows, owner, 2, 1)[0].tolist() == [1, 2, 0, 0]
+    full = np.array([1, 1, 0, 0])  # all leave at once
+    assert simulator.exchange(rows, full, 2, 2)[0].tolist() == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("hops", [None, (1, -1)])
+def test_gradients_go_back_to_where_rows_came_from(hops: Any) -> None:
+    mesh, owner = {"a": 4}, np.array([1, 0, 3, -1, 0, 2, 2, 3, 1, 2, 3, 3], np.int32)
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((12, 2)), jnp.float32)
+    by = jnp.asarray(np.random.default_rng(1).standard_normal((12, 2)), jnp.float32)
+
+    def body(x, owner):
+        one = lambda x: spmd.exchange(x**2, owner, "[n/a] d", capacity=2, hops=hops)[0]
+        return jax.checkpoint(one)(x)
+
+    run = spmd.kernel("n/a d, n/a -> n/a d", mesh=make_mesh(mesh))(body)
+    place, found, _ = simulator.exchange(np.arange(12), owner, 4, 2, hops)
+    wanted = np.zeros((12, 2), np.float32)
+    for slot in np.flatnonzero(found >= 0):
+        wanted[place[slot]] += 2 * rows[place[slot]] * by[slot]
+    for mode in MODES:
+        close(
+            pulled(lambda x, run=run, mode=mode: getattr(run, mode)(x, owner), rows, by=by)[1][0], jnp.asarray(wanted)
+        )
+
+
+def test_under_vmap_and_scan() -> None:
+    owner = np.array([1, 0, 3, 2, 0, 2, 1, 3], np.int32)
+    rows = jnp.arange(16.0).reshape(2, 8)
+
+    @spmd.kernel("m n/a, n/a -> m n/a", mesh=make_mesh({"a": 4}))
+    def body(rows, owner):
+        def step(held, _):
+            rows, owner, stayed = spmd.exchange(*held, "[n/a]", capacity=2)
+            return (rows, (owner + 1) % 4), stayed
+
+        one = lambda x: jax.lax.scan(step, (x, owner), length=3)[0][0]
+        return jax.vmap(one)(rows)
+
+    wanted, now = np.asarray(rows), owner
+    for _ in range(3):
+        moved = [simulator.exchange(row, now, 4, 2) for row in wanted]
+        wanted, now = np.stack([one[0] for one in moved]), (moved[0][1] + 1) % 4
+    for mode in MODES:
+        np.testing.assert_array_equal(getattr(body, mode)(rows, owner), wanted)
+
+
+@pytest.mark.parametrize("hops", [None, (1, -1), (1,)])
+@pytest.mark.parametrize("axes", [("a",), ("a", "b")])
+def test_collectives_and_bytes_forward_and_backward(hops: Any, axes: tuple[str, ...]) -> None:
+    """The formula of the docstring: all_to_all (n-1) c W, or a permute c W for each hop; counts 4 (n-1) (n+1)."""
+    mesh = make_mesh({"a": 4, "b": 2})
+    n, capacity = (4 if axes == ("a",) else 8), 3
+    layout = "/".join(("n", *axes))
+    x, ids = jnp.ones((n * 6, 5)), jnp.ones((n * 6, 2), jnp.int32)
+
+    @spmd.kernel(f"{layout} d, {layout} e, {layout} -> {layout} d, {layout} e", mesh=mesh)
+    def body(x, ids, owner):
+        return spmd.exchange((x, ids), owner, f"[{layout}] ...", capacity=capacity, hops=hops)[0]
+
+    owner = jnp.zeros(n * 6, jnp.int32)
+    found = spmd.inspect.collectives(body, x, ids, owner, mesh=mesh)
+    each = {"all_to_all": 2} if hops is None else {"ppermute": 2 * len(hops)}
+    assert found.counts == {"all_gather": 1, **each}
+    width = 4 * capacity * ((n - 1) if hops is None else len(hops))
+    assert found.total_bytes == 4 * (n - 1) * (n + 1) + width * (5 + 2)
+    lay = jax.NamedSharding(mesh, spmd.Layout(f"{layout} d").spec)
+    back = jax.jit(lambda x, by: jax.vjp(lambda x: body(x, ids, owner)[0], x)[1](by)[0], in_shardings=(lay, lay))
+    sent = spmd.inspect.collectives(back, x, x, mesh=mesh)
+    once = {"all_to_all": 1} if hops is None else {"ppermute": len(hops)}
+    assert sent.counts == {"all_gather": 1, **once}  # the counts again, which the way back needs
+    assert sent.total_bytes == 4 * (n - 1) * (n + 1) + width * 5
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int16"])
+def test_owners_of_any_integer_type(dtype: str) -> None:
+    run = spmd.kernel("n/a, n/a -> n/a", mesh=make_mesh({"a": 4}))(
+        lambda x, owner: spmd.exchange(x, owner, "[n/a]", capacity=1)[0]
+    )
+    x = jnp.arange(4.0)
+    close(run(x, jnp.array([2, 3, 0, 1]).astype(dtype)), jnp.array([2.0, 3.0, 0.0, 1.0]))
+
+
+def test_explain_names_the_call() -> None:
+    run = spmd.kernel("n/a d, n/a -> n/a d", mesh=make_mesh({"a": 4}))(
+        lambda x, owner: spmd.exchange(x, owner, "[n/a] d", capacity=2)[0]
+    )
+    said = str(spmd.explain(run, jnp.ones((8, 3)), jnp.zeros(8, jnp.int32)))
+    assert 'exchange(x, y, "[n/a] d")' in said
