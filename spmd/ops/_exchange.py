@@ -66,8 +66,8 @@ def exchange(
       ... def sorted_by_tens(x):
       ...     return spmd.exchange(x, x // 10, "[n/a]", capacity=2)
       >>> rows, owner, stayed = sorted_by_tens(jnp.array([31, 12, 5, 30, 14, 22, -1, 35]))
-      >>> print(rows, owner, stayed)  # three rows belong to the last device, which has two slots
-      [ 5  0 30 12 14 22 35 31] [ 0 -1  3  1  1  2  3  3] 1
+      >>> print(rows, owner, stayed)  # the last device has slots for two of its three rows
+      [ 5  0 30 12 14 22 35 31] [ 0 -1  3  1  1  2  3  3] 2
     """
     call = open_call(
         "exchange", layout, names, arrays=(rows, owner), inputs=1, outputs=None, arrow=False, example=_EXAMPLE
