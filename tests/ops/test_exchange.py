@@ -117,7 +117,7 @@ def test_under_vmap_and_scan() -> None:
     @spmd.kernel("m n/a, n/a -> m n/a", mesh=make_mesh({"a": 4}))
     def body(rows, owner):
         def step(held, _):
-            rows, owner, stayed = spmd.exchange(*held, "[n/a]", capacity=2)
+            rows, owner, stayed = spmd.exchange(held[0], held[1], "[n/a]", capacity=2)
             return (rows, (owner + 1) % 4), stayed
 
         one = lambda x: jax.lax.scan(step, (x, owner), length=3)[0][0]
