@@ -66,6 +66,7 @@ class Frame:
       watched: Keywords of the kernel that its signature does not name: only a string of the body can mean them.
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
       invarying: The calls that gather `to="invarying"` though the user did not say so: see `place`.
+      stages: Mesh axes along which `jax.vmap` hides a divided dimension: arrays there are not copies of each other.
       explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
       axis_names: The mesh axes, in mesh order.
       known: The sizes of `bound`, by name.
@@ -82,6 +83,7 @@ class Frame:
     watched: frozenset[str] = frozenset()
     diagnosing: bool = False
     invarying: frozenset[Any] = frozenset()
+    stages: tuple[str, ...] = ()
     explicit: bool = field(init=False, repr=False)
     axis_names: tuple[str, ...] = field(init=False, repr=False)
     known: dict[str, Size] = field(init=False, repr=False)

@@ -106,7 +106,7 @@ def _copies(call: Call, x: Any, landing: Landing) -> Axes:
     """For a scalar: the axes on which `x` is a gathered copy. It is reduced over them, so that JAX types it equal."""
     if not call.frame.explicit or not call.pattern.outputs[0].is_scalar:
         return ()
-    open_axes = _compat.varying_axes(x) - {*landing.all_axes, *landing.left}
+    open_axes = _compat.varying_axes(x) - {*landing.all_axes, *landing.left, *call.frame.stages}
     return call.frame.in_mesh_order(open_axes)
 
 

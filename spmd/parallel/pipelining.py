@@ -15,6 +15,7 @@ from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat,
 from spmd._leaves import is_array, is_key, not_int
 from spmd.comm._marks import numbered
 from spmd.errors import Fix, ReplicationError, not_one_of
+from spmd.modes import current_frame
 from spmd.parallel._parameter_moves import paths
 from spmd.parallel.schedule import PipelineSchedule
 
@@ -110,7 +111,7 @@ def pipeline(
     _check_options(save, result, repeats)
     schedule = PipelineSchedule(axis_size(pp) if pp else 1, _micro_batches(x), repeats or 1)
     _check_stages(params, pp, schedule.stages, repeats)
-    stage, x, keys = _without_keys(stage, x)
+    stage, x, keys = _without_keys(on_one_stage(stage, pp), x)
     params = _deferred(params, x)
     run = _one_stage(stage, repeats, save)
     here, given, held = _start(x, pp, schedule)
@@ -129,6 +130,17 @@ def pipeline(
 
     (_, held), _ = lax.scan(tick, (given, held), _slots(schedule))
     return keys(_finished(held, here, pp, result))
+
+
+def on_one_stage(fn: Callable[..., Any], pp: Axes) -> Callable[..., Any]:
+    """A function that sees one stage: what differs along pp are stages, and not copies that disagree."""
+
+    def run(*args: Any) -> Any:
+        frame = current_frame("pipeline")
+        with frame.replace(stages=(*frame.stages, *frame.renamed(pp))).enter():
+            return fn(*args)
+
+    return run
 
 
 def _without_keys(stage: Callable[..., Any], x: Tree) -> tuple[Callable[..., Any], Tree, Callable[[Tree], Tree]]:

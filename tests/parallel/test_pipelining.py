@@ -201,3 +201,17 @@ def test_stages_of_several_layers_outside_and_inside():
         found = jax.jit(jax.grad(lambda *args, mode=mode: (mode(*args) ** 2).sum(), (0, 1, 2)))(w, bias, x)
         for one, right in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, right, rtol=2e-4, atol=2e-5)
+
+
+def test_a_scalar_of_a_stage_is_its_own():
+    """What differs between stages are no copies, which `reduce` to a scalar would make equal."""
+
+    @spmd.kernel("p/pp d, m b d -> m b d", mesh=spmd.make_mesh(pp=2))
+    def run(w, x):
+        mean = lambda x: spmd.reduce(x * x, "b d -> scalar", "mean")
+        return parallel.pipeline(lambda w, x: x * w[None] / mean(x), w, x, pp="pp")
+
+    w, x = np.arange(1.0, 7, dtype=np.float32).reshape(2, 3), np.arange(1.0, 31, dtype=np.float32).reshape(5, 2, 3)
+    wanted = functools.reduce(lambda x, w: x * w / (x * x).mean((1, 2), keepdims=True), w, x)
+    for mode in (run, run.auto, run.reference):
+        np.testing.assert_allclose(mode(w, x), wanted, rtol=1e-5)
