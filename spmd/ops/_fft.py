@@ -314,8 +314,9 @@ def dst(
       >>> @spmd.kernel("x/a y -> x/a y", mesh=mesh)
       ... def solve(f):
       ...     f = spmd.fft.dst(f, "x/a y -> kx ky/a", type=1)
-      ...     kx, ky = (jnp.pi * (k + 1.0) / 9 for k in (spmd.iota("kx", kx=8), spmd.iota("ky/a", ky=8)))
-      ...     f = f / (2 * jnp.cos(kx)[:, None] + 2 * jnp.cos(ky)[None] - 4)
+      ...     kx, ky = spmd.iota("kx", kx=8, dtype=float), spmd.iota("ky/a", ky=8, dtype=float)
+      ...     kx, ky = (2 * jnp.cos(jnp.pi * (k + 1) / 9) for k in (kx, ky))
+      ...     f = f / (kx[:, None] + ky[None] - 4)
       ...     return spmd.fft.idst(f, "kx ky/a -> x/a y", type=1)
       >>> u = np.pad(solve(jnp.ones((8, 8))), 1)
       >>> laplace = u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
