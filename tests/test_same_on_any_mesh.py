@@ -77,6 +77,27 @@ def attention_mask() -> Program:
 
 
 @program
+def pipeline_loss() -> Program:
+    def build(mesh: Any) -> Callable[..., Any]:
+        def stage(weights: Any, x: Any) -> Any:
+            return jax.lax.scan(lambda x, w: (jnp.tanh(spmd.einsum(x, w, "b/dp d, d e -> b/dp e")), None), x, weights)[
+                0
+            ]
+
+        def loss(head: Any, y: Any, target: Any) -> Any:
+            error = spmd.einsum(y, head, "b/dp d, d -> b/dp") - target
+            return spmd.reduce(error**2, "b/dp -> {U:dp}")
+
+        @spmd.kernel("p/pp l d e, d, m b/dp d, m b/dp -> scalar", mesh=mesh)
+        def run(w: Any, head: Any, x: Any, targets: Any) -> Any:
+            return parallel.pipeline_loss(stage, loss, w, head, x, targets, pp="pp", data="dp")
+
+        return lambda w, *more: run(w.reshape(mesh.shape["pp"], -1, *w.shape[1:]), *more)
+
+    return build, (struct(8, 4, 4), struct(4), struct(3, 8, 4), struct(3, 8)), {"mesh": spmd.make_mesh(dp=2, pp=4)}
+
+
+@program
 def spread_heads() -> Program:
     """Each device has what its queries look at: two heads on four devices, and the same use of them on one."""
 

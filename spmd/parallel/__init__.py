@@ -7,6 +7,7 @@ from spmd.parallel.fully_sharded import fsdp, scan_layers
 from spmd.parallel.layouts import FSDPLayouts, ZeroLayouts, fsdp_layouts, mapped_layouts, state_layouts
 from spmd.parallel.microbatches import accumulate
 from spmd.parallel.optimizer import ClipByGlobalNorm, clip_by_global_norm, global_norm
+from spmd.parallel.pipeline_training import pipeline_loss
 from spmd.parallel.pipelining import pipeline
 from spmd.parallel.schedule import PipelineSchedule, pipeline_schedule
 from spmd.parallel.sequence import place_sequence, restore_sequence, sequence_order, sequence_positions
@@ -31,6 +32,7 @@ __all__ = [
     "mapped_layouts",
     "moe",
     "pipeline",
+    "pipeline_loss",
     "pipeline_schedule",
     "place_sequence",
     "reduce_gradients",

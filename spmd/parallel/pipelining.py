@@ -109,10 +109,10 @@ def pipeline(
       interleaved stages
     """
     _check_options(save, result, repeats)
-    schedule = PipelineSchedule(axis_size(pp) if pp else 1, _micro_batches(x), repeats or 1)
-    _check_stages(params, pp, schedule.stages, repeats)
-    stage, x, keys = _without_keys(on_one_stage(stage, pp), x)
-    params = _deferred(params, x)
+    schedule = PipelineSchedule(axis_size(pp) if pp else 1, micro_batches(x), repeats or 1)
+    check_stages(params, pp, schedule.stages, repeats)
+    stage, x, keys = without_keys(on_one_stage(stage, pp), x)
+    params = deferred(params, x)
     run = _one_stage(stage, repeats, save)
     here, given, held = _start(x, pp, schedule)
 
@@ -121,9 +121,9 @@ def pipeline(
         number, put, take = now
         turn = jnp.clip((number - here) // schedule.stride, 0, schedule.repeats - 1)
         out = jax.vmap(run, in_axes=(0 if repeats is None else 1, 0, 0))(params, turn, given)
-        _check_result(given, out)
+        check_result(given, out)
         # The stage before this one worked on it.
-        arrived = numbered(_passed_on(numbered(out, here, pp), pp), (here - 1) % schedule.stages, pp)
+        arrived = numbered(passed_on(numbered(out, here, pp), pp), (here - 1) % schedule.stages, pp)
         held, fresh = _exchanged(held, arrived, put, take)
         given = jax.tree.map(lambda new, old: jnp.where(_along(here == 0, old), new, old), fresh, arrived)
         return (given, held), None
@@ -143,7 +143,7 @@ def on_one_stage(fn: Callable[..., Any], pp: Axes) -> Callable[..., Any]:
     return run
 
 
-def _without_keys(stage: Callable[..., Any], x: Tree) -> tuple[Callable[..., Any], Tree, Callable[[Tree], Tree]]:
+def without_keys(stage: Callable[..., Any], x: Tree) -> tuple[Callable[..., Any], Tree, Callable[[Tree], Tree]]:
     """Replaces keys of `jax.random` by their integers, which can be selected and summed.
 
     Returns the stage, which still sees keys, the micro-batches, and a function that restores the keys.
@@ -245,8 +245,9 @@ def _start(x: Tree, pp: Axes, schedule: PipelineSchedule) -> tuple[Any, Tree, Tr
 
 
 @scope(mapping=None)
-def _passed_on(x: Tree, pp: Axes) -> Tree:
-    return shift(x, "[p/pp] ...", 1, pp=pp)
+def passed_on(x: Tree, pp: Axes, by: int = 1) -> Tree:
+    """What lies on each device, `by` devices further on."""
+    return shift(x, "[p/pp] ...", by, pp=pp)
 
 
 @scope(mapping=None)
@@ -262,7 +263,7 @@ def _finished(held: Tree, here: Any, pp: Axes, result: str) -> Tree:
 
 
 @scope(mapping=None)
-def _deferred(params: Tree, x: Tree) -> Tree:
+def deferred(params: Tree, x: Tree) -> Tree:
     """Parameters made varying where the data is, so that their gradients are summed after the loop, not in it."""
     axes = {axis for one in jax.tree.leaves(x) for axis in typeof(one).varying}
 
@@ -291,20 +292,20 @@ def _check_options(save: Any, result: Any, repeats: Any) -> None:
         raise SizeError(fault, call=_CALL, advice="as in repeats=2")
 
 
-def _micro_batches(x: Tree) -> int:
+def micro_batches(x: Tree, call: str = _CALL) -> int:
     named = list(zip(paths(x), jax.tree.leaves(x), strict=True))
     counts = {leaf.shape[0] if is_array(leaf) and leaf.shape else 0 for _, leaf in named}
     if len(counts) != 1 or 0 in counts:
         rule = "the first dimension of each array of x counts the micro-batches."
         got = [f"{path}: shape {leaf.shape}" if is_array(leaf) else f"{path}: no array" for path, leaf in named]
         raise SizeError(
-            rule, call=_CALL, got=got or ["no arrays"], advice='as in rearrange(x, "(m b) ... -> m b ...", m=8)'
+            rule, call=call, got=got or ["no arrays"], advice='as in rearrange(x, "(m b) ... -> m b ...", m=8)'
         )
     return counts.pop()
 
 
 @scope(mapping=None)
-def _check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None) -> None:
+def check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None, call: str = _CALL) -> None:
     at = 0 if repeats is None else 1
     layout = "p/pp ..." if repeats is None else "v p/pp ..."
     wrong = []
@@ -317,11 +318,11 @@ def _check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None) -> N
         rounds = "" if repeats is None else f" and {repeats} rounds"
         rule = f'parameters have the layout "{layout}", one stage on each of the {stages} devices of pp{rounds}.'
         advice = "give several layers of a stage a dimension of their own, and scan over it in the stage: "
-        raise SizeError(rule, call=_CALL, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"')
-    _check_own(params, pp, layout)
+        raise SizeError(rule, call=call, got=wrong, advice=f'{advice}"{layout.replace("...", "l ...")}"')
+    _check_own(params, pp, layout, call)
 
 
-def _check_own(params: Tree, pp: Axes, layout: str) -> None:
+def _check_own(params: Tree, pp: Axes, layout: str, call: str) -> None:
     """Check that the devices do not all have one stage, as JAX types it. No layout tells where each has one stage."""
     axes = {pp} if isinstance(pp, str) else set(pp or ())
     manual = axes.intersection(jax.sharding.get_abstract_mesh().manual_axes)
@@ -333,10 +334,10 @@ def _check_own(params: Tree, pp: Axes, layout: str) -> None:
             'divide them in the signature of the kernel, "p/pp ...", or split(w, "p ... -> p/pp ..."); '
             'jax.lax.pcast(w, pp, to="varying") if one stage for all is meant'
         )
-        raise ReplicationError(rule, call=_CALL, got=got, advice=advice)
+        raise ReplicationError(rule, call=call, got=got, advice=advice)
 
 
-def _check_result(given: Tree, out: Tree) -> None:
+def check_result(given: Tree, out: Tree, call: str = _CALL) -> None:
     """Check that the next stage can take what this one returns, with the same JAX types, as a loop requires."""
     before, after = ([typeof(leaf) for leaf in jax.tree.leaves(tree)] for tree in (given, out))
     kinds = [[(one.shape, one.dtype, one.varying) for one in kind] for kind in (before, after)]
@@ -346,4 +347,4 @@ def _check_result(given: Tree, out: Tree) -> None:
     rule = "a stage returns what it gets: the same tree, shapes, dtypes, and axes along which JAX types it as varying."
     fix = Fix("defer", pattern=f"... -> ... {{R:{','.join(sorted(more))}}}") if more else None
     got = [f"{name}: {', '.join(map(str, kind))}" for name, kind in (("it gets", before), ("it returns", after))]
-    raise LayoutError(rule, call=_CALL, got=got, fix=fix)
+    raise LayoutError(rule, call=call, got=got, fix=fix)

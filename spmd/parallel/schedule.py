@@ -5,33 +5,44 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spmd import SizeError
+from spmd import LayoutError, SizeError
 from spmd._leaves import not_int
 from spmd._table import Line
 from spmd.drawing._grid import Cell, Grid
 from spmd.drawing._picture import Picture
 from spmd.drawing._svg import FILLS, below, caption, card, grid_box
 from spmd.drawing._text import grid_lines, sentences
+from spmd.errors import not_one_of
+from spmd.parallel._one_f_one_b import Work, timetable
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
+
+ORDERS = ("forward", "1f1b")
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The forward schedule of `pipeline`. The backward schedule is the same, read from right to left.
+    """What each stage works on in each tick.
+
+    With the order "forward" it is the forward pass of `pipeline`. The backward pass is the same, read from right to
+    left. With "1f1b" it is both passes of `pipeline_loss`.
 
     Printed, it has a row for each stage and a column for each tick, with the number of the micro-batch. If there are
-    several rounds, the round follows after a dot. A dot alone means that the stage is idle. A notebook shows it as SVG.
+    several rounds, the round follows after a dot. If there are two passes, F or B stands before the number. A dot alone
+    means that the stage is idle. A notebook shows it as SVG.
 
     Attributes:
       stages: Devices along the pipeline.
       microbatches: Micro-batches that pass through it.
-      repeats: How often each micro-batch passes each device: 1 for GPipe, more for interleaved (circular) stages.
+      repeats: How often each micro-batch passes each device: 1 for one stage on each device, more for interleaved
+        (circular) stages.
+      order: "forward" or "1f1b".
     """
 
     stages: int
     microbatches: int
     repeats: int = 1
+    order: str = "forward"
 
     @property
     def stride(self) -> int:
@@ -40,21 +51,46 @@ class PipelineSchedule:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks: `repeats * microbatches + stages - 1`, if there are enough micro-batches."""
+        """The number of ticks: `repeats * microbatches + stages - 1`, if there are enough micro-batches.
+
+        With both passes there are twice as many.
+        """
+        if self.order == "1f1b":
+            return 2 * (self.repeats * self.microbatches + self.stages - 1)
         return (self.repeats - 1) * self.stride + self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
         """Idle time over working time: (stages - 1) / (repeats * microbatches), if there are enough micro-batches."""
-        busy = self.repeats * self.microbatches
-        return (self.ticks - busy) / busy
+        return (self.ticks - self.busy) / self.busy
 
-    def work(self, tick: int, stage: int) -> tuple[int, int] | None:
-        """The micro-batch that a stage works on, and its round. None if the stage is idle."""
+    @property
+    def busy(self) -> int:
+        """The ticks in which a stage works."""
+        return self.repeats * self.microbatches * (2 if self.order == "1f1b" else 1)
+
+    def in_flight(self, stage: int) -> int:
+        """The most inputs that a stage keeps at once for the backward pass.
+
+        With the order "forward" these are all inputs, one for each micro-batch and round. With "1f1b" a stage keeps an
+        input from its forward to its backward step.
+        """
+        most = now = 0
+        for tick in range(self.ticks):
+            done = self.work(tick, stage)
+            now += done is not None and done.part == "F"
+            most = max(most, now)
+            now -= done is not None and done.part == "B"
+        return most
+
+    def work(self, tick: int, stage: int) -> Work | None:
+        """The micro-batch that a stage works on, its round and the pass, "F" or "B". None if the stage is idle."""
+        if self.order == "1f1b":
+            return timetable(self.stages, self.microbatches, self.repeats)[stage].get(tick)
         begun = tick - stage  # when it entered the first stage
         if begun < 0 or begun // self.stride >= self.repeats or begun % self.stride >= self.microbatches:
             return None
-        return begun % self.stride, begun // self.stride
+        return Work(begun % self.stride, begun // self.stride, "F")
 
     def text(self, width: int | None = None) -> str:
         """The table as text. What is wider than `width`, by default the terminal, goes on below.
@@ -85,9 +121,9 @@ class _Drawn:
 
     def __init__(self, schedule: PipelineSchedule) -> None:
         rounds = f", {schedule.repeats} rounds" if schedule.repeats > 1 else ""
-        busy = schedule.repeats * schedule.microbatches
-        self.title = f"{schedule.stages} stages, {schedule.microbatches} micro-batches{rounds}"
-        self._about = f"{schedule.ticks} ticks, {busy} of them at work, bubble {schedule.bubble:.3g}"
+        order = ", 1f1b" if schedule.order == "1f1b" else ""
+        self.title = f"{schedule.stages} stages, {schedule.microbatches} micro-batches{rounds}{order}"
+        self._about = f"{schedule.ticks} ticks, {schedule.busy} of them at work, bubble {schedule.bubble:.3g}"
         self._schedule = schedule
 
     def lines(self, width: int) -> list[Line]:
@@ -114,28 +150,38 @@ class _Drawn:
         done = self._schedule.work(tick, stage)
         if done is None:
             return Cell((".",))
-        microbatch, number = done
-        return Cell((f"{microbatch}.{number}" if self._schedule.repeats > 1 else str(microbatch),), number % len(FILLS))
+        both = self._schedule.order == "1f1b"
+        text = f"{done.microbatch}.{done.round}" if self._schedule.repeats > 1 else str(done.microbatch)
+        colour = 2 * done.round + (done.part == "B") if both else done.round
+        return Cell((f"{done.part}{text}" if both else text,), colour % len(FILLS))
 
 
-def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> PipelineSchedule:
-    """What `pipeline` does in each tick, and how much of its time is a bubble.
+def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: str = "forward") -> PipelineSchedule:
+    """What a pipeline does in each tick, and how much of its time is a bubble.
 
     A micro-batch enters the first stage and moves on by one stage in each tick. After the last stage it is done, or
     comes back to the first for its next round, once all micro-batches have entered. With m micro-batches on p devices
     in v rounds, a device works for v m of v m + p - 1 ticks: the bubble is (p-1)/(v m) of the working time. With fewer
     micro-batches than stages there are also gaps between the rounds.
 
+    With the order "1f1b" the table has both passes, of ticks that count the same. A device takes forward and backward
+    steps in turn, so that it gives up one micro-batch before it takes another. The bubble is the same. Stage s keeps
+    p - s micro-batches, where all m of them are kept if the passes follow one another. With v rounds, the first stage
+    keeps at most (v+1) p - 1 inputs, each of a v-th of its layers.
+
     Args:
       stages: Devices along the pipeline.
-      microbatches: Micro-batches.
-      repeats: Rounds; 1 is GPipe, more are interleaved (circular) stages.
+      microbatches: Micro-batches. With "1f1b" and several rounds, a multiple of the stages.
+      repeats: Rounds; 1 is one stage on each device, more are interleaved (circular) stages.
+      order: "forward" for the forward pass of `pipeline`, "1f1b" for both passes of `pipeline_loss`.
 
     Returns:
       The schedule, which prints as a table.
 
     Raises:
-      SizeError: If a number is not an int of at least 1.
+      SizeError: If a number is not an int of at least 1, or the micro-batches of several rounds are no multiple of the
+        stages.
+      LayoutError: If the order is unknown.
 
     Example:
       >>> import spmd
@@ -148,9 +194,24 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1) -> Pipel
 
     References:
       Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al., "Efficient Large-Scale Language Model
-      Training on GPU Clusters", https://arxiv.org/abs/2104.04473, for interleaved stages
+      Training on GPU Clusters", https://arxiv.org/abs/2104.04473, for interleaved stages and 1F1B (section 2.2)
     """
+    call = "pipeline_schedule(stages, microbatches, repeats, order)"
     for name, n in {"stages": stages, "microbatches": microbatches, "repeats": repeats}.items():
         if fault := not_int(name, n, 1):
-            raise SizeError(fault, call="pipeline_schedule(stages, microbatches, repeats)")
-    return PipelineSchedule(stages, microbatches, repeats)
+            raise SizeError(fault, call=call)
+    if order not in ORDERS:
+        raise LayoutError(not_one_of("order", order, ORDERS), call=call, fix='order="forward"')
+    if order == "1f1b":
+        check_multiple(stages, microbatches, repeats, call)
+    return PipelineSchedule(stages, microbatches, repeats, order)
+
+
+def check_multiple(stages: int, microbatches: int, repeats: int, call: str) -> None:
+    """Check that micro-batches of several rounds come in groups, one for each stage."""
+    if repeats > 1 and microbatches % stages:
+        rule = "with several rounds, forward and backward steps take turns in groups of one micro-batch for each stage."
+        got = [f"{microbatches} micro-batches, {stages} stages"]
+        raise SizeError(
+            rule, call=call, got=got, advice=f"{-(-microbatches // stages) * stages} micro-batches, or repeats=1"
+        )

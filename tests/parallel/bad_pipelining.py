@@ -102,6 +102,52 @@ def schedule_of_nothing(mesh):
 
 
 @bad
+def schedule_of_an_unknown_order(mesh):
+    parallel.pipeline_schedule(4, 8, order="zero-bubble")
+
+
+@fixed
+def schedule_of_an_unknown_order_fixed(mesh, fix):
+    assert parallel.pipeline_schedule(4, 8, **fix()) == parallel.pipeline_schedule(4, 8)
+
+
+@bad
+def schedule_of_rounds_without_groups(mesh):
+    parallel.pipeline_schedule(4, 6, 2, "1f1b")
+
+
+def total(mesh, loss=lambda head, y, target: y.sum(), pattern="p/tp d, m d -> scalar", targets=None, **options):
+    stage = lambda w, x: x * w
+    fn = lambda w, x: parallel.pipeline_loss(stage, loss, w, None, x, targets, pp="tp", **options)
+    return body(pattern, fn, mesh, W, X)
+
+
+@bad
+def pipeline_loss_of_several_numbers(mesh):
+    total(mesh, lambda head, y, target: y)
+
+
+@bad
+def pipeline_loss_that_is_no_partial_sum(mesh):
+    total(mesh, data="dp")
+
+
+@bad
+def pipeline_loss_that_is_a_partial_sum(mesh):
+    total(mesh, pattern="p/tp d/dp, m d/dp -> scalar")
+
+
+@bad
+def pipeline_loss_of_other_targets(mesh):
+    total(mesh, targets=np.ones(3, np.float32))
+
+
+@bad
+def pipeline_loss_of_no_rounds(mesh):
+    total(mesh, repeats=0)
+
+
+@bad
 def overlap_of_a_vector(mesh):
     body("s/tp d, d -> s/tp d", lambda x, w: parallel.gather_einsum(x, w, tp="tp"), mesh, X, X[0])
 

@@ -31,11 +31,22 @@ def simulated(p, m, v):
 def test_the_table_is_what_machines_would_do(p, m, v):
     schedule = parallel.pipeline_schedule(p, m, v)
     table = [[schedule.work(tick, stage) for stage in range(p)] for tick in range(schedule.ticks)]
-    assert table == simulated(p, m, v)
+    assert table == [[one and (*one, "F") for one in row] for row in simulated(p, m, v)]
     idle = sum(one is None for row in table for one in row)
     assert schedule.bubble == pytest.approx(idle / (p * m * v))
     if m >= p:
         assert schedule.bubble == pytest.approx((p - 1) / (v * m))
+
+
+def test_both_passes_in_a_picture():
+    schedule = parallel.pipeline_schedule(2, 3, order="1f1b")
+    assert str(schedule) == "\n".join([
+        "2 stages, 3 micro-batches, 1f1b: 8 ticks, 6 of them at work, bubble 0.333",
+        "tick      0   1   2   3   4   5   6   7",
+        "stage 0  F0   .  F1  B0  F2  B1   .  B2",
+        "stage 1   .  F0  B0  F1  B1  F2  B2   .",
+    ])  # fmt: skip
+    assert "F0.1" in str(parallel.pipeline_schedule(2, 2, 2, "1f1b"))
 
 
 def test_pictures():

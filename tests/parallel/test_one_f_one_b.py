@@ -1,0 +1,52 @@
+"""Forward and backward steps in turn, against the formulas of the papers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from spmd import parallel
+from spmd.parallel import _one_f_one_b
+
+SIZES = [(p, m, v) for p, m, v in itertools.product((1, 2, 3, 4), (1, 2, 5, 6, 8), (1, 2, 3)) if v == 1 or m % p == 0]
+
+
+@pytest.mark.parametrize(("p", "m", "v"), SIZES)
+def test_one_forward_one_backward_against_the_papers(p, m, v):
+    """Every step once and after what it needs; ticks, bubble and inputs in flight by the formulas."""
+    schedule = parallel.pipeline_schedule(p, m, v, "1f1b")
+    when = {}
+    for stage in range(p):
+        for tick in range(schedule.ticks):
+            if (work := schedule.work(tick, stage)) is not None:
+                assert (work, stage) not in when
+                when[work, stage] = tick
+    assert len(when) == 2 * p * m * v
+    layers = [(turn, stage) for turn in range(v) for stage in range(p)]
+    for i in range(m):
+        forward = [when[(i, turn, "F"), stage] for turn, stage in layers]
+        backward = [when[(i, turn, "B"), stage] for turn, stage in reversed(layers)]
+        way = [*forward, *backward]
+        assert way == sorted(set(way)), "each step after the one before it"
+    assert max(when.values()) + 1 == schedule.ticks == 2 * (v * m + p - 1)
+    assert schedule.bubble == pytest.approx((p - 1) / (v * m))
+    kept = [schedule.in_flight(stage) for stage in range(p)]
+    if v == 1:
+        assert kept == [min(p - stage, m) for stage in range(p)]
+    else:
+        assert kept == [min(2 * (p - stage - 1) + (v - 1) * p + 1, v * m) for stage in range(p)]
+    assert parallel.pipeline_schedule(p, m, v).in_flight(0) == v * m
+
+
+def test_a_wrong_order_is_noticed(monkeypatch):
+    """With all forward steps first, more is kept than the formula says."""
+    plain = _one_f_one_b._order
+    monkeypatch.setattr(_one_f_one_b, "_order", lambda *where: sorted(plain(*where), key=lambda work: work.part == "B"))
+    _one_f_one_b.timetable.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_one_forward_one_backward_against_the_papers(3, 6, 1)
+    finally:
+        monkeypatch.undo()
+        _one_f_one_b.timetable.cache_clear()
