@@ -118,7 +118,7 @@ def pipeline_loss(
     if repeats is not None and (fault := not_int("repeats", repeats, 1, "None")):
         raise SizeError(fault, call=_CALL, advice="as in repeats=2")
     over = checked_axes(data, "data", _CALL)
-    microbatches = micro_batches({"x": x, "targets": targets}, _CALL)
+    microbatches = micro_batches({"x": x, "targets": targets}, _CALL, "x and targets")
     schedule = PipelineSchedule(axis_size(pp) if pp else 1, microbatches, repeats or 1, "1f1b")
     check_stages(params, pp, schedule.stages, repeats, _CALL)
     check_multiple(schedule.stages, microbatches, schedule.repeats, _CALL)

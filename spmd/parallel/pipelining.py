@@ -292,11 +292,11 @@ def _check_options(save: Any, result: Any, repeats: Any) -> None:
         raise SizeError(fault, call=_CALL, advice="as in repeats=2")
 
 
-def micro_batches(x: Tree, call: str = _CALL) -> int:
+def micro_batches(x: Tree, call: str = _CALL, what: str = "x") -> int:
     named = list(zip(paths(x), jax.tree.leaves(x), strict=True))
     counts = {leaf.shape[0] if is_array(leaf) and leaf.shape else 0 for _, leaf in named}
     if len(counts) != 1 or 0 in counts:
-        rule = "the first dimension of each array of x counts the micro-batches."
+        rule = f"the first dimension of each array of {what} counts the micro-batches."
         got = [f"{path}: shape {leaf.shape}" if is_array(leaf) else f"{path}: no array" for path, leaf in named]
         raise SizeError(
             rule, call=call, got=got or ["no arrays"], advice='as in rearrange(x, "(m b) ... -> m b ...", m=8)'

@@ -71,6 +71,8 @@ def test_value_and_gradients(sizes, v, m):
     for mode in (run, run.auto, run.reference):
         close(jax.jit(jax.value_and_grad(mode, OUTS))(*args), wanted)
     close(jax.jit(run)(*args), wanted[0])
+    assert not spmd.check(run, *args)
+    assert not spmd.check(jax.grad(lambda *args: run(*args), OUTS), *args), "a gradient raises no alarm"
 
 
 def test_remat_bfloat16_and_inside_a_kernel():
