@@ -275,7 +275,7 @@ def _branches(
         return _none_of(x), _none_of(cotangent), sums._replace(value=_sum(sums.value, value))
 
     def loss(x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
-        value, pull = jax.vjp(lambda *floats: part(*floats, x), own(), _floats(x), _floats(head))
+        value, pull = jax.vjp(lambda of, given, of_head: part(of, given, of_head, x), own(), _floats(x), _floats(head))
         dw, back, dh = pull(_typed(jnp.ones_like(value), value))
         dh = [_sum(total, one) for total, one in zip(sums.head, dh, strict=True)]
         return _none_of(x), back, _Sums(plan.added(sums.params, dw, turn), dh, _sum(sums.value, value))
@@ -441,7 +441,8 @@ def _complete(value: Any, plan: _Plan, *, divided: bool) -> jax.Array:
 
 @scope(mapping=None)
 def _total(value: Any, plan: _Plan, divided: bool) -> jax.Array:
-    dim, names = ("p/pp", {"pp": plan.pp}) if divided else ("p", {})
+    names: dict[str, Any] = {"pp": plan.pp} if divided else {}
+    dim = "p/pp" if divided else "p"
     if plan.data:
         value = spmd.psum(value, f"{dim} {{U:{','.join(plan.data)}}} -> {dim}", **names)
     return spmd.reduce(value, f"{dim} -> scalar", **names)
