@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +175,22 @@ def test_the_whole_run(lm, tmp_path, capsys):
     shown = capsys.readouterr().out
     for text in ("vocab/embed", "v/tp d/dp", "psum_scatter", "bigram entropy", "tokens/s", "a sample", "auto"):
         assert text in shown
+
+
+def test_ctrl_c_ends_with_the_score_so_far_and_a_sample(lm, capsys, monkeypatch):
+    stopping = lm.cluster.stopping
+
+    def interrupted(step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return stopping(step)
+
+    monkeypatch.setattr(lm.cluster, "stopping", interrupted)
+    results = lm.main([*SMALL, f"--data={EXAMPLES}", "--heldout=1024", "--batch=8"])
+    said = capsys.readouterr().out
+    assert 3 <= len(results["losses"]) < STEPS and "heldout_bits" in results
+    assert f"stopped after step {len(results['losses'])} of {STEPS}, which is not saved" in said
+    assert "this model" in said and "sample" in said and "\x1b" not in said
 
 
 def test_every_setting_is_a_flag_with_its_meaning(lm):
