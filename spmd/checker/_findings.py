@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+from spmd._table import Table, html_page
 from spmd.checker._finding import Finding, found
 from spmd.checker._listing import Source
 from spmd.checker._source import called_at
@@ -38,6 +39,12 @@ class Findings(tuple[Finding, ...]):
         if len(self) < 2:
             return str(self[0]) if self else "no findings"
         return "\n\n".join(f"({i}) {one}" for i, one in enumerate(self, start=1))
+
+    def _repr_html_(self) -> str:
+        rows = [(one.kind, one.line, str(one)) for one in self]
+        tables = [Table(rows, ("kind", "line", "source"))] if rows else []
+        heading = "1 finding" if len(self) == 1 else f"{len(self)} findings"
+        return html_page(heading, tables, empty="" if rows else "no findings")
 
     def source(self) -> Source:
         """Show the program as it is written, with the inferred layouts beside each line.

@@ -17,6 +17,7 @@ from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
+from spmd.drawing._picture import Drawn
 from spmd.errors import CommunicationError, LayoutError, SizeError, not_one_of
 from spmd.language import Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
@@ -75,7 +76,7 @@ class Step:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Drawn):
     """The steps of a relayout, what they send, and the least that any method must send. It prints as a table.
 
     Attributes:

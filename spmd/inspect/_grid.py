@@ -134,13 +134,15 @@ def device_runs(devices: Sequence[int]) -> list[str]:
 
 
 def mesh_grid(holdings: Holdings, colours: Mapping[int, int]) -> Grid:
-    """Which device is where on the mesh, in the colour of its block: the last axis lies along the columns."""
+    """Which device is where on the mesh, in the colour of its block."""
+    return device_grid(holdings, {d: colours[holdings.cells[block][0][0]] for d, block in holdings.block_of.items()})
+
+
+def device_grid(holdings: Holdings, colours: Mapping[int, int]) -> Grid:
+    """Which device is where on the mesh, each in a colour: the last axis lies along the columns."""
     *front, (last, size) = holdings.mesh
     places = holdings.coordinates[::size]
-    cells = [
-        Cell((str(device),), colours[holdings.cells[block][0][0]], devices=(device,))
-        for device, block in holdings.block_of.items()
-    ]
+    cells = [Cell((str(device),), colours[device], devices=(device,)) for device in holdings.devices]
     return Grid(
         rows=tuple(" ".join(f"{axis}={n}" for (axis, _), n in zip(front, at, strict=False)) for at in places),
         columns=tuple(f"{last}={n}" for n in range(size)),

@@ -17,12 +17,12 @@ from spmd._table import Line
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.drawing._grid import Grid
-from spmd.drawing._picture import Drawing, Picture
+from spmd.drawing._picture import Drawing, Picture, draws
 from spmd.drawing._svg import below, caption, card, flow, grid_box
 from spmd.drawing._text import grid_lines, heading, sentences
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
 from spmd.inspect._blocks import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
-from spmd.inspect._grid import block_grids, facts, is_summary, mesh_grid, tints
+from spmd.inspect._grid import MOST_DEVICES, block_grids, device_grid, facts, is_summary, mesh_grid, tints
 from spmd.inspect._picture_plan import PlanDrawing
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, sizes_for
@@ -47,7 +47,7 @@ def visualize(
 
     Args:
       layout_or_array_or_plan: A layout, an array on devices, a `jax.ShapeDtypeStruct` with a sharding, a value that is
-        traced in a kernel, or a `Plan`.
+        traced in a kernel, a `Plan`, or a mesh, which is drawn with its devices.
       shape: For a layout, the global shape, or sizes by name: `{"b": 8}`. Without it blocks are numbered.
       mesh: For a layout, a mesh, an abstract mesh, or `{"dp": 2}`. By default it is that of the kernel being traced, or
         else that of `jax.set_mesh`.
@@ -89,9 +89,14 @@ def visualize(
         raise LayoutError(rule, call=_CALL, fix=Fix("visualize"))
     if isinstance(what, Plan):
         return Picture(PlanDrawing(what))
+    if isinstance(what, Mesh | AbstractMesh):
+        return Picture(_Devices(of_layout(Layout("scalar"), {}, what, call=_CALL)))
     if isinstance(what, jax.core.Tracer):
         return Picture(_of_tracer(what))
     return Picture(_Drawn(_of_array(what)))
+
+
+draws(Plan, visualize)
 
 
 class _Drawn:
@@ -121,6 +126,31 @@ class _Drawn:
 
     def to_dict(self) -> dict[str, Any]:
         return self._holdings.to_dict()
+
+
+class _Devices:
+    """A picture of a mesh: which device is where, in colours that go along its first axis of several devices."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.title, self._holdings = holdings.mesh_text, holdings
+
+    def lines(self, width: int) -> list[Line]:
+        return [*heading([self.title], width), [], *grid_lines([[self._grid]], width)]
+
+    def svg(self) -> str:
+        return card(below([caption(self.title, []), grid_box([[self._grid]])], 16), self.title)
+
+    def to_dict(self) -> dict[str, Any]:
+        held = self._holdings
+        places = (dict(zip(dict(held.mesh), at, strict=True)) for at in held.coordinates)
+        return {"devices": [{"device": d, "coordinates": at} for d, at in zip(held.devices, places, strict=True)]}
+
+    @cached_property
+    def _grid(self) -> Grid:
+        held = self._holdings
+        first = next((place for place, (_, size) in enumerate(held.mesh) if size > 1), 0)
+        colours = {d: at[first] % MOST_DEVICES for d, at in zip(held.devices, held.coordinates, strict=True)}
+        return device_grid(held, colours)
 
 
 class _Said:

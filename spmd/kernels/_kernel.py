@@ -13,6 +13,7 @@ from spmd._facts import Leaf
 from spmd._leaves import Static, is_array, is_number, kind_of, wrapped
 from spmd._named import ByName
 from spmd._recent import Recent
+from spmd._table import Table, html_page
 from spmd._trees import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
 from spmd.kernels._arguments import arrived
@@ -21,7 +22,7 @@ from spmd.kernels._inside import inlined, nested
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, read
-from spmd.language import AxisMapping, Layout, Pattern
+from spmd.language import AxisMapping, Layout, Pattern, mesh_text
 from spmd.mesh import check_mesh, mesh_for
 from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
 
@@ -62,6 +63,16 @@ class Kernel(ByName, Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<{self.signature.text}>"
+
+    def _repr_html_(self) -> str:
+        sizes = None if self.mesh is None else mesh_text(dict(self.mesh.shape)).removeprefix("mesh ")
+        layouts = [(name, str(layout)) for name, layout in self.signature.layouts.items()]
+        rows = [
+            ("mesh", sizes or "the one in force where it is called"),
+            *layouts,
+            ("result", str(self.signature.outputs)),
+        ]
+        return html_page(self.signature.text, [Table(rows, ("argument", "layout"))])
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         around = outermost()

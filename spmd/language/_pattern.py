@@ -8,6 +8,7 @@ from itertools import starmap
 from typing import Any, final
 
 from spmd.errors import LayoutError
+from spmd.language import _html
 from spmd.language._layout import AxisMapping, Layout, make
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes
@@ -104,6 +105,10 @@ class Pattern(Value):
 
     def __repr__(self) -> str:
         return f"Pattern({str(self)!r})" if self.arrow else f"Pattern({str(self)!r}, arrow=False)"
+
+    def _repr_html_(self) -> str:
+        sides = (("in", self.inputs), ("out", self.outputs)) if self.arrow else (("", self.inputs),)
+        return _html.of_sides(str(self), sides)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make, (self.inputs, self.outputs, self.source, self.arrow, self.empty_left, self.empty_right)

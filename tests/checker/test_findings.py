@@ -174,3 +174,9 @@ def test_noise_in_an_output_says_so() -> None:
     [finding] = spmd.check(kernel("scalar -> b/dp d/tp", body), jax.random.key(0))
     assert finding.kind == "noise"
     assert "these random numbers are the same on every device" in finding.rule
+
+
+def test_a_notebook_shows_a_row_for_each() -> None:
+    html = Findings([ONE, TWO])._repr_html_()
+    assert "2 findings" in html and html.count("<tr") == 3 and "A rule." in html and "a.py:2 (f)" in html
+    assert "no findings" in Findings()._repr_html_()

@@ -23,6 +23,11 @@ def test_the_ways_to_show_it(tmp_path):
     assert (tmp_path / "p.txt").read_text(encoding="utf-8") == f"{picture}\n"
 
 
+def test_a_plan_shows_itself():
+    plan = spmd.plan("a/x b -> a b/x", sizes={"a": 8, "b": 8}, mesh={"x": 4})
+    assert plan._repr_svg_() == spmd.visualize(plan).svg
+
+
 def test_svg_stands_alone():
     """No ids, styles, scripts or references, which could clash with or reach out of a notebook."""
     svg = spmd.visualize("a/x b", (4, 6), {"x": 2}).svg

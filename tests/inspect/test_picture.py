@@ -443,3 +443,21 @@ def test_long_names_fit_the_terminal():
     picture = spmd.visualize(layout, sizes, {"data": 2, "context": 2, "tensor": 2, "replica": 2})
     assert max(map(len, picture.text(80).splitlines())) <= 80
     assert set(picture.text(300).split()) == set(picture.text(80).split())
+
+
+def test_a_mesh_is_drawn_with_its_devices():
+    mesh = spmd.make_mesh(dp=2, tp=4)
+    picture = spmd.visualize(mesh)
+    assert picture.text(80).splitlines() == [
+        "mesh dp=2, tp=4",
+        "",
+        "devices  tp=0  tp=1  tp=2  tp=3",
+        "dp=0        0     1     2     3",
+        "dp=1        4     5     6     7",
+    ]
+    shapes = [one for one in ET.fromstring(picture.svg).iter(f"{SVG}rect") if one.get("data-device")]
+    assert [one.get("data-device") for one in shapes] == list(map(str, range(8)))
+    fills = [one.get("fill") for one in shapes]
+    assert len({*fills[:4]}) == len({*fills[4:]}) == 1 and fills[0] != fills[4], "one colour for each index along dp"
+    assert picture.to_dict()["devices"][5] == {"device": 5, "coordinates": {"dp": 1, "tp": 1}}
+    assert faults_of_svg(spmd.visualize(spmd.make_mesh(a=4, b=4, c=4, abstract=True)).svg) == []

@@ -104,3 +104,11 @@ def test_static_arguments_are_let_go(monkeypatch):
     count = len(traced)
     body.reference(X, kept)  # what is used again and again stays; the compiled program went with JAX's caches
     assert len(traced) <= count + 1 and len(body._plans) == 4
+
+
+def test_a_notebook_shows_what_goes_in_and_out():
+    mesh = spmd.make_mesh(dp=2, tp=4)
+    html = spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(lambda x: x.sum(1))._repr_html_()
+    assert "b/dp d/tp" in html and "dp=2, tp=4" in html and "<td" in html
+    anywhere = spmd.kernel(in_layouts=({"w": "d/tp"},), out_layouts="scalar")(lambda tree: tree["w"].sum())
+    assert "in force where it is called" in anywhere._repr_html_() and "d/tp" in anywhere._repr_html_()
