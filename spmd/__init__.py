@@ -5,7 +5,10 @@ communication. See the README for a first program, and the documentation for the
 operation.
 """
 
-from spmd import fft, inspect, random, stencil, testing
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from spmd import fft, random, stencil
 from spmd._trees import layouts
 from spmd.accelerators import Hardware, Link, hardware
 from spmd.checker import Finding, Findings, check
@@ -24,6 +27,7 @@ from spmd.comm import (
     split,
 )
 from spmd.drawing import Picture
+from spmd.drawing._picture import draws
 from spmd.errors import (
     CommunicationError,
     LayoutError,
@@ -34,8 +38,6 @@ from spmd.errors import (
     SizeError,
     SpmdError,
 )
-from spmd.inspect._explain import explain
-from spmd.inspect._picture import visualize
 from spmd.kernels import Kernel, VmapWarning, kernel
 from spmd.language import AxisMapping, Layout, Pattern
 from spmd.mesh import make_mesh, use_cpu_devices
@@ -79,9 +81,10 @@ from spmd.ops import (
 )
 from spmd.placement import from_function, from_process_local, init, shard
 
-# isort: split
-# Layers are written with the names above.
-from spmd import cluster, haliax, nn, parallel
+if TYPE_CHECKING:
+    from spmd import cluster, haliax, inspect, nn, parallel, testing
+    from spmd.inspect._explain import explain
+    from spmd.inspect._picture import visualize
 
 __version__ = "0.1.0"
 
@@ -176,3 +179,24 @@ __all__ = [
     "visualize",
     "zeros",
 ]
+
+# What is written with the names above loads at its first use: a third of the time that `import spmd` would take.
+_ROOMS = ("cluster", "haliax", "inspect", "nn", "parallel", "testing")
+_TOOLS = {"explain": "spmd.inspect._explain", "visualize": "spmd.inspect._picture"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"spmd.{name}")
+    if name in _TOOLS:
+        globals()[name] = getattr(import_module(_TOOLS[name]), name)
+        return globals()[name]
+    raise AttributeError(f"module 'spmd' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# A notebook shows a plan also where nobody has named `spmd.visualize`.
+draws(Plan, lambda plan: __getattr__("visualize")(plan))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape, quoteattr
+from html import escape
 
 from spmd.drawing._grid import Cell, Grid
 
@@ -51,14 +51,18 @@ class Box:
 
 def element(name: str, content: str = "", **attributes: str | float) -> str:
     """An element; underscores in attributes are hyphens, numbers are written short."""
-    parts = "".join(
-        f" {key.rstrip('_').replace('_', '-')}={quoteattr(_number(value))}" for key, value in attributes.items()
-    )
+    parts = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
     return f"<{name}{parts}>{content}</{name}>" if content else f"<{name}{parts}/>"
 
 
-def _number(value: str | float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+def _value(value: str | float) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return escaped(str(value)).replace('"', "&quot;")
+
+
+def escaped(words: str) -> str:
+    return escape(words, quote=False)
 
 
 def text_width(words: str) -> float:
@@ -70,7 +74,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = I
     if not words:
         return ""
     more = {} if weight is None else {"font_weight": weight}
-    return element("text", escape(words), x=x, y=y + 4, text_anchor=anchor, fill=fill, **more)
+    return element("text", escaped(words), x=x, y=y + 4, text_anchor=anchor, fill=fill, **more)
 
 
 def paragraph(words: str, *, fill: str = INK, weight: str | None = None) -> Box:
@@ -87,7 +91,7 @@ def caption(title: str, about: Sequence[str]) -> Box:
 
 
 def moved(box: Box, x: float, y: float) -> str:
-    return element("g", box.body, transform=f"translate({_number(x)} {_number(y)})") if x or y else box.body
+    return element("g", box.body, transform=f"translate({_value(x)} {_value(y)})") if x or y else box.body
 
 
 def beside(boxes: Sequence[Box], gap: float = 28) -> Box:
@@ -124,13 +128,13 @@ def card(box: Box, title: str) -> str:
     edge = 16
     width, height = box.width + 2 * edge, box.height + 2 * edge
     ground = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=8, fill=CARD, stroke=RIM)
-    content = element("title", escape(title)) + ground + moved(box, edge, edge)
+    content = element("title", escaped(title)) + ground + moved(box, edge, edge)
     return element(
         "svg",
         content,
         xmlns="http://www.w3.org/2000/svg",
         role="img",
-        viewBox=f"0 0 {_number(width)} {_number(height)}",
+        viewBox=f"0 0 {_value(width)} {_value(height)}",
         width=width,
         height=height,
         font_family=_FONT,
@@ -224,7 +228,7 @@ def _cell(cell: Cell, place: _Place, framed: bool) -> str:
         return _rect(place, fill=fill, stroke=CARD, **({"data_device": devices} if devices else {}))
     rect = _rect(place, fill=fill, stroke=EDGES[cell.colour])
     shown = {"data_devices": devices} if devices else {}
-    return element("g", element("title", escape(cell.tip)) + rect, data_index=cell.index, **shown)
+    return element("g", element("title", escaped(cell.tip)) + rect, data_index=cell.index, **shown)
 
 
 def _margin(cell: Cell, place: _Place, margins: Sequence[bool]) -> str:

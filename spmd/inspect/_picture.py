@@ -17,7 +17,7 @@ from spmd._table import Line
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.drawing._grid import Grid
-from spmd.drawing._picture import Drawing, Picture, draws
+from spmd.drawing._picture import Drawing, Picture
 from spmd.drawing._svg import below, caption, card, flow, grid_box
 from spmd.drawing._text import grid_lines, heading, sentences
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
@@ -94,9 +94,6 @@ def visualize(
     if isinstance(what, jax.core.Tracer):
         return Picture(_of_tracer(what))
     return Picture(_Drawn(_of_array(what)))
-
-
-draws(Plan, visualize)
 
 
 class _Drawn:

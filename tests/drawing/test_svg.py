@@ -9,7 +9,7 @@ from spmd.drawing._svg import EDGES, FILLS, WIDTH, Box, below, beside, card, ele
 
 
 def test_attributes_and_text_are_escaped():
-    assert element("g", data_index='a "b"', x=1.50) == '<g data-index=\'a "b"\' x="1.5"/>'
+    assert element("g", data_index='a "b"', x=1.50) == '<g data-index="a &quot;b&quot;" x="1.5"/>'
     assert "&lt;b&gt;" in text(0, 0, "<b>") and text(0, 0, "") == ""
 
 
