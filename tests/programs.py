@@ -26,7 +26,18 @@ from tests import layers
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.test_permute import Move
-from tests.ops import halos, harness, test_einsum, test_fft, test_fft_walls, test_reduce, test_softmax, test_top_k
+from tests.ops import (
+    halos,
+    harness,
+    test_einsum,
+    test_exchange,
+    test_fft,
+    test_fft_walls,
+    test_reduce,
+    test_scatter_add,
+    test_softmax,
+    test_top_k,
+)
 from tests.sampler import Choices, Sampler
 
 
@@ -478,6 +489,45 @@ def takes(c: Choices) -> Program:
         plain=lambda t, i: t[i].transpose(["bsd".index(name) for name in order]),
         devices=devices(mesh),
         wanted=sim.take(x, places, pattern),
+    )
+
+
+@family(2)
+def scatters(c: Choices) -> Program:
+    """Rows added to a table by number."""
+    sampler = Sampler(c)
+    mesh, pattern, sizes = test_scatter_add.sample(sampler)
+    rows, ids = test_scatter_add.arrays(sampler, pattern, sizes, numbers(sampler, (1,)).dtype)
+    ins, out = test_scatter_add.layouts(pattern)
+    wanted, _ = sim.scatter_add(rows, ids, pattern, sizes)
+    return Program(
+        text=f"scatter_add {mesh} {pattern} {sizes}",
+        args=(rows, *ids),
+        runs=in_modes(lambda x, *i: test_scatter_add.added(x, i, pattern, sizes)[0], mesh, ins, out),
+        plain=lambda x, *i: test_scatter_add.plain(x, i, pattern, sizes),
+        devices=devices(mesh),
+        gradient=grads(rows),
+        wanted=wanted,
+        tolerance=2e-2 if rows.dtype.kind == "V" else 1e-5,
+    )
+
+
+@family(2)
+def exchanges(c: Choices) -> Program:
+    """Rows that go to their owners."""
+    mesh, axes, blocks, owner, capacity, hops = test_exchange.sample(c)
+    x = numbers(Sampler(c), (len(owner), 3), "fi")
+    place, found, _ = sim.exchange(np.arange(len(owner)), owner, blocks, capacity, hops)
+    clear = (found >= 0)[:, None]
+    run = test_exchange.kernel_of(mesh, axes, capacity, hops)
+    return Program(
+        text=f"exchange {mesh} over {axes} capacity={capacity} hops={hops} {owner.tolist()}",
+        args=(x, owner),
+        runs={mode: lambda *args, fn=fn: fn(*args)[0] for mode, fn in modes_of(run).items()},
+        plain=lambda x, _: jnp.where(clear, x[place], 0).astype(x.dtype),
+        devices=devices(mesh),
+        gradient=grads(x),
+        wanted=np.where(clear, x[place], 0).astype(x.dtype),
     )
 
 

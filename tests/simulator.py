@@ -416,6 +416,24 @@ def take(table: np.ndarray, ids: np.ndarray, pattern: str) -> np.ndarray:
     return np.take(table, ids, axis=axis).transpose([have.index(name) for name in read(output).names])
 
 
+def scatter_add(rows: np.ndarray, ids: Sequence[np.ndarray], pattern: str, sizes: Mapping[str, int]) -> tuple:
+    """Rows added one by one into a table of zeros, `n d, n -> [v] d`, and how many have no place there."""
+    (given, indices), (output,) = split_pattern(pattern)
+    names, counted = read(given).names, read(indices).names
+    keys = [read(output).names[i] for i in bracketed(output)]
+    rest = [name for name in names if name not in counted]
+    x = rows.transpose([names.index(name) for name in (*counted, *rest)])
+    table = np.zeros([sizes[key] for key in keys] + list(x.shape[len(counted) :]), rows.dtype)
+    outside = 0
+    for place in np.ndindex(*ids[0].shape):
+        at = tuple(int(one[place]) for one in ids)
+        if all(0 <= i < sizes[key] for i, key in zip(at, keys, strict=True)):
+            table[at] += x[place]
+        else:
+            outside += 1
+    return table.transpose([[*keys, *rest].index(name) for name in read(output).names]), outside
+
+
 def summed_windows(blocks: np.ndarray, margins: Sequence[tuple[int, int]]) -> np.ndarray:
     """Blocks with margins, `(block, place, block, place)`, added into one array with margins, each at its place."""
     counts, wide = blocks.shape[::2], blocks.shape[1::2]

@@ -37,6 +37,18 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "roll": ("x/b y/a -> x/b y/a", lambda x: spmd.roll(x, "[x/b] y/a", 3)),
     "shift": ("x/b y/a -> x/b y/a", lambda x: spmd.shift(x, "[x/b] y/a", 1)),
     "halo": ("x/b y/a -> x/b y/a", lambda x: stencil.halo(x, "x/b y/a -> 1+x/b+1 y/a", edge="periodic")[2:]),
+    "scatter_add": (
+        "x/b y/a -> v/b y/a",
+        lambda x: spmd.scatter_add(x, jnp.arange(x.shape[0]), "x/b y/a, x/b -> [v/b] y/a", v=8, outside="drop"),
+    ),
+    "exchange": (
+        "x/b y/a -> x/b y/a",
+        lambda x: spmd.exchange(x, jnp.arange(x.shape[0]) % 2, "[x/b] y/a", capacity=2)[0],
+    ),
+    "exchange, neighbours": (
+        "x/b y/a -> x/b y/a",
+        lambda x: spmd.exchange(x, jnp.arange(x.shape[0]) % 2, "[x/b] y/a", capacity=2, hops=(1,))[0],
+    ),
     "deposit": (
         "x/b y/a -> x/b y/a",
         lambda x: stencil.deposit(jnp.pad(x, ((2, 0), (0, 0))), "1+x/b+1 y/a -> x/b y/a"),

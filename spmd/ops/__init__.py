@@ -11,6 +11,7 @@ from spmd.ops._local import local, opaque
 from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
 from spmd.ops._roll import flip, roll
+from spmd.ops._scatter_add import scatter_add
 from spmd.ops._sizes import axis_index, axis_size, local_size, offset, size
 from spmd.ops._softmax import argmax, cumsum, softmax
 from spmd.ops._sort import sort
@@ -45,6 +46,7 @@ __all__ = [
     "reduce",
     "repeat",
     "roll",
+    "scatter_add",
     "size",
     "softmax",
     "sort",

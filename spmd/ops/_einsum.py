@@ -79,10 +79,10 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
     if dots:
         _check_dots(call, arrays)
     opened = [call.operand(x, i) for i, x in enumerate(arrays)]
-    have = _factors(call, opened)
-    owners = _owners(call, have, dst.names)
+    have = factors_that_agree(call, opened)
+    owners = owner_of_axes(call, have, dst.names)
     right = right_names(call, dst, have)
-    partial = _marked(call, opened, owners)
+    partial = marked_axes(call, opened, owners)
     partial |= {
         axis: f"{placed(n, f.axes)} is summed over" for n, f in have.items() if n not in right for axis in f.axes
     }
@@ -105,7 +105,7 @@ def _product(*arrays: Any, subscripts: str, dtype: Any, precision: Any, landing:
     return finish(out, landing)
 
 
-def _factors(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:
+def factors_that_agree(call: Call, opened: Sequence[Operand]) -> dict[str, Factor]:
     """The factors by name. Each has one placement in all operands."""
     have: dict[str, Factor] = {}
     first: dict[str, int] = {}
@@ -168,7 +168,7 @@ def _check_dots(call: Call, arrays: Sequence[Any]) -> None:
         call.fail("... stands for the same dimensions in every operand that has it.", got=got, error=LayoutError)
 
 
-def _owners(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict[str, Factor]:
+def owner_of_axes(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict[str, Factor]:
     """Which factor each mesh axis divides: one in the whole call."""
     owners: dict[str, Factor] = {}
     for factor in have.values():
@@ -187,7 +187,7 @@ def _owners(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict
     return owners
 
 
-def _marked(call: Call, opened: Sequence[Operand], owners: Mapping[str, Factor]) -> dict[str, str]:
+def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Factor]) -> dict[str, str]:
     """The axes on which one operand is a partial sum already; the others must be equal there."""
     partial: dict[str, str] = {}
     for i, operand in enumerate(opened):

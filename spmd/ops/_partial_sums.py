@@ -157,9 +157,9 @@ def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: 
 def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
     """The operation without the change of layout, and the verb that then makes the change."""
     dst = call.pattern.outputs[0]
-    old = with_axes(dst, axes)
-    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), old)
-    return None if first is None else Fix(verb, (first,), f"{old} -> {dst.short}")
+    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), with_axes(dst, axes))
+    bare = dst.without_brackets()
+    return None if first is None else Fix(verb, (first,), f"{with_axes(bare, axes)} -> {bare.short}")
 
 
 def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:
@@ -190,7 +190,8 @@ def with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
     parts = []
     for dim in layout.dims:
         inside = " ".join(map(atom_text, dim.atoms))
-        parts.append("..." if dim.ellipsis else f"({inside})" if dim.composite else inside)
+        inside = "..." if dim.ellipsis else f"({inside})" if dim.composite else inside
+        parts.append(f"[{inside}]" if dim.bracket else inside)
     if layout.unreduced:
         parts.append(f"{{U:{','.join(layout.unreduced)}}}")
     return " ".join(parts) or "scalar"

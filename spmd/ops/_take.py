@@ -83,18 +83,27 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
 
 def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
     """The rows that lie here, and zeros for all others."""
-    if ids.dtype.itemsize < 4:  # a block may start beyond the range of a small integer
-        ids = ids.astype(jnp.int32)
+    here, mine = nearby(call, ids, key)
+    found = jnp.take(table, jnp.clip(here, 0, key.local - 1), axis=dim, mode="clip")
+    mask = mine.reshape((1,) * dim + ids.shape + (1,) * (table.ndim - dim - 1))
+    return jnp.where(mask, found, jnp.zeros_like(found))
+
+
+def nearby(call: Call, ids: Any, key: Factor) -> tuple[Any, Any]:
+    """Where the rows of these numbers are in this device's block of `key`, and whether they are in it."""
+    ids = at_least_int32(ids)
     start: Any = 0
     if call.frame.explicit and key.axes:
         start = call.start(key)
         ids = ids.astype(start.dtype) if start.dtype.itemsize > ids.dtype.itemsize else ids
         start = start.astype(ids.dtype)
     here = ids - start
-    mine = (here >= 0) & (here < key.local) & (ids >= 0)
-    found = jnp.take(table, jnp.clip(here, 0, key.local - 1), axis=dim, mode="clip")
-    mask = mine.reshape((1,) * dim + ids.shape + (1,) * (table.ndim - dim - 1))
-    return jnp.where(mask, found, jnp.zeros_like(found))
+    return here, (here >= 0) & (here < key.local) & (ids >= 0)
+
+
+def at_least_int32(ids: Any) -> Any:
+    """Numbers that can be compared with sizes and with where a block starts, which small integers cannot hold."""
+    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
 def _indexed(call: Call, rows: Operand) -> int:

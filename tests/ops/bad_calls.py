@@ -59,6 +59,79 @@ def take_with_float_ids(mesh):
     body("v/tp d, b -> b d", lambda e, i: spmd.take(e, i, "[v/tp] d, b -> b d"), mesh, X, V)
 
 
+ADDED = "b/dp d, b/dp -> [v/dp] d"
+
+
+def added(pattern=ADDED, ids=jnp.int32, left="b/dp d, b/dp", right="v/dp d", **more):
+    """scatter_add of X in a kernel."""
+    args = {"outside": "drop", **({"v": 4} if "[v" in pattern else {}), **more}
+    fn = lambda x, i: spmd.scatter_add(x, i.astype(ids), pattern, **args)
+    return spmd.kernel(f"{left} -> {right}", mesh=spmd.make_mesh(dp=2, tp=4))(fn)(X, V[: len(X)] % 4)
+
+
+@bad
+def scatter_add_without_a_bracket(mesh):
+    added("b/dp d, b/dp -> v/dp d")
+
+
+@bad
+def scatter_add_without_a_size(mesh):
+    fn = lambda x: spmd.scatter_add(x, jnp.arange(x.shape[0]), ADDED)[0]
+    body("b/dp d -> v/dp d", fn, mesh)
+
+
+@bad
+def scatter_add_with_float_ids(mesh):
+    added(ids=jnp.float32)
+
+
+@bad
+def scatter_add_of_booleans(mesh):
+    body(SAME, lambda x: spmd.scatter_add(x > 0, jnp.arange(x.shape[0]), ADDED, v=4)[0], mesh)
+
+
+@bad
+def scatter_add_of_features_that_vanish(mesh):
+    added("b/dp d, b/dp -> [v/dp]", right="v/dp")
+
+
+@bad
+def scatter_add_in_a_batch(mesh):
+    added("b/dp d, b/dp -> [b/dp] d", right="b/dp d")
+
+
+@bad
+def scatter_add_of_rows_without_the_numbers_dimension(mesh):
+    body("b/dp d -> v d", lambda x: spmd.scatter_add(x[0], jnp.zeros(2, int), "d, n/dp -> [v] d", v=4)[0], mesh)
+
+
+@bad
+def scatter_add_with_an_unknown_word(mesh):
+    added(outside="clip")
+
+
+@bad
+def scatter_add_that_would_split(mesh):
+    added("b/dp d, b/dp -> [v/dp/tp] d", right="v/dp/tp d", v=8)
+
+
+@fixed
+def scatter_add_that_would_split_fixed(mesh, fix):
+    ids = V[: len(X)].astype(int) % 8
+    run = spmd.kernel("b/dp d, b/dp -> v/dp/tp d", mesh=spmd.make_mesh(dp=2, tp=4))(lambda x, i: fix(rows=x, ids=i))
+    np.testing.assert_allclose(run(X, ids), jnp.zeros((8, X.shape[1])).at[ids].add(X), rtol=1e-5)
+
+
+@bad
+def scatter_add_with_partial_numbers(mesh):
+    fn = lambda x: spmd.scatter_add(x, psum_of_nothing(x), "b/dp d, b/dp {U:tp} -> [v] d", v=4)[0]
+    body("b/dp d -> v d", fn, mesh)
+
+
+def psum_of_nothing(x):
+    return jnp.zeros(x.shape[0], int) + spmd.axis_index("tp")
+
+
 @bad
 def zeros_without_a_size(mesh):
     body("b/dp d -> b/dp d", lambda x: x + spmd.zeros("b/dp e"), mesh)

@@ -26,7 +26,7 @@ MESHES = [
 ]
 
 
-def sample(seed: int) -> tuple:
+def sample(seed: Any) -> tuple:
     """A mesh, the axes of the rows, their owners, the capacity and the hops."""
     draw = dice(seed)
     mesh, axes = draw.choice(MESHES)
