@@ -183,11 +183,14 @@ def _hop(
     ring: Ring, q: tuple[Any, ...], segments: tuple[Any, ...], state: Tree, keys: Tree, number: Any, first: bool = False
 ) -> Tree:
     """The state of the softmax after one more block of keys."""
-    state = (None,) * ring.parts if state is None else state
-    for ours, _, causal, side, other in _meetings(ring, q, keys, segments, number, first):
-        fold = functools.partial(_fold, ring, causal, side)
-        state = ours.put(state, _over_chunks(ring, fold, ours.take(state), other)[0])
-    return state
+
+    def visit(state: Tree) -> Tree:
+        for ours, _, causal, side, other in _meetings(ring, q, keys, segments, number, first):
+            fold = functools.partial(_fold, ring, causal, side)
+            state = ours.put(state, _over_chunks(ring, fold, ours.take(state), other)[0])
+        return state
+
+    return visit((None,) * ring.parts) if first else _if_seen(ring, number, visit, state)
 
 
 def _hop_back(
@@ -201,15 +204,31 @@ def _hop_back(
     first: bool = False,
 ) -> tuple[Any, Any]:
     """What one block of keys adds to the gradient of the queries, and the block's own gradients from these queries."""
-    dq = tuple(jnp.zeros_like(x, wide(x)) for x in q)
-    found = tuple(jnp.zeros_like(x, wide(x)) for x in keys)
     k, v = jnp.split(keys, [size], axis=-1)
-    for ours, theirs, causal, side, other in _meetings(ring, q, (k, v), segments, number, first):
-        fold = functools.partial(_fold_back, ring, causal, side, [ours.take(x) for x in sums])
-        more_q, more = _over_chunks(ring, fold, None, other)
-        dq = ours.put(dq, ours.take(dq) + more_q)
-        found = theirs.put(found, theirs.take(found) + more)
+
+    def visit(dq: Tree, found: Tree) -> Tree:
+        for ours, theirs, causal, side, other in _meetings(ring, q, (k, v), segments, number, first):
+            fold = functools.partial(_fold_back, ring, causal, side, [ours.take(x) for x in sums])
+            more_q, more = _over_chunks(ring, fold, None, other)
+            dq = ours.put(dq, ours.take(dq) + more_q)
+            found = theirs.put(found, theirs.take(found) + more)
+        return dq, found
+
+    nothing = [tuple(jnp.zeros_like(x, wide(x)) for x in parts) for parts in (q, keys)]
+    dq, found = visit(*nothing) if first else _if_seen(ring, number, visit, *nothing)
     return jnp.stack(dq), jnp.stack(found)
+
+
+def _if_seen(ring: Ring, number: Any, visit: Any, *kept: Tree) -> Tree:
+    """What a visit makes of `kept`, or `kept` itself on devices from which the mask hides the whole block.
+
+    Under a causal mask these are, with contiguous blocks, the blocks behind our own. A device that holds one block
+    branches. Where arrays are whole, one product works on all blocks.
+    """
+    here = _here(ring)
+    if not ring.causal or ring.placement != "contiguous" or here.shape != (1,):
+        return visit(*kept)
+    return jax.lax.cond(here[0] >= number, visit, lambda *kept: kept if len(kept) > 1 else kept[0], *kept)
 
 
 # --- one product of queries and keys ---------------------------------------------------------------------------

@@ -46,9 +46,10 @@ def ring_attention(
     those of `placement`, as `sequence_order` or `place_sequence` arrange them.
 
     Balance: under a causal mask a contiguous ring waits for its last device, which has work in each hop. The others
-    spend the time on blocks that are hidden from them, because one program for all devices has no branches. Zig-zag and
-    striped give all devices the same work, and skip half blocks that the mask hides on all devices: of the 4n products
-    of half blocks on a device, zig-zag computes 2n + 1 and striped 3n.
+    skip the blocks that are hidden from them, and wait. This saves energy, and time where devices share cores. Auto and
+    reference mode, where arrays are whole, skip nothing. Zig-zag and striped give all devices the same work, and skip
+    half blocks that the mask hides on all devices: of the 4n products of half blocks on a device, zig-zag computes 2n +
+    1 and striped 3n.
 
     Communication, for blocks of K and V bytes on n devices of cp: forward n-1 hops, each two collective-permutes of K +
     V bytes: (n-1)(K+V). Backward, keys and values go round again, followed by their gradients in float32, which then

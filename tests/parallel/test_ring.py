@@ -67,6 +67,21 @@ def test_the_backward_ring_meets_each_block_again(monkeypatch):
     assert found() == [True, False, False, False]
 
 
+def test_a_device_does_not_work_on_blocks_that_are_hidden_from_it():
+    """A NaN in the last block would reach every query whose device multiplies it, also by a weight of zero."""
+    q, k, v = inputs()
+    length, block = v.shape[1], v.shape[1] // CP
+    v = v.at[:, -1].set(jnp.nan)
+
+    def rows_of_numbers(kernel):
+        out, (dq, _, _) = both(kernel)(q, k, v, jnp.ones_like(q))
+        return [np.isfinite(x).all((0, 2, 3)).tolist() for x in (out, dq)]
+
+    seen = [True] * (length - block) + [False] * block
+    assert rows_of_numbers(ring(causal=True)) == [seen] * 2
+    assert rows_of_numbers(ring(causal=True).auto) != [seen] * 2
+
+
 def test_no_device_holds_a_whole_sequence():
     """Forward and backward: no dimension as long as the sequence, no scores larger than block by block."""
     length, mesh = 416, spmd.make_mesh(cp=CP)
