@@ -45,6 +45,7 @@ from spmd.modes import axis_mapping, mode, scope
 from spmd.ops import (
     annotate,
     argmax,
+    argsort,
     assert_equal,
     axis_index,
     axis_size,
@@ -114,6 +115,7 @@ __all__ = [
     "all_to_all",
     "annotate",
     "argmax",
+    "argsort",
     "assert_equal",
     "axis_index",
     "axis_mapping",

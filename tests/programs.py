@@ -429,8 +429,9 @@ def _topmost(x: Any, axis: int, k: int) -> Any:
 
 @family(5)
 def along_a_dimension(c: Choices) -> Program:
-    """softmax, cumsum, argmax, top_k, sort, flip, roll: along one dimension, whole or divided."""
-    sampler, name = Sampler(c), c.choice(["softmax", "cumsum", "argmax", "top_k", "sort", "flip", "roll"])
+    """softmax, cumsum, argmax, top_k, sort, argsort, flip, roll: along one dimension, whole or divided."""
+    every = ["softmax", "cumsum", "argmax", "top_k", "sort", "payload", "argsort", "flip", "roll"]
+    sampler, name = Sampler(c), c.choice(every)
     mesh, dims = sampler.mesh(), c.choice(["s", "s d", "b s d"])
     layout = sampler.layout(dims, mesh, used=0.9)
     along, sizes = c.choice(dims.split()), sampler.sizes(dims, mesh, [layout])
@@ -453,12 +454,24 @@ def along_a_dimension(c: Choices) -> Program:
             lambda x: jnp.sort(x, axis, descending=down),
             layout,
         ),
+        "payload": (
+            lambda x: ops.sort(x % 3, bracketed, descending=down, payload=x)[1],
+            lambda x: jnp.take_along_axis(x, jnp.argsort(x % 3, axis, descending=down, stable=True), axis),
+            layout,
+        ),
+        "argsort": (
+            lambda x: ops.argsort(x, bracketed, descending=down),
+            lambda x: jnp.argsort(x, axis, descending=down, stable=True).astype(jnp.int32),
+            layout,
+        ),
         "flip": (lambda x: ops.flip(x, bracketed), lambda x: jnp.flip(x, axis), layout),
         "roll": (lambda x: ops.roll(x, bracketed, by), lambda x: jnp.roll(x, by, axis), layout),
     }[name]
     text = f"{name} {mesh} {bracketed} {sizes} k={k} by={by} descending={down}"
     runs = in_modes(body, mesh, [layout], out)
-    return Program(text, (x,), runs, plain, devices(mesh), gradient=grads(x) and name != "argmax", tolerance=5e-5)
+    return Program(
+        text, (x,), runs, plain, devices(mesh), gradient=grads(x) and not name.startswith("arg"), tolerance=5e-5
+    )
 
 
 @family(3)

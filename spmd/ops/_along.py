@@ -62,20 +62,30 @@ class Along:
         """The mesh axes that divide these dimensions, in mesh order. None if each device has them whole."""
         return self.call.frame.in_mesh_order([a for f in self.factors if f.local < f.size for a in f.axes])
 
-    def result(self, whole: Callable[[], Any], divided: Callable[[], Any], layout: Layout | None = None) -> Any:
+    def result(
+        self,
+        whole: Callable[[], Any],
+        divided: Callable[[], Any],
+        layout: Layout | Callable[[Any], Layout] | None = None,
+    ) -> Any:
         """The result of the operation.
 
         Args:
           whole: Computes it if each device has the dimensions whole.
           divided: Computes it if they are divided.
-          layout: Its layout. The default is that of the array.
+          layout: Its layout, or a function to it from each array of the result. The default is that of the array.
         """
         layout = self.operand.layout.without_brackets() if layout is None else layout
         with self.call.scope():
             out = divided() if self.axes else whole()
-        # An axis of size 1 divides nothing, and yet JAX types the result varying along it.
-        gone = tuple(a for factor in self.factors for a in factor.axes if a not in layout.axes)
-        return jax.tree.map(lambda y: self.call.result(_lax.to_invarying(y, gone), layout), out)
+
+        def lies(y: Any) -> Any:
+            own = layout(y) if callable(layout) else layout
+            # An axis of size 1 divides nothing, and yet JAX types the result varying along it.
+            gone = tuple(a for factor in self.factors for a in factor.axes if a not in own.axes)
+            return self.call.result(_lax.to_invarying(y, gone), own)
+
+        return jax.tree.map(lies, out)
 
 
 def along(

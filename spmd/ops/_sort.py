@@ -1,9 +1,9 @@
-"""`sort`, along a dimension in brackets."""
+"""`sort` and `argsort`, along a dimension in brackets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +11,95 @@ import numpy as np
 from jax import lax
 
 from spmd import _lax
+from spmd.language import Atom, Dim, Layout
 from spmd.ops._along import Along, along
 
-Held = tuple[Any, ...]  # the keys of one device's block: the elements and, if ties matter, their first places
+T = TypeVar("T")
+Held = tuple[Any, ...]  # one device's block of keys (the elements and, if ties matter, their places) and of payload
 
 
-def sort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> jax.Array:
+@overload
+def sort(x: Any, layout: str, *, descending: bool = ..., payload: None = None, **names: Any) -> jax.Array: ...
+@overload
+def sort(x: Any, layout: str, *, descending: bool = ..., payload: T, **names: Any) -> tuple[jax.Array, T]: ...
+def sort(x: Any, layout: str, *, descending: bool = False, payload: Any = None, **names: Any) -> Any:
     """The elements in order along the dimension in brackets: `sort(x, "[s/cp] d")`.
 
     The order is that of `jnp.sort`: NaNs are the largest, and `descending` is the reverse. The gradient of a sorted
-    element goes to the place that it came from. Equal elements keep their order, also as in `jnp.sort`.
+    element goes to the place that it came from. Equal elements keep their order, also as in `jnp.sort`. A payload moves
+    with the elements, as rows of particles do with the numbers of their cells. With it equal elements keep their order
+    if `descending` too, as in `argsort`.
 
     Communication: none if the dimension is whole. If it is divided over n devices, and n divides the local size of
     another dimension, that one is divided instead and then back: two all-to-alls, together 2S(n-1)/n bytes for a shard
-    of S bytes. Otherwise Batcher's merge exchange of whole blocks: t(t+1)/2 rounds for n up to 2^t, each a
-    collective-permute of a shard, and with gradients of the elements' int32 positions too. Memory is a few shards,
-    never the whole. Backward the reverse, with the elements' bytes.
+    of S bytes. Otherwise, for n > 2, if a block has m elements, n divides m, and m is at least 2(n-1)^2, by columnsort:
+    two all-to-alls and two collective-permutes of half a shard, together 2S(n-1)/n + S bytes. Otherwise Batcher's merge
+    exchange of whole blocks: t(t+1)/2 rounds for n up to 2^t, each a collective-permute of a shard. In both, with
+    gradients or a payload the elements' int32 positions travel too, but not in the last permute. Each array of a
+    payload travels as the elements do, with its own bytes. Memory is a few shards, never the whole. Backward the
+    reverse, with the elements' bytes. Every device has as many elements after a sort as before.
+
+    Args:
+      x: The array, of numbers or booleans.
+      layout: Its layout, with one dimension in brackets.
+      descending: Whether the largest comes first.
+      payload: An array or a pytree of arrays that are put in the same order. They have the dimensions of `x`, and may
+        have more behind them, which are whole.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      The sorted array, in the same layout. With a payload the pair of both.
+
+    Raises:
+      LayoutError: On a malformed layout, not exactly one bracket, or complex numbers.
+      SizeError: If the payload does not have the sizes of the array.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(cp=4)
+      >>> x = jnp.array([5, 2, 7, 1, 8, 3, 6, 4])
+      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.sort(x, "[s/cp]"))(x))
+      [1 2 3 4 5 6 7 8]
+      >>> both = spmd.kernel("s/cp, s/cp -> s/cp, s/cp", mesh=mesh)(lambda x, y: spmd.sort(x, "[s/cp]", payload=y))
+      >>> print(both(x, x * 10)[1])
+      [10 20 30 40 50 60 70 80]
+
+    References:
+      K. E. Batcher, Sorting networks and their applications, AFIPS 1968; D. E. Knuth, The Art of Computer Programming
+      3, 5.2.2 algorithm M, and exercise 5.3.4-38 for blocks in the place of elements. T. Leighton, Tight bounds on the
+      complexity of parallel sorting, IEEE Transactions on Computers C-34, 1985, for columnsort.
+    """
+    one = along("sort", x, layout, names, most=1, ordered=True)
+    if payload is None:
+        alone = lambda x: (jnp.sort(x, axis=one.dim, descending=descending),)
+        [found] = _sorted(one, (one.x,), alone, lambda blocks: (blocks.run(one.x),), descending)
+        return found
+    leaves, tree = jax.tree.flatten(payload)
+    behind = [
+        one.call.fork().operand(leaf, layout=_behind(one, jnp.ndim(leaf) - jnp.ndim(x)), name="the payload").x
+        for leaf in leaves
+    ]
+
+    def whole(x: Any, *payload: Any) -> Held:
+        order = jnp.argsort(x, axis=one.dim, stable=True, descending=descending)
+        return tuple(_picked(y, order, one.dim) for y in (x, *payload))
+
+    def blocks(blocks: _Blocks) -> Held:
+        key, _, *rest = blocks.ordered((one.x, blocks.places(one.x, stable=True), *behind), 2)
+        return (key, *rest)
+
+    found, *rest = _sorted(one, (one.x, *behind), whole, blocks, descending)
+    return found, jax.tree.unflatten(tree, rest)
+
+
+def argsort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> jax.Array:
+    """The places of the elements in order, along the dimension in brackets: `argsort(x, "[s/cp] d")`.
+
+    The places count in the whole dimension. Equal elements keep their order, also if `descending`, as in `jnp.argsort`.
+    `sort(x, layout, payload=...)` puts other arrays in this order. For the first k places `top_k` sends less.
+
+    Communication: that of `sort` with gradients: the elements and their int32 positions travel. If another dimension is
+    divided instead, the elements do so on the way there, and the positions on the way back. There is no gradient.
 
     Args:
       x: The array, of numbers or booleans.
@@ -35,7 +108,7 @@ def sort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> jax.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
-      The sorted array, in the same layout.
+      The places, int32, in the same layout.
 
     Raises:
       LayoutError: On a malformed layout, not exactly one bracket, or complex numbers.
@@ -44,29 +117,56 @@ def sort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> jax.
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(cp=4)
       >>> x = jnp.array([5, 2, 7, 1, 8, 3, 6, 4])
-      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.sort(x, "[s/cp]"))(x))
-      [1 2 3 4 5 6 7 8]
-
-    References:
-      K. E. Batcher, Sorting networks and their applications, AFIPS 1968; D. E. Knuth, The Art of Computer Programming
-      3, 5.2.2 algorithm M, and exercise 5.3.4-38 for blocks in the place of elements.
+      >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.argsort(x, "[s/cp]"))(x))
+      [3 1 5 7 0 6 2 4]
     """
-    one = along("sort", x, layout, names, most=1, ordered=True)
+    one = along("argsort", x, layout, names, most=1, ordered=True)
+    x = lax.stop_gradient(one.x)
+    dtype = one.call.index_dtype(one.factor.size, one.factor.name, one.factor.span)
+    whole = lambda x: (jnp.argsort(x, axis=one.dim, stable=True, descending=descending).astype(dtype),)
+    blocks = lambda blocks: (blocks.decoded(blocks.ordered((x, blocks.places(x, stable=True)), 2)[1]),)
+    return _sorted(one, (x,), whole, blocks, descending)[0]
+
+
+def _sorted(
+    one: Along, given: Held, whole: Callable[..., Held], blocks: Callable[[_Blocks], Held], descending: bool
+) -> Held:
+    """The result of a call.
+
+    Args:
+      one: The call.
+      given: Its arrays.
+      whole: Makes the results of arrays whose dimension is whole.
+      blocks: Makes them of blocks.
+      descending: Whether the largest comes first.
+    """
     dim, axes = one.dim, one.factor.axes
 
-    def divided() -> Any:
+    def divided() -> Held:
         n = one.call.frame.axis_size(axes)
         taker = next((i for i, m in enumerate(one.x.shape) if i != dim and m % n == 0), None)
         if taker is None:
-            return _Network(one, n, descending).run(one.x)
-        whole = _lax.all_to_all(one.x, axes, split=taker, concat=dim)
-        return _lax.all_to_all(jnp.sort(whole, axis=dim, descending=descending), axes, split=dim, concat=taker)
+            return blocks(_Blocks(one, n, descending))
+        there = [_lax.all_to_all(y, axes, split=taker, concat=dim) for y in given]
+        return tuple(_lax.all_to_all(y, axes, split=dim, concat=taker) for y in whole(*there))
 
-    return one.result(lambda: jnp.sort(one.x, axis=dim, descending=descending), divided)
+    return one.result(lambda: whole(*given), divided, lambda y: _behind(one, y.ndim - one.x.ndim).without_brackets())
 
 
-class _Network:
-    """Merge exchange: each comparator gives one device the lower half of two blocks and the other the upper half."""
+def _behind(one: Along, more: int) -> Layout:
+    """The layout of the array, with some more dimensions behind it."""
+    layout = one.operand.layout
+    return Layout.from_dims([*layout.dims, *[Dim((Atom("_"),))] * more]) if more > 0 else layout
+
+
+def _picked(x: Any, order: Any, dim: int) -> Any:
+    """The elements, or the rows behind them, in this order."""
+    order = order.reshape(*order.shape, *[1] * (x.ndim - order.ndim))
+    return jnp.take_along_axis(x, order, dim, mode="promise_in_bounds")
+
+
+class _Blocks:
+    """The sort of blocks that no other dimension can take over. A block is sorted, exchanged, and sorted again."""
 
     def __init__(self, one: Along, n: int, descending: bool) -> None:
         self.one, self.dim, self.n, self.descending = one, one.dim, n, descending
@@ -74,36 +174,89 @@ class _Network:
 
     def run(self, x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return self.ordered((x,))
-        ordered = jax.custom_jvp(lambda x: self.ordered((x,)))
+            return self.ordered((x,), 1)[0]
+        ordered = jax.custom_jvp(lambda x: self.ordered((x,), 1)[0])
         # Equal elements are told apart only if each has a gradient of its own.
-        ordered.defjvp(lambda xs, ts: jax.jvp(lambda x: self.ordered((x, self.places(x))), xs, ts))
+        ordered.defjvp(lambda xs, ts: jax.jvp(lambda x: self.ordered((x, self.places(x)), 2)[0], xs, ts))
         return ordered(x)
 
-    def places(self, x: Any) -> Any:
-        """Where each element was in the whole dimension."""
+    def places(self, x: Any, *, stable: bool = False) -> Any:
+        """Where each element was in the whole dimension. With `stable` so that equal ones keep their order if the
+        largest comes first."""
         start = self.one.call.start(self.one.factor)
-        return lax.broadcasted_iota(start.dtype, x.shape, self.dim) + start
+        places = lax.broadcasted_iota(start.dtype, x.shape, self.dim) + start
+        return self.decoded(places) if stable else places
 
-    def ordered(self, held: Held) -> Any:
+    def decoded(self, places: Any) -> Any:
+        """The places that `stable` ones stand for, and the reverse."""
+        return ~places if self.descending else places
+
+    def ordered(self, held: Held, keys: int) -> Held:
+        """All blocks in order of so many keys."""
+        held, m = self.inside(held, keys), self.one.factor.local
+        by_columns = self.n > 2 and m % self.n == 0 and m >= 2 * (self.n - 1) ** 2
+        held = self.by_columns(held, keys) if by_columns else self.by_rounds(held, keys)
+        return tuple(jnp.flip(y, self.dim) for y in held) if self.descending else held
+
+    def inside(self, held: Held, keys: int) -> Held:
+        """One block in order."""
+        if len(held) == keys:
+            return tuple(lax.sort(held, dimension=self.dim, num_keys=keys))
+        here = lax.broadcasted_iota(jnp.int32, held[0].shape, self.dim)
+        *first, order = lax.sort((*held[:keys], here), dimension=self.dim, num_keys=keys)
+        return (*first, *(_picked(y, order, self.dim) for y in held[keys:]))
+
+    def at(self, i: int) -> int:
+        """Which block has the i-th part of the order. If the largest comes first, blocks ascend towards the front."""
+        return self.n - 1 - i if self.descending else i
+
+    def sent(self, y: Any, pairs: list[tuple[int, int]]) -> Any:
+        return _lax.ppermute(y, self.axes, self.sizes, [(self.at(i), self.at(j)) for i, j in pairs])
+
+    # Merge exchange: each comparator gives one device the lower half of two blocks and the other the upper half.
+
+    def by_rounds(self, held: Held, keys: int) -> Held:
         here = _lax.axis_index(self.axes, self.sizes)
-        at = (lambda i: self.n - 1 - i) if self.descending else (lambda i: i)
-        held = self.inside(held)
-        for comparators in rounds(self.n):
-            pairs = [(at(i), at(j)) for i, j in comparators]
-            both = [*pairs, *((j, i) for i, j in pairs)]
-            lows, highs = (np.isin(np.arange(self.n), side) for side in zip(*pairs, strict=True))
+        for pairs in rounds(self.n):
+            lows, highs = (np.isin(np.arange(self.n), list(map(self.at, side))) for side in zip(*pairs, strict=True))
             # Both blocks ascend. So of element i of one block and element i from the end of the other, the lower one
             # belongs to the lower half.
-            theirs = tuple(jnp.flip(_lax.ppermute(y, self.axes, self.sizes, both), self.dim) for y in held)
+            theirs = tuple(jnp.flip(self.sent(y, [*pairs, *((j, i) for i, j in pairs)]), self.dim) for y in held)
             low, high = (jnp.asarray(side)[here] for side in (lows, highs))
-            swap = (low & _before(theirs, held)) | (high & _before(held, theirs))
-            held = self.inside(tuple(jnp.where(swap, b, a) for a, b in zip(held, theirs, strict=True)))
-        return jnp.flip(held[0], self.dim) if self.descending else held[0]
+            swap = (low & _before(theirs[:keys], held[:keys])) | (high & _before(held[:keys], theirs[:keys]))
+            held = self.inside(tuple(_chosen(swap, b, a) for a, b in zip(held, theirs, strict=True)), keys)
+        return held
 
-    def inside(self, held: Held) -> Held:
-        """One block in order."""
-        return tuple(lax.sort(held, dimension=self.dim, num_keys=len(held)))
+    # Columnsort: the blocks are the columns of a matrix. It is transposed and back, which leaves each element at most
+    # half a block from its place. Then the upper half of each block is sorted with the lower half of the next.
+
+    def by_columns(self, held: Held, keys: int) -> Held:
+        n, m, dim = self.n, self.one.factor.local, self.dim
+        held = self.inside(tuple(self.dealt(y, (m // n, n), 1) for y in held), keys)
+        held = self.inside(tuple(self.dealt(y, (n, m // n), 0) for y in held), keys)
+        here, half = _lax.axis_index(self.axes, self.sizes), m // 2
+        part = lambda y, start, stop: lax.slice_in_dim(y, start, stop, axis=dim)
+        up = [(i, i + 1) for i in range(n - 1)]
+        lower = [part(y, 0, m - half) for y in held]
+        upper = [part(y, m - half, m) for y in held]
+        both = [lax.concatenate([self.sent(b, up), a], dim) for a, b in zip(lower, upper, strict=True)]
+        merged = self.inside(tuple(both), keys)
+        back = [self.sent(part(y, 0, half), [(j, i) for i, j in up]) for y in merged]
+        lower = [jnp.where(here == self.at(0), a, part(y, half, m)) for a, y in zip(lower, merged, strict=True)]
+        upper = [jnp.where(here == self.at(n - 1), b, y) for b, y in zip(upper, back, strict=True)]
+        return tuple(lax.concatenate([a, b], dim) for a, b in zip(lower, upper, strict=True))
+
+    def dealt(self, y: Any, shape: tuple[int, int], split: int) -> Any:
+        """A block whose dimension is a matrix of this shape, dealt out along `split`. In what order it arrives does not
+        matter, because it is sorted then."""
+        y = jnp.flip(y, self.dim) if self.descending else y
+        matrix = y.reshape(*y.shape[: self.dim], *shape, *y.shape[self.dim + 1 :])
+        out = _lax.all_to_all(matrix, self.axes, split=self.dim + split, concat=self.dim + 1 - split)
+        return out.reshape(y.shape)
+
+
+def _chosen(mask: Any, a: Any, b: Any) -> Any:
+    return jnp.where(mask.reshape(*mask.shape, *[1] * (a.ndim - mask.ndim)), a, b)
 
 
 def _before(a: Held, b: Held) -> Any:

@@ -248,6 +248,32 @@ def a_sort_of_complex_numbers(mesh):
 
 
 @bad
+def an_argsort_along_nothing(mesh):
+    body(SAME, lambda x: spmd.argsort(x, "b/dp d"), mesh)
+
+
+@bad
+def a_payload_of_another_size(mesh):
+    body(SAME, lambda x: spmd.sort(x, "[b/dp] d", payload=x[:, :2])[0], mesh)
+
+
+@bad
+def a_payload_without_a_dimension(mesh):
+    body(SAME, lambda x: spmd.sort(x, "[b/dp] d", payload=x[:, 0])[0], mesh)
+
+
+@bad
+def a_payload_that_lies_otherwise(mesh):
+    body("b/dp -> b/dp", lambda x: spmd.sort(x, "[b/dp]", payload=spmd.ones("b/tp"))[0], mesh, V)
+
+
+@fixed
+def a_payload_that_lies_otherwise_fixed(mesh, fix):
+    fn = lambda x: spmd.sort(x, "[b/dp]", payload=fix(x=spmd.ones("b/tp")))[1]
+    np.testing.assert_array_equal(body("b/dp -> b/dp", fn, mesh, V), np.ones(len(V)))
+
+
+@bad
 def a_sort_of_a_partial_sum(mesh):
     body("b/dp d -> d", lambda x: spmd.sort(x.sum(0), "[d] {U:dp}"), mesh)
 

@@ -1,4 +1,4 @@
-"""`sort` and `flip` along whole and divided dimensions."""
+"""`sort`, `argsort` and `flip` along whole and divided dimensions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from spmd.errors import SpmdError
 from spmd.inspect import collectives
 from spmd.modes import MODES
-from spmd.ops import flip, sort
+from spmd.ops import argsort, flip, sort
 from spmd.ops._sort import rounds
 from tests import simulator
 from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, run
@@ -97,6 +97,83 @@ def test_on_three_and_five_devices() -> None:
         jax.tree.map(close, pulled(fn, x, by=by), pulled(jnp.sort, x, by=by))
 
 
+# --- columns and payloads ------------------------------------------------------------------------------------
+
+PLACES = [  # layouts, meshes and shapes: by columns, by rounds, by another dimension, not at all
+    ("[s/a]", {"a": 4}, (80,)),
+    ("[s/b/a]", {"a": 4, "b": 2}, (8 * 104,)),
+    ("[s/a/b] 3", {"a": 2, "b": 3}, (6 * 54, 3)),
+    ("2 [s/a]", {"a": 3}, (2, 36)),
+    ("x/b [s/a]", {"a": 4, "b": 2}, (6, 80)),
+    ("[s/a]", {"a": 4}, (28,)),
+    ("[s/a/b]", {"a": 1, "b": 2}, (10,)),
+    ("8 [s/a]", {"a": 4}, (8, 24)),
+    ("[s] x/a", {"a": 2}, (9, 4)),
+    ("[s/a] 5", {"a": 1}, (9, 5)),
+]
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_payloads_follow_as_in_jnp(seed: int) -> None:
+    """Values with ties and NaNs, a payload with more dimensions and one without; gradients of all."""
+    sampler = Sampler(seed)
+    layout, mesh, shape = sampler.choice(PLACES)
+    plain, descending = layout.replace("[", "").replace("]", ""), bool(sampler.rng.integers(2))
+    (axis,) = simulator.bracketed(layout)
+    x = jnp.asarray(sampler.rng.choice(SPECIAL, size=shape), jnp.float32)
+    rows = jnp.asarray(sampler.array((*shape, 2), whole=False))
+    by = jnp.asarray(sampler.array(rows.shape, whole=False))
+
+    def body(x, rows):
+        key, moved = sort(x, layout, descending=descending, payload={"rows": rows, "x": x.astype("bfloat16")})
+        return moved["rows"] + jnp.nan_to_num(key)[..., None], moved["x"], argsort(x, layout, descending=descending)
+
+    def whole(x, rows):
+        order = jnp.argsort(x, axis=axis, descending=descending, stable=True)
+        moved = lambda y: jnp.take_along_axis(y, order.reshape(*shape, *[1] * (y.ndim - x.ndim)), axis)
+        return moved(rows) + jnp.nan_to_num(moved(x))[..., None], moved(x.astype("bfloat16")), order
+
+    first = lambda fn: lambda *args: fn(*args)[0]
+    wanted, gradients = whole(x, rows), pulled(first(whole), x, rows, by=by)
+    for mode in MODES if seed % 3 == 0 else ("explicit", "reference"):
+        fn = run(body, mesh, [plain, f"{plain} d"], [f"{plain} d", plain, plain], mode)
+        jax.tree.map(close, fn(x, rows), wanted)
+        jax.tree.map(close, pulled(first(fn), x, rows, by=by), gradients)
+
+
+@pytest.mark.parametrize("n", [3, 4, 7])
+@pytest.mark.parametrize("descending", [False, True])
+def test_columns_sort_zeros_and_ones(n: int, descending: bool) -> None:
+    """The smallest blocks that columnsort sorts: what compares and exchanges without looking sorts all sequences if it
+    sorts those of zeros and ones."""
+    m = -(-2 * (n - 1) ** 2 // n) * n
+    fn = run(lambda x: sort(x, "[s/a]", descending=descending), {"a": n}, ["s/a"], "s/a")
+    assert collectives(fn.lower(jnp.ones(n * m, int)).compile(), mesh=make_mesh({"a": n})).counts["all_to_all"] == 2
+    rng = np.random.default_rng(n)
+    for _ in range(30):
+        ones = rng.random(n)  # each block has its own share of ones
+        x = (rng.random((n, m)) < ones[:, None]).reshape(-1).astype(int)
+        np.testing.assert_array_equal(fn(x), np.sort(x)[::-1] if descending else np.sort(x))
+
+
+def test_argsort_and_payloads_under_vmap_scan_and_remat() -> None:
+    def one(row):
+        moved = sort(jnp.sin(row), "[s/tp]", payload=row)[1]
+        return moved + argsort(row, "[s/tp]", descending=True).astype(float)
+
+    def body(x):
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + scanned
+
+    def whole(row):
+        return row[jnp.argsort(jnp.sin(row))] + jnp.argsort(row, descending=True).astype(float)
+
+    x = jnp.asarray(Sampler(10).array((3, 80), whole=False))
+    by = jnp.asarray(Sampler(11).array((3, 80), whole=False))
+    fn = run(body, MESH, ["t s/tp"], "t s/tp")
+    jax.tree.map(close, pulled(fn, x, by=by), pulled(lambda x: 2 * jax.vmap(whole)(x), x, by=by))
+
+
 # --- communication -------------------------------------------------------------------------------------------
 
 
@@ -123,6 +200,23 @@ def test_what_is_sent() -> None:
     assert backward_counts(lambda x: flip(x, "[b/dp] [s/tp]"), MESH, ["b/dp s/tp"], "b/dp s/tp", x) == {
         "ppermute dp,tp": 2
     }
+
+
+def test_what_columns_and_payloads_send() -> None:
+    """The formulas of the docstring, for n = 4 and shards of 4 x 20 numbers."""
+    shard, x = 4 * 3 * 20, jnp.ones((6, 80))
+    lay, mark = "b/dp s/tp", "b/dp [s/tp]"
+    columns = 2 * shard * 3 // 4 + shard
+    both = {"all_to_all": 2, "ppermute": 2}
+    assert cost(lambda x: sort(x, mark), lay, x) == (both, columns)
+    # nobody needs the elements, or with a payload their positions, of the last permute
+    assert cost(lambda x: argsort(x, mark), lay, x) == ({"all_to_all": 4, "ppermute": 3}, 2 * columns - shard // 2)
+    pair = lambda x: sum(y.astype("float32") for y in sort(x, mark, payload=x.astype("int8")))
+    assert cost(pair, lay, x) == ({"all_to_all": 6, "ppermute": 5}, 2 * columns - shard // 2 + columns // 4)
+    # with a gradient the positions travel too, and the cotangents back
+    assert backward_counts(lambda x: sort(x, mark), MESH, [lay], lay, x) == {"all_to_all tp": 6 * 4, "ppermute tp": 5}
+    x, shard = jnp.ones((8, 48)), 4 * 4 * 12  # another dimension: there the elements, back the places
+    assert cost(lambda x: argsort(x, mark), lay, x) == ({"all_to_all": 2}, 2 * shard * 3 // 4)
 
 
 def test_memory_is_that_of_shards() -> None:
