@@ -441,7 +441,9 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     pieces = [("index", a) for d in placed for a in axes_of_dim(operand.dims[d])]
     held = {a for dim in dims for a in axes_of_dim(dim)}
     linear = _combined(walk, eqn, operand, updates)
-    others = [_beside(o, held | linear[0])._replace(number=False) for o in (indices, updates)]
+    # What is made of literals only may lie otherwise: a dimension of one element may be a block of a longer one.
+    loose = all(o.number for o in operands)
+    others = [_beside(o, held | linear[0])._replace(number=False, loose=o.loose or loose) for o in (indices, updates)]
     return [_made(walk, eqn, operand, dims, pieces, others, linear)]
 
 
