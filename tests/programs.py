@@ -430,7 +430,7 @@ def _topmost(x: Any, axis: int, k: int) -> Any:
 @family(5)
 def along_a_dimension(c: Choices) -> Program:
     """softmax, cumsum, argmax, top_k, sort, argsort, flip, roll: along one dimension, whole or divided."""
-    every = ["softmax", "cumsum", "argmax", "top_k", "sort", "payload", "argsort", "flip", "roll"]
+    every = ["softmax", "cumsum", "argmax", "top_k", "sort", "payload", "argsort", "flip", "roll", "traced roll"]
     sampler, name = Sampler(c), c.choice(every)
     mesh, dims = sampler.mesh(), c.choice(["s", "s d", "b s d"])
     layout = sampler.layout(dims, mesh, used=0.9)
@@ -466,6 +466,11 @@ def along_a_dimension(c: Choices) -> Program:
         ),
         "flip": (lambda x: ops.flip(x, bracketed), lambda x: jnp.flip(x, axis), layout),
         "roll": (lambda x: ops.roll(x, bracketed, by), lambda x: jnp.roll(x, by, axis), layout),
+        "traced roll": (
+            lambda x: ops.roll(x, bracketed, jnp.int32(by)),
+            lambda x: jnp.roll(x, by, axis),
+            layout,
+        ),
     }[name]
     text = f"{name} {mesh} {bracketed} {sizes} k={k} by={by} descending={down}"
     runs = in_modes(body, mesh, [layout], out)

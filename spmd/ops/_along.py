@@ -62,6 +62,10 @@ class Along:
         """The mesh axes that divide these dimensions, in mesh order. None if each device has them whole."""
         return self.call.frame.in_mesh_order([a for f in self.factors if f.local < f.size for a in f.axes])
 
+    def taker(self, dim: int, n: int) -> int | None:
+        """Another axis of the array, which n devices can divide instead of this one."""
+        return next((i for i, m in enumerate(self.x.shape) if i != dim and m % n == 0), None)
+
     def result(
         self,
         whole: Callable[[], Any],

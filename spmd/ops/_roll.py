@@ -14,10 +14,13 @@ from spmd._leaves import not_int
 from spmd.comm._call import Call, Factor
 from spmd.comm.permute import roll_p
 from spmd.errors import LayoutError
-from spmd.ops._along import along
+from spmd.language import Layout
+from spmd.ops._along import Along, along
+
+Shift = int | jax.Array
 
 
-def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) -> jax.Array:
+def roll(x: Any, layout: str, shift: Shift | tuple[Shift, ...] = 1, **names: Any) -> jax.Array:
     """`jnp.roll` of the whole array along the dimensions in brackets: `roll(x, "b [s/cp] d", 1)`.
 
     Element i goes to place i + shift. What leaves at one end comes in at the other. `spmd.shift` rolls by whole blocks.
@@ -27,18 +30,23 @@ def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) ->
     the r elements that cross a border. Either is left out if it is empty or goes nowhere. Together they send at most a
     shard's bytes, and r / local of them if the shift is smaller than a block. Backward the reverse roll.
 
+    A traced shift is not known when the collectives are chosen. If n, the number of devices, divides the local size of
+    another dimension, that one is divided instead and then back: two all-to-alls, together 2S(n-1)/n bytes for a shard
+    of S bytes. Otherwise a collective-permute of the shard for each binary digit of n - 1, and one more: S bytes each.
+    Backward the same.
+
     Args:
       x: The array.
       layout: Its layout, with one or more dimensions in brackets.
-      shift: How many elements, a Python int of any size and sign. For several dimensions one for all, or a tuple with
-        one for each.
+      shift: How many elements, an int of any size and sign, or a traced scalar that is equal on all devices. For
+        several dimensions one for all, or a tuple with one for each.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
       The array, in the same layout.
 
     Raises:
-      LayoutError: On a malformed layout, one without brackets, or a shift that is not an int.
+      LayoutError: On a malformed layout, one without brackets, or a shift that is not an integer.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -55,8 +63,10 @@ def roll(x: Any, layout: str, shift: int | tuple[int, ...] = 1, **names: Any) ->
     def rolled() -> Any:
         out = one.x
         for dim, factor, by in zip(one.dims, one.factors, shifts, strict=True):
-            by %= factor.size
-            if by and factor.local < factor.size:
+            by = by % factor.size
+            if not isinstance(by, int):
+                out = _by_traced(one, out, dim, factor, by)
+            elif by and factor.local < factor.size:
                 out = _divided(one.call, out, dim, factor, by)
             elif by:
                 out = roll_p.bind(out, by=by, axis=dim)
@@ -78,19 +88,45 @@ def _divided(call: Call, x: Any, dim: int, factor: Factor, by: int) -> Any:
     return lax.concatenate([crosses, stays], dim)
 
 
+def _by_traced(one: Along, x: Any, dim: int, factor: Factor, by: Any) -> Any:
+    """A roll whose collectives are the same for all shifts."""
+    call, n = one.call, factor.size // factor.local
+    if n == 1:
+        return jnp.roll(x, by, axis=dim)
+    taker = one.taker(dim, n)
+    if taker is not None:
+        whole = _lax.all_to_all(x, factor.axes, split=taker, concat=dim)
+        return _lax.all_to_all(jnp.roll(whole, by, axis=dim), factor.axes, split=dim, concat=taker)
+    blocks, rest = by // factor.local, by % factor.local
+    for digit in range((n - 1).bit_length()):
+        moved = _sent(call, x, factor.axes, (1 << digit) % n, n)
+        x = jnp.where((blocks >> digit) % 2 == 1, moved, x)
+    both = lax.concatenate([_sent(call, x, factor.axes, 1, n), x], dim)
+    return lax.dynamic_slice_in_dim(both, factor.local - rest, factor.local, axis=dim)
+
+
 def _sent(call: Call, x: Any, axes: tuple[str, ...], by: int, n: int) -> Any:
     return _lax.ppermute(x, axes, dict(call.frame.sizes), [(i, (i + by) % n) for i in range(n)]) if by else x
 
 
-def _shifts(call: Call, shift: Any, count: int) -> tuple[int, ...]:
+def _shifts(call: Call, shift: Any, count: int) -> tuple[Any, ...]:
     shifts = shift if isinstance(shift, tuple) else (shift,) * count
     for one in shifts:
-        if fault := not_int("shift, the number of elements,", one):
+        if isinstance(one, jax.Array):
+            if not jnp.issubdtype(one.dtype, jnp.integer):
+                call.fail(f"shift, the number of elements, is an integer, not {one.dtype}.", error=LayoutError)
+        elif fault := not_int("shift, the number of elements,", one):
             call.fail(fault, error=LayoutError)
     if len(shifts) != count:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
         call.fail(rule, advice="one int, for all of them", error=LayoutError)
-    return shifts
+    return tuple(_scalar(call, one) if isinstance(one, jax.Array) else one for one in shifts)
+
+
+def _scalar(call: Call, shift: Any) -> Any:
+    """A traced shift, which the checker is told to be equal on all devices."""
+    x = call.fork().operand(shift, layout=Layout("scalar"), name="the shift").x
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x  # sizes do not fit small integers
 
 
 def flip(x: Any, layout: str, **names: Any) -> jax.Array:

@@ -144,7 +144,7 @@ def _sorted(
 
     def divided() -> Held:
         n = one.call.frame.axis_size(axes)
-        taker = next((i for i, m in enumerate(one.x.shape) if i != dim and m % n == 0), None)
+        taker = one.taker(dim, n)
         if taker is None:
             return blocks(_Blocks(one, n, descending))
         there = [_lax.all_to_all(y, axes, split=taker, concat=dim) for y in given]

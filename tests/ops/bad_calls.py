@@ -248,6 +248,21 @@ def a_sort_of_complex_numbers(mesh):
 
 
 @bad
+def a_roll_by_a_float(mesh):
+    body(SAME, lambda x: spmd.roll(x, "[b/dp] d", jnp.float32(2)), mesh)
+
+
+@bad
+def a_roll_by_several_shifts(mesh):
+    body(SAME, lambda x: spmd.roll(x, "[b/dp] d", jnp.arange(2)), mesh)
+
+
+@bad
+def a_roll_by_another_shift_on_each_device(mesh):
+    body(SAME, lambda x: spmd.roll(x, "[b/dp] d", spmd.axis_index("dp")), mesh)
+
+
+@bad
 def an_argsort_along_nothing(mesh):
     body(SAME, lambda x: spmd.argsort(x, "b/dp d"), mesh)
 

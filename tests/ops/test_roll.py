@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spmd
 from spmd.errors import SpmdError
 from spmd.inspect import collectives
 from spmd.modes import MODES
@@ -70,6 +73,59 @@ def test_only_what_crosses_a_border_is_sent(by: int, permutes: int, elements: in
     assert sum(one.total_bytes for one in report) == 3 * elements * 4
     expected = {"ppermute tp": 2 * permutes} if permutes else {}
     assert backward_counts(body, MESH, ["b/dp s/tp"], "b/dp s/tp", x) == expected
+
+
+# Layouts, meshes and shapes: by digits, by another dimension, two at once, not divided, a partial sum.
+TRACED = [
+    ("[s/a]", {"a": 4}, (20,), {"ppermute": 3}, 3),
+    ("[s/b/a] 3", {"a": 4, "b": 2}, (24, 3), {"ppermute": 4}, 4),
+    ("3 [s/a]", {"a": 5}, (3, 15), {"ppermute": 4}, 4),
+    ("8 [s/a]", {"a": 4}, (8, 12), {"all_to_all": 2}, 1.5),
+    ("[x/b] [s/a]", {"a": 4, "b": 2}, (6, 20), {"ppermute": 5}, 5),
+    ("[s/a]", {"a": 1, "b": 2}, (5,), {}, 0),
+    ("[s/a] {U:b}", {"a": 2, "b": 2}, (6,), {"ppermute": 2}, 2),
+]
+
+
+@pytest.mark.parametrize(("layout", "mesh", "shape", "kinds", "shards"), TRACED)
+def test_a_traced_shift(layout: str, mesh: dict, shape: tuple, kinds: dict, shards: float) -> None:
+    """One program for all shifts, whose collectives and bytes are the docstring's."""
+    plain = layout.replace("[", "").replace("]", "")
+    axes = simulator.bracketed(layout)
+    x, by = (jnp.asarray(Sampler(seed).array(shape, whole=False)) for seed in (1, 2))
+    shard = x.nbytes / math.prod(mesh[axis] for axis in spmd.Layout(plain).axes)
+    body = lambda x, shift: roll(x, layout, shift)
+    report = collectives(
+        run(body, mesh, [plain, "scalar"], plain).lower(x, jnp.int32(1)).compile(), mesh=make_mesh(mesh)
+    )
+    assert report.counts == kinds and report.total_bytes == shards * shard
+    if "U" not in plain:
+        unknown = lambda x: roll(x, layout, jax.lax.optimization_barrier(jnp.int32(3)))
+        found = backward_counts(unknown, mesh, [plain], plain, x)
+        assert {key.split()[0] for key in found} == {*kinds}
+        assert kinds.keys() == {"all_to_all"} or sum(found.values()) == 2 * sum(kinds.values())
+    for mode in MODES if plain != "8 s/a" else ("explicit", "reference"):
+        fn = jax.jit(run(body, mesh, [plain, "scalar"], plain, mode))
+        for shift in map(jnp.int32, (0, 1, -3, 57)):
+            wanted = pulled(lambda x, shift: jnp.roll(x, (shift,) * len(axes), axes), x, shift, by=by)
+            if "U" in plain:
+                close(fn(x, shift), wanted[0])
+            else:
+                jax.tree.map(close, pulled(fn, x, shift, by=by), wanted)
+
+
+def test_a_traced_shift_under_vmap_scan_and_remat_and_of_any_integer_type() -> None:
+    def one(row, shift):
+        return roll(row, "[s/tp]", shift) + roll(row, "[s/tp]", shift.astype("int8"))
+
+    def body(x, shifts):
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, both: (c, one(*both))), 0, (x, shifts))
+        return jax.vmap(one)(x, shifts) + scanned
+
+    x, shifts = jnp.asarray(Sampler(4).array((3, 600))), jnp.array([5, -7, 100])
+    whole = lambda x: 4 * jax.vmap(jnp.roll)(x, shifts)
+    fn = run(body, MESH, ["t s/tp", "t"], "t s/tp")
+    jax.tree.map(close, pulled(lambda x: fn(x, shifts), x), pulled(whole, x))
 
 
 def test_several_dimensions_at_once() -> None:
