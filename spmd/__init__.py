@@ -30,6 +30,7 @@ from spmd.drawing import Picture
 from spmd.drawing._picture import draws
 from spmd.errors import (
     CommunicationError,
+    Impossible,
     LayoutError,
     MeshError,
     ModeError,
@@ -84,9 +85,10 @@ from spmd.ops import (
 from spmd.placement import from_function, from_process_local, init, shard
 
 if TYPE_CHECKING:
-    from spmd import cluster, haliax, inspect, nn, parallel, testing
+    from spmd import cluster, haliax, inspect, nn, parallel, searcher, testing
     from spmd.inspect._explain import explain
     from spmd.inspect._picture import visualize
+    from spmd.searcher._search import search
 
 __version__ = "0.1.0"
 
@@ -96,6 +98,7 @@ __all__ = [
     "Finding",
     "Findings",
     "Hardware",
+    "Impossible",
     "Kernel",
     "Layout",
     "LayoutError",
@@ -167,6 +170,8 @@ __all__ = [
     "roll",
     "scatter_add",
     "scope",
+    "search",
+    "searcher",
     "shard",
     "shift",
     "size",
@@ -185,8 +190,12 @@ __all__ = [
 ]
 
 # What is written with the names above loads at its first use: a third of the time that `import spmd` would take.
-_ROOMS = ("cluster", "haliax", "inspect", "nn", "parallel", "testing")
-_TOOLS = {"explain": "spmd.inspect._explain", "visualize": "spmd.inspect._picture"}
+_ROOMS = ("cluster", "haliax", "inspect", "nn", "parallel", "searcher", "testing")
+_TOOLS = {
+    "explain": "spmd.inspect._explain",
+    "search": "spmd.searcher._search",
+    "visualize": "spmd.inspect._picture",
+}
 
 
 def __getattr__(name: str) -> Any:

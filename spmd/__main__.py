@@ -1,4 +1,4 @@
-"""`python -m spmd`: plan, draw, explain, check, launch; and what the machine and the checker are."""
+"""`python -m spmd`: plan, draw, explain, check, search, launch; and what the machine and the checker are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, run_rules, run_show
+from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, run_rules, run_search, run_show
 from spmd._compat import installed
 from spmd.comm.plans import PREFER
 from spmd.errors import SpmdError
@@ -19,6 +19,7 @@ _EXAMPLES = """examples:
   python -m spmd show "b/dp (h k)/tp" --mesh dp=2,tp=4 --size b=8,h=4,k=16 --svg layout.svg
   python -m spmd explain mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --hardware h100
   python -m spmd check mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --source
+  python -m spmd search step.py:build --devices 512 --axes dp,tp --hardware h100 --top 3
   python -m spmd info
   python -m spmd rules
   python -m spmd launch -n 2 --devices 4 train.py --steps 100
@@ -30,7 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m spmd",
         description="Plan the cheapest change of layout, draw which device holds what, explain or check a program,\n"
-        "show versions and devices, print the rules of the checker, or start a program as several processes.",
+        "search the mesh that suits it, show versions and devices, print the rules of the checker, or start a program\n"
+        "as several processes.",
         epilog=_EXAMPLES,
         formatter_class=described,
     )
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(show)
 
     _add_programs(commands)
+    _add_search(commands)
     info = commands.add_parser(
         "info",
         help="versions, devices, meshes that fit",
@@ -119,6 +122,28 @@ def _add_programs(commands: Any) -> None:
         )
 
 
+def _add_search(commands: Any) -> None:
+    search = commands.add_parser(
+        "search",
+        help="which mesh suits a program best",
+        description="Every factorisation of the device count: excluded by a bound, or traced and priced. It is not\n"
+        "run. PROGRAM is FILE:build, where build(mesh) returns a function, its arguments, and if it likes a\n"
+        "spmd.searcher.Bound.",
+        epilog=_examples("search"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    search.add_argument("program", metavar="PROGRAM", help="a file and a function in it: train.py:build")
+    search.add_argument("--devices", type=_positive, required=True, help="the number of devices")
+    search.add_argument("--axes", default="dp,fsdp,cp,tp,pp", help="mesh axes (default dp,fsdp,cp,tp,pp)")
+    search.add_argument("--hardware", metavar="NAME", required=True, help="a profile, such as h100 or tpu-v5p")
+    search.add_argument("--memory", type=float, default=0.9, help="the part of the memory to use (default 0.9)")
+    search.add_argument("--choice", action="append", default=[], metavar="NAME=V,...", help="of build: micro=8,16")
+    search.add_argument("--overlap", default="", metavar="AXES", help="whose collectives run beside compute: dp,fsdp")
+    search.add_argument("--top", type=_positive, default=10, help="how many rows are certain (default 10)")
+    search.add_argument("--most", type=_positive, help="the most meshes to trace")
+    _add_output(search)
+
+
 def _add_launch(commands: Any) -> None:
     launch = commands.add_parser(
         "launch",
@@ -159,6 +184,7 @@ _RUN = {
     "show": run_show,
     "explain": run_explain,
     "check": run_check,
+    "search": run_search,
     "info": run_info,
     "rules": run_rules,
     "launch": run_launch,

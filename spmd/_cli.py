@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spmd import _jax_errors
-from spmd._cli_programs import check_names, program
+from spmd._cli_programs import builder, check_names, program
 from spmd._compat import installed
 from spmd._processes import forgotten
 from spmd._table import Table
@@ -31,6 +33,7 @@ from spmd.inspect._explain import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern
 from spmd.mesh import crossing, make_mesh, use_cpu_devices
+from spmd.searcher._search import search
 
 _SHORT = re.compile(r"(bf|f|i|s|u)(\d+)")
 _KINDS = {"bf": "bfloat", "f": "float", "i": "int", "s": "int", "u": "uint"}
@@ -154,6 +157,27 @@ def run_explain(options: Any) -> int:
     return 0
 
 
+def run_search(options: Any) -> int:
+    """`search`: the meshes that suit a program best, or JSON, and a picture."""
+    _check_choice("--hardware", options.hardware, PRESETS)
+    choices = {}
+    for word in options.choice:
+        name, equals, values = word.partition("=")
+        if not equals or not name.isidentifier() or not values:
+            rule = f"--choice takes a name with values, not '{word}'."
+            raise SpmdError(rule, call=f"--choice {word}", advice="as in --choice micro=8,16")
+        choices[name] = [int(value) if value.isdecimal() else value for value in values.split(",")]
+    axes, overlap = ([one for one in text.split(",") if one] for text in (options.axes, options.overlap))
+    limits = {"memory": options.memory, "top": options.top, "most": options.most}
+    words = {"devices": options.devices, "axes": axes, "hardware": options.hardware, **limits}
+    with _progress() as progress:
+        found = search(builder(options.program), **words, choices=choices, overlap=overlap, progress=progress)
+    if options.svg:
+        _save(found.plot(), options.svg)
+    _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
+    return 0
+
+
 def run_check(options: Any) -> int:
     """`check`: the findings of a program, and its lines with their layouts. It returns 1 if there are any."""
     fn, args = _program(options)
@@ -248,6 +272,20 @@ def _save(picture: Picture, path: str | None) -> None:
         raise SpmdError(rule, call=f"--svg {path}", advice="as in --svg picture.svg") from None
     except OSError as error:
         raise SpmdError(f"The file cannot be written: {error.strerror}.", call=f"--svg {path}") from None
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal's standard error, if `rich` is installed."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tracing", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(picture: Picture) -> None:

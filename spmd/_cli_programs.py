@@ -53,6 +53,19 @@ def program(
     return made[0], tuple(made[1])
 
 
+def builder(target: str) -> Callable[..., Any]:
+    """A function from a mesh to a program, by its name `FILE:build`.
+
+    Raises:
+      SpmdError: If the file or the name does not exist, or is a kernel.
+    """
+    found = _loaded(target)
+    if isinstance(found, Kernel):
+        rule = f"{target} is a kernel, and a search needs a function that makes a program for each mesh."
+        raise SpmdError(rule, call=target, advice=_BUILD)
+    return found
+
+
 def check_names(what: str, names: Collection[str], sizes: Mapping[str, int]) -> None:
     """Check that each size of the command belongs to a name of a layout, a pattern or a kernel."""
     for name in sizes:

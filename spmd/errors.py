@@ -96,6 +96,10 @@ class ReplicationError(SpmdError):
         return type(self), self.args, {**self.__dict__, "program": None}
 
 
+class Impossible(SpmdError):
+    """A program does not run on a mesh, or with a choice: `build` raises it, and `spmd.search` counts it."""
+
+
 class PlacementError(SpmdError):
     """An array does not lie where the layout says, and may not be moved."""
 

@@ -32,6 +32,16 @@ def mlp(x, w_in, w_out):
     return spmd.nn.mlp(x, w_in, w_out, tp="tp", sp="tp")
 """
 
+STEP = """
+import jax, spmd
+
+
+def build(mesh):
+    kernel = spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)
+    args = jax.ShapeDtypeStruct((512, 32), "float32"), jax.ShapeDtypeStruct((32, 512), "float32")
+    return kernel(lambda x, w: spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")), args
+"""
+
 
 def test_plan(run):
     status, out, err = run(*PLAN, "--dtype", "bf16")
@@ -158,6 +168,7 @@ def test_examples_of_the_help_run(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import sys; assert sys.argv[1:] == ['--steps', '100']")
     (tmp_path / "mlp.py").write_text(MLP)
+    (tmp_path / "step.py").write_text(STEP)
     monkeypatch.setattr(sys, "path", list(sys.path))
     lines = [line.strip() for line in __main__._EXAMPLES.splitlines() if "python -m spmd" in line]
     assert len(lines) >= 4

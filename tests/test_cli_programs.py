@@ -99,3 +99,35 @@ def test_check_finds_nothing_in_a_right_program(run, program):
 def test_a_program_that_does_not_exist_like_that(run, program, words, says):
     status, _, err = run("explain", *words)
     assert status == 2 and says in err
+
+
+SEARCHED = """
+import jax, spmd
+
+
+def build(mesh, f=16):
+    if f == 12:
+        raise spmd.Impossible("f is not 12.")
+    kernel = spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)
+    args = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, f), "float32")
+    return kernel(lambda x, w: spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")), args
+"""
+
+
+def test_a_search_is_a_table_a_picture_or_json(run, program, tmp_path):
+    (tmp_path / "named.py").write_text(SEARCHED)
+    words = ["search", "named.py:build", "--devices", "8", "--axes", "dp,tp", "--hardware", "h100"]
+    status, out, err = run(*words, "--choice", "f=16,12", "--svg", "rows.svg")
+    assert (status, err) == (0, "") and out.startswith("8 devices over dp, tp on h100")
+    assert "8 candidates, 4 traced" in out and "4 impossible, says build" in out and "f=16" in out
+    assert (tmp_path / "rows.svg").read_text().count("<circle") == 4
+    status, out, _ = run(*words, "--json", "--top", "1", "--most", "2", "--overlap", "dp", "--memory", "0.5")
+    found = json.loads(out)
+    assert (status, found["traced"], found["untraced"], found["proven"]) == (0, 2, 2, False)
+
+
+def test_wrong_words_of_a_search_are_told(run, program):
+    words = ["search", "named.py:norms", "--devices", "8"]
+    assert "named.py:norms is a kernel" in run(*words, "--hardware", "h100")[2]
+    assert "--hardware is one of" in run(*words, "--hardware", "h1000")[2]
+    assert "--choice takes a name with values" in run(*words, "--hardware", "h100", "--choice", "f")[2]

@@ -9,7 +9,7 @@ import spmd
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Modules whose names stand on the API page under the module's.
-MODULES = ("cluster", "fft", "haliax", "nn", "parallel", "random", "stencil", "testing")
+MODULES = ("cluster", "fft", "haliax", "nn", "parallel", "random", "searcher", "stencil", "testing")
 
 
 def documented(page: str) -> set[str]:

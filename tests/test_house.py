@@ -58,14 +58,15 @@ FLOORS = {
     "placement.py": 6,
     "nn/": 7,
     "parallel/": 7,
-    "__main__.py": 8,
-    "_cli.py": 8,
+    "__main__.py": 9,
+    "_cli.py": 9,
     "_cli_programs.py": 7,
     "cluster/": 8,
     "haliax/": 8,
     "inspect/": 8,
     "testing/": 8,
-    "__init__.py": 9,
+    "searcher/": 9,
+    "__init__.py": 10,
 }
 PUBLIC_NAMES_FLOOR = 7  # from here up, modules are written with the public names: `from spmd import einsum`
 
