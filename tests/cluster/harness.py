@@ -45,11 +45,13 @@ def compiled() -> dict[str, str]:
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables of a process that is not told anything yet."""
-    told = ("XLA_FLAGS", "SPMD_RANK", "SPMD_PROCESSES", "SPMD_COORDINATOR", "RANK", "WORLD_SIZE")
+    told = ("SPMD_RANK", "SPMD_PROCESSES", "SPMD_COORDINATOR", "RANK", "WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if name not in told}
+    flags = [one for one in kept.get("XLA_FLAGS", "").split() if "device_count" not in one]
     return {
         **kept,
         **compiled(),
+        "XLA_FLAGS": " ".join(flags),  # those with which tests compile
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -72,6 +74,12 @@ def end(process: subprocess.Popen[str], since: float, timeout: float = TIMEOUT) 
         process.kill()
         (out, err), code = process.communicate(), None
     return Ended(code, out, err, time.monotonic() - since)
+
+
+def alone(*program: str) -> Ended:
+    """A program in a process that has no others."""
+    since = time.monotonic()
+    return end(start(program), since)
 
 
 def launched(

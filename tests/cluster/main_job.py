@@ -19,19 +19,17 @@ import jax
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BATCH, SEQ = 16, 16
-EPOCH = 10  # steps
-STEPS = 2 * EPOCH
 
 FLAGS = ["--d=16", "--layers=1", "--groups=4", "--queries=1", "--head=4", "--hidden=16", f"--seq={SEQ}"]
-FLAGS += [f"--batch={BATCH}", f"--steps={STEPS}", f"--heldout={BATCH * SEQ + 1}", "--sample=0", "--no-compare"]
+FLAGS += [f"--batch={BATCH}", f"--heldout={BATCH * SEQ + 1}", "--sample=0", "--no-compare"]
 
 
-def text(folder: Path) -> Path:
-    """A text of which one file is held out, and the others have as many windows as two epochs of steps read twice."""
+def text(folder: Path, epoch: int) -> Path:
+    """A text of which one file is held out, and the others have as many windows as `epoch` steps read."""
     source, size = (EXAMPLES / "train_lm.py").read_bytes(), BATCH * SEQ + 1
     data = folder / "text"
     data.mkdir(exist_ok=True)
-    for i in range(EPOCH + 1):
+    for i in range(epoch + 1):
         (data / f"{i}.txt").write_bytes(source[i * size : (i + 1) * size])
     return data
 

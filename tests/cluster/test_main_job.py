@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -18,10 +19,14 @@ import numpy as np
 import pytest
 
 from spmd.cluster._data import Order
-from tests.cluster.harness import Ended, end, exhaustive, launched, start
-from tests.cluster.main_job import BATCH, EPOCH, STEPS, text
+from tests.cluster.harness import Ended, alone, end, exhaustive, launched, start
+from tests.cluster.main_job import BATCH, text
+from tests.conftest import FULL_CASES, case_count
 
 JOB = "tests/cluster/main_job.py"
+EPOCH = 10 if case_count() > FULL_CASES else 5  # steps
+STEPS = 2 * EPOCH
+PAUSE = 0.4 / STEPS  # seconds to read a window, so that a signal comes before the end
 
 
 @dataclass(frozen=True)
@@ -59,44 +64,66 @@ def part(folder: Path, count: int, copies: int = 1) -> Part:
 
 
 def run(folder: Path, count: int, *flags: str, copies: int = 1) -> Part:
-    """The job until its end."""
-    text(folder)
-    found = launched(count, JOB, str(folder), *flags, devices=8 // count)
+    """The job until its end, by itself or under the launcher."""
+    text(folder, EPOCH)
+    program = (JOB, str(folder), f"--steps={STEPS}", *flags)
+    found = alone(*program) if count == 1 else launched(count, *program, devices=8 // count)
     assert found.code == 0, found.err
     return part(folder, count, copies)
 
 
 def interrupted(folder: Path, count: int, number: int, rank: int, *flags: str) -> Ended:
     """The job, of which one process gets a signal after it has saved for the second time."""
-    text(folder)
-    flags = (f"--checkpoint={folder / 'saved'}", *flags)
+    text(folder, EPOCH)
+    flags = (f"--steps={STEPS}", saved(folder), *flags)
     command = ["-m", "spmd", "launch", "-n", str(count), "--devices", str(8 // count), JOB, str(folder), *flags]
-    process, since, said, saved = start(command, {"PAUSE": "0.02"}), time.monotonic(), "", 0
-    while saved < 2:
+    process, since, said, saves = start(command, {"PAUSE": str(PAUSE)}), time.monotonic(), "", 0
+    while saves < 2:
         line = process.stdout.readline()
         assert line, (said, process.communicate())
-        said, saved = said + line, saved + (", saving" in line)
+        said, saves = said + line, saves + (", saving" in line)
     [pid] = re.findall(rf"^\[{rank}\] pid (\d+)$", said, re.MULTILINE)
     os.kill(int(pid), number)
     found = end(process, since)
     return Ended(found.code, said + found.out, found.err, found.seconds)
 
 
-def stopped(folder: Path, count: int, rank: int, number: int = signal.SIGTERM, *flags: str) -> Part:
+def stopped(folder: Path, count: int, rank: int, number: int = signal.SIGTERM) -> Part:
     """The job, of which one process is asked to stop: all save and end."""
-    found = interrupted(folder, count, number, rank, "--every=1", *flags)
+    found = interrupted(folder, count, number, rank, "--every=1")
     assert found.code == 0, found.err
     one = part(folder, count)
+    assert 2 <= len(one.losses) < STEPS
     assert f"stopped after step {one.steps[-1] + 1} of {STEPS}, which is saved" in found.out
     return one
 
 
+def saved(folder: Path) -> str:
+    """The flag that says where the job saves, and goes on."""
+    return f"--checkpoint={folder / 'saved'}"
+
+
 @functools.cache
-def uninterrupted() -> Part:
-    """The whole run in one process; at its first use, its steps are looked at."""
+def _stopped(count: int) -> tuple[tempfile.TemporaryDirectory[str], Part]:
+    folder = tempfile.TemporaryDirectory()
+    return folder, stopped(Path(folder.name), count, rank=count - 1)
+
+
+def stopped_once(folder: Path, count: int) -> Part:
+    """What was stopped once in so many processes, and is saved in this folder for each test that goes on from it."""
+    kept, found = _stopped(count)
+    shutil.copytree(Path(kept.name) / "saved", folder / "saved")
+    return found
+
+
+@functools.cache
+def uninterrupted(count: int = 1) -> Part:
+    """The whole run; where it is that of one process, its steps are looked at."""
     with tempfile.TemporaryDirectory() as folder:
-        found = run(Path(folder), 1)
+        found = run(Path(folder), count)
     assert found.steps == list(range(STEPS)) and found.losses[-1] < found.losses[0]
+    if count > 1:
+        return found
     order = Order(EPOCH * BATCH, seed=0)
     for step in found.steps:
         assert found.read(step) == sorted(order.samples(step * BATCH, BATCH))
@@ -120,15 +147,14 @@ def check(*parts: Part, exact: bool = False, same_mesh: bool = True) -> None:
 
 
 def test_two_processes_that_are_stopped_go_on_in_one(tmp_path):
-    first = stopped(tmp_path, 2, rank=1)
-    assert 2 <= len(first.losses) < STEPS
-    check(first, run(tmp_path, 1, f"--checkpoint={tmp_path / 'saved'}"))
+    first = stopped_once(tmp_path, 2)
+    check(first, run(tmp_path, 1, saved(tmp_path)))
 
 
 @exhaustive
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_number_of_processes_changes_nothing(tmp_path, count):
-    check(run(tmp_path, count))
+def test_the_number_of_processes_changes_nothing(count):
+    check(uninterrupted(count))
 
 
 @exhaustive
@@ -146,31 +172,28 @@ def test_rows_that_several_processes_need_are_read_by_each(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_other_signals_to_any_process(tmp_path, number):
     first = stopped(tmp_path, 2, 0, number)
-    check(first, run(tmp_path, 2, f"--checkpoint={tmp_path / 'saved'}"))
+    check(first, run(tmp_path, 1, saved(tmp_path)))
 
 
 @exhaustive
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_resumed_run_is_bitwise_the_same(tmp_path, count):
-    (tmp_path / "whole").mkdir()
-    whole = run(tmp_path / "whole", count)
-    first = stopped(tmp_path, count, rank=0)
-    then = run(tmp_path, count, f"--checkpoint={tmp_path / 'saved'}")
-    assert first.losses + then.losses == whole.losses
+    first = stopped_once(tmp_path, count)
+    then = run(tmp_path, count, saved(tmp_path))
+    assert first.losses + then.losses == uninterrupted(count).losses
     check(first, then, exact=count == 1)
 
 
 @exhaustive
 def test_other_numbers_of_processes_go_on(tmp_path):
-    parts = [stopped(tmp_path, count, rank=count - 1) for count in (1, 2, 4)]
-    check(*parts, run(tmp_path, 1, f"--checkpoint={tmp_path / 'saved'}"))
+    parts = [stopped_once(tmp_path, 1), *(stopped(tmp_path, count, rank=count - 1) for count in (2, 4))]
+    check(*parts, run(tmp_path, 1, saved(tmp_path)))
 
 
 @exhaustive
 def test_another_mesh_goes_on(tmp_path):
-    first = stopped(tmp_path, 1, rank=0)
-    then = run(tmp_path, 2, f"--checkpoint={tmp_path / 'saved'}", "--dp=2", "--tp=4")
-    check(first, then, same_mesh=False)
+    first = stopped_once(tmp_path, 2)
+    check(first, run(tmp_path, 1, saved(tmp_path), "--dp=2", "--tp=4"), same_mesh=False)
 
 
 KILLED = (137, "ended by SIGKILL")
@@ -196,16 +219,16 @@ def test_after_a_fault_the_job_goes_on_from_its_last_checkpoint(tmp_path, count,
     assert said in found.err, found.err
     if code is not None:
         assert f"rank {rank} of {count} failed first" in found.err
-    then = run(tmp_path, count, f"--checkpoint={tmp_path / 'saved'}")
+    then = run(tmp_path, 1, saved(tmp_path))
     assert then.first in (5, 10)  # a save that was not finished does not count
     check(then)
 
 
 @exhaustive
 def test_after_damage_the_job_goes_on_from_the_checkpoint_before_it(tmp_path):
-    last = stopped(tmp_path, 2, rank=0).steps[-1] + 1
+    last = stopped_once(tmp_path, 2).steps[-1] + 1
     for one in (tmp_path / "saved" / "steps" / str(last) / "state").rglob("d/*"):
         one.write_bytes(one.read_bytes()[:-8])
-    then = run(tmp_path, 2, f"--checkpoint={tmp_path / 'saved'}")
+    then = run(tmp_path, 2, saved(tmp_path))
     assert then.first == last - 1
     check(then)

@@ -119,7 +119,7 @@ def test_the_script_for_slurm_is_bash():
 def test_a_job_of_slurm_is_stopped_queued_again_and_goes_on(tmp_path):
     """JAX finds the processes by the variables of SLURM."""
     variables, pipes = cluster(tmp_path), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = ["bash", str(SLURM), *FLAGS, f"--data={text(tmp_path)}", "--every=1", "--steps=400"]
+    command = ["bash", str(SLURM), *FLAGS, f"--data={text(tmp_path, epoch=10)}", "--every=1", "--steps=400"]
     process, since, said = subprocess.Popen(command, cwd=ROOT, env=variables, **pipes), time.monotonic(), ""
     while "step 2: " not in said:
         line = process.stdout.readline()
