@@ -1,6 +1,7 @@
 """A program of several processes in which something goes wrong: `python tests/cluster/faulty.py FAULT`.
 
-It prints when it starts, so that a test measures the time from the fault to the end.
+It prints when that happens, so that a test measures the time from the fault to the end. Where the fault is another
+program in the last process, its name says what differs there: `mesh`, `shape` and `constant`, together too.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import jax.numpy as jnp
 import spmd
 
 
+def happens() -> None:
+    """Say when it happens."""
+    print("fault", time.time(), flush=True)
+
+
 def fault(kind: str, rank: int) -> None:
     """Something that happens in one process only."""
     who = 0 if kind.endswith("-of-0") else 1
     if rank != who:
         return
-    print("fault", time.time(), flush=True)
+    happens()
     match kind.removesuffix("-of-0"):
         case "raise":
             raise ValueError("bad data")
@@ -36,6 +42,7 @@ def fault(kind: str, rank: int) -> None:
 
 
 def main(kind: str) -> None:
+    """Join the others and compute some steps, with the guards of `spmd.cluster` or, with GUARD=off, as JAX does it."""
     seconds = int(os.environ.get("HEARTBEAT", "30"))
     guarded = os.environ.get("GUARD") != "off"
     if not guarded:
@@ -45,15 +52,19 @@ def main(kind: str) -> None:
     else:
         patience = int(os.environ.get("INITIALIZATION", "300"))
         spmd.cluster.initialize(heartbeat_timeout_seconds=seconds, initialization_timeout=patience)
-    mesh = spmd.make_mesh(a=-1)
-    rows = 16 if kind == "shape" and jax.process_index() == 1 else 8
+    rank = jax.process_index()
+    odd = kind if rank == jax.process_count() - 1 else ""
+    mesh = spmd.make_mesh(a=2, b=-1) if "mesh" in odd else spmd.make_mesh(a=-1)
+    rows = 16 if "shape" in odd else 8
     x = spmd.init(lambda key: jax.random.normal(key, (rows,)), "x/a", mesh=mesh)(jax.random.key(0))
-    factor = jax.process_index() if kind == "constant" else 0
+    factor = rank if "constant" in odd else 0
     step = jax.jit(lambda x: x + factor + jnp.sum(x))
+    if "mesh" in odd:
+        happens()
     if guarded:
         spmd.cluster.same_program(step.lower(x))
     x = step(x)
-    fault(kind, jax.process_index())
+    fault(kind, rank)
     for _ in range(3):
         x = step(x)
     print("done", float(x.addressable_shards[0].data[0]), flush=True)

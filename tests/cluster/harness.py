@@ -95,14 +95,21 @@ def launched(
     return end(start(["-m", "spmd", "launch", "-n", str(count), *told, *program], more), since, timeout)
 
 
-def joined(
-    commands: Sequence[Sequence[str]], more: Sequence[Mapping[str, str]] | None = None, timeout: float = TIMEOUT
-) -> list[Ended]:
-    """Processes of one program, each with a command of its own, that find each other by RANK and WORLD_SIZE."""
-    port, since = str(free_port()), time.monotonic()
-    started = []
+def join(
+    commands: Sequence[Sequence[str]], more: Sequence[Mapping[str, str]] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Start processes of one program, each with a command of its own, that find each other by RANK and WORLD_SIZE."""
+    port, started = str(free_port()), []
     for rank, command in enumerate(commands):
         told = {"RANK": str(rank), "WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         told |= {"JAX_NUM_CPU_DEVICES": "2", **(more[rank] if more else {})}
         started.append(start(command, told))
-    return [end(one, since, timeout) for one in started]
+    return started
+
+
+def joined(
+    commands: Sequence[Sequence[str]], more: Sequence[Mapping[str, str]] | None = None, timeout: float = TIMEOUT
+) -> list[Ended]:
+    """The same, until they end."""
+    since = time.monotonic()
+    return [end(one, since, timeout) for one in join(commands, more)]
