@@ -263,7 +263,9 @@ class Batches(Iterator[Any]):
         """Processes that read different batches would train on rows of both. An all-gather of one hash."""
         shapes = [f"{x.dtype.name}{list(x.shape)} {x.sharding.spec}" for x in jax.tree.leaves(self._placed)]
         mesh = ", ".join(f"{axis}={size}" for axis, size in self._mesh.shape.items())
-        if wrong := disagreements({**self.state, "batches": self._end, "shapes": shapes, "mesh": mesh}):
+        devices = [one.id for one in self._mesh.devices.flat]
+        facts = {**self.state, "batches": self._end, "shapes": shapes, "mesh": mesh, "devices": devices}
+        if wrong := disagreements(facts):
             rule = "the processes do not read the same batches."
             advice = "pass the same data, batch, seed and mesh in all of them; each reads only its own rows"
             raise SizeError(rule, call="batches(source, layouts)", got=wrong, advice=advice)

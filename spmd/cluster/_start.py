@@ -109,8 +109,9 @@ def initialize(
 def same_program(lowered: Any) -> None:
     """Check that all processes have lowered the same program: a step, before it runs for the first time.
 
-    What differs, a constant, a shape, a mesh, would otherwise show as a hang or as wrong numbers. Communication: an
-    all-gather of one hash over the processes.
+    What differs, a constant, a shape, a mesh, would otherwise show as a hang or as wrong numbers. A lowered program has
+    the sizes of its mesh and not the order of the devices, which `batches` compares. Communication: an all-gather of
+    one hash over the processes.
 
     Args:
       lowered: `jax.jit(step).lower(*args)`, or `kernel.lower(*args)`.

@@ -1,15 +1,17 @@
 """A program of several processes: `python -m spmd launch -n 2 -m tests.cluster.programs SEED [FAMILY ...]`.
 
-Each process has four virtual CPU devices, and checks its own shards against NumPy.
+The processes have eight virtual CPU devices together. Each checks its own shards against NumPy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
 import sys
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from spmd.mesh import crossing
 from tests.cluster import families
 
 SHOWN = Path(__file__).with_name("crossing.txt")
-LOCAL = 4  # devices of each process
+LOCAL = families.DEVICES // int(os.environ.get("SPMD_PROCESSES", "1"))  # devices of each process
 X = np.random.default_rng(0).normal(size=(16, 8, 4)).astype(np.float32)
 
 CHECKS: list[Callable[[Any], None]] = []
@@ -107,7 +109,8 @@ def copies_in_parts_are_compared(mesh):
     rank = jax.process_index()
     across = jax.sharding.Mesh(mesh.devices.T, ("a", "b"))  # copies along b are those of other processes
     close(spmd.from_process_local(X, "x/a y z", mesh=across), X)
-    refused(lambda: spmd.from_process_local(X + rank, "x/a y z", mesh=across), "tree[0:4, 0:8, 0:4]: rank 0: ")
+    block = f"tree[0:{len(X) // LOCAL}, 0:8, 0:4]"
+    refused(lambda: spmd.from_process_local(X + rank, "x/a y z", mesh=across), f"{block}: rank 0: ")
     compare_replicas(False)
     try:
         spmd.from_process_local(X + rank, "x/a y z", mesh=across, check=True)
@@ -134,7 +137,7 @@ def arrays_of_the_host_reach_the_devices_of_all(mesh):
 
 @check
 def batches_of_which_each_process_reads_its_rows(mesh):
-    read = []
+    read, size = [], mesh.devices.size
 
     class Source:
         __len__ = lambda self: len(X)
@@ -145,23 +148,34 @@ def batches_of_which_each_process_reads_its_rows(mesh):
 
     for layout, share in (("x/a/b y z", jax.process_count()), ("x/b y z/a", 1), ("x/a y z/b", jax.process_count())):
         read.clear()
-        data = spmd.cluster.batches(Source(), layout, batch=8, seed=1, mesh=mesh, prefetch=0)
+        data = spmd.cluster.batches(Source(), layout, batch=size, seed=1, mesh=mesh, prefetch=0)
         read.clear()  # the first sample told the shapes
-        order = data.order.samples(0, 8)
+        order = data.order.samples(0, size)
         close(next(data), X[order])
-        assert len(read) == len(set(read)) == 8 // share, (layout, read)
+        assert len(read) == len(set(read)) == size // share, (layout, read)
 
 
 @check
 def batches_that_differ_between_processes_are_refused(mesh):
     rank = jax.process_index()
-    for source, more in ((X[: 16 - rank], {}), (X, {"seed": rank}), (X[..., : 4 - rank], {})):
+    turned = jax.sharding.Mesh(mesh.devices.T, ("a", "b")) if rank else mesh
+    size = mesh.devices.size
+    for source, more in (
+        (X[: 16 - rank], {}),
+        (X, {"seed": rank}),
+        (X[..., : 4 - (rank > 0)], {}),
+        (X, {"batch": size * (1 + rank)}),
+        (X, {"mesh": turned}),
+    ):
+        make = functools.partial(spmd.cluster.batches, source, "x/a/b y z", **{"batch": size, "mesh": mesh, **more})
         try:
-            spmd.cluster.batches(source, "x/a/b y z", batch=8, mesh=mesh, **more)
+            make()
         except spmd.SizeError as error:
             assert "do not read the same batches" in str(error)
         else:
             raise AssertionError("no error")
+        with unittest.mock.patch.object(spmd.cluster.Batches, "_check_same", lambda self: None):
+            make()  # with the guard off, nothing is said
 
 
 @check
