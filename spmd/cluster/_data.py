@@ -199,9 +199,10 @@ class Batches(Iterator[Any]):
                 raise SpmdError(f"{name} is an integer of at least {least}, not {value!r}.", call=call)
         self.order, self.size = order, int(size)
         self._source, self._layouts, self._mapping = source, layouts, mapping
-        self._mesh = mesh_for(mesh, [], call)
-        if not isinstance(self._mesh, Mesh):
+        found = mesh_for(mesh, [], call)
+        if not isinstance(found, Mesh):
             raise MeshError("batches lie on devices, and an abstract mesh has none.", call=call)
+        self._mesh = found
         self._end = None if epochs is None else epochs * order.length // self.size
         self._reference = ambient_mode()[0] == "reference"
         self._next, self._prefetch = 0, prefetch

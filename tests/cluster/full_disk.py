@@ -1,4 +1,6 @@
-"""A program whose disk is full for a while: `python tests/cluster/full_disk.py FOLDER limit|late|FILE|never [strict]`.
+"""A program whose disk is full for a while: `python tests/cluster/full_disk.py FOLDER limit|late|FILE|never [HOW]`.
+
+With HOW `strict` a save that fails ends it. With `bare` Orbax alone saves.
 
 With `limit` no file may grow beyond a few bytes. With `late` the last process alone has a limit, which only the arrays
 reach. FILE takes all that is left of its disk.
@@ -13,9 +15,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as orbax
 
 import spmd
 
@@ -44,14 +48,24 @@ def full(how: str):
     os.unlink(how)
 
 
-def main(folder: str, how: str, strict: bool) -> None:
+def bare(folder: str, how: str, state: Any) -> None:
+    """Save by Orbax alone."""
+    manager = orbax.CheckpointManager(Path(folder) / "bare")
+    with full(how):
+        manager.save(1, args=orbax.args.StandardSave(state))
+        manager.wait_until_finished()
+
+
+def main(folder: str, how: str, *more: str) -> None:
     spmd.cluster.initialize()
     mesh = spmd.make_mesh(a=-1)
     layouts = {"w": "x/a y", "n": "scalar"}
     make = spmd.init(lambda key: {"w": jax.random.normal(key, (256, 64)), "n": jnp.int32(0)}, layouts, mesh=mesh)
     update = jax.jit(lambda state: {"w": state["w"] * 2, "n": state["n"] + 1})
+    if "bare" in more:
+        bare(folder, how, make(jax.random.key(0)))
     saved = spmd.cluster.checkpoints(
-        Path(folder) / "run", strict=strict, timeout_seconds=TIMEOUT if how == "late" else 600
+        Path(folder) / "run", strict="strict" in more, timeout_seconds=TIMEOUT if how == "late" else 600
     )
     state, first = saved.restore(make, jax.random.key(0))
     print("first", first, flush=True)
@@ -75,4 +89,4 @@ def main(folder: str, how: str, strict: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "strict" in sys.argv)
+    main(*sys.argv[1:])

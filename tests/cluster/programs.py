@@ -290,6 +290,18 @@ def axes_that_cross_processes_are_shown(mesh):
 
 
 @check
+def a_mesh_that_leaves_a_process_out_is_refused(mesh):
+    count, last = jax.process_count(), jax.process_count() - 1
+    try:
+        spmd.make_mesh(a=LOCAL * last)
+    except spmd.MeshError as error:
+        assert f"process {last} of {count} has no device in the mesh" in str(error)
+    else:
+        raise AssertionError("no error")
+    assert spmd.make_mesh(a=LOCAL * last, partial=True).size == LOCAL * last
+
+
+@check
 def reference_mode_says_that_it_cannot(mesh):
     x = batch(mesh)
     double = spmd.kernel("x/a/b y z -> x/a/b y z", mesh=mesh)(lambda x: 2 * x)

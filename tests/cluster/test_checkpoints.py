@@ -17,7 +17,7 @@ from spmd.cluster import _checkpoints, batches, checkpoints
 from spmd.cluster._checkpoints import _Damaged, _named, block_checksum, checksum
 from spmd.errors import PlacementError, SpmdError
 from tests.cluster.full_disk import TIMEOUT
-from tests.cluster.harness import exhaustive, joined, launched
+from tests.cluster.harness import alone, exhaustive, launched
 from tests.sampler import first_seed
 
 # Orbax leaves a coroutine behind where a read fails.
@@ -272,16 +272,22 @@ def check_full(found, count=1):
 
 
 def test_training_goes_on_when_the_disk_is_full(tmp_path):
-    found = joined([[FULL, str(tmp_path), "limit"]])[0]
+    found = alone(FULL, str(tmp_path), "limit")
     check_full(found)
     assert f"path: {tmp_path}/run, " in found.err
 
 
 @exhaustive
 def test_a_strict_program_ends_when_the_disk_is_full(tmp_path):
-    found = joined([[FULL, str(tmp_path), "limit", "strict"]])[0]
+    found = alone(FULL, str(tmp_path), "limit", "strict")
     assert found.code == 1 and "done" not in found.out
     assert f"path: {tmp_path}/run, " in found.err and "a checkpoint could not be saved" in found.err
+
+
+@exhaustive
+def test_with_the_guard_off_a_full_disk_ends_the_program(tmp_path):
+    found = alone(FULL, str(tmp_path), "limit", "bare")
+    assert found.code == 1 and "first" not in found.out and "bytes free" not in found.err
 
 
 @exhaustive
@@ -306,7 +312,7 @@ def test_a_small_disk_that_is_full(tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], check=False).returncode:
         pytest.skip("this user may not mount a disk")
     try:
-        found = joined([[FULL, str(tmp_path), str(tmp_path / "filler")]])[0]
+        found = alone(FULL, str(tmp_path), str(tmp_path / "filler"))
         check_full(found)
         assert "/run, 0 bytes free" in found.err
     finally:

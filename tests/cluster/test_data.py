@@ -95,6 +95,13 @@ def test_trees_of_samples_and_numbers(mesh):
     np.testing.assert_array_equal(found["x"], np.repeat(np.arange(8.0), 4).reshape(8, 4))
 
 
+def test_a_memory_map_is_a_source(mesh, tmp_path):
+    stored = np.lib.format.open_memmap(tmp_path / "rows.npy", mode="w+", dtype=np.int32, shape=SOURCE.shape)
+    stored[:] = SOURCE
+    data = batches(np.load(tmp_path / "rows.npy", mmap_mode="r"), "b/dp s", batch=8, mesh=mesh)
+    np.testing.assert_array_equal(next(data), SOURCE[Order(23, 0).samples(0, 8)])
+
+
 def test_each_row_is_read_once(mesh):
     source = Counted(SOURCE)
     data = batches(source, "b/dp s", batch=16, mesh=mesh, prefetch=0)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from spmd.cluster._launch import Launch, checked_command, launch, per_host
+from spmd.cluster._launch import GRACE, Launch, checked_command, free_port, launch, per_host
 from spmd.errors import MeshError
-from tests.cluster.harness import end, start
+from tests.cluster.harness import end, exhaustive, start
 
 
 def program(folder: Path, text: str) -> str:
@@ -76,7 +77,7 @@ def test_who_ignores_sigterm_is_killed(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_reaches_all_and_lets_them_save(tmp_path, number):
     saving = (
-        "def save(*_):\n    time.sleep(.5)\n    open(sys.argv[1] + str(rank), 'w').close()\n    sys.exit(0)\n"
+        f"def save(*_):\n    time.sleep({GRACE + 0.3})\n    open(sys.argv[1] + str(rank), 'w').close()\n    sys.exit(0)\n"
         f"signal.signal({int(number)}, save)\nprint('ready', flush=True)\ntime.sleep(60)"
     )
     path, since = program(tmp_path, saving), time.monotonic()
@@ -134,6 +135,20 @@ def test_one_command_for_each_host():
         f"{host}: python -m spmd launch -n 4 --coordinator one:8476 --hosts one,two --host {i} train.py --name 'a b'"
         for i, host in enumerate(["one", "two"])
     ]
+
+
+@exhaustive
+def test_the_commands_for_two_hosts_start_one_program():
+    told = ["launch", "-n", "1", "--devices", "2", "--coordinator", f"localhost:{free_port()}", "--hosts", "one,two"]
+    found = end(start(["-m", "spmd", *told, "tests/cluster/faulty.py", "none"]), time.monotonic())
+    lines = [line.partition(": python ") for line in found.out.splitlines()]
+    assert [host for host, _, _ in lines] == ["one", "two"]
+    since = time.monotonic()
+    processes = [start(shlex.split(command)) for _, _, command in lines]
+    ended = [end(one, since) for one in processes]
+    assert [one.code for one in ended] == [0, 0], ended
+    results = [one.out.splitlines()[-1].partition("] done ") for one in ended]
+    assert [rank for rank, _, _ in results] == ["[0", "[1"] and all(float(value) for _, _, value in results)
 
 
 def test_commands_that_cannot_be_run():

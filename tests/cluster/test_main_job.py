@@ -73,25 +73,25 @@ def run(folder: Path, count: int, *flags: str, copies: int = 1) -> Part:
 
 
 def interrupted(folder: Path, count: int, number: int, rank: int, *flags: str) -> Ended:
-    """The job, of which one process gets a signal after it has saved for the second time."""
+    """The job, of which one process gets a signal after it has saved for the second time, and its seconds from then."""
     text(folder, EPOCH)
     flags = (f"--steps={STEPS}", saved(folder), *flags)
     command = ["-m", "spmd", "launch", "-n", str(count), "--devices", str(8 // count), JOB, str(folder), *flags]
-    process, since, said, saves = start(command, {"PAUSE": str(PAUSE)}), time.monotonic(), "", 0
+    process, said, saves = start(command, {"PAUSE": str(PAUSE)}), "", 0
     while saves < 2:
         line = process.stdout.readline()
         assert line, (said, process.communicate())
         said, saves = said + line, saves + (", saving" in line)
     [pid] = re.findall(rf"^\[{rank}\] pid (\d+)$", said, re.MULTILINE)
     os.kill(int(pid), number)
-    found = end(process, since)
+    found = end(process, time.monotonic())
     return Ended(found.code, said + found.out, found.err, found.seconds)
 
 
 def stopped(folder: Path, count: int, rank: int, number: int = signal.SIGTERM) -> Part:
     """The job, of which one process is asked to stop: all save and end."""
     found = interrupted(folder, count, number, rank, "--every=1")
-    assert found.code == 0, found.err
+    assert found.code == 0 and found.seconds < 30, found.err
     one = part(folder, count)
     assert 2 <= len(one.losses) < STEPS
     assert f"stopped after step {one.steps[-1] + 1} of {STEPS}, which is saved" in found.out
@@ -216,6 +216,7 @@ RAISED = (1, "ends: ValueError: bad data")
 def test_after_a_fault_the_job_goes_on_from_its_last_checkpoint(tmp_path, count, number, rank, code, said):
     found = interrupted(tmp_path, count, number, rank, "--every=5")
     assert found.code == code or (code is None and found.code not in (None, 0))
+    assert found.seconds < (5 if code else 60)
     assert said in found.err, found.err
     if code is not None:
         assert f"rank {rank} of {count} failed first" in found.err
