@@ -175,7 +175,7 @@ class Search:
         """What became of all candidates, in sentences."""
         more = len(self.rows) - self._found.top
         kept = f"{self.considered:,} candidates, {self.traced:,} traced, {len(self.untraced):,} not traced"
-        kept += f"; {more:,} more rows" if more > 0 else ""
+        kept += f"; {more:,} more row{'s' * (more > 1)}" if more > 0 else ""
         first = min(self._found.top, len(self.rows))
         which = "the first row is" if first == 1 else f"the first {first} rows are"
         least = seconds_text(self.untraced[0].seconds) if self.untraced else ""
