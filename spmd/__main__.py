@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -192,13 +193,18 @@ _RUN = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. The exit status is 0, or 2 if the words are wrong."""
+    """Run a command. The exit status is 0, 2 if the words are wrong, or 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a pipe gets each line as it comes
     try:
         return _RUN[options.command](options)
     except SpmdError as error:
         print(error.fault, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -21,6 +21,7 @@ from spmd import _jax_errors
 from spmd._cli_programs import builder, check_names, program
 from spmd._compat import installed
 from spmd._processes import forgotten
+from spmd._progress import shown_if_slow
 from spmd._table import Table
 from spmd.accelerators import PRESETS
 from spmd.checker import check, rules
@@ -152,7 +153,8 @@ def run_explain(options: Any) -> int:
     fn, args = _program(options)
     if options.hardware is not None:
         _check_choice("--hardware", options.hardware, PRESETS)
-    found = explain(fn, *args, hardware=options.hardware)
+    with shown_if_slow(f"{'compiling' if options.compile else 'reading'} {options.program}"):
+        found = explain(fn, *args, hardware=options.hardware)
     _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
     return 0
 
@@ -181,7 +183,8 @@ def run_search(options: Any) -> int:
 def run_check(options: Any) -> int:
     """`check`: the findings of a program, and its lines with their layouts. It returns 1 if there are any."""
     fn, args = _program(options)
-    found = check(fn, *args)
+    with shown_if_slow(f"checking {options.program}"):
+        found = check(fn, *args)
     if options.source:
         _print(str(found.source()) + "\n")
     _print(str(found) if found else "no findings")
@@ -200,7 +203,8 @@ def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
     for word in options.dtype:
         name, _, text = word.rpartition("=")
         dtypes[name] = _dtype(text)
-    return program(options.program, mesh, sizes, dtypes)
+    with shown_if_slow(f"loading {options.program}"):
+        return program(options.program, mesh, sizes, dtypes)
 
 
 def run_launch(options: Any) -> int:

@@ -37,6 +37,7 @@ FLOORS = {
     "_lax.py": 2,
     "_named.py": 2,
     "_processes.py": 1,
+    "_progress.py": 0,
     "_recent.py": 0,
     "_replicas.py": 2,
     "_table.py": 0,
