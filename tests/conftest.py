@@ -23,10 +23,26 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in scripts and pages too
 
-# On jax 0.10, XLA's older emitter of loops compiles small programs five times as fast, which is half of the suite's time.
-# Later versions do not have it, and end the process where a flag is unknown.
-if jax.__version_info__ < (0, 11) and "xla_cpu_use_fusion_emitters" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+# XLA's flags, each with the first jax that may not know it: an unknown one ends the process.
+FLAGS = {
+    "xla_cpu_use_fusion_emitters=false": (
+        0,
+        11,
+    ),  # the older emitter of loops compiles small programs five times as fast
+    "xla_cpu_parallel_codegen_split_count=1": (
+        0,
+        13,
+    ),  # threads that compile one small program cost more than they save
+    "xla_cpu_max_isa=AVX": (0, 13),  # without FMA, which rounds by what is fused: equal numbers in the last bit
+}
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", "")]
+    + [
+        f"--{flag}"
+        for flag, without in FLAGS.items()
+        if jax.__version_info__ < without and flag.split("=")[0] not in os.environ.get("XLA_FLAGS", "")
+    ]
+).strip()
 
 os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,7 @@ from tests.simulator import count, read
 MAX_DEVICES = 8
 AXIS_NAMES = ("dp", "tp", "cp", "fsdp", "ep", "x", "row")
 DTYPES = ("float32", "bfloat16", "int32", "complex64")
+T = TypeVar("T")
 
 
 def first_seed() -> int:
@@ -33,6 +34,13 @@ def seeds(full: int = FULL_CASES, *, first: int = 0, times: int = 1) -> range:
     """Seeds for `pytest.mark.parametrize`: `times` as many as SPMD_TEST_CASES says."""
     start = first + first_seed()
     return range(start, start + times * case_count(full))
+
+
+def share(cases: Iterable[T]) -> list[T]:
+    """Those of costly cases that a run takes: a third by default, chosen by the seed; all of them if exhaustive."""
+    every = list(cases)
+    step = min(-(-FULL_CASES // case_count()), len(every))
+    return every[first_seed() % step :: step]
 
 
 class Choices:

@@ -10,7 +10,8 @@ import pytest
 import spmd
 from spmd import comm, ops
 from tests import layers
-from tests.conftest import in_slice
+from tests.conftest import FULL_CASES, in_slice
+from tests.sampler import share
 
 ROOMS = {"ops": ops, "comm": comm}
 MODES = re.compile(r'\bMODES\b|"reference"|\.reference\b')
@@ -56,3 +57,16 @@ def test_a_test_is_in_one_slice():
     names = [f"test[{i}]" for i in range(400)]
     assert all(sum(in_slice(name, seed, 8) for seed in range(90, 98)) == 1 for name in names)
     assert all(any(in_slice(name, seed, 8) for name in names) for seed in range(8))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_shares_of_a_few_seeds_are_all_cases(count, monkeypatch):
+    monkeypatch.delenv("SPMD_TEST_CASES", raising=False)
+    drawn = []
+    for seed in ("1", "2", "3"):
+        monkeypatch.setenv("SPMD_TEST_SEED", seed)
+        assert share(range(count))
+        drawn += share(range(count))
+    assert {*drawn} == {*range(count)}
+    monkeypatch.setenv("SPMD_TEST_CASES", str(FULL_CASES + 1))
+    assert share(range(count)) == [*range(count)]

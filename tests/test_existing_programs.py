@@ -1,7 +1,7 @@
 """Programs of other libraries with a kernel inside, as `docs/pages/existing-programs.md` lists them.
 
 Each is written once, for any function `mlp` of whole arrays. With the kernel, in each mode, it must find the numbers that
-it finds with plain JAX. The packages that the tests' extra does not have are skipped where they are not installed.
+it finds with plain JAX. All packages are in the `test` extra; where one is not installed, its program is skipped.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import spmd
 from spmd import Layout, init, shard
 from spmd.inspect import collectives
 from tests import simulator as sim
+from tests.sampler import share
 
 KINDS = {
     "auto": (AxisType.Auto, AxisType.Auto),
@@ -318,7 +319,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", share(MODULES))
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
 def test_init_of_ordinary_modules(module, mode) -> None:
     """Arrays are created in their places, all else stays as the function made it."""

@@ -22,7 +22,7 @@ from spmd.errors import Fix, ReplicationError
 from tests.checker import wrong_programs
 from tests.checker.harness import AXES, check, mark, mesh, shards, trace, varying, whole
 from tests.checker.test_correct_programs import PROGRAMS, gathered_softmax, polluted_carry, shifted_equal
-from tests.sampler import dice, seeds
+from tests.sampler import dice, seeds, share
 
 # --- equal and different --------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ def is_free(dim: Dim) -> bool:
     return all(axes is FREE for _, axes in dim)
 
 
-@pytest.mark.parametrize("known", range(8))
+@pytest.mark.parametrize("known", share(range(8)))
 def test_what_is_called_constant_is_constant(known: int) -> None:
     """Every operation, on an array that is constant along the dims in the mask `known`."""
     rng = np.random.default_rng(known)
@@ -541,7 +541,7 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("name", FORGOTTEN)
+@pytest.mark.parametrize("name", share(FORGOTTEN))
 def test_numbers_notice_a_wrong_map(monkeypatch: pytest.MonkeyPatch, name) -> None:
     monkeypatch.setitem(TABLE, name, TABLE[name]._replace(map=FORGOTTEN[name]))
     assert any(contradictions(seed)[0] for seed in range(6))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import spmd
+from tests.sampler import share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROWS, PROMPT, NEW = 4, 8, 5
@@ -69,11 +70,13 @@ def test_tokens_are_those_of_whole_sequences(module, experts):
 
 @pytest.mark.parametrize(
     ("mesh", "experts"),
-    [
-        ({"dp": 2, "cp": 2, "tp": 2}, 0),
-        ({"fsdp": 2, "tp": 4}, 0),  # two devices to a key head
-        ({"ep": 2, "cp": 2, "tp": 2}, 4),
-    ],
+    share(
+        [
+            ({"dp": 2, "cp": 2, "tp": 2}, 0),
+            ({"fsdp": 2, "tp": 4}, 0),  # two devices to a key head
+            ({"ep": 2, "cp": 2, "tp": 2}, 4),
+        ]
+    ),
     ids=str,
 )
 def test_every_mesh_draws_the_same(module, one_device_draws, mesh, experts):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import spmd
+from tests.sampler import share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 20
@@ -107,12 +108,14 @@ def gradients(lm) -> Gradients:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--accumulate=4",),
-        ("--dp=8", "--tp=1"),
-        ("--dp=1", "--tp=8"),
-        ("--dp=2", "--tp=4", "--accumulate=2"),
-    ],
+    share(
+        [
+            ("--accumulate=4",),
+            ("--dp=8", "--tp=1"),
+            ("--dp=1", "--tp=8"),
+            ("--dp=2", "--tp=4", "--accumulate=2"),
+        ]
+    ),
     ids=" ".join,
 )
 def test_meshes_and_micro_batches_change_nothing(gradients, flags):

@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import spmd
-from tests.conftest import FULL_CASES, case_count
-from tests.sampler import first_seed
+from tests.sampler import share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROWS, LENGTH = 8, 16
@@ -115,10 +114,7 @@ def compare(found: Any, wanted: Any) -> None:
         assert off < 1e-5, f"{jax.tree_util.keystr(path)}: off by {off:.1e} of its largest element"
 
 
-STEP = -(-FULL_CASES // case_count())
-
-
-@pytest.mark.parametrize("name", [*PRODUCTS][first_seed() % STEP :: STEP])
+@pytest.mark.parametrize("name", share(PRODUCTS))
 def test_every_product_computes_what_one_device_does(steps, name):
     config, mesh, changes = PRODUCTS[name]
     compare(steps(config, mesh, changes), steps.on_one_device(config))
@@ -126,7 +122,7 @@ def test_every_product_computes_what_one_device_does(steps, name):
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("fsdp x cp x tp x sp", "auto"), ("dp x ep x tp", "auto"), ("cp x ep x tp x sp", "reference")],
+    share([("fsdp x cp x tp x sp", "auto"), ("dp x ep x tp", "auto"), ("cp x ep x tp x sp", "reference")]),
 )
 def test_other_modes(steps, name, mode):
     config, mesh, changes = PRODUCTS[name]

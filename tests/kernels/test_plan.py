@@ -12,6 +12,7 @@ import spmd
 from spmd.errors import LayoutError, MeshError, ReplicationError
 from tests.kernels.harness import KINDS, linear_on, mesh_of
 from tests.kernels.test_meshes import A, E, W, X
+from tests.sampler import share
 
 # -------------------- {R:} at the boundary of a kernel
 
@@ -39,7 +40,7 @@ REDUCED = {
 
 
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("kinds", share(KINDS))
 def test_types_of_axes(kinds, mode):
     """NumPy inputs, values and gradients, with and without an outer jit, with and without set_mesh."""
     mesh = mesh_of(KINDS[kinds])
@@ -92,7 +93,7 @@ def test_an_axis_that_the_mesh_does_not_have():
 
 
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("name", share(REDUCED))
 def test_reduced_arguments_and_results(name, mode):
     """In the body a reduced value is a copy like any other; its type is JAX's own outside only."""
     pattern, body, plain = REDUCED[name]

@@ -7,8 +7,9 @@ import pytest
 
 from spmd.errors import LayoutError
 from spmd.language import AxisMapping, Layout, Pattern
+from tests.conftest import case_count
 
-CASES = int(os.environ.get("SPMD_FUZZ_CASES", "200000"))
+CASES = int(os.environ.get("SPMD_FUZZ_CASES", 25_000 * case_count()))
 
 SEEDS = [
     "b/dp s/tp d",

@@ -14,6 +14,7 @@ from spmd import nn
 from spmd.modes import MODES
 from tests.nn.cases_loss import plain_cross_entropy
 from tests.nn.harness import MESH, mapped, normal
+from tests.sampler import share
 
 # -------------------- the known traps
 
@@ -140,7 +141,7 @@ def test_reductions():
     )
 
 
-@pytest.mark.parametrize(("layout", "shape"), [("b/dp", 8), ("b/dp n s", (2, 3, 4)), ("m b/dp s", (3, 4, 5))])
+@pytest.mark.parametrize(("layout", "shape"), share([("b/dp", 8), ("b/dp n s", (2, 3, 4)), ("m b/dp s", (3, 4, 5))]))
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_of_any_rank(layout, shape, mode):
     """`...` of no dimension, of two, and of two of which the second is divided."""

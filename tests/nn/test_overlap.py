@@ -14,6 +14,7 @@ import spmd
 from spmd import nn
 from spmd.nn import overlap
 from tests.layers import CASES, check, register_all
+from tests.sampler import share
 
 register_all()
 
@@ -55,7 +56,7 @@ def test_nothing_gathered_exists(n):
 
 
 @pytest.mark.parametrize("name", ["gather_einsum", "einsum_scatter"])
-@pytest.mark.parametrize("n", [2, 7])
+@pytest.mark.parametrize("n", share([2, 7]))
 def test_a_block_from_the_wrong_place_is_noticed(name, n, monkeypatch):
     """One off in the direction of a hop, or in the number of a block."""
     case = next(case for case in CASES[name][0]() if case.axes["tp"] == "tp" and case.mesh.get("tp") == n)

@@ -13,7 +13,7 @@ import spmd
 from spmd.modes import MODES
 from tests import simulator
 from tests.ops.harness import close, make_mesh, pulled
-from tests.sampler import dice, seeds
+from tests.sampler import dice, seeds, share
 
 MESHES = [
     ({"a": 4, "b": 2}, ("a",)),
@@ -131,7 +131,7 @@ def test_under_vmap_and_scan() -> None:
         np.testing.assert_array_equal(getattr(body, mode)(rows, owner), wanted)
 
 
-@pytest.mark.parametrize("hops", [None, (1, -1), (1,)])
+@pytest.mark.parametrize("hops", share([None, (1, -1), (1,)]))
 @pytest.mark.parametrize("axes", [("a",), ("a", "b")])
 def test_collectives_and_bytes_forward_and_backward(hops: Any, axes: tuple[str, ...]) -> None:
     """The formula of the docstring: all_to_all (n-1) c W, or a permute c W for each hop; counts 4 (n-1) (n+1)."""

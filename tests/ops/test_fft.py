@@ -17,7 +17,7 @@ from spmd._jaxprs import axes_of
 from spmd._walker import equations
 from spmd.modes import MODES
 from tests.ops.harness import make_mesh, pulled
-from tests.sampler import dice, seeds
+from tests.sampler import dice, seeds, share
 
 NUMPY = {"fft": np.fft.fftn, "ifft": np.fft.ifftn, "rfft": np.fft.rfftn, "irfft": np.fft.irfftn}
 JNP = {"fft": jnp.fft.fftn, "ifft": jnp.fft.ifftn, "rfft": jnp.fft.rfftn, "irfft": jnp.fft.irfftn}
@@ -202,11 +202,18 @@ def test_gradients_of_gradients_and_of_batches() -> None:
 
 @pytest.mark.parametrize(
     ("n", "mesh", "kind"),
-    [
-        *[(64, {"a": 8}, "fft"), (48, {"a": 2, "b": 2}, "ifft"), (90, {"a": 3}, "fft")],
-        # of sizes that the number of devices divides, and its square does not
-        *[(24, {"a": 8}, "fft"), (30, {"a": 3, "b": 2}, "ifft"), (4, {"a": 4}, "fft"), (70, {"a": 5, "b": 1}, "fft")],
-    ],
+    share(
+        [
+            *[(64, {"a": 8}, "fft"), (48, {"a": 2, "b": 2}, "ifft"), (90, {"a": 3}, "fft")],
+            # of sizes that the number of devices divides, and its square does not
+            *[
+                (24, {"a": 8}, "fft"),
+                (30, {"a": 3, "b": 2}, "ifft"),
+                (4, {"a": 4}, "fft"),
+                (70, {"a": 5, "b": 1}, "fft"),
+            ],
+        ]
+    ),
 )
 def test_a_dimension_alone(n: int, mesh, kind: str) -> None:
     pattern = f"x/{'/'.join(mesh)} -> kx/{'/'.join(mesh)}"

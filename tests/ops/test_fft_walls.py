@@ -17,7 +17,7 @@ from spmd.modes import MODES
 from spmd.ops._fft_walls import Wall
 from tests.ops.harness import make_mesh, pulled
 from tests.ops.test_fft import FORMULAS, close, kernel, numbers, sample
-from tests.sampler import dice, seeds
+from tests.sampler import dice, seeds, share
 
 KINDS = ("dct", "idct", "dst", "idst")
 NORMS = ("backward", "ortho", "forward")
@@ -37,7 +37,7 @@ def by_matrices(kind: str, number: int, norm: str, x: Any, dims: tuple[int, ...]
     return x
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", share([1, 2, 3, 4]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_scipy_numbers_the_types(kind: str, number: int) -> None:
     """Every norm, of odd and even sizes, down to the smallest."""

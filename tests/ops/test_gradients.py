@@ -15,6 +15,7 @@ import spmd
 from spmd import all_gather, defer, einsum, psum, psum_scatter, reduce
 from spmd.inspect import collectives
 from spmd.modes import MODES
+from tests.sampler import share
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def test_the_truth_is_true(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", share(PROGRAMS))
 def test_gradients_inside_and_outside(name, mode):
     """Both ways, in this mode, equal those of one device."""
     program = PROGRAMS[name]

@@ -20,6 +20,7 @@ from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.modes import MODES, Frame
 from spmd.ops._random import _block_prng, _positions, _words
+from tests.sampler import share
 
 KEY = jax.random.key(7)
 SAMPLERS = ("uniform", "normal", "bernoulli", "truncated_normal")
@@ -62,15 +63,6 @@ def same(a, b):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def optimised():
-    """Equal in the last bit: products and sums are to be fused alike, as programs outside of tests have them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(scope="module")
 def shape_matters():
     """Whether XLA's code for erf_inv rounds by the shape of its operand (jaxlib 0.12 on CPUs with FMA does)."""
@@ -96,14 +88,16 @@ def same_normal(shape_matters):
 
 @pytest.mark.parametrize(
     ("axes", "layout"),
-    [
-        ({"dp": 1, "tp": 1}, "b/dp s d/tp"),
-        ({"dp": 2, "tp": 4}, "b/dp s d/tp"),
-        ({"dp": 3}, "b d s/dp"),
-        ({"dp": 2, "tp": 3}, "b/tp/dp d s"),
-        ({"dp": 2, "tp": 3}, "b/dp/tp d s"),
-        ({"dp": 4}, "b d s"),
-    ],
+    share(
+        [
+            ({"dp": 1, "tp": 1}, "b/dp s d/tp"),
+            ({"dp": 2, "tp": 4}, "b/dp s d/tp"),
+            ({"dp": 3}, "b d s/dp"),
+            ({"dp": 2, "tp": 3}, "b/tp/dp d s"),
+            ({"dp": 2, "tp": 3}, "b/dp/tp d s"),
+            ({"dp": 4}, "b d s"),
+        ]
+    ),
 )
 def test_the_bits_of_the_whole_array(axes, layout, same_normal):
     sizes = {"b": 12, "s": 3, "d": 20}

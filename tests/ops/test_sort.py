@@ -16,7 +16,7 @@ from spmd.ops import argsort, flip, sort
 from spmd.ops._sort import rounds
 from tests import simulator
 from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 SPECIAL = [np.nan, 0.0, -0.0, 3.0, np.inf, -np.inf, -1.0, np.nan, 2.0, 2.0, 0.0, -1.0, 7.0, -7.0, 2.0, 5.0]
@@ -47,7 +47,9 @@ def test_random_calls_equal_numpy(seed: int) -> None:
 
 
 @pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("layout", ["[s/tp]", "[s/tp/dp]", "[s/dp/tp]", "[s/tp] 3", "4 [s/tp/dp]", "b/dp [s/tp]"])
+@pytest.mark.parametrize(
+    "layout", share(["[s/tp]", "[s/tp/dp]", "[s/dp/tp]", "[s/tp] 3", "4 [s/tp/dp]", "b/dp [s/tp]"])
+)
 def test_ties_nans_and_gradients_are_those_of_jnp(layout: str, descending: bool) -> None:
     """Values with ties and NaNs; each equal element has its own gradient."""
     plain = layout.replace("[", "").replace("]", "")

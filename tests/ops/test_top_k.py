@@ -14,7 +14,7 @@ from spmd.ops import top_k
 from tests import simulator
 from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, run, spec
 from tests.ops.harness import tally as compiled_counts
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -44,7 +44,7 @@ def test_random_calls_equal_numpy(seed: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["b/dp [e/tp]", "b [e/tp/dp]", "[e/tp] b/dp", "b/dp [e]"])
-@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("k", share([1, 3, 7]))
 def test_values_positions_and_gradients_in_every_mode(layout: str, k: int) -> None:
     plain = layout.replace("[", "").replace("]", "")
     (axis,) = simulator.bracketed(layout)

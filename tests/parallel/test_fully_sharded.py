@@ -11,6 +11,7 @@ import spmd
 from spmd import einsum, parallel
 from spmd.inspect import collectives
 from spmd.inspect._hlo import parse_module
+from tests.sampler import share
 
 REST = {"a": "d/dp f", "b": "f d/dp", "n": "d"}
 USE = {"a": "d f", "b": "f d", "n": "d"}
@@ -124,7 +125,7 @@ def test_what_is_gathered_at_the_start_is_kept(mesh, given):
 
 
 @pytest.mark.parametrize(("way", "edge"), [("unrolled", 0), ("scan", 0), ("prefetch", 1)])
-@pytest.mark.parametrize("save", [0, 1], ids=["activations", "inputs"])
+@pytest.mark.parametrize("save", share([0, 1]), ids=["activations", "inputs"].__getitem__)
 def test_each_weight_is_gathered_again(way, edge, save, mesh, given):
     """In the compiled program, on every version: without a scan too, where equal gathers are merged."""
     params, x = given

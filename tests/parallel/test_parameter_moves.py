@@ -11,6 +11,7 @@ import pytest
 
 import spmd
 from spmd import Layout, parallel
+from tests.sampler import share
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +93,7 @@ def rested(rest, use):
     return body
 
 
-@pytest.mark.parametrize("form", REST)
+@pytest.mark.parametrize("form", share(REST))
 @pytest.mark.parametrize("make", [gathered, rested])
 def test_all_forms_mean_the_same(make, form, mesh, params) -> None:
     """In all modes, values and gradients."""

@@ -13,6 +13,7 @@ import spmd
 from spmd import nn, parallel
 from spmd.parallel import pipeline_training
 from tests.conftest import FULL_CASES, case_count
+from tests.sampler import share
 
 OUTS = (0, 1, 2, 3)
 
@@ -188,7 +189,7 @@ def test_kept_inputs_are_those_of_the_schedule():
         assert (done == 3).sum() == m and (done == 2).sum() == m * (p * v - 1) == (done == 1).sum()
 
 
-@pytest.mark.parametrize("entry", ["input", "put_input", "cotangent", "put_x"])
+@pytest.mark.parametrize("entry", share(["input", "put_input", "cotangent", "put_x"]))
 def test_a_wrong_program_is_noticed(entry, monkeypatch):
     plain = pipeline_training._program
 
