@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -23,26 +24,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in scripts and pages too
 
-# XLA's flags, each with the first jax that may not know it: an unknown one ends the process.
-FLAGS = {
-    "xla_cpu_use_fusion_emitters=false": (
-        0,
-        11,
-    ),  # the older emitter of loops compiles small programs five times as fast
-    "xla_cpu_parallel_codegen_split_count=1": (
-        0,
-        13,
-    ),  # threads that compile one small program cost more than they save
-    "xla_cpu_max_isa=AVX": (0, 13),  # without FMA, which rounds by what is fused: equal numbers in the last bit
-}
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", "")]
-    + [
-        f"--{flag}"
-        for flag, without in FLAGS.items()
-        if jax.__version_info__ < without and flag.split("=")[0] not in os.environ.get("XLA_FLAGS", "")
-    ]
-).strip()
+# Flags of XLA, and the first jax that may not know them: an unknown flag ends the process. The older emitter of loops
+# compiles small programs five times as fast. Threads that share the code of one small program cost more than they save.
+# Without FMA numbers do not depend on what is fused, so that they are equal in the last bit.
+FLAGS = {"xla_cpu_use_fusion_emitters=false": (0, 11), "xla_cpu_parallel_codegen_split_count=1": (0, 13)}
+if platform.machine() == "x86_64":
+    FLAGS["xla_cpu_max_isa=AVX"] = (0, 13)
+given = os.environ.get("XLA_FLAGS", "")
+known = [f"--{flag}" for flag, end in FLAGS.items() if jax.__version_info__ < end and flag.split("=")[0] not in given]
+os.environ["XLA_FLAGS"] = " ".join([given, *known]).strip()
 
 os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
 
