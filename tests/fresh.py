@@ -20,7 +20,7 @@ TIMEOUT = 600
 VARIABLES = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "100", "MPLBACKEND": "agg"}
 
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["jax", "optax", "spmd"])
+forked.set_forkserver_preload(["jax", "optax", "spmd", "spmd.nn", "spmd.parallel", "spmd.inspect", "spmd.testing"])
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
