@@ -116,13 +116,15 @@ def _compared(kind: str, swapped: str) -> Callable[..., Piece | None]:
 
 def _integer(atom: Any, here: Here) -> int | None:
     """The number that an operand is on each device."""
-    if isinstance(atom, Literal):
-        return int(atom.val)
     table = here.operand.state.table
-    if table is None or table.axes:
+    if isinstance(atom, Literal):
+        values = np.asarray(atom.val)
+    elif table is None or table.axes or table.values is None:
         return None
-    values = table.values
-    return int(values.flat[0]) if values is not None and values.size and (values == values.flat[0]).all() else None
+    else:
+        values = np.asarray(table.values)
+    counts = values.dtype.kind in "iu" and values.size  # a float may be infinite
+    return int(values.flat[0]) if counts and (values == values.flat[0]).all() else None
 
 
 def _both(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:

@@ -84,3 +84,9 @@ def test_bounds_of_two_numbers_say_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert Piece(MINE) not in pieces(body, monkeypatch)
     assert Piece(MINE).power == ZERO
+
+
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan, 0.5])
+def test_a_number_that_is_no_count_is_no_bound(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison with an infinity, as a softmax over masked rows makes it."""
+    assert not pieces(lambda x: jnp.where(x >= number, x, 0), monkeypatch)
