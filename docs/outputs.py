@@ -3,8 +3,8 @@
     python -m docs.outputs README.md docs/pages/*.md
 
 Also runs the commands under `<!-- run -->` and `<!-- shell -->`, and draws the images under `<!-- picture: name -->`.
-Line numbers of the page itself become `...`, which matches anything in the tests. An output that already matches stays
-as it is.
+What is printed is shown as `as_shown` has it; `...` matches anything in the tests. An output that already matches
+stays as it is, unless it is too wide.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.pages import Shell, blocks, pictures, run_commands, same_output, show_source
+from tests.pages import COLUMNS, WIDTH, Shell, as_shown, blocks, pictures, run_commands, same_output, show_source
 
 
 def with_outputs(path: str, page: str) -> str:
@@ -45,10 +45,11 @@ def _with_outputs(folder: Path, shell: Shell, path: str, page: str) -> str:
         elif block.comment.startswith("shell"):
             printed.write(shell.type(block.text, block.comment.removeprefix("shell").removeprefix(" until ")))
         elif block.comment == "output":
-            if not same_output(block.text, printed.getvalue()):
-                text = re.sub(rf"({re.escape(Path(path).name)}):\d+", r"\1:...", printed.getvalue())
+            text = as_shown(path, printed.getvalue())
+            wide = max(map(len, block.text.splitlines()), default=0) > WIDTH
+            if wide or not same_output(block.text, text):
                 indent = re.match(" *", lines[block.line - 2])[0]  # of the fence
-                text = "\n".join(f"{indent}{line}".rstrip() for line in text.strip("\n").split("\n"))
+                text = "\n".join(f"{indent}{line}".rstrip() for line in text.split("\n"))
                 edits.append((block.line - 1, block.line - 1 + len(block.text.splitlines()), text))
             printed = io.StringIO()
     for name, file in pictures(page):
@@ -77,7 +78,7 @@ def rewrite(path: str) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
+    os.environ["COLUMNS"] = COLUMNS  # tables are as wide as the terminal
     file = Path(path)
     file.write_text(with_outputs(path, file.read_text()))
 

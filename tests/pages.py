@@ -2,8 +2,8 @@
 
     python -m tests.pages README.md
 
-What an `<!-- output -->` comment announces must be what was printed since the last such block; `...` in it
-stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it. The commands
+What an `<!-- output -->` comment announces must be what was printed since the last such block, as `as_shown` has it;
+`...` in it stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it. The commands
 of a block under `<!-- run -->`, `$ python -m ...`, are run, in a folder with the blocks under `<!-- file: NAME -->`. The
 lines `$ ...` of a block under `<!-- shell -->` are typed into one bash, in a folder that looks like the checkout; under
 `<!-- shell until TEXT -->` it goes on when a command in the background has printed the text. An image under
@@ -30,6 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from spmd._table import wrapped
+
+WIDTH = 84  # of code and output; what is wider does not fit beside the menu, and not at all on a phone
+COLUMNS = "82"  # of the terminal that prints: `...` may be two wider than the number of a line
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 
@@ -114,14 +118,29 @@ def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
         elif block.comment.startswith("shell"):
             printed.write(shell.type(block.text, block.comment.removeprefix("shell").removeprefix(" until ")))
         elif block.comment == "output":
-            if not same_output(block.text, printed.getvalue()):
-                faults.append(f"{here}: the page says\n{block.text}\nand was printed\n{printed.getvalue()}")
+            found = as_shown(path, printed.getvalue())
+            if not same_output(block.text, found):
+                faults.append(f"{here}: the page says\n{block.text}\nand was printed\n{found}")
             printed = io.StringIO()
     for name, file in pictures(page):
         stored = Path(path).parent / file
         if not stored.exists() or stored.read_text() != namespace[name].svg + "\n":
             faults.append(f"{path}: {file} is not what {name} draws")
     return faults
+
+
+def as_shown(path: str, printed: str) -> str:
+    """What was printed, as a page shows it: `...` for its own line numbers, and lines of at most `WIDTH`.
+
+    A line that is wider goes on in the next one, a little further in.
+    """
+    text = re.sub(rf"({re.escape(Path(path).name)}):\d+", r"\1:...", printed).strip("\n")
+    return "\n".join(part for line in text.split("\n") for part in _folded(line))
+
+
+def _folded(line: str) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return wrapped(line.lstrip(), WIDTH, indent, f"{indent}  ")
 
 
 def show_source(path: str, page: str) -> None:
@@ -200,7 +219,7 @@ class Shell:
         for name in ("examples", "LICENSE"):
             (Path(self.folder.name) / name).symlink_to(root / name)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**os.environ, "PYTHONPATH": str(root), "PATH": path, "COLUMNS": "100"}
+        env = {**os.environ, "PYTHONPATH": str(root), "PATH": path, "COLUMNS": COLUMNS}
         for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
             env.pop(name, None)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -245,6 +264,7 @@ def main(path: str) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    os.environ["COLUMNS"] = COLUMNS
     faults = run_page(path, Path(path).read_text())
     print("\n\n".join(faults))
     return 1 if faults else 0

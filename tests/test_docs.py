@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import spmd
+from tests.pages import WIDTH, blocks
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Modules whose names stand on the API page under the module's.
@@ -36,6 +37,22 @@ def test_a_missing_name_is_noticed():
     """Meta-test."""
     assert documented("::: spmd.kernel\n\n::: spmd.random.normal\ntext ::: spmd.other\n") == {"kernel", "random.normal"}
     assert "kernel" in expected() and "random.normal" in expected()
+
+
+def too_wide(page: str) -> list[str]:
+    """The lines of code and output that do not fit into the column of a page."""
+    return [line for block in blocks(page) for line in block.text.splitlines() if len(line) > WIDTH]
+
+
+def test_code_and_output_fit_into_the_column_of_a_page():
+    pages = [DOCS.parent / "README.md", *sorted((DOCS / "pages").rglob("*.md"))]
+    assert {path.name: lines for path in pages if (lines := too_wide(path.read_text()))} == {}
+
+
+def test_a_wide_line_is_noticed():
+    """Meta-test."""
+    page = "```python\n{}\n```\n" + "prose " * 30
+    assert too_wide(page.format("x" * WIDTH)) == [] and len(too_wide(page.format("x" * (WIDTH + 1)))) == 1
 
 
 def test_every_page_is_in_the_menu():
