@@ -111,7 +111,8 @@ def search(
             progress(found.traced, len(asked) + len(left))
     found.rest = [Untraced(one.mesh, one.choice, one.seconds) for one in [*asked, *left][found.traced :]]
     if not found.rows:
-        raise MeshError(f"no mesh of {devices:,} devices is left.", call=_CALL, got=found.reasons())
+        advice = "sizes that a mesh divides, or another where="
+        raise MeshError(f"no mesh of {devices:,} devices is left.", call=_CALL, got=found.reasons(), advice=advice)
     return Search(found)
 
 
