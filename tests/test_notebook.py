@@ -1,15 +1,19 @@
-"""Lines of notebook cells, whose files have hashes for names: IPython's own bookkeeping, played by hand."""
+"""Lines of notebook cells, whose files have hashes for names: IPython's own bookkeeping, played by hand. And a notebook
+that runs."""
 
 from __future__ import annotations
 
 import linecache
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import spmd
 from spmd._notebook import shown_file
+from spmd.drawing._svg import FILLS
 
 CELL = """import spmd, jax
 @spmd.kernel("b/dp -> b", mesh=mesh)
@@ -57,3 +61,22 @@ def test_names_of_cells(monkeypatch):
     assert shown_file(hashed) == "In[3]"  # the last that ran
     assert shown_file("/srv/ipykernel_1.py") == "/srv/ipykernel_1.py"
     assert shown_file(__file__) == __file__
+
+
+NOTEBOOK = Path(__file__).parent.parent / "examples" / "notebook.ipynb"
+
+
+def test_the_notebook_runs_and_shows_pictures_and_tables():
+    """Each cell that ends with one of our values shows SVG or HTML; a picture of 64 devices has 64 colours."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
+    shown = [cell.outputs[-1].data for cell in book.cells if cell.cell_type == "code"]
+    assert len(shown) == 10
+    kinds = ["svg" if "image/svg+xml" in one else "html" if "text/html" in one else "text" for one in shown]
+    assert kinds == ["svg", "html", "svg", "html", "html", "html", "html", "svg", "svg", "text"]
+    assert "tp" in shown[3]["text/html"] and "psum" in shown[6]["text/html"]
+    fills = set(re.findall(r'fill="(#[0-9a-f]{6})"', shown[8]["image/svg+xml"]))
+    assert len(fills & set(FILLS)) == 64
+    assert "16." in shown[9]["text/plain"]
