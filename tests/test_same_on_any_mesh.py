@@ -304,6 +304,19 @@ def spectral_flow() -> Program:
     return build, (jnp.float32(1.5),), {"mesh": spmd.make_mesh(a=2, b=2), "rtol": 1e-4}
 
 
+@example
+def particle_mesh() -> Program:
+    example = module("particle_mesh")
+    times = jnp.array([0.1, 0.5])
+
+    def build(mesh: Any) -> Callable[..., Any]:
+        universe = example.Universe(8, mesh, sigma=0.3)
+        return lambda white: universe.evolve(white, times)
+
+    white = jnp.cos(jnp.arange(512.0) ** 2).reshape(8, 8, 8)
+    return build, (white,), {"mesh": spmd.make_mesh(a=2, b=2), "rtol": 1e-3, "atol": 1e-4}
+
+
 QUICK = ("summa", "waves")  # of these is the one that always runs
 CHOSEN = EXAMPLE_PROGRAMS if case_count() > FULL_CASES else {name: EXAMPLE_PROGRAMS[name] for name in QUICK}
 
