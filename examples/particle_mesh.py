@@ -135,7 +135,8 @@ def density(x, owner, n: int):
 
 def forces(x, owner, n: int):
     """-grad psi where the particles are. Sharing and fetching smooth it, which is undone."""
-    smooth = math.prod(jnp.sinc(ki / n) ** 2 for ki in wave_numbers(n))
+    angles = [math.pi / n * ki for ki in wave_numbers(n)]
+    smooth = math.prod(jnp.where(a == 0, 1, jnp.sin(a) / jnp.where(a == 0, 1, a)) ** 2 for a in angles)
     field = -uphill(to_spectrum(density(x, owner, n)) / smooth**2, n)
     field = halo(field, "v x/a y/b z -> v x/a+1 y/b+1 z+1")
     at, shares = corners(x, n)
@@ -158,6 +159,24 @@ def step(x, p, owner, start, stop, n: int, room: int):
     x, p, owner, away = at_home(x + p * (middle - start) / start**1.5, p, owner, n, room)
     p = p + forces(x, owner, n) * (stop**1.5 - start**1.5) / middle
     return x + p * (stop - middle) / stop**1.5, p, owner, away
+
+
+def measured(x, p, owner, n: int, room: int):
+    """The density, how many particles it lacks, and the total momentum beside the sum of sizes."""
+    x, p, owner, away = at_home(x, p, owner, n, room)
+    total, sizes = (reduce(y, "n/a/b v -> v") for y in (p, abs(p)))
+    return density(x, owner, n), away, total / sizes
+
+
+def spectrum(delta, n: int):
+    """The mean power of the waves of each length."""
+    k, f = wave_numbers(n), to_spectrum(delta)
+    twice = jnp.where((k[2] == 0) | (k[2] == n / 2), 1, 2) * (k[2] <= n / 2)  # the waves that rfft leaves out
+    terms = jnp.stack([twice * abs(f) ** 2, twice * jnp.ones_like(f.real)])
+    shell = jnp.round(length(k)).astype(jnp.int32)
+    pattern = f"c {SPECTRUM}, {SPECTRUM} -> c [r]"
+    power, count = spmd.scatter_add(terms, shell, pattern, r=n // 2, outside="drop")
+    return power / count
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
@@ -199,34 +218,18 @@ class Universe:
                 return tuple(state), away
 
             state, _ = jax.lax.scan(jax.checkpoint(one), begin(white), (times[:-1], times[1:]))
-            return measured(*state)[0]
+            return measured(*state, n, room)[0]
 
         def advance(x, p, owner, start, stop):
             return step(x, p, owner, start, stop, n, room)
-
-        def measured(x, p, owner):
-            """The density, how many particles it lacks, and the total momentum beside the sum of sizes."""
-            x, p, owner, away = at_home(x, p, owner, n, room)
-            total, sizes = (reduce(y, "n/a/b v -> v") for y in (p, abs(p)))
-            return density(x, owner, n), away, total / sizes
-
-        def spectrum(delta):
-            """The mean power of the waves of each length."""
-            k, f = wave_numbers(n), to_spectrum(delta)
-            twice = jnp.where((k[2] == 0) | (k[2] == n / 2), 1, 2) * (k[2] <= n / 2)  # the waves that rfft leaves out
-            terms = jnp.stack([twice * abs(f) ** 2, twice * jnp.ones_like(f.real)])
-            shell = jnp.round(length(k)).astype(jnp.int32)
-            pattern = f"c {SPECTRUM}, {SPECTRUM} -> c [r]"
-            power, count = spmd.scatter_add(terms, shell, pattern, r=n // 2, outside="drop")
-            return power / count
 
         state, sides = f"{ROWS}, {ROWS}, {OWNERS}", dict.fromkeys(("x", "y", "z", "kx", "ky"), n)
         kernel = lambda pattern, fn: spmd.kernel(pattern, mesh=mesh, **sides)(fn)
         self.begin = kernel(f"{GRID} -> {state}", begin)
         self.linear = kernel(f"{GRID} -> {GRID}", lambda white: to_grid(linear(white)))
         self.step = kernel(f"{state}, scalar, scalar -> {state}, scalar", advance)
-        self.measured = kernel(f"{state} -> {GRID}, scalar, v", measured)
-        self.spectrum = kernel(f"{GRID} -> r", spectrum)
+        self.measured = kernel(f"{state} -> {GRID}, scalar, v", lambda *state: measured(*state, n, room))
+        self.spectrum = kernel(f"{GRID} -> r", lambda delta: spectrum(delta, n))
         self.evolve = kernel(f"{GRID}, t -> {GRID}", evolve)
         self.flat = kernel(f"{GRID} -> x/a y/b", lambda delta: delta.mean(2))
 
