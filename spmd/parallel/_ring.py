@@ -206,7 +206,8 @@ def _hop_back(
     """What one block of keys adds to the gradient of the queries, and the block's own gradients from these queries."""
     k, v = jnp.split(keys, [size], axis=-1)
 
-    def visit(dq: Tree, found: Tree) -> Tree:
+    def visit(gradients: Tree) -> Tree:
+        dq, found = gradients
         for ours, theirs, causal, side, other in _meetings(ring, q, (k, v), segments, number, first):
             fold = functools.partial(_fold_back, ring, causal, side, [ours.take(x) for x in sums])
             more_q, more = _over_chunks(ring, fold, None, other)
@@ -214,12 +215,12 @@ def _hop_back(
             found = theirs.put(found, theirs.take(found) + more)
         return dq, found
 
-    nothing = [tuple(jnp.zeros_like(x, wide(x)) for x in parts) for parts in (q, keys)]
-    dq, found = visit(*nothing) if first else _if_seen(ring, number, visit, *nothing)
+    nothing = tuple(tuple(jnp.zeros_like(x, wide(x)) for x in parts) for parts in (q, keys))
+    dq, found = visit(nothing) if first else _if_seen(ring, number, visit, nothing)
     return jnp.stack(dq), jnp.stack(found)
 
 
-def _if_seen(ring: Ring, number: Any, visit: Any, *kept: Tree) -> Tree:
+def _if_seen(ring: Ring, number: Any, visit: Any, kept: Tree) -> Tree:
     """What a visit makes of `kept`, or `kept` itself on devices from which the mask hides the whole block.
 
     Under a causal mask these are, with contiguous blocks, the blocks behind our own. A device that holds one block
@@ -227,8 +228,8 @@ def _if_seen(ring: Ring, number: Any, visit: Any, *kept: Tree) -> Tree:
     """
     here = _here(ring)
     if not ring.causal or ring.placement != "contiguous" or here.shape != (1,):
-        return visit(*kept)
-    return jax.lax.cond(here[0] >= number, visit, lambda *kept: kept if len(kept) > 1 else kept[0], *kept)
+        return visit(kept)
+    return jax.lax.cond(here[0] >= number, visit, lambda kept: kept, kept)
 
 
 # --- one product of queries and keys ---------------------------------------------------------------------------
