@@ -34,9 +34,10 @@ def text(folder: Path, epoch: int) -> Path:
     return data
 
 
-def raised() -> None:
-    """What goes wrong in one process."""
-    raise ValueError("bad data")
+def fails(folder: Path, error: BaseException) -> None:
+    """What goes wrong in one process, and when: Python runs a handler only after what JAX compiles or waits for."""
+    (folder / "failed").write_text(repr(time.monotonic()))
+    raise error
 
 
 def main(folder: Path, flags: list[str]) -> None:
@@ -55,8 +56,8 @@ def main(folder: Path, flags: list[str]) -> None:
 
     train_lm.Windows.__getitem__ = noted
     train_lm.save_curve = lambda path, results: None
-    signal.signal(signal.SIGUSR2, lambda *_: raised())
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(3))
+    signal.signal(signal.SIGUSR2, lambda *_: fails(folder, ValueError("bad data")))
+    signal.signal(signal.SIGALRM, lambda *_: fails(folder, SystemExit(3)))
     print("pid", os.getpid(), flush=True)
     train_lm.main([*FLAGS, f"--data={folder / 'text'}", f"--json={folder / 'results.json'}", *flags])
     (folder / f"rows-{jax.process_index()}").write_text(json.dumps(read))

@@ -73,7 +73,8 @@ def run(folder: Path, count: int, *flags: str, copies: int = 1) -> Part:
 
 
 def interrupted(folder: Path, count: int, number: int, rank: int, *flags: str) -> Ended:
-    """The job, of which one process gets a signal after it has saved for the second time, and its seconds from then."""
+    """The job, of which one process gets a signal after it has saved for the second time, and its seconds from then, or
+    from when the process itself failed."""
     text(folder, EPOCH)
     flags = (f"--steps={STEPS}", saved(folder), *flags)
     command = ["-m", "spmd", "launch", "-n", str(count), "--devices", str(8 // count), JOB, str(folder), *flags]
@@ -84,8 +85,11 @@ def interrupted(folder: Path, count: int, number: int, rank: int, *flags: str) -
         said, saves = said + line, saves + (", saving" in line)
     [pid] = re.findall(rf"^\[{rank}\] pid (\d+)$", said, re.MULTILINE)
     os.kill(int(pid), number)
-    found = end(process, time.monotonic())
-    return Ended(found.code, said + found.out, found.err, found.seconds)
+    killed = time.monotonic()
+    found = end(process, killed)
+    failed = folder / "failed"
+    late = float(failed.read_text()) - killed if failed.exists() else 0.0
+    return Ended(found.code, said + found.out, found.err, found.seconds - late)
 
 
 def stopped(folder: Path, count: int, rank: int, number: int = signal.SIGTERM) -> Part:
