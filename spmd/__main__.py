@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
 import os
 import sys
@@ -13,6 +14,7 @@ from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, ru
 from spmd._compat import installed
 from spmd.comm.plans import PREFER
 from spmd.errors import SpmdError
+from spmd.searcher._search import search as search_meshes
 
 _EXAMPLES = """examples:
   python -m spmd plan "a/x b -> a b/x" --mesh x=4 --size a=4096,b=4096 --dtype bf16
@@ -28,24 +30,22 @@ _EXAMPLES = """examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    described = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m spmd",
         description="Plan the cheapest change of layout, draw which device holds what, explain or check a program,\n"
         "search the mesh that suits it, show versions and devices, print the rules of the checker, or start a program\n"
         "as several processes.",
         epilog=_EXAMPLES,
-        formatter_class=described,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spmd {installed('spmd') or '(not installed)'}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    plan = commands.add_parser(
+    plan = _command(
+        commands,
         "plan",
-        help="the cheapest steps from one layout to another",
-        description="The cheapest steps from one layout to another: bytes per device, lower bound, ratio.",
-        epilog=_examples("plan"),
-        formatter_class=described,
+        "the cheapest steps from one layout to another",
+        "The cheapest steps from one layout to another: bytes per device, lower bound, ratio.",
     )
     plan.add_argument("pattern", help='"layout -> layout", such as "a/x b -> a b/x"')
     _add_mesh_and_sizes(plan)
@@ -55,12 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--picture", action="store_true", help="draw each step below the table")
     _add_output(plan)
 
-    show = commands.add_parser(
+    show = _command(
+        commands,
         "show",
-        help="which device holds what",
-        description="Which device holds which block of an array. Sizes that are not given leave blocks numbered.",
-        epilog=_examples("show"),
-        formatter_class=described,
+        "which device holds what",
+        "Which device holds which block of an array. Sizes that are not given leave blocks numbered.",
     )
     show.add_argument("layout", help='a layout, such as "b/dp (h k)/tp"')
     _add_mesh_and_sizes(show)
@@ -68,51 +67,53 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_programs(commands)
     _add_search(commands)
-    info = commands.add_parser(
+    info = _command(
+        commands,
         "info",
-        help="versions, devices, meshes that fit",
-        description="Versions, devices, meshes that fit them. Exits with 1 if something needed is missing or too old.",
+        "versions, devices, meshes that fit",
+        "Versions, devices, meshes that fit them. Exits with 1 if something needed is missing or\ntoo old.",
     )
     info.add_argument("--extras", action="store_true", help="the packages of the extras too")
     info.add_argument("--json", action="store_true", help="print JSON")
 
-    rules = commands.add_parser(
+    rules = _command(
+        commands,
         "rules",
-        help="what the checker knows of each primitive",
-        description="For each primitive of JAX: how dimensions pass through it, and what becomes of a partial sum.",
+        "what the checker knows of each primitive",
+        "For each primitive of JAX: how dimensions pass through it, and what becomes of a partial\nsum.",
     )
     rules.add_argument("--json", action="store_true", help="print JSON")
     _add_launch(commands)
     return parser
 
 
-def _examples(command: str) -> str:
-    """The examples of one command."""
+def _command(commands: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    """A command with its examples."""
     first, *lines = _EXAMPLES.splitlines()
-    return "\n".join([first, *(line for line in lines if f" spmd {command} " in line)])
+    examples = "\n".join([first, *(line for line in lines if f" spmd {name}" in line)])
+    described = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, help=summary, description=description, epilog=examples, formatter_class=described)
 
 
 def _add_programs(commands: Any) -> None:
     """`explain` and `check`, which take a program by its name in a file."""
-    explain = commands.add_parser(
+    explain = _command(
+        commands,
         "explain",
-        help="what a program sends",
-        description="What a program sends, from which line, over which axes. It is traced, not run. PROGRAM is\n"
+        "what a program sends",
+        "What a program sends, from which line, over which axes. It is traced, not run. PROGRAM is\n"
         "FILE:KERNEL, with the sizes of the names in its layouts, or FILE:build, where build(mesh) returns a\n"
         "function and its arguments.",
-        epilog=_examples("explain"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     explain.add_argument("--hardware", metavar="NAME", help="a profile, such as h100 or tpu-v5p: adds times")
     explain.add_argument("--compile", action="store_true", help="compile it too, for virtual CPU devices")
     explain.add_argument("--json", action="store_true", help="print JSON")
-    check = commands.add_parser(
+    check = _command(
+        commands,
         "check",
-        help="where a program does not mean what its layouts say",
-        description="The findings of the checker for a whole program. It is traced, not run. PROGRAM as in explain.\n"
+        "where a program does not mean what its layouts say",
+        "The findings of the checker for a whole program. It is traced, not run. PROGRAM as in explain.\n"
         "Exits with 1 if there are findings.",
-        epilog=_examples("check"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check.add_argument("--source", action="store_true", help="print the program with the layout of each line")
     for parser in (explain, check):
@@ -124,35 +125,38 @@ def _add_programs(commands: Any) -> None:
 
 
 def _add_search(commands: Any) -> None:
-    search = commands.add_parser(
+    search = _command(
+        commands,
         "search",
-        help="which mesh suits a program best",
-        description="Every factorisation of the device count: excluded by a bound, or traced and priced. It is not\n"
+        "which mesh suits a program best",
+        "Every factorisation of the device count: excluded by a bound, or traced and priced. It is not\n"
         "run. PROGRAM is FILE:build, where build(mesh) returns a function, its arguments, and if it likes a\n"
         "spmd.searcher.Bound.",
-        epilog=_examples("search"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    default = {name: one.default for name, one in inspect.signature(search_meshes).parameters.items()}
+    axes = ",".join(default["axes"])
     search.add_argument("program", metavar="PROGRAM", help="a file and a function in it: train.py:build")
     search.add_argument("--devices", type=_positive, required=True, help="the number of devices")
-    search.add_argument("--axes", default="dp,fsdp,cp,tp,pp", help="mesh axes (default dp,fsdp,cp,tp,pp)")
+    search.add_argument("--axes", default=axes, help=f"mesh axes (default {axes})")
     search.add_argument("--hardware", metavar="NAME", required=True, help="a profile, such as h100 or tpu-v5p")
-    search.add_argument("--memory", type=float, default=0.9, help="the part of the memory to use (default 0.9)")
+    part = default["memory"]
+    search.add_argument("--memory", type=float, default=part, help=f"the part of the memory to use (default {part})")
     search.add_argument("--choice", action="append", default=[], metavar="NAME=V,...", help="of build: micro=8,16")
     search.add_argument("--overlap", default="", metavar="AXES", help="whose collectives run beside compute: dp,fsdp")
-    search.add_argument("--top", type=_positive, default=10, help="how many rows are certain (default 10)")
+    top = default["top"]
+    search.add_argument("--top", type=_positive, default=top, help=f"how many rows are certain (default {top})")
     search.add_argument("--most", type=_positive, help="the most meshes to trace")
     _add_output(search)
 
 
 def _add_launch(commands: Any) -> None:
-    launch = commands.add_parser(
+    launch = _command(
+        commands,
         "launch",
-        help="start a program as several processes",
-        description="Start a program as several processes on this machine. Their lines are printed with their ranks.\n"
+        "start a program as several processes",
+        "Start a program as several processes on this machine. Their lines are printed with their ranks.\n"
         "When one fails, its error is printed first and last, and the others end. Ctrl-C reaches all of them and\n"
         "leaves them 30 s to save. The program calls spmd.cluster.initialize().",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     launch.add_argument("-n", "--processes", dest="count", type=_positive, required=True, help="processes on this host")
     launch.add_argument("--devices", type=_positive, default=0, help="virtual CPU devices of each process")

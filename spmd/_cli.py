@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -172,7 +170,7 @@ def run_search(options: Any) -> int:
     axes, overlap = ([one for one in text.split(",") if one] for text in (options.axes, options.overlap))
     limits = {"memory": options.memory, "top": options.top, "most": options.most}
     words = {"devices": options.devices, "axes": axes, "hardware": options.hardware, **limits}
-    with _progress() as progress:
+    with shown_if_slow(f"searching {options.program}") as progress:
         found = search(builder(options.program), **words, choices=choices, overlap=overlap, progress=progress)
     if options.svg:
         _save(found.plot(), options.svg)
@@ -276,20 +274,6 @@ def _save(picture: Picture, path: str | None) -> None:
         raise SpmdError(rule, call=f"--svg {path}", advice="as in --svg picture.svg") from None
     except OSError as error:
         raise SpmdError(f"The file cannot be written: {error.strerror}.", call=f"--svg {path}") from None
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal's standard error, if `rich` is installed."""
-    if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("tracing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(picture: Picture) -> None:

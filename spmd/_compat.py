@@ -7,8 +7,9 @@ JAX release is absorbed here.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,16 @@ def live_jaxpr(jaxpr: Any) -> Any:
 def name_stack(eqn: Any) -> tuple[tuple[str, str], ...]:
     """The names around an equation, outermost first: `("Scope", text)` of `jax.named_scope`, `("Transform", "jvp")`."""
     return tuple((type(entry).__name__, entry.name) for entry in eqn.source_info.name_stack.stack)
+
+
+# How JAX names the operations of a backward pass, in HLO too. `jax.linear_transpose` alone does not make one.
+BACKWARD = "transpose(jvp("
+
+
+def is_backward(names: Iterable[tuple[str, str]]) -> bool:
+    """Whether names around an equation, as `name_stack` gives them, say that it belongs to a backward pass."""
+    pairs = itertools.pairwise(names)
+    return any(pair == (("Transform", "transpose"), ("Transform", "jvp")) for pair in pairs)
 
 
 # Functions of JAX that begin a backward pass.

@@ -129,6 +129,11 @@ def is_first(axes: Sequence[str]) -> Any:
     return functools.reduce(operator.and_, (lax.axis_index(a) == 0 for a in axes))
 
 
+def at_least_int32(numbers: Any) -> Any:
+    """Whole numbers that can be compared with sizes, which small integers cannot hold."""
+    return numbers.astype(jnp.int32) if numbers.dtype.itemsize < 4 else numbers
+
+
 def slice_block(x: Any, axis: str, dim: int, parts: int) -> Any:
     """This device's block of dimension `dim`. Backward one all-gather if `x` is equal by JAX's type. If it is a
     gathered copy nothing is sent, and the zero-padded cotangent is a partial sum."""

@@ -5,34 +5,37 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 SECONDS = 2.0  # from then on a reader wonders
 
 
 @contextlib.contextmanager
-def shown_if_slow(text: str) -> Iterator[None]:
-    """Show a text and the seconds on standard error from the second second on, and remove them at the end.
+def shown_if_slow(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a text, a bar and the seconds on standard error from the second second on, and remove them at the end.
 
     Nothing is shown where standard error is not a terminal, or `rich` is not installed.
+
+    Yields:
+      A function that is told how much is done, and how much there is. The bar moves to and fro until it is called.
     """
     try:
         from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        yield
+        yield lambda done, total: None
         return
     if not sys.stderr.isatty():
-        yield
+        yield lambda done, total: None
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    progress.add_task(text, total=None)
+    task = progress.add_task(text, total=None)
     timer = threading.Timer(SECONDS, progress.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda done, total: progress.update(task, completed=done, total=total)
     finally:
         timer.cancel()
         timer.join()  # it may just be starting

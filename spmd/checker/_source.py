@@ -121,7 +121,7 @@ def line_of_error(error: BaseException) -> LineName:
 
 def is_transposed(eqn: Any, callers: Sequence[Any] = ()) -> bool:
     """Whether the equation belongs to a backward pass, which JAX wrote and not the user."""
-    return any("transpose(" in str(e.source_info.name_stack) for e in (eqn, *callers))
+    return any(_compat.is_backward(_compat.name_stack(e)) for e in (eqn, *callers))
 
 
 def is_differentiated(eqn: Any) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmd import _compat
 from spmd._facts import CallName
 from spmd._units import sent_bytes
 from spmd.inspect._collectives import Collective
@@ -177,7 +178,7 @@ def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> N
     if not candidates:
         rest.append(piece)
         return
-    backward = "transpose(" in piece.of.op_name
+    backward = _compat.BACKWARD in piece.of.op_name
 
     def fits(group: _Group) -> int:
         row = group.row
@@ -298,7 +299,7 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
         exact=one.exact,
         text=_cause(one, written) if whole else "the compiler's own, combined with one that is written",
         where=one.where,
-        phase="backward" if "transpose(" in one.op_name else "forward",
+        phase="backward" if _compat.BACKWARD in one.op_name else "forward",
         written=False,
         implicit=False,
         recomputed=False,

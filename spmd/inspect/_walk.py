@@ -316,7 +316,7 @@ class Walk(Domain):
         primitive: str = eqn.primitive.name
         kind = _KINDS.get(primitive, primitive)
         recomputed = ("Scope", "rematted_computation") in names
-        transposed = ("Transform", "transpose") in names
+        transposed = _compat.is_backward(names)
         call = _call_around(names)
         added = transposed and not recomputed
         for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:

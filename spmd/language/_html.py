@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from spmd._table import Row, Table, html_page
 from spmd.language._syntax import Dim
 
-if TYPE_CHECKING:
-    from spmd.language._layout import Layout
-
 _HEAD = ("dimension", "lies")
+
+
+class Layout(Protocol):
+    """What a table shows of a `Layout`."""
+
+    @property
+    def dims(self) -> Sequence[Dim]: ...
+    @property
+    def unreduced(self) -> Sequence[str]: ...
+    @property
+    def reduced(self) -> Sequence[str]: ...
 
 
 def of_layout(layout: Layout) -> str:

@@ -7,7 +7,7 @@ of the two ways, and gives the result its layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,9 +62,28 @@ class Along:
         """The mesh axes that divide these dimensions, in mesh order. None if each device has them whole."""
         return self.call.frame.in_mesh_order([a for f in self.factors if f.local < f.size for a in f.axes])
 
-    def taker(self, dim: int, n: int) -> int | None:
-        """Another axis of the array, which n devices can divide instead of this one."""
-        return next((i for i, m in enumerate(self.x.shape) if i != dim and m % n == 0), None)
+    def traded(
+        self, fn: Callable[..., tuple[Any, ...]], given: Sequence[Any], dim: int, axes: tuple[str, ...]
+    ) -> tuple[Any, ...] | None:
+        """A function of arrays that have a divided dimension whole, because the devices divide another one meanwhile.
+
+        Communication: an all-to-all of each array there, and one of each result back.
+
+        Args:
+          fn: The function, to a tuple.
+          given: Its arrays, which begin with the dimensions of the operand.
+          dim: The divided dimension.
+          axes: The mesh axes that divide it.
+
+        Returns:
+          The results, divided as before. None if the devices divide no other dimension of the operand.
+        """
+        n = self.call.frame.axis_size(axes)
+        other = next((i for i, m in enumerate(self.x.shape) if i != dim and m % n == 0), None)
+        if other is None:
+            return None
+        there = [_lax.all_to_all(y, axes, split=other, concat=dim) for y in given]
+        return tuple(_lax.all_to_all(y, axes, split=dim, concat=other) for y in fn(*there))
 
     def result(
         self,

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd.comm._call import Call, open_call
@@ -89,20 +88,7 @@ def _narrowed(x: Any, margins: list[Margins]) -> Any:
     for one in margins:
         low, high = one.wider
         narrow = lax.slice_in_dim(narrow, low, narrow.shape[one.dim] - high, axis=one.dim)
-    back = jax.linear_transpose(lambda y: widened(y, margins), narrow)
-    return _replayed(lambda x: back(x)[0], x)
-
-
-def _replayed(fn: Any, x: Any) -> Any:
-    """`fn(x)`, as if its operations were written here. JAX names those that it transposes so, and whoever reads the
-    names, as `explain` does, would take them for a backward pass."""
-    closed = jax.make_jaxpr(fn)(x)
-    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | {closed.jaxpr.invars[0]: x}
-    value = lambda v: v.val if isinstance(v, Literal) else known[v]
-    for eqn in closed.jaxpr.eqns:
-        out = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
-        known.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
-    return value(closed.jaxpr.outvars[0])
+    return jax.linear_transpose(lambda y: widened(y, margins), narrow)(x)[0]
 
 
 def _check_edges(call: Call, edges: Edges) -> None:

@@ -372,7 +372,7 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
 
 def _check_undifferentiated(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> None:
     """No gradient taken inside: under vmap JAX sums cotangents over axes otherwise than on a mesh, in silence."""
-    if any("transpose(" in str(e.source_info.name_stack) for e in equations(jax.make_jaxpr(fn)(*shards))):
+    if any(_compat.is_backward(_compat.name_stack(e)) for e in equations(jax.make_jaxpr(fn)(*shards))):
         rule = "the function differentiates, and under jax.vmap(axis_name=...) JAX's collectives have other gradients."
         call.fail(rule, advice="jax.grad around the kernel, or the kernel's explicit mode", error=ModeError)
 

@@ -93,10 +93,8 @@ def _by_traced(one: Along, x: Any, dim: int, factor: Factor, by: Any) -> Any:
     call, n = one.call, factor.size // factor.local
     if n == 1:
         return jnp.roll(x, by, axis=dim)
-    taker = one.taker(dim, n)
-    if taker is not None:
-        whole = _lax.all_to_all(x, factor.axes, split=taker, concat=dim)
-        return _lax.all_to_all(jnp.roll(whole, by, axis=dim), factor.axes, split=dim, concat=taker)
+    if (found := one.traded(lambda x: (jnp.roll(x, by, axis=dim),), (x,), dim, factor.axes)) is not None:
+        return found[0]
     blocks, rest = by // factor.local, by % factor.local
     for digit in range((n - 1).bit_length()):
         moved = _sent(call, x, factor.axes, (1 << digit) % n, n)
@@ -125,8 +123,7 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[Any, ...]:
 
 def _scalar(call: Call, shift: Any) -> Any:
     """A traced shift, which the checker is told to be equal on all devices."""
-    x = call.fork().operand(shift, layout=Layout("scalar"), name="the shift").x
-    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x  # sizes do not fit small integers
+    return _lax.at_least_int32(call.fork().operand(shift, layout=Layout("scalar"), name="the shift").x)
 
 
 def flip(x: Any, layout: str, **names: Any) -> jax.Array:

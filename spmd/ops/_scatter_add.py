@@ -14,7 +14,7 @@ from spmd.errors import LayoutError, not_one_of
 from spmd.language import Atom, Layout
 from spmd.ops._einsum import factors_that_agree, marked_axes, owner_of_axes
 from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
-from spmd.ops._take import at_least_int32, nearby
+from spmd.ops._take import nearby
 
 _EXAMPLE = 'scatter_add(rows, ids, "n/dp d, n/dp -> [v/dp] d", v=1024)'
 Ids = Any  # integers, or a tuple of them
@@ -143,7 +143,7 @@ def _table(call: Call, rows: Operand, numbers: list[Operand], keys: tuple[Factor
     x = jnp.transpose(rows.x, [rows.names.index(name) for name in names])
     places, inside = [], jnp.bool_(True)
     for number, key in zip(numbers, keys, strict=True):
-        ids = at_least_int32(number.x)
+        ids = _lax.at_least_int32(number.x)
         here, mine = nearby(call, ids, key)
         places.append(jnp.where(mine, here, key.local))  # beyond the end, where nothing is added
         inside &= (ids >= 0) & (ids < key.size)

@@ -99,7 +99,8 @@ def argsort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> j
     `sort(x, layout, payload=...)` puts other arrays in this order. For the first k places `top_k` sends less.
 
     Communication: that of `sort` with gradients: the elements and their int32 positions travel. If another dimension is
-    divided instead, the elements do so on the way there, and the positions on the way back. There is no gradient.
+    divided instead, the first all-to-all sends the elements, and the second one the positions. The places have no
+    gradient.
 
     Args:
       x: The array, of numbers or booleans.
@@ -140,15 +141,10 @@ def _sorted(
       blocks: Makes them of blocks.
       descending: Whether the largest comes first.
     """
-    dim, axes = one.dim, one.factor.axes
 
     def divided() -> Held:
-        n = one.call.frame.axis_size(axes)
-        taker = one.taker(dim, n)
-        if taker is None:
-            return blocks(_Blocks(one, n, descending))
-        there = [_lax.all_to_all(y, axes, split=taker, concat=dim) for y in given]
-        return tuple(_lax.all_to_all(y, axes, split=dim, concat=taker) for y in whole(*there))
+        traded = one.traded(whole, given, one.dim, one.factor.axes)
+        return blocks(_Blocks(one, descending)) if traded is None else traded
 
     return one.result(lambda: whole(*given), divided, lambda y: _behind(one, y.ndim - one.x.ndim).without_brackets())
 
@@ -168,9 +164,10 @@ def _picked(x: Any, order: Any, dim: int) -> Any:
 class _Blocks:
     """The sort of blocks that no other dimension can take over. A block is sorted, exchanged, and sorted again."""
 
-    def __init__(self, one: Along, n: int, descending: bool) -> None:
-        self.one, self.dim, self.n, self.descending = one, one.dim, n, descending
+    def __init__(self, one: Along, descending: bool) -> None:
+        self.one, self.dim, self.descending = one, one.dim, descending
         self.axes, self.sizes = one.factor.axes, dict(one.call.frame.sizes)
+        self.n = one.call.frame.axis_size(self.axes)
 
     def run(self, x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):

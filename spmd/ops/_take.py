@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._local import rearranged
 from spmd.errors import LayoutError
@@ -83,15 +84,14 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
 
 def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
     """The rows that lie here, and zeros for all others."""
-    here, mine = nearby(call, ids, key)
+    here, mine = nearby(call, _lax.at_least_int32(ids), key)
     found = jnp.take(table, jnp.clip(here, 0, key.local - 1), axis=dim, mode="clip")
     mask = mine.reshape((1,) * dim + ids.shape + (1,) * (table.ndim - dim - 1))
     return jnp.where(mask, found, jnp.zeros_like(found))
 
 
 def nearby(call: Call, ids: Any, key: Factor) -> tuple[Any, Any]:
-    """Where the rows of these numbers are in this device's block of `key`, and whether they are in it."""
-    ids = at_least_int32(ids)
+    """Where the rows of these numbers, of at least 32 bits, are in this block of `key`, and whether they are in it."""
     start: Any = 0
     if call.frame.explicit and key.axes:
         start = call.start(key)
@@ -99,11 +99,6 @@ def nearby(call: Call, ids: Any, key: Factor) -> tuple[Any, Any]:
         start = start.astype(ids.dtype)
     here = ids - start
     return here, (here >= 0) & (here < key.local) & (ids >= 0)
-
-
-def at_least_int32(ids: Any) -> Any:
-    """Numbers that can be compared with sizes and with where a block starts, which small integers cannot hold."""
-    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
 def _indexed(call: Call, rows: Operand) -> int:

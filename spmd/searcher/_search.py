@@ -9,7 +9,8 @@ from typing import Any
 
 from spmd._leaves import kind_of, not_int
 from spmd._units import bytes_text
-from spmd.accelerators import Hardware, hardware
+from spmd.accelerators import Hardware
+from spmd.accelerators import hardware as _hardware
 from spmd.errors import Impossible, MeshError, SizeError, SpmdError
 from spmd.inspect._explain import explain
 from spmd.mesh import make_mesh
@@ -57,7 +58,8 @@ def search(
 
     Args:
       build: `build(mesh, **choice)` to `(fn, args)` as `explain` takes them, or `(fn, args, bound)` with a
-        `spmd.searcher.Bound`. It raises `spmd.Impossible("why")` where the program cannot run.
+        `spmd.searcher.Bound`. It raises `spmd.Impossible("why")` where the program cannot run. It is called once for
+        each candidate.
       devices: The number of devices.
       axes: The names of the mesh axes, outermost first. A mesh has all of them, with size 1 where nothing is divided.
       hardware: The name of a preset, or a `spmd.Hardware`.
@@ -116,9 +118,6 @@ def search(
     return Search(found)
 
 
-_hardware = hardware
-
-
 def _check(devices: Any, axes: Sequence[str], memory: Any, top: Any, most: Any) -> None:
     for name, value in (("devices", devices), ("top", top), ("most", 1 if most is None else most)):
         if fault := not_int(name, value, 1):
@@ -140,10 +139,12 @@ class _Excluded(Exception):
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A mesh and its choices, with a lower bound on its time."""
+    """A mesh and its choices, what `build` makes of them, and a lower bound on its time."""
 
     mesh: Sizes
     choice: Mapping[str, Any]
+    fn: Any
+    args: Sequence[Any]
     bound: Bound
     seconds: float
 
@@ -172,12 +173,12 @@ class _Job:
 
     def candidate(self, mesh: Sizes, choice: Mapping[str, Any]) -> _Candidate:
         """A candidate that no bound excludes."""
-        _, args, bound = self.made(mesh, choice)
+        fn, args, bound = self.made(mesh, choice)
         if array := undivided(args):
             raise _Excluded("sizes", f"the mesh does not divide the argument {array}")
         self.check_room("memory at rest", "the arguments", bytes_at_rest(args))
         self.check_room("memory stated", "the stated bound", bound.memory)
-        return _Candidate(mesh, choice, bound, bound.seconds(mesh, self.hardware, overlap=self.overlap))
+        return _Candidate(mesh, choice, fn, args, bound, bound.seconds(mesh, self.hardware, overlap=self.overlap))
 
     def check_room(self, kind: str, what: str, size: float) -> None:
         room = self.memory * self.hardware.hbm_bytes
@@ -186,11 +187,11 @@ class _Job:
 
     def row(self, one: _Candidate) -> Row:
         """A candidate as its trace says it."""
-        fn, args, bound = self.made(one.mesh, one.choice)
         try:
-            explained = explain(fn, *args, compiled=False)
+            explained = explain(one.fn, *one.args, compiled=False)
         except SizeError as error:
             raise _Excluded("refused", error.fault.rule.rstrip(".")) from None
+        bound = one.bound
         row = row_of(explained, one.mesh, one.choice, self.hardware, bound, self.overlap)
         for what, stated, said in (("seconds", one.seconds, row.seconds), ("bytes of memory", bound.memory, row.peak)):
             if stated > said * (1 + 1e-6):

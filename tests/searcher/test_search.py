@@ -67,6 +67,18 @@ def test_what_excludes_is_counted(every):
     assert "does not divide the argument (12, 64)" in found.why({"fsdp": 8})
 
 
+def test_build_is_called_once_for_each_candidate():
+    """It may take long: it makes the parameters' types of a large model."""
+    called = []
+
+    def build(mesh):
+        called.append(tuple(mesh.shape.items()))
+        return mlp(mesh)
+
+    found = spmd.search(build, devices=8, axes=AXES, hardware="h100")
+    assert len(called) == len(set(called)) == found.traced == 10
+
+
 def test_memory_is_a_filter(every):
     peaks = sorted(row.peak for row in every.rows)
     rest = sorted(row.memory.arguments for row in every.rows)
