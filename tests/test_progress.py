@@ -56,7 +56,7 @@ def test_a_slow_step_is_shown_and_removed(monkeypatch):
 def test_a_step_that_counts_fills_a_bar(monkeypatch):
     terminal = Terminal(monkeypatch)
     with shown_if_slow("searching step.py:build") as progress:
-        progress(1, 3)
+        progress(1, 16)
         time.sleep(0.3)
     end_of_bar = "\N{BOX DRAWINGS HEAVY LEFT}"  # a bar without an end moves to and fro
     assert end_of_bar in terminal.read()
