@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
-from spmd.language import _html
 from spmd.language._axes import axes_product, mesh_text
+from spmd.language._html import of_layout, of_mapping
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes, axes_of_rule, place, rule_text
 from spmd.language._sizes import Size, WrongRank, as_fault, bind, written_out
@@ -365,7 +365,7 @@ class Layout(Value):
         return f"Layout({str(self)!r})"
 
     def _repr_html_(self) -> str:
-        return _html.of_layout(self)
+        return of_layout(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make, (self.dims, self.unreduced, self.reduced, self.source)
@@ -581,7 +581,7 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         return len(self._rules)
 
     def _repr_html_(self) -> str:
-        return _html.of_mapping(self._rules)
+        return of_mapping(self._rules)
 
     def __repr__(self) -> str:
         return f"AxisMapping({{{', '.join(rule_text(*rule) for rule in self._rules.items())}}})"

@@ -8,7 +8,7 @@ from itertools import starmap
 from typing import Any, final
 
 from spmd.errors import LayoutError
-from spmd.language import _html
+from spmd.language._html import of_sides
 from spmd.language._layout import AxisMapping, Layout, make
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes
@@ -108,7 +108,7 @@ class Pattern(Value):
 
     def _repr_html_(self) -> str:
         sides = (("in", self.inputs), ("out", self.outputs)) if self.arrow else (("", self.inputs),)
-        return _html.of_sides(str(self), sides)
+        return of_sides(str(self), sides)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make, (self.inputs, self.outputs, self.source, self.arrow, self.empty_left, self.empty_right)
