@@ -47,7 +47,7 @@ class Choices:
     """Random choices that are remembered, so that a failing case can be made smaller: with smaller choices.
 
     It stands for a NumPy generator and for a `random.Random`. Each choice is a number below some bound, 0 being the
-    simplest; given `replay`, those come first and then zeros. The elements of arrays are no choices.
+    simplest; given `replay`, those come first and then zeros. The elements of arrays are not choices.
 
     >>> a = Choices(7)
     >>> drawn = a.integers(1, 100), a.choice("xyz"), list(a.permutation(3))

@@ -325,7 +325,7 @@ def child(options: argparse.Namespace) -> int:
     """Run the programs that the parent names, each line of the output saying one thing as JSON."""
     todo = [(family, int(seed)) for family, seed in json.loads(sys.stdin.read())]
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is no line of ours
+    os.dup2(2, 1)  # what others print is not a line of ours
 
     def say(kind: str, what: Any) -> None:
         print(json.dumps([kind, what]), file=lines, flush=True)

@@ -310,7 +310,7 @@ def test_the_comparison_can_fail() -> None:
             lies(x, wrong)
 
 
-# -------------------- leaves that are no arrays, and arrays without dimensions
+# -------------------- leaves that are not arrays, and arrays without dimensions
 
 MODULES = {
     "mlp": lambda key: eqx.nn.MLP(8, 8, 16, 2, key=key),

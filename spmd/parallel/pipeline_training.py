@@ -94,7 +94,7 @@ def pipeline_loss(
 
     Raises:
       SizeError: If the number of stages of the parameters is not that of the devices, or the numbers of micro-batches
-        differ, or are no multiple of p in several rounds.
+        differ, or are not a multiple of p in several rounds.
       LayoutError: If `stage` returns other shapes or dtypes than it gets, or `loss` returns no floating scalar.
       ReplicationError: If JAX types all parameters equal along pp, or the loss is a partial sum on other axes than
         those of `data`.

@@ -179,8 +179,8 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: s
       The schedule, which prints as a table.
 
     Raises:
-      SizeError: If a number is not an int of at least 1, or the micro-batches of several rounds are no multiple of the
-        stages.
+      SizeError: If a number is not an int of at least 1, or the micro-batches of several rounds are not a multiple of
+        the stages.
       LayoutError: If the order is unknown.
 
     Example:

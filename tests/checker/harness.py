@@ -24,7 +24,7 @@ from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError
 from spmd.language import Layout, Pattern
 
-# Here stand the operations' markers, so this file is no user's code either.
+# Here stand the operations' markers, so this file is not a user's code either.
 source_info_util.register_exclusion(__file__)
 
 AXES = ("dp", "tp")

@@ -210,7 +210,7 @@ def test_own_blocks_of_a_constant_fit_a_divided_layout():
 
 
 def test_blocks_of_a_constant_may_be_summed_over_all_devices():
-    """Each device has another row, and all rows are the same: their sum is no sum of copies."""
+    """Each device has another row, and all rows are the same: their sum is not a sum of copies."""
 
     def body(x):
         terms = jnp.broadcast_to(x.sum(0), (2, 8))

@@ -137,7 +137,7 @@ MEANS = {
 
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_of_blocks_is_not_to_be_summed(name: str) -> None:
-    """The sum of the means of blocks is no mean. What the advice says gives the numbers of whole arrays."""
+    """The sum of the means of blocks is not a mean. What the advice says gives the numbers of whole arrays."""
     wrong, right = MEANS[name]
     kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
     x = jnp.arange(64.0).reshape(4, 16) + 1

@@ -29,7 +29,7 @@ def in_all_modes(kernel, *args):
 
 
 def test_pytrees() -> None:
-    """One string for all leaves, whose sizes are each their own; None is no leaf."""
+    """One string for all leaves, whose sizes are each their own; None is not a leaf."""
     mesh = device_mesh(MESH)
     tree = {"u": numbers(8, 4), "v": [numbers(16, 2), None], "w": (numbers(4, 4, dtype=np.int32),)}
 
@@ -71,7 +71,7 @@ def test_every_verb_takes_a_tree(verb) -> None:
 
 
 def test_both_factors_divided() -> None:
-    """`(b/dp s/tp)`: legal inside, where a device's block is no interval of the whole dimension."""
+    """`(b/dp s/tp)`: legal inside, where a device's block is not an interval of the whole dimension."""
     mesh = device_mesh(MESH)
 
     @spmd.kernel("b/dp s/tp d -> b/dp s d", mesh=mesh)

@@ -89,8 +89,8 @@ def test_each_fix_is_code_and_is_run(name):
     program, which takes `fix`, runs it as Python and compares the numbers."""
     text = golden()[name]
     for line in fixes_of(text):
-        read(line)  # a SyntaxError where it is no Python
-        assert "..." not in re.sub(r'"[^"]*"', "", line), "a blank to fill in is no line to paste"
+        read(line)  # a SyntaxError where it is not Python
+        assert "..." not in re.sub(r'"[^"]*"', "", line), "a blank to fill in is not a line to paste"
     assert bool(fixes_of(text)) == (name in FIXED and takes_the_fix(name))
 
 
@@ -118,7 +118,7 @@ OF_TWO = ["take", "einsum", "meshgrid"]
 
 @pytest.mark.parametrize("verb", [*OF_ONE, *OF_TWO])
 def test_the_example_of_each_verb_is_a_call_that_it_takes(verb, mesh):
-    """A call with what is no string is advised by an example in the verb's own shape, which is run here."""
+    """A call with what is not a string is advised by an example in the verb's own shape, which is run here."""
     whole = {"split", "defer"}
     partial = {"psum", "psum_scatter"}
     found = []

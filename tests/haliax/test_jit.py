@@ -202,7 +202,7 @@ def test_gradients_and_jit_around_it():
     close(jax.jit(jax.grad(loss))(W), wanted)
 
 
-# -------------------- what is no array
+# -------------------- what is not an array
 
 
 def test_what_is_no_array_is_static_also_in_results():

@@ -34,7 +34,7 @@ def expected_index(layout: Layout, shape: tuple[int, ...], mesh: Mapping[str, in
 
 
 def devices_of_text(text: str) -> list[int]:
-    """All device numbers in the cells of a picture's grids, runs written out; labels between panels are no cells."""
+    """All device numbers in the cells of a picture's grids, runs written out; labels between panels are not cells."""
     found: list[int] = []
     for line in text.splitlines():
         for cell in re.findall(r"(?<=│)[^│]*(?=│)", line):

@@ -243,7 +243,7 @@ def test_abstract_arrays():
 
 
 class Ragged:
-    """A sharding that is no NamedSharding: device 2 holds two columns, the others one row each of the rest."""
+    """A sharding that is not a NamedSharding: device 2 holds two columns, the others one row each of the rest."""
 
     is_fully_replicated = False
 

@@ -85,7 +85,7 @@ def test_random_plans(seed):
     sampler = Sampler(seed)
     mesh = sampler.mesh(int(sampler.rng.integers(2, 4)))
     sides = [sampler.layout("a b c", mesh, used=0.9)] * 2
-    while sides[0] == sides[1]:  # which is no change to plan
+    while sides[0] == sides[1]:  # which is not a change to plan
         sides[1] = sampler.layout("a b c", mesh, used=0.9)
     names = {"abc"[i]: math.prod(mesh.values()) * (i + 1) for i in range(3)}
     plan = spmd.plan(" -> ".join(sides), sizes=names, mesh=mesh, prefer=str(sampler.choice(["collectives", "bytes"])))

@@ -104,7 +104,7 @@ CASES = {
         - mesh dp=2, tp=4
         """,
     ),
-    "a size keyword that is no size": (
+    "a size keyword that is not a size": (
         lambda: run("b/dp -> b/dp", identity, (4,), h=0),
         errors.LayoutError,
         """
@@ -122,7 +122,7 @@ CASES = {
         advice: return them
         """,
     ),
-    "a result that is no array": (
+    "a result that is not an array": (
         lambda: run(ROWS, lambda x: "no", (4, 6)),
         errors.LayoutError,
         """

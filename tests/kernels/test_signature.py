@@ -133,7 +133,7 @@ def test_a_flax_state(mesh):
 
 
 def test_none_and_static_leaves(mesh):
-    """None is no leaf; what is no array goes through as it is, and is part of the cache key."""
+    """None is not a leaf; what is not an array goes through as it is, and is part of the cache key."""
     seen = []
 
     @spmd.kernel(in_layouts=({"w": "n/dp", "bias": None, "how": None},), out_layouts="n/dp", mesh=mesh)
@@ -301,7 +301,7 @@ def test_a_kernel_keeps_the_name_and_doc_of_its_body(mesh):
     assert "jit_documented" in documented.lower(np.arange(4)).as_text()
 
 
-# -------------------- leaves that are no arrays, and arrays without dimensions
+# -------------------- leaves that are not arrays, and arrays without dimensions
 
 
 def test_an_ordinary_module_goes_in_and_comes_out(mesh):

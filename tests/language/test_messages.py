@@ -1277,7 +1277,7 @@ def fixes():
 
 
 def test_each_fix_is_a_string_to_paste_which_parses():
-    """With a keyword behind it, which is for the call; what is no whole string is `advice:`."""
+    """With a keyword behind it, which is for the call; what is not a whole string is `advice:`."""
     found = list(fixes())
     assert len(found) > 15
     for make, fix in found:

@@ -110,7 +110,7 @@ def test_random_transpositions(seed: int) -> None:
 
 
 def test_factors_that_are_each_divided() -> None:
-    """`(b/dp s/tp)` is no layout of a whole array, and fine between two operations."""
+    """`(b/dp s/tp)` is not a layout of a whole array, but fine between two operations."""
     body = lambda x: rearrange(
         rearrange(x, "b/dp s/tp d -> (b/dp s/tp) d") * 2, "(b/dp s/tp) d -> b/dp s/tp d", b=4, s=8
     )

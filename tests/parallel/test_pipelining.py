@@ -204,7 +204,7 @@ def test_stages_of_several_layers_outside_and_inside():
 
 
 def test_a_scalar_of_a_stage_is_its_own():
-    """What differs between stages are no copies, which `reduce` to a scalar would make equal."""
+    """Values that differ between stages are not copies, which `reduce` to a scalar would make equal."""
 
     @spmd.kernel("p/pp d, m b d -> m b d", mesh=spmd.make_mesh(pp=2))
     def run(w, x):
