@@ -65,6 +65,11 @@ def varying_type(aval: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
+def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
+    """The entries of a spec, one for each dimension. Later versions do not iterate over a spec with partial sums."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+
+
 def unreduced_axes(x: Any) -> frozenset[str]:
     """Mesh axes along which JAX's own type of `x` is unreduced (`{U:...}`)."""
     kind = _manual_type(x)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd import _compat
 from spmd._leaves import Static, check_hashable, is_array, is_number, kind_of, unwrapped, wrapped
 from spmd._named import ByName
 from spmd._recent import Recent
@@ -194,14 +195,14 @@ def _marked(sharding: Any) -> bool:
 def _resummed(x: Any, sharding: NamedSharding) -> Any:
     """To or from partial sums, of which JAX knows inside jit alone."""
     if getattr(getattr(x, "sharding", None), "mesh", None) != sharding.mesh:
-        x = jax.device_put(x, NamedSharding(sharding.mesh, P(*sharding.spec.partitions)))
+        x = jax.device_put(x, NamedSharding(sharding.mesh, P(*_compat.partitions(sharding.spec))))
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         return jax.jit(jax.sharding.reshard, static_argnums=1, out_shardings=sharding)(x, sharding)
 
 
 def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> None:
     """Inside jit an array's type says its Explicit axes, and Auto axes can only divide what those leave."""
-    for entry in spec.partitions:
+    for entry in _compat.partitions(spec):
         axes = entry if isinstance(entry, tuple) else ()
         sorted_axes = sorted(axes, key=lambda a: a not in explicit)
         if list(axes) != sorted_axes:
@@ -217,7 +218,7 @@ def _check_order(spec: P, kinds: dict[str, AxisType], explicit: set[str]) -> Non
 def _part(spec: P, axes: set[str]) -> P:
     """The entries of a spec that name only `axes`; `reshard` and constraints each know one type of axis."""
     entries = []
-    for entry in spec.partitions:
+    for entry in _compat.partitions(spec):
         kept = tuple(a for a in axes_tuple(entry) if a in axes)
         entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
     return P(*entries, unreduced=spec.unreduced & axes, reduced=spec.reduced & axes)

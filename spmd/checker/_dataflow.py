@@ -68,7 +68,7 @@ class Dataflow(Engine):
     def _entered(self, state: State, spec: Any, var: Any) -> State:
         """An input of a body. What another body gave, and what lies as it did there, is what it was there."""
         rank = len(shape_of(var))
-        entries = [*map(axes_tuple, spec.partitions), *[()] * (rank - len(spec.partitions))]
+        entries = _axes_by_dim(spec, rank)
         held = NONE.union(*entries)
         if state.left is not None and state.left[1] == spec and len(state.left[0].dims) == rank:
             return state.left[0]
@@ -98,7 +98,7 @@ class Dataflow(Engine):
                 fault = report.pending_returned(self, eqn, index, pending, spec)
                 self.note(eqn, "pending", fault, where=self.made_pending[pending[0].at], certain=False)
                 continue
-            entries = [*map(axes_tuple, spec.partitions), *[()] * (len(state.dims) - len(spec.partitions))]
+            entries = _axes_by_dim(spec, len(state.dims))
             said = [self.tracked(axes) for axes in entries]
             have = [axes_of_dim(dim) for dim in state.dims]
             known = not any(axes is HIDDEN for dim in state.dims for _, axes in dim)
@@ -116,6 +116,12 @@ class Dataflow(Engine):
             if left and not state.zero:
                 axes = [a for a in self.sizes if a in left]
                 self.note(eqn, "partial", report.returned_partial(self, eqn, index, axes, shown_spec(spec)))
+
+
+def _axes_by_dim(spec: Any, rank: int) -> list[tuple[str, ...]]:
+    """The axes that divide each dimension. A spec may leave the last ones out."""
+    entries = [axes_tuple(entry) for entry in _compat.partitions(spec)]
+    return [*entries, *[()] * (rank - len(entries))]
 
 
 def _still(dim: Dim, n: int) -> bool:

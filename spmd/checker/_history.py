@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from spmd import _compat
 from spmd._facts import kernel_around
 from spmd._jaxprs import Held, Role, axes_of, held, opened
 from spmd._walker import Domain, walk
@@ -123,7 +124,7 @@ class History(Domain):
         leaves = kernel.arguments if kernel else ()
         labels = labels_of(opened(eqn.params["jaxpr"])[0], len(inputs), self._names or [leaf.path for leaf in leaves])
         for var, label, spec in zip(inputs, labels, eqn.params["in_specs"], strict=True):
-            axes = frozenset(axis for entry in spec.partitions for axis in axes_tuple(entry))
+            axes = frozenset(axis for entry in _compat.partitions(spec) for axis in axes_tuple(entry))
             self.inputs.setdefault(var, (f"{label}, which is divided by {shown_spec(spec)}", axes))
         told = list(zip(self._names, self._layouts, strict=False)) or [(leaf.path, leaf.layout) for leaf in leaves]
         if len(told) <= len(inputs):  # constants that JAX hoisted come before the arguments
@@ -235,4 +236,4 @@ def labels_of(body: Any, count: int, names: Sequence[str] = ()) -> list[str]:
 
 def shown_spec(spec: Any) -> str:
     """A spec without the extras that differ from one JAX to the next."""
-    return "P(" + ", ".join(repr(entry) for entry in spec.partitions) + ")"
+    return "P(" + ", ".join(repr(entry) for entry in _compat.partitions(spec)) + ")"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from spmd import _compat
 from spmd._facts import KernelName, kernel_around
 from spmd._jaxprs import COMMUNICATES, Held, opened, shape_of
 from spmd._walker import Domain, Rule, walk
@@ -168,7 +169,7 @@ def _lies_so(layout: Layout, shape: Sequence[int], spec: Any) -> bool:
 
 
 def _axes(spec: Any) -> list[tuple[str, ...]]:
-    found = [axes_tuple(entry) for entry in spec.partitions]
+    found = [axes_tuple(entry) for entry in _compat.partitions(spec)]
     while found and not found[-1]:
         found.pop()
     return found

@@ -58,7 +58,7 @@ def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
     """The spec with the mapped dimensions in their places, which may keep the axes that divide them."""
     if not dims:
         return spec
-    entries = [*spec.partitions, *[None] * (value.ndim - len(dims) - len(spec.partitions))]
+    entries = [*_compat.partitions(spec), *[None] * (value.ndim - len(dims) - len(_compat.partitions(spec)))]
     for dim in sorted(dims):
         entries.insert(dim, tuple(axis for axis in _axes(value, dim) if axis not in layout.axes) or None)
     return P(*entries)
@@ -79,7 +79,7 @@ def _axes(array: Any, dim: int) -> tuple[str, ...]:
 
 def _form(spec: P) -> tuple[Any, ...]:
     """A spec without the empty entries at its end."""
-    entries = [axes_tuple(one) for one in spec.partitions]
+    entries = [axes_tuple(one) for one in _compat.partitions(spec)]
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries), spec.unreduced, spec.reduced
