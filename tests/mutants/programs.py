@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
+from spmd import fft, stencil
 from tests import layers
 from tests import programs as soaked
 from tests import test_same_on_any_mesh as anywhere
@@ -143,6 +144,68 @@ def operation() -> Iterator[Program]:
             return with_gradients(run)
 
         yield Program(f"operation {found.text} seed {seed}", build, dict(mesh), found.args)
+    yield from of_grids()
+
+
+def in_cells(hops: tuple[int, ...] | None) -> Any:
+    """Rows that go to the owners of their cells, and are added there."""
+
+    def body(x: Any, cells: Any) -> Any:
+        mine = spmd.local_size("v/a")
+        (x, cells), owner, _ = spmd.exchange((x, cells), cells // mine, "[n/a] ...", capacity=8, hops=hops)
+        here = jnp.where(owner >= 0, cells - spmd.offset("v/a"), mine)
+        return jnp.zeros((mine, x.shape[1]), x.dtype).at[here].add(x, mode="drop")
+
+    return body
+
+
+def both_sides(u: Any) -> Any:
+    """Each element adds to the ones around it."""
+    wide = jnp.pad(u, ((0, 2), (0, 1))) + 2 * jnp.pad(u, ((2, 0), (1, 0)))
+    return stencil.deposit(wide, "1+x/a+1 y/b+1 -> x/a y/b")
+
+
+GRIDS: dict[str, tuple[str, tuple[int, ...], Callable[..., Any]]] = {
+    "deposit": ("x/a y/b -> x/a y/b", (16, 8), both_sides),
+    "halo": (
+        "x/a y/b -> x/a y/b",
+        (16, 8),
+        lambda x: stencil.halo(x, "x/a y/b -> 1+x/a+1 y/b+1", edge="edge")[2:, 1:],
+    ),
+    "exchange": ("n/a d, n/a -> v/a d", (16, 3), in_cells(None)),
+    "exchange with neighbours": ("n/a d, n/a -> v/a d", (16, 3), in_cells((1,))),
+    "scatter_add": (
+        "n/a d, n/a -> v/a d",
+        (16, 3),
+        lambda x, i: spmd.scatter_add(x, i, "n/a d, n/a -> [v/a] d", outside="drop"),
+    ),
+    "sums of scatter_add": (
+        "n/a d, n/a -> d v/b",
+        (16, 3),
+        lambda x, i: spmd.scatter_add(x, i, "n/a d, n/a -> d [v/b]", outside="drop"),
+    ),
+    "sort by another dimension": (
+        "x/a y/b -> x/a y/b",
+        (16, 8),
+        lambda x: spmd.sort(x, "[x/a] y/b", payload=2 * x)[1],
+    ),
+    "sort by columns": ("x/a -> x/a", (80,), lambda x: spmd.sort(x, "[x/a]", payload=2 * x)[1]),
+    "sort by merges": ("x/a -> x/a", (8,), lambda x: spmd.sort(x, "[x/a]")),
+    "argsort": ("x/a -> x/a", (8,), lambda x: spmd.argsort(x, "[x/a]")),
+    "places of top_k": ("x/a y/b -> k y/b", (16, 8), lambda x: spmd.top_k(x, "[x/a] y/b", 3)[1]),
+    "traced roll": ("x/a y/b -> x/a y/b", (16, 8), lambda x: spmd.roll(x, "[x/a] y/b", jnp.int32(5))),
+    "dct": ("x/a y/b -> kx/b ky/a", (8, 8), lambda x: fft.dct(x, "x/a y/b -> kx/b ky/a")),
+    "dst": ("x/a y -> kx ky/a", (8, 8), lambda x: fft.dst(x, "x/a y -> kx ky/a", type=1)),
+}
+
+
+def of_grids() -> Iterator[Program]:
+    """What simulations move: margins, rows to their owners, places in an order, transforms."""
+    for name, (pattern, shape, body) in GRIDS.items():
+        cells = {"v": 16} if pattern.startswith("n/a d, n/a ") else {}
+        build = lambda mesh, p=pattern, body=body, cells=cells: with_gradients(spmd.kernel(p, mesh=mesh, **cells)(body))
+        args = normal(0, *shape), *[(np.arange(v, dtype=np.int32) + 3) % v for v in cells.values()]
+        yield Program(f"operation {name}", build, {"a": 4, "b": 2}, args)
 
 
 # --- examples
