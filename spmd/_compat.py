@@ -65,9 +65,11 @@ def varying_type(aval: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
-def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
-    """The entries of a spec, one for each dimension. Later versions do not iterate over a spec with partial sums."""
-    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+def partitions(spec: jax.sharding.PartitionSpec, rank: int = 0) -> tuple[Any, ...]:
+    """The entries of a spec, and None for the dimensions up to `rank` that it leaves out."""
+    # JAX 0.10.0 does not have the attribute, and later versions do not iterate over a spec with partial sums.
+    entries = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+    return (*entries, *[None] * (rank - len(entries)))
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
@@ -304,6 +306,13 @@ _ALONE = {
 def live_jaxpr(jaxpr: Any) -> Any:
     """An open jaxpr without the equations that no output needs, in its loops and calls too."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def made_manual(eqn: Any) -> dict[str, int]:
+    """The axes that a `shard_map` makes manual, with their sizes."""
+    mesh = eqn.params["mesh"]
+    name = "newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"  # of JAX 0.10.0
+    return {axis: n for axis, n in mesh.shape.items() if axis in (eqn.params[name] or mesh.axis_names)}
 
 
 def name_stack(eqn: Any) -> tuple[tuple[str, str], ...]:

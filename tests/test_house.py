@@ -25,11 +25,11 @@ CODE = ("spmd/", "tests/", "examples/")
 # Floors by path under spmd/, longest match first. A module may import from its own floor and below.
 FLOORS = {
     "errors.py": 0,
+    "_compat.py": 0,
     "language/": 1,
     "drawing/": 1,
     "_agreement.py": 2,
     "_ambient.py": 2,
-    "_compat.py": 2,
     "_notebook.py": 0,
     "_facts.py": 2,
     "_jax_errors.py": 2,

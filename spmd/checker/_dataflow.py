@@ -48,11 +48,9 @@ class Dataflow(Engine):
     ) -> list[State]:
         """The body of a kernel: its inputs are what the specs say. Outer axes, if any, stay as they are."""
         body, _ = opened(part.jaxpr)
-        mesh = eqn.params["mesh"]
-        own = frozenset(
-            eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes")) or frozenset(mesh.axis_names)
-        )
-        self.sizes.update((name, size) for name, size in mesh.shape.items() if name in own)
+        made = _compat.made_manual(eqn)
+        own = frozenset(made)
+        self.sizes.update(made)
         entering = zip(operands, eqn.params["in_specs"], body.invars, strict=True)
         before = self.active, self.checked, self.kernel
         kernel = kernel_around(self.callers)
@@ -120,8 +118,7 @@ class Dataflow(Engine):
 
 def _axes_by_dim(spec: Any, rank: int) -> list[tuple[str, ...]]:
     """The axes that divide each dimension. A spec may leave the last ones out."""
-    entries = [axes_tuple(entry) for entry in _compat.partitions(spec)]
-    return [*entries, *[()] * (rank - len(entries))]
+    return list(map(axes_tuple, _compat.partitions(spec, rank)))
 
 
 def _still(dim: Dim, n: int) -> bool:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from spmd import _compat
 from spmd.comm.plans import plan
 from spmd.errors import SpmdError
 from spmd.language import Layout, axes_product, axes_tuple
@@ -23,9 +24,8 @@ ANYWHERE = "anywhere"  # made of constants, so made where it is wanted
 
 def of_spec(spec: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
     """The placement that a PartitionSpec says. Axes of size 1 do not divide anything."""
-    entries = [*spec.partitions, *[None] * (rank - len(spec))]
     dims: list[tuple[str, ...]] = []
-    for entry in entries:
+    for entry in _compat.partitions(spec, rank):
         if entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
             return None
         dims.append(tuple(a for a in axes_tuple(entry) if sizes.get(a, 1) > 1))

@@ -164,7 +164,7 @@ class Walk(Domain):
         """Where the walk is in a jaxpr that an equation holds."""
         site = replace(self.site, names=self._names(eqn))
         if part.role == Role.MAP:
-            return replace(site, manual={**site.manual, **_manual(eqn)})
+            return replace(site, manual={**site.manual, **_compat.made_manual(eqn)})
         if part.role == Role.BRANCH:
             shown = f"branch {part.number + 1} of {len(eqn.params['branches'])}"
             return replace(site, exact=False, branch=f"{site.branch}, {shown}" if site.branch else shown)
@@ -189,7 +189,7 @@ class Walk(Domain):
         return self._stand(eqn.outvars, super().branches(eqn, parts, ended))
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
-        mesh, new = eqn.params["mesh"], _manual(eqn)
+        mesh, new = eqn.params["mesh"], _compat.made_manual(eqn)
         self.sizes = self.sizes or dict(mesh.shape)
         if dict(mesh.shape) != self.sizes:
             rule = "explain reads a program on one mesh, and the kernels of this one are on two."
@@ -437,12 +437,6 @@ Walk.rules = {
 def _short(line: str) -> str:
     """`file.py:12` of a line as `line_of` gives it."""
     return os.path.basename(line.partition(" (")[0])
-
-
-def _manual(eqn: Any) -> dict[str, int]:
-    """The axes that a `shard_map` makes manual, with their sizes."""
-    mesh = eqn.params["mesh"]
-    return {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"] or mesh.axis_names}
 
 
 def _call_around(names: Sequence[tuple[str, str]]) -> CallName:

@@ -58,7 +58,7 @@ def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
     """The spec with the mapped dimensions in their places, which may keep the axes that divide them."""
     if not dims:
         return spec
-    entries = [*_compat.partitions(spec), *[None] * (value.ndim - len(dims) - len(_compat.partitions(spec)))]
+    entries = list(_compat.partitions(spec, value.ndim - len(dims)))
     for dim in sorted(dims):
         entries.insert(dim, tuple(axis for axis in _axes(value, dim) if axis not in layout.axes) or None)
     return P(*entries)
@@ -72,9 +72,8 @@ def _unlike(array: Any, wanted: NamedSharding) -> str:
 def _axes(array: Any, dim: int) -> tuple[str, ...]:
     """The axes that divide one dimension of an array."""
     sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-    partitions = getattr(getattr(sharding, "spec", None), "partitions", ())
-    entry = partitions[dim] if dim < len(partitions) else None
-    return axes_tuple(entry)
+    spec = getattr(sharding, "spec", None)
+    return () if spec is None else axes_tuple(_compat.partitions(spec, array.ndim)[dim])
 
 
 def _form(spec: P) -> tuple[Any, ...]:

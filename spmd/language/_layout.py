@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
+from spmd import _compat
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language._axes import axes_product, mesh_text
 from spmd.language._html import of_layout, of_mapping
@@ -688,7 +689,7 @@ def _read(array: Any, names: Layout) -> Layout:
         rule = "Only an array with a NamedSharding has a layout; this one is divided otherwise."
         raise LayoutError(rule, call=call, got=[f"a {type(sharding).__name__}"])
     spec = sharding.spec
-    entries = [_axes_of_entry(entry, call) for entry in spec.partitions] + [()] * (len(shape) - len(spec))
+    entries = [_axes_of_entry(entry, call) for entry in _compat.partitions(spec, len(shape))]
     placed = [
         replace(dim, atoms=(replace(dim.atoms[0], axes=axes), *dim.atoms[1:])) if axes else dim
         for dim, axes in zip(dims.dims, entries, strict=True)

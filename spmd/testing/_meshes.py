@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd import _compat
 from spmd._jaxprs import opened
 from spmd._leaves import is_array
 from spmd._table import Table
@@ -262,7 +263,7 @@ def _spec(x: Any, mesh: Mesh) -> P:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
         return P()
-    return P(*sharding.spec.partitions)
+    return P(*_compat.partitions(sharding.spec))
 
 
 def _placed(x: Any, spec: P, mesh: Mesh) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
+from spmd import _compat
 from spmd._leaves import is_key, wrapped
 
 
@@ -73,7 +74,7 @@ def _plain(tree: Any) -> Any:
         sharding = getattr(jax.typeof(x), "sharding", None)
         if sharding is None or not sharding.spec.unreduced:
             return x
-        return jax.sharding.reshard(x, sharding.update(spec=P(*sharding.spec.partitions)))
+        return jax.sharding.reshard(x, sharding.update(spec=P(*_compat.partitions(sharding.spec))))
 
     return jax.tree.map(one, tree)
 
@@ -90,9 +91,9 @@ def _cotangent(y: Any, draws: np.random.Generator) -> Any:
 def _lying(cotangent: Any, sharding: Any) -> Any:
     """The cotangent of a result that lies so, where its type says it: on Explicit axes. A partial sum has a copy."""
     spec = getattr(sharding, "spec", None)
-    if spec is None or not (any(spec.partitions) or spec.unreduced):
+    if spec is None or not (any(_compat.partitions(spec)) or spec.unreduced):
         return cotangent
-    return jax.sharding.reshard(cotangent, sharding.update(spec=P(*spec.partitions, reduced=spec.unreduced)))
+    return jax.sharding.reshard(cotangent, sharding.update(spec=P(*_compat.partitions(spec), reduced=spec.unreduced)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from spmd import _compat
 from spmd._table import Table
 from spmd._trees import match_prefix
 from spmd._units import bytes_text
@@ -88,11 +89,11 @@ class _Leaf:
 
     @property
     def used(self) -> frozenset[str]:
-        return frozenset(axis for entry in self.sharding.spec.partitions for axis in axes_tuple(entry))
+        return frozenset(axis for entry in _compat.partitions(self.sharding.spec) for axis in axes_tuple(entry))
 
     @property
     def lies(self) -> str:
-        entries = [*self.sharding.spec.partitions, *[None] * (len(self.shape) - len(self.sharding.spec))]
+        entries = _compat.partitions(self.sharding.spec, len(self.shape))
         return " ".join("/".join(("_", *axes_tuple(entry))) for entry in entries) or "scalar"
 
 

@@ -60,5 +60,4 @@ def program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 
 
 def _placement(sharding: NamedSharding, rank: int) -> tuple[Axes, ...]:
-    entries = [axes_tuple(e) for e in sharding.spec.partitions]
-    return (*entries, *[()] * (rank - len(entries)))
+    return tuple(map(axes_tuple, _compat.partitions(sharding.spec, rank)))
