@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd._table import Line, Row, Table, html_page, plain, rich_lines, wrapped
+from spmd._table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd.checker._finding import Finding
 from spmd.checker._source import short_file
 
 _HEAD = ("source", "layouts")  # as HTML and a style sheet know the columns
+_INDENT = 2  # spaces before each line; a finding has its mark there
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class Source:
     mesh: Mapping[str, int] = field(default_factory=dict)
 
     def text(self, width: int | None = None) -> str:
-        """The source, with what was found on lines of `width`, by default the terminal's. A line of the program and its
-        layouts stay on one line."""
-        return plain(_lines(self, width or shutil.get_terminal_size((100, 24)).columns))
+        """The source, with what was found on lines of `width`, by default the terminal's. Layouts that do not fit
+        beside a line of the program stand below it."""
+        return plain(_lines(self, shown_width(width)))
 
     def __str__(self) -> str:
         return self.text()
@@ -113,15 +113,32 @@ def _lines(source: Source, width: int) -> list[Line]:
 
 
 def _table(block: SourceBlock, mark: str = "", width: int | None = None) -> Table:
-    """The lines of a block; `mark` begins what stands beside them."""
+    """The lines of a block; `mark` begins what stands beside or below them."""
     rows = [Row((block.title or "nobody knows where",), "title")]
-    for line in block.lines:
-        text = line.text if line.text or block.has_source else f"line {line.number}"
-        values = ";  ".join(map(str, line.values))
-        if line.number:
-            rows.append(Row((text, values and mark + values), "loud" if line.findings else ""))
+    texts = [line.text if line.text or block.has_source else f"line {line.number}" for line in block.lines]
+    values = [";  ".join(map(str, line.values)) for line in block.lines]
+    shown = [(text, value and mark + value) for text, value in zip(texts, values, strict=True)]
+    for line, (text, value), beside in zip(block.lines, shown, _beside(shown, width), strict=True):
         start = " " * (len(line.text) - len(line.text.lstrip()))
+        if line.number:
+            rows.append(Row((text, value if beside else ""), "loud" if line.findings else ""))
+        if not beside:
+            more = f"{start}    {mark}  "
+            rows += [Row((part, "")) for part in wrapped(value, width and width - _INDENT, f"{start}    ", more)]
         for one in line.findings:
             told = wrapped(f"{one.kind}: {one.rule}", width, f"{start}^ ", f"{start}  ")
             rows += [Row((part,), "loud") for part in told]
-    return Table(rows, _HEAD if width is None else (), indent=2)
+    return Table(rows, _HEAD if width is None else (), indent=_INDENT)
+
+
+def _beside(shown: Sequence[tuple[str, str]], width: int | None) -> list[bool]:
+    """Whether layouts stand beside their line: in one column, which is where most of them fit. Others stand below."""
+    if width is None:
+        return [True for _ in shown]
+    space = width - _INDENT - len("  ")
+    columns = sorted({len(text) for text, value in shown if value})
+    ways = [
+        [not value or (len(text) <= column and column + len(value) <= space) for text, value in shown]
+        for column in [*columns, width]
+    ]
+    return max(ways, key=sum)

@@ -11,7 +11,7 @@ import jax
 
 from spmd import AxisMapping, Layout
 from spmd._leaves import has_room
-from spmd._table import Table
+from spmd._table import Table, shown_width
 from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_product, check_axes, mesh_text
 from spmd.mesh import sizes_for
@@ -94,10 +94,10 @@ class FSDPLayouts:
         for row in self.rows:
             array = f"{row.dtype}[{','.join(map(str, row.shape))}]"
             rows.append((row.path, array, row.layout, str(row.size // row.parts), row.why))
-        table = Table(rows, head=("parameter", "array", "at rest", "bytes/device", ""), right=(3,))
+        table = Table(rows, head=("parameter", "array", "at rest", "bytes/device", ""), right=(3,), below=(4,))
         total = sum(row.size for row in self.rows)
         share = f"{self.whole:.1%} of them not divided over {'/'.join(self.axes)}"
-        return f"{table.text()}\n{self.bytes} bytes per device of {total}; {share}"
+        return f"{table.text(shown_width(None))}\n{self.bytes} bytes per device of {total}; {share}"
 
     __repr__ = __str__
 

@@ -32,6 +32,7 @@ from spmd.testing._structs import drawn, lacks_values, shrunk
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _BUILD = "build(mesh), a function that makes the kernel for a mesh, where its meaning depends on the sizes of axes"
+_WIDTH = 84  # a cause that does not fit stands below its row
 _SHOWN = 20
 
 # What rounding may do, as a part of the largest number of an array.
@@ -424,7 +425,7 @@ def _text(
     head = ("", "mesh", "largest difference", "allowed", "elements", "")
     yield f"{program.name} is not the same on every mesh."
     yield f"compared with {_shown(base)}, where nothing is divided:"
-    yield Table([*rows[:_SHOWN], *more], head, right=(2, 3, 4)).text()
+    yield Table([*rows[:_SHOWN], *more], head, right=(2, 3, 4), below=(5,)).text(_WIDTH)
     if same := [_shown(mesh) for mesh, ones in found.items() if not ones]:
         yield f"the same: {'; '.join(same)}"
     for axis in base.axis_names:

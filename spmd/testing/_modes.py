@@ -41,7 +41,7 @@ def assert_modes_agree(
       **kwargs: Keyword arguments of `fn`; not differentiated.
 
     Raises:
-      Mismatch: Results or gradients differ. The message has their shapes and dtypes in both modes, and by how much.
+      Mismatch: Results or gradients differ. The message says by how much, or in which shapes and dtypes.
       ModeError: A mode is not known.
       LayoutError: An argument has no values.
       PlacementError: An argument was donated or deleted.
@@ -90,4 +90,5 @@ def _checked(modes: Sequence[str]) -> list[str]:
 
 def _rows(name: str, got: Any, wanted: Any, rtol: float, atol: float) -> list[tuple[str, ...]]:
     found = compared(got, wanted, lambda _, y: atol + rtol * np.abs(y))
-    return [(labelled(one.path), name, one.got, one.wanted, *one.counts) for one in found]
+    types = [(one.got, one.wanted) if one.got != one.wanted else ("", "") for one in found]
+    return [(labelled(one.path), name, *both, *one.counts) for one, both in zip(found, types, strict=True)]

@@ -2,7 +2,8 @@
 
 The file itself is run unchanged, on a small text. FOLDER/results.json gets its results, and FOLDER/rows-N the windows
 that process N has read for training, in order. PAUSE is how many seconds it takes to read one. SIGUSR2 raises an
-exception in the job, and SIGALRM lets it exit.
+exception in the job, and SIGALRM lets it exit. LATE=1:9 sends SIGTERM to process 1 right after it has asked, before
+step 9, whether to stop.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 import jax
+
+from spmd import cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BATCH, SEQ = 16, 16
@@ -40,6 +43,20 @@ def fails(folder: Path, error: BaseException) -> None:
     raise error
 
 
+def asked_late(folder: Path, late: str) -> None:
+    """Let a signal come when the job has just asked whether to stop."""
+    where, asks = tuple(map(int, late.split(":"))), cluster.stopping
+
+    def stopping(step: int) -> bool:
+        found = asks(step)
+        if (jax.process_index(), step) == where:
+            os.kill(os.getpid(), signal.SIGTERM)
+            (folder / "late").touch()
+        return found
+
+    cluster.stopping = stopping
+
+
 def main(folder: Path, flags: list[str]) -> None:
     """Run the main job and write what it has read."""
     sys.path.insert(0, str(EXAMPLES))
@@ -55,6 +72,8 @@ def main(folder: Path, flags: list[str]) -> None:
         return one_window(self, index)
 
     train_lm.Windows.__getitem__ = noted
+    if late := os.environ.get("LATE"):
+        asked_late(folder, late)
     train_lm.save_curve = lambda path, results: None
     signal.signal(signal.SIGUSR2, lambda *_: fails(folder, ValueError("bad data")))
     signal.signal(signal.SIGALRM, lambda *_: fails(folder, SystemExit(3)))

@@ -180,6 +180,19 @@ def test_other_signals_to_any_process(tmp_path, number):
 
 
 @exhaustive
+@pytest.mark.parametrize(("count", "left"), [(1, 1), (2, 1), (2, 2)])
+def test_a_signal_just_before_the_last_step(tmp_path, monkeypatch, count, left):
+    """The steps may end before the processes have agreed on one: the job then ends as always, and saves."""
+    monkeypatch.setenv("LATE", f"{count - 1}:{STEPS - left}")
+    first = run(tmp_path, count, saved(tmp_path))
+    assert (tmp_path / "late").exists() and len(first.losses) > STEPS - left
+    monkeypatch.delenv("LATE")
+    then = run(tmp_path, 1, saved(tmp_path))
+    assert then.first == len(first.losses)
+    check(first, then)
+
+
+@exhaustive
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_resumed_run_is_bitwise_the_same(tmp_path, count):
     first = stopped_once(tmp_path, count)
