@@ -6,6 +6,7 @@ what that device has. A layout does not say so, but the power of an axis size ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from spmd._jaxprs import axes_of
-from spmd.checker._powers import ZERO, Operand, Power
+from spmd._jaxprs import axes_of, shape_of
+from spmd.checker._powers import ZERO, Grown, Operand, Power, further
 from spmd.checker._state import axes_of_dim
 
 # What a piece is: a local maximum, or a number counted from the first one of a block, and whether it is in the block.
@@ -35,7 +36,7 @@ class Piece(NamedTuple):
     """
 
     kind: str
-    power: Fraction = ZERO
+    power: Power = ZERO
     size: int = 0
     of: int = 0
 
@@ -56,7 +57,7 @@ _COMPLETE: Mapping[str, str] = {"pmax": MAX, "pmin": MIN, **dict.fromkeys(SUMS, 
 def completed(eqn: Any, here: Here, axis: str) -> Power:
     """The power of what a collective makes of a piece."""
     piece, kind = here.piece, _COMPLETE.get(eqn.primitive.name)
-    return piece.power if piece is not None and piece.kind == kind and axis in axes_of(eqn) else None
+    return further(piece.power, eqn) if piece is not None and piece.kind == kind and axis in axes_of(eqn) else None
 
 
 def piece_of(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
@@ -66,20 +67,23 @@ def piece_of(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
 
 
 def _first(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
-    return given[0].piece
+    """The same numbers. One of them in many places might be undone by a term or a factor, if it has no one power."""
+    piece = given[0].piece
+    repeats = math.prod(shape_of(eqn.outvars[0])) > math.prod(shape_of(eqn.invars[0]))
+    return None if repeats and piece is not None and isinstance(piece.power, Grown) else piece
 
 
 def _converted(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
-    return Piece(MINE) if is_mine(given[0], axis) else given[0].piece
+    return Piece(MINE) if is_mine(given[0], axis) else _first(eqn, given, axis)
 
 
 def _largest(kind: str) -> Callable[..., Piece | None]:
     def rule(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
         [(operand, piece)] = given
         divided = any(axis in axes_of_dim(operand.state.dims[d]) for d in eqn.params["axes"])
-        if divided and isinstance(operand.power, Fraction):
-            return Piece(kind, operand.power)
-        return piece if piece is not None and piece.kind == kind else None
+        if divided and operand.power is not None:
+            return Piece(kind, further(operand.power, eqn))
+        return piece._replace(power=further(piece.power, eqn)) if piece is not None and piece.kind == kind else None
 
     return rule
 
@@ -162,7 +166,7 @@ def _one(here: Here) -> Piece | None:
     power = here.operand.power
     if power is None and here.piece is not None and here.piece.kind in (ONE, TAKEN):
         power = here.piece.power
-    return Piece(ONE, power) if isinstance(power, Fraction) else None
+    return Piece(ONE, power) if power is not None else None
 
 
 def _product(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
@@ -170,15 +174,17 @@ def _product(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
     for mask, value in ((one, other), (other, one)):
         if eqn.primitive.name == "mul" and is_mine(mask, axis):
             return _one(value)
-    if one.piece is None or one.piece.kind != ONE or not isinstance(other.operand.power, Fraction):
+    if one.piece is None or one.piece.kind != ONE:
         return None
     power, by = one.piece.power, other.operand.power
+    if not isinstance(power, Fraction) or not isinstance(by, Fraction):
+        return None
     return Piece(ONE, power - by if eqn.primitive.name == "div" else power + by)
 
 
 def _taken(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
     power = given[0].operand.power
-    return Piece(TAKEN, power) if isinstance(power, Fraction) else None
+    return Piece(TAKEN, further(power, eqn, *eqn.invars[1:])) if power is not None else None
 
 
 _Rule = Callable[[Any, Sequence[Here], str], "Piece | None"]

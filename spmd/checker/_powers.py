@@ -8,6 +8,7 @@ depends on the mesh all the same, and so does what is made of it, unless somethi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -136,6 +137,18 @@ def together(operands: Sequence[Operand]) -> Power:
     """Elements of all operands, side by side, or one in place of another. Zeros do not count."""
     powers = {o.power for o in operands if not o.state.zero}
     return powers.pop() if len(powers) == 1 else None if powers else ZERO
+
+
+def _beside(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """Elements of all operands, side by side. If all of them grow, each by a path of its own, so does the result."""
+    powers = [o.power for o in operands if not o.state.zero]
+    grown = [power for power in powers if isinstance(power, Grown)]
+    if len(grown) < len(powers) or len({power.path for power in grown}) < len(grown):
+        return together(operands)
+    if not grown:
+        return ZERO
+    both = functools.reduce(_both, grown)
+    return further(both._replace(varies=all(power.varies for power in grown)), eqn)
 
 
 def either(operands: Sequence[Operand]) -> Power:
@@ -288,6 +301,11 @@ def _signed(eqn: Any, operands: Sequence[Operand]) -> Power:
     return ZERO if len(powers) <= 1 and all(isinstance(p, Fraction) for p in powers) else None
 
 
+def _finite(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """No size makes a number infinite."""
+    return None if operands[0].power is None else ZERO
+
+
 def _selected(eqn: Any, operands: Sequence[Operand]) -> Power:
     """A mask that comes from data takes some elements of each case."""
     mask, *cases = operands
@@ -311,7 +329,8 @@ _enter("reduce_max reduce_min cumsum cummax cummin reduce_sum fft abs slice", _f
 _enter("neg", lambda eqn, operands: _turned(operands[0].power))
 _enter("gather dynamic_slice copysign", _taken)
 _enter("dynamic_update_slice scatter scatter-add scatter_add", _written)
-_enter("concatenate pad", lambda eqn, operands: together(operands))
+_enter("concatenate", _beside)
+_enter("pad", lambda eqn, operands: together(operands))
 _enter("add sub add_any", _sum)
 _enter("mul div dot_general conv_general_dilated", _product)
 _enter("sqrt", _root(lambda eqn: Fraction(1, 2)))
@@ -324,6 +343,7 @@ _enter("tanh logistic erf erfc sin cos atan", _curved(_same, bounded=True))
 _enter("exp exp2", _curved(_exponential))
 _enter("expm1 log1p sinh cosh asinh erf_inv lgamma", _curved(_same))
 _enter("log log2", _curved(_logarithm))
-_enter("eq ne lt le gt ge sign argmax argmin is_finite", _signed)
+_enter("eq ne lt le gt ge sign argmax argmin", _signed)
+_enter("is_finite", _finite)
 _enter("select_n", _selected)
 _enter("max min clamp", lambda eqn, operands: either(operands))

@@ -37,6 +37,8 @@ MOST = 4000  # pairing more equations one by one takes too long
 _MOVES = """pvary pcast all_gather all_gather_invariant all_gather_reduced ppermute all_to_all spmd_retype spmd_relayout
     spmd_split spmd_assert_equal spmd_block spmd_layout pmax pmin"""
 _WHOLE = frozenset(_MOVES.split()) | SUMS
+# What leaves the numbers as they are, however the array lies.
+_ARRANGES = frozenset(("reshape", "transpose", "broadcast_in_dim", "squeeze", "spmd_layout"))
 
 
 class Value(NamedTuple):
@@ -208,6 +210,8 @@ class Scales(Domain):
         if twin is not None and any(isinstance(atom, Literal) for atom in eqn.invars):
             pairs = zip(operands, eqn.invars, twin.invars, strict=True)
             operands = [self._number(value, atom, other) for value, atom, other in pairs]
+        if eqn.primitive.name not in _ARRANGES:
+            operands = [value if self._known(value.state) else value._replace(power=None) for value in operands]
         rule = self.engine.rules.get(eqn.primitive.name)
         if rule is None and eqn.params and any(part.role != Role.SCALARS for part in held(eqn)):
             return super().equation(eqn, operands)
@@ -236,8 +240,12 @@ class Scales(Domain):
 
     def _result(self, eqn: Any, twin: Any, number: int, operands: Sequence[Value], state: State) -> Power:
         name = eqn.primitive.name
-        if not self._known(state) or per_shard_reason(eqn, self.callers):
+        if per_shard_reason(eqn, self.callers):
             return None
+        if not self._known(state):  # a layout that is said afterwards, as by `rearrange`, is that of the same numbers
+            return operands[0].power if name in _ARRANGES and twin is not None else None
+        if name == "spmd_layout":
+            return operands[0].power
         if state.table is not None and twin is not None and self._same_numbers(state, twin.outvars[0]):
             return ZERO
         if name in _WHOLE:

@@ -34,6 +34,7 @@ def kind(power: Any) -> Any:
 
 
 add, sub, mul, div = lax.add, lax.sub, lax.mul, lax.div
+JOIN = lambda x, y: lax.concatenate([x, y], 0)
 CASES = {
     "equal powers": (add, [(ONE, DATA), (ONE, DATA)], ONE),
     "a zero": (add, [(ONE, DATA), (ZERO, ZEROS)], ONE),
@@ -70,11 +71,15 @@ CASES = {
     "larger than another": (lax.gt, [(ONE, DATA), (ZERO, DATA)], None),
     "a sign": (lax.sign, [(ONE, DATA)], ZERO),
     "a sign of what grows": (lax.sign, [(FIRM, DATA)], None),
+    "finite": (lax.is_finite, [(FIRM, DATA)], ZERO),
     "rounded": (lax.floor, [(ONE, DATA)], None),
     "cut at zero": (lax.max, [(ONE, DATA), (ZERO, ZEROS)], ONE),
     "cut at a number": (lax.max, [(ONE, DATA), (ZERO, NUMBER)], (True, True)),
     "the larger of two": (lax.max, [(ONE, DATA), (ZERO, DATA)], None),
-    "unlike side by side": (lambda x, y: lax.concatenate([x, y], 0), [(ONE, DATA), (ZERO, DATA)], None),
+    "unlike side by side": (JOIN, [(ONE, DATA), (ZERO, DATA)], None),
+    "two that grow side by side": (JOIN, [(FACTOR, DATA), (FIRM._replace(path=1), DATA)], (True, False)),
+    "a value and its negative side by side": (JOIN, [(FIRM, DATA), (FIRM._replace(turned=True), DATA)], None),
+    "what grows beside what does not": (JOIN, [(FIRM, DATA), (ZERO, DATA)], None),
     "repeated": (lambda x: lax.broadcast_in_dim(x, (2, 4, 4), (1, 2)), [(FIRM, DATA)], (True, True)),
     "of all elements": (lambda x: x.sum(), [(FACTOR, DATA)], (True, False)),
     "a product of all": (lambda x: x.prod(), [(ONE, DATA)], None),

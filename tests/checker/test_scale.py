@@ -97,6 +97,7 @@ def largest(x):
 
 def logsumexp(x, reduced):
     top = largest(x)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
     return top + jnp.log(reduced(jnp.exp(x - top[None]).sum(0), "dp"))
 
 
@@ -110,6 +111,16 @@ def looked_up(x, reduced):
 def handed_on(x, reduced):
     last = lax.axis_index("dp") == lax.axis_size("dp") - 1
     return reduced(jnp.where(last, mean_row(x), 0.0), "dp")
+
+
+def stream(x, row):
+    """What a layer adds: right terms and wrong ones."""
+    return x + x * row(x)[None]
+
+
+def rotated(y):
+    a, b = y[:8], y[8:]
+    return jnp.concatenate([2.0 * a - b, 2.0 * b + a])
 
 
 def layers(h, add):
@@ -140,6 +151,18 @@ PAIRS = {
         lambda x: mean_row(x)[jnp.argmax(row(x))] + mean_row(x),
     ),
     "a row looked up": (lambda x: looked_up(x, lax.pmean), lambda x: looked_up(x, lax.psum)),
+    "logsumexp of a stream": (
+        lambda x: logsumexp(stream(x, row), lax.psum),
+        lambda x: logsumexp(stream(x, mean_row), lax.psum),
+    ),
+    "a row of a stream": (
+        lambda x: looked_up(stream(x, row), lax.psum),
+        lambda x: looked_up(stream(x, mean_row), lax.psum),
+    ),
+    "halves that are turned": (
+        lambda x: jnp.tanh(rotated(mean_row(x) + row(x) * largest(x))),
+        lambda x: rotated(row(x)) / lax.axis_size("dp"),
+    ),
     "handed on": (lambda x: handed_on(x, lax.pmean), lambda x: handed_on(x, lax.psum)),
     "layers": (lambda x: layers(largest(x), row(x)), lambda x: layers(largest(x), mean_row(x))),
     "sorted": (lambda x: jnp.sort(row(x)), lambda x: mean_row(x)[jnp.argsort(row(x))]),
