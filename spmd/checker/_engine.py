@@ -40,6 +40,7 @@ from spmd.checker._state import (
     size_of,
     unify,
 )
+from spmd.checker._statistics import Statistics
 from spmd.checker._table import TABLE, Entry, Map
 from spmd.errors import Fault
 from spmd.language import Layout
@@ -108,6 +109,7 @@ class Engine(Domain):
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
         self._history: History | None = None
+        self._statistics: Statistics | None = None
         self._blamed: dict[Any, Finding] = {}
 
     # --- what messages ask -----------------------------------------------------------------------------------
@@ -119,11 +121,19 @@ class Engine(Domain):
             self._history = History(self.root, self.arg_names, self.varying, self.arg_layouts)
         return self._history
 
+    def meant(self, eqn: Any, axes: Iterable[str]) -> bool:
+        """Whether an equation works on a sum of which the program knows that it is a device's own."""
+        if self._statistics is None:
+            known = self.known
+            self._statistics = Statistics(self.history, lambda var: known[var].divided if var in known else None)
+        return all(self._statistics.meant(eqn, axis) for axis in axes)
+
     def fault(self, eqn: Any, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:
         """Keep a fault of the user's. Faults in what JAX wrote, and inside our own verbs, are not the user's."""
         axes = [a for a in self.sizes if a in self.checked.intersection(axes)]
         ours = self.silent(eqn) or called_in_jax(eqn, "_scatter_jvp")  # it numbers the updates of a piece
-        if self.active and axes and not ours:
+        sums = kind in ("nonlinear", "mixed")
+        if self.active and axes and not ours and not (sums and self.meant(eqn, axes)):
             self.note(eqn, kind, describe(self, eqn, axes))
 
     def note(self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True) -> None:
@@ -328,7 +338,8 @@ class Engine(Domain):
                     dim = have
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
                 if both is None:
-                    wrong.append((have, dim))
+                    if not _factors_meet(operands, have, dim):
+                        wrong.append((have, dim))
                     both = hidden(size_of(have))
                 if both is not have:  # what nobody can place any more differs all the same
                     lost.update({*axes_of_dim(have), *axes_of_dim(dim)}.difference(axes_of_dim(both)))
@@ -579,6 +590,16 @@ def _together(operands: Sequence[State]) -> State:
             done |= one.done
         zero, number, loose = zero or one.zero, number and one.number, loose or one.loose
     return State((), partial, different, pending, done, zero, number, loose=loose)
+
+
+def _factors_meet(operands: Sequence[State], one: Dim, other: Dim) -> bool:
+    """Whether one of two dimensions is whole in the factors of a piece: it counts the device's own columns, and these
+    are a block of the columns of all devices."""
+    whole, axes = (one, axes_of_dim(other)) if not axes_of_dim(one) else (other, axes_of_dim(one))
+    if axes_of_dim(whole):
+        return False
+    made = {axis for o in operands if whole in o.dims for kind, axis, _ in o.pending if kind == "linear algebra"}
+    return made.issuperset(axes)
 
 
 def _loose(m: Map, labels: Mapping[int, Dim]) -> bool:

@@ -18,7 +18,7 @@ from spmd.language import Layout, axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.
 EQUAL = frozenset(["psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
-_GATHERS = frozenset(("all_gather", "all_gather_invariant", "all_gather_reduced"))
+GATHERS = frozenset(("all_gather", "all_gather_invariant", "all_gather_reduced"))
 _DIFFERENT = frozenset(
     [
         "axis_index",
@@ -33,8 +33,8 @@ _DIFFERENT = frozenset(
     ]
 )
 # Those whose results differ whatever their operands are: nothing behind them is a reason.
-_ENDS = (EQUAL | _GATHERS | _DIFFERENT) - {"ppermute"}
-_GATHERED = EQUAL | _GATHERS | {"spmd_assert_equal"}
+_ENDS = (EQUAL | GATHERS | _DIFFERENT) - {"ppermute"}
+_GATHERED = EQUAL | GATHERS | {"spmd_assert_equal"}
 
 
 Atoms = tuple[Any, ...]

@@ -704,6 +704,8 @@ def _ppermute(eqn: Any, tables: Sequence[Table], sizes: Sizes) -> Table:
     [table], names = tables, _names(eqn, sizes)
     names = tuple(name for name in sizes if name in names)  # JAX numbers devices in mesh order, whatever was asked for
     count = math.prod(sizes[name] for name in names)
+    if any(max(pair) >= count for pair in eqn.params["perm"]):
+        raise _Unknown  # numbers of devices that this mesh does not have
     source = sends(eqn.params["perm"], count)
     complete = None not in source
     entries = table.entries if complete else _dense(table)

@@ -254,6 +254,47 @@ def shifted_equal(x, w):
     return mark(lax.ppermute(varying(w), "tp", [(i, (i + 1) % n) for i in range(n)]), "a b")
 
 
+@right("s/dp", "s/dp", "s/dp")
+def logsumexps_of_the_blocks_are_merged(x, w):
+    own = jax.nn.logsumexp(x, axis=1)
+    top = lax.pmax(lax.stop_gradient(own), "tp")
+    together = top + jnp.log(lax.psum(jnp.exp(own - top), "tp"))
+    gathered = lax.pmean(jax.nn.logsumexp(lax.all_gather(own, "tp"), axis=0), "tp")
+    return mark(together, "s/dp"), mark(gathered, "s/dp"), jnp.log(lax.psum(jnp.exp(own), "tp"))
+
+
+@right("s/dp d", "s/dp d")
+def attention_over_divided_keys(x, w):
+    values = rows(w)
+    weighed = jax.nn.softmax(x, axis=1) @ values
+    own = jax.nn.logsumexp(x, axis=1)
+    every = lax.all_gather(own, "tp")
+    share = jnp.exp(own - jax.nn.logsumexp(every, axis=0))
+    shares = jax.nn.softmax(every, axis=0)[lax.axis_index("tp")]
+    return mark(lax.psum(weighed * share[:, None], "tp"), "s/dp d"), lax.psum(weighed * shares[:, None], "tp")
+
+
+@right("s/dp", "s/dp")
+def variances_of_the_blocks_are_merged(x, w):
+    mean = x.mean(1)
+    distance = mean - lax.pmean(mean, "tp")
+    squares = ((x - mean[:, None]) ** 2).sum(1)
+    merged = (lax.psum(squares, "tp") + lax.psum(x.shape[1] * distance**2, "tp")) / w.shape[1]
+    return mark(merged, "s/dp"), mark(lax.pmean(x.var(1) + distance**2, "tp"), "s/dp")
+
+
+@right("s/dp", "s/dp", "s/dp", "s/dp")
+def curves_that_are_undone(x, w):
+    norm = jnp.linalg.norm(x, axis=1)
+    weights = jnp.abs(x).sum(1)
+    mean = (x * jnp.abs(x)).sum(1) / weights
+    root = jnp.sqrt(lax.psum(norm**2, "tp"))
+    joined = lax.pmean(jnp.linalg.norm(lax.all_gather(norm, "tp"), axis=0), "tp")
+    geometric = jnp.exp(jnp.log(x**2 + 1.0).mean(1))
+    back = lax.psum(mean * weights, "tp") / lax.psum(weights, "tp")
+    return root, joined, mark(back, "s/dp"), jnp.exp(lax.pmean(jnp.log(geometric), "tp"))
+
+
 def loss_of(program):
     """The sum over all results, which is the same on every device."""
 
@@ -377,6 +418,33 @@ def test_nested_shard_map() -> None:
     with jax.set_mesh(m):
         jaxpr = jax.jit(whole).trace(jnp.ones((8, 8))).jaxpr
     check_jaxpr(jaxpr, mesh_axes=AXES, kernel="kernel")
+
+
+def test_factors_of_the_factors_of_blocks() -> None:
+    """The rows of the second orthogonal matrix are those of all first ones, so a block of them belongs to a device."""
+
+    def tall_and_narrow(a):
+        own, upper = jnp.linalg.qr(a)
+        second, upper = jnp.linalg.qr(lax.all_gather(upper, "tp", tiled=True))
+        block = lax.dynamic_slice_in_dim(second, lax.axis_index("tp") * 2, 2)
+        return own @ block, lax.pmean(upper, "tp")
+
+    a = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
+    kernel = spmd.kernel("n/tp k -> n/tp k, k l", mesh=mesh())(tall_and_narrow)
+    assert not spmd.check(kernel, a)
+    q, r = kernel(a)
+    np.testing.assert_allclose(q @ r, a, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(q.T @ q, np.eye(2), atol=1e-5)
+
+
+def test_a_permutation_may_name_devices_that_one_device_has_not() -> None:
+    """`spmd.check` also walks over the trace on one device, where the numbers of a permutation do not fit."""
+
+    def around(x):
+        return lax.fori_loop(0, 4, lambda i, y: lax.ppermute(y, "tp", [(j, (j + 1) % 4) for j in range(4)]), x)
+
+    kernel = spmd.kernel("n/tp -> n/tp", mesh=mesh())(around)
+    assert not spmd.check(jax.grad(lambda x: (kernel(x) ** 2).sum()), X[0])
 
 
 def test_no_marker_no_work() -> None:
