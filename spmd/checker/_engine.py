@@ -338,7 +338,7 @@ class Engine(Domain):
                     dim = have
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
                 if both is None:
-                    if not _factors_meet(operands, have, dim):
+                    if label not in m.reduced or not _factors_meet(operands, have, dim):
                         wrong.append((have, dim))
                     both = hidden(size_of(have))
                 if both is not have:  # what nobody can place any more differs all the same
@@ -593,8 +593,8 @@ def _together(operands: Sequence[State]) -> State:
 
 
 def _factors_meet(operands: Sequence[State], one: Dim, other: Dim) -> bool:
-    """Whether one of two dimensions is whole in the factors of a piece: it counts the device's own columns, and these
-    are a block of the columns of all devices."""
+    """Whether one of two dimensions that are summed over is whole in the factors of a piece: it counts the device's own
+    columns, and these are a block of the columns of all devices."""
     whole, axes = (one, axes_of_dim(other)) if not axes_of_dim(one) else (other, axes_of_dim(one))
     if axes_of_dim(whole):
         return False

@@ -49,8 +49,8 @@ class Findings(tuple[Finding, ...]):
     def source(self) -> Source:
         """Show the program as it is written, with the inferred layouts beside each line.
 
-        Beside a `def` stand the arguments, beside a line the names that it gives to values, beside a `return` what is
-        returned. `h  b/dp s f/tp` reads as any layout does. A dimension has the name that a string gave it, or its
+        Beside the `def` of a kernel, or of another function that JAX traces alone, stand the arguments, beside a line
+        the names that it gives to values, beside a `return` what is returned. `h  b/dp s f/tp` reads as any layout does. A dimension has the name that a string gave it, or its
         size on the whole array. Behind the dimensions stands what else is known:
 
         - `{U:tp}`: each device along tp holds a term of a sum.

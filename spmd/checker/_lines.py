@@ -238,7 +238,7 @@ class Program:
         def put(line: int, name: str, layouts: Sequence[str], number: int = 0) -> None:
             if layouts:
                 made.setdefault(line, {}).setdefault((name, number), {}).update(dict.fromkeys(layouts))
-                latest[name] = tuple(layouts)
+                latest[name] = tuple(made[line][name, number])
 
         lines = parameters(function)
         for name, layout in self._arguments(function):

@@ -205,7 +205,7 @@ class _Program:
         leaves, structure = jax.tree.flatten(self.given)
         placed = [_placed(x, spec, mesh) for x, spec in zip(leaves, self.specs, strict=True)]
         args, kwargs = jax.tree.unflatten(structure, placed)
-        if self.builds or getattr(self.kernel, "check", "error") in ("warn", "off"):
+        if self.builds or self.kernel.signature.check != "error":
             _check_divergent(fn, args, kwargs)
         program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)
         traced = jax.jit(program).trace(*arrays)

@@ -43,6 +43,21 @@ def test_a_jitted_helper_is_traced_once_and_shown_for_each_caller():
     assert found["doubled"] == ("b/dp d/tp", "b/? d/tp")
 
 
+def test_a_helper_without_a_trace_of_its_own_shows_all_its_layouts():
+    """Also beside its `return`, where no equation is."""
+
+    def helper(v):
+        doubled = v * 2
+        return doubled
+
+    def body(x):
+        return helper(x) + helper(x.sum(1, keepdims=True))
+
+    [block] = [one for one in spmd.check(kernel(body), X).source().blocks if one.name == "helper"]
+    layouts = [value.layouts for line in block.lines for value in line.values]
+    assert layouts == [("b/dp d/tp", "b/dp 1 {U:tp}")] * 2
+
+
 def test_what_jax_does_inside_of_an_expression_is_not_its_value():
     def body(x):
         mean = jnp.where(x > 0, x, 0.0).mean(0, keepdims=True)

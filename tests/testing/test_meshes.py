@@ -364,6 +364,16 @@ def test_a_divergent_collective_is_found_before_it_hangs():
         assert_same_on_any_mesh(build("tp"), struct(4, 4), mesh=mesh)
 
 
+@pytest.mark.parametrize("how", ["error", "warn", "off"])
+def test_a_divergent_collective_is_found_whatever_the_kernel_asks_for(how):
+    @spmd.kernel("b/dp -> b/dp", mesh=spmd.make_mesh(dp=2), check=how)
+    def body(x):
+        return lax.cond((x > 0).any(), lambda x: x * lax.psum(x.sum(), "dp"), lambda x: x, x)
+
+    with pytest.raises(spmd.ReplicationError, match="wait for each other"):
+        assert_same_on_any_mesh(body, struct(4))
+
+
 def test_the_findings_of_check_are_asked_for(monkeypatch):
     """Only those of a divergent collective end the run before it begins; all others show in the numbers."""
     found = types.SimpleNamespace(kind="scale")
