@@ -49,9 +49,10 @@ class Findings(tuple[Finding, ...]):
     def source(self) -> Source:
         """Show the program as it is written, with the inferred layouts beside each line.
 
-        Beside the `def` of a kernel, or of another function that JAX traces alone, stand the arguments, beside a line
-        the names that it gives to values, beside a `return` what is returned. `h  b/dp s f/tp` reads as any layout does. A dimension has the name that a string gave it, or its
-        size on the whole array. Behind the dimensions stands what else is known:
+        Beside the `def` of a kernel, or of another function that JAX traces alone, stand the arguments. Beside a line
+        stand the names that it gives to values, and beside a `return` what is returned. `h  b/dp s f/tp` reads as any
+        layout does. A dimension has the name that a string gave it, or its size on the whole array. Behind the
+        dimensions stands what else is known:
 
         - `{U:tp}`: each device along tp holds a term of a sum.
         - `{V:tp}`: the value differs along tp, and nobody knows how.

@@ -48,6 +48,7 @@ def test_a_helper_without_a_trace_of_its_own_shows_all_its_layouts():
 
     def helper(v):
         doubled = v * 2
+        del v
         return doubled
 
     def body(x):
