@@ -121,11 +121,11 @@ def test_zero_stages(stage, mesh):
         y = jnp.tanh(x @ w["w"]) @ w["v"]
         return jnp.mean(y**2) + jnp.mean(w["s"] ** 2)
 
-    right, state = params, optimizer.init(params)
+    right, state, gradients_of = params, jax.jit(optimizer.init)(params), jax.jit(jax.grad(plain))
     for _ in range(2):
-        gradients = jax.grad(plain)(right)
-        assert optax.global_norm(gradients) > 0.2  # is clipped
-        right, state = updated(gradients, state, right)
+        gradients = gradients_of(right)
+        assert jax.jit(optax.global_norm)(gradients) > 0.2  # is clipped
+        right, state = jax.jit(updated)(gradients, state, right)
 
     lay = plan.zero(stage)
     run = zero_gradients(stage, plan, mesh)
@@ -171,24 +171,31 @@ class Block:
     n: jax.Array
 
 
-def containers():
+def in_equinox(a, b, n):
+    equinox = pytest.importorskip("equinox")
+    return equinox.nn.MLP(8, 8, 24, 1, use_bias=False, key=jax.random.key(0))  # its activation is a leaf
+
+
+def in_nnx(a, b, n):
+    nnx = pytest.importorskip("flax.nnx")
+    return nnx.state([nnx.Linear(8, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 8, rngs=nnx.Rngs(1))])
+
+
+CONTAINERS = {  # how each is made, and where its weights are
+    "dict": (lambda a, b, n: {"a": a, "b": b, "n": n}, lambda p: (p["a"], p["b"])),
+    "dataclass": (Block, lambda p: (p.a, p.b)),
+    "list": (lambda a, b, n: [a, (b, None), "a label"], lambda p: (p[0], p[1][0])),
+    "equinox": (in_equinox, lambda p: (p.layers[0].weight.T, p.layers[1].weight.T)),
+    "nnx": (in_nnx, lambda p: (p[0]["kernel"][...], p[1]["kernel"][...])),
+}
+
+
+@pytest.mark.parametrize(("make", "weights"), CONTAINERS.values(), ids=CONTAINERS)
+def test_any_container(make, weights, mesh):
+    """Layouts, gather, the wrapper, norms and accumulation take whatever holds arrays; other leaves pass through."""
     rng = np.random.default_rng(3)
     a, b = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((8, 24), (24, 8)))
-    yield "dict", {"a": a, "b": b, "n": jnp.ones(8)}, lambda p: (p["a"], p["b"])
-    yield "dataclass", Block(a, b, jnp.ones(8)), lambda p: (p.a, p.b)
-    yield "list", [a, (b, None), "a label"], lambda p: (p[0], p[1][0])
-    equinox = pytest.importorskip("equinox")
-    module = equinox.nn.MLP(8, 8, 24, 1, use_bias=False, key=jax.random.key(0))  # its activation is a leaf
-    yield "equinox", module, lambda p: (p.layers[0].weight.T, p.layers[1].weight.T)
-    nnx = pytest.importorskip("flax.nnx")
-    one, two = nnx.Linear(8, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 8, rngs=nnx.Rngs(1))
-    state = nnx.state([one, two])
-    yield "nnx", state, lambda p: (p[0]["kernel"][...], p[1]["kernel"][...])
-
-
-@pytest.mark.parametrize(("params", "weights"), [pytest.param(p, w, id=name) for name, p, w in containers()])
-def test_any_container(params, weights, mesh):
-    """Layouts, gather, the wrapper, norms and accumulation take whatever holds arrays; other leaves pass through."""
+    params = make(a, b, jnp.ones(8))
     plan = parallel.fsdp_layouts(params, fsdp="dp", mesh=mesh, min_size=30)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 8)), jnp.float32)
 
@@ -204,7 +211,7 @@ def test_any_container(params, weights, mesh):
     leaves, structure = jax.tree.flatten(params)
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
     put = lambda arrays: [dict(zip(places, arrays, strict=True)).get(i, leaf) for i, leaf in enumerate(leaves)]
-    value, right = jax.value_and_grad(plain)([leaves[i] for i in places])
+    value, right = jax.jit(jax.value_and_grad(plain))([leaves[i] for i in places])
 
     def body(p, x):
         options = {"at_rest": plan.at_rest, "compute": plan.compute, "data": "dp"}
@@ -220,6 +227,6 @@ def test_any_container(params, weights, mesh):
     )(body)
     found = run(params, x)
     np.testing.assert_allclose(found[0], value, rtol=1e-5)
-    np.testing.assert_allclose(found[2], np.sqrt(sum(float(jnp.sum(g**2)) for g in right)), rtol=1e-5)
+    np.testing.assert_allclose(found[2], np.sqrt(sum(np.sum(np.asarray(g) ** 2) for g in right)), rtol=1e-5)
     for a, b in zip(found[1], right, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -98,7 +98,7 @@ def rested(rest, use):
 def test_all_forms_mean_the_same(make, form, mesh, params) -> None:
     """In all modes, values and gradients."""
     run = spmd.kernel(in_layouts=(REST[form], "b/dp d"), out_layouts="scalar", mesh=mesh)(make(REST[form], USE[form]))
-    expected = jax.value_and_grad(plain)(params, X)
+    expected = jax.jit(jax.value_and_grad(plain))(params, X)
     for mode in ("explicit", "auto", "reference"):
         found = jax.value_and_grad(getattr(run, mode))(params, X)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
@@ -120,7 +120,7 @@ def test_scan_layers_takes_a_class(mesh, params) -> None:
         use = {"w": "l d f", "b": "l f"}
         return loss(parallel.scan_layers(layer, stack, x, at_rest=Stack, compute=use), 1.5)
 
-    expected = jax.value_and_grad(lambda s: plain(Weights(s.w, s.b, 1.5), X))(stack)
+    expected = jax.jit(jax.value_and_grad(lambda s: plain(Weights(s.w, s.b, 1.5), X)))(stack)
     found = jax.value_and_grad(run)(stack, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
 

@@ -68,7 +68,7 @@ MESHES = [
 def test_value_and_gradients(sizes, v, m):
     """Those of whole arrays in all modes; the value also where nothing is differentiated."""
     run, plain, args = model(sizes, v, m)
-    wanted = jax.value_and_grad(plain, OUTS)(*args)
+    wanted = jax.jit(jax.value_and_grad(plain, OUTS))(*args)
     for mode in (run, run.auto, run.reference):
         close(jax.jit(jax.value_and_grad(mode, OUTS))(*args), wanted)
     close(jax.jit(run)(*args), wanted[0])
