@@ -198,7 +198,7 @@ _TOOLS = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def _loaded(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"spmd.{name}")
     if name in _TOOLS:
@@ -207,9 +207,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'spmd' has no attribute {name!r}")
 
 
+if not TYPE_CHECKING:  # to type checkers, every misspelt name would be one that loads
+    __getattr__ = _loaded
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
 # A notebook shows a plan also where nobody has named `spmd.visualize`.
-draws(Plan, lambda plan: __getattr__("visualize")(plan))
+draws(Plan, lambda plan: _loaded("visualize")(plan))

@@ -568,7 +568,7 @@ def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that is equal on {along}: "
         f"the sum over {along} would count that value once per device."
     )
-    return Fault(rule, None, None, None, _where(walk, eqn), advice=_completed_first(walk, eqn, axes))
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_completed_first(walk, eqn, axes))
 
 
 def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -578,7 +578,9 @@ def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that is divided over {along}: "
         "each block meets this device's part of the sum, and not the sum."
     )
-    return Fault(rule, None, None, None, _where(walk, eqn), advice=_instead(eqn) or _completed_first(walk, eqn, axes))
+    return Fault(
+        rule, walk.kernel, None, None, _where(walk, eqn), advice=_instead(eqn) or _completed_first(walk, eqn, axes)
+    )
 
 
 def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:

@@ -64,7 +64,8 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> jax.Array:
     also = {} if op == "sum" else {"op": op} if isinstance(op, str) else None
     call = open_call("reduce", pattern, names, arrays=(x,), example='reduce(x, "b/dp d -> d", "mean")', also=also)
     if not isinstance(op, str) or op not in RUN:
-        call.fail(not_one_of("op", op, RUN), error=LayoutError)
+        advice = _SQUARES if op in ("var", "std") else None
+        call.fail(not_one_of("op", op, RUN), advice=advice, error=LayoutError)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     plain_dims(call, src, unnamed=True, literals=True)
     plain_dims(call, dst, literals=True)
@@ -89,6 +90,9 @@ def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> jax.Array:
     with call.scope():
         out = RUN[op](operand.x, job)
     return call.result(out)
+
+
+_SQUARES = 'two means: m = reduce(x, "...", "mean"), and that of (x - m) ** 2, where 1 stands for what is reduced'
 
 
 def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict[str, str]:

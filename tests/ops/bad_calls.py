@@ -20,6 +20,11 @@ def reduce_with_an_unknown_operation(mesh):
 
 
 @bad
+def reduce_to_a_variance(mesh):
+    body("b/dp d -> b/dp 1", lambda x: reduce(x, "b/dp d -> b/dp 1", "var"), mesh)
+
+
+@bad
 def maximum_left_partial(mesh):
     body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}", "max"), mesh)
 

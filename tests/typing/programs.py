@@ -69,10 +69,37 @@ def tools(x: jax.Array) -> None:
     assert_type(spmd.fft.rfft(x, "b/dp [s] -> b/dp [s]"), jax.Array)
     assert_type(spmd.shard(x, "b/dp s", mesh=mesh), jax.Array)
     assert_type(spmd.nn.column_linear(x, (x, x), tp="tp"), tuple[jax.Array, jax.Array])
+    spmd.sofmax(x, "b/dp [s]")  # type: ignore[attr-defined]
     layout: spmd.Layout = spmd.Layout("b/dp s")
     found = spmd.check(mlp, x, x, x)
     text: str = str(found) + str(layout)
     print(text, spmd.explain(mlp, x, x, x))
+
+
+@spmd.kernel("n/a d, n/a -> v/a d, n/a, n/a d, n/a", mesh=mesh, v=16)
+def simulated(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    table, outside = spmd.scatter_add(x, ids, "n/a d, n/a -> [v/a] d")
+    rows, owner, stayed = spmd.exchange(x, ids, "[n/a] d", capacity=4)
+    assert_type(owner, jax.Array)
+    assert_type(outside + stayed, jax.Array)
+    assert_type(spmd.argsort(x, "[n/a] d"), jax.Array)
+    wide = spmd.stencil.halo(x, "n/a d -> 1+n/a+1 d")
+    assert_type(spmd.stencil.deposit(wide, "1+n/a+1 d -> n/a d"), jax.Array)
+    spmd.stencil.deposit(wide, 3)  # type: ignore[arg-type]
+    spmd.exchange(x, ids, "[n/a] d")  # type: ignore[call-arg]
+    return table, owner, rows, spmd.sort(ids, "[n/a]")
+
+
+def build(mesh: jax.sharding.AbstractMesh) -> tuple[Any, list[Any]]:
+    struct: Any = jax.ShapeDtypeStruct  # JAX has no types for its arguments
+    return mlp.on(mesh), [struct(shape, "float32") for shape in ((512, 64), (64, 256), (256, 64))]
+
+
+def chosen() -> dict[str, int]:
+    found = spmd.search(build, devices=64, axes=("dp", "tp"), hardware="h100", top=3)
+    assert_type(found, spmd.searcher.Search)
+    spmd.search(build, axes=("dp", "tp"), hardware="h100")  # type: ignore[call-arg]
+    return dict(found.best.mesh)
 
 
 def train(params: Params, batches: list[jax.Array]) -> Params:
