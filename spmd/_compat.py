@@ -49,6 +49,12 @@ def manual_sizes(axes: Sequence[str]) -> tuple[int, ...]:
     return tuple(mesh.shape[a] if a in mesh.manual_axes else 0 for a in axes)
 
 
+def on_cpu() -> bool:
+    """Whether the mesh around the caller is one of CPUs, or of devices that are not known yet."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return device is None or device.device_kind == "cpu"
+
+
 def _manual_type(x: Any) -> Any:
     return getattr(jax.typeof(x), "manual_axis_type", None)
 

@@ -269,6 +269,14 @@ def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]
     return outs
 
 
+def _ragged(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """ragged_all_to_all: the result depends on the rows, on the buffer that they are written into, and on offsets."""
+    rows, axes = operands[0], {axis for operand in operands for axis in operand.axes}
+    loose = any(operand.loose for operand in operands)
+    [out] = eqn.outvars
+    return [_loosened(walk, rows._replace(loose=loose), shape_of(out), (), (*axes, *walk.tracked(axes_of(eqn))))]
+
+
 def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequence[int]) -> State | None:
     if not axes:
         return operand
@@ -382,7 +390,8 @@ COLLECTIVES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = 
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), _reduces),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
     **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
-    **dict.fromkeys(("all_to_all", "ragged_all_to_all", "pgather"), _exchanges),
+    **dict.fromkeys(("all_to_all", "pgather"), _exchanges),
+    "ragged_all_to_all": _ragged,
     "ppermute": _permutes,
     "axis_index": _indexes,
     "spmd_split": _split,

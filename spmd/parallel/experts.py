@@ -22,7 +22,6 @@ from spmd import (
     all_to_all,
     annotate,
     axis_size,
-    custom_vjp,
     defer,
     einsum,
     psum,
@@ -33,9 +32,12 @@ from spmd import (
     softmax,
     top_k,
 )
+from spmd._leaves import not_int
 from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
 from spmd.language import axes_tuple
 from spmd.nn.dtypes import wide
+from spmd.parallel._dropless import exchange_of, without_capacity
+from spmd.parallel._rows import Moves, collected, dispatched
 
 __all__ = ["MoEReport", "Routing", "balance_bias", "moe", "router"]
 
@@ -66,7 +68,7 @@ class MoEReport(NamedTuple):
         choices and scores are uniform. Its gradient flows through `shares`.
       z_loss: Scalar: the mean of the squared logsumexp of the logits.
       load: `"e"`: each expert's share of all choices, including dropped ones; sums to 1.
-      drop_rate: Scalar: the share of all choices that found no place.
+      drop_rate: Scalar: the share of all choices that found no place, or no room in `rows`.
     """
 
     balance_loss: Any
@@ -196,6 +198,8 @@ def moe(
     tp: Axes = None,
     groups: tuple[int, int] | None = None,
     capacity_factor: float | None = 1.25,
+    rows: int | None = None,
+    ragged: bool | None = None,
     shared: tuple[Any, Any, Any] | None = None,
     activation: Callable[[Any], Any] = jax.nn.silu,
 ) -> tuple[Any, MoEReport]:
@@ -212,6 +216,13 @@ def moe(
     dropped depends on the groups, not on the mesh. The default, one group for each block of tokens, is (size of dp,
     size of sp), so pass `groups` to compare results between meshes.
 
+    Without a capacity (`capacity_factor=None`) no expert has places. A device sorts its choices by expert, sends them
+    to the experts' devices, and each expert multiplies the rows that it has (`jax.lax.ragged_dot`). `rows` bounds what
+    one device takes from the blocks that it exchanges with; in a block of t tokens, by default all that can come: ep
+    min(k, e/ep) t. With fewer rows, those of the last blocks, and of the last experts in a block, find no room: they
+    count zero, and `drop_rate` counts them. So only with `rows` does the result depend on the mesh; `groups` do not
+    matter.
+
     Communication, per device. A = n m e c d is the number of elements of all places, and B = b s d that of all tokens,
     both divided by the number of devices along dp and sp (all axes of both), in bytes of x's dtype. Forward: two
     all_to_alls over ep, dispatch and combine, A (ep-1)/ep each, and for the report one psum of 2e + 2 float32. With tp
@@ -222,8 +233,16 @@ def moe(
     gathered. With tp in sp, a shared expert adds an all_gather and a psum_scatter each way, B (tp-1) each; otherwise it
     adds nothing.
 
+    Without a capacity A is n m p d instead, where p is ep min(rows, min(k, e/ep) t), and the devices learn of each
+    other how many rows they have for each expert: an all_gather over ep, 4e(ep-1) bytes, and with tp in sp another over
+    tp, 4e ep(tp-1). Each pair of devices has room for its own worst case. On hardware with ragged_all_to_all, which
+    CPUs are not, only rows that are there travel: about k t d (ep-1)/ep elements, whatever the bound, and with tp in sp
+    p is `rows` for all_gather and psum_scatter.
+
     Memory: the places, A elements before and after the experts (times tp with tp in sp), and twice A f / d hidden
-    units. There is no array of tokens x experts x places. Gathers move rows, also in the backward pass.
+    units. There is no array of tokens x experts x places. Gathers move rows, also in the backward pass. Without a
+    capacity, the rows that can come, times d and twice f. On CPUs JAX computes `ragged_dot` by a masked copy of the
+    rows for each expert of a device; on GPUs and TPUs, what XLA has for it.
 
     Args:
       x: The tokens.
@@ -236,7 +255,10 @@ def moe(
       ep: The mesh axes that divide the experts.
       tp: The mesh axes that divide the hidden units.
       groups: The numbers of pieces of batch and sequence; multiples of the sizes of dp and sp.
-      capacity_factor: Places per expert, in units of a balanced load; None for no drops (c = t).
+      capacity_factor: Places per expert, in units of a balanced load; None for experts without a capacity.
+      rows: Without a capacity, the most rows that one device takes; None for all that can come. A balanced load is k t.
+      ragged: Without a capacity, whether rows travel by ragged_all_to_all in explicit mode; None for where devices are
+        not CPUs. It wants the axes of ep in the order of the mesh, and is an all_to_all of padded blocks elsewhere.
       shared: Gate, up and down of an expert that takes every token with weight 1.
       activation: The activation of the gate.
 
@@ -245,7 +267,8 @@ def moe(
 
     Raises:
       MeshError: If ep or tp uses an axis that it may not use.
-      SizeError: If groups do not divide, or the capacity factor is not above zero.
+      SizeError: If groups do not divide, or the capacity factor or rows are not above zero.
+      LayoutError: If rows or ragged are given besides a capacity factor.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -263,13 +286,14 @@ def moe(
 
     References:
       Lepikhin et al., "GShard", https://arxiv.org/abs/2006.16668; Fedus et al., "Switch Transformers",
-      https://arxiv.org/abs/2101.03961; Zoph et al., "ST-MoE", https://arxiv.org/abs/2202.08906 (z-loss)
+      https://arxiv.org/abs/2101.03961; Gale et al., "MegaBlocks" (no capacity), https://arxiv.org/abs/2211.15841; Zoph
+      et al., "ST-MoE", https://arxiv.org/abs/2202.08906 (z-loss)
     """
-    if capacity_factor is not None and not capacity_factor > 0:
-        rule = f"capacity_factor is above zero, or None for as many places as tokens, not {capacity_factor}."
-        raise SizeError(rule, call="moe(x, routing, gate, up, down)", advice="as in capacity_factor=1.25")
+    _check_bounds(capacity_factor, rows, ragged)
     at = _places(dp, sp, ep, tp, shared is not None)
     n, m = _groups(x, groups, dp, sp)
+    if capacity_factor is None:
+        n, m = _groups(x, None, dp, sp)  # nothing depends on groups: one for each block
     # Blocks come first: the inside of a group is whole, so its size is the same in every mode.
     blocks = rearrange(x, "(n b)/dp (m s)/sp d -> n/dp b m/sp s d", dp=dp, sp=sp, n=n, m=m)
     b, t = blocks.shape[1], blocks.shape[1] * blocks.shape[3]
@@ -277,15 +301,15 @@ def moe(
     grouped = "(n b)/dp (m s)/sp k -> n/dp m/sp (b s) k"
     routing = Routing(*(rearrange(part, grouped, dp=dp, sp=sp, n=n, m=m) for part in routing))
     k, e = routing.experts.shape[-1], routing.shares.shape[-1]
-    c = t if capacity_factor is None else min(t, math.ceil(capacity_factor * k * t / e))
-    moves, load = _plan(routing.experts, e, c)
     # With tp not in sp, x is equal along tp: its gradient is summed here, once for all experts.
     group = defer(group, "n/dp m/sp t d -> n/dp m/sp t d {R:whole}", dp=dp, sp=sp, whole=at["whole"])
-    # In auto mode, annotate tells the compiler that no row leaves its group. A gather of rows does not show that.
-    places = jnp.reshape(_dispatched(group, moves), (*group.shape[:2], e, c, -1))
-    places = annotate(places, "n/dp m/sp e c d", dp=dp, sp=sp)
-    results = _experts(places, gate, up, down, activation, at)
-    chosen = _collected(jnp.reshape(results, (*group.shape[:2], e * c, -1)), moves)
+    weights = gate, up, down
+    if capacity_factor is None:
+        exchange = exchange_of(at, e, t, k, rows, ragged)
+        chosen, kept, load = without_capacity(group, routing.experts, weights, activation, exchange)
+    else:
+        c = min(t, math.ceil(capacity_factor * k * t / e))
+        chosen, kept, load = _with_capacity(group, routing.experts, weights, activation, at, e, c)
     chosen = annotate(chosen, "n/dp m/sp kt d {U:whole}", dp=dp, sp=sp, whole=at["whole"])
     chosen = jnp.reshape(chosen, (*group.shape[:2], k, t, -1)).astype(routing.weights.dtype)
     out = jnp.sum(chosen * jnp.swapaxes(routing.weights, 2, 3)[..., None], axis=2).astype(x.dtype)
@@ -294,34 +318,43 @@ def moe(
     back = "n/dp m/sp (b s) d {U:whole} -> (n b)/dp (m s)/sp d {U:whole}"
     out = rearrange(out, back, dp=dp, sp=sp, whole=at["whole"], b=b)
     out = psum(out, "b/dp s/sp d {U:whole} -> b/dp s/sp d", dp=dp, sp=sp, whole=at["whole"])
-    return out, _report(routing, load, moves, dp, sp)
+    return out, _report(routing, load, kept, dp, sp)
+
+
+def _check_bounds(capacity_factor: float | None, rows: int | None, ragged: bool | None) -> None:
+    call = "moe(x, routing, gate, up, down)"
+    if capacity_factor is not None and not capacity_factor > 0:
+        rule = f"capacity_factor is above zero, or None for experts without a capacity, not {capacity_factor}."
+        raise SizeError(rule, call=call, advice="as in capacity_factor=1.25")
+    if capacity_factor is not None and (rows is not None or ragged is not None):
+        rule = "rows and ragged are about experts without a capacity: with one, each expert has its places."
+        raise LayoutError(rule, call=call, fix="capacity_factor=None")
+    if rows is not None and (fault := not_int("rows, the most that one device takes,", rows, 1)):
+        raise SizeError(fault, call=call, advice="as in rows=2 * k * t, twice a balanced load")
 
 
 # --- choices and places: local to each group ----------------------------------------------------------------
 
 
-class _Moves(NamedTuple):
-    """A one-to-one map between choices and places: `"n m (k t)"` and `"n m (e c)"`.
-
-    Attributes:
-      place: The place of each choice.
-      kept: Whether each choice has a place.
-      choice: The choice in each place.
-      filled: Whether each place has a choice.
-    """
-
-    place: Any
-    kept: Any
-    choice: Any
-    filled: Any
+def _with_capacity(
+    group: Any, experts: Any, weights: Any, activation: Any, at: dict[str, Any], e: int, c: int
+) -> tuple[Any, Any, Any]:
+    """The results of the choices, whether each has a place, and the load of the experts."""
+    moves, load = _plan(experts, e, c)
+    # In auto mode, annotate tells the compiler that no row leaves its group. A gather of rows does not show that.
+    x = jnp.reshape(dispatched(group, moves), (*group.shape[:2], e, c, -1))
+    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
+    x = annotate(x, "n/dp/by_b m/sp/tp_s/by_s e c d", **near)
+    results = _experts(x, *weights, activation, at)
+    return collected(jnp.reshape(results, (*group.shape[:2], e * c, -1)), moves), moves.kept, load
 
 
-def _plan(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
+def _plan(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
     """The places of the choices `"n m t k"`, and each expert's share of the choices, `"n m e"`."""
     return jax.vmap(jax.vmap(lambda one: _plan_of_group(one, e, c)))(experts)
 
 
-def _plan_of_group(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
+def _plan_of_group(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
     """The plan of one group: choices are sorted by expert, stably, so first choices come before second ones."""
     choices = experts.T.reshape(-1)
     order = jnp.argsort(choices, stable=True).astype(jnp.int32)
@@ -332,55 +365,8 @@ def _plan_of_group(experts: Any, e: int, c: int) -> tuple[_Moves, Any]:
     ranks = jnp.arange(c, dtype=jnp.int32)[None]
     filled = ranks < counts[:, None]
     choice = order[jnp.where(filled, starts[:, None] + ranks, 0)]
-    moves = _Moves(jnp.where(kept, choices * c + rank, 0), kept, choice.reshape(-1), filled.reshape(-1))
+    moves = Moves(jnp.where(kept, choices * c + rank, 0), kept, choice.reshape(-1), filled.reshape(-1))
     return moves, counts / choices.size
-
-
-def _rows(x: Any, index: Any, valid: Any) -> Any:
-    """The rows of `"n m r d"` by index in each group, zeros where the index is not valid."""
-    pick = lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    found = jax.vmap(jax.vmap(pick))(x, index)
-    return jnp.where(valid[..., None], found, jnp.zeros((), x.dtype))
-
-
-# The map is one-to-one, so the transpose of a gather is a gather too. A scatter would add in the hardware's order.
-
-
-@custom_vjp
-def _dispatched(group: Any, moves: _Moves) -> Any:
-    """The tokens `"n m t d"` in their places, `"n m (e c) d"`."""
-    return _rows(group, moves.choice % group.shape[2], moves.filled)
-
-
-def _dispatched_fwd(group: Any, moves: _Moves) -> Any:
-    return _dispatched(group, moves), (moves, jnp.arange(group.shape[2]))
-
-
-def _dispatched_bwd(kept: Any, cotangent: Any) -> Any:
-    moves, tokens = kept
-    chosen = _rows(cotangent, moves.place, moves.kept)
-    by_choice = (*chosen.shape[:2], -1, tokens.size, chosen.shape[-1])
-    return jnp.sum(jnp.reshape(chosen, by_choice), axis=2), _no_gradient(moves)
-
-
-_dispatched.defvjp(_dispatched_fwd, _dispatched_bwd)
-
-
-@custom_vjp
-def _collected(results: Any, moves: _Moves) -> Any:
-    """The contents of the places `"n m (e c) d"`, for each choice: `"n m (k t) d"`."""
-    return _rows(results, moves.place, moves.kept)
-
-
-def _collected_bwd(moves: _Moves, cotangent: Any) -> Any:
-    return _rows(cotangent, moves.choice, moves.filled), _no_gradient(moves)
-
-
-_collected.defvjp(lambda results, moves: (_collected(results, moves), moves), _collected_bwd)
-
-
-def _no_gradient(moves: _Moves) -> _Moves:
-    return _Moves(*(None for _ in moves))
 
 
 # --- the experts --------------------------------------------------------------------------------------------
@@ -411,10 +397,10 @@ def _shared(group: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict
     return einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **near)
 
 
-def _report(routing: Routing, load: Any, moves: _Moves, dp: Axes, sp: Axes) -> MoEReport:
+def _report(routing: Routing, load: Any, kept: Any, dp: Axes, sp: Axes) -> MoEReport:
     """All means in one psum. A mean of products of local means would be a different number."""
     squares = jax.nn.logsumexp(routing.logits, axis=-1) ** 2
-    dropped = jnp.mean(~moves.kept, axis=2, dtype=jnp.float32)
+    dropped = jnp.mean(~kept, axis=2, dtype=jnp.float32)
     parts = (load, jnp.mean(routing.shares, axis=2), jnp.mean(squares, axis=2)[..., None], dropped[..., None])
     e = load.shape[-1]
     together = jnp.concatenate([part.astype(routing.shares.dtype) for part in parts], axis=-1)

@@ -117,3 +117,14 @@ def test_indices_differ_along_their_axis():
     found = seen(lambda x: [lax.axis_index(axis) for axis in AXES], "a b", args=(X,))
     assert [state.axes for state in found.states] == [{"dp"}, {"tp"}]
     assert not any(isinstance(p, Pending) for state in found.states for p in state.pending)
+
+
+def test_rows_that_travel_without_gaps_are_unknown():
+    """ragged_all_to_all has five more operands than results, and CPUs cannot run it: it is only traced."""
+
+    @spmd.kernel("a/dp b, n -> a/dp b", mesh=spmd.make_mesh(dp=2))
+    def body(x, n):
+        sizes = varying(n, "dp")
+        return lax.ragged_all_to_all(x, jnp.zeros_like(x), sizes, sizes, sizes, sizes, axis_name="dp")
+
+    spmd.check(body, X, np.array([4, 4], np.int32))

@@ -94,6 +94,23 @@ def experts_without_places(mesh):
 
 
 @bad
+def experts_with_a_bound_on_rows_and_a_capacity(mesh):
+    experts("b/dp s d", "e {}", mesh, dp="dp", rows=12)
+
+
+@fixed
+def experts_with_a_bound_on_rows_and_a_capacity_fixed(mesh, fix):
+    out = experts("b/dp s d", "e {}", mesh, dp="dp", rows=12, **fix())
+    with spmd.mode("reference"):
+        np.testing.assert_allclose(out, experts("b/dp s d", "e {}", mesh, dp="dp", rows=12, **fix()), rtol=1e-5)
+
+
+@bad
+def experts_with_room_for_no_row(mesh):
+    experts("b/dp s d", "e {}", mesh, dp="dp", capacity_factor=None, rows=0)
+
+
+@bad
 def more_choices_than_experts(mesh):
     experts("b/dp s d", "e {}", mesh, k=9, dp="dp")
 

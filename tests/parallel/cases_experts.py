@@ -128,7 +128,8 @@ def _():
 def forward(c: LayerCase, shared: bool) -> Any:
     """Dispatch and combine, the report, and what tp costs. data and seq: all axes of batch and sequence."""
     return total(
-        c.traffic("all_to_all", "ep", "n/data m/seq e c d", 2),
+        *(counts(c) if c.label.startswith("dropless") else []),
+        c.traffic("all_to_all", "ep", "n/data m/seq p d", 2),
         c.traffic("psum", ("data", "seq"), "w", dtype="float32"),
         *(gathered(c, shared) if tp_in_sp(c) else [c.traffic("psum", "tp", "b/data s/seq d")]),
     )
@@ -139,7 +140,7 @@ def backward(c: LayerCase, shared: bool) -> Any:
     tokens = slashes(joined(c.axes["data"], c.axes["seq"]), c.axes["tp"]).split("/")[1:]
     beside = [c.traffic("psum", "tp", "b/data s/seq d"), c.traffic("psum", "tp", "b/data s/seq k", dtype="float32")]
     return total(
-        c.traffic("all_to_all", "ep", "n/data m/seq e c d", 2),
+        c.traffic("all_to_all", "ep", "n/data m/seq p d", 2),
         *(gathered(c, shared) if tp_in_sp(c) else beside),
         c.traffic("psum", ("data", "seq"), "d e", dtype="float32"),
         c.traffic("psum", weights, "e/ep d f/tp", 3),
@@ -150,8 +151,16 @@ def backward(c: LayerCase, shared: bool) -> Any:
 def gathered(c: LayerCase, shared: bool) -> list[Any]:
     """With tp in sp: the places are gathered over tp and scattered back; for the shared expert the tokens are."""
     rest = slashes(c.axes["seq"], c.axes["tp"])
-    layouts = [f"n/data m{rest} e c d", *([f"b/data s{rest} d"] if shared else [])]
+    layouts = [f"n/data m{rest} p d", *([f"b/data s{rest} d"] if shared else [])]
     return [c.traffic(kind, "tp", layout) for layout in layouts for kind in ("all_gather", "psum_scatter")]
+
+
+def counts(c: LayerCase) -> list[Any]:
+    """How many rows each device has for each expert, which all devices of ep, and of tp in sp, learn."""
+    data, seq = slashes(c.axes["data"], c.axes["ep"]), slashes(c.axes["seq"], c.axes["ep"])
+    rest = slashes(c.axes["seq"], joined(c.axes["ep"], c.axes["tp"]))
+    near = c.traffic("all_gather", "ep", f"n{data} m{seq} e", dtype="int32")
+    return [near, *([c.traffic("all_gather", "tp", f"n{data} m{rest} e", dtype="int32")] if tp_in_sp(c) else [])]
 
 
 def tp_in_sp(c: LayerCase) -> bool:
@@ -165,8 +174,9 @@ def moe_case(
     shapes = fit(
         mesh, axes, b=(2 * more, "data"), s=(3, "seq"), e=(3, "ep"), f=(4, "tp"), n=(more, "data"), m=(1, "seq")
     )
-    groups, t = (shapes["n"], shapes["m"]), 6
-    shapes |= {"d": 5, "k": K, "c": capacity(t, shapes["e"], K, factor), "w": 2 * shapes["e"] + 2}
+    groups, t, e = (shapes["n"], shapes["m"]), 6, shapes["e"]
+    places = e // 3 * min(K, 3) * t if factor is None else e * capacity(t, e, K, factor)
+    shapes |= {"d": 5, "k": K, "p": places, "w": 2 * e + 2}
     scores = "sigmoid" if shared else "softmax"
 
     def fn(axes: Mapping[str, Axes]) -> Any:
@@ -222,4 +232,7 @@ def moe_placements() -> Iterator[tuple[str, dict[str, int], dict[str, Axes]]]:
 def _():
     for i, (label, mesh, axes) in enumerate(moe_placements()):
         shared = i % 3 == 0 and not (label == "both" and axes["ep"] and axes["tp"])
-        yield moe_case(mesh, axes, shared, (1.0, None, 0.6)[i // 3 % 3], 1 + i % 2, f"{label}{'-shared' * shared}")
+        yield moe_case(mesh, axes, shared, (1.0, 0.8, 0.6)[i // 3 % 3], 1 + i % 2, f"{label}{'-shared' * shared}")
+    for i, (label, mesh, axes) in enumerate(moe_placements()):
+        shared = i % 3 == 0 and not (label == "both" and axes["ep"] and axes["tp"])
+        yield moe_case(mesh, axes, shared, None, 1, f"dropless-{label}")

@@ -1,0 +1,335 @@
+"""Experts without a capacity: rows travel to the devices of their experts, and lie there in the order of the experts.
+
+The letters are those of `experts`, and:
+
+    r devices along ep   l experts of one device   g, h devices along ep, where it divides batch and sequence
+    i blocks of tokens along tp, if tp divides the sequence   o sources: all devices that send to one, `(g h)`
+    p places for the rows that one device sends to one other   z rows in the buffer of one device
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spmd import _compat, all_gather, all_to_all, annotate, axis_size, custom_vjp, psum_scatter, rearrange, split
+from spmd.language import axes_tuple
+from spmd.modes import current_frame
+from spmd.parallel._rows import Moves, collected, dispatched, grouped
+
+Axes = dict[str, Any]
+
+
+def without_capacity(
+    group: Any, experts: Any, weights: tuple[Any, Any, Any], activation: Callable[[Any], Any], exchange: Exchange
+) -> tuple[Any, Any, Any]:
+    """The results of the choices, whether each was computed, and the load of the experts.
+
+    Args:
+      group: The tokens `"n/dp m/sp t d"`, a block of a device in each of n and m.
+      experts: Their choices, `"n/dp m/sp t k"`.
+      weights: Gate, up and down.
+      activation: That of the gate.
+      exchange: How rows travel.
+
+    Returns:
+      The results `"n/dp m/sp kt d"`, a partial sum if tp divides no tokens; `"n/dp m/sp kt"`; and `"n/dp m/sp e"`.
+    """
+    at, near = exchange.at, exchange.near
+    order, counts = jax.vmap(jax.vmap(lambda one: _in_order(one, exchange.e)))(experts)
+    table = exchange.table(counts)
+    moves = exchange.leaving(experts, order, counts, table)
+    x = exchange.there(dispatched(group, moves), table)
+    x = all_gather(x, "n/dp m/sp/tp_s r/by_b/by_s z d -> n/dp m/sp r/by_b/by_s z d", **near)
+    far, i = exchange.far, exchange.blocks
+    x = rearrange(x, "n/dp (m i)/sp r/by_b/by_s z d -> n/dp m/sp r/by_b/by_s (i z) d", i=i, **far)
+    arriving, each = exchange.arriving(table)
+    if arriving is not None:
+        x = collected(x, arriving.inverse())
+    y = _experts(x, weights, each, activation, at)
+    if arriving is not None:
+        y = collected(y, arriving)
+    y = annotate(y, "n/dp m/sp r/by_b/by_s z d {U:tp}", tp=at["tp"], **far)
+    apart = "n/dp m/sp r/by_b/by_s (i z) d {U:tp} -> n/dp (m i)/sp r/by_b/by_s z d {U:tp}"
+    y = rearrange(y, apart, i=i, tp=at["tp"], **far)
+    home = "n/dp m/sp r/by_b/by_s z d {U:tp_s} -> n/dp m/sp/tp_s r/by_b/by_s z d"
+    y = psum_scatter(y, home, **near) if at["tp_s"] else y
+    results = collected(exchange.back(y, table), moves)
+    return results, moves.kept, counts / order.shape[-1]
+
+
+def _in_order(experts: Any, e: int) -> tuple[Any, Any]:
+    """The choices `"t k"` of one block in the order of their experts, and how many each expert has."""
+    choices = experts.T.reshape(-1)
+    counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
+    return jnp.argsort(choices, stable=True).astype(jnp.int32), counts
+
+
+def _experts(x: Any, weights: tuple[Any, Any, Any], each: Any, activation: Callable[[Any], Any], at: Axes) -> Any:
+    """The rows `"n m r z d"` through the experts of their devices, `each` of which has so many: partial over tp."""
+    parts = {"r": axis_size((*axes_tuple(at["by_b"]), *axes_tuple(at["by_s"])))}
+    where = {"by_b": at["by_b"], "by_s": at["by_s"], "tp": at["tp"]}
+    into = "(r l)/by_b/by_s d f/tp -> r/by_b/by_s l d f/tp"
+    gate, up = (rearrange(w, into, **parts, **where) for w in weights[:2])
+    down = rearrange(weights[2], "(r l)/by_b/by_s f/tp d -> r/by_b/by_s l f/tp d", **parts, **where)
+    product = jax.vmap(jax.vmap(jax.vmap(grouped), (0, None, 0)), (0, None, 0))
+    if x.shape[0] * x.shape[1] * x.shape[2] == 1:  # one device: no vmap that the hardware would have to undo
+        product = lambda x, w, each: grouped(x[0, 0, 0], w[0], each[0, 0, 0])[None, None, None]
+    return product(activation(product(x, gate, each)) * product(x, up, each), down, each)
+
+
+class Table(NamedTuple):
+    """What all sources send to all devices of ep, known to all of them: `"n m i o r"`.
+
+    Attributes:
+      wanted: The rows that a source has for a device.
+      sent: Those for which the device has room: of the first sources first.
+      base: Where they begin in its buffer, if rows lie there without gaps.
+      kept: Those for each expert, `"n m i o r l"`: of the first experts first.
+    """
+
+    wanted: Any
+    sent: Any
+    base: Any
+    kept: Any
+
+
+class Exchange(NamedTuple):
+    """How rows travel along ep.
+
+    Attributes:
+      at: The mesh axes of the placeholders in the strings.
+      e: The number of experts.
+      rows: The most rows that one device takes from the blocks of tokens that it exchanges with.
+      choices: The choices of one block of tokens.
+      most: How many of them one device of ep can be for at most.
+      ragged: Whether rows travel without gaps, by ragged_all_to_all.
+    """
+
+    at: Axes
+    e: int
+    rows: int
+    choices: int
+    most: int
+    ragged: bool
+
+    @property
+    def near(self) -> Axes:
+        return {name: self.at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
+
+    @property
+    def far(self) -> Axes:
+        return {name: self.at[name] for name in ("dp", "sp", "by_s", "by_b")}
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """The devices along ep, where it divides the batch and where it divides the sequence."""
+        return {"g": axis_size(axes_tuple(self.at["by_b"])), "h": axis_size(axes_tuple(self.at["by_s"]))}
+
+    @property
+    def parts(self) -> int:
+        return self.ways["g"] * self.ways["h"]
+
+    @property
+    def blocks(self) -> int:
+        return axis_size(axes_tuple(self.at["tp_s"]))
+
+    @property
+    def places(self) -> int:
+        """p: the places for the rows that one device sends to one other."""
+        return min(self.rows, self.most)
+
+    def table(self, counts: Any) -> Table:
+        """The same on all devices of ep and tp, from the counts of each block of tokens."""
+        dp, by_b, sp, tp_s, by_s = (self.at[name] for name in ("dp", "by_b", "sp", "tp_s", "by_s"))
+        counts = annotate(counts, "n/dp/by_b m/sp/tp_s/by_s e", **self.near)
+        pattern = "n/dp/by_b m/sp/tp_s/by_s e -> n/dp m/sp/tp_s e"
+        counts = all_gather(counts, pattern, dp=dp, by_b=by_b, sp=sp, tp_s=tp_s, by_s=by_s)
+        counts = all_gather(counts, "n/dp m/sp/tp_s e -> n/dp m/sp e", dp=dp, sp=sp, tp_s=tp_s)
+        apart = "(n g)/dp (m i h)/sp (r l) -> n/dp m/sp i (g h) r l"
+        counts = rearrange(counts, apart, dp=dp, sp=sp, i=self.blocks, r=self.parts, **self.ways)
+        wanted = jnp.sum(counts, axis=5, dtype=jnp.int32)
+        before = jnp.cumsum(wanted, axis=3) - wanted
+        sent = jnp.clip(self.rows - before, 0, wanted)
+        kept = jnp.clip(sent[..., None] - (jnp.cumsum(counts, axis=5) - counts), 0, counts)
+        return Table(wanted, sent, jnp.minimum(before, self.rows), kept)
+
+    def from_here(self, what: Any) -> Any:
+        """The rows of a table for this source: `"n m i o r"` becomes `"n m r"`."""
+        blocks = "n/dp m/sp i (g h) r -> (n g)/dp (m i h)/sp r"
+        one = rearrange(what, blocks, **self.ways, dp=self.at["dp"], sp=self.at["sp"])
+        for into in ("n/dp m/sp r -> n/dp/by_b m/sp r", "n/dp/by_b m/sp r -> n/dp/by_b m/sp/tp_s/by_s r"):
+            one = split(one, into, **{name: axes for name, axes in self.near.items() if f"/{name}" in into})
+        return one
+
+    def to_here(self, what: Any) -> Any:
+        """The columns of a table for this device: `"n m i o r ..."` becomes `"n m r i o ..."`."""
+        one = jnp.moveaxis(what, 4, 2)
+        more = " l" * (what.ndim - 5)
+        return split(one, f"n/dp m/sp r i o{more} -> n/dp m/sp r/by_b/by_s i o{more}", **self.far)
+
+    def leaving(self, experts: Any, order: Any, counts: Any, table: Table) -> Moves:
+        """The places of the choices `"n m t k"` in what a device sends."""
+        plan = jax.vmap(jax.vmap(self.leaving_block))
+        return plan(experts, order, counts, self.from_here(table.sent))
+
+    def leaving_block(self, experts: Any, order: Any, counts: Any, sent: Any) -> Moves:
+        to = experts.T.reshape(-1) // (self.e // self.parts)
+        wanted = jnp.sum(counts.reshape(self.parts, -1), axis=1, dtype=jnp.int32)
+        starts = jnp.cumsum(wanted) - wanted
+        at = jnp.argsort(order).astype(jnp.int32)
+        rank = at - starts[to]
+        kept = rank < sent[to]
+        if self.ragged:
+            return Moves(at, kept, order, jnp.ones_like(kept))
+        ranks = jnp.arange(self.places, dtype=jnp.int32)[None]
+        filled = ranks < sent[:, None]
+        choice = order[jnp.where(filled, starts[:, None] + ranks, 0)]
+        place = jnp.where(kept, to * self.places + rank, 0)
+        return Moves(place, kept, choice.reshape(-1), filled.reshape(-1))
+
+    def arriving(self, table: Table) -> tuple[Moves | None, Any]:
+        """Where the rows `"n m r (i z)"` of a buffer are in the order of the experts, and how many each of them has.
+        None if they are in order."""
+        kept, base = self.to_here(table.kept), self.to_here(table.base)
+        each = jnp.sum(kept, axis=(3, 4), dtype=jnp.int32)
+        if self.parts * self.blocks == 1:
+            return None, each
+        plan = self.arriving_device
+        for _ in range(3):
+            plan = jax.vmap(plan)
+        return plan(kept, base), each
+
+    def arriving_device(self, kept: Any, base: Any) -> Moves:
+        """The plan of one device: rows lie source by source, and within a source in the order of the experts."""
+        blocks, sources, l = kept.shape
+        size = self.rows if self.ragged else sources * self.places
+        if not self.ragged:
+            base = jnp.broadcast_to(jnp.arange(sources, dtype=jnp.int32)[None] * self.places, base.shape)
+        base = (base + jnp.arange(blocks, dtype=jnp.int32)[:, None] * size).reshape(-1)
+        kept = kept.reshape(-1, l)
+        ends = jnp.cumsum(kept, axis=1)
+        begins = ends - kept  # of an expert's rows among those of a source
+        last = jnp.cumsum(kept.T.reshape(-1)).reshape(l, -1)
+        first = last - kept.T  # of a source's rows among those in order
+        slots = jnp.arange(blocks * min(self.rows, size), dtype=jnp.int32)
+        piece = jnp.minimum(jnp.searchsorted(last.reshape(-1), slots, side="right"), last.size - 1)
+        expert, source = piece // base.size, piece % base.size
+        comes = slots < last[-1, -1]
+        found = jnp.where(comes, base[source] + begins[source, expert] + slots - first[expert, source], 0)
+        places = jnp.arange(blocks * size, dtype=jnp.int32)
+        source = jnp.searchsorted(base, places, side="right") - 1
+        rank = places - base[source]
+        expert = jnp.minimum(jnp.sum(ends[source] <= rank[:, None], axis=1, dtype=jnp.int32), l - 1)
+        filled = rank < ends[source, -1]
+        slot = jnp.where(filled, first[expert, source] + rank - begins[source, expert], 0)
+        return Moves(slot, filled, found, comes)
+
+    def there(self, x: Any, table: Table) -> Any:
+        """What a device sends, `"n/dp/by_b m/sp/tp_s/by_s c d"`, in the buffers of those that it is for,
+        `"n/dp m/sp/tp_s r/by_b/by_s z d"`."""
+        if self.ragged:
+            there, back = self.routes(table)
+            x = _travelled(self.axes, (self.rows, self.choices), x[0, 0], there, back)
+            return annotate(x[None, None, None], "n/dp m/sp/tp_s r/by_b/by_s z d", **self.near)
+        x = jnp.reshape(x, (*x.shape[:2], self.parts, self.places, -1))
+        x = annotate(x, "n/dp/by_b m/sp/tp_s/by_s r p d", **self.near)
+        x = all_to_all(x, "n/dp/by_b m/sp/tp_s/by_s r p d -> n/dp m/sp/tp_s r/by_b/by_s p d", **self.near)
+        buffers = "(n g)/dp (m h)/sp/tp_s r/by_b/by_s p d -> n/dp m/sp/tp_s r/by_b/by_s (g h p) d"
+        return rearrange(x, buffers, **self.ways, **self.near)
+
+    def back(self, y: Any, table: Table) -> Any:
+        """The reverse of `there`: a partial sum if tp divides no tokens."""
+        own = {"whole": self.at["whole"], **self.near}
+        if self.ragged:
+            there, back = self.routes(table)
+            y = _travelled(self.axes, (self.choices, self.rows), y[0, 0, 0], back, there)
+            return annotate(y[None, None], "n/dp/by_b m/sp/tp_s/by_s c d {U:whole}", **own)
+        apart = "n/dp m/sp/tp_s r/by_b/by_s (g h p) d {U:whole} -> (n g)/dp (m h)/sp/tp_s r/by_b/by_s p d {U:whole}"
+        y = rearrange(y, apart, **self.ways, **own)
+        home = "n/dp m/sp/tp_s r/by_b/by_s p d {U:whole} -> n/dp/by_b m/sp/tp_s/by_s r p d {U:whole}"
+        y = all_to_all(y, home, **own)
+        return jnp.reshape(y, (*y.shape[:2], self.parts * self.places, -1))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of ep, as the mesh calls them."""
+        axes = (*axes_tuple(self.at["by_b"]), *axes_tuple(self.at["by_s"]))
+        return current_frame("moe").renamed(axes)
+
+    def routes(self, table: Table) -> tuple[Route, Route]:
+        """How rows travel without gaps, there and back, on this device."""
+        starts = jnp.cumsum(table.wanted, axis=4) - table.wanted
+        own = [self.from_here(part)[0, 0] for part in (starts, table.sent, table.base)]
+        theirs = [self.to_this_block(part)[0, 0, 0] for part in (starts, table.sent, table.base)]
+        return Route(*own, theirs[1]), Route(theirs[2], theirs[1], theirs[0], own[1])
+
+    def to_this_block(self, what: Any) -> Any:
+        """`to_here`, for the block of tokens of this device of tp: `"n m r o"`."""
+        one = rearrange(self.to_here(what), "n/dp m/sp r/by_b/by_s i o -> n/dp (m i)/sp r/by_b/by_s o", **self.far)
+        return split(one, "n/dp m/sp r/by_b/by_s o -> n/dp m/sp/tp_s r/by_b/by_s o", **self.near)
+
+
+class Route(NamedTuple):
+    """Rows that travel without gaps, as `jax.lax.ragged_all_to_all` wants them.
+
+    Attributes:
+      start: Where the rows for each device begin here.
+      size: How many they are.
+      base: Where they begin there.
+      came: How many rows come from each device.
+    """
+
+    start: Any
+    size: Any
+    base: Any
+    came: Any
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
+def _travelled(axes: tuple[str, ...], sizes: tuple[int, int], x: Any, there: Route, back: Route) -> Any:
+    """The rows `"c d"` in a buffer of `sizes[0]` rows. JAX's own transpose sends the offsets once more.
+
+    Args:
+      axes: The mesh axes.
+      sizes: The rows of the buffer, and those of x.
+      x: The rows.
+      there: The route.
+      back: The reverse one.
+    """
+    out = _compat.pvary(jnp.zeros((sizes[0], x.shape[1]), x.dtype), tuple(_compat.varying_axes(x)))
+    return jax.lax.ragged_all_to_all(x, out, *there, axis_name=axes)
+
+
+def _travelled_bwd(axes: tuple[str, ...], sizes: tuple[int, int], kept: tuple[Route, Route], cotangent: Any) -> Any:
+    there, back = kept
+    nothing = Route(*(None for _ in there))
+    return _travelled(axes, sizes[::-1], cotangent, back, there), nothing, nothing
+
+
+_travelled.defvjp(lambda axes, sizes, x, *kept: (_travelled(axes, sizes, x, *kept), kept), _travelled_bwd)
+
+
+def exchange_of(at: Axes, e: int, t: int, k: int, rows: int | None, ragged: bool | None) -> Exchange:
+    """The exchange of blocks of t tokens with k choices each.
+
+    Args:
+      at: The mesh axes of the placeholders in the strings.
+      e: The number of experts.
+      t: The tokens of a block.
+      k: The choices of a token.
+      rows: The most rows that a device takes; None for all that can come.
+      ragged: Whether by ragged_all_to_all; None for where the hardware has it.
+    """
+    axes = (*axes_tuple(at["by_b"]), *axes_tuple(at["by_s"]))
+    parts = axis_size(axes)
+    most = min(k, e // parts) * t  # a token chooses an expert once
+    frame = current_frame("moe")
+    named = frame.renamed(axes)
+    able = frame.explicit and parts > 1 and frame.in_mesh_order(named) == named
+    ragged = able and (not _compat.on_cpu() if ragged is None else ragged)
+    return Exchange(at, e, parts * most if rows is None else min(rows, parts * most), k * t, most, ragged)
