@@ -2,6 +2,7 @@
 
 from spmd.nn.attention import dot_product_attention, multi_head_attention, spread_heads
 from spmd.nn.cache import cached_attention, kv_cache, kv_cache_append
+from spmd.nn.latent import LatentWeights, cached_latent_attention, latent_attention
 from spmd.nn.linear import column_linear, gated_mlp, mlp, qkv_linear, row_linear
 from spmd.nn.loss import cross_entropy, linear_cross_entropy
 from spmd.nn.masks import attention_mask
@@ -11,8 +12,10 @@ from spmd.nn.rope import rotary_embedding, rotary_frequencies
 from spmd.nn.vocabulary import embedding, unembedding
 
 __all__ = [
+    "LatentWeights",
     "attention_mask",
     "cached_attention",
+    "cached_latent_attention",
     "column_linear",
     "cross_entropy",
     "dot_product_attention",
@@ -21,6 +24,7 @@ __all__ = [
     "gated_mlp",
     "kv_cache",
     "kv_cache_append",
+    "latent_attention",
     "layer_norm",
     "linear_cross_entropy",
     "mlp",

@@ -29,6 +29,7 @@ def kv_cache(
     dp: Axes = None,
     cp: Axes = None,
     tp: Axes = None,
+    values: bool = True,
 ) -> Cache:
     """An empty cache: slots for keys and values, each with the position of its token.
 
@@ -53,9 +54,10 @@ def kv_cache(
       dp: The mesh axes that divide the batch.
       cp: The mesh axes that divide the slots.
       tp: The mesh axes that divide the heads.
+      values: Whether it keeps values besides keys. `cached_latent_attention` needs none.
 
     Returns:
-      The cache, a dict.
+      The cache, a dict, without `"v"` if it keeps no values.
 
     Raises:
       SizeError: If a size does not divide.
@@ -71,11 +73,8 @@ def kv_cache(
     """
     sizes = {"b": batch, "t": length, "g": kv_heads, "k": head, "dp": dp, "cp": cp, "tp": tp}
     slots = {name: sizes[name] for name in ("b", "t", "dp", "cp")}
-    return {
-        "k": zeros("b/dp t/cp g/tp k", dtype, **sizes),
-        "v": zeros("b/dp t/cp g/tp k", dtype, **sizes),
-        "positions": full("b/dp t/cp", -1, jnp.int32, **slots),
-    }
+    kept = {name: zeros("b/dp t/cp g/tp k", dtype, **sizes) for name in ("k", "v")[: 1 + values]}
+    return {**kept, "positions": full("b/dp t/cp", -1, jnp.int32, **slots)}
 
 
 @scope(mapping=None)
@@ -97,7 +96,7 @@ def kv_cache_append(
     Args:
       cache: The cache.
       k: The keys, after their rotary embedding.
-      v: The values.
+      v: The values; None for a cache that keeps none.
       positions: The positions of the tokens, integers, different within a row. If several tokens share a slot, as in a
         prompt that is longer than the window, the latest stays.
       cp: The mesh axes that divide the slots.
@@ -108,7 +107,7 @@ def kv_cache_append(
       The cache with these tokens.
 
     Raises:
-      LayoutError: If `tokens` is something else.
+      LayoutError: If `tokens` is something else, or values are given and the cache keeps none, or the reverse.
       SpmdError: If sizes or placements do not fit.
 
     Example:
@@ -125,31 +124,40 @@ def kv_cache_append(
     if tokens not in ("whole", "striped"):
         rule = f"tokens are 'whole' on each device of cp or 'striped' over it, not {tokens!r}."
         raise LayoutError(rule, call="kv_cache_append(cache, k, v, positions)")
+    if (v is not None) != ("v" in cache):
+        rule = (
+            f"the cache keeps {'values' if 'v' in cache else 'no values'}, and v is {'' if v is None else 'not '}None."
+        )
+        raise LayoutError(rule, call="kv_cache_append(cache, k, v, positions)", advice="kv_cache(..., values=...)")
     blocks = axis_size(cp) if cp else 1
-    names = {"cp": cp, "tp": tp}
     opened = _in_blocks(cache, blocks, cp, tp)
-    new = {"k": k.astype(cache["k"].dtype), "v": v.astype(cache["v"].dtype), "positions": positions.astype(jnp.int32)}
+    given = {"k": k, "v": v, "positions": positions}
+    new = {name: given[name].astype(old.dtype) for name, old in cache.items()}
     new = _in_blocks(new, blocks, cp, tp) if tokens == "striped" else new
     write = _write
     for _ in range(positions.ndim - 1):
         write = jax.vmap(write, in_axes=(0, 0, None, None))
     write = jax.vmap(write, in_axes=(0, 0 if tokens == "striped" else None, 0, None))
     opened = write(opened, new, iota("c/cp", c=blocks, cp=cp), blocks)
-    return {
-        "k": rearrange(opened["k"], "c/cp ... l g/tp k -> ... (c l)/cp g/tp k", **names),
-        "v": rearrange(opened["v"], "c/cp ... l g/tp k -> ... (c l)/cp g/tp k", **names),
-        "positions": rearrange(opened["positions"], "c/cp ... l -> ... (c l)/cp", cp=cp),
-    }
+    out = {}
+    for name, x in opened.items():
+        more, where = _heads(name, tp)
+        out[name] = rearrange(x, f"c/cp ... l{more} -> ... (c l)/cp{more}", cp=cp, **where)
+    return out
+
+
+def _heads(name: str, tp: Axes) -> tuple[str, dict[str, Axes]]:
+    """The dimensions behind the slots, and their axes."""
+    return ("", {}) if name == "positions" else (" g/tp k", {"tp": tp})
 
 
 def _in_blocks(cache: Cache, blocks: int, cp: Axes, tp: Axes) -> Cache:
     """The blocks along cp as the first dimension."""
-    apart = "... (c l)/cp g/tp k -> c/cp ... l g/tp k"
-    return {
-        "k": rearrange(cache["k"], apart, c=blocks, cp=cp, tp=tp),
-        "v": rearrange(cache["v"], apart, c=blocks, cp=cp, tp=tp),
-        "positions": rearrange(cache["positions"], "... (c l)/cp -> c/cp ... l", c=blocks, cp=cp),
-    }
+    out = {}
+    for name, x in cache.items():
+        more, where = _heads(name, tp)
+        out[name] = rearrange(x, f"... (c l)/cp{more} -> c/cp ... l{more}", c=blocks, cp=cp, **where)
+    return out
 
 
 def _write(cache: Cache, new: Cache, block: Any, blocks: int) -> Cache:

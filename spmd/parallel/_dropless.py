@@ -307,7 +307,7 @@ def _travelled(axes: tuple[str, ...], sizes: tuple[int, int], x: Any, there: Rou
 
 def _travelled_bwd(axes: tuple[str, ...], sizes: tuple[int, int], kept: tuple[Route, Route], cotangent: Any) -> Any:
     there, back = kept
-    nothing = Route(*(None for _ in there))
+    nothing = Route(None, None, None, None)
     return _travelled(axes, sizes[::-1], cotangent, back, there), nothing, nothing
 
 

@@ -88,6 +88,7 @@ def router(
     scale: float = 1.0,
     bias: Any = None,
     noise: Any = None,
+    among: tuple[int, int] | None = None,
 ) -> Routing:
     """Choose k experts for each token, in at least float32, whatever the dtype of x.
 
@@ -109,13 +110,16 @@ def router(
       scale: Multiplies the weights.
       bias: Added to the scores for the choice only, without gradient (see `balance_bias`).
       noise: Added to the logits: draw it with `spmd.random.normal(key, "b/dp s/sp e")`.
+      among: A pair (n, m): the experts form n groups of equal size, one after another, and a token chooses among those
+        of its m best groups. If a group is what one device of ep holds, a token goes to at most m devices. A group is
+        as good as the sum of its two best scores, with the bias.
 
     Returns:
       A `Routing`.
 
     Raises:
       LayoutError: If scores is something else.
-      SizeError: If there are fewer than k experts.
+      SizeError: If there are fewer than k experts to choose among, or they do not form such groups.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, spmd
@@ -134,8 +138,10 @@ def router(
 
     References:
       Shazeer et al., "Outrageously Large Neural Networks", https://arxiv.org/abs/1701.06538;
-      DeepSeek-AI, "DeepSeek-V3", https://arxiv.org/abs/2412.19437 (sigmoid scores, bias)
+      DeepSeek-AI, "DeepSeek-V3", https://arxiv.org/abs/2412.19437 (sigmoid scores, bias, groups)
     """
+    if among is not None:
+        _check_among(among, w.shape[-1], k)
     if scores not in ("softmax", "sigmoid"):
         rule = not_one_of("scores", scores, ("softmax", "sigmoid"))
         raise LayoutError(rule, call=f"router(x, w, k={k!r}, scores={scores!r})")
@@ -147,15 +153,39 @@ def router(
     else:
         scored = jax.nn.sigmoid(logits)
         shares = scored / jnp.sum(scored, axis=-1, keepdims=True)
-    if bias is None:
+    if bias is None and among is None:
         weights, experts = top_k(scored, "... [e]", k)
     else:
-        shifted = scored + jnp.expand_dims(bias.astype(scored.dtype), tuple(range(scored.ndim - 1)))
-        _, experts = top_k(jax.lax.stop_gradient(shifted), "... [e]", k)
+        shifted = scored
+        if bias is not None:
+            shifted = scored + jnp.expand_dims(bias.astype(scored.dtype), tuple(range(scored.ndim - 1)))
+        shifted = jax.lax.stop_gradient(shifted)
+        _, experts = top_k(shifted if among is None else _in_best_groups(shifted, *among), "... [e]", k)
         weights = jnp.take_along_axis(scored, experts, axis=-1)
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return Routing(weights * scale, experts, shares, logits)
+
+
+def _check_among(among: Any, e: int, k: int) -> None:
+    call = f"router(x, w, k={k!r}, among={among!r})"
+    if not (isinstance(among, tuple) and len(among) == 2 and all(is_int(g, 1) for g in among) and among[1] <= among[0]):
+        rule = "among is a pair of positive ints: how many groups the experts form, and how many of them a token takes."
+        raise SizeError(rule, call=call, advice="as in among=(8, 4)")
+    n, m = among
+    if e % n:
+        raise SizeError(f"{e} experts do not form {n} groups of equal size.", call=call)
+    if k > m * (e // n):
+        raise SizeError(f"a token chooses {k} experts among the {m * (e // n)} of {m} groups.", call=call)
+
+
+def _in_best_groups(scores: Any, n: int, m: int) -> Any:
+    """The scores `"... e"`, minus infinity outside the m best of n groups."""
+    groups = jnp.reshape(scores, (*scores.shape[:-1], n, -1))
+    best, _ = top_k(groups, "... n [e]", min(2, groups.shape[-1]))
+    _, taken = top_k(jnp.sum(best, axis=-1), "... [n]", m)
+    among = jnp.any(taken[..., None] == jnp.arange(n, dtype=taken.dtype), axis=-2)
+    return jnp.reshape(jnp.where(among[..., None], groups, -jnp.inf), scores.shape)
 
 
 def balance_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
@@ -337,7 +367,7 @@ def _check_bounds(capacity_factor: float | None, rows: int | None, ragged: bool 
 
 
 def _with_capacity(
-    group: Any, experts: Any, weights: Any, activation: Any, at: dict[str, Any], e: int, c: int
+    group: Any, experts: Any, weights: tuple[Any, Any, Any], activation: Any, at: dict[str, Any], e: int, c: int
 ) -> tuple[Any, Any, Any]:
     """The results of the choices, whether each has a place, and the load of the experts."""
     moves, load = _plan(experts, e, c)

@@ -120,6 +120,25 @@ def scores_of_an_unknown_kind(mesh):
     body("b/dp d, d e -> b/dp k", lambda x, w: parallel.router(x, w, k=2, scores="relu").weights, mesh, X, ROUTER.T[:4])
 
 
+def among_groups(mesh, among, k=2):
+    body("b/dp d, d e -> b/dp k", lambda x, w: parallel.router(x, w, k=k, among=among).weights, mesh, X, ROUTER.T[:4])
+
+
+@bad
+def groups_of_experts_as_one_number(mesh):
+    among_groups(mesh, 3)
+
+
+@bad
+def groups_of_experts_of_different_sizes(mesh):
+    among_groups(mesh, (2, 1))
+
+
+@bad
+def more_choices_than_experts_in_the_groups(mesh):
+    among_groups(mesh, (3, 1))
+
+
 def router_gradient(mesh, finish=lambda result: result):
     def fn(x, w):
         def loss(w):
