@@ -75,7 +75,7 @@ class Config:
     hidden: int = 128
     experts: int = 0  # 0: a dense model
     chosen: int = 2  # experts of each token
-    capacity: float | None = None  # places per expert in units of a balanced load; None: as many as there are tokens
+    capacity: float | None = None  # places per expert in units of a balanced load; None: no capacity, and no drops
     groups: tuple[int, int] | None = None  # of tokens, within which the capacity holds: see parallel.moe
     balance: float = 1e-2  # weight of the loss that balances experts
     z_loss: float = 1e-3  # weight of the squared logsumexp of the router

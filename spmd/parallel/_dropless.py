@@ -266,7 +266,7 @@ class Exchange(NamedTuple):
         starts = jnp.cumsum(table.wanted, axis=4) - table.wanted
         own = [self.from_here(part)[0, 0] for part in (starts, table.sent, table.base)]
         theirs = [self.to_this_block(part)[0, 0, 0] for part in (starts, table.sent, table.base)]
-        return Route(*own, theirs[1]), Route(theirs[2], theirs[1], theirs[0], own[1])
+        return Route(own[0], own[1], own[2], theirs[1]), Route(theirs[2], theirs[1], theirs[0], own[1])
 
     def to_this_block(self, what: Any) -> Any:
         """`to_here`, for the block of tokens of this device of tp: `"n m r o"`."""

@@ -184,7 +184,7 @@ def _in_best_groups(scores: Any, n: int, m: int) -> Any:
     groups = jnp.reshape(scores, (*scores.shape[:-1], n, -1))
     best, _ = top_k(groups, "... n [e]", min(2, groups.shape[-1]))
     _, taken = top_k(jnp.sum(best, axis=-1), "... [n]", m)
-    among = jnp.any(taken[..., None] == jnp.arange(n, dtype=taken.dtype), axis=-2)
+    among = jnp.any(jax.nn.one_hot(taken, n, dtype=bool), axis=-2)
     return jnp.reshape(jnp.where(among[..., None], groups, -jnp.inf), scores.shape)
 
 

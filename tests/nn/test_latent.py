@@ -58,7 +58,7 @@ def test_queries_can_come_from_something_smaller() -> None:
     down = np.random.default_rng(1).normal(size=(D, 3)).astype(np.float32)
     small = np.einsum("bsd,da->bsa", x, down)
 
-    @spmd.kernel(in_layouts=("b/dp s d", "b/dp s a", WEIGHTS), out_layouts="b/dp s d", mesh=MESH)
+    @spmd.kernel(in_layouts=("b/dp s d", "b/dp s a", ("a h/tp q", *WEIGHTS[1:])), out_layouts="b/dp s d", mesh=MESH)
     def layer(x, small, weights):
         return nn.latent_attention(x, weights_of(*weights), queries_from=small, **TURN, tp="tp")
 
