@@ -49,6 +49,27 @@ def case_count(full: int = FULL_CASES) -> int:
     return count
 
 
+# What fails before a version of JAX, by JAX's own doing. A test that passes there fails as one of these.
+FAILS_BEFORE = {
+    "tests/haliax/test_jit.py::test_gradients_and_jit_around_it": ((0, 10, 1), "reshard takes no array of one device"),
+    "tests/haliax/test_jit.py::test_fsdp_gathers_weights_and_the_gradient_goes_through_it": (
+        (0, 10, 1),
+        "reshard takes no array of one device",
+    ),
+    "tests/kernels/test_inside.py::test_gradients_over_some_axes_are_beyond_jax": (
+        (0, 10, 2),
+        "JAX words its error otherwise",
+    ),
+    "tests/kernels/test_meshes.py::test_the_mesh_of_a_with_block": ((0, 10, 1), "a mesh in a with block does not warn"),
+    "tests/kernels/test_meshes.py::test_checkify[explicit-True]": ((0, 10, 1), "checkify loses the manual axes"),
+    "tests/kernels/test_meshes.py::test_checkify[auto-True]": ((0, 10, 1), "checkify loses the manual axes"),
+    "tests/test_placement.py::test_partial_sums_between_kernels[True]": ((0, 10, 1), "partial sums have no devices"),
+    "tests/test_unit_axes.py::test_an_axis_of_size_1_costs_nothing[max]": ((0, 10, 1), "the compiler broadcasts more"),
+    "tests/test_examples_run.py::test_pages[docs/pages/budgets.md]": ((0, 10, 2), "the compiler moves otherwise"),
+    "tests/test_examples_run.py::test_pages[docs/pages/explain.md]": ((0, 10, 2), "the compiler moves otherwise"),
+}
+
+
 def in_slice(name: str, seed: int, parts: int) -> bool:
     """Whether a test is in the slice of a seed, one of `parts`: together the slices are all tests."""
     return zlib.crc32(name.encode()) % parts == seed % parts
@@ -60,6 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item: in_slice(item.nodeid, seed, parts) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not kept[item]])
     items[:] = [item for item in items if kept[item]]
+    for item in items:
+        version, reason = FAILS_BEFORE.get(item.nodeid, ((), ""))
+        if jax.__version_info__ < version:
+            item.add_marker(pytest.mark.xfail(reason=f"JAX {jax.__version__}: {reason}", strict=True))
 
 
 @pytest.fixture(autouse=True, scope="module")
