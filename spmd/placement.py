@@ -72,7 +72,7 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     _check_outside("shard", call)
     leaves, structure = jax.tree.flatten(tree)
     mesh = mesh_for(mesh, leaves, call)
-    placed = _placements(tree, layouts, mesh, mapping, call)
+    placed = placements(tree, layouts, mesh, mapping, call)
     one = ambient_mode()[0] == "reference"
     if compared(mesh) and not one:
         named = zip(_paths(tree), leaves, placed, strict=True)
@@ -101,7 +101,7 @@ def _check_outside(name: str, call: str) -> None:
         raise ModeError(rule, call=call, advice=advice)
 
 
-def _placements(
+def placements(
     tree: Any, layouts: Any, mesh: Any, mapping: Any, call: str, *, parts: bool = False
 ) -> list[NamedSharding | None]:
     """A sharding for each leaf, None where it is not an array. `parts`: the leaves are one process's parts, whose
@@ -284,7 +284,7 @@ class Init(ByName):
         rest, (found, structure) = iter(shapes), still.parts
         tree = jax.tree.unflatten(structure, [next(rest) if x is None else x for x in found])
         mesh = mesh_for(self._given, [], self._text)
-        return tree, mesh, _placements(tree, self._layouts, mesh, self._mapping, self._text)
+        return tree, mesh, placements(tree, self._layouts, mesh, self._mapping, self._text)
 
     def _compiled(self, tree: Any, mesh: Any, shardings: list[NamedSharding | None]) -> Any:
         if not isinstance(mesh, Mesh):
@@ -440,7 +440,7 @@ def from_process_local(
         x if whole is None else jax.ShapeDtypeStruct(whole, np.float32) for x, whole in zip(leaves, wholes, strict=True)
     ]
     parts = shape is None and jax.process_count() > 1
-    found = _placements(jax.tree.unflatten(structure, known), layouts, mesh, mapping, call, parts=parts)
+    found = placements(jax.tree.unflatten(structure, known), layouts, mesh, mapping, call, parts=parts)
     _check_parts(leaves, found, wholes, call)
     made = [x if s is None else make(x, s, whole) for x, s, whole in zip(leaves, found, wholes, strict=True)]
     if not one and ((check and takes_part(mesh)) or compared(mesh)):

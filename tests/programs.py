@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import spmd
-from spmd import ops
+from spmd import ops, stencil
 from spmd.comm.planner import uneven
 from spmd.modes import MODES
 from tests import layers
@@ -29,6 +29,7 @@ from tests.comm.test_permute import Move
 from tests.ops import (
     halos,
     harness,
+    test_deposit,
     test_einsum,
     test_exchange,
     test_fft,
@@ -595,6 +596,30 @@ def stencils(c: Choices) -> Program:
         runs=modes_of(spmd.kernel(f"{plain} -> {plain}", mesh=harness.make_mesh(mesh))(step)),
         plain=lambda x: fn(halos.padded(x, margins, edges)),
         devices=devices(mesh),
+    )
+
+
+@family(1)
+def deposits(c: Choices) -> Program:
+    """Each element adds itself to both ends of what the margins reach."""
+    mesh, places, shape, margins, *rest = halos.sample(c)
+    edges, edge, dtype = test_deposit.without_numbers(*rest)
+    plain, wide = halos.texts(places, margins)
+    reach = [sum(m) for m in margins]
+
+    def both_ends(u: Any) -> Any:
+        return jnp.pad(u, [(0, k) for k in reach]) + 2 * jnp.pad(u, [(k, 0) for k in reach])
+
+    def transposed(u: Any) -> Any:
+        return jax.linear_transpose(lambda x: halos.padded(x, margins, edges), u)(both_ends(u))[0]
+
+    return Program(
+        text=f"deposit {mesh} {wide} {shape} {edge} {dtype}",
+        args=(np.asarray(halos.numbers(c.seed, shape, dtype if dtype != "int32" else "float32")),),
+        runs=in_modes(lambda u: stencil.deposit(both_ends(u), f"{wide} -> {plain}", edge=edge), mesh, [plain], plain),
+        plain=transposed,
+        devices=devices(mesh),
+        tolerance=2e-2 if dtype == "bfloat16" else 1e-5,
     )
 
 

@@ -6,6 +6,7 @@ checks early what JAX accepts in silence or reports after minutes.
 
 from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints
 from spmd.cluster._data import Batches, batches, my_rows
+from spmd.cluster._fields import read_zarr, write_zarr
 from spmd.cluster._start import initialize, same_program
 from spmd.cluster._stopping import stopping
 
@@ -17,6 +18,8 @@ __all__ = [
     "checkpoints",
     "initialize",
     "my_rows",
+    "read_zarr",
     "same_program",
     "stopping",
+    "write_zarr",
 ]

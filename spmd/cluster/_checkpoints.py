@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.experimental.multihost_utils as multihost
@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd import _jax_errors
-from spmd._agreement import disagreements
+from spmd._agreement import anywhere, in_all
 from spmd._compat import installed
 from spmd.cluster._data import Batches
 from spmd.errors import PlacementError, SpmdError, is_int, nearest
@@ -214,7 +214,7 @@ class Checkpoints:
             failure = _jax_errors.refused_by_the_system(error)
             if failure is None:
                 raise
-        told, refused = _anywhere("" if failure is None else _jax_errors.first_line(failure), self._refusal(size))
+        told, refused = anywhere("" if failure is None else _jax_errors.first_line(failure), self._refusal(size))
         if told:
             if jax.process_count() > 1:  # half of Orbax's threads may still wait for the others
                 self._manager = self._orbax.CheckpointManager(self.path / "steps", options=self._options)
@@ -311,23 +311,10 @@ class Checkpoints:
 
     def _together(self, read: Callable[[], T]) -> T:
         """What `read` gives, if it succeeds in all processes; else all of them raise."""
-        found: list[T] = []
-        told = ""
-        try:
-            found.append(read())
-        except _Damaged as damage:
-            told = f"{damage}"
-        [told] = _anywhere(told)
+        found, told = in_all(read, _Damaged)
         if told:
             raise _Damaged(told)
-        return found[0]
-
-
-def _anywhere(*faults: str) -> list[str]:
-    """Each fault, with the ranks where processes differ; empty where all is well. All processes take part."""
-    named = {f"{i}": fault for i, fault in enumerate(faults)}
-    different = dict(line.split(": ", 1) for line in disagreements(named))
-    return [different.get(i, fault) for i, fault in named.items()]
+        return cast(T, found)
 
 
 class _Damaged(Exception):

@@ -22,9 +22,10 @@ def deposit(x: T, pattern: str, *, edge: Any = "periodic", **names: Any) -> T:
 
     Each device has added something to a block with margins, as particles do near a border. What it added to a margin
     belongs to elements of other devices. So a margin here holds contributions, not copies: the array that is meant is
-    the sum of all blocks, each at its place. On the whole array a deposit is the transpose of `jnp.pad`: what lies
-    beyond the ends is added where `halo` would copy it from. It is the transpose of `halo` with the same edge, and each
-    is the gradient of the other.
+    the sum of all blocks, each at its place. What is computed from an array with the margins of a `halo` is added to a
+    new array, or the copies count too. On the whole array a deposit is the transpose of `jnp.pad`: what lies beyond the
+    ends is added where `halo` would copy it from. It is the transpose of `halo` with the same edge, and each is the
+    gradient of the other.
 
     Margins may have any width, even wider than a block, on any number of dimensions, divided or whole. What lies in
     corners arrives too. A margin may also get narrower without going away.

@@ -10,13 +10,16 @@ import functools
 import io
 import os
 import re
+import shutil
 import sys
+import tempfile
 import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental.multihost_utils as multihost
 import jax.numpy as jnp
 import numpy as np
 
@@ -252,6 +255,44 @@ def changes_of_layout_outside_kernels(mesh):
     close(spmd.shard(x, "x y/b z/a"), X)  # by the steps of a plan
     close(spmd.shard(X, "x/b y z", mesh=mesh), X)  # the same array, in every process
     close(jax.jit(lambda x: spmd.shard(x + 1, "x y/a z"))(x), X + 1)
+
+
+@check
+def fields_on_disk(mesh):
+    """Each process writes its own blocks and no other, and reads what its devices need and no more."""
+    rank, folder = jax.process_index(), shared_folder()
+    across = jax.sharding.Mesh(mesh.devices.T, ("a", "b"))
+    for place, layout, name in ((mesh, "x/a y/b z", "blocks"), (across, "x/a y z", "copies"), (mesh, "x y z/b", "z")):
+        x = spmd.shard(X, layout, mesh=place)
+        spmd.cluster.write_zarr(folder / name, x, "x y z")
+        close(spmd.cluster.read_zarr(folder / name, mesh=place), X)
+        close(spmd.cluster.read_zarr(folder / name, "x y/b z", mesh=across), X)
+        # on a disk of its own each process finds what it writes and nothing else, and process 0 misses the rest
+        alone, first = folder / f"{rank}" / name, [one for one in x.global_shards if one.replica_id == 0]
+        here = [one for one in first if one.device.process_index == rank]
+        whole = {one.device.process_index for one in first} == {0}
+        try:
+            spmd.cluster.write_zarr(alone, x, "x y z")
+        except spmd.PlacementError as error:
+            assert not whole and "do all processes reach this disk?" in str(error)
+        else:
+            assert whole
+        written = alone if alone.exists() else alone.with_name(f"{name}.part")
+        assert len([*written.glob("c/*/*/*")]) == len(here), (name, here)
+    kept = folder / f"{rank}" / "rows"
+    shutil.copytree(folder / "blocks", kept)
+    for one in kept.glob("c/*/*/*"):
+        if one.parts[-3] != f"{rank}":  # the rows of the other processes
+            one.unlink()
+    close(spmd.cluster.read_zarr(kept, "x/a y z", mesh=mesh), X)
+
+
+def shared_folder() -> Path:
+    """A new folder, the same in all processes."""
+    names = multihost.process_allgather(np.frombuffer(os.urandom(8), np.uint8)).reshape(-1)
+    folder = Path(tempfile.gettempdir()) / f"spmd-{bytes(names[:8]).hex()}"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def shown(mesh: Any) -> str:

@@ -85,6 +85,22 @@ def test_a_halo_and_a_deposit_are_each_others_gradients(seed: int) -> None:
     np.testing.assert_array_equal(wanted, deposit(y))
 
 
+def test_the_mean_of_all_copies_is_no_mistake() -> None:
+    """Copies in a deposit may be meant: over their number they are the element, in every mode on every mesh."""
+
+    def mean_of_copies(u: Any) -> Any:
+        wide = stencil.halo(u, "x/a y/b -> 1+x/a+2 y/b")
+        both = [stencil.deposit(one, "1+x/a+2 y/b -> x/a y/b") for one in (wide, jnp.ones_like(wide))]
+        return both[0] / both[1]
+
+    x = jnp.arange(24.0).reshape(8, 3)
+    for mesh in ({"a": 4, "b": 1}, {"a": 2, "b": 3}):
+        run = spmd.kernel("x/a y/b -> x/a y/b", mesh=make_mesh(mesh))(mean_of_copies)
+        assert not spmd.check(run, x)
+        for mode in MODES:
+            close(getattr(run, mode)(x), x)
+
+
 def by_both_sides(u: Any) -> Any:
     """Each element adds one part of itself before it, and two after it; a body for all modes."""
     wide = jnp.pad(u, ((0, 2), (1, 1))) + 2 * jnp.pad(u, ((2, 0), (1, 1))) + 3 * jnp.pad(u, ((1, 1), (0, 2)))

@@ -104,6 +104,31 @@ def test_values_and_gradients_in_every_mode(seed: int) -> None:
         assert int(fn(rows, *ids)[1]) == outside
 
 
+@pytest.mark.parametrize(("field", "waves"), [("x/dp y/tp z", "kx ky/dp kz/tp"), ("x/dp/tp y z", "kx ky/dp/tp kz")])
+def test_a_power_spectrum_is_binned_where_it_lies(field: str, waves: str) -> None:
+    """Partial sums in each bin, and one psum of the bins beside the transform's own."""
+    n, bins = 8, 5
+
+    def power(u: Any) -> Any:
+        f = spmd.fft.fft(u, f"{field} -> {waves}")
+        along = (spmd.fft.fftfreq(word, 1 / n) for word in waves.split())
+        k = spmd.meshgrid(*along, f"{', '.join(waves.split())} -> {waves}", sparse=True)
+        shell = jnp.round(jnp.sqrt(sum(one**2 for one in k))).astype(jnp.int32)
+        terms = jnp.stack([abs(f) ** 2, jnp.ones(f.shape)])
+        return scatter_add(terms, shell, f"c {waves}, {waves} -> c [r]", outside="drop")
+
+    run = spmd.kernel(f"{field} -> c r", mesh=make_mesh(MESH), r=bins, **dict.fromkeys(("kx", "ky", "kz"), n))(power)
+    x = Sampler(0).array((n, n, n), whole=False)
+    k = np.fft.fftfreq(n, 1 / n)
+    shell = np.round(np.sqrt(k[:, None, None] ** 2 + k[:, None] ** 2 + k**2)).astype(int).ravel()
+    squares = abs(np.fft.fftn(x)).ravel() ** 2
+    wanted = [np.bincount(shell, weight, n)[:bins] for weight in (squares, np.ones_like(squares))]
+    for mode in MODES:
+        close(getattr(run, mode)(x), jnp.asarray(wanted, jnp.float32), 1e-4)
+    sums = [one for one in spmd.inspect.collectives(run, x) if one.kind == "psum"]
+    assert sum(one.total_bytes for one in sums) == 2 * (2 * bins * 4) * 7 / 8
+
+
 def test_the_comparison_can_fail() -> None:
     table, outside = simulator.scatter_add(np.arange(3.0), [np.array([1, 1, 4])], "n, n -> [v]", {"v": 3})
     assert table.tolist() == [0, 1, 0] and outside == 1

@@ -1,0 +1,260 @@
+"""Fields on disk: each process writes the blocks of its devices to a Zarr array, and reads those of any other mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd._agreement import in_all
+from spmd.errors import PlacementError, SpmdError
+from spmd.language import Layout
+from spmd.mesh import mesh_for, outside_trace
+from spmd.modes import ambient_mode
+from spmd.placement import placements, shard
+
+_MOST = 2**26  # bytes of a chunk
+_ABOUT = "spmd"  # the attribute that says how the array lay
+
+
+def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = False) -> None:
+    """Write an array to Zarr: `write_zarr("density.zarr", rho, "x y z")`.
+
+    Each process writes the blocks that its devices hold, and one of the copies of a block. No device sends anything.
+    The result is a Zarr array of version 3, which xarray and others read too. It has the names of the dimensions, and
+    as its attribute `spmd` the layout and the mesh of the array. A chunk is a device's block, or an equal part of it of
+    at most 64 MiB, so no two processes write one chunk. Each chunk has a checksum.
+
+    What is not complete has another name: the array is written beside its place, as `density.zarr.part`, and renamed
+    when all processes have written all chunks. TensorStore writes it (`pip install "spmd[cluster]"`). All processes
+    call this function, and it returns when the array is there.
+
+    Communication: none between devices. In several processes, a few all-gathers of 32 bytes.
+
+    Args:
+      path: A folder that does not exist, on a disk that all processes reach.
+      x: The array, of numbers or booleans.
+      names: The names of its dimensions, `"x y z"`. Where they lie is read off the array.
+      overwrite: Whether to replace what is there.
+
+    Raises:
+      LayoutError: If the names are not those of its dimensions.
+      PlacementError: If there is something at the path already, a process cannot write its blocks or writes them
+        elsewhere, or the array holds random keys or is traced.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd, tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> slabs = spmd.shard(jnp.arange(24.0).reshape(8, 3), "x/a y", mesh=spmd.make_mesh(a=8))
+      >>> spmd.cluster.write_zarr(f"{folder}/u.zarr", slabs, "x y")
+      >>> pairs = spmd.cluster.read_zarr(f"{folder}/u.zarr", "x/b y", mesh=spmd.make_mesh(b=2, c=4))
+      >>> pairs.sharding.spec, float(abs(pairs - slabs).max())
+      (P('b', None), 0.0)
+
+    References:
+      https://zarr-specs.readthedocs.io/en/latest/v3/core/
+    """
+    call = f'write_zarr("{path}", x, "{names}")'
+    layout = _written_as(x, names, call)
+    final, first = Path(path).absolute(), jax.process_index() == 0
+    part, chunk = _part(final), _chunk(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+    metadata = _metadata(x, layout, chunk)
+
+    def begin() -> None:
+        if final.exists() and not overwrite:
+            raise FileExistsError("there is something at this path already: overwrite=True replaces it")
+        if first:
+            shutil.rmtree(part, ignore_errors=True)
+            _opened(part, metadata=metadata, create=True)
+
+    def write() -> None:
+        store = _opened(part, metadata=metadata, open=True, assume_metadata=True)
+        blocks = [one for one in x.addressable_shards if one.replica_id == 0]
+        for writing in [store[one.index].write(np.asarray(one.data)) for one in blocks]:
+            writing.result()
+
+    def end() -> None:
+        if not first:
+            return
+        chunks = math.prod(n // c for n, c in zip(x.shape, chunk, strict=True)) if x.size else 0
+        found = sum(one.is_file() for one in part.rglob("*")) - 1  # and what says the shape
+        if found != chunks:
+            raise OSError(f"process 0 finds {found} chunks of {chunks}: do all processes reach this disk?")
+        before = final.with_name(f"{final.name}.old")
+        shutil.rmtree(before, ignore_errors=True)
+        if final.exists():
+            final.rename(before)
+        part.rename(final)
+        shutil.rmtree(before, ignore_errors=True)
+
+    for step in (begin, write, end):
+        _in_all(step, "the array could not be written.", call)
+
+
+def read_zarr(
+    path: str | Path, layout: str | None = None, *, mesh: Any = None, mapping: Any = None, dtype: Any = None
+) -> jax.Array:
+    """Read an array from Zarr: `read_zarr("density.zarr", "x/a y/b z", mesh=mesh)`.
+
+    The mesh, the layout and the number of processes need not be those that wrote it. Each process reads the chunks in
+    which its devices have something, and each block once. A chunk that is missing or damaged is an error, while Zarr
+    itself would give zeros for one that is missing. Arrays that others have written are read too, where chunks may be
+    missing. All processes call this function.
+
+    Communication: none between devices. In several processes, an all-gather of 32 bytes.
+
+    Args:
+      path: The folder of the array.
+      layout: How it is to lie. By default as it lay when it was written, if `write_zarr` has written it.
+      mesh: The mesh. By default it is that of `jax.set_mesh`.
+      mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
+      dtype: A floating type to which floating numbers are cast, on the host. By default they stay as they are.
+
+    Returns:
+      The array, placed.
+
+    Raises:
+      PlacementError: If there is no array, or one that is not complete; a chunk is missing or damaged; JAX does not
+        hold its type, or `dtype` is of another kind.
+      SizeError: If the array does not fit the layout.
+      MeshError: If there is no mesh, or an axis is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd, tempfile
+      >>> folder, mesh = tempfile.mkdtemp(), spmd.make_mesh(a=2, b=4)
+      >>> spmd.cluster.write_zarr(f"{folder}/u.zarr", spmd.shard(jnp.ones((8, 4)), "x/a y/b", mesh=mesh), "x y")
+      >>> spmd.cluster.read_zarr(f"{folder}/u.zarr", mesh=mesh).sharding.spec
+      P('a', 'b')
+
+    References:
+      https://zarr-specs.readthedocs.io/en/latest/v3/core/
+    """
+    final = Path(path).absolute()
+    call = f'read_zarr("{path}"' + (f', "{layout}")' if layout is not None else ")")
+    if not outside_trace():
+        raise PlacementError("an array is read outside jit.", call=call, advice="pass it as an argument")
+    about = _about(final, call)
+    if layout is None:
+        if _ABOUT not in about["attributes"]:
+            rule = "the array does not say how it lay, because something else wrote it."
+            raise PlacementError(rule, call=call, advice=f'read_zarr("{path}", "x/a y")')
+        layout = about["attributes"][_ABOUT]["layout"]
+    shape, stored = tuple(about["shape"]), jnp.dtype(about["data_type"])
+    wanted = _held_by_jax(stored, dtype, call)
+    mesh = mesh_for(mesh, [], call)
+    [sharding] = placements(jax.ShapeDtypeStruct(shape, wanted), layout, mesh, mapping, call)
+    reference, whole = ambient_mode()[0] == "reference", (slice(None),) * len(shape)
+
+    def key(where: Sequence[slice]) -> tuple[Any, ...]:
+        return tuple(part.indices(n)[:2] for part, n in zip(where, shape, strict=True))
+
+    def read() -> dict[tuple[Any, ...], np.ndarray[Any, Any]]:
+        store = _opened(final, open=True, fill_missing_data_reads=_ABOUT not in about["attributes"])
+        blocks = [whole] if reference else sharding.addressable_devices_indices_map(shape).values()
+        futures = {at: store[where].read() for at, where in {key(where): where for where in blocks}.items()}
+        return {where: np.asarray(one.result()).astype(wanted, copy=False) for where, one in futures.items()}
+
+    found = _in_all(read, "the array could not be read.", call)
+    if reference:
+        return shard(found[key(whole)], layout, mesh=mesh, mapping=mapping)
+    return jax.make_array_from_callback(shape, sharding, lambda where: found[key(where)])
+
+
+def _written_as(x: Any, names: str, call: str) -> Layout:
+    """How an array lies, if it can be written."""
+    if isinstance(x, jax.core.Tracer):
+        raise PlacementError("an array is written outside jit.", call=call, advice="return it, and write the result")
+    if not isinstance(x, jax.Array):
+        rule = f"what is written is a jax.Array, not {type(x).__name__}."
+        raise PlacementError(rule, call=call, advice="spmd.shard(x, layout) makes one")
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        rule = "what is written are numbers, not random keys."
+        raise PlacementError(rule, call=call, advice="jax.random.key_data(x)")
+    layout = Layout.of(x, names)
+    if layout.unreduced:
+        raise PlacementError("a partial sum is not written: its blocks are terms.", call=call, got=[layout.short])
+    return layout
+
+
+def _part(path: Path) -> Path:
+    """Where an array is that is not complete."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _chunk(block: Sequence[int], item: int) -> list[int]:
+    """The block, or an equal part of it that is small enough: cut along its first dimensions."""
+    chunk = [max(n, 1) for n in block]
+    for dim, n in enumerate(chunk):
+        most = _MOST // (item * math.prod(chunk) // n)
+        chunk[dim] = next(size for size in range(max(min(n, most), 1), 0, -1) if n % size == 0)
+    return chunk
+
+
+def _metadata(x: jax.Array, layout: Layout, chunk: Sequence[int]) -> dict[str, Any]:
+    named = [" ".join(str(a.name) for a in d.atoms) if all(a.named for a in d.atoms) else None for d in layout.dims]
+    mesh = getattr(x.sharding, "mesh", None)
+    return {
+        "shape": x.shape,
+        "data_type": x.dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "dimension_names": named,
+        "attributes": {_ABOUT: {"layout": layout.short, "mesh": dict(mesh.shape) if mesh is not None else {}}},
+    }
+
+
+def _opened(path: Path, **how: Any) -> Any:
+    try:
+        import tensorstore
+    except ImportError as error:
+        rule = 'TensorStore, which reads and writes Zarr, is not installed: pip install "spmd[cluster]"'
+        raise SpmdError(rule) from error
+    whole = {"store_data_equal_to_fill_value": True} if "metadata" in how else {}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, **whole, **how}
+    return tensorstore.open(spec).result()
+
+
+def _about(path: Path, call: str) -> dict[str, Any]:
+    """What an array says of itself."""
+
+    def read() -> dict[str, Any]:
+        if not path.exists() and _part(path).exists():
+            raise OSError("it was not written to its end: a part of its chunks is beside it, as .part")
+        about = json.loads((path / "zarr.json").read_text())
+        if about["node_type"] != "array":
+            raise OSError("it is a group of arrays: read one of them")
+        return {"attributes": {}, **about}
+
+    return _in_all(read, "there is no whole array at this path.", call)
+
+
+def _held_by_jax(stored: Any, dtype: Any, call: str) -> Any:
+    """The type in which an array is read."""
+    wanted = stored if dtype is None else jnp.dtype(dtype)
+    floating = all(jnp.issubdtype(one, jnp.floating) for one in (stored, wanted))
+    if wanted != stored and not floating:
+        rule = f"the array is {stored.name}, and dtype={wanted.name} is of another kind."
+        raise PlacementError(rule, call=call, advice="read it as it is, then astype")
+    if jax.dtypes.canonicalize_dtype(wanted) != wanted:
+        rule = f"the array is {wanted.name}, which JAX does not hold unless jax_enable_x64 is on."
+        more = "; or dtype=jnp.float32" if floating else ""
+        raise PlacementError(rule, call=call, advice=f"jax.config.update('jax_enable_x64', True){more}")
+    return wanted
+
+
+def _in_all(step: Callable[[], Any], rule: str, call: str) -> Any:
+    """What a step gives, if it succeeds in all processes; else all of them raise.
+
+    Communication: in several processes an all-gather of 32 bytes.
+    """
+    found, told = in_all(step, OSError, ValueError, KeyError)
+    if told:
+        raise PlacementError(rule, call=call, got=[told])
+    return found

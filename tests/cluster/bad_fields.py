@@ -1,0 +1,96 @@
+"""Fields that cannot be written or read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd.cluster import read_zarr, write_zarr
+from tests.errors.registry import bad
+
+
+@contextlib.contextmanager
+def written(mesh, dtype="float32") -> Iterator[None]:
+    """A field in the file `u.zarr` of a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        write_zarr("u.zarr", spmd.shard(jnp.ones((4, 8), dtype), "x/dp y/tp", mesh=mesh), "x y")
+        yield
+
+
+@bad
+def a_field_that_is_there_already(mesh):
+    with written(mesh):
+        write_zarr("u.zarr", jnp.ones((4, 8)), "x y")
+
+
+@bad
+def a_field_of_numpy(mesh):
+    write_zarr("u.zarr", np.ones(8), "x")
+
+
+@bad
+def a_field_of_random_keys(mesh):
+    write_zarr("keys.zarr", jax.random.split(jax.random.key(0), 8), "n")
+
+
+@bad
+def a_field_inside_jit(mesh):
+    jax.jit(lambda x: write_zarr("u.zarr", x, "x"))(jnp.ones(8))
+
+
+@bad
+def a_field_read_inside_jit(mesh):
+    with written(mesh):
+        jax.jit(lambda x: x + read_zarr("u.zarr", mesh=mesh))(1.0)
+
+
+@bad
+def a_field_with_names_of_another_rank(mesh):
+    write_zarr("u.zarr", jnp.ones((4, 8)), "x y z")
+
+
+@bad
+def a_field_that_was_not_written_to_its_end(mesh):
+    with written(mesh):
+        Path("u.zarr").rename("u.zarr.part")
+        read_zarr("u.zarr", mesh=mesh)
+
+
+@bad
+def a_field_of_another_rank(mesh):
+    with written(mesh):
+        read_zarr("u.zarr", "x/dp y z", mesh=mesh)
+
+
+@bad
+def a_field_that_does_not_divide(mesh):
+    with written(mesh):
+        read_zarr("u.zarr", "x/dp/tp y", mesh=mesh)
+
+
+@bad
+def a_field_on_a_mesh_without_its_axes(mesh):
+    with written(mesh):
+        read_zarr("u.zarr", mesh=spmd.make_mesh(a=8))
+
+
+@bad
+def a_field_of_another_kind_of_number(mesh):
+    with written(mesh, "int32"):
+        read_zarr("u.zarr", mesh=mesh, dtype="float32")
+
+
+@bad
+def a_group_of_fields(mesh):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("all.zarr").mkdir()
+        Path("all.zarr/zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group"}))
+        read_zarr("all.zarr", "x", mesh=mesh)

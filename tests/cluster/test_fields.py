@@ -1,0 +1,202 @@
+"""Fields on disk: what is read on which mesh, what lies in the files, and what happens to those that are not whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.cluster import _fields, read_zarr, write_zarr
+from spmd.errors import PlacementError
+from tests import simulator
+from tests.sampler import Sampler, seeds
+
+MESH = {"a": 2, "b": 4}
+X = np.arange(96, dtype=np.float32).reshape(8, 12)
+
+
+def placed(layout="x/a y/b", x=X):
+    return spmd.shard(x, layout, mesh=spmd.make_mesh(**MESH))
+
+
+def files(path: Path) -> set[str]:
+    return {str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_a_field_comes_back_on_any_mesh(tmp_path, seed):
+    """Other meshes, other layouts: blocks begin and end anywhere in the chunks."""
+    sampler = Sampler(seed)
+    meshes = [sampler.mesh(), sampler.mesh()]
+    layouts = [sampler.layout("x y z", mesh) for mesh in meshes]
+    both = {f"{i}{axis}": n for i, mesh in enumerate(meshes) for axis, n in mesh.items()}
+    named = [
+        " ".join("/".join([w.split("/")[0], *(f"{i}{axis}" for axis in w.split("/")[1:])]) for w in layout.split())
+        for i, layout in enumerate(layouts)
+    ]
+    sizes = sampler.sizes("x y z", both, named)
+    x = sampler.array(tuple(sizes.values()), sampler.dtype(kinds="fic"))
+    first, second = (spmd.make_mesh(**mesh, partial=True) for mesh in meshes)
+    write_zarr(tmp_path / "u", spmd.shard(x, layouts[0], mesh=first), "x y z")
+    found = read_zarr(tmp_path / "u", layouts[1], mesh=second)
+    assert found.dtype == x.dtype and found.sharding.spec == spmd.Layout(layouts[1]).spec
+    np.testing.assert_array_equal(np.asarray(found), x)
+    chunks = math.prod(simulator.count(meshes[0], w.split("/")[1:]) for w in layouts[0].split())
+    assert len(files(tmp_path / "u")) == chunks + 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32", "bool", "complex64", "float8_e4m3fn"])
+def test_every_type_of_number(tmp_path, dtype):
+    x = placed(x=jnp.asarray(X).astype(dtype))
+    write_zarr(tmp_path / "u", x, "x y")
+    found = read_zarr(tmp_path / "u", mesh=spmd.make_mesh(**MESH))
+    assert found.dtype == x.dtype and found.sharding == x.sharding
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(x))
+
+
+@pytest.mark.parametrize(("layout", "x"), [("scalar", np.float32(3)), ("x y/a", np.zeros((0, 4), np.float32))])
+def test_scalars_and_empty_arrays(tmp_path, layout, x):
+    write_zarr(tmp_path / "u", placed(layout, x), layout.replace("/a", ""))
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", mesh=spmd.make_mesh(**MESH)), x)
+
+
+def test_what_lies_beside_the_numbers(tmp_path):
+    """As the format says it: a reader of its own finds the chunks of each block, and the names."""
+    write_zarr(tmp_path / "u", placed("x/a y"), "x y")
+    about = json.loads((tmp_path / "u/zarr.json").read_text())
+    assert (about["zarr_format"], about["shape"], about["data_type"]) == (3, [8, 12], "float32")
+    assert about["dimension_names"] == ["x", "y"]
+    assert about["attributes"] == {"spmd": {"layout": "x/a y", "mesh": MESH}}
+    assert files(tmp_path / "u") == {"zarr.json", "c/0/0", "c/1/0"}
+    block = (tmp_path / "u/c/1/0").read_bytes()[:-4]  # before the checksum
+    np.testing.assert_array_equal(np.frombuffer(block, "<f4").reshape(4, 12), X[4:])
+
+
+def test_large_blocks_are_cut_into_equal_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(_fields, "_MOST", 2 * 12 * 4)
+    write_zarr(tmp_path / "u", placed("x y"), "x y")
+    assert len(files(tmp_path / "u")) == 1 + 4
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", "x/a y/b", mesh=spmd.make_mesh(**MESH)), X)
+    assert _fields._chunk((7, 9, 5), 4) == [1, 3, 5] and _fields._chunk((4, 6), 4) == [4, 6]
+
+
+def test_modes_and_mappings(tmp_path):
+    mesh = spmd.make_mesh(**MESH)
+    for mode in ("explicit", "auto", "reference"):
+        with spmd.mode(mode), spmd.axis_mapping({"x": "b", "y": None}):
+            x = spmd.shard(X, "x y", mesh=mesh)
+            write_zarr(tmp_path / mode, x, "x y")
+            found = read_zarr(tmp_path / mode, "x y", mesh=mesh)
+        assert found.sharding.is_fully_replicated == (mode == "reference")
+        assert found.sharding == x.sharding
+        np.testing.assert_array_equal(found, X)
+
+
+def test_each_block_is_read_once_and_nothing_else(tmp_path, monkeypatch):
+    """Of what devices hold copies of, one is read; the chunks of other columns may be missing."""
+    write_zarr(tmp_path / "u", placed("x/a y/b"), "x y")
+    opened, asked = _fields._opened, []
+
+    class Seen:
+        def __init__(self, store):
+            self.store = store
+
+        def __getitem__(self, where):
+            asked.append(where)
+            return self.store[where]
+
+    monkeypatch.setattr(_fields, "_opened", lambda *args, **how: Seen(opened(*args, **how)))
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", "x y/b", mesh=spmd.make_mesh(**MESH)), X)
+    assert sorted(where[1].start or 0 for where in asked) == [0, 3, 6, 9]
+    (tmp_path / "u/c/1/3").unlink()
+    store = opened(tmp_path / "u", open=True, fill_missing_data_reads=False)
+    np.testing.assert_array_equal(store[:, 2:9].read().result(), X[:, 2:9])
+
+
+def test_a_missing_chunk_is_no_zeros_and_a_damaged_one_is_noticed(tmp_path):
+    write_zarr(tmp_path / "u", placed(), "x y")
+    chunk = tmp_path / "u/c/1/2"
+    whole = chunk.read_bytes()
+    damages = {"missing": None, "Digest mismatch": whole[:5] + b"!" + whole[6:], "expected at least": whole[:9]}
+    for said, content in damages.items():
+        chunk.unlink() if content is None else chunk.write_bytes(content)
+        with pytest.raises(PlacementError, match=said):
+            read_zarr(tmp_path / "u", mesh=spmd.make_mesh(**MESH))
+    chunk.write_bytes(whole)
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", mesh=spmd.make_mesh(**MESH)), X)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_write_that_is_torn_leaves_what_was_there(tmp_path, monkeypatch, begun):
+    """A process that is killed before the last chunk, or before the array gets its name."""
+    if begun:
+        write_zarr(tmp_path / "u", placed(), "x y")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_zarr(tmp_path / "u", placed(x=-X), "x y", overwrite=begun)
+    monkeypatch.undo()
+    mesh = spmd.make_mesh(**MESH)
+    if begun:
+        np.testing.assert_array_equal(read_zarr(tmp_path / "u", mesh=mesh), X)
+    else:
+        with pytest.raises(PlacementError, match="not written to its end"):
+            read_zarr(tmp_path / "u", mesh=mesh)
+    write_zarr(tmp_path / "u", placed(x=2 * X), "x y", overwrite=True)
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", mesh=mesh), 2 * X)
+    assert [one.name for one in tmp_path.iterdir()] == ["u"]
+
+
+def test_chunks_that_are_not_there_are_counted(tmp_path, monkeypatch):
+    """As where each process writes to a disk of its own: the array gets no name."""
+    opened = _fields._opened
+
+    class Lost:
+        """Writes the first chunk, and not the others."""
+
+        def __init__(self, store):
+            self.store = store
+
+        def __getitem__(self, where):
+            rows = where[0].indices(8)
+            return self.store[where] if rows[0] == 0 else self
+
+        def write(self, _):
+            return self
+
+        def result(self):
+            return None
+
+    monkeypatch.setattr(_fields, "_opened", lambda *args, **how: Lost(opened(*args, **how)))
+    with pytest.raises(PlacementError, match="finds 4 chunks of 8: do all processes reach this disk"):
+        write_zarr(tmp_path / "u", placed(), "x y")
+    assert not (tmp_path / "u").exists()
+
+
+def test_arrays_of_others(tmp_path):
+    """No layout, float64, and chunks that are zero are not there."""
+    about = {
+        "shape": [8, 12],
+        "data_type": "float64",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [3, 5]}},
+    }
+    store = _fields._opened(tmp_path / "u", metadata=about, create=True, store_data_equal_to_fill_value=False)
+    store[:3].write(np.ones((3, 12))).result()
+    mesh = spmd.make_mesh(**MESH)
+    found = read_zarr(tmp_path / "u", "x/a y/b", mesh=mesh, dtype="float32")
+    assert found.dtype == jnp.float32 and float(found.sum()) == 36
+    with pytest.raises(PlacementError, match="does not say how it lay"):
+        read_zarr(tmp_path / "u", mesh=mesh)
+    with pytest.raises(PlacementError, match="float64, which JAX does not hold"):
+        read_zarr(tmp_path / "u", "x/a y/b", mesh=mesh)
+    with jax.enable_x64(True):
+        assert read_zarr(tmp_path / "u", "x/a y/b", mesh=mesh).dtype == jnp.float64
