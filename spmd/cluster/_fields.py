@@ -7,11 +7,12 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from spmd._agreement import in_all
 from spmd.errors import PlacementError, SpmdError
@@ -149,7 +150,8 @@ def read_zarr(
     shape, stored = tuple(about["shape"]), jnp.dtype(about["data_type"])
     wanted = _held_by_jax(stored, dtype, call)
     mesh = mesh_for(mesh, [], call)
-    [sharding] = placements(jax.ShapeDtypeStruct(shape, wanted), layout, mesh, mapping, call)
+    [found] = placements(jax.ShapeDtypeStruct(shape, wanted), layout, mesh, mapping, call)
+    sharding = cast(NamedSharding, found)  # what is not an array has none
     reference, whole = ambient_mode()[0] == "reference", (slice(None),) * len(shape)
 
     def key(where: Sequence[slice]) -> tuple[Any, ...]:
@@ -157,14 +159,15 @@ def read_zarr(
 
     def read() -> dict[tuple[Any, ...], np.ndarray[Any, Any]]:
         store = _opened(final, open=True, fill_missing_data_reads=_ABOUT not in about["attributes"])
-        blocks = [whole] if reference else sharding.addressable_devices_indices_map(shape).values()
-        futures = {at: store[where].read() for at, where in {key(where): where for where in blocks}.items()}
+        held = [whole] if reference else sharding.addressable_devices_indices_map(shape).values()
+        blocks = {key(where): where for where in held if where is not None}
+        futures = {at: store[where].read() for at, where in blocks.items()}
         return {where: np.asarray(one.result()).astype(wanted, copy=False) for where, one in futures.items()}
 
-    found = _in_all(read, "the array could not be read.", call)
+    numbers = _in_all(read, "the array could not be read.", call)
     if reference:
-        return shard(found[key(whole)], layout, mesh=mesh, mapping=mapping)
-    return jax.make_array_from_callback(shape, sharding, lambda where: found[key(where)])
+        return shard(numbers[key(whole)], layout, mesh=mesh, mapping=mapping)
+    return jax.make_array_from_callback(shape, sharding, lambda where: numbers[key(where)])
 
 
 def _written_as(x: Any, names: str, call: str) -> Layout:
