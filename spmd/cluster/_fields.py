@@ -154,7 +154,7 @@ def read_zarr(
     sharding = cast(NamedSharding, found)  # what is not an array has none
     reference, whole = ambient_mode()[0] == "reference", (slice(None),) * len(shape)
 
-    def key(where: Sequence[slice]) -> tuple[Any, ...]:
+    def key(where: Any) -> tuple[Any, ...]:
         return tuple(part.indices(n)[:2] for part, n in zip(where, shape, strict=True))
 
     def read() -> dict[tuple[Any, ...], np.ndarray[Any, Any]]:
