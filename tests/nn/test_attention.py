@@ -9,13 +9,13 @@ import pytest
 
 import spmd
 from spmd import nn
-from tests.nn.dense import dense_attention
+from tests.nn.dense import dense_result
 
 RNG = np.random.default_rng(5)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    return RNG.normal(size=shape).astype(np.float32)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
@@ -34,7 +34,7 @@ def test_a_query_that_sees_nothing_gets_zeros(implementation):
 def test_positions_say_what_stands_where():
     """A permuted sequence, queries that are fewer than keys, and keys that are padding."""
     q, k, v = normal(2, 6, 4, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 3)
-    truth = dense_attention(q, k, v, causal=True)
+    truth = dense_result(q, k, v, causal=True)
     order = np.array([3, 0, 5, 1, 4, 2])
     kernel = spmd.kernel("b s h k, b t g k, b t g k, s, b t -> b s h k", mesh=spmd.make_mesh(x=1))(
         lambda q, k, v, *at: nn.dot_product_attention(q, k, v, causal=True, positions=at)
@@ -47,4 +47,4 @@ def test_positions_say_what_stands_where():
     assert np.allclose(last, truth[:, 4:], atol=1e-5)
     padded = jnp.array([[0, 1, 2, 3, -1, -1]] * 2)
     short = kernel(q[:, 3:4], k, v, jnp.array([5]), padded)
-    assert np.allclose(short, dense_attention(q[:, 3:4], k[:, :4], v[:, :4]), atol=1e-5)
+    assert np.allclose(short, dense_result(q[:, 3:4], k[:, :4], v[:, :4]), atol=1e-5)

@@ -10,13 +10,13 @@ import numpy as np
 
 import spmd
 from spmd import nn, parallel
-from tests.nn.dense import dense_attention
+from tests.nn.dense import dense_result
 
 RNG = np.random.default_rng(5)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    return RNG.normal(size=shape).astype(np.float32)
 
 
 CACHE = {"k": "b/dp t/cp g/tp k", "v": "b/dp t/cp g/tp k", "positions": "b/dp t/cp"}
@@ -29,7 +29,7 @@ def test_rows_of_different_lengths():
     mesh = spmd.make_mesh(**MESH)
     lengths, total = np.array([3, 5]), 8
     q, k, v = normal(2, total, 4, 3), normal(2, total, 2, 3), normal(2, total, 2, 3)
-    truth = dense_attention(q, k, v, causal=True)
+    truth = dense_result(q, k, v, causal=True)
 
     @spmd.kernel(in_layouts=("b/dp s g/tp k", "b/dp s g/tp k", "b/dp s"), out_layouts=CACHE, mesh=mesh, t=total)
     def prefill(k, v, at):
@@ -62,7 +62,7 @@ def test_a_prompt_read_by_a_ring_fills_the_cache_where_it_lies():
     mesh = spmd.make_mesh(cp=4)
     total, prompt = 16, 12
     q, k, v = normal(2, total, 4, 3), normal(2, total, 2, 3), normal(2, total, 2, 3)
-    truth = dense_attention(q, k, v, causal=True)
+    truth = dense_result(q, k, v, causal=True)
     order = parallel.sequence_order(prompt, 4, "striped")
 
     def read(q, k, v):
@@ -111,7 +111,7 @@ def test_a_window_is_a_ring_buffer():
             out.append(nn.cached_attention(q[:, one], cache, at, window=4, cp="cp"))
         return jnp.concatenate(out, axis=1)
 
-    truth = dense_attention(q, k, v, causal=True, window=4)
+    truth = dense_result(q, k, v, causal=True, window=4)
     assert np.allclose(decode(q, k, v), truth, atol=1e-5)
 
     @cut("b s h k, b s h k, b s h k -> b 1 h k, b t/cp", t=4)

@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd import parallel
-from tests.nn.dense import dense_attention, placed_order
+from tests.nn.dense import dense_attention, dense_result, placed_order
 
 CP, LENGTH = 4, 16
 SIGNATURE = "b s/cp h k, b s/cp g k, b s/cp g k -> b s/cp h k"
@@ -19,7 +19,7 @@ SIGNATURE = "b s/cp h k, b s/cp g k, b s/cp g k -> b s/cp h k"
 
 def arrays(*shapes, dtype=jnp.float32):
     rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
 
 
 def inputs(length=LENGTH, head=6, rows=2, dtype=jnp.float32):
@@ -42,10 +42,10 @@ def test_balanced_tokens_stand_where_they_are_said_to(causal):
     """Load balance without a causal mask (pytorch#141429), and tokens that are taken to be in order."""
     q, k, v = (x[:, placed_order(LENGTH, CP, "zigzag")] for x in inputs())
     order = placed_order(LENGTH, CP, "zigzag")
-    truth = dense_attention(q, k, v, positions=order, causal=causal, window=6)
+    truth = dense_result(q, k, v, positions=order, causal=causal, window=6)
     assert close(ring(causal=causal, window=6, placement="zigzag")(q, k, v), truth)
     assert not close(ring(causal=causal, window=6)(q, k, v), truth)
-    truth = dense_attention(q, k, v, positions=order, causal=causal)
+    truth = dense_result(q, k, v, positions=order, causal=causal)
     assert close(ring(causal=causal, placement="zigzag")(q, k, v), truth)
 
 
@@ -70,7 +70,7 @@ def test_the_loss_counts_tokens_not_devices():
         kernel = spmd.kernel(signature, mesh=spmd.make_mesh(cp=CP))(functools.partial(losses, count=count))
         return kernel(q, k, v, weights)
 
-    truth = (dense_attention(q, k, v, causal=True)[:, :6] ** 2).sum((-2, -1)).mean()
+    truth = (dense_result(q, k, v, causal=True)[:, :6] ** 2).sum((-2, -1)).mean()
     assert close(run(tokens), truth)
     assert not close(run(devices), truth, 0.1)
 
