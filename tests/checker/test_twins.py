@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,6 +43,12 @@ def test_the_mistake_is_found(pair: Pair) -> None:
     assert why == LISTED.get(pair.name, ""), f"{pair.mistaken.__name__} at {pair.place}, wrong: {pair.kinds}"
     if why:
         pytest.xfail(pair.unseen or why)
+
+
+def test_the_page_says_how_many_are_found() -> None:
+    page = (Path(__file__).parents[2] / "docs/pages/checker.md").read_text()
+    found = len(PAIRS) - sum(pair.name in LISTED for pair in PAIRS)
+    assert f"{len(PAIRS)} wrong programs" in page and f"finds {found} of them" in page
 
 
 @all_pairs
