@@ -389,14 +389,15 @@ def arguments(case: LayerCase) -> tuple[Any, ...]:
     made = (
         [rng.normal(size=shape).astype(np.float32) for shape in shapes] if case.make is None else case.make(rng, shapes)
     )
-    cast = lambda x: jnp.asarray(x, case.dtype) if getattr(x, "dtype", None) == np.float32 else jnp.asarray(x)
+    cast = lambda x: jnp.asarray(x.astype(case.dtype) if getattr(x, "dtype", None) == np.float32 else x)
     return tuple(map(cast, made))
 
 
 def cotangents_of(case: LayerCase) -> tuple[Any, ...]:
     rng = np.random.default_rng(8)
     layouts = (case.outs,) if isinstance(case.outs, str) else case.outs
-    return tuple(jnp.asarray(rng.normal(size=case.shape(layout)), case.out_dtype or case.dtype) for layout in layouts)
+    dtype = np.dtype(case.out_dtype or case.dtype)  # converted in NumPy, which compiles nothing
+    return tuple(jnp.asarray(rng.normal(size=case.shape(layout)).astype(dtype)) for layout in layouts)
 
 
 def truth_of(case: LayerCase, args: Any, cotangents: Any) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64")
 
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: str = "float32"):
-    return jnp.asarray(np.random.default_rng(seed).integers(-4, 5, shape)).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype))
 
 
 def padded(x, margins, edges):

@@ -139,7 +139,7 @@ def test_the_truth_is_true(name):
     """jnp's gradients, which the others are compared with, against differences of NumPy's float64 values."""
     program = PROGRAMS[name]
     values = [v.astype(np.float64) for v in values_of(program)]
-    gradients = jax.grad(lambda *a: program.truth(jnp, *a), program.diff)(*values_of(program))
+    gradients = jax.jit(jax.grad(lambda *a: program.truth(jnp, *a), program.diff))(*values_of(program))
     rng = np.random.default_rng(3)
     step = 1e-5
     for argument, gradient in zip(program.diff, gradients, strict=True):
