@@ -102,8 +102,8 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
 
 def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]) -> None:
     role = eqn.params["role"]
-    # A carry that went through a piece is a term of a sum, if it adds; whoever says so knows.
-    sums = {("recurrence", axis) for axis in claim.unreduced}
+    # A carry that went through a piece is a term of a sum, if it adds; whoever says so knows. So are rows beside zeros.
+    sums = {(kind, axis) for kind in ("recurrence", "rows") for axis in claim.unreduced}
     pending = [p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums]
     if pending and role != "result":
         first = walk.made_pending[min(p.at for p in pending)]

@@ -18,6 +18,7 @@ from spmd._walker import Domain, Rule, equations
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
+from spmd.checker._rows import zeros_for_others
 from spmd.checker._source import called_at, called_in_jax, is_transposed, line_of
 from spmd.checker._state import (
     FREE,
@@ -240,6 +241,8 @@ class Engine(Domain):
         same = _unchanged(operands) if entry.says == "elementwise" else None
         if same is not None:
             return [same]
+        if name == "select_n" and (others := zeros_for_others(self, eqn, operands)):
+            return [self._lacking(eqn, out, others) for out in self._apply(entry, eqn, operands)]
         for operand in operands:
             if operand.table is None:
                 break
@@ -256,6 +259,11 @@ class Engine(Domain):
         if len(self.findings) == found and not any(o.partial for o in operands) and not any(o.pending for o in outs):
             self._memo[key] = operands, outs
         return outs
+
+    def _lacking(self, eqn: Any, state: State, axes: frozenset[str]) -> State:
+        """A value that lacks the rows of other devices along these axes."""
+        pending = state.pending | {Pending("rows", axis, self.number(eqn)) for axis in axes - state.divided}
+        return self.kept(state._replace(different=state.different - axes, pending=pending))
 
     def counted(self, eqn: Any, operands: Sequence[State], outs: list[State]) -> list[State]:
         """The results, with the integers that each device holds where shapes and `axis_index` decide them."""
