@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -383,3 +384,19 @@ def test_numbers_of_an_agreement_have_levels() -> None:
     assert sum(abs(total) < 60 for total in signs) > truth.OFTEN
     [x] = random_bodies.arguments(0, plan)
     assert abs(x.mean(0)).max() < 1
+
+
+def test_a_mistake_changes_nothing_only_if_it_gives_its_operand_in_every_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort of what a cumulative operation has sorted is the same on each piece as on the whole."""
+    x = [np.arange(3.0), np.arange(3.0, 6.0)]
+    other = [x[0], x[1][::-1]]
+    run = lambda result: SimpleNamespace(held={"operand": [[x]], "result": [[result]]})
+    monkeypatch.setattr(truth, "marks_of", lambda run: ["operand", "result"])
+
+    def nothing(draws: list[list[np.ndarray]], lies: list[str]) -> bool:
+        judged = SimpleNamespace(mesh=None, trace=SimpleNamespace(lies=lies))
+        return truth.Judge.changes_nothing(judged, 1, [run(result) for result in draws])
+
+    assert nothing([x, x], ["a/dp", "a/dp"])
+    assert not nothing([x, other], ["a/dp", "a/dp"])
+    assert not nothing([x, x], ["a/dp", "a"])

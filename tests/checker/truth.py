@@ -361,18 +361,29 @@ class Judge:
 
     def shown_by_other_numbers(self) -> str:
         """As `shown`: a decision may be the same by accident, and numbers that data hardly change are one."""
-        values = []
+        values, draws = [], []
+        at = len(self.plan.args) + self.trace.steps.index(self.trace.mistake)
         for seed in range(OTHERS):
             again = [ran(one, machine.sizes, self.plan, seed, moved=True) for one, machine in self.traces()]
             found = self.shown(*again)
             if found:
                 return found
-            values.append(
-                again[1].held[marks_of(again[1])[len(self.plan.args) + self.trace.steps.index(self.trace.mistake)]]
-            )
+            values.append(again[1].held[marks_of(again[1])[at]])
+            draws.append(again[0])
+        if self.changes_nothing(at, draws):
+            return "it gives what it was given, as a sort of what is sorted does"
         first = np.stack([np.ravel(one[0][0][0]) for one in values])
         moved = (np.abs(first - np.median(first, 0)) > devices.CLOSE).any(1).sum()
         return "" if moved >= OFTEN else "its numbers hardly depend on data"
+
+    def changes_nothing(self, at: int, draws: Sequence[Ran]) -> bool:
+        """Whether a mistake gives an earlier value that lies alike, whatever the numbers: no type sees that of data."""
+        marks, lies = marks_of(self.mesh), self.trace.lies
+        pairs = [[(run.held[marks[i]][0][0], run.held[marks[at]][0][0]) for run in draws] for i in range(at)]
+        same = [
+            all(np.array_equal(one, two) for given in pair for one, two in zip(*given, strict=True)) for pair in pairs
+        ]
+        return any(known and lies[i] == lies[at] for i, known in enumerate(same))
 
     def traces(self) -> list[tuple[Trace, devices.Machine]]:
         return [(one, ran.machine) for one, ran in ((self.trace, self.mesh), (self.single, self.alone)) if one and ran]
