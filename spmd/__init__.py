@@ -8,7 +8,7 @@ operation.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from spmd import fft, random, stencil
+from spmd import fft, linalg, random, stencil
 from spmd._trees import layouts
 from spmd.accelerators import Hardware, Link, hardware
 from spmd.checker import Finding, Findings, check
@@ -146,6 +146,7 @@ __all__ = [
     "iota",
     "kernel",
     "layouts",
+    "linalg",
     "linspace",
     "local",
     "local_size",

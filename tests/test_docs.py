@@ -10,7 +10,7 @@ from tests.pages import WIDTH, blocks
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Modules whose names stand on the API page under the module's.
-MODULES = ("cluster", "fft", "haliax", "nn", "parallel", "random", "searcher", "stencil", "testing")
+MODULES = ("cluster", "fft", "haliax", "linalg", "nn", "parallel", "random", "searcher", "stencil", "testing")
 
 
 def documented(page: str) -> set[str]:

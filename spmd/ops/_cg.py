@@ -1,0 +1,167 @@
+"""`cg`: the solution of a linear system by conjugate gradients, of vectors that are divided over devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd import _compat, _lax
+from spmd.comm._call import Call, open_call
+from spmd.errors import LayoutError, SizeError
+from spmd.language import Layout
+from spmd.ops._partial_sums import plain_dims
+
+_EXAMPLE = 'cg(apply, b, "x/a y")'
+Apply = Callable[[Any], Any]
+
+
+def cg(
+    apply: Apply,
+    b: Any,
+    layout: str,
+    *,
+    x0: Any = None,
+    precondition: Apply | None = None,
+    tol: float = 1e-5,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    **names: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Solve `apply(x) = b` by conjugate gradients: `x, steps = cg(apply, b, "x/a y/b")`.
+
+    `apply` is linear, symmetric (Hermitian for complex numbers) and positive definite. It takes and returns an array of
+    this layout, and communicates as it likes, for example by `stencil.halo`. All dimensions together are one vector.
+    The steps end when the length of the residual b - apply(x) is at most the larger of `tol` times that of b and
+    `atol`. `jax.scipy.sparse.linalg.cg` means the same on one device. In a kernel its inner products are of shards.
+
+    The gradient is that of the solution, not of the steps: one more system of the same kind, solved to the same
+    tolerance. `apply` may close over arrays, which get gradients too.
+
+    Communication: forward one psum of a number first, and in each step two psums of a number and what `apply` sends. A
+    psum of S bytes over n devices sends 2S(n-1)/n. With `precondition`, the second psum has two numbers. With
+    `x0` one psum and one `apply` more before the steps. Backward the same again, and what the transpose of `apply`
+    sends for the arrays that it closes over.
+
+    Args:
+      apply: The linear function.
+      b: The right side, an array of real or complex numbers.
+      layout: The layout of `b` and of the solution.
+      x0: Where the steps begin. Zeros if it is not given.
+      precondition: A function like `apply`, close to its inverse.
+      tol: The length of the residual, in units of that of `b`.
+      atol: The length of the residual that is small enough whatever `b` is.
+      maxiter: The largest number of steps. Ten times the size of `b` if it is not given.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      `(x, steps)`: the solution, in this layout, and the number of steps, int32, equal on all devices. If they are
+      `maxiter`, the residual may still be larger than was asked for.
+
+    Raises:
+      LayoutError: On a malformed layout, or if `b` is a partial sum or of integers.
+      SizeError: If `x0`, or what `apply` returns, does not have the shape and type of `b`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> @spmd.kernel("x/a -> x/a, scalar", mesh=mesh)
+      ... def solve(b):
+      ...     def apply(u):  # u - u''
+      ...         return 3 * u - spmd.roll(u, "[x/a]", 1) - spmd.roll(u, "[x/a]", -1)
+      ...     return spmd.linalg.cg(apply, b, "x/a")
+      >>> u, steps = solve(jnp.ones(8))
+      >>> print(u, steps)
+      [1. 1. 1. 1. 1. 1. 1. 1.] 1
+
+    References:
+      M. R. Hestenes and E. Stiefel, Methods of conjugate gradients for solving linear systems, Journal of Research of
+      the National Bureau of Standards 49, 1952.
+    """
+    call = open_call("linalg.cg", layout, names, arrays=(b,), arrow=False, example=_EXAMPLE, shown=("b",))
+    [lies] = call.pattern.inputs
+    plain_dims(call, lies, unnamed=True, literals=True)
+    if lies.unreduced:
+        call.fail("the right side is complete: the steps divide by its length.", fix=call.summed_first())
+    operand = call.operand(b)
+    if not jnp.issubdtype(operand.x.dtype, jnp.inexact):
+        call.fail(f"cg solves for real or complex numbers, and b is of {operand.x.dtype}.", error=LayoutError)
+    axes = tuple(axis for factor in operand.factors for axis in factor.axes) if call.frame.explicit else ()
+    most = 10 * math.prod(factor.size for factor in operand.factors) if maxiter is None else maxiter
+    b = _typed(call, {"apply(b)": apply, "precondition(b)": precondition}, jnp.asarray(b), x0)
+    steps = _Steps(apply, precondition, axes, most, tol, atol)
+    how: dict[str, Any] = {"symmetric": not jnp.iscomplexobj(b), "has_aux": True}
+
+    def transposed(_: Apply, b: Any) -> tuple[Any, Any]:  # of a Hermitian function: its conjugate
+        x, count = steps.run(b.conj(), None)
+        return x.conj(), count
+
+    with call.scope():
+        solved: Any = lax.custom_linear_solve(apply, b, lambda _, b: steps.run(b, x0), transposed, **how)
+        x, count = solved
+        count = _lax.to_invarying(count, tuple(_compat.varying_axes(b)))
+    return call.result(x, lies), call.result(count, Layout("scalar"))
+
+
+def _typed(call: Call, functions: dict[str, Apply | None], b: Any, x0: Any) -> Any:
+    """The right side, with the type that a solution has: it varies wherever what the functions return does."""
+    made = {name: jax.eval_shape(fn, b) for name, fn in functions.items() if fn is not None}
+    for name, y in (made if x0 is None else made | {"x0": x0}).items():
+        if (jnp.shape(y), jnp.result_type(y)) != (b.shape, b.dtype):
+            got = [f"{name}: {jnp.result_type(y)}{list(jnp.shape(y))}", f"b: {b.dtype}{list(b.shape)}"]
+            call.fail(f"{name} has the shape and type of b.", got=got, error=SizeError)
+    return _compat.pvary(b, tuple(axis for y in made.values() for axis in _compat.varying_type(y)))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps, with inner products of whole vectors."""
+
+    apply: Apply
+    precondition: Apply | None
+    axes: tuple[str, ...]
+    most: int
+    tol: float
+    atol: float
+
+    def dots(self, *pairs: tuple[Any, Any]) -> list[Any]:
+        """The inner products, which are real, by one sum over the devices."""
+        here = [jnp.vdot(x, y, precision=lax.Precision.HIGHEST).real for x, y in pairs]
+        return list(_lax.psum(jnp.stack(here), self.axes))
+
+    def measured(self, r: Any) -> tuple[Any, Any, Any]:
+        """What the preconditioner makes of a residual, its product with it, and the residual's own length squared."""
+        if self.precondition is None:
+            [length] = self.dots((r, r))
+            return r, length, length
+        z = self.precondition(r)
+        return z, *self.dots((r, z), (r, r))
+
+    def run(self, b: Any, x0: Any) -> tuple[Any, Any]:
+        """The solution and the number of steps."""
+        lies = tuple(_compat.varying_axes(b))
+        x = _compat.pvary(jnp.zeros_like(b) if x0 is None else jnp.asarray(x0), lies)
+        r = b if x0 is None else b - self.apply(x)
+        z, product, length = self.measured(r)
+        whole = length if x0 is None else self.dots((b, b))[0]
+        small = jnp.maximum(self.tol**2 * whole, self.atol**2)
+
+        def more(state: Any) -> Any:
+            *_, length, step = state
+            return (length > small) & (step < self.most)
+
+        def step(state: Any) -> Any:
+            x, r, p, product, _, step = state
+            along = self.apply(p)
+            far = (product / self.dots((p, along))[0]).astype(b.dtype)
+            x, r = x + far * p, r - far * along
+            z, after, length = self.measured(r)
+            return x, r, z + (after / product).astype(b.dtype) * p, after, length, step + 1
+
+        x, *_, count = lax.while_loop(more, step, (x, r, z, product, length, jnp.int32(0)))
+        return x, _compat.pvary(count, lies)  # JAX wants all results of a solve to be of one type

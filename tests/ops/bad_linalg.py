@@ -1,0 +1,75 @@
+"""Linear algebra that cannot be."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd.linalg import cg, qr
+from tests.errors.registry import V, X, bad, body, fixed
+
+FACTORS = "m/dp n -> m/dp n, k n"
+
+
+@bad
+def a_qr_without_columns(mesh):
+    body(FACTORS, lambda x: qr(x, "[m/dp] n"), mesh)
+
+
+@bad
+def a_qr_of_divided_columns(mesh):
+    body("m/dp n/tp -> m/dp n/tp, k n/tp", lambda x: qr(x, "[m/dp] [n/tp]"), mesh)
+
+
+@fixed
+def a_qr_of_divided_columns_fixed(mesh):
+    def fn(x):
+        return qr(spmd.all_gather(x, "m/dp n/tp -> m/dp n", to="invarying"), "[m/dp] [n]")
+
+    x = X + 9 * np.eye(8, 4, dtype=np.float32)
+    q, r = body("m/dp n/tp -> m/dp n, k n", fn, mesh, x)
+    np.testing.assert_allclose(q @ r, x, atol=1e-4)
+
+
+@bad
+def a_qr_of_a_wide_matrix(mesh):
+    body("m n -> m n, k n", lambda x: qr(x, "[m] [n]"), mesh, X.T)
+
+
+@bad
+def a_qr_of_integers(mesh):
+    body(FACTORS, lambda x: qr(x, "[m/dp] [n]"), mesh, X.astype(np.int32))
+
+
+@bad
+def a_system_of_integers(mesh):
+    body("n/dp -> n/dp", lambda b: cg(lambda x: 2 * x, b, "n/dp")[0], mesh, V.astype(np.int32))
+
+
+@bad
+def a_system_that_changes_the_shape(mesh):
+    body("n/dp -> n/dp", lambda b: cg(lambda x: x[:2], b, "n/dp")[0], mesh, V)
+
+
+@bad
+def a_first_guess_of_another_type(mesh):
+    body("n/dp -> n/dp", lambda b: cg(lambda x: 2 * x, b, "n/dp", x0=b.astype(jnp.bfloat16))[0], mesh, V)
+
+
+@bad
+def a_system_with_a_partial_sum(mesh):
+    def fn(x):
+        b = spmd.einsum(x, x, "b/dp d, b/dp d -> d {U:dp}")
+        return cg(lambda x: 2 * x, b, "d {U:dp}")[0]
+
+    body("b/dp d -> d", fn, mesh)
+
+
+@fixed
+def a_system_with_a_partial_sum_fixed(mesh, fix):
+    def fn(x):
+        b = spmd.einsum(x, x, "b/dp d, b/dp d -> d {U:dp}")
+        return cg(lambda x: 2 * x, fix(b=b), fix(1))[0]
+
+    np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), (X * X).sum(0) / 2, rtol=1e-5)
