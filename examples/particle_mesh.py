@@ -188,7 +188,7 @@ class Universe:
     def __init__(self, n: int, mesh: Any, *, sigma: float = 1.0, first: float = 0.1) -> None:
         blocks = mesh.shape["a"] * mesh.shape["b"]
         mine = n**3 // blocks
-        slots, room = 2 * mine, max(mine // 4, 1)
+        slots, room = mine + mine // 2, max(mine // 8, 1)
         power = sigma**2 * unit_power(n)
 
         def linear(white):
