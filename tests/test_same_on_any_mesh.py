@@ -40,6 +40,7 @@ ELSEWHERE = {
     "sequence_order": "ring_attention_balanced",
     "sequence_positions": "rotary_embedding",
     **dict.fromkeys(("ClipByGlobalNorm", "MoEReport", "Routing", "PipelineSchedule", "FSDPLayouts", "ZeroLayouts"), ""),
+    "LatentWeights": "",
     **dict.fromkeys(("fsdp_layouts", "mapped_layouts", "state_layouts", "pipeline_schedule"), ""),  # compute no arrays
 }
 

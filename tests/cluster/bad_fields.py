@@ -79,7 +79,7 @@ def a_field_that_does_not_divide(mesh):
 @bad
 def a_field_on_a_mesh_without_its_axes(mesh):
     with written(mesh):
-        read_zarr("u.zarr", mesh=spmd.make_mesh(a=8))
+        read_zarr("u.zarr", mesh=spmd.make_mesh(i=8))
 
 
 @bad

@@ -17,7 +17,7 @@ from spmd.kernels import _copies, _inside, _plan
 from tests.mutants.programs import Program
 from tests.mutants.sites import Mutant, changed, mutants_of
 
-__all__ = ["Verdict", "judge", "mutants", "said"]
+__all__ = ["Verdict", "judge", "mutants", "other_mesh", "run", "said"]
 
 UNKNOWN = "unknown"
 
@@ -137,9 +137,14 @@ def said(program: Program, mutant: Mutant | None = None) -> str:
 def judge(program: Program, every: Sequence[Mutant]) -> Iterator[Verdict]:
     """The verdict on each of these mutants."""
     truth = run(program, program.mesh)
-    other = next((mesh for mesh in program.other_meshes() if agrees(program, mesh, truth)), None)
+    other = other_mesh(program, truth)
     for mutant in every:
         yield judged(program, mutant, truth, other)
+
+
+def other_mesh(program: Program, truth: Any) -> Mapping[str, int] | None:
+    """Another mesh on which the correct program has the numbers `truth`, if there is one."""
+    return next((mesh for mesh in program.other_meshes() if agrees(program, mesh, truth)), None)
 
 
 def judged(program: Program, mutant: Mutant, truth: Any, other: Mapping[str, int] | None) -> Verdict:
