@@ -487,6 +487,7 @@ def run(c: Config, mesh: Any) -> dict[str, Any]:
     state, first = saved.restore(make, key, data=data) if saved else (make(key), 0)
     parameters = show_parameters(state["parameters"])
 
+    cluster.stopping(first)  # from here on a signal ends the run in order; compiling may take minutes
     step, timings = compile_step(state, data[first], c, c.mode)
     collectives = spmd.inspect.collectives(step)
     console.print(f"[bold]the collectives of one step, {c.mode} mode[/bold]")

@@ -194,6 +194,17 @@ def test_a_signal_just_before_the_last_step(tmp_path, monkeypatch, count, left):
 
 @exhaustive
 @pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_before_the_first_step(tmp_path, monkeypatch, count):
+    """The step compiles when the signal comes. In one process no step runs; two agree on the next that they can."""
+    monkeypatch.setenv("LATE", f"{count - 1}:0")
+    first = run(tmp_path, count, saved(tmp_path))
+    assert (tmp_path / "late").exists() and len(first.losses) < 2 * count - 1
+    monkeypatch.delenv("LATE")
+    check(first, run(tmp_path, 1, saved(tmp_path)))
+
+
+@exhaustive
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_resumed_run_is_bitwise_the_same(tmp_path, count):
     first = stopped_once(tmp_path, count)
     then = run(tmp_path, count, saved(tmp_path))
