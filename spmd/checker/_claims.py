@@ -215,7 +215,8 @@ def _check_marks(
         walk.note(eqn, "partial", report.blocks_claimed_partial(walk, eqn, state, blocks))
         return
     wrong = order(marks - state.axes)
-    if wrong and not state.zero and not state.loose and role not in MAKES:
+    counted = state.zero or state.number  # a sum of literals over a piece is a term: it counts the piece's rows
+    if wrong and not counted and not state.loose and role not in MAKES:
         walk.note(eqn, "partial", report.claimed_partial(walk, eqn, wrong))
     mentioned = claim.unreduced | claim.named
     summed = order((state.partial & scope) - mentioned)

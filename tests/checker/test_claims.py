@@ -32,6 +32,7 @@ def test_what_is_said_is_compared_with_what_is(lies):
 MARKS = {
     "a part of a sum": (lambda x: mark(x.sum(1), "a {U:tp}"), "a b/tp", []),
     "a part that is called whole": (lambda x: mark(x.sum(1), "a"), "a b/tp", ["partial"]),
+    "a count of a piece's rows": (lambda x: mark(jnp.ones_like(x).sum(1), "a {U:tp}"), "a b/tp", []),
     "a whole that is called a part": (lambda x: mark(x.sum(1), "a {U:tp}"), "a b", ["partial"]),
     "a part over another axis": (lambda x: mark(x.sum(1), "a {U:dp}"), "a b/tp", ["partial", "partial"]),
     "a sum that is complete": (lambda x: mark(lax.psum(x.sum(1), "tp"), "a"), "a b/tp", []),
