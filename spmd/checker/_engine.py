@@ -249,7 +249,7 @@ class Engine(Domain):
         else:
             if operands:
                 return self.counted(eqn, operands, self._apply(entry, eqn, operands))
-        told = tuple(map(eqn.params.get, entry.params)) if entry.params else ()
+        told = (*map(eqn.params.get, entry.params), shape_of(eqn.outvars[0])) if entry.params else ()
         key = name, tuple(map(id, operands)), told
         known = self._memo.get(key)
         if known is not None:

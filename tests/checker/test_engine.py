@@ -13,7 +13,7 @@ import spmd
 from spmd.checker import _engine
 from spmd.checker._dataflow import walk_closed
 from spmd.checker._engine import constant_state
-from spmd.checker._state import FREE, size_of
+from spmd.checker._state import FREE, plain, size_of
 from tests.checker.harness import AXES, Inside, mesh, parted, seen, split, varying
 from tests.sampler import dice, seeds
 
@@ -81,6 +81,23 @@ def test_short_cuts_change_nothing(seed, monkeypatch):
     quick = walked(Inside)
     monkeypatch.setattr(_engine, "_unchanged", lambda operands: None)
     assert walked(Slow) == quick
+
+
+SIZES = {
+    "transforms": lambda x, w: [jnp.fft.rfft(x, axis=1), jnp.fft.fft(x.astype(np.complex64), axis=1)],
+    "windows": lambda x, w: [
+        lax.conv_general_dilated(x[:, None], w[:1, None, :3], (1,), padding) for padding in ("SAME", "VALID")
+    ],
+    "steps of windows": lambda x, w: [lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, n), "VALID") for n in (1, 2)],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_remembered_has_the_size_of_its_result(name):
+    """The same primitive of values in one state, twice, with results of two sizes."""
+    found = seen(SIZES[name], "a/dp b", "a b", args=(X, W))
+    for state, held in zip(found.states, found.held, strict=True):
+        assert state.dims[-1] == plain(held.shape[-1]), "a wrong size is known to nobody after one more step"
 
 
 def test_blocks_that_nobody_can_place_raise_no_alarm():

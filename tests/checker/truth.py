@@ -21,6 +21,7 @@ import numpy as np
 
 from spmd._facts import CallName
 from spmd.checker._dataflow import Dataflow, walk_closed
+from spmd.checker._pieces import SUMS
 from spmd.checker._source import line_of
 from spmd.checker._state import FREE, HIDDEN, UNREAD, Dim, State
 from tests.checker import devices
@@ -413,7 +414,8 @@ def doubt_of(eqn: Any, said: Said | None) -> int:
         return TOLD  # a mistake that was told at another equation is told no more, and leaves this mark
     known = lambda states: all(is_whole(state) and not state.loose for state in states)
     forgets = not known(said.operands) and known(said.outs)
-    return RELEASED if forgets or local(eqn, ()) else 0
+    counts = eqn.primitive.name in SUMS and any(state.number for state in said.operands)  # devices: never an error
+    return RELEASED if forgets or counts or local(eqn, ()) else 0
 
 
 def local(eqn: Any, callers: Sequence[Any]) -> bool:
