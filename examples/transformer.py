@@ -8,7 +8,8 @@
     ep    expert parallel      rows of tokens, and experts
     pp    pipeline parallel    layers; before and after them rows of tokens
 
-Any combination works: `spmd.make_mesh(fsdp=2, cp=2, tp=2)`. An axis that the mesh lacks does not divide anything. Loss
+Any combination works: `spmd.make_mesh(fsdp=2, cp=2, tp=2)`. An axis that the mesh lacks, or that has size
+1, does not divide anything. Loss
 and gradients are those of one device on every mesh. With experts this needs the same `micro`, and either no dropped
 choices (`capacity=None`) or the same ones on every mesh (`groups` given, `placement="contiguous"`).
 
@@ -101,8 +102,8 @@ class Transformer:
     # --- placement ------------------------------------------------------------------------------------------
 
     def axes(self, *names: str) -> tuple[str, ...] | None:
-        """The mesh axes of these dimensions, or None."""
-        found = [axis for name in names for axis in self.mapping.get(name, ()) if axis in self.mesh.shape]
+        """The mesh axes of these dimensions, or None. An axis of size 1 does not count."""
+        found = [axis for name in names for axis in self.mapping.get(name, ()) if self.mesh.shape.get(axis, 1) > 1]
         return tuple(dict.fromkeys(found)) or None
 
     @property

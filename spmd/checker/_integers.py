@@ -31,6 +31,7 @@ __all__ = [
     "all_differ",
     "along",
     "blocks_of",
+    "by_rounds",
     "constant",
     "evaluate",
     "flat",
@@ -964,6 +965,16 @@ def row_of(table: Table, at: int) -> Table:
     lead = len(cut.axes)
     entries = cut.entries.reshape(cut.counts[:lead] + cut.counts[lead + 1 :])
     return _made(cut.axes, entries, cut.shape[1:], cut.steps[1:])
+
+
+def by_rounds(table: Table | np.ndarray, axis: str) -> Table | None:
+    """The rows of an array, `x[i]` in round i of a loop, with the rounds as another axis behind those of the mesh."""
+    try:
+        if isinstance(table, np.ndarray):
+            return _made((axis,), table, table.shape[1:])
+        return _made((*table.axes, axis), _dense(table, [0]), table.shape[1:], table.steps[1:])
+    except _Unknown:
+        return None
 
 
 # --- permutations ----------------------------------------------------------------------------------------------

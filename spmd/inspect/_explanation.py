@@ -18,7 +18,7 @@ from spmd.inspect._roofline import Memory, Time, estimate, seconds_of
 
 _HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
 _CHOSEN = 'to="invarying" was chosen: this copy leaves the kernel whole, and no other use of it pays for that'
-_LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted as taken)"
+_LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted as taken, the dearest in the time)"
 
 
 class Explanation:
@@ -90,7 +90,7 @@ class Explanation:
 
     @property
     def exact(self) -> bool:
-        """False if a loop of unknown length was counted once, or branches as if all were taken."""
+        """False if a loop of unknown length was counted once, or it is not known which branch is taken."""
         return all(one.exact for one in self.collectives)
 
     def by_axis(self) -> dict[str, tuple[Communication, ...]]:
@@ -308,6 +308,9 @@ def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
         ("memory", time.memory, traffic),
         ("communication", time.communication, axes or "none"),
     ]
+    if time.idle > 1e-9:
+        why = f"{_share(time.idle, 1)}: another device runs a dearer branch"
+        rows.append(("of it waiting", time.idle * time.serial, why))
     if time.serial:
         of_peak = [f"{_share(time.compute, one)} of peak FLOP/s" for one in (time.overlapped, time.serial)]
         rows += [

@@ -238,7 +238,8 @@ def _ends(name: str) -> str:
 def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Communication:
     """A written collective with its compiled pieces, with a note if there are none, or with None if not compiled."""
     pieces = () if found is None or isinstance(found, str) else found
-    runs = None if found is None else sum(piece.of.count for piece in pieces)
+    known = row.branch and row.exact  # the compiled program counts each branch as taken
+    runs = None if found is None else row.count if known and pieces else sum(piece.of.count for piece in pieces)
     note = found if isinstance(found, str) else _note(row, pieces, runs or 0) if pieces else ""
     if runs is None:
         sent = row.total_bytes

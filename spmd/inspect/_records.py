@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spmd.inspect._branches import Work
 from spmd.inspect._collectives import counts_by_kind
 
 # The names of each kind of collective, in jaxprs and in what XLA makes of them. Any reduction is a psum.
@@ -25,8 +26,10 @@ class WrittenCollective:
       axes: The mesh axes it runs over, in mesh order.
       group_size: Devices per group; for a ppermute, of the axes it moves along.
       bytes: Bytes that one device sends, one execution; the convention of `spmd.inspect.Collective`.
-      count: How often one call runs it, scans multiplied out.
-      exact: Whether `count` is certain. In a `while` it is counted once, in a branch as taken.
+      count: How often one call runs it, scans multiplied out; where devices take branches of their own, on the device
+        that runs it most often.
+      exact: Whether `count` is certain. In a `while` it is counted once, in a branch as taken, unless it is known on
+        each device which branch it takes.
       text: The user's call, `all_gather(x, "b/dp s/tp d -> b/dp s d")`; of a raw `jax.lax` call its name.
       where: `file.py:12`, the user's line.
       phase: "forward" or "backward".
@@ -147,12 +150,13 @@ class Written:
       collectives: In program order; one per operand.
       mesh: Axis sizes.
       flops: Floating-point operations of one device by dtype, dots and convolutions with their multiplications and
-        additions both counted.
+        additions both counted. Of branches, the most that one of them has; the mean over devices, if it is known which
+        branch each of them takes. The same holds for what follows.
       matmul_flops: The part of `flops` that is dots and convolutions.
       hbm_bytes: Bytes that one device reads and writes, if elementwise chains are fused into what uses them, and one
         that ends in a result reads what it is made of and writes the result. Outside kernels the placement decides;
         where it is not known, the devices share the array.
-      exact: False where a loop of unknown length was counted once, or branches as if all were taken.
+      exact: False where a loop of unknown length was counted once, or it is not known which branch is taken.
       boundary: What is moved to enter a kernel.
       islands: What is not looked into.
       per_shard: What is meant per shard.
@@ -164,6 +168,7 @@ class Written:
       standing_bytes: The most bytes of other arrays that stand at one time on one device, as far as the jaxpr tells:
         what loops keep for the backward pass, and what is being worked on.
       unfused_bytes: The same if no elementwise chain is fused.
+      work: What is spent, the branches apart.
     """
 
     collectives: tuple[WrittenCollective, ...]
@@ -181,6 +186,7 @@ class Written:
     donated_bytes: int = 0
     standing_bytes: int = 0
     unfused_bytes: int = 0
+    work: Work = field(default_factory=Work, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -194,4 +200,6 @@ class Written:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return asdict(self)
+        plain = asdict(self)
+        del plain["work"]
+        return plain

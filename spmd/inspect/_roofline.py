@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd.accelerators import Hardware
+from spmd.inspect._branches import Price, price
 from spmd.inspect._groups import axes_text
 from spmd.inspect._match import Communication
 from spmd.inspect._records import Written
@@ -67,7 +68,11 @@ class Time:
 
     The model: floating-point work at the dtype's peak, memory traffic at full bandwidth, collectives one after
     another, each as `Hardware.collective_seconds` says. A program takes between `overlapped`, the largest of the three,
-    and `serial`, their sum. Both assume peaks: slower kernels, stragglers and waiting are not in them.
+    and `serial`, their sum. Both assume peaks: slower kernels and stragglers are not in them.
+
+    Of a `cond` the dearest branch counts. Where its index is a known integer on each device, and in each round of the
+    scans around it, each round takes as long as the dearest branch that runs on some device. The others wait: such are
+    the ticks of a pipeline.
 
     Attributes:
       compute: Seconds of matrix products and convolutions.
@@ -76,6 +81,8 @@ class Time:
       by_axis: `communication` by mesh axes, as a layout writes them: `{"tp": ..., "dp/tp": ...}`.
       flops: Floating-point operations of one device, all dtypes together.
       hardware: The name of the machine.
+      idle: The part of `serial` in which a device waits for others that run a dearer branch, as the mean over the
+        devices.
     """
 
     compute: float
@@ -84,6 +91,7 @@ class Time:
     by_axis: Mapping[str, float]
     flops: float
     hardware: str
+    idle: float = 0.0
 
     @property
     def serial(self) -> float:
@@ -116,21 +124,35 @@ def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) 
     return sum(each)
 
 
+def priced(
+    written: Written, collectives: Sequence[Communication], hardware: Hardware, mesh: Mapping[str, int]
+) -> Price:
+    """What a program takes, and how often each of its collectives counts."""
+    each = [seconds_of(one, hardware, mesh) / (one.count or 1) for one in collectives]
+    found = price(written.work, hardware, each)
+    added = {i: float(collectives[i].count) for i in range(len(written.collectives), len(collectives))}
+    more = sum(each[i] * n for i, n in added.items())  # those that nobody wrote
+    times = {**found.times, **added}
+    return Price(found.compute, found.memory, found.communication + more, times, found.busy + more)
+
+
 def estimate(
     written: Written, collectives: Sequence[Communication], hardware: Hardware, mesh: Mapping[str, int]
 ) -> Time:
     """The time of a program whose written view is known."""
+    found = priced(written, collectives, hardware, mesh)
     by_axis: dict[str, float] = {}
-    for one in collectives:
-        name = axes_text(one.axes)
-        by_axis[name] = by_axis.get(name, 0.0) + seconds_of(one, hardware, mesh)
+    for i, one in enumerate(collectives):
+        name, times = axes_text(one.axes), found.times.get(i, 0.0) / (one.count or 1)
+        by_axis[name] = by_axis.get(name, 0.0) + seconds_of(one, hardware, mesh) * times
     return Time(
-        compute=sum(flops / hardware.peak(dtype) for dtype, flops in written.matmul_flops.items()),
-        memory=written.hbm_bytes / hardware.hbm_bandwidth,
+        compute=found.compute,
+        memory=found.memory,
         communication=sum(by_axis.values()),
         by_axis=by_axis,
         flops=sum(written.flops.values()),
         hardware=hardware.name,
+        idle=max(0.0, 1 - found.busy / found.seconds) if found.seconds else 0.0,
     )
 
 

@@ -60,6 +60,7 @@ class Value:
       sliced: How many dimensions it lacks as a slice of the argument, in a scan over it.
       buffers: What it is computed from, itself if it stands in memory.
       chain: Whether it is computed from them when it is used.
+      table: Its integers on each device and in each round of the loops around it, if they are known.
     """
 
     place: Placement = None
@@ -67,6 +68,7 @@ class Value:
     sliced: int = 0
     buffers: frozenset[Buffer] = frozenset()
     chain: bool = False
+    table: Any = None
 
 
 def chained(eqn: Any, ins: Sequence[Value]) -> tuple[frozenset[Buffer], bool]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import jax
+import numpy as np
 
 from spmd import _compat
 from spmd._facts import CallName, KernelName, LayoutName, PerShardName, one_line
 from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened, shape_of
 from spmd._units import sent_bytes
 from spmd._walker import Domain, walk
+from spmd.checker import _integers as integers
 from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
+from spmd.inspect._branches import Switch, Turns, Work, turns_of
 from spmd.inspect._groups import axes_of_pairs
 from spmd.inspect._placement import (
     ANYWHERE,
@@ -56,8 +60,17 @@ class _Site:
     names: tuple[tuple[str, str], ...] = ()
     manual: Mapping[str, int] = field(default_factory=dict)
     times: int = 1
+    share: float = 1.0  # the part of them in which a device comes here, in branches that are known
     exact: bool = True
     branch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Branches:
+    """The branches of one `cond`: which run, and what those that the walk has left spend."""
+
+    turns: Turns | None
+    spent: list[Work] = field(default_factory=list)
 
 
 class Walk(Domain):
@@ -77,13 +90,15 @@ class Walk(Domain):
         self._islands: dict[tuple[str, str], Island] = {}
         self._per_shard: dict[tuple[str, str], PerShard] = {}
         self._constraints: list[Constraint] = []
-        self._flops: dict[str, float] = defaultdict(float)
-        self._matmul: dict[str, float] = defaultdict(float)
-        self._memory = 0.0
+        self._work = Work()
+        self._switches: list[_Branches] = []  # that the walk is in
+        self._rounds: dict[str, int] = {}  # how many rounds the loops have that the walk is in, as axes of tables
+        self._constants: Mapping[Any, Any] = {}
         self._exact = True
 
-    def read(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
-        """Walk over a whole program, and return what is known of its results."""
+    def read(self, jaxpr: Any, arguments: Sequence[Value], constants: Mapping[Any, Any]) -> list[Value]:
+        """Walk over a whole program with its constants, and return what is known of its results."""
+        self._constants = constants
         self._release(jaxpr)
         outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
         return self._end(jaxpr.outvars, outs)
@@ -98,9 +113,10 @@ class Walk(Domain):
         return Written(
             collectives=tuple(self._collectives),
             mesh=self.sizes,
-            flops=dict(self._flops),
-            matmul_flops=dict(self._matmul),
-            hbm_bytes=round(self._memory),
+            flops=self._work.total(lambda work: work.flops),
+            matmul_flops=self._work.total(lambda work: work.matmul_flops),
+            hbm_bytes=round(self._work.total(lambda work: {"": work.hbm_bytes})[""]),
+            work=self._work,
             exact=self._exact,
             boundary=tuple(self._boundary.values()),
             islands=tuple(self._islands.values()),
@@ -116,11 +132,11 @@ class Walk(Domain):
     # --- values -------------------------------------------------------------------------------------------
 
     def constant(self, var: Any, value: Any) -> Value:
-        [value] = self._stand([var])
-        return value
+        [one] = self._stand([var])
+        return replace(one, table=_integers_of(self._constants.get(var, value)))
 
     def literal(self, value: Any) -> Value:
-        return Value(ANYWHERE)
+        return Value(ANYWHERE, table=_integers_of(value))
 
     def join(self, one: Value, other: Value) -> Value:
         alike = (one.label, one.sliced) == (other.label, other.sliced)
@@ -136,7 +152,8 @@ class Walk(Domain):
         return value
 
     def sliced(self, value: Value, operand: Any) -> Value:
-        return sliced(value)
+        table = None if value.table is None else integers.by_rounds(value.table, [*self._rounds][-1])
+        return replace(sliced(value), table=table)
 
     def stacked(self, value: Value, result: Any) -> Value:
         return stacked(value)
@@ -146,18 +163,24 @@ class Walk(Domain):
     def run(self, eqn: Any, part: Held, operands: Sequence[Value]) -> list[Value]:
         """Loops and branches take their operands from memory and leave their results there."""
         body = opened(part.jaxpr)[0]
-        before, self.site = self.site, self._inside(eqn, part)
+        before, self.site, work = self.site, self._inside(eqn, part), self._work
         self._exact &= self.site.exact
+        self._work = Work() if part.role == Role.BRANCH else work
         self._release(body)
+        given = operands
         through_memory = part.role in (Role.LOOP, Role.TEST, Role.BRANCH)
         if through_memory:
             operands = self._stand(body.invars, operands)
         elif part.role == Role.MAP:
             shards = zip(operands, self._stand(body.invars), strict=True)
             operands = [Value(buffers=v.buffers, chain=True) if v.chain else shard for v, shard in shards]
+            whole = [shape_of(a) == shape_of(b) for a, b in zip(eqn.invars, body.invars, strict=True)]
+            operands = [replace(v, table=o.table) if w else v for v, o, w in zip(operands, given, whole, strict=True)]
         outs = super().run(eqn, part, operands)
         outs = self._end(body.outvars, outs) if through_memory else outs
-        self.site = before
+        if part.role == Role.BRANCH:
+            self._switches[-1].spent.append(self._work)
+        self.site, self._work = before, work
         return outs
 
     def _inside(self, eqn: Any, part: Held) -> _Site:
@@ -167,7 +190,11 @@ class Walk(Domain):
             return replace(site, manual={**site.manual, **_compat.made_manual(eqn)})
         if part.role == Role.BRANCH:
             shown = f"branch {part.number + 1} of {len(eqn.params['branches'])}"
-            return replace(site, exact=False, branch=f"{site.branch}, {shown}" if site.branch else shown)
+            site = replace(site, branch=f"{site.branch}, {shown}" if site.branch else shown)
+            turns = self._switches[-1].turns
+            if turns is None:
+                return replace(site, exact=False)
+            return replace(site, share=site.share * turns.most[part.number])
         if part.role in (Role.LOOP, Role.TEST):
             length = eqn.params.get("length")
             return replace(site, exact=False) if length is None else replace(site, times=site.times * length)
@@ -181,12 +208,25 @@ class Walk(Domain):
         return super().call(eqn, part, operands)
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Value]) -> Sequence[Value]:
-        ended = self._end(eqn.invars, operands)
-        return self._stand(eqn.outvars, super().loop(eqn, body, test, ended))
+        """A round of a scan is to integers what a device is: they are another array in each."""
+        ended, before = self._end(eqn.invars, operands), self._rounds
+        count = len(body.stacked) - sum(body.stacked)
+        first = len(body.operands) - sum(body.sliced) - count
+        carries = {*body.operands[first : first + count]}
+        ended = [replace(v, table=None) if i in carries else v for i, v in enumerate(ended)]
+        self._rounds = {**before, f"round of {len(before)}": eqn.params.get("length", 1)}
+        outs = super().loop(eqn, body, test, ended)
+        self._rounds = before
+        return self._stand(eqn.outvars, [replace(value, table=None) for value in outs])
 
     def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Value]) -> Sequence[Value]:
+        """Devices may take branches of their own, where the index is a known integer on each."""
         ended = self._end(eqn.invars, operands)
-        return self._stand(eqn.outvars, super().branches(eqn, parts, ended))
+        self._switches.append(_Branches(turns_of(ended[0].table, self.sizes, len(parts))))
+        outs = super().branches(eqn, parts, ended)
+        found = self._switches.pop()
+        self._work.switches.append(Switch(tuple(found.spent), found.turns))
+        return self._stand(eqn.outvars, outs)
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
         mesh, new = eqn.params["mesh"], _compat.made_manual(eqn)
@@ -320,13 +360,14 @@ class Walk(Domain):
         call = _call_around(names)
         added = transposed and not recomputed
         for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:
+            self._work.collectives[len(self._collectives)] = site.times
             self._collectives.append(
                 WrittenCollective(
                     kind=kind,
                     axes=axes,
                     group_size=devices,
                     bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
-                    count=site.times,
+                    count=round(site.times * site.share),
                     exact=site.exact,
                     text=call or _raw_text(primitive, kind, axes, added),
                     where=self._line(eqn),
@@ -350,25 +391,36 @@ class Walk(Domain):
     def step(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         dtype, flops = flops_of(eqn)
         if flops:
-            flops *= self._share * self.site.times
-            self._flops[dtype] += flops
-            if is_matmul(eqn):
-                self._matmul[dtype] += flops
+            self._work.count(dtype, flops * self._share * self.site.times, matmul=is_matmul(eqn))
+        outs = self._results(eqn, operands)
+        tables = self._tables(eqn, operands)
+        return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, tables, strict=True)]
+
+    def _results(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+        """What the results are computed from. What is read and written for them is counted."""
         outs = through(eqn, operands)
         traffic = memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
-            self._memory += traffic * self.site.times
+            self._work.hbm_bytes += traffic * self.site.times
             return self._stand(eqn.outvars, outs, open=writes_results(eqn))
         if eqn.primitive.name in WINDOWS:  # what follows reads no more than these parts
             return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
         buffers, chain = chained(eqn, operands)
         return [replace(value, buffers=buffers, chain=chain) for value in outs]
 
+    def _tables(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Any]:
+        """The integers of the results, where those of all operands are known: the index of a `cond` is made of such."""
+        aval = eqn.outvars[0].aval if eqn.outvars else None
+        tables = [value.table for value in operands if isinstance(value.table, integers.Table)]
+        if not _is_index(aval) or len(tables) < len(operands):
+            return [None] * len(eqn.outvars)
+        return integers.evaluate(eqn, tables, {**self.sizes, **self._rounds})
+
     def _moves(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
         outs = [Value()] * len(eqn.outvars)
         both = (*self._sizes(eqn.invars, operands), *self._sizes(eqn.outvars, outs))
-        self._memory += sum(both) * self.site.times
+        self._work.hbm_bytes += sum(both) * self.site.times
         return self._stand(eqn.outvars, outs)
 
     def _sizes(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[float]:
@@ -400,7 +452,7 @@ class Walk(Domain):
         """The values where they must be in memory."""
         sizes = self._sizes(atoms, values)
         found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
-        self._memory += ending_bytes(found.values()) * self.site.times
+        self._work.hbm_bytes += ending_bytes(found.values()) * self.site.times
         return [
             value if not value.chain else self._stand([atom], [value])[0]
             for atom, value in zip(atoms, values, strict=True)
@@ -432,6 +484,23 @@ Walk.rules = {
     "reshard": Walk._resharded,
     "spmd_layout": Walk._marked,
 }
+
+
+_MOST = 4096  # entries of an array that is followed as integers
+
+
+def _is_index(aval: Any) -> bool:
+    """Whether an array may be a part of what chooses a branch: few integers or truth values."""
+    dtype = getattr(aval, "dtype", None)
+    return getattr(dtype, "kind", "") in "iub" and math.prod(aval.shape) <= _MOST
+
+
+def _integers_of(value: Any) -> Any:
+    """A constant of integers as a table, or as it is if it is too large for one: its rows may be smaller."""
+    if not isinstance(value, bool | int) and getattr(getattr(value, "dtype", None), "kind", "-") not in "iub":
+        return None
+    table = integers.constant(value)
+    return np.asarray(value) if table is None and isinstance(value, np.ndarray | jax.Array) else table
 
 
 def _short(line: str) -> str:

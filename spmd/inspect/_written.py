@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from spmd import _compat
+from spmd._jaxprs import opened
 from spmd._leaves import is_array
 from spmd.errors import SpmdError
 from spmd.inspect._peak import Peak
@@ -57,12 +58,13 @@ def written(
     if jaxpr is None:
         rule = "the written view is read from the trace, which a lowered or compiled program does not have."
         raise SpmdError(rule, call="explain(fn, ...)", advice="the function itself, or fn.trace(...)")
+    consts = opened(jaxpr)[1]
     jaxpr = _compat.live_jaxpr(getattr(jaxpr, "jaxpr", jaxpr))
     leaves = _leaves(fn, args, kwargs, len(jaxpr.invars))
     sizes = _sizes(fn, jaxpr, [leaf for _, leaf in leaves], mesh)
     walk = Walk(sizes)
     values = [Value(_lies(leaf, sizes), label) for label, leaf in leaves]
-    outs = walk.read(jaxpr, values)
+    outs = walk.read(jaxpr, values, dict(zip(jaxpr.constvars, consts, strict=False)))
     held = [v.place if isinstance(v.place, tuple) else walk.wanted.get(v.label) for v in values]
     given = [(v.aval, _bytes(v.aval, place, sizes)) for v, place in zip(jaxpr.invars, held, strict=True)]
     made = [(v.aval, _bytes(v.aval, out.place, sizes)) for v, out in zip(jaxpr.outvars, outs, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 from spmd._units import bytes_text, seconds_text
 from spmd.accelerators import Hardware
 from spmd.inspect import Explanation, Memory, Time
-from spmd.inspect._roofline import estimate
+from spmd.inspect._roofline import estimate, priced
 from spmd.searcher._bounds import Bound, compute_seconds
 from spmd.searcher._meshes import Sizes, laid
 
@@ -68,9 +68,10 @@ def row_of(
 ) -> Row:
     """The row of a program that `explain` has read."""
     assert found.written is not None and found.memory is not None  # the program was traced here
-    sent = [(one.kind, one.axes, one.bytes, one.count) for one in found.collectives]
-    work = estimate(found.written, (), hardware, mesh)
-    order, seconds = laid(sent, mesh, hardware, work.serial, overlap)
+    price = priced(found.written, found.collectives, hardware, mesh)
+    counted = ((one, price.times.get(i, 0.0)) for i, one in enumerate(found.collectives))
+    sent = [(one.kind, one.axes, one.bytes, times) for one, times in counted]
+    order, seconds = laid(sent, mesh, hardware, price.compute + price.memory, overlap)
     time = estimate(found.written, found.collectives, hardware, order)
     needed = found.written.matmul_flops if bound.needed is None else bound.needed
     by_axis = {axes: sum(one.total_bytes for one in ones) for axes, ones in found.by_axis().items()}

@@ -129,6 +129,18 @@ def test_other_modes(steps, name, mode):
     compare(steps(config, mesh, changes, mode), steps.on_one_device(config))
 
 
+def test_axes_of_size_one_change_nothing(module):
+    """A mesh of a search has all axes. With pp=1 there is no pipeline, which would keep the inputs of all layers."""
+    c, found = module.Config(**SIZES, **DENSE), []
+    for mesh in ({"fsdp": 2}, {"dp": 1, "fsdp": 2, "cp": 1, "tp": 1, "ep": 1, "pp": 1}):
+        model = module.Transformer(c, spmd.make_mesh(**mesh, abstract=True))
+        params = jax.eval_shape(lambda key: module.new_weights(c, key), jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32)
+        found.append(spmd.explain(model.loss_and_gradients, params, tokens, tokens))
+    one, other = ((it.memory.peak, it.counts, it.total_bytes, it.written.flops) for it in found)
+    assert one == other
+
+
 def test_a_step_sends_what_the_formulas_say(steps):
     """FSDP x tensor x sequence parallel: nothing but weights, the stream, the loss's numbers and the norms' gradients."""
     model = steps.model(DENSE, {"fsdp": 2, "tp": 2})
