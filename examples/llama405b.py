@@ -133,7 +133,7 @@ def build(mesh: Any, layers: int = SIZES["l"]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=SIZES["l"])
     parser.add_argument("--hardware", default="h100")
     options = parser.parse_args()

@@ -149,7 +149,7 @@ class Transformer:
         if not c.experts:
             return x + nn.gated_mlp(y, weights[:2], weights[2], tp=tp, sp=sp, cp=cp), None
         routing = parallel.router(y, w["router"], k=c.chosen)
-        where = {"dp": self.axes("b"), "sp": self.axes("s", "stream"), "ep": self.axes("e"), "tp": tp}
+        where: dict[str, Any] = {"dp": self.axes("b"), "sp": self.axes("s", "stream"), "ep": self.axes("e"), "tp": tp}
         y, report = parallel.moe(y, routing, *weights, **where, groups=c.groups, capacity_factor=c.capacity)
         return x + y, report
 
@@ -184,7 +184,8 @@ class Transformer:
 
         A micro-batch is every m-th row, so its rows do not depend on the mesh.
         """
-        c, names = self.c, {"dp": self.axes("b"), "pp": self.axes("l")}
+        c = self.c
+        names: dict[str, Any] = {"dp": self.axes("b"), "pp": self.axes("l")}
         w = self.gather(params, ("b", "s", "stream"))
         stages = spmd.axis_size(names["pp"] or ())
         w = jax.tree.map(lambda one: spmd.rearrange(one, "(p i)/pp ... -> p/pp i ...", p=stages, pp=names["pp"]), w)
@@ -217,7 +218,7 @@ class Transformer:
         run = self.run_layers if c.micro == 1 and self.axes("l") is None else self.run_pipeline
         x, report = run(params["layers"], x, positions)
         x = nn.rms_norm(x, w["norm"])
-        where = {"tp": tp, "sp": sp, "cp": cp, "dp": self.axes("b", "l")}
+        where: dict[str, Any] = {"tp": tp, "sp": sp, "cp": cp, "dp": self.axes("b", "l")}
         loss = nn.linear_cross_entropy(x, w["unembed"], labels, chunks=c.chunks, ignore=-1, **where)
         if report is None:
             return loss, {"loss": loss}
