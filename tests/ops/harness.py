@@ -108,14 +108,15 @@ def apart(x: Any, layout: str, sizes: Mapping[str, int]) -> Any:
     return jnp.stack(parts)
 
 
-def pulled(fn: Callable[..., Any], *args: Any, by: Any = None) -> tuple[Any, Any]:
-    """The value, and the gradients along the cotangent `by` (else the value itself), in one compiled program.
+def pulling(fn: Callable[..., Any], by: Any = None) -> Callable[..., tuple[Any, Any]]:
+    """A compiled program: the value, and the gradients along the cotangent `by` (else the value itself).
 
     Integers have no gradient; those of the other arguments come as a tuple.
     """
-    inexact = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def both(*args: Any) -> tuple[Any, Any]:
+        inexact = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
         def of(*moving: Any) -> Any:
             given = dict(zip(inexact, moving, strict=True))
             return fn(*(given.get(i, x) for i, x in enumerate(args)))
@@ -123,7 +124,12 @@ def pulled(fn: Callable[..., Any], *args: Any, by: Any = None) -> tuple[Any, Any
         value, pull = jax.vjp(of, *(args[i] for i in inexact))
         return value, pull(value if by is None else jnp.asarray(by, value.dtype))
 
-    return jax.jit(both)(*args)
+    return jax.jit(both)
+
+
+def pulled(fn: Callable[..., Any], *args: Any, by: Any = None) -> tuple[Any, Any]:
+    """The value and the gradients, for one call: a second one would be compiled again, `pulling` is not."""
+    return pulling(fn, by)(*args)
 
 
 def counts(

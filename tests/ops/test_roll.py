@@ -15,7 +15,7 @@ from spmd.inspect import collectives
 from spmd.modes import MODES
 from spmd.ops import roll
 from tests import simulator
-from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, run
+from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, pulling, run
 from tests.sampler import Sampler, seeds
 
 MESH = {"dp": 2, "tp": 4}
@@ -32,7 +32,7 @@ def test_random_calls_equal_numpy(seed: int) -> None:
     by = int(sampler.rng.integers(-2 * sizes[along], 2 * sizes[along] + 1))
     marked = " ".join(f"[{w}]" if w.split("/")[0] == along else w for w in layout.split())
     for mode in ("explicit", "reference"):
-        found = run(lambda x: roll(x, marked, by), mesh, [layout], layout, mode)(jnp.asarray(x))
+        found = run(lambda x: roll(x, marked, by), mesh, [layout], layout, mode)(x)
         close(found, simulator.roll(x, marked, by))
 
 
@@ -41,8 +41,8 @@ def test_random_calls_equal_numpy(seed: int) -> None:
 def test_values_and_gradients_in_every_mode(layout: str, by: int) -> None:
     plain = layout.replace("[", "").replace("]", "")
     (axis,) = simulator.bracketed(layout)
-    x = jnp.asarray(Sampler(1).array((4, 16) if axis else (16, 4), whole=False))
-    weights = jnp.asarray(Sampler(2).array(x.shape, whole=False))
+    x = Sampler(1).array((4, 16) if axis else (16, 4), whole=False)
+    weights = Sampler(2).array(x.shape, whole=False)
     expected = pulled(lambda x: jnp.roll(x, by, axis=axis), x, by=weights)
     for mode in MODES if by == 11 else ("explicit", "reference"):
         fn = run(lambda x: roll(x, layout, by), MESH, [plain], plain, mode)
@@ -66,7 +66,7 @@ COSTS = [
 
 @pytest.mark.parametrize(("by", "permutes", "elements"), COSTS)
 def test_only_what_crosses_a_border_is_sent(by: int, permutes: int, elements: int) -> None:
-    x = jnp.ones((6, 16))
+    x = np.ones((6, 16), np.float32)
     body = lambda x: roll(x, "b/dp [s/tp]", by)
     report = collectives(run(body, MESH, ["b/dp s/tp"], "b/dp s/tp").lower(x).compile(), mesh=make_mesh(MESH))
     assert sum(one.count for one in report) == permutes
@@ -92,11 +92,11 @@ def test_a_traced_shift(layout: str, mesh: dict, shape: tuple, kinds: dict, shar
     """One program for all shifts, whose collectives and bytes are the docstring's."""
     plain = layout.replace("[", "").replace("]", "")
     axes = simulator.bracketed(layout)
-    x, by = (jnp.asarray(Sampler(seed).array(shape, whole=False)) for seed in (1, 2))
+    x, by = (Sampler(seed).array(shape, whole=False) for seed in (1, 2))
     shard = x.nbytes / math.prod(mesh[axis] for axis in spmd.Layout(plain).axes)
     body = lambda x, shift: roll(x, layout, shift)
     report = collectives(
-        run(body, mesh, [plain, "scalar"], plain).lower(x, jnp.int32(1)).compile(), mesh=make_mesh(mesh)
+        run(body, mesh, [plain, "scalar"], plain).lower(x, np.int32(1)).compile(), mesh=make_mesh(mesh)
     )
     assert report.counts == kinds and report.total_bytes == shards * shard
     if "U" not in plain:
@@ -104,14 +104,13 @@ def test_a_traced_shift(layout: str, mesh: dict, shape: tuple, kinds: dict, shar
         found = backward_counts(unknown, mesh, [plain], plain, x)
         assert {key.split()[0] for key in found} == {*kinds}
         assert kinds.keys() == {"all_to_all"} or sum(found.values()) == 2 * sum(kinds.values())
+    wanted = pulling(lambda x, shift: jnp.roll(x, (shift,) * len(axes), axes), by)
+    expected = {shift: wanted(x, shift) for shift in map(np.int32, (0, 1, -3, 57))}
     for mode in MODES if plain != "8 s/a" else ("explicit", "reference"):
-        fn = jax.jit(run(body, mesh, [plain, "scalar"], plain, mode))
-        for shift in map(jnp.int32, (0, 1, -3, 57)):
-            wanted = pulled(lambda x, shift: jnp.roll(x, (shift,) * len(axes), axes), x, shift, by=by)
-            if "U" in plain:
-                close(fn(x, shift), wanted[0])
-            else:
-                jax.tree.map(close, pulled(fn, x, shift, by=by), wanted)
+        fn = run(body, mesh, [plain, "scalar"], plain, mode)
+        found = jax.jit(fn) if "U" in plain else pulling(fn, by)
+        for shift, (value, gradients) in expected.items():
+            jax.tree.map(close, found(x, shift), value if "U" in plain else (value, gradients))
 
 
 def test_a_traced_shift_under_vmap_scan_and_remat_and_of_any_integer_type() -> None:
@@ -122,7 +121,7 @@ def test_a_traced_shift_under_vmap_scan_and_remat_and_of_any_integer_type() -> N
         _, scanned = jax.lax.scan(jax.checkpoint(lambda c, both: (c, one(*both))), 0, (x, shifts))
         return jax.vmap(one)(x, shifts) + scanned
 
-    x, shifts = jnp.asarray(Sampler(4).array((3, 600))), jnp.array([5, -7, 100])
+    x, shifts = Sampler(4).array((3, 600)), np.int32([5, -7, 100])
     whole = lambda x: 4 * jax.vmap(jnp.roll)(x, shifts)
     fn = run(body, MESH, ["t s/tp", "t"], "t s/tp")
     jax.tree.map(close, pulled(lambda x: fn(x, shifts), x), pulled(whole, x))
