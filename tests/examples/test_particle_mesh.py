@@ -87,5 +87,11 @@ def test_the_gradient_is_that_of_a_difference(module: Any, universe: Any, white:
 def test_what_a_step_sends(universe: Any, white: Any) -> None:
     args = (*universe.begin(white), jnp.float32(0.1), jnp.float32(0.2))
     kinds = spmd.inspect.collectives(universe.step, *args, mesh=spmd.make_mesh(a=2, b=4)).counts
-    # the rows and their counts; four transforms of two exchanges; the margins of a density and of forces
-    assert kinds == {"all_gather": 1, "all_to_all": 1 + 4 * 2, "ppermute": 2 + 2}
+    # the counts of rows; four transforms of two exchanges; rows to five blocks, the margins of a density and of forces
+    assert kinds == {"all_gather": 1, "all_to_all": 4 * 2, "ppermute": 5 + 2 + 2}
+
+
+def test_the_blocks_that_touch_one(module: Any) -> None:
+    near = {(1, 1): None, (2, 1): (1,), (8, 1): (1, 7), (2, 4): (1, 3, 4, 5, 7), (3, 3): tuple(range(1, 9))}
+    assert {sides: module.neighbours(*sides) for sides in near} == near
+    assert len(module.neighbours(8, 8)) == 10  # of 63: eight blocks, some of them round an end
