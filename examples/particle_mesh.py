@@ -33,6 +33,7 @@ import argparse
 import json
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def margins(n: int) -> tuple[int, int, int]:
     return local_size("x/a") + 1, local_size("y/b") + 1, n + 1
 
 
-def corners(x, n: int):
+def corners(x, n: int) -> Iterator[tuple[Any, Any]]:
     """The eight grid points around each particle, one after another: its number in this device's block with a margin,
     and its share of the particle. One number, not three, and one corner at a time: XLA on CPUs then is several times
     as fast."""
@@ -149,7 +150,10 @@ def forces(x, owner, n: int):
     smooth = math.prod(jnp.where(a == 0, 1, jnp.sin(a) / jnp.where(a == 0, 1, a)) ** 2 for a in angles)
     field = -uphill(to_spectrum(density(x, owner, n)) / smooth**2, n)
     field = halo(field, "v x/a y/b z -> v x/a+1 y/b+1 z+1").reshape(3, -1)
-    return sum(share[None] * field[:, at] for at, share in corners(x, n)).T
+    found = jnp.zeros((3, 1), field.dtype)
+    for at, share in corners(x, n):
+        found += share[None] * field[:, at]
+    return found.T
 
 
 def neighbours(a: int, b: int) -> tuple[int, ...] | None:
@@ -231,11 +235,11 @@ class Universe:
             """The density after all steps, as one function of the random field."""
 
             def one(state, span):
-                *state, away = step(*state, *span, n, room)
+                *state, away = step(*state, *span, n=n, room=room)
                 return tuple(state), away
 
             state, _ = jax.lax.scan(jax.checkpoint(one), begin(white), (times[:-1], times[1:]))
-            return measured(*state, n, room)[0]
+            return measured(*state, n=n, room=room)[0]
 
         def advance(x, p, owner, start, stop):
             return step(x, p, owner, start, stop, n, room)
@@ -245,7 +249,7 @@ class Universe:
         self.begin = kernel(f"{GRID} -> {state}", begin)
         self.linear = kernel(f"{GRID} -> {GRID}", lambda white: to_grid(linear(white)))
         self.step = kernel(f"{state}, scalar, scalar -> {state}, scalar", advance)
-        self.measured = kernel(f"{state} -> {GRID}, scalar, v", lambda *state: measured(*state, n, room))
+        self.measured = kernel(f"{state} -> {GRID}, scalar, v", lambda *state: measured(*state, n=n, room=room))
         self.spectrum = kernel(f"{GRID} -> r", lambda delta: spectrum(delta, n))
         self.evolve = kernel(f"{GRID}, t -> {GRID}", evolve)
         self.flat = kernel(f"{GRID} -> x/a y/b", lambda delta: delta.mean(2))
@@ -279,8 +283,8 @@ def growth(found: dict[str, Any], times: np.ndarray, waves: int = 2) -> float:
 
 def gradient_error(u: Universe, white: Any, times: np.ndarray) -> float:
     """The gradient of the final clustering with respect to the initial field, beside a difference in one direction."""
-    times = jnp.asarray(times, jnp.float32)
-    loss = jax.jit(lambda white: jnp.mean(u.evolve(white, times) ** 2))
+    when = jnp.asarray(times, jnp.float32)
+    loss = jax.jit(lambda white: jnp.mean(u.evolve(white, when) ** 2))
     way = jnp.cos(jnp.arange(white.size, dtype=jnp.float32) ** 2).reshape(white.shape)
     slope = float(jnp.vdot(jax.jit(jax.grad(loss))(white), way))
     width = 0.02  # shares are linear in the place, so differences are exact but for the cells that a particle leaves
@@ -306,7 +310,7 @@ def draw(found: dict[str, Any], times: np.ndarray, o: argparse.Namespace) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--n", type=int, default=64, help="grid points and particles in each direction (64)")
     parser.add_argument("--steps", type=int, default=10, help="steps (10)")
     parser.add_argument("--first", type=float, default=0.1, help="the scale factor at the start (0.1)")
