@@ -969,6 +969,8 @@ def row_of(table: Table, at: int) -> Table:
 
 def by_rounds(table: Table | np.ndarray, axis: str) -> Table | None:
     """The rows of an array, `x[i]` in round i of a loop, with the rounds as another axis behind those of the mesh."""
+    if not math.prod(table.shape):  # of a loop that does not run
+        return None
     try:
         if isinstance(table, np.ndarray):
             return _made((axis,), table, table.shape[1:])

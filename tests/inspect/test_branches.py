@@ -153,6 +153,14 @@ def test_collectives_in_a_branch_are_counted_by_its_steps(m):
     assert {one.count for one in found.collectives if one.kind == "ppermute"} == {2 * (m + 1)}
 
 
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_a_table_of_so_many_rounds(n):
+    """Also of none, as the last hop of a ring of two devices has, and of rows that grow evenly."""
+    fn = lambda w, x: jax.lax.scan(lambda x, i: (jax.lax.cond(i % 2 == 0, twice, once, w, x), None), x, jnp.arange(n))
+    found = seconds(lambda w, x: fn(w, x)[0], of(D, D), of(B, D))
+    assert found.time.compute == pytest.approx(n + (n + 1) // 2)
+
+
 # -------------------- the parts
 
 
