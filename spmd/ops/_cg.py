@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _compat, _lax
-from spmd.comm._call import Call, open_call
-from spmd.errors import LayoutError, SizeError
-from spmd.language import Layout
-from spmd.ops._partial_sums import plain_dims
-
-_EXAMPLE = 'cg(apply, b, "x/a y")'
-Apply = Callable[[Any], Any]
+from spmd.ops._system import Apply, system
 
 
 def cg(
@@ -83,18 +75,10 @@ def cg(
       M. R. Hestenes and E. Stiefel, Methods of conjugate gradients for solving linear systems, Journal of Research of
       the National Bureau of Standards 49, 1952.
     """
-    call = open_call("linalg.cg", layout, names, arrays=(b,), arrow=False, example=_EXAMPLE, shown=("b",))
-    [lies] = call.pattern.inputs
-    plain_dims(call, lies, unnamed=True, literals=True)
-    if lies.unreduced:
-        call.fail("the right side is complete: the steps divide by its length.", fix=call.summed_first())
-    operand = call.operand(b)
-    if not jnp.issubdtype(operand.x.dtype, jnp.inexact):
-        call.fail(f"cg solves for real or complex numbers, and b is of {operand.x.dtype}.", error=LayoutError)
-    axes = tuple(axis for factor in operand.factors for axis in factor.axes) if call.frame.explicit else ()
-    most = 10 * math.prod(factor.size for factor in operand.factors) if maxiter is None else maxiter
-    b = _typed(call, {"apply(b)": apply, "precondition(b)": precondition}, jnp.asarray(b), x0)
-    steps = _Steps(apply, precondition, axes, most, tol, atol)
+    known = system("cg", layout, b, {"apply(b)": apply, "precondition(b)": precondition}, x0, names)
+    call, b = known.call, known.b
+    most = 10 * known.size if maxiter is None else maxiter
+    steps = _Steps(apply, precondition, known.axes, most, tol, atol)
     how: dict[str, Any] = {"symmetric": not jnp.iscomplexobj(b), "has_aux": True}
 
     def transposed(_: Apply, b: Any) -> tuple[Any, Any]:  # of a Hermitian function: its conjugate
@@ -104,18 +88,7 @@ def cg(
     with call.scope():
         solved: Any = lax.custom_linear_solve(apply, b, lambda _, b: steps.run(b, x0), transposed, **how)
         x, count = solved
-        count = _lax.to_invarying(count, tuple(_compat.varying_axes(b)))
-    return call.result(x, lies), call.result(count, Layout("scalar"))
-
-
-def _typed(call: Call, functions: dict[str, Apply | None], b: Any, x0: Any) -> Any:
-    """The right side, with the type that a solution has: it varies wherever what the functions return does."""
-    made = {name: jax.eval_shape(fn, b) for name, fn in functions.items() if fn is not None}
-    for name, y in (made if x0 is None else made | {"x0": x0}).items():
-        if (jnp.shape(y), jnp.result_type(y)) != (b.shape, b.dtype):
-            got = [f"{name}: {jnp.result_type(y)}{list(jnp.shape(y))}", f"b: {b.dtype}{list(b.shape)}"]
-            call.fail(f"{name} has the shape and type of b.", got=got, error=SizeError)
-    return _compat.pvary(b, tuple(axis for y in made.values() for axis in _compat.varying_type(y)))
+        return call.result(x, known.lies), known.scalar(count)
 
 
 @dataclass(frozen=True)

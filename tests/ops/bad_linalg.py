@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.linalg import cg, qr
+from spmd.linalg import cg, gmres, qr
 from tests.errors.registry import V, X, bad, body, fixed
 
 FACTORS = "m/dp n -> m/dp n, k n"
@@ -71,5 +71,33 @@ def a_system_with_a_partial_sum_fixed(mesh, fix):
     def fn(x):
         b = spmd.einsum(x, x, "b/dp d, b/dp d -> d {U:dp}")
         return cg(lambda x: 2 * x, fix(b=b), fix(1))[0]
+
+    np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), (X * X).sum(0) / 2, rtol=1e-5)
+
+
+@bad
+def a_gmres_of_integers(mesh):
+    body("n/dp -> n/dp", lambda b: gmres(lambda x: 2 * x, b, "n/dp")[0], mesh, V.astype(np.int32))
+
+
+@bad
+def a_gmres_that_never_steps(mesh):
+    body("n/dp -> n/dp", lambda b: gmres(lambda x: 2 * x, b, "n/dp", restart=0)[0], mesh, V)
+
+
+@bad
+def a_gmres_with_a_partial_sum(mesh):
+    def fn(x):
+        b = spmd.einsum(x, x, "b/dp d, b/dp d -> d {U:dp}")
+        return gmres(lambda x: 2 * x, b, "d {U:dp}")[0]
+
+    body("b/dp d -> d", fn, mesh)
+
+
+@fixed
+def a_gmres_with_a_partial_sum_fixed(mesh, fix):
+    def fn(x):
+        b = spmd.einsum(x, x, "b/dp d, b/dp d -> d {U:dp}")
+        return gmres(lambda x: 2 * x, fix(b=b), fix(1))[0]
 
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), (X * X).sum(0) / 2, rtol=1e-5)
