@@ -482,7 +482,7 @@ def along_a_dimension(c: Choices) -> Program:
 
 @family(3)
 def takes(c: Choices) -> Program:
-    """Rows of a table: each axis divides the rows, their features, the positions, or nothing."""
+    """Rows of a table, or of a table for each b: each axis divides the rows, their features, the positions, or nothing."""
     sampler = Sampler(c)
     mesh = sampler.mesh()
     where: dict[str, list[str]] = {name: [] for name in "vdbs"}
@@ -495,17 +495,21 @@ def takes(c: Choices) -> Program:
             lands[fate].append(axis)
     word = lambda name, axes: "/".join([name, *axes])
     table, ids = f"{word('v', where['v'])} {word('d', where['d'])}", f"{word('b', where['b'])} {word('s', where['s'])}"
+    if batched := bool(c.choice([0, 0, 1])):
+        table = f"{word('b', where['b'])} {table}"
     order = [str(name) for name in c.permutation(list("bsd"))]
     out = " ".join(word(name, where[name] + lands[name]) for name in order)
     sizes = sampler.sizes("v d b s", mesh, [table, ids, out])
-    x = numbers(sampler, (sizes["v"], sizes["d"]))
+    x = numbers(sampler, (*((sizes["b"],) if batched else ()), sizes["v"], sizes["d"]))
     places = c.data.integers(0, sizes["v"], (sizes["b"], sizes["s"])).astype(np.int32)
     pattern = f"{marked(table, 'v')}, {ids} -> {out}"
     return Program(
         text=f"take {mesh} {pattern} {sizes}",
         args=(x, places),
         runs=in_modes(lambda t, i: ops.take(t, i, pattern), mesh, [table, ids], out),
-        plain=lambda t, i: t[i].transpose(["bsd".index(name) for name in order]),
+        plain=lambda t, i: (jax.vmap(lambda t, i: t[i])(t, i) if batched else t[i]).transpose(
+            ["bsd".index(name) for name in order]
+        ),
         devices=devices(mesh),
         wanted=sim.take(x, places, pattern),
     )

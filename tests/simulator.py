@@ -408,12 +408,19 @@ def roll(array: np.ndarray, layout: str, by: int) -> np.ndarray:
 
 
 def take(table: np.ndarray, ids: np.ndarray, pattern: str) -> np.ndarray:
-    """Rows of the table's bracketed dimension: `[v] d, b s -> b s d`."""
+    """Rows of the table's bracketed dimension: `[v] d, b s -> b s d`. A dimension of both is that of a table each:
+    `b [v] d, b s -> b s d`. A number outside the table gives zeros."""
     (rows, indices), (output,) = split_pattern(pattern)
     (axis,) = bracketed(rows)
-    names = read(rows).names
-    have = names[:axis] + read(indices).names + names[axis + 1 :]
-    return np.take(table, ids, axis=axis).transpose([have.index(name) for name in read(output).names])
+    names, of_ids, of_result = read(rows).names, read(indices).names, read(output).names
+    sizes = {**dict(zip(names, table.shape, strict=True)), **dict(zip(of_ids, ids.shape, strict=True))}
+    out = np.zeros([sizes[name] for name in of_result], table.dtype)
+    for place in np.ndindex(*out.shape):
+        at = dict(zip(of_result, place, strict=True))
+        row = int(ids[tuple(at[name] for name in of_ids)])
+        if 0 <= row < table.shape[axis]:
+            out[place] = table[tuple(row if i == axis else at[name] for i, name in enumerate(names))]
+    return out
 
 
 def scatter_add(rows: np.ndarray, ids: Sequence[np.ndarray], pattern: str, sizes: Mapping[str, int]) -> tuple:

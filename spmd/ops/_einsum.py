@@ -146,13 +146,14 @@ def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, in
 
 
 def _placed_as(call: Call, opened: Sequence[Operand], name: str, index: int, wanted: tuple[str, ...]) -> Any:
-    layout = opened[index].layout.without_brackets()
+    layout = opened[index].layout
     dims = [
         replace(dim, atoms=tuple(replace(a, axes=wanted) if a.name == name else a for a in dim.atoms))
         for dim in layout.dims
     ]
     moved = Layout.from_dims(dims, layout.unreduced, layout.reduced)
-    first = call.first(verb_for(layout, moved), layout, moved, index=index)
+    plain, there = layout.without_brackets(), moved.without_brackets()
+    first = call.first(verb_for(plain, there), plain, there, index=index)
     inputs = ", ".join((moved if i == index else one.layout).short for i, one in enumerate(opened))
     return call.around(first, inputs, call.pattern.outputs[0], index=index)
 

@@ -11,7 +11,8 @@ from spmd import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._local import rearranged
 from spmd.errors import LayoutError
-from spmd.ops._partial_sums import factors_by_name, finish, land, placed, plain_dims, right_names
+from spmd.ops._einsum import factors_that_agree
+from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
 
 
 def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
@@ -21,22 +22,27 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
     own, and the right side says what becomes of the parts, as in `einsum`: without tp a psum, with `s/tp` a
     psum_scatter, and `{U:tp}` leaves a partial sum. A number outside the table gives zeros, in every mode.
 
+    A dimension that the table and ids share is a batch dimension: `take(x, ids, "b/dp [s] d, b/dp n -> b/dp n d")`
+    looks up the numbers of each b in the table of that b. It has one placement in both.
+
     Communication: none if the rows are whole. If they are divided, forward a psum (2S(n-1)/n bytes) or psum_scatter
     (S(n-1)/n) of the result; backward a psum costs nothing and a psum_scatter costs an all-gather. The gradient of a
-    table that is equal by JAX's own type on an axis that divides ids costs one psum.
+    table that is equal by JAX's own type on an axis that divides ids costs one psum. An axis that divides a batch
+    dimension sends nothing.
 
     Args:
       table: The table. One of its dimensions, at any position, is in brackets.
-      ids: Integers of any rank, not divided over an axis of the table.
+      ids: Integers of any rank. An axis of the table divides none of their dimensions but the shared ones.
       pattern: `"table, ids -> result"`. The result has the dimensions of ids and those of the table, without the
-        bracketed one, in any order.
+        bracketed one, in any order. Those that both have it has once.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
       The rows.
 
     Raises:
-      CommunicationError: If one axis divides both, or the right side asks for a gather, a slice or a relayout.
+      CommunicationError: If one axis divides both in different dimensions, a shared dimension has two placements, or
+        the right side asks for a gather, a slice or a relayout.
       LayoutError: On a malformed pattern, or numbers that are not integers.
 
     Example:
@@ -62,6 +68,7 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
     )
     for layout in (*call.pattern.inputs, *call.pattern.outputs):
         plain_dims(call, layout)
+    _apart(call)
     rows = call.operand(table, 0, name="the table")
     numbers = call.operand(ids, 1, name="ids")
     dim = _indexed(call, rows)
@@ -74,9 +81,16 @@ def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
     partial = {axis: f"the table is {{U:{axis}}}" for axis in rows.layout.unreduced}
     partial |= {axis: f"the rows {placed(key.name, key.axes)} are looked up where they lie" for axis in key.axes}
     landing = land(call, have, partial, right)
-    made = [*rows.names[:dim], *numbers.names, *rows.names[dim + 1 :]]
+    shared = [name for name in rows.names if name in numbers.names]
+    of_table, of_ids = (tuple(name for name in operand.names if name not in shared) for operand in (rows, numbers))
+    at = of_table.index(key.name)
+    made = [*shared, *of_table[:at], *of_ids, *of_table[at + 1 :]]
+    look_up = lambda table, ids: _rows(call, table, ids, at, key)
+    for i in reversed(range(len(shared))):  # within the vmap of the names before it, which are gone there
+        places = [[n for n in names if n not in shared[:i]].index(shared[i]) for names in (rows.names, numbers.names)]
+        look_up = jax.vmap(look_up, tuple(places))
     with call.scope():
-        out = _rows(call, rows.x, numbers.x, dim, key)
+        out = look_up(rows.x, numbers.x)
         out = rearranged(out, [[name] for name in made], [[name] for name in right])
         out = finish(out, landing)
     return call.result(out)
@@ -111,19 +125,25 @@ def _indexed(call: Call, rows: Operand) -> int:
     return dims[0]
 
 
+def _apart(call: Call) -> None:
+    """Check that no dimension of the ids has the name of the one along which they count."""
+    table, ids = call.pattern.inputs
+    counted = {atom.name for dim in table.dims if dim.bracket for atom in dim.atoms}
+    if clash := next((atom for atom in ids.atoms if atom.name in counted), None):
+        rule = f"ids count along {clash.name} of the table, and have a dimension of that name: give it another name."
+        call.fail(rule, at=clash.span, error=LayoutError)
+
+
 def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str, Factor]:
     """The factors of the result by name, after the checks that tie the two operands together."""
     if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
         call.fail(f"ids are integers, not {numbers.x.dtype}.", error=LayoutError)
     if numbers.layout.unreduced:
         call.fail("ids are complete: a partial sum of numbers points to no row.", error=LayoutError)
-    table, ids = factors_by_name(rows), factors_by_name(numbers)
-    if both := [name for name in ids if name in table]:
-        rule = f"{both[0]} is in the table and in ids: take has no batch dimensions."
-        call.fail(rule, at=ids[both[0]].span, advice="jax.vmap over it", error=LayoutError)
+    have = factors_that_agree(call, [rows, numbers])
     owners = {axis: factor for factor in rows.factors for axis in factor.axes}
     for factor in numbers.factors:
-        for axis in factor.axes:
+        for axis in factor.axes if factor.name not in rows.names else ():
             if axis in owners or axis in rows.layout.unreduced:
                 other = placed(owners[axis].name, owners[axis].axes) if axis in owners else f"{{U:{axis}}}"
                 call.fail(
@@ -134,5 +154,4 @@ def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str,
                     advice=f'all_gather(ids, "{numbers.layout.short} -> {numbers.layout.without(axis).short}") first, '
                     f"or gather the table",
                 )
-    rest = {name: factor for i, (name, factor) in enumerate(zip(rows.names, rows.factors, strict=True)) if i != dim}
-    return rest | ids
+    return {name: factor for name, factor in have.items() if name != rows.names[dim]}

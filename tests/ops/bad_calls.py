@@ -64,6 +64,26 @@ def take_with_float_ids(mesh):
     body("v/tp d, b -> b d", lambda e, i: spmd.take(e, i, "[v/tp] d, b -> b d"), mesh, X, V)
 
 
+PLACES = np.arange(16).reshape(8, 2) % 8
+
+
+@bad
+def take_with_a_batch_of_two_placements(mesh):
+    wrong = "b/dp [v/tp], b n -> b/dp n"
+    body("b/dp v/tp, b n -> b/dp n", lambda e, i: spmd.take(e, i, wrong), mesh, WIDE, PLACES)
+
+
+@fixed
+def take_with_a_batch_of_two_placements_fixed(mesh, fix):
+    found = body("b/dp v/tp, b n -> b/dp n", lambda e, i: fix(table=e, ids=i), mesh, WIDE, PLACES)
+    np.testing.assert_array_equal(found, np.take_along_axis(WIDE, PLACES, 1))
+
+
+@bad
+def take_with_ids_that_have_the_name_of_the_rows(mesh):
+    body("b v, b v -> b v", lambda e, i: spmd.take(e, i, "b [v], b v -> b v"), mesh, WIDE, WIDE.astype(int))
+
+
 ADDED = "b/dp d, b/dp -> [v/dp] d"
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spmd
 from spmd.errors import CommunicationError, LayoutError
 from spmd.modes import MODES
 from spmd.ops import take
@@ -122,7 +123,129 @@ def test_under_vmap_scan_and_jvp() -> None:
     jax.tree.map(compare, pulled(fn, table, ids), pulled(lambda t, i: expected(t), table, ids))
 
 
+BATCHED = (
+    "b/dp [v] d, b/dp n -> b/dp n d",
+    "b/dp [v/tp] d, b/dp n -> b/dp n d",
+    "b/dp [v/tp] d, b/dp n -> b/dp n/tp d",
+    "d [v/tp] b/dp, n b/dp -> b/dp d n {U:tp}",
+    "b [v/dp] d/tp, n d/tp b -> d/tp b/dp n",
+    "b/tp/dp [v] d, b/tp/dp -> d b/tp/dp",
+)
+
+
+def rows_of_each(table: jax.Array, ids: jax.Array, pattern: str) -> jax.Array:
+    """The global meaning in plain JAX, where the result's dimensions are of the indices: zeros outside the table."""
+    (rows, indices), (output,) = simulator.split_pattern(pattern)
+    (axis,) = simulator.bracketed(rows)
+    names, of_ids = (list(simulator.read(one).names) for one in (rows, indices))
+    letters = "".join
+    one = jax.nn.one_hot(ids, table.shape[axis], dtype=table.dtype)
+    out = letters(simulator.read(output).names)
+    return jnp.einsum(f"{letters(names)},{letters(of_ids)}{names[axis]}->{out}", table, one, precision="highest")
+
+
+@pytest.mark.parametrize("pattern", BATCHED)
+def test_a_table_for_each_row_of_a_batch(pattern: str) -> None:
+    """Values against the simulator, gradients against plain JAX, in every mode; numbers outside give zeros."""
+    inputs, (output,) = simulator.split_pattern(pattern)
+    sampler, sizes = Sampler(5), {"b": 8, "v": 8, "d": 4, "n": 12}
+    shapes = [[sizes[name] for name in simulator.read(one).names] for one in inputs]
+    table = jnp.asarray(sampler.array(tuple(shapes[0]), whole=False))
+    ids = jnp.asarray(sampler.rng.integers(-3, 11, shapes[1]), jnp.int32)
+    plain = [i.replace("[", "").replace("]", "") for i in inputs]
+    wanted = simulator.take(np.asarray(table), np.asarray(ids), pattern)
+    close(rows_of_each(table, ids, pattern), wanted)
+    weights = jnp.asarray(sampler.array(wanted.shape))
+    expected = pulled(lambda t, i: rows_of_each(t, i, pattern), table, ids, by=weights)
+    for mode in MODES if pattern == BATCHED[1] else ("explicit", "auto", "reference"):
+        fn = run(lambda t, i: take(t, i, pattern), MESH, plain, output, mode)
+        jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, table, ids, by=weights), expected)
+
+
+def test_it_is_a_vmap_of_take() -> None:
+    """As `jnp.take_along_axis` over two dimensions of the batch, and under vmap, scan and jvp."""
+    table, ids = np.arange(2 * 3 * 8.0).reshape(2, 3, 8), np.arange(2 * 3 * 5).reshape(2, 3, 5) % 8
+    table, ids = jnp.asarray(table), jnp.asarray(ids, jnp.int32)
+    pattern = "a/dp c [v/tp], a/dp c n -> a/dp c n"
+    one = lambda t, i: take(t, i, pattern)
+
+    def body(t, i):
+        scanned = jax.lax.scan(jax.checkpoint(lambda c, _: (c, one(t, i))), 0, None, length=1)[1]
+        tangent = jax.jvp(lambda t: one(t, i), (t,), (t,))[1]
+        return one(t, i) + scanned[0] + tangent + jax.vmap(one, (None, 0))(t, i[None])[0]
+
+    fn = run(body, MESH, ["a/dp c v/tp", "a/dp c n"], "a/dp c n")
+    expected = pulled(lambda t, i: 4 * jnp.take_along_axis(t, i, -1), table, ids)
+    jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, table, ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "forward", "both", "size"),
+    [
+        ("b/dp [v] d, b/dp n -> b/dp n d", {}, {}, 0),
+        ("b/dp [v/tp] d, b/dp n -> b/dp n d", {"psum tp": 1}, {"psum tp": 1}, 2),
+        (
+            "b/dp [v/tp] d, b/dp n -> b/dp n/tp d",
+            {"psum_scatter tp": 1},
+            {"psum_scatter tp": 1, "all_gather tp": 1},
+            1,
+        ),
+    ],
+)
+def test_an_axis_of_the_batch_sends_nothing(pattern: str, forward: dict, both: dict, size: int) -> None:
+    """The psum of the axis that divides the rows, of S bytes of result: 2S(n-1)/n, a psum_scatter half of it."""
+    inputs, (output,) = simulator.split_pattern(pattern)
+    plain = [i.replace("[", "").replace("]", "") for i in inputs]
+    table, ids = jnp.ones((4, 16, 8)), jnp.zeros((4, 8), jnp.int32)
+    one = lambda t, i: take(t, i, pattern)
+    assert counts(one, MESH, plain, output, table, ids) == forward
+    assert backward_counts(lambda t: one(t, jnp.zeros((2, 8), jnp.int32)), MESH, plain[:1], output, table) == both
+    fn = run(one, MESH, plain, output)
+    report = spmd.inspect.collectives(jax.jit(fn).lower(table, ids).compile(), mesh=frame(MESH).mesh)
+    assert sum(row.total_bytes for row in report) == size * (4 // 2 * 8 * 8 * 4) * 3 // 4
+
+
 GOLDEN = [
+    (
+        "b/dp [v/tp] d, b n -> b/dp n d",
+        """\
+take(x, y, "b/dp [v/tp] d, b n -> b/dp n d")
+                           ^
+a dimension has one placement in all operands, and b is b/dp in operand 0 and b in operand 1.
+got:
+- operand 0: "b/dp [v/tp] d"
+- operand 1: "b n"
+fix: take(table, split(ids, "b n -> b/dp n"), "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
+    ),
+    (
+        "b [v/tp] d, b/dp n -> b/dp n d",
+        """\
+take(x, y, "b [v/tp] d, b/dp n -> b/dp n d")
+                        ^^^^
+a dimension has one placement in all operands, and b is b in operand 0 and b/dp in operand 1.
+got:
+- operand 0: "b [v/tp] d"
+- operand 1: "b/dp n"
+fix: take(split(table, "b v/tp d -> b/dp v/tp d"), ids, "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
+    ),
+    (
+        "b/dp [v/tp] d, b/dp n/tp -> b/dp n d",
+        """\
+take(x, y, "b/dp [v/tp] d, b/dp n/tp -> b/dp n d")
+                                ^^^^
+axis tp divides ids and is used by the table: a device would look up its own numbers in its own part of the table only.
+got:
+- the table: v/tp
+- ids: n/tp
+advice: all_gather(ids, "b/dp n/tp -> b/dp n") first, or gather the table""",
+    ),
+    (
+        "b/dp [v/tp] d, b/dp v -> b/dp v d",
+        """\
+take(x, y, "b/dp [v/tp] d, b/dp v -> b/dp v d")
+                                ^
+ids count along v of the table, and have a dimension of that name: give it another name.""",
+    ),
     (
         "[v/tp] d, b/tp s -> b/tp s d",
         """\
@@ -159,7 +282,7 @@ advice: as in "[v/tp] d, b s -> b s d\"""",
 @pytest.mark.parametrize(("pattern", "expected"), GOLDEN)
 def test_errors_say_what_is_wrong_and_what_to_write(pattern: str, expected: str) -> None:
     with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
-        take(jnp.ones((16, 8)), jnp.zeros((4, 8), jnp.int32), pattern)
+        take(jnp.ones((4, 16, 8) if pattern[0] == "b" else (16, 8)), jnp.zeros((4, 8), jnp.int32), pattern)
     assert str(caught.value).strip("\n") == expected
 
 
@@ -168,7 +291,7 @@ def test_errors_say_what_is_wrong_and_what_to_write(pattern: str, expected: str)
     [
         (jnp.zeros((4, 8)), "[v/tp] d, b s -> b s d", "ids are integers, not float32"),
         (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s", "d is on the left only"),
-        (jnp.zeros((4, 8), int), "b [v/tp], b s -> b s", "take has no batch dimensions"),
+        (jnp.zeros((4, 8), int), "b [s/tp], b s -> b s", "give it another name"),
         (jnp.zeros((4, 8), int), "[v/tp] d, b s {U:dp} -> b s d", "points to no row"),
         (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s v", "v is on the right and not on the left"),
     ],
