@@ -84,6 +84,7 @@ class Engine(Domain):
       root: The jaxpr that is walked, for those who look again.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
+      with_one: For mesh axes of which a trace with one device is at hand: the shape of an equation's result in it.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -99,6 +100,7 @@ class Engine(Domain):
         self.arg_layouts: tuple[Layout, ...] = ()
         self.varying: Sequence[Axes] = ()
         self.root: Any = None
+        self.with_one: Callable[[Any], Mapping[str, Sequence[int]]] = lambda eqn: {}
         self.findings: list[Finding] = []
         self.outputs: list[tuple[Any, list[State]]] = []
         self._numbers: dict[int, int] = {}

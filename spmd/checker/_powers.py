@@ -65,10 +65,10 @@ def _enter(names: str, rule: Rule) -> None:
     RULES.update(dict.fromkeys(names.split(), rule))
 
 
-def power_of(eqn: Any, operands: Sequence[Operand]) -> Power:
-    """The power of the result of an equation, wherever both traces have it."""
-    rule = RULES.get(eqn.primitive.name, _all_alike)
-    return rule(eqn, operands)
+def power_of(eqn: Any, operands: Sequence[Operand], number: int = 0) -> Power:
+    """The power of a result of an equation, the one of this number, wherever both traces have it."""
+    power = RULES.get(eqn.primitive.name, _all_alike)(eqn, operands)
+    return power._replace(path=hash((power.path, number))) if number and isinstance(power, Grown) else power
 
 
 # --- what stays as it is ----------------------------------------------------------------------------------------
@@ -134,21 +134,13 @@ def _written(eqn: Any, operands: Sequence[Operand]) -> Power:
 
 
 def together(operands: Sequence[Operand]) -> Power:
-    """Elements of all operands, side by side, or one in place of another. Zeros do not count."""
-    powers = {o.power for o in operands if not o.state.zero}
-    return powers.pop() if len(powers) == 1 else None if powers else ZERO
-
-
-def _beside(eqn: Any, operands: Sequence[Operand]) -> Power:
-    """Elements of all operands, side by side. If all of them grow, each by a path of its own, so does the result."""
-    powers = [o.power for o in operands if not o.state.zero]
+    """Elements of all operands, side by side, or one in place of another. Zeros do not count. If all of them grow,
+    each by a path of its own, so does the result."""
+    powers = dict.fromkeys(o.power for o in operands if not o.state.zero)
     grown = [power for power in powers if isinstance(power, Grown)]
-    if len(grown) < len(powers) or len({power.path for power in grown}) < len(grown):
-        return together(operands)
-    if not grown:
-        return ZERO
-    both = functools.reduce(_both, grown)
-    return further(both._replace(varies=all(power.varies for power in grown)), eqn)
+    if len(powers) > 1 and len(grown) == len(powers) == len({power.path for power in grown}):
+        return functools.reduce(_both, grown)._replace(varies=all(power.varies for power in grown))
+    return next(iter(powers)) if len(powers) == 1 else None if powers else ZERO
 
 
 def either(operands: Sequence[Operand]) -> Power:
@@ -193,7 +185,7 @@ def _sum_of_grown(one: Grown, other: Grown) -> Power:
 
 
 def _both(one: Grown, other: Grown) -> Grown:
-    path = one.path if one.path == other.path else hash((one.path, other.path))
+    path = one.path if one.path == other.path else hash(frozenset((one.path, other.path)))
     return one._replace(factor=one.factor or other.factor, term=one.term or other.term, path=path)
 
 
@@ -319,18 +311,17 @@ def _selected(eqn: Any, operands: Sequence[Operand]) -> Power:
 
 _enter(
     """real imag conj copy copy_p stop_gradient name pvary pcast reduce_precision convert_element_type
-    transpose squeeze reshape rev spmd_retype spmd_relayout spmd_split spmd_layout
+    transpose squeeze reshape rev split spmd_retype spmd_relayout spmd_split spmd_layout
     spmd_assert_equal spmd_block pmax pmin all_gather all_gather_invariant all_gather_reduced ppermute all_to_all
     optimization_barrier sharding_constraint""",
     _first,
 )
-_enter("broadcast_in_dim", _repeated)
+_enter("broadcast_in_dim tile", _repeated)
 _enter("reduce_max reduce_min cumsum cummax cummin reduce_sum fft abs slice", _further)
 _enter("neg", lambda eqn, operands: _turned(operands[0].power))
 _enter("gather dynamic_slice copysign", _taken)
 _enter("dynamic_update_slice scatter scatter-add scatter_add", _written)
-_enter("concatenate", _beside)
-_enter("pad", lambda eqn, operands: together(operands))
+_enter("concatenate stack pad", lambda eqn, operands: together(operands))
 _enter("add sub add_any", _sum)
 _enter("mul div dot_general conv_general_dilated", _product)
 _enter("sqrt", _root(lambda eqn: Fraction(1, 2)))

@@ -252,7 +252,7 @@ class Scales(Domain):
             return self._moved(eqn, operands)
         if twin is None or len(eqn.outvars) != len(twin.outvars):
             return None
-        if not self._fits(eqn.outvars[number], twin.outvars[number], state):
+        if not self._fits(eqn, twin, number, state):
             return None
         if name == "axis_index":
             return ZERO if self.axis not in axes_of(eqn) else None
@@ -261,7 +261,7 @@ class Scales(Domain):
         if name in ("reduce_sum", "dot_general") and self._resized(eqn, operands):
             return None
         given = [value.operand for value in operands]
-        return self._sorted(eqn, number, given) if name in ("sort", "top_k") else power_of(eqn, given)
+        return self._sorted(eqn, number, given) if name in ("sort", "top_k") else power_of(eqn, given, number)
 
     def _same_numbers(self, state: State, var: Any) -> bool:
         """Whether integers that shapes and `axis_index` decide are those of the whole array in the other trace."""
@@ -291,13 +291,15 @@ class Scales(Domain):
             return None
         return operands[number].power if number < len(operands) else ZERO
 
-    def _fits(self, var: Any, other: Any, state: State) -> bool:
+    def _fits(self, eqn: Any, twin: Any, number: int, state: State) -> bool:
         """Whether both traces mean an array of one whole shape."""
-        here, there = shape_of(var), shape_of(other)
+        here, there = shape_of(eqn.outvars[number]), shape_of(twin.outvars[number])
         if len(here) != len(there):
             return False
         times = [self.size if self.axis in axes_of_dim(dim) else 1 for dim in state.dims]
         constant = [len(dim) == 1 and dim[0][1] is FREE for dim in state.dims]  # as far as it goes, there too
+        if eqn.primitive.name == "broadcast_in_dim":
+            constant = [free or d in _stretched(twin) for d, free in enumerate(constant)]
         places = zip(here, there, times, constant, strict=True)
         return all(n * k == m or (free and n * self.size == m) for n, m, k, free in places)
 
@@ -352,6 +354,12 @@ def _takes_all(eqn: Any) -> bool:
     return shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0])
 
 
+def _stretched(eqn: Any) -> set[int]:
+    """The dimensions of a broadcast along which one element is repeated. A piece may have no more than that one."""
+    kept = dict(zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True))
+    return {d for d in range(len(shape_of(eqn.outvars[0]))) if kept.get(d, 1) == 1}
+
+
 def _is_unclear(dim: Dim) -> bool:
     """Whether elements along a dimension may be equal."""
     return any(axes is FREE or axes is HIDDEN for _, axes in dim)
@@ -380,17 +388,27 @@ def check_scale(jaxpr: Any, others: Mapping[str, Any], sizes: Mapping[str, int])
       others: For each mesh axis, the trace with one device along it.
       sizes: The sizes of the axes.
     """
+    every = {axis: _beside(jaxpr, axis, sizes[axis], other) for axis, other in others.items()}
+    inner, _ = opened(jaxpr)
+
+    def with_one(eqn: Any) -> dict[str, Sequence[int]]:
+        twins = {axis: one.twins.get(id(eqn)) for axis, one in every.items()}
+        return {axis: shape_of(twin.outvars[0]) for axis, twin in twins.items() if twin is not None}
+
     findings: list[Any] = []
-    for axis, other in others.items():
-        engine = Dataflow("", ())
-        engine.root = jaxpr
-        beside = Dataflow("", ())
-        walk_closed(beside, other)
-        scales = Scales(engine, axis, sizes[axis], beside.known)
-        scales.align(jaxpr, other)
-        inner, _ = opened(jaxpr)
-        whole = [engine.kept(State(tuple(map(plain, shape_of(v))))) for v in inner.invars]
-        start = [Value(state, ZERO) for state in whole]
-        walk(jaxpr, start, scales)
-        findings += [one for one in engine.findings if one.kind == "scale"]
+    for scales in every.values():
+        scales.engine.with_one = with_one
+        whole = [scales.engine.kept(State(tuple(map(plain, shape_of(v))))) for v in inner.invars]
+        walk(jaxpr, [Value(state, ZERO) for state in whole], scales)
+        findings += [one for one in scales.engine.findings if one.kind == "scale"]
     return findings
+
+
+def _beside(jaxpr: Any, axis: str, size: int, other: Any) -> Scales:
+    """A walk over the trace of a program, with the one beside it that has one device along an axis."""
+    engine, beside = Dataflow("", ()), Dataflow("", ())
+    engine.root = jaxpr
+    walk_closed(beside, other)
+    scales = Scales(engine, axis, size, beside.known)
+    scales.align(jaxpr, other)
+    return scales

@@ -128,7 +128,40 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             dims[d] = hidden(new[d]) if doubt or not ones.isdisjoint(axes_of_dim(dim) if loose else ()) else dim
         ambiguous = False
         ending = after if len(factors) > 1 and factors[-1][0] == 1 and is_divided(factors[-1][1]) else ()
+    if any(axes is HIDDEN for dim in dims for _, axes in dim) or operand.divided.difference(*map(axes_of_dim, dims)):
+        dims = _where_blocks_went(walk, eqn, operand, dims)
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims)])
+
+
+def _where_blocks_went(walk: Engine, eqn: Any, operand: State, dims: list[Dim]) -> list[Dim]:
+    """The dimensions of a reshape that nobody could place by local sizes alone. With one device along an axis, the one
+    that the axis divides is larger by the size of the axis."""
+    old, new, larger = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), walk.with_one(eqn)
+    found: dict[int, tuple[str, ...]] = {}
+    elsewhere: set[int] = set()  # how many elements are before a block of which nobody knows where it went
+    for d, dim in enumerate(operand.dims):
+        held = axes_of_dim(dim)
+        if any(axes is HIDDEN for _, axes in dim) or held != (dim[0][1] if is_divided(dim[0][1]) else ()):
+            return dims
+        if not held:
+            continue
+        places = {_grown(new, larger.get(axis, ()), walk.sizes[axis]) for axis in held}
+        place, before = places.pop(), math.prod(old[:d])
+        if places or place is None or place <= max(found, default=-1) or math.prod(new[:place]) != before:
+            elsewhere.add(before)
+        else:
+            found[place] = held
+    if any(math.prod(new[:place]) in elsewhere for place in found):
+        return dims
+    known = [plain(size_of(dim)) if dim[0][1] is HIDDEN and not elsewhere else dim for dim in dims]
+    return [normal([(new[d], found[d])]) if d in found else dim for d, dim in enumerate(known)]
+
+
+def _grown(shape: Sequence[int], other: Sequence[int], times: int) -> int | None:
+    """The one dimension that is larger in another shape, so many times."""
+    places = [d for d, (n, m) in enumerate(zip(shape, other, strict=False)) if n != m]
+    one = len(shape) == len(other) and len(places) == 1 and other[places[0]] == times * shape[places[0]]
+    return places[0] if one else None
 
 
 def _apart(factors: Sequence[Factor], sizes: Sequence[int]) -> list[Dim]:

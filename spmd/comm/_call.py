@@ -559,7 +559,7 @@ class Call:
             gone |= dict.fromkeys(one.axis_names)
         for axis in layout.axis_names:
             gone.pop(axis, None)
-        due = 1 in shape and self._unclear()
+        due = self._unclear() and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
         return mark(x, layout, self.text, role=role, frame=self.frame, gone=tuple(gone), due=due)
 
     def _unclear(self) -> bool:

@@ -123,6 +123,11 @@ def rotated(y):
     return jnp.concatenate([2.0 * a - b, 2.0 * b + a])
 
 
+def split_off(y):
+    a, b = lax.split(y, (8, 8), 0)
+    return jnp.stack([2.0 * a - b, 2.0 * b + a]).reshape(-1)
+
+
 def layers(h, add):
     return lax.fori_loop(0, 3, lambda i, h: h + jnp.tanh(norm(h, 1e-5)) * add, h)
 
@@ -163,6 +168,18 @@ PAIRS = {
         lambda x: jnp.tanh(rotated(mean_row(x) + row(x) * largest(x))),
         lambda x: rotated(row(x)) / lax.axis_size("dp"),
     ),
+    "halves that are split off": (
+        lambda x: jnp.tanh(split_off(mean_row(x) + row(x) * largest(x))),
+        lambda x: split_off(row(x)) / lax.axis_size("dp"),
+    ),
+    "the larger of two": (
+        lambda x: jnp.maximum(jnp.exp(row(x)), row(x) * 2.0 + largest(x)),
+        lambda x: jnp.maximum(jnp.exp(row(x)), row(x) + 1.0) - jnp.maximum(row(x) + 1.0, jnp.exp(row(x))),
+    ),
+    "one of two": (
+        lambda x: jnp.where(largest(x) > 2.0, row(x) + 1.0, jnp.tanh(row(x))),
+        lambda x: jnp.where(largest(x) > 2.0, row(x), row(x)) / lax.axis_size("dp"),
+    ),
     "handed on": (lambda x: handed_on(x, lax.pmean), lambda x: handed_on(x, lax.psum)),
     "layers": (lambda x: layers(largest(x), row(x)), lambda x: layers(largest(x), mean_row(x))),
     "sorted": (lambda x: jnp.sort(row(x)), lambda x: mean_row(x)[jnp.argsort(row(x))]),
@@ -186,6 +203,25 @@ def test_what_grows_is_found_and_what_is_undone_is_not(name):
         assert np.allclose(one, other, rtol=1e-4) is not bool(wanted)
         kernel = spmd.kernel("a/dp b -> b", mesh=spmd.make_mesh(**SIZES))(body)
         assert [finding.kind for finding in spmd.check(kernel, X)] == wanted
+
+
+HEADS = [np.ones((6, 4, 3), np.float32), np.ones((4, 3, 2), np.float32), np.ones((6, 2), np.float32)]
+APART = {
+    "a new dimension": lambda x: x.reshape(x.shape[0], 1, *x.shape[1:]),
+    "two of them": lambda x: x.reshape(x.shape[0], 1, *x.shape[1:], 1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_blocks_of_one_element_are_where_the_other_trace_has_more(name):
+    """Each device has one head, so that its own shapes do not show which dimension is divided."""
+
+    def found(reduced):
+        body = lambda x, w, r: r + reduced(jnp.einsum("bghd,hdf->bf", APART[name](x), w), "tp")
+        kernel = spmd.kernel("b/dp h/tp d, h/tp d f, b/dp f -> b/dp f", mesh=spmd.make_mesh(**SIZES))(body)
+        return [one.kind for one in spmd.check(kernel, *HEADS)]
+
+    assert found(lax.pmean) == ["scale"] and not found(lax.psum)
 
 
 def test_what_is_meant_per_shard_is_released():
