@@ -5,20 +5,31 @@ sequence between blocks over `tp`, and 2048 sequences over `dp` and `fsdp`. The 
 never compiled or run, and `explain` reads the trace.
 
     python examples/llama405b.py --layers 126 --hardware h100
-    python -m spmd explain examples/llama405b.py:build --mesh dp=16,fsdp=128,tp=8 --hardware h100
+
+`build` makes the same step of `transformer.py` for any mesh of the axes dp, fsdp, cp, tp and pp, with a lower bound on
+its time, to search among all of them:
+
+    python -m spmd search examples/llama405b.py:build --devices 16384 --hardware h100
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import spmd
 from spmd import all_gather, defer, einsum, reduce, take
+from spmd.searcher import Bound
+
+sys.path.append(str(Path(__file__).resolve().parent))
+import transformer
 
 SIZES = {"l": 126, "m": 16384, "h": 128, "g": 8, "k": 128, "f": 53248, "v": 128256}
 STREAM, WHOLE = "b/dp/fsdp s/tp m", "b/dp/fsdp s m"
@@ -127,9 +138,129 @@ def arguments(mesh: Any, sizes: dict[str, int], batch: int, length: int) -> tupl
     return params, params, params, tokens, tokens
 
 
-def build(mesh: Any, layers: int = SIZES["l"]) -> tuple[Any, tuple[Any, ...]]:
-    """A training step and its arguments, for any mesh with the axes dp, fsdp and tp."""
-    return make_step(make_loss(mesh)), arguments(mesh, {**SIZES, "l": layers}, batch=2048, length=8192)
+# --- any mesh, for a search -------------------------------------------------------------------------------------------
+
+AXES = ("dp", "fsdp", "cp", "tp", "pp")
+
+
+class Plan(NamedTuple):
+    """How a mesh divides a step of the same model as a `transformer.Config`.
+
+    Before and after the layers, rows of tokens are divided over dp, fsdp and pp, so that no stage has more of the
+    embedding and of the head than another. In a pipeline a micro-batch is one row, and each layer of a device is a
+    round of its own, so that the bubble is the smallest. 126 layers on 16 stages take 128 slots, of which two do
+    nothing.
+    """
+
+    dp: int
+    fsdp: int
+    cp: int
+    tp: int
+    pp: int
+    rows: int
+    length: int
+
+    @property
+    def micro(self) -> int:
+        return self.rows // (self.dp * self.fsdp) if self.pp > 1 else 1
+
+    @property
+    def each(self) -> int:
+        """Slots for layers on one device."""
+        return -(-SIZES["l"] // self.pp)
+
+    @property
+    def turns(self) -> int:
+        """How often a device computes a layer: in a pipeline also in idle ticks."""
+        return self.each if self.pp == 1 else (self.each - 1) * max(self.micro, self.pp) + self.micro + self.pp - 1
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one device in one layer."""
+        return self.rows / (self.dp * self.fsdp * self.micro) * self.length / self.cp
+
+    def config(self) -> transformer.Config:
+        at = SIZES
+        stages: dict[str, Any] = (
+            {"slots": self.pp * self.each, "rounds": self.each, "micro": self.micro} if self.pp > 1 else {}
+        )
+        sizes: dict[str, Any] = {
+            "d": at["m"],
+            "heads": at["h"],
+            "kv_heads": at["g"],
+            "head": at["k"],
+            "hidden": at["f"],
+        }
+        more: dict[str, Any] = {"theta": 5e5, "chunks": 8, "dtype": "bfloat16", "save": "inputs"}
+        return transformer.Config(vocabulary=at["v"], layers=at["l"], **sizes, **more, **stages)
+
+
+def least(plan: Plan) -> Bound:
+    """What a step takes at least, without a trace: the products, what is read and written for them, and what is sent
+    for weights and for the stream. Small things are left out."""
+    m, f, v, wide = (SIZES[name] for name in "mfvg")
+    t, n, tp, pp = plan.tokens, plan.turns, plan.tp, plan.pp
+    layer, table = 2 * m * m + 2 * m * wide * SIZES["k"] + 3 * m * f, m * v
+    masked = 1.0 if plan.cp == 1 else (2 * plan.cp + 1) / (4 * plan.cp)  # of the parts of blocks that meet in a ring
+    scores = masked * plan.length * t * SIZES["h"] / tp  # of all heads of a device
+    every = plan.rows * plan.length / (plan.dp * plan.fsdp * plan.cp * pp)  # tokens outside of the layers
+    flops = n * (t * (8 * layer - 2 * m * f) / tp + 16 * SIZES["k"] * scores) + 6 * every * table / tp
+
+    each = 43 + (0 if plan.cp == 1 else 40 * SIZES["k"] * plan.cp / plan.length)
+    moved = 7 * m + (2 * m + 2 * wide * SIZES["k"] + 3 * f) / tp - (m + f / tp) / 4  # what is done again ends before it
+    stream = 2 * t * m
+    # Attention is not fused: scores and their softmax are read and written, in float32. A pipeline takes the weights of
+    # a round, and adds their gradients to those of all rounds.
+    traffic = n * (4 * 2 * (layer / tp + t * moved) + each * scores) - n * 2 * m * f / tp
+    traffic += n * 11 * stream * (1 + 1 / tp) * (tp > 1) + n * (pp > 1) * 2 * layer / tp * (2.9 * plan.each + 6)
+
+    layers = 2 * plan.each * layer / tp  # in bfloat16, of one device; gradients have twice as many bytes
+    weights = layers + 2 * 2 * table / tp
+    share = lambda size: (size - 1) / size
+    gathers = 1 if pp > 1 else 2
+    sums = tuple(axis for axis, size in (("dp", plan.dp), ("cp", plan.cp)) if size > 1)
+    pair = 2 * 2 * t * max(wide // tp, 1) * SIZES["k"]  # keys and values
+    sent = {
+        ("all_gather", ("tp",)): 6 * n * stream * share(tp),
+        ("psum_scatter", ("tp",)): 5 * n * stream * share(tp),
+        ("all_gather", ("fsdp",)): (weights + (gathers - 1) * layers) * share(plan.fsdp),
+        ("psum_scatter", ("fsdp",)): 2 * weights * share(plan.fsdp),
+        ("psum", sums): 2 * 2 * layers / plan.fsdp * share(plan.dp * plan.cp),
+        **{(kind, ("pp",)): 2 * plan.micro * stream / tp * share(pp) for kind in ("all_gather", "psum_scatter")},
+        ("ppermute", ("pp",)): 2 * n * stream / tp * (pp > 1),
+        ("ppermute", ("cp",)): 4 * (plan.cp - 1) * n * pair,
+    }
+    total = plan.rows * plan.length / (plan.dp * plan.fsdp * plan.cp * tp * pp)
+    needed = total * (6 * (SIZES["l"] * layer + table) + 6 * m * plan.length * SIZES["l"])  # half of the scores
+    kept = n * stream / tp + (weights if pp > 1 else 0)
+    rest = 12 * (plan.each * layer + 2 * table) / tp / plan.fsdp  # weights and the moments of Adam, in float32
+    used = {key: size for key, size in sent.items() if size}
+    return Bound({"bfloat16": flops}, used, rest + kept, {"bfloat16": needed}, traffic)
+
+
+def build(mesh: Any, rows: int = 2048, length: int = 8192) -> tuple[Any, tuple[Any, ...], Bound]:
+    """A training step, its arguments and a bound, for any mesh of some of the axes dp, fsdp, cp, tp and pp."""
+    plan = Plan(*(mesh.shape.get(axis, 1) for axis in AXES), rows=rows, length=length)
+    if rows % (plan.dp * plan.fsdp * plan.pp):
+        raise spmd.Impossible(f"dp, fsdp and pp divide {rows:,} rows of tokens.")
+    if SIZES["h"] % plan.tp:
+        raise spmd.Impossible("tp divides 128 heads.")
+    if length % (2 * plan.cp * plan.tp):
+        raise spmd.Impossible(f"cp and tp divide {length:,} tokens of a row.")
+    model = transformer.Transformer(plan.config(), mesh)
+    optimizer = optax.adam(8e-5)
+
+    def state(key: Any) -> Any:
+        params = transformer.new_weights(model.c, key)
+        return {"params": params, "optimizer": optimizer.init(params)}
+
+    def of(shape: Any, layout: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout.sharding(mesh))
+
+    shapes = jax.eval_shape(state, jax.random.key(0))
+    tokens = of(jax.ShapeDtypeStruct((rows, length), jnp.int32), model.tokens)
+    args = jax.tree.map(of, shapes, model.state_layouts(shapes)), tokens, tokens
+    return model.train_step(optimizer), args, least(plan)
 
 
 def main() -> None:
@@ -139,7 +270,8 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     mesh = spmd.make_mesh(dp=16, fsdp=128, tp=8, abstract=True)
-    step, args = build(mesh, options.layers)
+    sizes = {**SIZES, "l": options.layers}
+    step, args = make_step(make_loss(mesh)), arguments(mesh, sizes, batch=2048, length=8192)
     count = sum(x.size for x in jax.tree.leaves(args[0]))
     print(f"{count / 1e9:.1f}B parameters on {mesh.size:,} devices")
     print(spmd.explain(step, *args, mesh=mesh, hardware=options.hardware))

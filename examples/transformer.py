@@ -85,6 +85,12 @@ class Config:
     window: int | None = None  # how far back a token sees, including itself
     theta: float = 10_000.0  # base of the rotary positions
     micro: int = 1  # micro-batches of a pipeline
+    rounds: int | None = (
+        None  # of a pipeline: with v of them, the stack of layers is in the order "p v ..." of its stages
+    )
+    slots: int | None = (
+        None  # rows of the stack of layers, if a pipeline needs more: the layers behind `layers` do nothing
+    )
     chunks: int = 2  # of the sequence, in the loss
     dtype: str = "float32"  # of the weights in use, and of activations
     save: str = "activations"  # "inputs": each layer is computed again in the backward pass
@@ -179,6 +185,13 @@ class Transformer:
         options = {"dtype": c.dtype, "data": self.axes("b", "s", "stream"), "save": c.save, "prefetch": c.prefetch}
         return parallel.scan_layers(self.layer, params, (x, self.nothing()), positions, **where, **options)
 
+    def stages(self, tree: Any, stages: int) -> Any:
+        """Arrays `"l/pp ..."` by stages: `"p/pp i ..."`, or with rounds `"n p/pp i ..."`."""
+        pp, n = self.axes("l"), self.c.rounds
+        layouts = ("(p i)/pp ...", "p/pp i ...") if n is None else ("(p n i)/pp ...", "n p/pp i ...")
+        sizes = {"p": stages} if n is None else {"p": stages, "n": n}
+        return jax.tree.map(lambda one: spmd.rearrange(one, " -> ".join(layouts), **sizes, pp=pp), tree)
+
     def run_pipeline(self, params: Any, x: Any, positions: Any) -> tuple[Any, Any]:
         """Like `run_layers`, with layers in stages. The weights of each stage are gathered once for all micro-batches.
 
@@ -188,20 +201,40 @@ class Transformer:
         names: dict[str, Any] = {"dp": self.axes("b"), "pp": self.axes("l")}
         w = self.gather(params, ("b", "s", "stream"))
         stages = spmd.axis_size(names["pp"] or ())
-        w = jax.tree.map(lambda one: spmd.rearrange(one, "(p i)/pp ... -> p/pp i ...", p=stages, pp=names["pp"]), w)
+        used = self.used(stages)
+        w = self.stages((w, used), stages)
+
+        def one_layer(carry: Any, one: Any) -> tuple[Any, None]:
+            w, used = one
+            after = self.layer(w, carry, positions)
+            return after if self.c.slots is None else jax.tree.map(
+                lambda a, b: jnp.where(used, a, b), after, carry
+            ), None
 
         def stage(w: Any, carry: Any) -> Any:
-            return jax.lax.scan(lambda carry, one: (self.layer(one, carry, positions), None), carry, w)[0]
+            if len(jax.tree.leaves(w)[0]) == 1:  # a loop would stack what a single layer keeps
+                return one_layer(carry, jax.tree.map(lambda one: one[0], w))[0]
+            return jax.lax.scan(one_layer, carry, w)[0]
 
-        x = spmd.rearrange(x, "(r m)/dp/pp ... -> m r/dp/pp ...", m=c.micro, **names)
-        x = spmd.all_gather(x, "m r/dp/pp ... -> m r/dp ...", **names)
+        x = spmd.all_gather(x, "b/dp/pp ... -> b/dp ...", **names)
+        x = spmd.rearrange(x, "(r m)/dp ... -> m r/dp ...", m=c.micro, dp=names["dp"])
         totals = jax.tree.map(lambda one: jnp.broadcast_to(one, (c.micro, *one.shape)), self.nothing())
-        options = {"pp": names["pp"], "save": c.save, "result": "partial"}
+        options = {"pp": names["pp"], "save": c.save, "result": "partial", "repeats": c.rounds}
         x, totals = parallel.pipeline(stage, w, (x, totals), **options)
-        x = spmd.psum_scatter(x, "m r/dp ... {U:pp} -> m r/dp/pp ...", **names)
+        x = spmd.rearrange(x, "m r/dp ... {U:pp} -> (r m)/dp ... {U:pp}", **names)
+        x = spmd.psum_scatter(x, "b/dp ... {U:pp} -> b/dp/pp ...", **names)
         totals = spmd.psum(totals, "... {U:pp} -> ...", pp=names["pp"])
-        x = spmd.rearrange(x, "m r/dp/pp ... -> (r m)/dp/pp ...", **names)
         return x, jax.tree.map(lambda one: jnp.mean(one, axis=0), totals)
+
+    def used(self, stages: int) -> Any:
+        """Which rows of the stack of layers are in use, `"l/pp"`: in the order of the rounds, the first ones."""
+        c, pp = self.c, self.axes("l")
+        at = spmd.iota("l/pp", l=c.slots or c.layers, pp=pp)
+        if c.rounds is not None:
+            each = (c.slots or c.layers) // (stages * c.rounds)  # layers of a stage
+            p, v, i = at // (c.rounds * each), at // each % c.rounds, at % each
+            at = (v * stages + p) * each + i
+        return at < c.layers
 
     def nothing(self) -> Any:
         """The report of zero layers."""
@@ -274,7 +307,7 @@ class Transformer:
 
 def new_weights(c: Config, key: Any) -> Any:
     """Random weights: ordinary JAX on whole arrays."""
-    keys = iter(jax.random.split(key, 16))
+    keys, rows = iter(jax.random.split(key, 16)), c.slots or c.layers
 
     def matrix(inputs: int, *shape: int) -> Any:
         return jax.random.normal(next(keys), shape) / math.sqrt(inputs)
@@ -282,17 +315,17 @@ def new_weights(c: Config, key: Any) -> Any:
     deep = 2 * c.layers  # the number of terms that the stream sums up
     many = (c.experts,) if c.experts else ()
     layers = {
-        "norm_attention": jnp.ones((c.layers, c.d)),
-        "norm_mlp": jnp.ones((c.layers, c.d)),
-        "query": matrix(c.d, c.layers, c.d, c.heads, c.head),
-        "key": matrix(c.d, c.layers, c.d, c.kv_heads, c.head),
-        "value": matrix(c.d, c.layers, c.d, c.kv_heads, c.head),
-        "out": matrix(c.heads * c.head * deep, c.layers, c.heads, c.head, c.d),
-        "gate": matrix(c.d, c.layers, *many, c.d, c.hidden),
-        "up": matrix(c.d, c.layers, *many, c.d, c.hidden),
-        "down": matrix(c.hidden * deep, c.layers, *many, c.hidden, c.d),
+        "norm_attention": jnp.ones((rows, c.d)),
+        "norm_mlp": jnp.ones((rows, c.d)),
+        "query": matrix(c.d, rows, c.d, c.heads, c.head),
+        "key": matrix(c.d, rows, c.d, c.kv_heads, c.head),
+        "value": matrix(c.d, rows, c.d, c.kv_heads, c.head),
+        "out": matrix(c.heads * c.head * deep, rows, c.heads, c.head, c.d),
+        "gate": matrix(c.d, rows, *many, c.d, c.hidden),
+        "up": matrix(c.d, rows, *many, c.d, c.hidden),
+        "down": matrix(c.hidden * deep, rows, *many, c.hidden, c.d),
     }
     if many:
-        layers["router"] = matrix(c.d, c.layers, c.d, c.experts)
+        layers["router"] = matrix(c.d, rows, c.d, c.experts)
     tables = {name: matrix(c.d, c.vocabulary, c.d) for name in ("embed", "unembed")}
     return {**tables, "norm": jnp.ones(c.d), "layers": layers}

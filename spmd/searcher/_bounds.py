@@ -27,6 +27,7 @@ class Bound:
         `{("all_gather", ("fsdp",)): 1e9}`.
       memory: Bytes of memory at the peak.
       needed: The part of `flops` that the model needs, for the share of the peak; None for all that the trace has.
+      traffic: Bytes read from memory and written to it.
 
     >>> import spmd
     >>> bound = spmd.searcher.Bound({"bfloat16": 989.4e12}, {("psum", ("dp",)): 1e9})
@@ -38,6 +39,7 @@ class Bound:
     sent: Mapping[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     memory: float = 0.0
     needed: Mapping[str, float] | None = None
+    traffic: float = 0.0
 
     def seconds(self, mesh: Mapping[str, int], hardware: Hardware, *, overlap: Sequence[str] = ()) -> float:
         """Seconds of this work, with the axes of the mesh in the best order; without latencies.
@@ -48,7 +50,8 @@ class Bound:
           overlap: Mesh axes, as in `search`.
         """
         sent = [(kind, axes, size, 1) for (kind, axes), size in self.sent.items()]
-        return laid(sent, mesh, without_latency(hardware), compute_seconds(self.flops, hardware), overlap)[1]
+        beside = compute_seconds(self.flops, hardware) + self.traffic / hardware.hbm_bandwidth
+        return laid(sent, mesh, without_latency(hardware), beside, overlap)[1]
 
 
 def compute_seconds(flops: Mapping[str, float], hardware: Hardware) -> float:

@@ -82,3 +82,32 @@ def test_the_work_is_six_flops_per_parameter_and_token(explained):
     assert dtype == "bfloat16"
     down = 2 * tokens * SIZES["l"] * SIZES["m"] * SIZES["f"]  # whose product remat need not compute again
     assert flops == pytest.approx(6 * matrices * tokens + 2 * layers * tokens - down + 4 * attention, rel=1e-3)
+
+
+# -------------------- any mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ticks"), [({"fsdp": 128, "pp": 16, "tp": 8}, 143), ({"fsdp": 256, "cp": 8, "tp": 8}, 126)]
+)
+def test_the_bound_of_a_mesh_is_just_below_its_trace(example, mesh, ticks):
+    """`search` refuses a bound that is above. One that is far below would not keep it from tracing."""
+    same = lambda one: all(one[axis] == mesh.get(axis, 1) for axis in one)
+    with jax.numpy_dtype_promotion("standard"):  # for optax
+        found = spmd.search(example.build, devices=16_384, axes=example.AXES, hardware="h100", where=same)
+    plan = example.Plan(**{axis: mesh.get(axis, 1) for axis in example.AXES}, rows=BATCH, length=LENGTH)
+    assert found.traced == 1 and plan.turns == ticks
+    assert 0.9 < example.least(plan).seconds(found.best.mesh, spmd.hardware("h100")) / found.best.seconds <= 1
+    assert found.best.peak < 0.9 * 80e9
+
+
+def test_layers_are_rounds_of_the_pipeline(example):
+    """126 layers and two slots that do nothing: 8 rounds of 16 micro-batches on 16 stages."""
+    plan = example.Plan(1, 128, 1, 8, 16, BATCH, LENGTH)
+    assert plan.turns == spmd.parallel.pipeline_schedule(16, 16, 8).ticks and plan.config().slots == 128
+    assert example.Plan(1, 16, 1, 8, 128, BATCH, LENGTH).turns == 128 + 127
+
+
+def test_a_mesh_that_does_not_divide_the_rows_is_impossible(example):
+    with pytest.raises(spmd.Impossible, match="divide 2,048 rows"):
+        example.build(spmd.make_mesh(fsdp=512, pp=32, abstract=True))

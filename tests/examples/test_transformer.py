@@ -129,6 +129,32 @@ def test_other_modes(steps, name, mode):
     compare(steps(config, mesh, changes, mode), steps.on_one_device(config))
 
 
+@pytest.mark.parametrize(("rounds", "order"), share([(None, [0, 1, 2, None]), (2, [0, 2, 1, None])]))
+def test_uneven_stages(module, rounds, order):
+    """Three layers on two stages: the fourth slot does nothing, and its weights get no gradient. With rounds, the stack
+    is in the order of the stages."""
+    sizes, found = {**SIZES, "layers": 3}, []
+    weights = jax.jit(lambda key: module.new_weights(module.Config(**sizes), key))(jax.random.key(0))
+
+    def in_slots(tree: Any) -> Any:
+        rows = lambda x: np.stack([np.zeros(x.shape[1:], x.dtype) if i is None else np.asarray(x[i]) for i in order])
+        return {**tree, "layers": jax.tree.map(rows, tree["layers"])}
+
+    staged = module.Config(**sizes, micro=4, slots=4, rounds=rounds)
+    for c, mesh, params in (
+        (module.Config(**sizes), {"one": 1}, weights),
+        (staged, {"pp": 2, "dp": 2, "tp": 2}, in_slots({**weights})),
+    ):
+        model = module.Transformer(c, spmd.make_mesh(**mesh))
+        params = spmd.shard(params, model.layouts, mesh=model.mesh)
+        tokens, labels = (model.place(x) for x in (TOKENS, LABELS))
+        loss, _, gradients = jax.jit(model.loss_and_gradients)(params, tokens, labels)
+        found.append((loss, jax.tree.map(np.asarray, gradients)))
+    (loss, wanted), (other, gradients) = found
+    np.testing.assert_allclose(other, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, in_slots(wanted))
+
+
 def test_axes_of_size_one_change_nothing(module):
     """A mesh of a search has all axes. With pp=1 there is no pipeline, which would keep the inputs of all layers."""
     c, found = module.Config(**SIZES, **DENSE), []

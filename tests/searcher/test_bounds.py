@@ -31,6 +31,7 @@ def test_a_bound_adds_up_and_leaves_latencies_out():
     bound = Bound({"bfloat16": 989.4e12}, {("all_gather", ("dp",)): 50e9})
     assert bound.seconds({"dp": 64}, H100) == pytest.approx(1 + 50e9 * 7 / 63 / 50e9)
     assert bound.seconds({"dp": 64}, H100, overlap=("dp",)) == 1
+    assert Bound(traffic=H100.hbm_bandwidth).seconds({"dp": 64}, H100) == 1
     assert Bound().seconds({"dp": 64}, H100) == 0
 
 
