@@ -67,20 +67,28 @@ def qr(x: Any, layout: str, **names: Any) -> tuple[jax.Array, jax.Array]:
     return call.result(q, one.operand.layout.without_brackets()), call.result(r, _triangle(one))
 
 
-def _check(one: Along) -> Factor:
-    """The rows, of a call that can be."""
+def rows_and_columns(one: Along, name: str, does: str, example: str) -> tuple[Factor, Factor]:
+    """The dimensions of a matrix, in a call that can be: the rows may be divided, and the columns are whole."""
     if len(one.dims) != 2:
         got = [f"{len(one.dims)} in brackets"]
-        one.call.fail("qr has rows and columns in brackets.", got=got, advice=f"as in {_EXAMPLE}", error=LayoutError)
+        one.call.fail(
+            f"{name} has rows and columns in brackets.", got=got, advice=f"as in {example}", error=LayoutError
+        )
     rows, columns = one.factors
     if columns.axes:
         rule = f"only rows are divided, the first dimension in brackets, and {columns.name} is divided too."
         one.call.fail(rule, at=columns.span, advice="all_gather or relayout it before", error=LayoutError)
+    if one.x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
+        one.call.fail(f"{name} {does} float32, float64 or complex numbers, not {one.x.dtype}.", error=LayoutError)
+    return rows, columns
+
+
+def _check(one: Along) -> Factor:
+    """The rows, of a call that can be."""
+    rows, columns = rows_and_columns(one, "qr", "decomposes", _EXAMPLE)
     if rows.size < columns.size:
         rule = f"qr decomposes a tall matrix, and this one has {rows.size} rows and {columns.size} columns."
         one.call.fail(rule, at=rows.span, error=SizeError)
-    if one.x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
-        one.call.fail(f"qr decomposes float32, float64 or complex numbers, not {one.x.dtype}.", error=LayoutError)
     return rows
 
 
@@ -103,12 +111,12 @@ def _decomposed(x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[A
         [x], [dx] = given, tangents
         q, r = factors(x)
         dx = lax.linalg.triangular_solve(r, dx)
-        inner = _lax.psum(_product(_adjoint(q), dx), axes)
+        inner = _lax.psum(product(adjoint(q), dx), axes)
         below = jnp.tril(inner, -1)
-        turned = below - _adjoint(below)
+        turned = below - adjoint(below)
         if jnp.iscomplexobj(inner):  # its diagonal turns, and that of r stays real
             turned += jnp.triu(jnp.tril(inner - inner.conj())) / 2
-        return (q, r), (_product(q, turned - inner) + dx, _product(inner - turned, r))
+        return (q, r), (product(q, turned - inner) + dx, product(inner - turned, r))
 
     return factors(x)
 
@@ -124,16 +132,18 @@ def _factors(x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[Any,
         mine = min(m, n)
         start = _lax.axis_index(axes, sizes) * mine
         part = lax.dynamic_slice_in_dim(_compat.pvary(high, axes), start, mine, -2)
-        q = part if q is None else _product(q, part)
+        q = part if q is None else product(q, part)
     diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)
     size = abs(diagonal)
     sign = jnp.where(size > 0, diagonal / jnp.where(size > 0, size, 1).astype(r.dtype), 1)
     return q * sign[..., None, :], r * sign.conj()[..., None]
 
 
-def _product(a: Any, b: Any) -> Any:
+def product(a: Any, b: Any) -> Any:
+    """A product of matrices, to all digits."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _adjoint(x: Any) -> Any:
+def adjoint(x: Any) -> Any:
+    """The conjugate transpose of matrices."""
     return jnp.swapaxes(x, -1, -2).conj()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.linalg import cg, gmres, qr
+from spmd.linalg import cg, cho_solve, cholesky, gmres, qr
 from tests.errors.registry import V, X, bad, body, fixed
 
 FACTORS = "m/dp n -> m/dp n, k n"
@@ -101,3 +101,89 @@ def a_gmres_with_a_partial_sum_fixed(mesh, fix):
         return gmres(lambda x: 2 * x, fix(b=b), fix(1))[0]
 
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), (X * X).sum(0) / 2, rtol=1e-5)
+
+
+@bad
+def a_cholesky_of_one_dimension(mesh):
+    body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] m"), mesh, X @ X.T)
+
+
+@bad
+def a_cholesky_of_divided_columns(mesh):
+    body("n/dp m/tp -> n/dp m/tp", lambda x: cholesky(x, "[n/dp] [m/tp]"), mesh, X @ X.T)
+
+
+@bad
+def a_cholesky_that_is_not_square(mesh):
+    body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh)
+
+
+@bad
+def a_cholesky_of_integers(mesh):
+    body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh, (X @ X.T).astype(np.int32))
+
+
+@bad
+def a_cholesky_of_a_partial_sum(mesh):
+    def fn(x):
+        return cholesky(spmd.einsum(x, x, "b/dp n, b/dp m -> n m {U:dp}"), "[n] [m] {U:dp}")
+
+    body("b/dp d -> d m", fn, mesh)
+
+
+@fixed
+def a_cholesky_of_a_partial_sum_fixed(mesh, fix):
+    def fn(x):
+        x = spmd.einsum(x, x, "b/dp n, b/dp m -> n m {U:dp}")
+        return cholesky(fix(x=x), fix(1))
+
+    x = X + 9 * np.eye(8, 4, dtype=np.float32)
+    np.testing.assert_allclose(body("b/dp d -> d m", fn, mesh, x), np.linalg.cholesky(x.T @ x), atol=1e-4)
+
+
+def _solve(layouts, mesh, b=V, columns=8):
+    body("n/dp m, n/dp -> n/dp", lambda x, b: cho_solve(x, b, layouts), mesh, np.eye(8, columns, dtype=np.float32), b)
+
+
+@bad
+def a_cho_solve_without_rows(mesh):
+    _solve("[n/dp] [m], n/dp", mesh)
+
+
+@bad
+def a_cho_solve_of_other_rows(mesh):
+    _solve("[n/dp] [m], [k/dp]", mesh)
+
+
+@bad
+def a_cho_solve_of_another_type(mesh):
+    _solve("[n/dp] [m], [n/dp]", mesh, V.astype(np.int32))
+
+
+@bad
+def a_cho_solve_that_is_not_square(mesh):
+    _solve("[n/dp] [m], [n/dp]", mesh, columns=4)
+
+
+@bad
+def a_cho_solve_of_many(mesh):
+    x = np.eye(8, dtype=np.float32)[None]
+    body("g n/dp m, n/dp -> n/dp", lambda x, b: cho_solve(x, b, "g [n/dp] [m], [n/dp]"), mesh, x, V)
+
+
+@bad
+def a_cho_solve_of_a_partial_sum(mesh):
+    def fn(x):
+        b = spmd.einsum(x, x, "b/dp n, b/dp n -> n {U:dp}")
+        return cho_solve(jnp.eye(4), b, "[n] [m], [n] {U:dp}")
+
+    body("b/dp n -> n", fn, mesh)
+
+
+@fixed
+def a_cho_solve_of_a_partial_sum_fixed(mesh, fix):
+    def fn(x):
+        b = spmd.einsum(x, x, "b/dp n, b/dp n -> n {U:dp}")
+        return cho_solve(jnp.eye(4), fix(b=b), fix(1))
+
+    np.testing.assert_allclose(body("b/dp n -> n", fn, mesh), (X * X).sum(0), rtol=1e-5)

@@ -172,6 +172,11 @@ def tally(compiled: Any, sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
+def wide(dtype: str) -> Any:
+    """The context in which JAX has numbers of this type."""
+    return jax.enable_x64(dtype in ("float64", "complex128"))
+
+
 def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
     """Equal shapes, dtypes and values, up to rounding."""
     assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} {a.dtype} against {b.shape} {b.dtype}"

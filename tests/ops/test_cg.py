@@ -13,10 +13,11 @@ import pytest
 import spmd
 from spmd.linalg import cg
 from spmd.modes import MODES
-from tests.ops.harness import close, make_mesh, pulled, run
+from tests.ops.harness import close, make_mesh, pulled, run, wide
 from tests.sampler import Sampler, seeds
 
 TIGHT = {"tol": 1e-6}
+TOLERANCES = {"float32": 1e-6, "float64": 1e-12, "complex64": 1e-6, "complex128": 1e-12}
 
 
 def applied(layout: str, w: Any, turn: complex = 1) -> Callable[[Any], Any]:
@@ -39,9 +40,7 @@ def matrix(shape: tuple[int, int], w: Any, turn: complex = 1) -> Any:
         return jnp.asarray(4.5 + w**2, u.dtype) * u - near[0] - near[1]
 
     n = shape[0] * shape[1]
-    columns = jax.vmap(lambda e: apply(e.reshape(shape)).ravel())(
-        jnp.eye(n, dtype="complex64" if isinstance(turn, complex) else "float32")
-    )
+    columns = jax.vmap(lambda e: apply(e.reshape(shape)).ravel())(jnp.eye(n, dtype=np.result_type(w.dtype, turn)))
     return columns.T
 
 
@@ -53,26 +52,36 @@ def test_values_and_gradients_in_every_mode(seed: int) -> None:
     layout = sampler.choice(["x/a y/b", "x/b y", "x y/b/a", "x/a y"])
     divisors = [int(np.prod([mesh[axis] for axis in dim.split("/")[1:]])) for dim in layout.split()]
     shape = tuple(k * int(sampler.choice([1, 3])) for k in divisors)
-    turn = complex(np.exp(0.3j)) if sampler.choice([True, False]) else 1
-    w = jnp.asarray(sampler.array(shape)) / 4
-    b = jnp.asarray(sampler.array(shape), "complex64" if isinstance(turn, complex) else "float32") * turn
-    more: dict[str, Any] = {}
+    dtype = list(TOLERANCES)[seed % 4]
     guess, conditioned = sampler.choice([True, False]), sampler.choice([True, False])
+    modes = MODES if seed % 3 == 0 else ("explicit", "reference")
+    turn = complex(np.exp(0.3j)) if "complex" in dtype else 1
+    with wide(dtype):
+        b = jnp.asarray(sampler.array(shape), dtype) * turn
+        w = jnp.asarray(sampler.array(shape), b.real.dtype) / 4
+        against_lapack(mesh, layout, b, w, turn, guess, conditioned, modes)
+
+
+def against_lapack(
+    mesh: Any, layout: str, b: Any, w: Any, turn: complex, guess: bool, conditioned: bool, modes: Any
+) -> None:
+    shape, tolerance = b.shape, TOLERANCES[b.dtype.name]
+    more: dict[str, Any] = {"tol": tolerance}
 
     def body(b: Any, w: Any) -> Any:
         if guess:
             more["x0"] = b / 2
         if conditioned:
             more["precondition"] = lambda r: r / (4.5 + w**2).astype(r.dtype)
-        return cg(applied(layout, w, turn), b, layout, **TIGHT, **more)[0]
+        return cg(applied(layout, w, turn), b, layout, **more)[0]
 
     solve = lambda b, w: jnp.linalg.solve(matrix(shape, w, turn), b.ravel()).reshape(shape)
     wanted = np.linalg.solve(np.asarray(matrix(shape, w, turn)), np.asarray(b).ravel()).reshape(shape)
     expected = pulled(solve, b, w)
-    for mode in MODES if seed % 3 == 0 else ("explicit", "reference"):
+    for mode in modes:
         found = pulled(run(body, mesh, [layout, layout], layout, mode), b, w)
-        close(found[0], jnp.asarray(wanted), 1e-3)
-        jax.tree.map(lambda x, y: close(x, y, 5e-3), found, expected)
+        close(found[0], jnp.asarray(wanted), 1e3 * tolerance)
+        jax.tree.map(lambda x, y: close(x, y, 5e3 * tolerance), found, expected)
 
 
 def test_the_comparison_can_fail() -> None:

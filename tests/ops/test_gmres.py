@@ -14,7 +14,7 @@ import pytest
 import spmd
 from spmd.linalg import gmres
 from spmd.modes import MODES
-from tests.ops.harness import close, make_mesh, pulled, run
+from tests.ops.harness import close, make_mesh, pulled, run, wide
 from tests.sampler import Sampler, seeds
 
 TOLERANCES = {"float32": 1e-6, "float64": 1e-12, "complex64": 1e-6, "complex128": 1e-12}
@@ -60,7 +60,7 @@ def test_values_and_gradients_in_every_mode(seed: int) -> None:
     restart = int(sampler.choice([5, 20]))
     guess, conditioned = sampler.choice([True, False]), sampler.choice([True, False])
     turn = 0.5 + 0.4j if "complex" in dtype else 0.7
-    with jax.enable_x64(dtype in ("float64", "complex128")):
+    with wide(dtype):
         b = jnp.asarray(sampler.array(shape), dtype) * jnp.asarray(turn, dtype)
         w = b.real / 4
 

@@ -1,0 +1,189 @@
+"""`cholesky`: a positive definite matrix, its rows divided over devices, as a triangle and its adjoint."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd import _compat, _lax
+from spmd.comm._call import Factor
+from spmd.errors import SizeError
+from spmd.ops._along import Along, along
+from spmd.ops._qr import adjoint, product, rows_and_columns
+
+_EXAMPLE = 'cholesky(x, "[n/a] [m]")'
+
+
+def cholesky(x: Any, layout: str, **names: Any) -> jax.Array:
+    """The lower triangle l with l @ l^H = x: `l = cholesky(x, "[n/a] [m]")`.
+
+    The first dimension in brackets counts rows, and the second columns, as many as rows. x is symmetric (Hermitian for
+    complex numbers) and positive definite. Only its lower triangle is read, and only that has a gradient, which counts
+    an element and its mirror image together. The other dimensions are a batch of matrices.
+
+    The matrix is never gathered as a whole. There is a step for each device. It gathers the columns of this device's
+    block, finds their part of the triangle, and takes what they explain from the rows that are left. Each device holds
+    1/n of the matrix and the columns of one step. Its arithmetic is about 4.5/n of that of one device alone, because
+    all rows wait for the last one. Derivatives are backward only: `jax.grad` and `jax.vjp`, not `jax.jvp`.
+
+    Communication: none if the rows are whole. If they are divided over n devices, forward n-1 all-gathers of S bytes
+    each, where S is the size of a square of 1/n of the rows and columns. Each sends S(n-1) bytes. Backward n-1 times
+    one such all-gather, one psum_scatter to S, S(n-1) bytes, and one psum of S, 2S(n-1)/n bytes.
+
+    Args:
+      x: The array, of float32, float64 or complex numbers.
+      layout: Its layout, with rows and columns in brackets. Only the rows may be divided.
+      **names: Sizes or mesh axes of names in the layout.
+
+    Returns:
+      l, in the layout of x, with zeros above the diagonal. If x is not positive definite, l has NaN.
+
+    Raises:
+      LayoutError: On a malformed layout, not two dimensions in brackets, columns that are divided, or other numbers.
+      SizeError: If there are not as many columns as rows.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=2)
+      >>> triangle = spmd.kernel("n/a m -> n/a m", mesh=mesh)(lambda x: spmd.linalg.cholesky(x, "[n/a] [m]"))
+      >>> print(triangle(jnp.array([[4.0, 2.0], [2.0, 10.0]])))
+      [[2. 0.]
+       [1. 3.]]
+
+    References:
+      I. Murray, Differentiation of the Cholesky decomposition, arXiv:1602.07527, 2016: the gradient, in blocks.
+    """
+    one = along("linalg.cholesky", x, layout, names, example=_EXAMPLE)
+    rows = square(one, "cholesky", "decomposes", _EXAMPLE)
+    call, where = one.call, tuple(one.dims)
+    with call.scope():
+        matrix = jnp.moveaxis(one.x, where, (-2, -1))
+        own = Blocks.of(one, rows)
+        lower = whole(matrix) if own is None else _divided(own, matrix)
+        return call.result(jnp.moveaxis(lower, (-2, -1), where), one.operand.layout.without_brackets())
+
+
+def square(one: Along, name: str, does: str, example: str) -> Factor:
+    """The rows of a square matrix, in a call that can be."""
+    rows, columns = rows_and_columns(one, name, does, example)
+    if rows.size != columns.size:
+        rule = f"{name} has a square matrix, and this one has {rows.size} rows and {columns.size} columns."
+        one.call.fail(rule, at=rows.span, error=SizeError)
+    return rows
+
+
+def whole(x: Any) -> Any:
+    """The triangle of a matrix that one device holds, with the gradient in the lower triangle."""
+    lower = jnp.tril(x, -1)
+    diagonal = jnp.tril(jnp.triu(x)).real.astype(x.dtype)
+    return lax.linalg.cholesky(lower + adjoint(lower) + diagonal, symmetrize_input=False)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The rows of a matrix in blocks of `size`, one for each of the `parts` devices along `axes`."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+    parts: int
+    size: int
+
+    @classmethod
+    def of(cls, one: Along, rows: Factor) -> Blocks | None:
+        """None if each device has all rows."""
+        if not one.axes:
+            return None
+        return cls(rows.axes, tuple(one.call.frame.sizes), rows.size // rows.local, rows.local)
+
+    @property
+    def mine(self) -> Any:
+        """The number of this device's block."""
+        return _lax.axis_index(self.axes, dict(self.sizes))
+
+    def columns(self, x: Any, j: int) -> Any:
+        """This device's rows of the columns of block j."""
+        return x[..., j * self.size : (j + 1) * self.size]
+
+    def beyond(self, x: Any, j: int) -> Any:
+        """This device's rows of all columns beyond block j."""
+        return x[..., (j + 1) * self.size :]
+
+    def diagonal(self, x: Any) -> Any:
+        """This device's block of the diagonal."""
+        return lax.dynamic_slice_in_dim(x, self.mine * self.size, self.size, -1)
+
+    def gathered(self, x: Any, j: int) -> tuple[Any, Any]:
+        """Of the columns of block j: the block on the diagonal, and all rows below."""
+        rows = _lax.all_gather(self.columns(x, j), self.axes, x.ndim - 2, "invarying")
+        return rows[..., j * self.size : (j + 1) * self.size, :], rows[..., (j + 1) * self.size :, :]
+
+    def below(self, x: Any, j: int) -> Any:
+        """This device's block of what all devices have of the rows below block j; zeros if its rows are not there."""
+        above = [(0, 0)] * (x.ndim - 2) + [((j + 1) * self.size, 0), (0, 0)]
+        padded = _compat.pvary(jnp.pad(x, above), self.axes)
+        return lax.dynamic_slice_in_dim(padded, self.mine * self.size, self.size, -2)
+
+    def summed_below(self, x: Any, j: int) -> Any:
+        """The same of what devices have parts of, which are summed."""
+        above = [(0, 0)] * (x.ndim - 2) + [((j + 1) * self.size, 0), (0, 0)]
+        return _lax.psum_scatter(jnp.pad(x, above), self.axes, x.ndim - 2)
+
+
+def _divided(own: Blocks, x: Any) -> Any:
+    """The triangle, with a gradient of its own: that of JAX would keep the columns of all steps."""
+    fn = jax.custom_vjp(lambda x: _forward(own, x))
+
+    def there(x: Any) -> tuple[Any, Any]:
+        lower = fn(x)
+        return lower, lower
+
+    fn.defvjp(there, lambda lower, cotangent: (_backward(own, lower, cotangent.conj()).conj(),))
+    return fn(x)
+
+
+def _forward(own: Blocks, x: Any) -> Any:
+    found: list[Any] = []
+    for j in range(own.parts - 1):
+        diagonal, below = own.gathered(x, j)
+        top = whole(diagonal)
+        below = lax.linalg.triangular_solve(top, below, lower=True, transpose_a=True, conjugate_a=True)
+        mine = own.below(below, j)
+        later = own.beyond(x, j) - product(mine, adjoint(below))
+        x = jnp.concatenate([x[..., : (j + 1) * own.size], later], -1)
+        found.append(jnp.where(own.mine == j, top, mine))
+    one = jnp.eye(own.size, dtype=x.dtype)
+    last = own.mine == own.parts - 1  # the others have nothing there that could be decomposed
+    found.append(jnp.where(last, whole(jnp.where(last, own.columns(x, own.parts - 1), one)), 0))
+    return jnp.concatenate(found, -1)
+
+
+def _backward(own: Blocks, lower: Any, cotangent: Any) -> Any:
+    """The steps in the other order; each device's rows of the gradient grow from the last columns to the first."""
+    mine, last = own.mine, own.parts - 1
+    found = jnp.where(mine == last, _of_diagonal(own.diagonal(lower), own.columns(cotangent, last)), 0)
+    for j in reversed(range(last)):
+        top, below = own.gathered(lower, j)
+        rows = own.columns(lower, j)
+        here = own.columns(cotangent, j) - product(found, below)
+        here -= own.summed_below(product(adjoint(found), rows), j)
+        solved = lax.linalg.triangular_solve(top, here, lower=True)
+        rows_below = jnp.where(mine > j, solved, 0)
+        of_top = _lax.psum(jnp.where(mine == j, here, -product(adjoint(rows_below), rows)), own.axes)
+        here = jnp.where(mine == j, _of_diagonal(top, of_top), rows_below)
+        found = jnp.concatenate([here, found], -1)
+    return found
+
+
+def _of_diagonal(top: Any, cotangent: Any) -> Any:
+    """The gradient of `whole` where its result is `top`, in the lower triangle."""
+    inner = product(adjoint(top), jnp.tril(cotangent))
+    inner = jnp.tril(inner, -1) + jnp.tril(jnp.triu(inner)) / 2
+    solve = functools.partial(lax.linalg.triangular_solve, top, lower=True)
+    full = solve(solve(inner, left_side=True, transpose_a=True, conjugate_a=True))
+    both = full + adjoint(full)
+    return jnp.tril(both, -1) + jnp.tril(jnp.triu(both)).real.astype(top.dtype) / 2

@@ -1,0 +1,120 @@
+"""`linalg.cholesky` of matrices whose rows are divided, against LAPACK on the whole matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.linalg import cholesky
+from spmd.modes import MODES
+from tests.ops.harness import close, make_mesh, pulled, run, wide
+from tests.sampler import Sampler, seeds
+
+DTYPES = {"float32": 1e-4, "float64": 1e-11, "complex64": 1e-4, "complex128": 1e-11}
+
+
+def drawn(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    parts = np.random.default_rng(seed).normal(size=(2, *shape))
+    return (parts[0] + 1j * parts[1] if "complex" in dtype else parts[0]).astype(dtype)
+
+
+def positive(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    x = drawn((*shape, shape[-1]), dtype, seed)
+    return (x @ x.conj().swapaxes(-1, -2) / shape[-1] + np.eye(shape[-1])).astype(dtype)
+
+
+def plain(x: Any) -> Any:
+    """JAX's own of the matrix that the lower triangle means."""
+    lower = jnp.tril(x, -1)
+    diagonal = jnp.tril(jnp.triu(x)).real.astype(x.dtype)
+    return jnp.linalg.cholesky(lower + jnp.swapaxes(lower, -1, -2).conj() + diagonal)
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_values_and_gradients_in_every_mode(seed: int) -> None:
+    """Blocks of one row and more, batches, axes in either order and of size 1; the upper triangle is not read."""
+    sampler = Sampler(seed)
+    mesh = sampler.choice([{"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 1, "b": 4}])
+    rows, batch = sampler.choice([("n/a", "g/b"), ("n/b/a", "g"), ("n/a/b", "g"), ("n/b", "g/a"), ("n", "g/a/b")])
+    parts = int(np.prod([mesh[axis] for axis in rows.split("/")[1:]]))
+    many = int(np.prod([mesh[axis] for axis in batch.split("/")[1:]]))
+    dtype = list(DTYPES)[seed % 4]
+    n = parts * int(sampler.choice([1, 2, 3]))
+    exact = positive((many, n), dtype, seed)
+    wanted = np.linalg.cholesky(exact)
+    with wide(dtype):
+        weights = drawn(exact.shape, dtype, seed + 1)
+        x = jnp.asarray(exact + np.triu(drawn(exact.shape, dtype, seed), 1))
+        expected = pulled(plain, x, by=weights)
+        for mode in MODES if seed % 3 == 0 else ("explicit", "reference"):
+            layout = f"{batch} {rows} m"
+            fn = run(lambda x: cholesky(x, f"{batch} [{rows}] [m]"), mesh, [layout], layout, mode)
+            found = pulled(fn, x, by=weights)
+            close(found[0], jnp.asarray(wanted), DTYPES[dtype])
+            jax.tree.map(lambda x, y: close(x, y, 10 * DTYPES[dtype]), found, expected)
+
+
+def test_the_comparison_can_fail() -> None:
+    x = positive((6,), "float32")
+    found = run(lambda x: cholesky(x, "[n/a] [m]"), {"a": 3}, ["n/a m"], "n/a m")(x)
+    with pytest.raises(AssertionError):
+        close(found, np.linalg.cholesky(x + np.eye(6, dtype="float32") / 100), 1e-4)
+
+
+def test_the_gradient_by_finite_differences() -> None:
+    """With float64: of log det x, of which l has half, in the lower triangle."""
+    with jax.enable_x64(True):
+        x, step = positive((6,), "float64"), 1e-6
+        fn = run(lambda x: cholesky(x, "[n/a] [m]"), {"a": 3}, ["n/a m"], "n/a m")
+        total = jax.jit(lambda x: jnp.sum(jnp.log(jnp.diagonal(fn(x)))))
+        gradient = jax.jit(jax.grad(total))(x)
+        for at in ((0, 0), (4, 1), (5, 4), (1, 4)):
+            moved = np.zeros_like(x)
+            moved[at] = step
+            np.testing.assert_allclose((total(x + moved) - total(x - moved)) / (2 * step), gradient[at], atol=1e-8)
+
+
+def test_bytes_are_those_of_the_docstring() -> None:
+    """Over four devices: three times a square of 3 x 3 from three others; backward again, and summed there, and psum."""
+    mesh = make_mesh({"a": 4})
+    kernel = spmd.kernel("n/a m -> n/a m", mesh=mesh)(lambda x: cholesky(x, "[n/a] [m]"))
+    x = spmd.shard(positive((12,), "float32"), "n/a m", mesh=mesh)
+    square = 4 * 9
+    forward = spmd.inspect.collectives(kernel, x)
+    assert (forward.counts, forward.total_bytes) == ({"all_gather": 3}, 3 * 3 * square)
+    both = jax.jit(lambda x, by: jax.vjp(kernel, x)[1](by))
+    backward = spmd.inspect.collectives(both, x, x)
+    assert backward.counts == {"all_gather": 6, "psum_scatter": 3, "psum": 3}
+    assert backward.total_bytes == 3 * square * (3 + 3 + 3) + 3 * (2 * square * 3 // 4)
+
+
+def test_a_matrix_that_is_not_positive_has_nan() -> None:
+    x = positive((8,), "float32") - 5 * np.diag(np.arange(8) == 5).astype("float32")
+    found = np.asarray(run(lambda x: cholesky(x, "[n/a] [m]"), {"a": 4}, ["n/a m"], "n/a m")(x))
+    assert np.isnan(found[5, 5]) and np.isnan(found[7]).any()
+    np.testing.assert_allclose(found[:4, :4], np.linalg.cholesky(x[:4, :4]), rtol=1e-5)
+
+
+def test_under_vmap_scan_and_remat() -> None:
+    one = jax.checkpoint(lambda x: cholesky(x, "[n/a] [m]"))
+
+    def body(x: Any) -> Any:  # x: g n m
+        return jax.vmap(one)(x) + jax.lax.scan(lambda c, x: (c, one(x)), 0, x)[1]
+
+    x = jnp.asarray(positive((3, 8), "float32"))
+    found = pulled(run(body, {"a": 4}, ["g n/a m"], "g n/a m"), x)
+    jax.tree.map(lambda x, y: close(x, y, 1e-4), found, pulled(lambda x: 2 * plain(x), x))
+
+
+def test_second_derivatives_and_none_forward() -> None:
+    fn = run(lambda x: cholesky(x, "[n/a] [m]"), {"a": 2}, ["n/a m"], "n/a m")
+    x = positive((4,), "float32")
+    squared = lambda fn: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(fn(x) ** 3))(x) ** 2)))
+    close(squared(fn)(x), squared(plain)(x), 1e-3)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(fn, (x,), (x,))
