@@ -86,7 +86,7 @@ def test_what_a_value_is_made_of(seed):
         return values[-1]
 
     run = jax.jit(program)
-    args = [jnp.asarray(rng.normal(size=3), "float32") for _ in range(3)]
+    args = [np.asarray(rng.normal(size=3), np.float32) for _ in range(3)]
     jaxpr = jax.make_jaxpr(program)(*args)
     behind = set(History(jaxpr).behind(jaxpr.jaxpr.outvars[0], lambda eqn: False))
     for i, var in enumerate(jaxpr.jaxpr.invars):

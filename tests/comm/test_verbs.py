@@ -13,6 +13,7 @@ import spmd
 from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.cases import Case, argument, assert_blocks, device_mesh, expected, kernel_of, sample, written
+from tests.ops.harness import pulled
 from tests.sampler import Sampler, seeds
 
 VERBS = tuple(cases.MOVES)
@@ -105,9 +106,8 @@ def test_gathered_copies(seed: int) -> None:
     weights = sampler.array((w.size, *case.sizes))
     wanted = np.einsum("w,abc->wabc", w, x)
     for run in (kernel, kernel.auto, kernel.reference):
-        value, pull = jax.vjp(run, x, w)
+        value, (to_x, to_w) = pulled(run, x, w, by=weights)
         same(value, wanted)
-        to_x, to_w = pull(jnp.asarray(weights))
         same(to_x, np.einsum("wabc,w->abc", weights, w))
         same(to_w, np.einsum("wabc,abc->w", weights, x))
 

@@ -46,7 +46,7 @@ def test_types_of_axes(kinds, mode):
     mesh = mesh_of(KINDS[kinds])
     linear = linear_on(mesh)
     loss = lambda x, w: (linear(x, w) ** 2).sum()
-    wanted = jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1))(X, W)
+    wanted = jax.jit(jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1)))(X, W)
     with spmd.mode(mode):
         np.testing.assert_allclose(linear(X, W), X @ W, rtol=1e-5)
         gradients = [jax.jit(jax.grad(loss, (0, 1)))(X, W)]
@@ -110,7 +110,9 @@ def test_reduced_arguments_and_results(name, mode):
             np.testing.assert_allclose(jax.sharding.reshard(run(*args), P()), plain(*args), rtol=1e-5)
         found = jax.grad(loss(kernel), tuple(range(len(args))))(*map(jnp.asarray, args))
     plainly = {np.tanh: jnp.tanh}.get(plain, plain)
-    wanted = jax.grad(lambda *args: (plainly(*args) * weights).sum(), tuple(range(len(args))))(*map(jnp.asarray, args))
+    wanted = jax.jit(jax.grad(lambda *args: (plainly(*args) * weights).sum(), tuple(range(len(args)))))(
+        *map(jnp.asarray, args)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
 
 

@@ -14,7 +14,7 @@ RNG = np.random.default_rng(5)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    return np.asarray(RNG.normal(size=shape), np.float32)
 
 
 def test_rotary_scalings():

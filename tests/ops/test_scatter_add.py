@@ -213,7 +213,7 @@ def test_under_vmap_scan_and_jvp() -> None:
 
 
 def test_it_is_the_transpose_of_take() -> None:
-    x, ids = jnp.asarray(Sampler(0).array((8, 3))), jnp.asarray(Sampler(1).rng.integers(-2, 12, 8), jnp.int32)
+    x, ids = jnp.asarray(Sampler(0).array((8, 3))), np.asarray(Sampler(1).rng.integers(-2, 12, 8), np.int32)
 
     @spmd.kernel("n/dp d, n/dp -> v/dp d", mesh=make_mesh(MESH), v=8)
     def adds(x, ids):

@@ -45,8 +45,8 @@ def mesh():
 def given(mesh):
     rng = np.random.default_rng(0)
     shapes = {"a": (L, D, F), "b": (L, F, D), "n": (L, D)}
-    params = {name: jnp.asarray(rng.normal(size=shape) / 4, jnp.float32) for name, shape in shapes.items()}
-    x = jnp.asarray(rng.normal(size=(20, D)), jnp.float32)
+    params = {name: np.asarray(rng.normal(size=shape) / 4, np.float32) for name, shape in shapes.items()}
+    x = np.asarray(rng.normal(size=(20, D)), np.float32)
     return spmd.shard(params, stacked(REST), mesh=mesh), spmd.shard(x, X, mesh=mesh)
 
 
@@ -92,7 +92,7 @@ def step(run):
 
 def kept_bytes(body, mesh, params, x):
     """Bytes per device of the residuals, and the shapes per device."""
-    leaves = jax.tree.leaves(jax.vjp(kernel(body, mesh), params, x)[1])
+    leaves = jax.tree.leaves(jax.jit(lambda *args: jax.vjp(kernel(body, mesh), *args)[1])(params, x))
     shards = [leaf.addressable_shards[0].data for leaf in leaves if hasattr(leaf, "addressable_shards")]
     return sum(s.nbytes for s in shards), [s.shape for s in shards]
 
@@ -139,7 +139,7 @@ def test_each_weight_is_gathered_again(way, edge, save, mesh, given):
     assert kinds["psum_scatter"].total_bytes == 2 * L * one
     scales = L * 2 * 4 * D * 3 // 4
     assert kinds["psum"].total_bytes == scales
-    found, right = compiled(params, x, x), step(plain_stack)(params, x, x)
+    found, right = compiled(params, x, x), jax.jit(step(plain_stack))(params, x, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
@@ -218,14 +218,14 @@ def test_closed_over_values_have_gradients_and_integers_none(mesh):
         rest, use = ({k: f"l {v}" if k == "a" else "l" for k, v in t.items()} for t in (at_rest, compute))
         return parallel.scan_layers(one, stack, x, jnp.int32(2), at_rest=rest, compute=use, prefetch=way == "ahead")
 
-    w = {"a": jnp.arange(64.0).reshape(8, 8) / 64, "k": jnp.int32(3)}
-    x = jnp.arange(64.0).reshape(8, 8) / 9
-    right = jax.grad(lambda a, g: jnp.sum(jnp.tanh(x @ a * jnp.sin(g)) * 3 + 2), (0, 1))(w["a"], 0.3)
+    w = {"a": np.arange(64, dtype=np.float32).reshape(8, 8) / 64, "k": np.int32(3)}
+    x = np.arange(64, dtype=np.float32).reshape(8, 8) / 9
+    right = jax.jit(jax.grad(lambda a, g: jnp.sum(jnp.tanh(x @ a * jnp.sin(g)) * 3 + 2), (0, 1)))(w["a"], 0.3)
     for way in ("one", "stack", "ahead"):
         k = spmd.kernel(
             in_layouts=({"a": "d/dp f", "k": "scalar"}, "b/dp d", "scalar"), out_layouts="b/dp f", mesh=mesh
         )(lambda w, x, g, way=way: run(w, x, g, way))
-        found = jax.grad(lambda a, g, k=k: k({"a": a, "k": w["k"]}, x, g).sum(), (0, 1))(w["a"], 0.3)
+        found = jax.jit(jax.grad(lambda a, g, k=k: k({"a": a, "k": w["k"]}, x, g).sum(), (0, 1)))(w["a"], 0.3)
         for a, b in zip(found, right, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=way)
 
@@ -240,7 +240,8 @@ def test_what_all_layers_share_is_summed_once_if_deferred(mesh):
             return parallel.scan_layers(one, w, x, bias, at_rest="l d/dp f", compute="l d f")
 
         run = spmd.kernel("l d/dp f, b/dp d, f -> b/dp f", mesh=mesh)(body)
-        args = jnp.ones((L, 8, 8)), spmd.shard(jnp.ones((8, 8)), "b/dp d", mesh=mesh), jnp.ones(8)
+        ones = lambda *shape: np.ones(shape, np.float32)
+        args = ones(L, 8, 8), spmd.shard(ones(8, 8), "b/dp d", mesh=mesh), ones(8)
         return collectives(lambda *args: jax.vjp(run, *args)[1](args[1]), *args, mesh=mesh).counts["psum"]
 
     assert (sums(False), sums(True)) == (L, 1)
@@ -276,9 +277,12 @@ def test_keys_of_dropout_go_through_a_stack(where, mesh):
             key = jax.random.fold_in(key, i)
         return x
 
-    w, x = (jnp.asarray(np.random.default_rng(2).normal(size=n), jnp.float32) for n in ((L, 8, 8), (20, 8)))
-    found = jax.grad(lambda w: (run(w, x, keys) ** 2).sum())(w)
-    np.testing.assert_allclose(found, jax.grad(lambda w: (plain(w, x) ** 2).sum())(w), rtol=2e-4, atol=2e-2)
+    w, x = (np.asarray(np.random.default_rng(2).normal(size=n), np.float32) for n in ((L, 8, 8), (20, 8)))
+    found, right = (
+        jax.jit(jax.grad(lambda w, f=f: (f(w) ** 2).sum()))(w)
+        for f in (lambda w: run(w, x, keys), lambda w: plain(w, x))
+    )
+    np.testing.assert_allclose(found, right, rtol=2e-4, atol=2e-2)
 
 
 # -------------------- mixed precision, groups, mappings
@@ -303,10 +307,10 @@ def test_gathered_in_bfloat16_and_reduced_in_float32(way):
         return parallel.scan_layers(one, w[None], x, at_rest="l d/fs f", compute="l d f", **options)
 
     run = spmd.kernel("d/fs f, b/rp/fs d -> b/rp/fs _", mesh=mesh)(body)
-    w = spmd.shard(jnp.asarray(np.random.default_rng(0).normal(size=(8, 24)), jnp.float32), "d/fs f", mesh=mesh)
-    x = spmd.shard(jnp.asarray(np.random.default_rng(1).normal(size=(16, 8)), jnp.float32), "b/rp/fs d", mesh=mesh)
+    w = spmd.shard(np.asarray(np.random.default_rng(0).normal(size=(8, 24)), np.float32), "d/fs f", mesh=mesh)
+    x = spmd.shard(np.asarray(np.random.default_rng(1).normal(size=(16, 8)), np.float32), "b/rp/fs d", mesh=mesh)
     out = run(w, x)
-    cotangent = spmd.shard(jnp.ones(out.shape), "b/rp/fs f", mesh=mesh)
+    cotangent = spmd.shard(np.ones(out.shape, np.float32), "b/rp/fs f", mesh=mesh)
     report = collectives(step(run), w, x, cotangent, mesh=mesh)
     found = {(one.kind, "/".join(one.axes)): (one.dtype, one.bytes) for one in report}
     size = 8 * 24
@@ -317,7 +321,7 @@ def test_gathered_in_bfloat16_and_reduced_in_float32(way):
     assert found["psum", "rp"] == ("f32", 2 * 4 * size // 4 // 2)
     order = [one.kind for one in report if one.kind != "all_gather"]
     assert order == ["psum_scatter", "psum"]
-    gradient = jax.vjp(run, w, x)[1](cotangent)[0]
+    gradient = jax.jit(step(run))(w, x, cotangent)[1][0]
     # a rank's own product is rounded to bfloat16, their sum over eight ranks is not
     parts = np.asarray(x, jnp.bfloat16).astype(np.float32).reshape(8, 2, 8).transpose(0, 2, 1) @ np.asarray(
         cotangent
@@ -352,7 +356,7 @@ def test_from_one_mapping_to_another(rest, kinds):
     """Names once; a mapping for the resting place and one for use. Beyond gathers, relayout moves."""
     mesh = spmd.make_mesh(dp=2, tp=4)
     names = {"w": "embed mlp", "v": "mlp embed"}
-    w = {"w": jnp.arange(96.0).reshape(8, 12), "v": jnp.ones((12, 8))}
+    w = {"w": np.arange(96, dtype=np.float32).reshape(8, 12), "v": np.ones((12, 8), np.float32)}
     at_rest = parallel.mapped_layouts(w, names, rest)
     compute = parallel.mapped_layouts(w, names, {"embed": None, "mlp": "tp"})
 
@@ -363,8 +367,8 @@ def test_from_one_mapping_to_another(rest, kinds):
 
     placed = spmd.shard(w, at_rest, mesh=mesh)
     assert collectives(run, placed).counts.items() >= kinds.items()
-    right = jax.value_and_grad(lambda w: jnp.sum((w["w"] @ w["v"]) ** 2))(w)
+    right = jax.jit(jax.value_and_grad(lambda w: jnp.sum((w["w"] @ w["v"]) ** 2)))(w)
     for mode in ("explicit", "auto", "reference"):
         with spmd.mode(mode):
-            found = jax.value_and_grad(run)(placed)
+            found = jax.jit(jax.value_and_grad(run))(placed)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, right)

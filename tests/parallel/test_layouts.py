@@ -108,7 +108,7 @@ def test_zero_stages(stage, mesh):
     """Bytes of one data-parallel step, exactly, optax with its global norm included; the parameters of one device."""
     optax = pytest.importorskip("optax")
     params = {"w": jnp.arange(480.0).reshape(12, 40) / 480, "v": jnp.ones((40, 8)) / 40, "s": jnp.ones(7)}
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 12)), jnp.float32)
+    x = np.asarray(np.random.default_rng(0).normal(size=(16, 12)), np.float32)
     plan = parallel.fsdp_layouts(params, "...", fsdp="dp", mesh=mesh, min_size=100)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
@@ -194,10 +194,10 @@ CONTAINERS = {  # how each is made, and where its weights are
 def test_any_container(make, weights, mesh):
     """Layouts, gather, the wrapper, norms and accumulation take whatever holds arrays; other leaves pass through."""
     rng = np.random.default_rng(3)
-    a, b = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((8, 24), (24, 8)))
+    a, b = (np.asarray(rng.normal(size=n), np.float32) for n in ((8, 24), (24, 8)))
     params = make(a, b, jnp.ones(8))
     plan = parallel.fsdp_layouts(params, fsdp="dp", mesh=mesh, min_size=30)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 8)), jnp.float32)
+    x = np.asarray(np.random.default_rng(0).normal(size=(3, 8, 8)), np.float32)
 
     def loss(p, x):
         a, b = weights(p)

@@ -45,9 +45,9 @@ def accumulating(mesh, loss, mean=True, dtype=None, layouts=None):
 def test_unequal_counts_and_one_reduction(count, mesh):
     """The mean over tokens where rows have few: not the mean of means; and no more is sent for five micro-batches."""
     rng = np.random.default_rng(1)
-    params = {"w": jnp.asarray(rng.normal(size=(6, 3)), jnp.float32), "b": jnp.ones(3)}
-    x = jnp.asarray(rng.normal(size=(count, 8, 6)), jnp.float32)
-    mask = jnp.asarray(rng.random((count, 8)) < np.linspace(0.1, 0.9, 8), jnp.float32)
+    params = {"w": np.asarray(rng.normal(size=(6, 3)), np.float32), "b": jnp.ones(3)}
+    x = np.asarray(rng.normal(size=(count, 8, 6)), np.float32)
+    mask = np.asarray(rng.random((count, 8)) < np.linspace(0.1, 0.9, 8), np.float32)
     run = accumulating(mesh, lambda w, batch: tuple(token_loss(w, batch)))
 
     def plain(p):

@@ -57,7 +57,7 @@ def mesh():
 @pytest.fixture(scope="module")
 def params():
     rng = np.random.default_rng(0)
-    w, b = (jnp.asarray(rng.normal(size=shape) / 3, jnp.float32) for shape in ((L, D, D), (L, D)))
+    w, b = (np.asarray(rng.normal(size=shape) / 3, np.float32) for shape in ((L, D, D), (L, D)))
     return Weights(w, b, jnp.float32(1.5))
 
 

@@ -11,10 +11,10 @@ from spmd._walker import walk
 from spmd.parallel._rematerialize import _UNKNOWN, SAVE, Layer, _Known, differentiable, without_integers
 
 RNG = np.random.default_rng(0)
-W = {"a": jnp.asarray(RNG.normal(size=(6, 9)), "float32"), "b": jnp.asarray(RNG.normal(size=(9, 6)), "float32")}
-X = jnp.asarray(RNG.normal(size=(4, 6)), "float32")
-SHARED = jnp.float32(0.5), jnp.arange(4)
-CLOSED = jnp.asarray(RNG.normal(size=(6,)), "float32")
+W = {"a": np.asarray(RNG.normal(size=(6, 9)), np.float32), "b": np.asarray(RNG.normal(size=(9, 6)), np.float32)}
+X = np.asarray(RNG.normal(size=(4, 6)), np.float32)
+SHARED = np.float32(0.5), np.arange(4, dtype=np.int32)
+CLOSED = jnp.asarray(RNG.normal(size=(6,)).astype(np.float32))  # an array of JAX: NumPy's would be a literal
 
 
 def plain(w, x, scale, rows):
@@ -47,14 +47,22 @@ def traced(name, save):
 @pytest.mark.parametrize("name", LAYERS)
 def test_values_and_gradients_are_those_of_jax(name, save):
     layer, given = traced(name, save)
-    out, kept = layer.forward(*given)
-    wanted, pull = jax.vjp(lambda w, x, scale: LAYERS[name](w, x, scale, SHARED[1]), W, X, SHARED[0])
+    by = np.asarray(RNG.normal(size=X.shape), np.float32)
+
+    def ours(given, by):
+        out, kept = layer.forward(*given)
+        consts, weights, shared, x = layer.backward(*given[:3], kept, by)
+        closed = [c for c, value in zip(consts, given[0], strict=True) if jnp.shape(value) == CLOSED.shape]
+        return out, (weights, x[0], shared[0]), closed
+
+    def plainly(w, x, scale, by):
+        out, pull = jax.vjp(lambda w, x, scale: LAYERS[name](w, x, scale, SHARED[1]), w, x, scale)
+        return out, pull(by)
+
+    (out, gradients, closed), (wanted, right) = jax.jit(ours)(given, by), jax.jit(plainly)(W, X, SHARED[0], by)
     np.testing.assert_allclose(out, wanted, rtol=1e-5)
-    by = jnp.asarray(RNG.normal(size=out.shape), "float32")
-    consts, weights, shared, x = layer.backward(*given[:3], kept, by)
-    for found, want in zip(jax.tree.leaves((weights, x[0], shared[0])), jax.tree.leaves(pull(by)), strict=True):
+    for found, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
-    closed = [c for c, value in zip(consts, given[0], strict=True) if jnp.shape(value) == CLOSED.shape]
     assert closed and np.allclose(closed[0], by.sum(0), rtol=1e-4), "what it closes over has gradients too"
 
 

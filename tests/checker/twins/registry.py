@@ -211,7 +211,7 @@ def is_float(x: Any) -> bool:
 
 
 def weighted(x: Any) -> Any:
-    weights = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape), jnp.float32)
+    weights = np.asarray(np.random.default_rng(1).standard_normal(x.shape), np.float32)
     return ((x.real + x.imag if jnp.iscomplexobj(x) else x).astype(jnp.float32) * weights).sum()
 
 
