@@ -10,7 +10,9 @@ from jax import lax
 
 from spmd import _compat
 from spmd.comm._call import Call, open_call
+from spmd.comm._marks import constrain
 from spmd.errors import LayoutError
+from spmd.language import Layout
 from spmd.ops._edges import Edges, read_edges
 from spmd.ops._halo import Margins, margins_of, widened, wider_dims, without_margins
 
@@ -89,7 +91,20 @@ def _narrowed(x: Any, margins: list[Margins]) -> Any:
     for one in margins:
         low, high = one.wider
         narrow = lax.slice_in_dim(narrow, low, narrow.shape[one.dim] - high, axis=one.dim)
-    return jax.linear_transpose(lambda y: widened(y, margins), narrow)(x)[0]
+    return jax.linear_transpose(lambda y: widened(_gathered(y, margins), margins), narrow)(x)[0]
+
+
+def _gathered(x: Any, margins: list[Margins]) -> Any:
+    """In auto mode each dimension whole whose margin is as wide as a block. XLA's partitioner fails at the gradient of
+    some of these, and a device needs all of another block there."""
+    if not margins or margins[0].call.frame.mode != "auto":
+        return x
+    frame = margins[0].call.frame
+    small = {m.dim for m in margins if m.axes and max(m.want) * frame.axis_size(m.axes) >= m.size}
+    if not small:
+        return x
+    layout = Layout(" ".join(f"d{i}" if i in small else f"1+d{i}" for i in range(x.ndim)))  # with a margin: left open
+    return constrain(x, layout, frame)
 
 
 def _check_edges(call: Call, edges: Edges) -> None:

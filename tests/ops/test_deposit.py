@@ -85,6 +85,30 @@ def test_a_halo_and_a_deposit_are_each_others_gradients(seed: int) -> None:
     np.testing.assert_array_equal(wanted, deposit(y))
 
 
+ODD = [
+    ({"a": 4, "b": 2}, "x/b+1 y/a", (2, 4), [(0, 1), (0, 0)], "periodic"),
+    ({"a": 1, "b": 5}, "x/a 1+y/b+1", (1, 5), [(0, 0), (1, 1)], "periodic"),
+    ({"a": 2, "b": 4}, "1+x/a+1 2+y", (2, 2), [(1, 1), (2, 0)], "antisymmetric"),
+]
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_gradients_in_auto_mode_of_whole_arrays_with_an_odd_size(case: tuple) -> None:
+    """XLA's partitioner fails at them where blocks have one element."""
+    mesh, wide, shape, margins, edge = case
+    reach = [sum(m) for m in margins]
+
+    def body(u: Any) -> Any:
+        both = jnp.pad(u, [(0, k) for k in reach]) + 2 * jnp.pad(u, [(k, 0) for k in reach])
+        return stencil.deposit(both, f"{wide} -> {plain}", edge=edge)
+
+    plain = texts([dim.axes for dim in spmd.Layout(wide).dims], margins)[0]
+    x, by = numbers(0, shape, "float32"), numbers(1, shape, "float32")
+    found = {mode: pulled(run_in(body, mesh, [plain], plain, mode), x, by=by) for mode in ("auto", "reference")}
+    close(found["auto"][0], found["reference"][0])
+    close(found["auto"][1][0], found["reference"][1][0])
+
+
 def test_the_mean_of_all_copies_is_no_mistake() -> None:
     """Copies in a deposit may be meant: over their number they are the element, in every mode on every mesh."""
 
