@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import spmd
-from spmd import ops, stencil
+from spmd import linalg, ops, stencil
 from spmd.comm.planner import uneven
 from spmd.modes import MODES
 from tests import layers
@@ -29,11 +29,16 @@ from tests.comm.test_permute import Move
 from tests.ops import (
     halos,
     harness,
+    test_cg,
+    test_cho_solve,
+    test_cholesky,
     test_deposit,
     test_einsum,
     test_exchange,
     test_fft,
     test_fft_walls,
+    test_gmres,
+    test_qr,
     test_reduce,
     test_scatter_add,
     test_softmax,
@@ -583,6 +588,47 @@ def walls(c: Choices) -> Program:
         plain=lambda x: test_fft_walls.by_matrices(kind, number, norm, x, moved),
         devices=devices(mesh),
         tolerance=2e-5,
+    )
+
+
+@family(1)
+def algebra(c: Choices) -> Program:
+    """Matrices whose rows are divided, and systems; the same by LAPACK, whose steps are others."""
+    mesh = c.choice([{"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 1, "b": 4}, {"a": 2, "b": 2}])
+    rows, other = c.choice([("n/a", "k/b"), ("n/b/a", "k"), ("n/a/b", "k"), ("n/b", "k/a"), ("n", "k/a/b")])
+    parts, many = (math.prod(mesh[axis] for axis in dim.split("/")[1:]) for dim in (rows, other))
+    n, k = parts * c.choice([1, 2, 3]), many * c.choice([1, 3])
+    kind = c.choice(["qr", "cholesky", "cho_solve", "cg", "gmres"])
+    layout, rng = f"{rows} {other}", np.random.default_rng(c.seed)
+    ins, outs = [layout, layout], layout
+    args: tuple[Any, ...] = tuple(rng.normal(size=(n, k)).astype(np.float32) / 2 for _ in range(2))
+    if kind == "qr":
+        n = parts * -(-3 // parts) if n < 3 else n
+        ins, outs = [f"{rows} m"], [f"{rows} m", "k m"]
+        args = ((rng.normal(size=(n, 3)) / 4 + np.eye(n, 3)).astype(np.float32),)
+        body, plain = lambda x: linalg.qr(x, f"[{rows}] [m]"), test_qr.plain
+    elif kind == "cholesky":
+        ins, outs = [f"{rows} m"], f"{rows} m"
+        args = (test_cholesky.positive((n,), "float32", c.seed),)
+        body, plain = lambda x: linalg.cholesky(x, f"[{rows}] [m]"), test_cholesky.plain
+    elif kind == "cho_solve":
+        ins = [f"{rows} m", layout]
+        args = (np.linalg.cholesky(test_cholesky.positive((n,), "float32", c.seed)), args[0])
+        body, plain = lambda x, b: linalg.cho_solve(x, b, f"[{rows}] [m], [{rows}] {other}"), test_cho_solve.plain
+    else:
+        ours, apply, plain = (
+            (linalg.cg, test_cg.applied, test_cg.solved)
+            if kind == "cg"
+            else (linalg.gmres, test_gmres.applied, test_gmres.solved)
+        )
+        body = lambda b, w: ours(apply(layout, w), b, layout, tol=1e-6)[0]
+    return Program(
+        text=f"{kind} {mesh} {layout} {n} {k}",
+        args=args,
+        runs=in_modes(body, mesh, ins, outs),
+        plain=plain,
+        devices=devices(mesh),
+        tolerance=1e-3,
     )
 
 

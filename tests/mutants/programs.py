@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd import fft, stencil
+from spmd import fft, linalg, stencil
 from tests import layers
 from tests import programs as soaked
 from tests import test_same_on_any_mesh as anywhere
@@ -145,6 +145,7 @@ def operation() -> Iterator[Program]:
 
         yield Program(f"operation {found.text} seed {seed}", build, dict(mesh), found.args)
     yield from of_grids()
+    yield from of_algebra()
 
 
 def in_cells(hops: tuple[int, ...] | None) -> Any:
@@ -197,6 +198,40 @@ GRIDS: dict[str, tuple[str, tuple[int, ...], Callable[..., Any]]] = {
     "dct": ("x/a y/b -> kx/b ky/a", (8, 8), lambda x: fft.dct(x, "x/a y/b -> kx/b ky/a")),
     "dst": ("x/a y -> kx ky/a", (8, 8), lambda x: fft.dst(x, "x/a y -> kx ky/a", type=1)),
 }
+
+
+def neighbours(u: Any) -> Any:
+    return 4 * u - spmd.roll(u, "[x/a] y", 1) - 2 * spmd.roll(u, "[x/a] y", -1)
+
+
+def definite(x: Any, layout: str) -> Any:
+    """A positive matrix, from one of any numbers."""
+    row, column = spmd.iota(layout.split()[0], n=8), jnp.arange(8, dtype=jnp.int32)
+    return x / 9 + 4 * (row[:, None] == column[None]).astype(x.dtype)
+
+
+ALGEBRA: dict[str, tuple[str, tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
+    "qr": ("m/a n -> m/a n, k n", ((16, 3),), lambda x: linalg.qr(x, "[m/a] [n]")),
+    "cholesky": ("n/a m -> n/a m", ((8, 8),), lambda x: linalg.cholesky(definite(x, "n/a m"), "[n/a] [m]")),
+    "cho_solve": (
+        "n/a m, n/a k -> n/a k",
+        ((8, 8), (8, 2)),
+        lambda x, b: linalg.cho_solve(definite(x, "n/a m"), b, "[n/a] [m], [n/a] k"),
+    ),
+    "cg": (
+        "x/a y -> x/a y",
+        ((8, 2),),
+        lambda b: linalg.cg(lambda u: neighbours(u) + spmd.roll(u, "[x/a] y", -1), b, "x/a y", tol=0, maxiter=2)[0],
+    ),
+    "gmres": ("x/a y -> x/a y", ((8, 2),), lambda b: linalg.gmres(neighbours, b, "x/a y", tol=0, maxiter=2)[0]),
+}
+
+
+def of_algebra() -> Iterator[Program]:
+    """Matrices whose rows are divided; systems, with as many steps on every mesh."""
+    for name, (pattern, shapes, body) in ALGEBRA.items():
+        build = lambda mesh, pattern=pattern, body=body: with_gradients(spmd.kernel(pattern, mesh=mesh)(body))
+        yield Program(f"operation {name}", build, {"a": 4}, tuple(normal(i, *s) for i, s in enumerate(shapes)))
 
 
 def of_grids() -> Iterator[Program]:

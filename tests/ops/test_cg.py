@@ -44,6 +44,10 @@ def matrix(shape: tuple[int, int], w: Any, turn: complex = 1) -> Any:
     return columns.T
 
 
+def solved(b: Any, w: Any, turn: complex = 1) -> Any:
+    return jnp.linalg.solve(matrix(b.shape, w, turn), b.ravel()).reshape(b.shape)
+
+
 @pytest.mark.parametrize("seed", seeds())
 def test_values_and_gradients_in_every_mode(seed: int) -> None:
     """With and without a first guess and a preconditioner; gradients of the right side and of the weights."""
@@ -75,9 +79,8 @@ def against_lapack(
             more["precondition"] = lambda r: r / (4.5 + w**2).astype(r.dtype)
         return cg(applied(layout, w, turn), b, layout, **more)[0]
 
-    solve = lambda b, w: jnp.linalg.solve(matrix(shape, w, turn), b.ravel()).reshape(shape)
     wanted = np.linalg.solve(np.asarray(matrix(shape, w, turn)), np.asarray(b).ravel()).reshape(shape)
-    expected = pulled(solve, b, w)
+    expected = pulled(lambda b, w: solved(b, w, turn), b, w)
     for mode in modes:
         found = pulled(run(body, mesh, [layout, layout], layout, mode), b, w)
         close(found[0], jnp.asarray(wanted), 1e3 * tolerance)
