@@ -282,6 +282,9 @@ class Engine(Domain):
         for i, (dim, axes) in enumerate(zip(state.dims, blocks, strict=False)):
             if axes and not axes_of_dim(dim):
                 dims[i] = normal([(size_of(dim), tuple(axes))])
+        if not table.axes:  # equal blocks, and equal elements along some dimensions
+            along = zip(dims, table.steps, table.counts, strict=True)
+            dims = [free(size_of(d)) if d and d[0][1] is HIDDEN and not step and n == 1 else d for d, step, n in along]
         different = frozenset(table.axes).difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in state.pending if p.axis in table.axes and p.axis not in different)
         known = State(tuple(dims), different=different, pending=pending, zero=state.zero, number=True, table=table)

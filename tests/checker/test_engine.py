@@ -243,3 +243,15 @@ def test_blocks_of_a_constant_may_be_summed_over_all_devices():
     assert not found.kinds
     for held in found.held:
         np.testing.assert_allclose(held, np.broadcast_to(2 * X.sum(0), held.shape), rtol=1e-3)
+
+
+def test_equal_blocks_of_equal_elements_lie_in_any_way():
+    """All rows are in use, alike on each device, and one row there does not show which dimension pp divides."""
+
+    @spmd.kernel("p/pp -> p/pp", mesh=spmd.make_mesh(pp=4))
+    def body(x):
+        used = spmd.iota("l/pp", l=4) < 4
+        used = spmd.rearrange(used, "(p i)/pp -> p/pp i", p=4)
+        return x * used[:, 0].astype(x.dtype)
+
+    assert not spmd.check(body, np.ones(4, np.float32))
