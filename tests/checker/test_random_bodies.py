@@ -41,7 +41,8 @@ def test_no_layout_is_claimed_that_the_numbers_contradict(seed: int) -> None:
 def test_many_values_are_compared() -> None:
     """The checker could say nothing and never be wrong."""
     verdicts = [truth.judged(Choices(first_seed() + i)) for i in range(12)]
-    assert sum(v.known for v in verdicts) > 0.15 * sum(v.values for v in verdicts)
+    shares = [v.known / v.values for v in verdicts if v.values]  # of each body, because one with a loop has thousands
+    assert len(shares) > 6 and np.mean(shares) > 0.25
 
 
 # --- all primitives are drawn -----------------------------------------------------------------------------------
