@@ -98,18 +98,25 @@ class Signature:
         return values
 
     def call(self, values: Sequence[Any]) -> Any:
-        """Run the body on arguments in parameter order."""
+        """Run the body on arguments in parameter order. It fills in its own defaults.
+
+        A transformation keeps the signature of what it transforms and takes arrays only, so that
+        `jax.vmap(jnp.linalg.eigvalsh)` would map over the string that is the default of `UPLO`.
+        """
         if self.python is None:
             return self.fn(*values)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
+        last = 0  # where the positional arguments end that are not defaults
         for name, value in zip(self.params, values, strict=True):
             parameter = self.python.parameters.get(name)
-            if parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-                kwargs[name] = value
-            else:
+            default = parameter is not None and name in self.static and value is parameter.default
+            if parameter is None or parameter.kind is not parameter.KEYWORD_ONLY:
                 args.append(value)
-        return self.fn(*args, **kwargs)
+                last = last if default else len(args)
+            elif not default:
+                kwargs[name] = value
+        return self.fn(*args[:last], **kwargs)
 
 
 def read(

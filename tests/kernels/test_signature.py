@@ -159,6 +159,23 @@ def test_a_function_from_the_argument_to_its_layouts(mesh):
 # -------------------- arguments
 
 
+def test_a_transformed_body_keeps_its_own_defaults(mesh):
+    """The default of UPLO is a string, over which `jax.vmap` cannot map. What the caller gives is handed on."""
+    matrices = np.random.default_rng(0).standard_normal((4, 3, 3), np.float32)
+    both = matrices + matrices.transpose(0, 2, 1)
+    values = spmd.kernel("b/dp n m -> b/dp n", mesh=mesh)(jax.vmap(jnp.linalg.eigvalsh))
+    np.testing.assert_allclose(values(both), np.linalg.eigvalsh(both), rtol=1e-5, atol=1e-5)
+
+    @spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static=("power", "sign"))
+    def body(x, power=2, *, sign=1):
+        return sign * x**power
+
+    x = np.ones((4, 3), np.float32) * 3
+    np.testing.assert_array_equal(body(x), x**2)
+    np.testing.assert_array_equal(body(x, 3), x**3)
+    np.testing.assert_array_equal(body(x, sign=-1), -(x**2))
+
+
 def test_keywords_and_defaults(mesh):
     @spmd.kernel("n/dp, n/dp -> n/dp", mesh=mesh)
     def body(x, y, power=1, *, negate=False):
