@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import spmd.checker._integers as integers
+import spmd.checker._places as places
+from spmd._facts import per_shard_reason
 from spmd._jaxprs import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report import copies_reduced, gathered_out_of_order, nonlinear_use, not_completed
@@ -88,6 +90,7 @@ def _reduced(walk: Engine, eqn: Any, operand: State, axes: Axes, name: str) -> S
             pending=pending,
             done=done,
             table=None,
+            places=(),
         )
     )
 
@@ -115,7 +118,7 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     tiled = eqn.params.get("tiled")
     if not axes:
         dims = operand.dims if tiled else (*operand.dims[:dim], free(1), *operand.dims[dim:])
-        return walk.counted(eqn, operands, [walk.kept(operand._replace(dims=dims, table=None))])
+        return walk.counted(eqn, operands, [walk.kept(operand._replace(dims=dims, table=None, places=()))])
     out = _joined(walk, eqn, operand, axes, dim) if tiled else _listed(walk, operand, axes, dim, shape[dim])
     return walk.counted(eqn, operands, [out])
 
@@ -132,6 +135,7 @@ def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> Sta
             pending=pending,
             done=done,
             table=None,
+            places=(),
         )
     )
 
@@ -252,7 +256,7 @@ def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     lost = operand.divided.difference(*map(axes_of_dim, dims))
     different = operand.different | lost | (NONE if known else set(axes) - operand.partial)
     loose = operand.loose or constant
-    return [walk.kept(operand._replace(dims=dims, different=different, table=None, loose=loose))]
+    return [walk.kept(operand._replace(dims=dims, different=different, table=None, loose=loose, places=()))]
 
 
 def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -287,7 +291,7 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
     dims = list(operand.dims)
     if operand.number and operand.axes.isdisjoint(axes) and all(here is FREE for _, here in dims[split]):
         dims[concat], dims[split] = normal([(count, FREE), *dims[concat]]), free(shape[split])
-        return walk.kept(operand._replace(dims=tuple(dims), table=None))
+        return walk.kept(operand._replace(dims=tuple(dims), table=None, places=()))
     joined = _joined_dim(dims[concat], axes, count)
     if joined is None:  # the blocks of another dimension come to lie around this one
         found = [(d, left) for d, dim in enumerate(dims) if (left := _without(dim, axes)) is not None]
@@ -303,7 +307,7 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
         return None
     dims[concat], dims[split] = joined, cut
     pending = frozenset(p for p in operand.pending if p.axis not in axes)
-    return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None))
+    return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None, places=()))
 
 
 def _came_around(dim: Dim) -> bool:
@@ -335,9 +339,11 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         lost = operand.divided.difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in operand.pending if p.axis not in over)
         done = operand.done | (operand.pending - pending)
+        meant = not operand.dims or per_shard_reason(eqn, walk.callers)
+        lie = () if meant else places.permuted(eqn, operand, axes, walk.sizes, walk.number(eqn))
         changed = operand._replace(
             dims=dims, partial=operand.partial - over, different=operand.different | over | lost,
-            pending=pending, done=done, table=None, block=block or None,
+            pending=pending, done=done, table=None, block=block or None, places=lie,
         )  # fmt: skip
         outs.append(walk.kept(changed))
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs

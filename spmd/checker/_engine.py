@@ -10,6 +10,7 @@ import jax.core
 import numpy as np
 
 import spmd.checker._integers as integers
+import spmd.checker._places as places
 import spmd.checker._report as report
 from spmd import _compat
 from spmd._facts import CallName, PerShardName, one_line
@@ -330,7 +331,8 @@ class Engine(Domain):
             different |= released.difference(held, partial)
         loose = given.loose or _loose(m, labels)
         rest = partial, different, pending, given.done, zero, given.number
-        return [self.kept(State(dims, *rest, loose=loose)) for dims in result]
+        lie = places.passed(m, operands) if any(o.places for o in operands) else ()
+        return [self.kept(State(dims, *rest, loose=loose, places=lie)) for dims in result]
 
     def _labels(self, m: Map, eqn: Any, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
         """The factors of each label, on which all operands must agree."""
@@ -435,7 +437,7 @@ class Engine(Domain):
         axes = tuple(filter(self.wide, axes))
         places = enumerate(axes) if axes and len(value.dims[0]) == 1 else ((NESTED, a) for a in axes)
         steps = {Pending(STEP, a, self._step(i)) for i, a in places if a not in value.different}
-        return self.kept(value._replace(dims=value.dims[1:], pending=value.pending | steps, table=None))
+        return self.kept(value._replace(dims=value.dims[1:], pending=value.pending | steps, table=None, places=()))
 
     def _step(self, place: int) -> int:
         """What tells the steps of the loop that the walk is in from those of loops around it, and the place of the axis
@@ -464,7 +466,9 @@ class Engine(Domain):
         alike = not axes and value.number and value.table is None and self._uniform[-1]
         dims = (hidden(length) if alike else leading, *value.dims)
         loose = value.loose or alike
-        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose))
+        return self.kept(
+            value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose, places=())
+        )
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         before = self._each_alone
@@ -530,7 +534,7 @@ class Engine(Domain):
             rows = [unify(v, p, value.different, predicate.different) or hidden(size_of(v)) for v, p in pairs]
             dims = (*rows, *value.dims[len(rows) :])
             lost = value.divided.difference(*map(axes_of_dim, dims))
-            value = self.kept(value._replace(dims=dims, different=value.different | lost, table=None))
+            value = self.kept(value._replace(dims=dims, different=value.different | lost, table=None, places=()))
         if not predicate.axes:
             return value
         if self._each_alone:
@@ -568,7 +572,11 @@ class Engine(Domain):
 def _moves_blocks(eqn: Any, body: Held) -> bool:
     """Whether a loop says in each round which blocks it has, and is short enough to be walked round by round."""
     eqns = opened(body.jaxpr)[0].eqns
-    return eqn.params["length"] * len(eqns) <= MOST_IN_TURN and any(e.primitive.name == "spmd_block" for e in eqns)
+    return eqn.params["length"] * len(eqns) <= MOST_IN_TURN and any(map(_numbers_blocks, eqns))
+
+
+def _numbers_blocks(eqn: Any) -> bool:
+    return eqn.primitive.name == "spmd_block" and len(eqn.invars) > 1
 
 
 # All that a state holds besides its dimensions and the axes along which it differs, where nothing more is known.

@@ -305,6 +305,39 @@ def another_block(walk: Any, eqn: Any, axes: Sequence[str], have: Any, said: Any
     return Fault(rule, walk.kernel, None, None, got, advice="send by as many places as the numbers change")
 
 
+def misplaced(walk: Any, eqn: Any, axes: Sequence[str], wrong: Any) -> Fault:
+    """Elements beside a block that are not those which the neighbour has there."""
+    layout = eqn.params["layout"]
+    what = f"what was put beside a block along {_and(axes)} does not belong there"
+    rule = f'"{_text(eqn, layout)}" is claimed of the whole array, and {what}.'
+    blamed, callers = walk.made_pending[wrong.at]
+    line = line_of(blamed, callers)
+    got = [
+        f"{_name(blamed)} at {line}" if line else f"{_name(blamed)} in {walk.kernel}",
+        f"element {wrong.place} of each block is made of {_away(wrong.distance)}, and others are not",
+    ]
+    advice = f"{_NEIGHBOURS}; {_MEANT}"
+    return _at_marker(walk, eqn, rule, _span(layout), got, advice=advice)
+
+
+_NEIGHBOURS = (
+    "before a block lie the last elements of the one before, and behind it the first of the next: stencil.halo"
+)
+
+
+def placed_otherwise(walk: Any, eqn: Any, axes: Sequence[str], first: int, distance: int) -> Fault:
+    """An operation of ours whose blocks did not go where it says."""
+    rule = f"A block that moved along {_and(axes)} is taken for another one than it is."
+    got = (*_where(walk, eqn), f"as said here: {_away(first)}", f"as the blocks moved: {_away(distance)}")
+    return Fault(rule, walk.kernel, None, None, got, advice="send to the devices that the result is said to lie on")
+
+
+def _away(distance: int) -> str:
+    if not distance:
+        return "the element itself"
+    return f"one that lies {abs(distance)} {'before' if distance < 0 else 'behind'} it"
+
+
 def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[tuple[Dim, Dim]], noise: bool) -> Fault:
     """Two operands lie differently along some dimensions."""
     lies = [[f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in d] for d in dims]

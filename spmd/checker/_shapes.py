@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import spmd.checker._integers as integers
+import spmd.checker._places as places
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
 from spmd.checker._engine import Engine
@@ -46,6 +47,7 @@ def _made(
     pieces: Iterable[tuple[str, str]] = (),
     others: Sequence[State] = (),
     linear: tuple[frozenset[str], frozenset[str], bool] | None = None,
+    lie: tuple[places.Places | None, ...] = (),
 ) -> State:
     """The state of a result with these dims. `pieces` are (kind, axis) of what was done to a piece."""
     partial, lost, zero = linear or passes(walk, eqn, [operand, *others])
@@ -68,8 +70,9 @@ def _made(
     number = operand.number and all(o.number for o in others)
     done = NONE.union(operand.done, *(o.done for o in others))
     loose = operand.loose or any(o.loose for o in others)
+    lie = lie if lie and not per_shard_reason(eqn, walk.callers) else ()
     return walk.kept(
-        State(tuple(dims), partial - different, different | gone, pending, done, zero, number, loose=loose)
+        State(tuple(dims), partial - different, different | gone, pending, done, zero, number, loose=loose, places=lie)
     )
 
 
@@ -215,18 +218,20 @@ def _slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         every = _every(dim, n, start, stride)
         dims.append(every or _piece_of(dim, n))
         pieces += [] if every else [("slice", a) for a in axes_of_dim(dim)]
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces)])
+    lie = places.sliced(operand, starts, out) if set(strides) == {1} else ()
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, lie=lie)])
 
 
 def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Each result has some elements of one dimension; the others pass."""
     [operand], axis = operands, eqn.params["axis"]
     pieces = [("slice", a) for a in axes_of_dim(operand.dims[axis])]
-    outs = []
+    outs, starts = [], [0] * len(operand.dims)
     for var in eqn.outvars:
         n = shape_of(var)[axis]
         dims = [_piece_of(dim, n) if d == axis else dim for d, dim in enumerate(operand.dims)]
-        outs.append(_made(walk, eqn, operand, dims, pieces))
+        outs.append(_made(walk, eqn, operand, dims, pieces, lie=places.sliced(operand, starts, shape_of(var))))
+        starts[axis] += n
     return outs
 
 
@@ -329,13 +334,16 @@ def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: 
     linear = sums(walk, eqn, operands)
     held = {a for dim in dims for a in axes_of_dim(dim)}.union(a for _, a in pieces)
     others = [_beside(o, held | o.partial)._replace(number=False) for o in operands[1:]]
-    return [_made(walk, eqn, first, dims, pieces, others, linear)]
+    lie = places.joined(operands, along, walk.number(eqn)) if any(o.places for o in operands) else ()
+    return [_made(walk, eqn, first, dims, pieces, others, linear, lie)]
 
 
 def _stack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Arrays along a dimension of their own."""
     at, shape = eqn.params["axis"], shape_of(eqn.outvars[0])
-    widened = [walk.kept(o._replace(dims=(*o.dims[:at], free(1), *o.dims[at:]), table=None)) for o in operands]
+    widened = [
+        walk.kept(o._replace(dims=(*o.dims[:at], free(1), *o.dims[at:]), table=None, places=())) for o in operands
+    ]
     [out] = _joined(walk, eqn, widened, at, shape)
     return walk.counted(eqn, operands, [out])
 
@@ -360,7 +368,8 @@ def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         dims.append(hidden(n) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(n))
         pieces += [("pad", a) for a in axes_of_dim(dim)]
     linear = sums(walk, eqn, [operand, value])
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, [value], linear)])
+    lie = places.padded(eqn, operand)
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, [value], linear, lie)])
 
 
 # --- indices ----------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class State(NamedTuple):
         one, or are rows of a loop; or it is a device's block of a dimension along which it is constant, or was summed
         over one, which may have been such a block: then it is a term of a sum.
       block: The number of the block that each device holds, an integer on each, where our markers say so.
+      places: For each dimension which elements lie there, where slices and permutations say so; see `_places`.
       left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
     """
 
@@ -65,6 +66,7 @@ class State(NamedTuple):
     left: Any = None
     loose: bool = False
     block: Any = None
+    places: tuple[Any, ...] = ()
 
     @property
     def axes(self) -> frozenset[str]:
@@ -268,6 +270,7 @@ def join(one: State, two: State) -> State:
         one.table if one.table == two.table else None,
         loose=one.loose or two.loose,
         block=one.block if one.block == two.block else None,
+        places=one.places if one.places == two.places else (),
     )
 
 
@@ -282,4 +285,6 @@ def equal_along(state: State, axes: frozenset[str]) -> State:
     lost = state.divided.difference(axes, *map(axes_of_dim, dims))
     pending = frozenset(p for p in state.pending if p.axis not in axes)
     different = (state.different - axes) | lost
-    return state._replace(dims=dims, partial=state.partial - axes, different=different, pending=pending, table=None)
+    return state._replace(
+        dims=dims, partial=state.partial - axes, different=different, pending=pending, table=None, places=()
+    )

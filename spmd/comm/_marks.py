@@ -114,6 +114,31 @@ def numbered(x: Any, number: Any, axes: str | tuple[str, ...] | None) -> Any:
     return jax.tree.map(lambda one: block_p.bind(one, number, axes=axes_tuple(axes)), x)
 
 
+def placed(x: Any, dim: int, factor: Any, first: int = 0, *, around: bool = True, anew: bool = False) -> Any:
+    """Say which elements a block holds: element j of dimension `dim` is element `first + j` of the block here.
+
+    The check after the trace follows slices and permutations of blocks from where an operation says this `anew`, and
+    compares what it finds with what the operation says of its result. Blocks are of `local` elements, and one beyond
+    the end of a block is one of the next. In auto and reference mode, where arrays are whole, nothing is said.
+
+    Args:
+      x: The block.
+      dim: The dimension.
+      factor: Its `axes`, its size on the whole array, and the `local` one, without margins.
+      first: Where the first element belongs, 0 where the block begins.
+      around: Whether what leaves at one end comes in at the other.
+      anew: Whether this is said of an operand.
+
+    Returns:
+      The same values.
+    """
+    frame = try_frame()
+    if not factor.axes or frame is None or not frame.explicit:
+        return x
+    size = factor.size if around else 0
+    return block_p.bind(x, dim=dim, axes=factor.axes, local=factor.local, first=first, around=size, anew=anew)
+
+
 def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
     """`with_sharding_constraint` on the frame's mesh. What a spec cannot say stays unconstrained.
 

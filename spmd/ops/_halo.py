@@ -12,6 +12,7 @@ from jax import lax
 
 from spmd import _lax
 from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._marks import placed
 from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Dim, Layout
 from spmd.ops._edges import EDGES, Edge, Edges, read_edges
@@ -224,7 +225,8 @@ class Margins:
             after = max(after, self.want[0] - self.local + self.low.skipped)
         if high and self.high.mirrored:
             before = max(before, self.want[1] - self.local + self.high.skipped)
-        wide = self.exchanged(x, before, after)
+        x = placed(x, self.dim, self, -self.have[0], anew=True)
+        wide = placed(self.exchanged(x, before, after), self.dim, self, -before, around=self.periodic)
         sent = all(edge.kind in ("periodic", "zero") for edge in (self.low, self.high))
         return wide if sent else self.filled(wide, before)
 

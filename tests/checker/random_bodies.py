@@ -685,6 +685,23 @@ def rolled(b: Body) -> Made:
     return jnp.concatenate([last, lax.slice_in_dim(v.x, 0, size - 1, axis=d)], d), v.lies
 
 
+@of_own_size
+def with_neighbours(b: Body) -> Made:
+    """Each element and those around it: both neighbours send the edges of their blocks."""
+    v = b.value()
+    d = v and b.dim(v.lies, divided)
+    if d is None:
+        return None
+    axes, size = axes_of(v.lies.dims[d]), v.x.shape[d]
+    most = size_of(v.lies.dims[d]) // b.parts(axes)  # the same margins on all meshes
+    low, high = (min(most, 1 + b.rng.below(3)) for _ in range(2))
+    before = lax.ppermute(lax.slice_in_dim(v.x, size - low, size, axis=d), axes, ring(b, *axes))
+    after = lax.ppermute(lax.slice_in_dim(v.x, 0, high, axis=d), axes, ring(b, *axes, up=-1))
+    wide = jnp.concatenate([before, v.x, after], d)
+    taken = [b.rng.below(low + high + 1) for _ in range(2)]
+    return sum(lax.slice_in_dim(wide, at, at + size, axis=d) for at in taken), v.lies
+
+
 def passed_around(b: Body) -> Made:
     """What is equal along an axis stays so."""
     v = b.value()
@@ -1174,7 +1191,7 @@ ENCLOSED: tuple[Move, ...] = (
     mapped, carried, recurrent, looped, decided, chosen_here, wrapped, derivative, gradient_of_a_product, noisy, verb, relaid,
     along_by_strings, contracted_by_strings, settled, until_each_is_large, looked_up_by_row, at_a_place,
     counted_by_row, pulled_back, pulled_through_a_collective, pulled_through_a_sum, of_another_kind,
-    summed_as_whole_numbers,
+    summed_as_whole_numbers, with_neighbours,
 )  # fmt: skip
 OFTEN: tuple[Move, ...] = (completed, scattered, gathered, exchanged, ring_sum, listed, pulled_through_a_sum)
 RIGHT: tuple[Move, ...] = (*ENCLOSED, *OFTEN, *[enclosed] * 6)
@@ -1337,6 +1354,18 @@ def moved_blocks(b: Body) -> Made:
     return axis and (lax.ppermute(v.x, axis, ring(b, axis)), v.lies)
 
 
+@of_own_size
+def edge_of_the_wrong_side(b: Body) -> Made:
+    v = b.value()
+    d = v and b.dim(v.lies, divided)
+    if d is None:
+        return None
+    axes, size = axes_of(v.lies.dims[d]), v.x.shape[d]
+    edge = lax.slice_in_dim(v.x, size - 1, size, axis=d) if b.chance(2) else lax.slice_in_dim(v.x, 0, 1, axis=d)
+    edge = lax.ppermute(edge, axes, ring(b, *axes, up=b.some([1, -1])))
+    return jnp.concatenate([edge, lax.slice_in_dim(v.x, 0, size - 1, axis=d)], d), v.lies
+
+
 def recurrent_over_pieces(b: Body) -> Made:
     v = b.value(lambda lies: complete(lies) and bool(lies.dims) and divided(lies.dims[0]))
     if not v:
@@ -1377,6 +1406,7 @@ WRONG: tuple[Move, ...] = (
     summed_copies, summed_blocks, largest_of_blocks, never_completed, gathered_in_another_order, scattered_copies,
     exchanged_partial_sums, another_block, outer_block, merged_blocks, local_positions, local_noise, moved_blocks,
     recurrent_over_pieces, decided_by_a_piece, contracted_and_forgotten, mean_of_a_piece, softmax_of_a_piece,
+    edge_of_the_wrong_side,
 )  # fmt: skip
 
 

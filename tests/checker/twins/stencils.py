@@ -58,12 +58,12 @@ def _(u):
     return jnp.diff(u, axis=1, append=0.0)
 
 
-@wrong(LINE, unseen="neighbours' data have come, and of which side is arithmetic")
+@wrong(LINE)
 def halo_of_the_wrong_side(u):
     """The block before sends its last value; here the block after does."""
-    before = lax.ppermute(u[:, -1:], "tp", backward(lax.axis_size("tp")))
+    before = lax.ppermute(u[:, -1:], "tp", backward(lax.axis_size("tp")))  # wrong: order
     v = jnp.concatenate([before, u], axis=1)
-    return v[:, 1:] - v[:, :-1]  # wrong: layout or pending
+    return v[:, 1:] - v[:, :-1]
 
 
 @halo_of_the_wrong_side.right
@@ -78,12 +78,12 @@ def _(u):
     return u - jnp.roll(u, 1, axis=1)
 
 
-@wrong(LINE, unseen="neighbours' data have come, and of which end is arithmetic")
+@wrong(LINE)
 def wrong_end_sent(u):
     """The right neighbour gets the first value of the block instead of the last."""
-    before = lax.ppermute(u[:, :1], "tp", forward(lax.axis_size("tp")))
+    before = lax.ppermute(u[:, :1], "tp", forward(lax.axis_size("tp")))  # wrong: order
     v = jnp.concatenate([before, u], axis=1)
-    return v[:, 1:] - v[:, :-1]  # wrong: layout or pending
+    return v[:, 1:] - v[:, :-1]
 
 
 @wrong_end_sent.right
@@ -118,10 +118,10 @@ def _(u):
     return u - jnp.roll(u, 1, axis=1)
 
 
-@wrong(LINE, unseen="neighbours' data have come, and whether they suffice is arithmetic")
+@wrong(LINE)
 def halo_on_one_side_only(u):
     before = lax.ppermute(u[:, -1:], "tp", forward(lax.axis_size("tp")))
-    v = jnp.concatenate([before, u, u[:, :1]], axis=1)  # wrong: pending
+    v = jnp.concatenate([before, u, u[:, :1]], axis=1)  # wrong: order
     return v[:, :-2] - 2 * u + v[:, 2:]
 
 
