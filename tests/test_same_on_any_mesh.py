@@ -79,11 +79,18 @@ def attention_mask() -> Program:
 
 @program
 def pipeline_loss() -> Program:
+    return _pipeline_loss("1f1b")
+
+
+@program
+def pipeline_loss_with_weights_apart() -> Program:
+    return _pipeline_loss("zb-h1")
+
+
+def _pipeline_loss(order: str) -> Program:
     def build(mesh: Any) -> Callable[..., Any]:
-        def stage(weights: Any, x: Any) -> Any:
-            return jax.lax.scan(lambda x, w: (jnp.tanh(spmd.einsum(x, w, "b/dp d, d e -> b/dp e")), None), x, weights)[
-                0
-            ]
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(spmd.einsum(x, w, "b/dp d, d e -> b/dp e")), None
 
         def loss(head: Any, y: Any, target: Any) -> Any:
             error = spmd.einsum(y, head, "b/dp d, d -> b/dp") - target
@@ -91,7 +98,8 @@ def pipeline_loss() -> Program:
 
         @spmd.kernel("p/pp l d e, d, m b/dp d, m b/dp -> scalar", mesh=mesh)
         def run(w: Any, head: Any, x: Any, targets: Any) -> Any:
-            return parallel.pipeline_loss(stage, loss, w, head, x, targets, pp="pp", data="dp")
+            stage = lambda w, x: jax.lax.scan(layer, x, w)[0]
+            return parallel.pipeline_loss(stage, loss, w, head, x, targets, pp="pp", data="dp", order=order)
 
         return lambda w, *more: run(w.reshape(mesh.shape["pp"], -1, *w.shape[1:]), *more)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from spmd._jaxprs import plain_call
 from spmd._walker import Domain, walk
 
 SAVE = ("activations", "inputs")
-_UNKNOWN = object()
 
 
 def differentiable(leaf: Any) -> bool:
@@ -99,7 +98,7 @@ class Layer:
         recipe, values = kept
         jaxpr = recipe.jaxpr
         known = jax.tree.leaves((consts, weights, shared))
-        unknown = [_UNKNOWN] * (len(jaxpr.jaxpr.invars) - len(known))
+        unknown = [Known.UNKNOWN] * (len(jaxpr.jaxpr.invars) - len(known))
         leaves = walk(jaxpr, [*known, *unknown], _Replay(jaxpr.jaxpr))
         by_variable = dict(zip((jaxpr.jaxpr.outvars[i] for i in recipe.saved), values, strict=True))
         outvars = jaxpr.jaxpr.outvars
@@ -116,35 +115,37 @@ def _saved(jaxpr: Any, given: tuple[Any, ...], outputs: int) -> tuple[int, ...]:
     sizes = [len(jax.tree.leaves(part)) for part in given]
 
     def made_of(*parts: bool) -> list[Any]:
-        flags = [True if part else _UNKNOWN for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
-        return walk(jaxpr, flags, _Known())
+        flags = [True if part else Known.UNKNOWN for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
+        return walk(jaxpr, flags, Known())
 
     again = zip(made_of(False, True, False, False), made_of(True, False, True, False), strict=True)
     places: dict[Any, int] = {}
     for place, (variable, made) in enumerate(zip(jaxpr.outvars, again, strict=True)):
-        if place >= outputs and made == (_UNKNOWN, _UNKNOWN):
+        if place >= outputs and made == (Known.UNKNOWN, Known.UNKNOWN):
             places.setdefault(variable, place)
     return tuple(places.values())
 
 
-class _Known(Domain):
+class Known(Domain):
     """Which values can be made again: the results of an equation whose operands can."""
+
+    UNKNOWN: ClassVar[Any] = object()
 
     def constant(self, var: Any, value: Any) -> Any:
         return True
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """An equation is one piece, whatever it holds, except a plain call: a part of it can be made again."""
-        if not any(one is _UNKNOWN for one in operands):
+        if not any(one is Known.UNKNOWN for one in operands):
             return self.replayed(eqn, operands)
         inner = plain_call(eqn)
-        return [_UNKNOWN] * len(eqn.outvars) if inner is None else walk(inner, operands, self)
+        return [Known.UNKNOWN] * len(eqn.outvars) if inner is None else walk(inner, operands, self)
 
     def replayed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return [True] * len(eqn.outvars)
 
 
-class _Replay(_Known):
+class _Replay(Known):
     """The values that can be made again."""
 
     def __init__(self, jaxpr: Any) -> None:
@@ -155,8 +156,12 @@ class _Replay(_Known):
         return value
 
     def replayed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results of one equation, as the jaxpr that has no other."""
-        given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
-        results = list(eqn.outvars)
-        alone = self.jaxpr.replace(constvars=[], invars=list(given), outvars=results, eqns=[eqn], effects=eqn.effects)
-        return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+        return alone(self.jaxpr, eqn, operands)
+
+
+def alone(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of one equation of an open jaxpr, as the jaxpr that has no other."""
+    given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
+    results = list(eqn.outvars)
+    only = jaxpr.replace(constvars=[], invars=list(given), outvars=results, eqns=[eqn], effects=eqn.effects)
+    return jaxpr_as_fun(ClosedJaxpr(only, ()))(*given.values())

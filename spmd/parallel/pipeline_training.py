@@ -1,22 +1,22 @@
-"""A pipeline that makes its gradients in its forward pass: forward and backward steps of a stage in turn (1F1B)."""
+"""A pipeline that makes its gradients in its forward pass: forward and backward steps of a stage in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import spmd
 from spmd import LayoutError, ReplicationError, SizeError, _compat, axis_size, iota, repeat, scope, typeof
 from spmd._leaves import not_int
 from spmd.modes import current_frame
-from spmd.parallel._one_f_one_b import Work, before
 from spmd.parallel._parameter_moves import checked_axes
+from spmd.parallel._split_stage import SplitStage
+from spmd.parallel._ticks import Ticks
 from spmd.parallel.pipelining import (
     Axes,
     Tree,
@@ -28,7 +28,7 @@ from spmd.parallel.pipelining import (
     passed_on,
     without_keys,
 )
-from spmd.parallel.schedule import PipelineSchedule, check_multiple
+from spmd.parallel.schedule import PipelineSchedule, check_order
 
 __all__ = ["pipeline_loss"]
 
@@ -46,36 +46,42 @@ def pipeline_loss(
     pp: Axes,
     data: Axes = None,
     repeats: int | None = None,
+    order: str = "1f1b",
 ) -> jax.Array:
-    """The sum of `loss(head, y, target)` over micro-batches, y being x after all stages, by 1F1B.
+    """The sum of `loss(head, y, target)` over micro-batches, y being x after all stages, by 1F1B or ZB-H1.
 
     `pipeline` keeps something of all m micro-batches until the backward pass begins. Here the last stage begins the
     backward pass of a micro-batch as soon as it has its loss, and each stage takes forward and backward steps in turn
     (1F1B). A stage then keeps at most p micro-batches on p devices, whatever m is. So the gradients are made in the
     forward pass, where the loss is differentiated at all, and the backward pass multiplies them by the cotangent.
 
-    Each tick is a forward or a backward step, as in `pipeline_schedule(p, m, v, "1f1b")`. A device takes its own branch
-    of a `lax.switch`, and waits for its neighbours in each tick. A tick thus takes the time of a backward step,
-    as long as some stage is in one.
+    Each tick is a step of each device, as in `pipeline_schedule(p, m, v, order)`. A device takes its own branch of a
+    `lax.switch`, and waits for its neighbours in each tick. A tick thus takes the time of the longest step that some
+    stage is in. With "1f1b" this is a backward step nearly always, which computes the stage again. With "zb-h1" a
+    backward step is cut in two, one for the gradient of the input and one for those of the weights, and nothing is
+    computed again. The three kinds of steps take about the same time if the stage is made of products.
 
-    `stage` sees the parameters and micro-batch of one stage, as in `pipeline`, and computes it again in its backward
-    step. `loss` sees the head, a micro-batch after the last stage, and its target, and runs on the last device only.
-    Neither may use pp in its strings, nor close over values that have a gradient.
+    `stage` sees the parameters and micro-batch of one stage, as in `pipeline`. `loss` sees the head, a micro-batch
+    after the last stage, and its target, and runs on the last device only. Neither may use pp in its strings, nor close
+    over values that have a gradient.
 
     Layouts: params, x and repeats as in `pipeline`. Each leaf of targets `"m ..."`, equal on pp. The head is any tree,
     equal on pp. `loss` returns a scalar, this device's part of a sum over the axes of `data`, and complete on all
     others.
 
-    Communication, for micro-batches of B bytes on a device and T = 2(v m + p - 1) ticks: with gradients, two
-    collective-permutes in each tick, 2TB bytes (leaves without a gradient go forward only), and a psum of the loss.
-    After the last tick, a psum over pp of the gradient of x, 2mB(p-1)/p bytes, unless x is a gathered copy on pp, and
-    of the head's, 2H(p-1)/p bytes for H bytes of it. If parameters are equal on axes that divide x or targets, their
-    gradients are summed once, after the last tick. `stage` and `loss` communicate in their steps. Without gradients,
-    the pipeline is `pipeline`, and the loss follows it.
+    Communication, for micro-batches of B bytes on a device and T = 2(v m + p - 1) ticks, or 3m + p - 1 with "zb-h1" and
+    at least p micro-batches: with gradients, two collective-permutes in each tick, 2TB bytes (leaves without a gradient
+    go forward only), and a psum of the loss. After the last tick, a psum over pp of the gradient of x, 2mB(p-1)/p
+    bytes, unless x is a gathered copy on pp, and of the head's, 2H(p-1)/p bytes for H bytes of it. If parameters are
+    equal on axes that divide x or targets, their gradients are summed once, after the last tick. `stage` and `loss`
+    communicate in their steps. What a stage gathers of its parameters is gathered again in a backward step. With
+    "zb-h1" this is the one for the input, unless the weights' gradients need it, too. Without gradients, there are the
+    ticks of "1f1b".
 
     Memory with gradients: at most p - 1 micro-batches that are kept (with v rounds, about (v + 1) p), what one stage
     keeps for its own derivative, sums of gradients in float32 or wider, x and its gradient. `jax.checkpoint` inside
-    the stage makes the second less.
+    the stage makes the second less. With "zb-h1" what `jax.vjp` keeps of a stage is kept for p micro-batches, without
+    what is made of parameters alone, and for as many what the gradient of the input leaves to those of the weights.
 
     Args:
       stage: `stage(params, x)` to the next x, of the same shapes and dtypes.
@@ -88,14 +94,16 @@ def pipeline_loss(
       data: The mesh axes over which `loss` is a partial sum.
       repeats: The number of stages on each device; by default one, without the dimension v. With several, the number
         of micro-batches is a multiple of p.
+      order: "1f1b", or "zb-h1" for one stage on each device.
 
     Returns:
       The complete sum. Reverse-mode differentiation, once.
 
     Raises:
       SizeError: If the number of stages of the parameters is not that of the devices, or the numbers of micro-batches
-        differ, or are not a multiple of p in several rounds.
-      LayoutError: If `stage` returns other shapes or dtypes than it gets, or `loss` returns no floating scalar.
+        differ, or are not a multiple of p in several rounds, or "zb-h1" has several rounds.
+      LayoutError: If the order is unknown, `stage` returns other shapes or dtypes than it gets, or `loss` returns no
+        floating scalar.
       ReplicationError: If JAX types all parameters equal along pp, or the loss is a partial sum on other axes than
         those of `data`.
 
@@ -119,9 +127,9 @@ def pipeline_loss(
         raise SizeError(fault, call=_CALL, advice="as in repeats=2")
     over = checked_axes(data, "data", _CALL)
     microbatches = micro_batches({"x": x, "targets": targets}, _CALL, "x and targets")
-    schedule = PipelineSchedule(axis_size(pp) if pp else 1, microbatches, repeats or 1, "1f1b")
+    schedule = PipelineSchedule(axis_size(pp) if pp else 1, microbatches, repeats or 1, order)
     check_stages(params, pp, schedule.stages, repeats, _CALL)
-    check_multiple(schedule.stages, microbatches, schedule.repeats, _CALL)
+    check_order(schedule, ("1f1b", "zb-h1"), _CALL)
     stage, x, keys = without_keys(on_one_stage(stage, pp), x)
     of_keys = on_one_stage(lambda head, y, target: loss(head, keys(y), target), pp)
     plan = _Plan(stage, of_keys, pp, over, repeats, schedule)
@@ -152,6 +160,12 @@ class _Plan:
         before = self.of_round(sums, turn)
         after = [_sum(a, b) for a, b in zip(before, gradients, strict=True)]
         return after if self.repeats is None else _put(sums, after, turn, 0)
+
+    def stages(self, w: Tree, x: Tree) -> Tree:
+        """The stage of each device, of parameters and input `"p/pp ..."`."""
+        out = jax.vmap(self.stage)(w, x)
+        check_result(x, out, _CALL)
+        return out
 
     def part(self, head: Tree, y: Tree, target: Tree) -> jax.Array:
         """The loss of a micro-batch."""
@@ -184,6 +198,7 @@ def _in_turn(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> j
 
 def _value(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> jax.Array:
     """Without gradients: backward steps are empty, but for the loss."""
+    plan = replace(plan, schedule=replace(plan.schedule, order="1f1b"))
     return _run(plan, params, head, x, targets, differentiated=False)[0]
 
 
@@ -203,148 +218,162 @@ _with_gradients = spmd.custom_vjp(_value, nondiff_argnums=(0,))
 _with_gradients.defvjp(_forward, _backward)
 
 
-class _Sums(NamedTuple):
-    """What all backward steps add up. The first dimension, also of all else in a tick, is that of the stages."""
+class _State(NamedTuple):
+    """What steps add up, and what those of one device keep for one another.
+
+    The first dimension of sums, and of all else in a tick, is that of the stages. That of what is kept is a place.
+    """
 
     params: list[Any]
     head: list[Any]
     value: Any
+    kept: list[Any]
+    delayed: list[Any]
 
 
 def _run(
     plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree, *, differentiated: bool
-) -> tuple[jax.Array, _Sums, list[Any]]:
+) -> tuple[jax.Array, _State, list[Any]]:
     """The loss, and the gradients of params, head and x, in the ticks of the schedule."""
-    steps, kept, returned = _program(plan.schedule)
+    ticks = Ticks.of(plan.schedule)
     here = _here(plan)[0]
-    inputs = jax.tree.map(lambda one: _zeros(one, (1, kept, *one.shape[2:])), x)
-    cotangents = [_zeros(one, (1, returned, *one.shape[2:])) for one in _floats(x)]
+    inputs = jax.tree.map(lambda one: _zeros(one, (1, ticks.inputs, *one.shape[2:])), x)
+    cotangents = [_zeros(one, (1, ticks.cotangents, *one.shape[2:])) for one in _floats(x)]
     dx = [_zeros(one, one.shape) for one in _floats(x)]
     value = jax.eval_shape(jax.vmap(plan.part), head, _at(x, 0), _at(targets, 0))
-    sums = _Sums(_accumulators(params), _accumulators(head), _zeros(value, (1,), _wide(value)))
+    split = _split(plan, params, x) if plan.schedule.order == "zb-h1" else None
+    state = _State(
+        _accumulators(params),
+        _accumulators(head),
+        _zeros(value, (1,), _wide(value)),
+        [_place(one, ticks.kept) for one in split.kept] if split else [],
+        [_place(one, ticks.delayed) for one in split.crossing] if split else [],
+    )
 
     def tick(carry: Any, now: Any) -> tuple[Any, None]:
-        inputs, cotangents, dx, sums = carry
-        step = _Step(*lax.dynamic_index_in_dim(now, here, 0, keepdims=False))
+        inputs, cotangents, dx, state = carry
+        step = ticks.step(lax.dynamic_index_in_dim(now, here, 0, keepdims=False))
         new, old = _at(x, step.microbatch), _at(inputs, step.input)
         given = jax.tree.map(lambda a, b: jnp.where(step.input < 0, a, b), new, old)
-        branches = _branches(plan, step.round, params, head, _at(targets, step.microbatch), differentiated)
-        out, back, sums = lax.switch(step.kind, branches, given, _at(cotangents, step.cotangent), sums)
+        own = plan, step, params, head, _at(targets, step.microbatch)
+        branches = (_Whole(*own) if split is None else _Cut(*own, split)).branches(differentiated)
+        out, back, state = lax.switch(step.kind, branches, given, _at(cotangents, step.cotangent), state)
         dx = _put(dx, back, step.put_x)
         inputs = _put(inputs, passed_on(out, plan.pp), step.put_input)
+        if split:  # the loss comes with a forward step
+            cotangents = _put(cotangents, back, step.put_own)
         cotangents = _put(cotangents, passed_on(back, plan.pp, -1), step.put_cotangent)
-        return (inputs, cotangents, dx, sums), None
+        return (inputs, cotangents, dx, state), None
 
-    (_, _, dx, sums), _ = lax.scan(tick, (inputs, cotangents, dx, sums), jnp.asarray(steps))
-    return _complete(sums.value, plan, divided=True).astype(value.dtype), sums, dx
+    (_, _, dx, state), _ = lax.scan(tick, (inputs, cotangents, dx, state), jnp.asarray(ticks.table))
+    return _complete(state.value, plan, divided=True).astype(value.dtype), state, dx
 
 
-def _branches(
-    plan: _Plan, turn: Any, params: Tree, head: Tree, target: Tree, differentiated: bool
-) -> list[Callable[..., Any]]:
-    """Nothing, a forward step, a backward step, and a backward step that begins with the loss.
+def _split(plan: _Plan, params: Tree, x: Tree) -> SplitStage:
+    """The stage in three parts, for leaves of its parameters and of its input."""
+    weights, given = plan.of_round(params, 0), _at(x, 0)
+    whole = lambda tree, leaves: jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    Each returns what goes to the next device, what goes to the device before it, and the sums.
+    def stage(w: list[Any], leaves: list[Any]) -> list[Any]:
+        return jax.tree.leaves(plan.stages(whole(weights, w), whole(given, leaves)))
+
+    return SplitStage.trace(stage, jax.tree.leaves(weights), jax.tree.leaves(given))
+
+
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    """What a device may do in a tick. A backward step computes the stage again.
+
+    Each branch returns what goes to the next device, what goes to the device before it, and the state.
     """
 
-    def stage(floats: list[Any], given: list[Any], x: Tree) -> Tree:
-        w, x = _like(plan.of_round(params, turn), floats, keep=True), _like(x, given, keep=True)
-        out = jax.vmap(plan.stage)(w, x)
-        check_result(x, out, _CALL)
-        return out
+    plan: _Plan
+    step: Any
+    params: Tree
+    head: Tree
+    target: Tree
 
-    def own() -> list[Any]:
-        return _floats(plan.of_round(params, turn))
+    def branches(self, differentiated: bool) -> list[Callable[..., Any]]:
+        """The branches in the order of `_ticks`: without gradients, a backward step is empty, but for the loss."""
+        if differentiated:
+            return [self.nothing, self.forward, self.backward, self.loss]
+        return [self.nothing, self.forward, self.nothing, self.valued]
 
-    def nothing(x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
-        return _none_of(x), _none_of(cotangent), sums
+    @property
+    def _weights(self) -> Tree:
+        return self.plan.of_round(self.params, self.step.round)
 
-    def forward(x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
-        return stage(own(), _floats(x), x), _none_of(cotangent), sums
+    def _stage(self, floats: list[Any], given: list[Any], x: Tree) -> Tree:
+        return self.plan.stages(_like(self._weights, floats, keep=True), _like(x, given, keep=True))
 
-    def backward(x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
-        _, pull = jax.vjp(lambda floats, given: _floats(stage(floats, given, x)), own(), _floats(x))
-        dw, back = pull(cotangent)
-        return _none_of(x), back, sums._replace(params=plan.added(sums.params, dw, turn))
+    def nothing(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        return _none_of(x), _none_of(cotangent), state
 
-    def part(floats: list[Any], given: list[Any], of_head: list[Any], x: Tree) -> Any:
-        return jax.vmap(plan.part)(_like(head, of_head, keep=True), stage(floats, given, x), target)
+    def forward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        return self._stage(_floats(self._weights), _floats(x), x), _none_of(cotangent), state
 
-    def valued(x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
-        value = part(own(), _floats(x), _floats(head), x)
-        return _none_of(x), _none_of(cotangent), sums._replace(value=_sum(sums.value, value))
+    def backward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        run = lambda floats, given: _floats(self._stage(floats, given, x))
+        dw, back = jax.vjp(run, _floats(self._weights), _floats(x))[1](cotangent)
+        return _none_of(x), back, state._replace(params=self._added(state, dw))
 
-    def loss(x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
-        value, pull = jax.vjp(lambda of, given, of_head: part(of, given, of_head, x), own(), _floats(x), _floats(head))
+    def _part(self, floats: list[Any], given: list[Any], of_head: list[Any], x: Tree) -> Any:
+        y = self._stage(floats, given, x)
+        return jax.vmap(self.plan.part)(_like(self.head, of_head, keep=True), y, self.target)
+
+    def valued(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        value = self._part(_floats(self._weights), _floats(x), _floats(self.head), x)
+        return _none_of(x), _none_of(cotangent), state._replace(value=_sum(state.value, value))
+
+    def loss(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        run = lambda floats, given, of_head: self._part(floats, given, of_head, x)
+        value, pull = jax.vjp(run, _floats(self._weights), _floats(x), _floats(self.head))
         dw, back, dh = pull(_typed(jnp.ones_like(value), value))
-        dh = [_sum(total, one) for total, one in zip(sums.head, dh, strict=True)]
-        return _none_of(x), back, _Sums(plan.added(sums.params, dw, turn), dh, _sum(sums.value, value))
+        added = state._replace(params=self._added(state, dw))
+        return _none_of(x), back, self._with_loss(added, value, dh)
 
-    return [nothing, forward, backward, loss] if differentiated else [nothing, forward, nothing, valued]
+    def _added(self, state: _State, dw: list[Any]) -> list[Any]:
+        return self.plan.added(state.params, dw, self.step.round)
 
-
-# --- the program --------------------------------------------------------------------------------------------------
-
-
-class _Step(NamedTuple):
-    """One tick of one device. A place of -1 is none; an input without a place is a micro-batch of x."""
-
-    kind: Any
-    microbatch: Any
-    round: Any
-    input: Any
-    cotangent: Any
-    put_input: Any
-    put_cotangent: Any
-    put_x: Any
+    def _with_loss(self, state: _State, value: Any, dh: list[Any]) -> _State:
+        sums = [_sum(total, one) for total, one in zip(state.head, dh, strict=True)]
+        return state._replace(head=sums, value=_sum(state.value, value))
 
 
-def _program(schedule: PipelineSchedule) -> tuple[np.ndarray, int, int]:
-    """The steps `"tick stage entry"`, and how many places a device has for inputs and for cotangents."""
-    stages, rounds = schedule.stages, schedule.repeats
-    when = {
-        (work, stage): tick
-        for stage in range(stages)
-        for tick in range(schedule.ticks)
-        if (work := schedule.work(tick, stage)) is not None
-    }
-    found = [[_Step(0, 0, 0, *[-1] * 5) for _ in range(stages)] for _ in range(schedule.ticks)]
-    inputs, puts, kept = _places(when, schedule, "F")
-    cotangents, puts_back, returned = _places(when, schedule, "B")
-    for (work, stage), tick in when.items():
-        last = (stage, work.round) == (stages - 1, rounds - 1)  # its forward step is a part of its backward step
-        kind = int(not last) if work.part == "F" else 2 + last
-        places = inputs.get((work._replace(part="F"), stage), -1), cotangents.get((work, stage), -1)
-        put_x = work.microbatch if work.part == "B" and (stage, work.round) == (0, 0) else -1
-        found[tick][stage] = _Step(kind, work.microbatch, work.round, *places, -1, -1, put_x)
-    for name, those in (("put_input", puts), ("put_cotangent", puts_back)):
-        for (tick, stage), place in those.items():
-            found[tick][stage] = found[tick][stage]._replace(**{name: place})
-    return np.asarray(found, np.int32), kept, returned
+@dataclass(frozen=True, eq=False)
+class _Cut(_Whole):
+    """The same with a backward step in two. A forward step keeps what they need, and the last one has the loss."""
 
+    split: SplitStage
 
-def _places(
-    when: dict[tuple[Work, int], int], schedule: PipelineSchedule, part: str
-) -> tuple[dict[tuple[Work, int], int], dict[tuple[int, int], int], int]:
-    """Where a device keeps what comes from another, from the tick in which it comes to its backward step.
+    def branches(self, differentiated: bool) -> list[Callable[..., Any]]:
+        return [self.nothing, self.forward, self.backward, self.loss, self.of_weights]
 
-    Returns:
-      The place for each step, the place for each tick and stage in which something comes, and how many there are.
-    """
-    coming = []
-    for step in when:
-        source = before(*step, schedule.stages, schedule.repeats)
-        if step[0].part == part and source is not None and source[0].part == part:
-            coming.append((when[source], step))
-    places: dict[tuple[Work, int], int] = {}
-    puts: dict[tuple[int, int], int] = {}
-    free: dict[int, list[int]] = {}  # for each stage and place, the tick in which it is read last
-    for tick, (work, stage) in sorted(coming):
-        until = free.setdefault(stage, [])
-        place = next((i for i, end in enumerate(until) if end <= tick), len(until))
-        until[place : place + 1] = [when[work._replace(part="B"), stage]]
-        places[work, stage] = puts[tick, stage] = place
-    return places, puts, max(map(len, free.values()), default=1)
+    def forward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        y, kept = self.split.forward(jax.tree.leaves(self._weights), jax.tree.leaves(x))
+        whole = jax.tree.unflatten(jax.tree.structure(x), y)
+        return whole, _none_of(cotangent), state._replace(kept=_put(state.kept, kept, self.step.kept, 0))
+
+    def loss(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        y, _, state = self.forward(x, cotangent, state)
+
+        def part(given: list[Any], of_head: list[Any]) -> Any:
+            head = _like(self.head, of_head, keep=True)
+            return jax.vmap(self.plan.part)(head, _like(y, given, keep=True), self.target)
+
+        value, pull = jax.vjp(part, _floats(y), _floats(self.head))
+        back, dh = pull(_typed(jnp.ones_like(value), value))
+        return _none_of(x), back, self._with_loss(state, value, dh)
+
+    def backward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        kept = _at(state.kept, self.step.kept, 0)
+        back, delayed = self.split.of_input(jax.tree.leaves(self._weights), kept, cotangent)
+        return _none_of(x), back, state._replace(delayed=_put(state.delayed, delayed, self.step.delayed, 0))
+
+    def of_weights(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+        kept, delayed = _at(state.kept, self.step.kept, 0), _at(state.delayed, self.step.delayed, 0)
+        dw = self.split.of_weights(jax.tree.leaves(self._weights), kept, delayed)
+        return _none_of(x), _none_of(cotangent), state._replace(params=self._added(state, dw))
 
 
 # --- trees and types ----------------------------------------------------------------------------------------------
@@ -396,6 +425,12 @@ def _sum(total: Any, one: Any) -> Any:
 
 def _zeros(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     return _typed(jnp.zeros(shape, dtype or like.dtype), like)
+
+
+def _place(aval: Any, places: int) -> Any:
+    """Places for arrays of this type."""
+    axes = current_frame("pipeline_loss").in_mesh_order(_compat.varying_type(aval))
+    return _compat.pvary(jnp.zeros((places, *aval.shape), aval.dtype), axes)
 
 
 def _none_of(tree: Tree) -> Tree:

@@ -13,11 +13,12 @@ from spmd.drawing._picture import Picture
 from spmd.drawing._svg import FILLS, below, caption, card, grid_box
 from spmd.drawing._text import grid_lines, sentences
 from spmd.errors import not_one_of
-from spmd.parallel._one_f_one_b import Work, timetable
+from spmd.parallel._timetable import Work, timetable
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
-ORDERS = ("forward", "1f1b")
+ORDERS = ("forward", "1f1b", "zb-h1")
+_STEPS = {"forward": 1, "1f1b": 2, "zb-h1": 3}  # of one micro-batch in one stage
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,18 @@ class PipelineSchedule:
     """What each stage works on in each tick.
 
     With the order "forward" it is the forward pass of `pipeline`. The backward pass is the same, read from right to
-    left. With "1f1b" it is both passes of `pipeline_loss`.
+    left. With "1f1b" and "zb-h1" it is both passes of `pipeline_loss`.
 
     Printed, it has a row for each stage and a column for each tick, with the number of the micro-batch. If there are
-    several rounds, the round follows after a dot. If there are two passes, F or B stands before the number. A dot alone
-    means that the stage is idle. A notebook shows it as SVG.
+    several rounds, the round follows after a dot. If there are two passes, F or B stands before the number, or W for
+    the gradients of weights apart. A dot alone means that the stage is idle. A notebook shows it as SVG.
 
     Attributes:
       stages: Devices along the pipeline.
       microbatches: Micro-batches that pass through it.
       repeats: How often each micro-batch passes each device: 1 for one stage on each device, more for interleaved
         (circular) stages.
-      order: "forward" or "1f1b".
+      order: "forward", "1f1b" or "zb-h1".
     """
 
     stages: int
@@ -53,40 +54,46 @@ class PipelineSchedule:
     def ticks(self) -> int:
         """The number of ticks: `repeats * microbatches + stages - 1`, if there are enough micro-batches.
 
-        With both passes there are twice as many.
+        With "1f1b" there are twice as many. With "zb-h1" there are `3 * microbatches + stages - 1`, or more with fewer
+        micro-batches than stages.
         """
         if self.order == "1f1b":
             return 2 * (self.repeats * self.microbatches + self.stages - 1)
+        if self.order == "zb-h1":
+            return 2 * self.microbatches + self.stages - 1 + max(self.microbatches, self.stages)
         return (self.repeats - 1) * self.stride + self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """Idle time over working time: (stages - 1) / (repeats * microbatches), if there are enough micro-batches."""
+        """Idle time over working time: (stages - 1) / (repeats * microbatches), if there are enough micro-batches.
+
+        With "zb-h1" it is a third of that.
+        """
         return (self.ticks - self.busy) / self.busy
 
     @property
     def busy(self) -> int:
         """The ticks in which a stage works."""
-        return self.repeats * self.microbatches * (2 if self.order == "1f1b" else 1)
+        return self.repeats * self.microbatches * _STEPS[self.order]
 
     def in_flight(self, stage: int) -> int:
         """The most inputs that a stage keeps at once for the backward pass.
 
         With the order "forward" these are all inputs, one for each micro-batch and round. With "1f1b" a stage keeps an
-        input from its forward to its backward step.
+        input from its forward to its backward step, and with "zb-h1" to the gradients of its weights.
         """
         most = now = 0
         for tick in range(self.ticks):
             done = self.work(tick, stage)
             now += done is not None and done.part == "F"
             most = max(most, now)
-            now -= done is not None and done.part == "B"
+            now -= done is not None and done.part == ("W" if self.order == "zb-h1" else "B")
         return most
 
     def work(self, tick: int, stage: int) -> Work | None:
-        """The micro-batch that a stage works on, its round and the pass, "F" or "B". None if the stage is idle."""
-        if self.order == "1f1b":
-            return timetable(self.stages, self.microbatches, self.repeats)[stage].get(tick)
+        """The micro-batch that a stage works on, its round and the pass, "F", "B" or "W". None if the stage is idle."""
+        if self.order != "forward":
+            return timetable(self.stages, self.microbatches, self.repeats, self.order)[stage].get(tick)
         begun = tick - stage  # when it entered the first stage
         if begun < 0 or begun // self.stride >= self.repeats or begun % self.stride >= self.microbatches:
             return None
@@ -121,7 +128,7 @@ class _Drawn:
 
     def __init__(self, schedule: PipelineSchedule) -> None:
         rounds = f", {schedule.repeats} rounds" if schedule.repeats > 1 else ""
-        order = ", 1f1b" if schedule.order == "1f1b" else ""
+        order = f", {schedule.order}" if schedule.order != "forward" else ""
         self.title = f"{schedule.stages} stages, {schedule.microbatches} micro-batches{rounds}{order}"
         self._about = f"{schedule.ticks} ticks, {schedule.busy} of them at work, bubble {schedule.bubble:.3g}"
         self._schedule = schedule
@@ -150,10 +157,10 @@ class _Drawn:
         done = self._schedule.work(tick, stage)
         if done is None:
             return Cell((".",))
-        both = self._schedule.order == "1f1b"
+        steps = _STEPS[self._schedule.order]
         text = f"{done.microbatch}.{done.round}" if self._schedule.repeats > 1 else str(done.microbatch)
-        colour = 2 * done.round + (done.part == "B") if both else done.round
-        return Cell((f"{done.part}{text}" if both else text,), colour % len(FILLS))
+        colour = steps * done.round + "FBW".index(done.part)
+        return Cell((f"{done.part}{text}" if steps > 1 else text,), colour % len(FILLS))
 
 
 def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: str = "forward") -> PipelineSchedule:
@@ -169,18 +176,22 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: s
     p - s micro-batches, where all m of them are kept if the passes follow one another. With v rounds, the first stage
     keeps at most (v+1) p - 1 inputs, each of a v-th of its layers.
 
+    With the order "zb-h1" the backward step is cut into the gradient of the input (B) and those of the weights (W), for
+    which nobody waits. They fill gaps: the bubble is (p-1)/(3 m) of the working time. Each stage keeps at most p
+    micro-batches.
+
     Args:
       stages: Devices along the pipeline.
       microbatches: Micro-batches. With "1f1b" and several rounds, a multiple of the stages.
-      repeats: Rounds; 1 is one stage on each device, more are interleaved (circular) stages.
-      order: "forward" for the forward pass of `pipeline`, "1f1b" for both passes of `pipeline_loss`.
+      repeats: Rounds; 1 is one stage on each device, more are interleaved (circular) stages. "zb-h1" has one.
+      order: "forward" for the forward pass of `pipeline`, "1f1b" or "zb-h1" for both passes of `pipeline_loss`.
 
     Returns:
       The schedule, which prints as a table.
 
     Raises:
-      SizeError: If a number is not an int of at least 1, or the micro-batches of several rounds are not a multiple of
-        the stages.
+      SizeError: If a number is not an int of at least 1, the micro-batches of several rounds are not a multiple of
+        the stages, or "zb-h1" has several rounds.
       LayoutError: If the order is unknown.
 
     Example:
@@ -194,24 +205,29 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: s
 
     References:
       Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al., "Efficient Large-Scale Language Model
-      Training on GPU Clusters", https://arxiv.org/abs/2104.04473, for interleaved stages and 1F1B (section 2.2)
+      Training on GPU Clusters", https://arxiv.org/abs/2104.04473, for interleaved stages and 1F1B (section 2.2);
+      Qi et al., "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241, for ZB-H1 (section 2.2)
     """
     call = "pipeline_schedule(stages, microbatches, repeats, order)"
     for name, n in {"stages": stages, "microbatches": microbatches, "repeats": repeats}.items():
         if fault := not_int(name, n, 1):
             raise SizeError(fault, call=call)
-    if order not in ORDERS:
-        raise LayoutError(not_one_of("order", order, ORDERS), call=call, fix='order="forward"')
-    if order == "1f1b":
-        check_multiple(stages, microbatches, repeats, call)
-    return PipelineSchedule(stages, microbatches, repeats, order)
+    schedule = PipelineSchedule(stages, microbatches, repeats, order)
+    check_order(schedule, ORDERS, call)
+    return schedule
 
 
-def check_multiple(stages: int, microbatches: int, repeats: int, call: str) -> None:
-    """Check that micro-batches of several rounds come in groups, one for each stage."""
-    if repeats > 1 and microbatches % stages:
+def check_order(schedule: PipelineSchedule, orders: tuple[str, ...], call: str) -> None:
+    """Check that the order is one of these, and fits the micro-batches and rounds."""
+    stages, microbatches, repeats, order = schedule.stages, schedule.microbatches, schedule.repeats, schedule.order
+    if order not in orders:
+        raise LayoutError(not_one_of("order", order, orders), call=call, fix=f'order="{orders[0]}"')
+    if order == "1f1b" and repeats > 1 and microbatches % stages:
         rule = "with several rounds, forward and backward steps take turns in groups of one micro-batch for each stage."
         got = [f"{microbatches} micro-batches, {stages} stages"]
         raise SizeError(
             rule, call=call, got=got, advice=f"{-(-microbatches // stages) * stages} micro-batches, or repeats=1"
         )
+    if order == "zb-h1" and repeats > 1:
+        rule = "with the gradients of the weights apart, each device has one stage."
+        raise SizeError(rule, call=call, got=[f"repeats={repeats}"], advice='repeats=1, or order="1f1b"')

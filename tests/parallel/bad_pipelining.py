@@ -123,6 +123,21 @@ def total(mesh, loss=lambda head, y, target: y.sum(), pattern="p/tp d, m d -> sc
 
 
 @bad
+def schedule_of_rounds_with_weights_apart(mesh):
+    parallel.pipeline_schedule(4, 8, 2, "zb-h1")
+
+
+@bad
+def pipeline_loss_in_an_order_of_pipeline(mesh):
+    total(mesh, order="forward")
+
+
+@fixed
+def pipeline_loss_in_an_order_of_pipeline_fixed(mesh, fix):
+    assert total(mesh, **fix()) == total(mesh)
+
+
+@bad
 def pipeline_loss_of_several_numbers(mesh):
     total(mesh, lambda head, y, target: y)
 

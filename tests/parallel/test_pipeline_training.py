@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,18 +9,19 @@ import pytest
 
 import spmd
 from spmd import nn, parallel
-from spmd.parallel import pipeline_training
+from spmd.parallel._ticks import Tick, Ticks
 from tests.conftest import FULL_CASES, case_count
 from tests.sampler import share
 
 OUTS = (0, 1, 2, 3)
+ORDERS = ("1f1b", "zb-h1")
 
 
 def normal(seed, *shape):
     return (0.3 * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
 
 
-def model(sizes, v=None, m=5, *, remat=False):
+def model(sizes, v=None, m=5, *, remat=False, order="1f1b"):
     """Residual blocks whose hidden units tp divides, with weights that rest divided over fsdp, and a head."""
     mesh = spmd.make_mesh(**{"dp": 1, "fsdp": 1, "tp": 1} | sizes)
     lead = "p/pp" if v is None else "v p/pp"
@@ -37,7 +36,7 @@ def model(sizes, v=None, m=5, *, remat=False):
     @spmd.kernel(f"{lead} d/fsdp f/tp, {lead} f/tp d, d, m b/dp/fsdp d, m b/dp/fsdp -> scalar", mesh=mesh)
     def run(w_in, w_out, head, x, targets):
         stage = jax.checkpoint(block) if remat else block
-        options = {"pp": "pp", "data": ("dp", "fsdp"), "repeats": v}
+        options = {"pp": "pp", "data": ("dp", "fsdp"), "repeats": v, "order": order}
         return parallel.pipeline_loss(stage, loss, (w_in, w_out), head, x, targets, **options)
 
     def plain(w_in, w_out, head, x, targets):
@@ -56,18 +55,21 @@ def close(found, wanted, tolerance=2e-5):
 
 
 MESHES = [
-    ({"dp": 2, "pp": 2, "tp": 2}, None, 5),
-    ({"pp": 2, "fsdp": 2, "tp": 2}, 2, 4),
-    ({"pp": 4, "tp": 2}, None, 3),
-    ({"pp": 4, "dp": 2}, 2, 4),
-    ({"pp": 1, "fsdp": 2}, 2, 3),
+    ({"dp": 2, "pp": 2, "tp": 2}, None, 5, "zb-h1"),
+    ({"pp": 2, "fsdp": 2, "tp": 2}, 2, 4, "1f1b"),
+    ({"pp": 4, "tp": 2}, None, 3, "1f1b"),
+    ({"pp": 4, "dp": 2}, 2, 4, "1f1b"),
+    ({"pp": 1, "fsdp": 2}, 2, 3, "1f1b"),
+    ({"pp": 4, "fsdp": 2}, None, 3, "zb-h1"),
+    ({"pp": 3, "tp": 2}, None, 7, "zb-h1"),
+    ({"pp": 1, "tp": 2}, 1, 2, "zb-h1"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "v", "m"), MESHES[: 2 if case_count() <= FULL_CASES else None])
-def test_value_and_gradients(sizes, v, m):
+@pytest.mark.parametrize(("sizes", "v", "m", "order"), MESHES[: 2 if case_count() <= FULL_CASES else None])
+def test_value_and_gradients(sizes, v, m, order):
     """Those of whole arrays in all modes; the value also where nothing is differentiated."""
-    run, plain, args = model(sizes, v, m)
+    run, plain, args = model(sizes, v, m, order=order)
     wanted = jax.jit(jax.value_and_grad(plain, OUTS))(*args)
     for mode in (run, run.auto, run.reference):
         close(jax.jit(jax.value_and_grad(mode, OUTS))(*args), wanted)
@@ -76,16 +78,18 @@ def test_value_and_gradients(sizes, v, m):
     assert not spmd.check(jax.grad(lambda *args: run(*args), OUTS), *args), "a gradient raises no alarm"
 
 
-def test_remat_bfloat16_and_inside_a_kernel():
+@pytest.mark.parametrize("order", ORDERS)
+def test_remat_bfloat16_and_inside_a_kernel(order):
     """Sums of gradients are kept in float32; `spmd.value_and_grad` differentiates it inside the kernel."""
     mesh = spmd.make_mesh(pp=2)
-    run, plain, args = model({"pp": 2, "dp": 2}, None, 8, remat=True)
+    run, plain, args = model({"pp": 2, "dp": 2}, None, 8, remat=True, order=order)
     close(jax.jit(jax.value_and_grad(run, OUTS))(*args), jax.value_and_grad(plain, OUTS)(*args))
 
     @spmd.kernel("p/pp d, m b d -> scalar, p/pp d", mesh=mesh)
     def inside(w, x):
         stage = lambda w, x: x * w[None]
-        total = lambda w: parallel.pipeline_loss(stage, lambda _, y, t: y.sum(), w, None, x, None, pp="pp")
+        loss = lambda _, y, t: y.sum()
+        total = lambda w: parallel.pipeline_loss(stage, loss, w, None, x, None, pp="pp", order=order)
         return spmd.value_and_grad(total)(w)
 
     w, x = jnp.ones((2, 3), jnp.bfloat16), jnp.full((260, 1, 3), 1, jnp.bfloat16)
@@ -95,8 +99,8 @@ def test_remat_bfloat16_and_inside_a_kernel():
     np.testing.assert_array_equal(gradient, np.full((2, 3), 260, np.float32))  # in bfloat16 256 + 1 is 256
 
 
-@pytest.mark.parametrize("v", [None, 2])
-def test_keys_and_integers_are_those_of_the_pipeline(v):
+@pytest.mark.parametrize(("v", "order"), [(None, "zb-h1"), (2, "1f1b")])
+def test_keys_and_integers_are_those_of_the_pipeline(v, order):
     """Dropout draws the same masks; integers go from stage to stage, and targets have no gradient."""
     mesh = spmd.make_mesh(pp=2)
     lead, sizes = ("p/pp", (2,)) if v is None else ("v p/pp", (v, 2))
@@ -115,7 +119,8 @@ def test_keys_and_integers_are_those_of_the_pipeline(v):
 
         return run
 
-    new = by(lambda w, head, x, t: parallel.pipeline_loss(stage, one, w, head, x, t, pp="pp", repeats=v))
+    options = {"pp": "pp", "repeats": v, "order": order}
+    new = by(lambda w, head, x, t: parallel.pipeline_loss(stage, one, w, head, x, t, **options))
     old = by(
         lambda *a: jax.vmap(one, (None, 0, 0))(
             a[1], parallel.pipeline(stage, a[0], a[2], pp="pp", repeats=v), a[3]
@@ -127,7 +132,7 @@ def test_keys_and_integers_are_those_of_the_pipeline(v):
     assert not np.any(jax.jit(jax.grad(new, 3))(*args))
 
 
-def compiled(m, v=None, argnums=(0, 1)):
+def compiled(m, argnums=(0, 1), order="1f1b"):
     """A pipeline of four stages and the same by `pipeline`, which keeps inputs."""
     mesh, pattern = spmd.make_mesh(pp=4, tp=2), "p/pp d f/tp, p/pp f/tp d, m b d, m b -> scalar"
     stage = lambda w, x: x + nn.mlp(x, *w, tp="tp", activation=jnp.tanh)
@@ -135,7 +140,7 @@ def compiled(m, v=None, argnums=(0, 1)):
 
     @spmd.kernel(pattern, mesh=mesh)
     def new(w_in, w_out, x, target):
-        return parallel.pipeline_loss(stage, loss, (w_in, w_out), None, x, target, pp="pp")
+        return parallel.pipeline_loss(stage, loss, (w_in, w_out), None, x, target, pp="pp", order=order)
 
     @spmd.kernel(pattern, mesh=mesh)
     def old(w_in, w_out, x, target):
@@ -153,53 +158,45 @@ def temporaries(program) -> int:
     return analysis.temp_size_in_bytes
 
 
-def test_memory_does_not_grow_with_microbatches():
+@pytest.mark.parametrize("order", ORDERS)
+def test_memory_does_not_grow_with_microbatches(order):
     """Temporaries of 8 and of 64 micro-batches: the same number of bytes here, six times as many with `pipeline`."""
-    kept = [[temporaries(one) for one in compiled(m)[0]] for m in (8, 64)]
+    kept = [[temporaries(one) for one in compiled(m, order=order)[0]] for m in (8, 64)]
     assert kept[0][0] == kept[1][0]
     assert kept[1][1] - kept[0][1] >= 2 * 56 * 4 * 32 * 32, "of each further micro-batch, its input and its result"
 
 
-def test_what_is_sent():
+@pytest.mark.parametrize(("order", "formula"), [("1f1b", 2 * (6 + 3)), ("zb-h1", 3 * 6 + 3)])
+def test_what_is_sent(order, formula):
     """Two permutes in each tick, and one psum of the gradient of x; a stage's own psum is in a branch."""
-    m, (new, _), mesh = 6, *compiled(6, argnums=(0, 1, 2))
+    m, (new, _), mesh = 6, *compiled(6, (0, 1, 2), order)
     report = spmd.inspect.collectives(new, mesh=mesh)
-    ticks, size = parallel.pipeline_schedule(4, m, order="1f1b").ticks, 4 * 32 * 32
+    ticks, size = parallel.pipeline_schedule(4, m, order=order).ticks, 4 * 32 * 32
+    assert ticks == formula
     hops = [one for one in report if one.kind == "ppermute"]
     assert all(one.exact and one.axes == ("pp",) for one in hops)
-    assert sum(one.total_bytes for one in hops) == 2 * ticks * size == 2 * 2 * (m + 3) * size
+    assert sum(one.total_bytes for one in hops) == 2 * ticks * size
     sums = [one for one in report if one.kind == "psum" and one.axes == ("pp",)]
     assert all(one.exact for one in sums)
     assert sum(one.total_bytes for one in sums) == 2 * m * size * 3 / 4
     assert {one.axes for one in report} == {("pp",), ("tp",)}
 
 
-def test_kept_inputs_are_those_of_the_schedule():
-    """Without the first stage, which has x itself, and with what waits for its forward step."""
-    for p, m, v in itertools.product((1, 2, 3, 4), (4, 12), (1, 2)):
-        if v > 1 and m % p:
-            continue
-        schedule = pipeline_training.PipelineSchedule(p, m, v, "1f1b")
-        steps, kept, returned = pipeline_training._program(schedule)
-        assert steps.shape == (schedule.ticks, p, 8)
-        if v == 1:
-            assert (kept, returned) == (max(1, min(p - 1, m)), 1)
-        assert kept <= (v + 1) * p and returned <= p
-        done = steps[:, :, 0]
-        assert (done == 3).sum() == m and (done == 2).sum() == m * (p * v - 1) == (done == 1).sum()
+WRONG = [("1f1b", entry) for entry in ("input", "put_input", "cotangent", "put_x")]
+WRONG += [("zb-h1", entry) for entry in ("kept", "delayed", "put_own", "kind")]
 
 
-@pytest.mark.parametrize("entry", share(["input", "put_input", "cotangent", "put_x"]))
-def test_a_wrong_program_is_noticed(entry, monkeypatch):
-    plain = pipeline_training._program
+@pytest.mark.parametrize(("order", "entry"), share(WRONG))
+def test_a_wrong_table_is_noticed(order, entry, monkeypatch):
+    plain = Ticks.of
 
-    def program(schedule):
-        steps, kept, returned = plain(schedule)
-        place = pipeline_training._Step._fields.index(entry)
-        steps[..., place] = np.roll(steps[..., place], 1, 0)
-        return steps, kept, returned
+    def ticks(schedule):
+        found = plain(schedule)
+        place = Tick._fields.index(entry)
+        found.table[..., place] = np.roll(found.table[..., place], 1, 0)
+        return found
 
-    monkeypatch.setattr(pipeline_training, "_program", program)
-    run, plain_loss, args = model({"pp": 2}, 2, 4)
+    monkeypatch.setattr(Ticks, "of", staticmethod(ticks))
+    run, plain_loss, args = model({"pp": 2}, 2 if order == "1f1b" else None, 4, order=order)
     with pytest.raises(AssertionError):
         close(jax.jit(jax.value_and_grad(run, OUTS))(*args), jax.value_and_grad(plain_loss, OUTS)(*args))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from spmd import parallel
-from spmd.parallel import _one_f_one_b
+from spmd.parallel import _timetable
 
 SIZES = [(p, m, v) for p, m, v in itertools.product((1, 2, 3, 4), (1, 2, 5, 6, 8), (1, 2, 3)) if v == 1 or m % p == 0]
 
@@ -39,14 +39,38 @@ def test_one_forward_one_backward_against_the_papers(p, m, v):
     assert parallel.pipeline_schedule(p, m, v).in_flight(0) == v * m
 
 
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m, v in SIZES if v == 1])
+def test_zero_bubble_against_the_paper(p, m):
+    """Every step once and after what it needs; the bubble is that of one third of a step, and p micro-batches are kept."""
+    schedule = parallel.pipeline_schedule(p, m, order="zb-h1")
+    when = {
+        (work, stage): tick
+        for stage in range(p)
+        for tick in range(schedule.ticks)
+        if (work := schedule.work(tick, stage)) is not None
+    }
+    assert len(when) == 3 * p * m
+    for i in range(m):
+        forward = [when[(i, 0, "F"), stage] for stage in range(p)]
+        backward = [when[(i, 0, "B"), stage] for stage in reversed(range(p))]
+        way = [*forward, *backward]
+        assert way == sorted(set(way)), "each step after the one before it"
+        assert all(when[(i, 0, "W"), stage] > when[(i, 0, "B"), stage] for stage in range(p))
+    assert max(when.values()) + 1 == schedule.ticks
+    if m >= p:
+        assert schedule.bubble == pytest.approx((p - 1) / (3 * m))
+    assert [schedule.in_flight(stage) for stage in range(p)] == [min(p, m)] * p
+
+
 def test_a_wrong_order_is_noticed(monkeypatch):
     """With all forward steps first, more is kept than the formula says."""
-    plain = _one_f_one_b._order
-    monkeypatch.setattr(_one_f_one_b, "_order", lambda *where: sorted(plain(*where), key=lambda work: work.part == "B"))
-    _one_f_one_b.timetable.cache_clear()
+    plain = _timetable._ORDERS["1f1b"]
+    late = lambda *where: sorted(plain(*where), key=lambda work: work.part == "B")
+    monkeypatch.setitem(_timetable._ORDERS, "1f1b", late)
+    _timetable.timetable.cache_clear()
     try:
         with pytest.raises(AssertionError):
             test_one_forward_one_backward_against_the_papers(3, 6, 1)
     finally:
         monkeypatch.undo()
-        _one_f_one_b.timetable.cache_clear()
+        _timetable.timetable.cache_clear()

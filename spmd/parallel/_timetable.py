@@ -1,4 +1,4 @@
-"""The timetable of one forward and one backward step in turn (1F1B), for one stage on each device or several."""
+"""Timetables of forward and backward steps in turn: 1F1B, for one stage on each device or several, and ZB-H1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """One step of a stage: its micro-batch, its round, and "F" for a forward or "B" for a backward step."""
+    """One step of a stage: its micro-batch, its round, and "F" for a forward or "B" for a backward step.
+
+    Where the backward step is cut in two, "B" is the gradient of the input, and "W" are those of the weights.
+    """
 
     microbatch: int
     round: int
@@ -18,13 +21,13 @@ Step = tuple[Work, int]  # and its stage
 
 
 @functools.lru_cache(maxsize=64)
-def timetable(stages: int, microbatches: int, repeats: int) -> tuple[dict[int, Work], ...]:
+def timetable(stages: int, microbatches: int, repeats: int, order: str) -> tuple[dict[int, Work], ...]:
     """For each stage, its work by tick.
 
-    A stage takes its steps in the order of `_order`, each as soon as the step before it is done. Then each forward step
-    is put off until the next step needs it, so that no input is kept longer than it must be.
+    A stage takes its steps in the order of `_ORDERS`, each as soon as the step before it is done. Then each forward
+    step is put off until the next step needs it, so that no input is kept longer than it must be.
     """
-    waiting = [_order(stage, stages, microbatches, repeats) for stage in range(stages)]
+    waiting = [_ORDERS[order](stage, stages, microbatches, repeats) for stage in range(stages)]
     done: dict[Step, int] = {}
     tick = 0
     while any(waiting):
@@ -43,8 +46,11 @@ def timetable(stages: int, microbatches: int, repeats: int) -> tuple[dict[int, W
 def before(work: Work, stage: int, stages: int, repeats: int) -> Step | None:
     """The step whose result a step needs: on the device before it, or behind it in the backward pass.
 
-    None for the first step. The first backward step needs its own forward step.
+    None for the first step. The first backward step needs its own forward step, and the weights' gradients need that
+    of the input.
     """
+    if work.part == "W":
+        return work._replace(part="B"), stage
     if work.part == "F":
         if stage == 0:
             return (work._replace(round=work.round - 1), stages - 1) if work.round else None
@@ -55,7 +61,7 @@ def before(work: Work, stage: int, stages: int, repeats: int) -> Step | None:
     return work, stage + 1
 
 
-def _order(stage: int, stages: int, microbatches: int, repeats: int) -> list[Work]:
+def _one_by_one(stage: int, stages: int, microbatches: int, repeats: int) -> list[Work]:
     """The steps of one stage: some forward steps first, then forward and backward in turn, then what is left.
 
     With several rounds, as many micro-batches as there are stages pass through all rounds before the next ones.
@@ -68,6 +74,24 @@ def _order(stage: int, stages: int, microbatches: int, repeats: int) -> list[Wor
     first = min(left if repeats == 1 else 2 * left + (repeats - 1) * stages, len(forward))
     turns = [work for pair in zip(forward[first:], backward, strict=False) for work in pair]
     return forward[:first] + turns + backward[len(forward) - first :]
+
+
+def _zero_bubble(stage: int, stages: int, microbatches: int, repeats: int) -> list[Work]:
+    """The steps of one stage where the gradients of the weights fill the gaps (ZB-H1).
+
+    As many forward steps come first as in 1F1B. Stage s then lags behind by s gradients of its weights. So it keeps as
+    many micro-batches as there are stages, and has something to do while it waits for gradients.
+    """
+    first = min(stages - stage, microbatches)
+    steps = [Work(one, 0, "F") for one in range(first)]
+    for one in range(microbatches):
+        steps.append(Work(one, 0, "B"))
+        steps += [Work(one - stage, 0, "W")] if one >= stage else []
+        steps += [Work(one + first, 0, "F")] if one + first < microbatches else []
+    return steps + [Work(one, 0, "W") for one in range(max(microbatches - stage, 0), microbatches)]
+
+
+_ORDERS = {"1f1b": _one_by_one, "zb-h1": _zero_bubble}
 
 
 def _put_off(done: dict[Step, int], stages: int, repeats: int) -> dict[Step, int]:

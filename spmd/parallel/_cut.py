@@ -1,0 +1,265 @@
+"""A jaxpr in two parts: what some of its results need, and the rest, with the values that cross between the two.
+
+A backward pass is cut so (`_split_stage`): the device before this one waits for the gradient of the input, and nobody
+waits for those of the weights. A scan over layers is cut into two scans, and what crosses is stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Literal
+
+from spmd._jaxprs import held, opened
+from spmd._walker import Domain, walk
+from spmd.parallel._rematerialize import Known, alone
+
+_LATER = Known.UNKNOWN  # a value that this part does not have
+
+
+class Cut:
+    """A jaxpr cut in two. It has no calls, as `inlined` gives it, and no equation that no result needs.
+
+    What is made of `again` alone, such as the gathered weights, does not cross: the second part makes it once more.
+
+    Attributes:
+      jaxpr: The jaxpr.
+      results: Which of its results the first part makes.
+      made: The variables that the first part makes or reads.
+      read: The variables that the second part reads.
+      again: The variables that are made of `again` alone.
+      crossing: The variables that cross, without what scans stack.
+      scans: For the id of each scan that is cut, its body cut, and which of its results the first part makes.
+      count: How many arrays cross.
+    """
+
+    def __init__(self, jaxpr: Any, results: Sequence[bool], again: Sequence[bool], gone: Sequence[bool]) -> None:
+        """Cut a jaxpr. `again` and `gone` say which of its inputs are weights, and which only the first part has."""
+        self.jaxpr, self.results = jaxpr, list(results)
+        self.scans: dict[int, tuple[Cut, list[bool]]] = {}
+        body = opened(jaxpr)[0]
+        known = Known()
+        walk(body, [True if one else Known.UNKNOWN for one in again], known)
+        self.again = {var for var, value in known.known.items() if value is True}
+        ends = [(atom, mine) for atom, mine in zip(body.outvars, results, strict=True) if not isinstance(atom, Literal)]
+        self.made = {atom for atom, mine in ends if mine}
+        for eqn in reversed(body.eqns):  # from the results to what they need
+            self._make(eqn)
+        self.read = {atom for atom, mine in ends if not mine}
+        for eqn in reversed(body.eqns):
+            self._read(eqn)
+        lost = {var for var, one in zip(body.invars, gone, strict=True) if one}
+        lost |= {var for eqn in body.eqns for var in eqn.outvars if var in self.made}
+        order = [*body.invars, *(var for eqn in body.eqns for var in eqn.outvars)]
+        self.crossing = [var for var in order if var in lost and var in self.read and var not in self.again]
+        self.count = len(self.crossing) + sum(inner.count for inner, _ in self.scans.values())
+
+    def _make(self, eqn: Any) -> None:
+        mine = [var in self.made for var in eqn.outvars]
+        if not any(mine):
+            return
+        if eqn.primitive.name != "scan" or all(mine):
+            self.made.update(eqn.outvars, _variables(eqn.invars))
+            return
+        inner, mine = self.scans[id(eqn)] = self._of_scan(eqn, mine)
+        loop = _Loop(eqn)
+        used = [
+            var in inner.made if (place := loop.carry(i)) is None else mine[place] for i, var in enumerate(loop.inputs)
+        ]
+        self.made.update(_variables(atom for atom, one in zip(eqn.invars, used, strict=True) if one))
+        self.made.update(var for var, one in zip(eqn.outvars, mine, strict=True) if one)
+
+    def _of_scan(self, eqn: Any, mine: list[bool]) -> tuple[Cut, list[bool]]:
+        """The cut body of a scan. A carry that the first part reads is its own too."""
+        loop = _Loop(eqn)
+        again = [
+            loop.carry(i) is None and (isinstance(atom, Literal) or atom in self.again)
+            for i, atom in enumerate(eqn.invars)
+        ]
+        while True:
+            gone = [(place := loop.carry(i)) is not None and mine[place] for i in range(len(loop.inputs))]
+            inner = Cut(loop.body.jaxpr, mine, again, gone)
+            more = [
+                one or (i < loop.carries and loop.inputs[loop.consts + i] in inner.made) for i, one in enumerate(mine)
+            ]
+            if more == mine:
+                return inner, mine
+            mine = more
+
+    def _read(self, eqn: Any) -> None:
+        if id(eqn) in self.scans:
+            inner, mine = self.scans[id(eqn)]
+            loop = _Loop(eqn)
+            for i, (atom, var) in enumerate(zip(eqn.invars, loop.inputs, strict=True)):
+                place = loop.carry(i)
+                if var in inner.read if place is None else not mine[place]:
+                    self.read.update(_variables([atom]))
+        elif self.second(eqn):
+            self.read.update(_variables(eqn.invars))
+
+    def second(self, eqn: Any) -> bool:
+        """Whether the second part has an equation, even if the first one has it too."""
+        if not any(var in self.made for var in eqn.outvars):
+            return True
+        return all(var in self.again for var in eqn.outvars) and any(var in self.read for var in eqn.outvars)
+
+    # --- the two parts ----------------------------------------------------------------------------------------
+
+    def run_first(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The results of the first part, and what crosses."""
+        part = _First(self)
+        results = walk(self.jaxpr, values, part)
+        crossing = [*(part.known[var] for var in self.crossing), *part.stacks]
+        return [one for one, mine in zip(results, self.results, strict=True) if mine], crossing
+
+    def run_second(self, values: Sequence[Any], crossing: Sequence[Any]) -> list[Any]:
+        """The results of the second part. Of the inputs that only the first part has, any value will do."""
+        part = _Second(self, crossing)
+        given = [part.given.get(var, one) for var, one in zip(opened(self.jaxpr)[0].invars, values, strict=True)]
+        results = walk(self.jaxpr, given, part)
+        return [one for one, mine in zip(results, self.results, strict=True) if not mine]
+
+
+def _variables(atoms: Any) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+class _Loop:
+    """Where a scan has its constants, its carries and what it runs over."""
+
+    def __init__(self, eqn: Any) -> None:
+        self.body = held(eqn)[0]
+        self.inputs = opened(self.body.jaxpr)[0].invars
+        self.carries = len(self.body.stacked) - sum(self.body.stacked)
+        self.consts = len(self.inputs) - sum(self.body.sliced) - self.carries
+        self._how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+    def carry(self, i: int) -> int | None:
+        """Which carry the operand is, if it is one."""
+        return i - self.consts if 0 <= i - self.consts < self.carries else None
+
+    def run(self, body: Any, operands: Sequence[Any], mine: Sequence[bool], extra: Any = ()) -> tuple[list[Any], Any]:
+        """The results that are `mine`, and what `body(values, extra)` gives beside its results, stacked."""
+        start = [one for i, one in enumerate(operands) if (place := self.carry(i)) is not None and mine[place]]
+        slices = {i: one for i, one in enumerate(operands) if i >= self.consts + self.carries and one is not _LATER}
+
+        def once(carry: list[Any], now: Any) -> tuple[list[Any], Any]:
+            sliced, more = now
+            carries = iter(carry)
+            values = [
+                (next(carries) if mine[place] else _LATER)
+                if (place := self.carry(i)) is not None
+                else sliced.get(i, _LATER if i >= self.consts else one)
+                for i, one in enumerate(operands)
+            ]
+            outs, beside = body(values, more)
+            kept = [out for out, one in zip(outs, mine, strict=True) if one]
+            return kept[: len(carry)], (kept[len(carry) :], beside)
+
+        last, (stacked, beside) = lax.scan(once, start, (slices, extra), **self._how)
+        found = iter([*last, *stacked])
+        return [next(found) if one else _LATER for one in mine], beside
+
+
+class _Values(Domain):
+    """Arrays, or values that this part does not have."""
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def constant(self, var: Any, value: Any) -> Any:
+        return value
+
+    def one(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        return alone(opened(self.cut.jaxpr)[0], eqn, operands)
+
+
+class _First(_Values):
+    def __init__(self, cut: Cut) -> None:
+        super().__init__(cut)
+        self.stacks: list[Any] = []
+
+    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if not any(var in self.cut.made for var in eqn.outvars):
+            return [_LATER] * len(eqn.outvars)
+        if id(eqn) not in self.cut.scans:
+            return self.one(eqn, operands)
+        inner, mine = self.cut.scans[id(eqn)]
+
+        def body(values: Sequence[Any], _: Any) -> tuple[list[Any], list[Any]]:
+            results, crossing = inner.run_first(values)
+            found = iter(results)
+            return [next(found) if one else _LATER for one in mine], crossing
+
+        outs, stacks = _Loop(eqn).run(body, _only(eqn, operands, inner.made), mine)
+        self.stacks += stacks
+        return outs
+
+
+class _Second(_Values):
+    def __init__(self, cut: Cut, crossing: Sequence[Any]) -> None:
+        super().__init__(cut)
+        self.given = dict(zip(cut.crossing, crossing, strict=False))
+        self.stacks = list(crossing[len(cut.crossing) :])
+
+    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if id(eqn) in self.cut.scans:
+            inner, mine = self.cut.scans[id(eqn)]
+            stacks, self.stacks = self.stacks[: inner.count], self.stacks[inner.count :]
+            rest = [not one for one in mine]
+
+            def body(values: Sequence[Any], crossing: list[Any]) -> tuple[list[Any], tuple[()]]:
+                found = iter(inner.run_second(values, crossing))
+                return [next(found) if one else _LATER for one in rest], ()
+
+            outs, _ = _Loop(eqn).run(body, _only(eqn, operands, inner.read), rest, stacks)
+        elif self.cut.second(eqn):
+            return self.one(eqn, operands)
+        else:
+            outs = [_LATER] * len(eqn.outvars)
+        return [self.given.get(var, out) for var, out in zip(eqn.outvars, outs, strict=True)]
+
+
+def _only(eqn: Any, operands: Sequence[Any], used: set[Any]) -> list[Any]:
+    """The operands of a scan that its body uses, and its carries."""
+    loop = _Loop(eqn)
+    return [
+        one if var in used or loop.carry(i) is not None else _LATER
+        for i, (var, one) in enumerate(zip(loop.inputs, operands, strict=True))
+    ]
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr, of whose calls no equation is left, in the bodies of its scans too."""
+    return walk(jaxpr, values, _Inlined(jaxpr))
+
+
+class _Inlined(Domain):
+    def __init__(self, jaxpr: Any) -> None:
+        super().__init__()
+        self.jaxpr = opened(jaxpr)[0]
+
+    def constant(self, var: Any, value: Any) -> Any:
+        return value
+
+    def step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        return alone(self.jaxpr, eqn, operands)
+
+    def mapped(self, eqn: Any, part: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        return self.step(eqn, operands)
+
+    def branches(self, eqn: Any, parts: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        return self.step(eqn, operands)
+
+    def loop(self, eqn: Any, body: Any, test: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if test is not None:
+            return self.step(eqn, operands)
+        return _Loop(eqn).run(lambda values, _: (inlined(body.jaxpr, values), ()), operands, [True] * len(eqn.outvars))[
+            0
+        ]
