@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.conftest import FULL_CASES, case_count
 from tests.fresh import run_python
 from tests.pages import FLAGS, Block, blocks, run_page, same_output
+from tests.sampler import share
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
@@ -22,7 +24,8 @@ MODULES = sorted(
     if path.name != "__main__.py"
 )
 HELPERS = ["tests.sampler", "tests.simulator"]
-PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+FIRST = [ROOT / "README.md", ROOT / "docs" / "pages" / "quickstart.md"]  # always run
+PAGES = [path for path in (*FIRST, *sorted({*(ROOT / "docs").rglob("*.md")} - {*FIRST})) if path.exists()]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 
 
@@ -54,18 +57,28 @@ def test_docstrings(name):
     assert not failed, text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def some(paths: Iterable[Path]) -> list[Path]:
+    """A share of them, each as long as another: a page takes seconds."""
+    return share(sorted(paths, key=lambda path: path.stat().st_size))
+
+
+def kinds_of(page: Path) -> set[str]:
+    """What has to be done with the blocks of a page."""
+    found = {"run" if block.language == "python" else block.comment.split(" ")[0] for block in blocks(page.read_text())}
+    return found & {"run", "shell"}
+
+
+@pytest.mark.parametrize(
+    "page", [*FIRST, *some(path for path in PAGES if path not in FIRST and kinds_of(path))], ids=name_of
+)
 def test_pages(page):
-    kinds = {"run" if block.language == "python" else block.comment.split(" ")[0] for block in blocks(page.read_text())}
-    if not kinds & {"run", "shell"}:
-        return
-    if "shell" in kinds and case_count() <= FULL_CASES:
+    if "shell" in kinds_of(page) and case_count() <= FULL_CASES:
         pytest.skip("one of the exhaustive tests: its commands start processes")
     done = run_python("-m", "tests.pages", name_of(page))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+@pytest.mark.parametrize("script", some(SCRIPTS), ids=name_of)
 def test_scripts(script):
     """With the arguments of the script's `# test: --steps 2` line, if it has one."""
     line = re.search(r"^# test:(.*)$", script.read_text(), re.MULTILINE)

@@ -11,6 +11,7 @@ import spmd
 from spmd.checker._collectives import COMPLETES, _divided_dim, _joined_dim
 from spmd.checker._state import FREE, Pending, axes_of_dim, hidden, normal, plain
 from tests.checker.harness import AXES, is_known, parted, seen, split, varying
+from tests.sampler import share
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 LAYOUTS = ("a b", "a/dp b", "a b/tp", "a/dp b/tp", "a/tp/dp b", "a/dp/tp b", "a b/dp/tp")
@@ -28,7 +29,7 @@ def axes_of(layout: str) -> list[tuple[str, ...]]:
     return [tuple(word.split("/")[1:]) for word in layout.split()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", share(LAYOUTS))
 def test_gathers_and_exchanges(layout):
     """The innermost axis of a dimension can be taken away; then the dimension is whole, or divided by the others."""
     cases = [(axis, dim) for dim, axes in enumerate(axes_of(layout)) for axis in axes]
@@ -55,7 +56,7 @@ def test_blocks_out_of_order_are_told_when_they_are_joined():
     assert found.kinds == [] and found.agree() == 1
 
 
-@pytest.mark.parametrize("kind", ["max", "min", "any", "all"])
+@pytest.mark.parametrize("kind", share(["max", "min", "any", "all"]))
 def test_what_was_done_to_a_piece_is_completed_by_its_own_reduction(kind):
     piece = {"max": jnp.max, "min": jnp.min, "any": lambda x, d: (x > 1).any(d), "all": lambda x, d: (x > -9).all(d)}
     reduced = lambda how: lambda x: getattr(lax, how)(piece[kind](x, 0).astype("float32"), "dp")

@@ -33,6 +33,7 @@ from tests.checker.harness import (
     varying,
     whole,
 )
+from tests.sampler import share
 
 PROGRAMS = []
 
@@ -336,7 +337,7 @@ def agrees_with_one_device(body, layouts) -> None:
         np.testing.assert_allclose(together, one, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p.layouts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("program", share([p for p in PROGRAMS if p.layouts]), ids=lambda f: f.__name__)
 def test_they_are_right_on_whole_arrays(program) -> None:
     agrees_with_one_device(program, program.layouts)
 

@@ -15,7 +15,7 @@ from jax import lax
 import spmd
 from spmd.checker._scale import check_scale
 from tests.checker import random_bodies, truth
-from tests.sampler import Choices, seeds
+from tests.sampler import Choices, seeds, share
 
 SIZES: dict[str, Any] = {"dp": 2, "tp": 4}
 ALONE: dict[str, Any] = {"dp": 1, "tp": 1}
@@ -40,7 +40,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", share(BODIES))
 def test_factors_are_those_of_the_numbers(name):
     body, factor = BODIES[name]
     values = [float(spmd.kernel("a/dp b -> scalar", mesh=spmd.make_mesh(**sizes))(body)(X)) for sizes in (SIZES, ALONE)]
@@ -196,7 +196,7 @@ def values_on(sizes):
     return dict(zip(PAIRS, zip(found[::2], found[1::2], strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", share(PAIRS))
 def test_what_grows_is_found_and_what_is_undone_is_not(name):
     here, alone = (values_on(tuple(sizes.items()))[name] for sizes in (SIZES, ALONE))
     for body, one, other, wanted in zip(PAIRS[name], here, alone, (["scale"], []), strict=True):

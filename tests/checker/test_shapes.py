@@ -15,6 +15,7 @@ from spmd._walker import equations
 from spmd.checker._shapes import RULES, _apart
 from spmd.checker._state import axes_of_dim, normal, size_of
 from tests.checker.harness import is_known, parted, seen
+from tests.sampler import share
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 LAYOUTS = ("a b", "a/dp b", "a b/tp", "a/dp b/tp", "a/tp/dp b", "a b/dp/tp")
@@ -41,7 +42,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", share(LAYOUTS))
 def test_every_layout(layout):
     counts = [len(jax.tree.leaves(jax.eval_shape(body, X))) for body, _, _ in OPERATIONS.values()]
     found = seen(lambda x: [body(x) for body, _, _ in OPERATIONS.values()], layout, args=(X,))
@@ -61,7 +62,7 @@ def axes_of(layout: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 6), (2, 3, 8), (8, 1, 6)], ids=str)
-@pytest.mark.parametrize("layout", ["a/dp b c", "a b/tp c", "a/dp b c/tp", "a/tp/dp b c"])
+@pytest.mark.parametrize("layout", share(["a/dp b c", "a b/tp c", "a/dp b c/tp", "a/tp/dp b c"]))
 def test_reshapes_there_and_on(layout, sizes):
     """Dimensions that are merged, moved and split again, at every size; one element hides what divides it."""
     counts = {"dp": 2, "tp": 4}

@@ -499,7 +499,7 @@ def alarm(program: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("names, broken", [b[1:] for b in BREAKS], ids=[b[0] for b in BREAKS])
+@pytest.mark.parametrize("names, broken", share([b[1:] for b in BREAKS]), ids=share([b[0] for b in BREAKS]))
 def test_a_broken_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, names, broken) -> None:
     """With one rule broken, some correct program raises an alarm or some wrong one does not."""
     for name in names:
@@ -507,7 +507,9 @@ def test_a_broken_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, names, broken
     assert any(map(alarm, PROGRAMS)) or not all(map(alarm, wrong_ones()))
 
 
-@pytest.mark.parametrize("names, linear", [(("exp",), "passes"), (("add", "add_any"), "passes"), (("div",), "product")])
+@pytest.mark.parametrize(
+    "names, linear", share([(("exp",), "passes"), (("add", "add_any"), "passes"), (("div",), "product")])
+)
 def test_a_primitive_that_is_called_linear_is_noticed(monkeypatch: pytest.MonkeyPatch, names, linear) -> None:
     for name in names:
         monkeypatch.setitem(TABLE, name, TABLE[name]._replace(linear=linear))

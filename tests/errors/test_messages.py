@@ -16,6 +16,7 @@ import pytest
 
 import spmd
 from tests.errors.registry import BAD, FIXED, Pasted, X, fixes_of, read
+from tests.sampler import share
 
 TESTS = Path(__file__).parents[1]
 for _file in sorted(TESTS.rglob("bad_*.py")):  # they fill the registry, in this order
@@ -71,7 +72,7 @@ def takes_the_fix(name: str) -> bool:
     return "fix" in inspect.signature(FIXED[name]).parameters
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", share(FIXED))
 def test_the_program_as_the_message_says(name, mesh):
     """With the lines of the message as it is now, where it has some; else with what its words say."""
     assert name in BAD

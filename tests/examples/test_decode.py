@@ -48,7 +48,7 @@ def one_device_draws(module: Any) -> Callable[[int], Any]:
     return functools.cache(lambda experts: written(module, {"one": 1}, experts, temperature=0.8)[0])
 
 
-@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("experts", share([0, 4]))
 def test_tokens_are_those_of_whole_sequences(module, experts):
     """Each is the best after all before it, without a cache, in one pass over the row."""
     made, (model, params, prompts, lengths) = written(module, {"one": 1}, experts)

@@ -13,6 +13,7 @@ import spmd
 from spmd.errors import PlacementError
 from spmd.inspect import collectives
 from tests.kernels.harness import KINDS, linear_on, mesh_of
+from tests.sampler import share
 
 A, E = AxisType.Auto, AxisType.Explicit
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -46,7 +47,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("kinds", ["auto", "explicit"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", share(NAMES))
 def test_an_argument_that_lies_elsewhere_is_moved(name, kinds):
     mesh = mesh_of(KINDS[kinds])
     linear = linear_on(mesh)
@@ -72,7 +73,7 @@ def test_boundary_error_allows_only_what_lies_there(name):
             linear(x, w)
 
 
-@pytest.mark.parametrize("kind", [(A, A), (E, E), (E, A), (A, E)])
+@pytest.mark.parametrize("kind", share([(A, A), (E, E), (E, A), (A, E)]))
 def test_boundary_error_inside_jit_sees_what_the_type_says(kind):
     """Explicit axes stand in an array's type, Auto ones do not; outside jit the array itself tells."""
     mesh = mesh_of(kind)

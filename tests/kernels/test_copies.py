@@ -15,7 +15,7 @@ import spmd
 from spmd import all_gather
 from spmd.kernels import _copies
 from tests.kernels.harness import close
-from tests.sampler import seeds
+from tests.sampler import seeds, share
 
 MESHES = ({"dp": 2, "tp": 4}, {"dp": 4, "tp": 2}, {"dp": 1, "tp": 8}, {"dp": 8, "tp": 1}, {"dp": 1, "tp": 1})
 EVERY = len(seeds()) > 99  # all meshes, and calls outside `jit`: see tests/README.md
@@ -135,7 +135,7 @@ def pulled(run, x):
     return out, gradient
 
 
-@pytest.mark.parametrize(("pattern", "fn"), PROGRAMS, ids=[fn.__name__ for _, fn in PROGRAMS])
+@pytest.mark.parametrize(("pattern", "fn"), share(PROGRAMS), ids=share([fn.__name__ for _, fn in PROGRAMS]))
 def test_it_is_the_program_that_says_so(pattern, fn):
     """Values and gradients are those of one device. Forward and backward, the compiled program has the collectives and
     the bytes of the one that says `to="invarying"`."""
@@ -295,7 +295,7 @@ def paying_in_one_round(x, y, to=None):
 PAYING = (paying, paying_later, paying_in_a_loop, paying_in_a_branch, paying_in_one_round)
 
 
-@pytest.mark.parametrize("fn", PAYING, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", share(PAYING), ids=lambda fn: fn.__name__)
 def test_a_program_that_another_use_pays_for_is_refused(fn):
     """And rightly: with the price ignored, the backward pass sends more, or more often, than with a gather for each."""
     pattern = "s/tp d, b/tp s -> s d, b/tp d"

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import MeshError
 from tests.kernels.harness import KINDS, linear_on, mesh_of
+from tests.sampler import share
 
 A, E = AxisType.Auto, AxisType.Explicit
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -79,7 +80,7 @@ def test_an_ambient_mesh_of_other_axes(mode, kinds):
         np.testing.assert_allclose(jax.jit(linear)(X, W), X @ W, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kinds", [A, E], ids=str)
+@pytest.mark.parametrize("kinds", share([A, E]), ids=str)
 @pytest.mark.parametrize("around", ["its own", "another"])
 def test_reference_mode_under_set_mesh(kinds, around):
     """Called eagerly, alone and differentiated, and with arrays that lie on the mesh: what comes out meets them."""
@@ -106,7 +107,7 @@ def test_reference_mode_under_set_mesh(kinds, around):
         np.testing.assert_allclose(hessian, 8 * (np.ones_like(X) @ W) @ W.T, rtol=1e-4)
 
 
-@pytest.mark.parametrize("set_mesh", [False, True])
+@pytest.mark.parametrize("set_mesh", share([False, True]))
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
 def test_checkify(mode, set_mesh):
     """JAX's functional assertions around a kernel, and inside one."""

@@ -14,6 +14,7 @@ import pytest
 import spmd
 from spmd.modes import MODES
 from tests.kernels.test_signature import X, in_modes
+from tests.sampler import share
 
 
 class Pair(NamedTuple):
@@ -71,7 +72,7 @@ def test_the_body_is_traced_once(mesh, results):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("kinds", ["Auto Auto", "Explicit Explicit", "Auto Explicit"])
+@pytest.mark.parametrize("kinds", share(["Auto Auto", "Explicit Explicit", "Auto Explicit"]))
 def test_layouts_of_results_go_by_name(kinds):
     """A dict of layouts for a class; scalars unmentioned, or below one layout for all."""
     kinds = tuple(getattr(jax.sharding.AxisType, kind) for kind in kinds.split())

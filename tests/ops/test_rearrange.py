@@ -17,7 +17,7 @@ from spmd.modes import MODES
 from spmd.ops import iota, rearrange, repeat
 from tests import simulator
 from tests.ops.harness import close, communicates, frame, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -216,17 +216,19 @@ def test_other_errors(call, error: type[Exception], part: str) -> None:
 
 @pytest.mark.parametrize(
     ("signature", "body"),
-    [
-        ("n -> (t n)/tp", lambda x: repeat(x, "n -> (t n)/tp", t=8)),
-        ("n -> (t n)/tp/dp", lambda x: repeat(x, "n -> (t n)/tp/dp", t=8)),
-        ("n -> (t n)/tp", lambda x: rearrange(repeat(x, "n -> t/tp n", t=8), "t/tp n -> (t n)/tp")),
-        ("n -> (t n)/tp", lambda x: repeat(x, "n -> (t/tp n)", t=8) * iota("(t n)/tp", n=3, t=8).astype(x.dtype)),
-        ("n -> (t n)/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1)),
-        ("n -> (t n)/tp/dp", lambda x: repeat(x, "n -> t/tp/dp n", t=8).reshape(-1)),
-        ("n -> (t n)/tp", lambda x: jnp.tanh(jnp.arctanh(repeat(x / 8, "n -> n t/tp", t=8))).T.ravel() * 8),
-        ("n -> (t n)/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1).reshape(-1, 3).reshape(-1)),
-        ("n -> (t n)/tp", lambda x: repeat(x[None], "z n -> t/tp z n", t=8).reshape(-1)),
-    ],
+    share(
+        [
+            ("n -> (t n)/tp", lambda x: repeat(x, "n -> (t n)/tp", t=8)),
+            ("n -> (t n)/tp/dp", lambda x: repeat(x, "n -> (t n)/tp/dp", t=8)),
+            ("n -> (t n)/tp", lambda x: rearrange(repeat(x, "n -> t/tp n", t=8), "t/tp n -> (t n)/tp")),
+            ("n -> (t n)/tp", lambda x: repeat(x, "n -> (t/tp n)", t=8) * iota("(t n)/tp", n=3, t=8).astype(x.dtype)),
+            ("n -> (t n)/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1)),
+            ("n -> (t n)/tp/dp", lambda x: repeat(x, "n -> t/tp/dp n", t=8).reshape(-1)),
+            ("n -> (t n)/tp", lambda x: jnp.tanh(jnp.arctanh(repeat(x / 8, "n -> n t/tp", t=8))).T.ravel() * 8),
+            ("n -> (t n)/tp", lambda x: repeat(x, "n -> t/tp n", t=8).reshape(-1).reshape(-1, 3).reshape(-1)),
+            ("n -> (t n)/tp", lambda x: repeat(x[None], "z n -> t/tp z n", t=8).reshape(-1)),
+        ]
+    ),
 )
 def test_copies_as_blocks_of_a_kernels_result(signature: str, body: Any) -> None:
     """The devices' blocks are equal, and are blocks of the whole all the same: the check sees that repeat made them."""

@@ -16,7 +16,7 @@ from spmd.modes import MODES
 from spmd.ops import reduce
 from tests import simulator
 from tests.ops.harness import backward_counts, close, communicates, counts, frame, make_mesh, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 OPS = ("sum", "mean", "max", "min", "prod", "any", "all", "logsumexp")
@@ -135,7 +135,7 @@ def test_ties_share_the_gradient_over_the_whole_array_in_both_directions(op: str
     close(moved(fn), moved(plain))
 
 
-@pytest.mark.parametrize("op", ["max", "mean", "logsumexp", "prod"])
+@pytest.mark.parametrize("op", share(["max", "mean", "logsumexp", "prod"]))
 def test_gradients_in_low_precision(op: str) -> None:
     x = jnp.asarray([[3, 1, 3, 2, 0, 3, 1, 1], [1, 1, 1, 1, 2, 1, 1, 2]], jnp.bfloat16)
     found = []
@@ -162,7 +162,7 @@ def test_the_mean_of_low_precision_does_not_overflow() -> None:
     close(fn(jnp.full(64, 3e4, jnp.float16)), jnp.asarray(3e4, jnp.float16))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint32", "bool", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("dtype", share(["int8", "uint32", "bool", "float16", "bfloat16", "complex64"]))
 @pytest.mark.parametrize("op", OPS)
 def test_dtypes_are_those_of_jnp(op: str, dtype: str) -> None:
     if dtype == "complex64" and op in ("max", "min", "logsumexp"):
@@ -182,7 +182,7 @@ def test_dtypes_are_those_of_jnp(op: str, dtype: str) -> None:
 # --- scalars ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("op", "whole"), [*((op, True) for op in OPS), ("mean", False), ("max", False)])
+@pytest.mark.parametrize(("op", "whole"), share([*((op, True) for op in OPS), ("mean", False), ("max", False)]))
 def test_a_scalar_is_closed_on_every_axis(op: str, whole: bool) -> None:
     """Also where the operand is a gathered copy, by JAX's type different on each device; gradients too."""
     kind = "bool" if op in ("any", "all") else "float32"

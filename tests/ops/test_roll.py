@@ -16,7 +16,7 @@ from spmd.modes import MODES
 from spmd.ops import roll
 from tests import simulator
 from tests.ops.harness import backward_counts, close, frame, make_mesh, pulled, pulling, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -37,7 +37,7 @@ def test_random_calls_equal_numpy(seed: int) -> None:
 
 
 @pytest.mark.parametrize("by", [1, -5, 4, 16, 11])
-@pytest.mark.parametrize("layout", ["b/dp [s/tp]", "b [s/tp/dp]", "[s/tp] b/dp"])
+@pytest.mark.parametrize("layout", share(["b/dp [s/tp]", "b [s/tp/dp]", "[s/tp] b/dp"]))
 def test_values_and_gradients_in_every_mode(layout: str, by: int) -> None:
     plain = layout.replace("[", "").replace("]", "")
     (axis,) = simulator.bracketed(layout)
@@ -64,7 +64,7 @@ COSTS = [
 ]
 
 
-@pytest.mark.parametrize(("by", "permutes", "elements"), COSTS)
+@pytest.mark.parametrize(("by", "permutes", "elements"), share(COSTS))
 def test_only_what_crosses_a_border_is_sent(by: int, permutes: int, elements: int) -> None:
     x = np.ones((6, 16), np.float32)
     body = lambda x: roll(x, "b/dp [s/tp]", by)
@@ -87,7 +87,7 @@ TRACED = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "mesh", "shape", "kinds", "shards"), TRACED)
+@pytest.mark.parametrize(("layout", "mesh", "shape", "kinds", "shards"), share(TRACED))
 def test_a_traced_shift(layout: str, mesh: dict, shape: tuple, kinds: dict, shards: float) -> None:
     """One program for all shifts, whose collectives and bytes are the docstring's."""
     plain = layout.replace("[", "").replace("]", "")

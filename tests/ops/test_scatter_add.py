@@ -15,7 +15,7 @@ from spmd.modes import MODES
 from spmd.ops import scatter_add
 from tests import simulator
 from tests.ops.harness import backward_counts, close, counts, make_mesh, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -104,7 +104,9 @@ def test_values_and_gradients_in_every_mode(seed: int) -> None:
         assert int(fn(rows, *ids)[1]) == outside
 
 
-@pytest.mark.parametrize(("field", "waves"), [("x/dp y/tp z", "kx ky/dp kz/tp"), ("x/dp/tp y z", "kx ky/dp/tp kz")])
+@pytest.mark.parametrize(
+    ("field", "waves"), share([("x/dp y/tp z", "kx ky/dp kz/tp"), ("x/dp/tp y z", "kx ky/dp/tp kz")])
+)
 def test_a_power_spectrum_is_binned_where_it_lies(field: str, waves: str) -> None:
     """Partial sums in each bin, and one psum of the bins beside the transform's own."""
     n, bins = 8, 5
@@ -136,18 +138,20 @@ def test_the_comparison_can_fail() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "forward", "both", "sent"),
-    [
-        ("n/dp d, n/dp -> [v/dp] d", {"psum_scatter dp": 1}, {"psum_scatter dp": 1, "all_gather dp": 1}, 512 // 2),
-        ("n/dp d, n/dp -> [v] d", {"psum dp": 1}, {"psum dp": 1}, 2 * 512 // 2),
-        (
-            "n/dp d, n/dp -> [v/tp/dp] d",
-            {"psum_scatter dp": 1},
-            {"psum_scatter dp": 1, "all_gather dp": 1, "psum tp": 1},
-            64,
-        ),
-        ("n/dp d/tp, n/dp -> [v/dp] d/tp", {"psum_scatter dp": 1}, {"psum_scatter dp": 1, "all_gather dp": 1}, 64),
-        ("n d, n -> [v/dp] d", {}, {"psum dp": 1}, 0),
-    ],
+    share(
+        [
+            ("n/dp d, n/dp -> [v/dp] d", {"psum_scatter dp": 1}, {"psum_scatter dp": 1, "all_gather dp": 1}, 512 // 2),
+            ("n/dp d, n/dp -> [v] d", {"psum dp": 1}, {"psum dp": 1}, 2 * 512 // 2),
+            (
+                "n/dp d, n/dp -> [v/tp/dp] d",
+                {"psum_scatter dp": 1},
+                {"psum_scatter dp": 1, "all_gather dp": 1, "psum tp": 1},
+                64,
+            ),
+            ("n/dp d/tp, n/dp -> [v/dp] d/tp", {"psum_scatter dp": 1}, {"psum_scatter dp": 1, "all_gather dp": 1}, 64),
+            ("n d, n -> [v/dp] d", {}, {"psum dp": 1}, 0),
+        ]
+    ),
 )
 def test_collectives_and_bytes_are_those_of_the_string(pattern: str, forward: dict, both: dict, sent: int) -> None:
     """The formulas of the docstring. A table of 16 x 8 float32 has 512 bytes."""
@@ -171,7 +175,7 @@ def test_the_count_is_sent_only_if_it_is_used() -> None:
     assert spmd.inspect.collectives(compiled, mesh=make_mesh(MESH)).counts == {"psum_scatter": 1, "psum": 1}
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+@pytest.mark.parametrize("dtype", share(["int8", "uint8", "uint32"]))
 def test_small_integers_reach_all_rows(dtype: str) -> None:
     ids = jnp.asarray([0, 1, 100, 127]).astype(dtype)
     body = lambda x, i: scatter_add(x, i, "n/dp, n/dp -> [v/tp/dp]", v=600)

@@ -12,7 +12,7 @@ from spmd.modes import MODES
 from spmd.ops import argmax, cumsum, softmax
 from tests import simulator
 from tests.ops.harness import backward_counts, close, counts, frame, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -45,7 +45,7 @@ def test_random_calls_equal_numpy(name: str, seed: int) -> None:
 # --- softmax ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["[b/dp] [k/tp]", "b/dp [k/tp]", "[(b k)/tp/dp]"])
+@pytest.mark.parametrize("layout", share(["[b/dp] [k/tp]", "b/dp [k/tp]", "[(b k)/tp/dp]"]))
 def test_softmax_has_the_gradient_of_the_whole(layout: str) -> None:
     plain = layout.replace("[", "").replace("]", "")
     x = jnp.asarray(Sampler(1).array((16,) if "(" in layout else (4, 8), whole=False))
@@ -92,7 +92,7 @@ def test_softmax_of_large_values_and_in_all_modes() -> None:
 # --- argmax -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint32", "bool"])
+@pytest.mark.parametrize("dtype", share(["float32", "bfloat16", "float16", "int8", "uint32", "bool"]))
 def test_argmax_is_that_of_numpy_for_ties_nans_and_signed_zeros(dtype: str) -> None:
     rows = [
         [1, 3, 2, 3, 3, 0, 1, 2],
@@ -132,7 +132,7 @@ def test_argmax_within_a_differentiated_loss() -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("layout", ["b [s/tp/dp] d", "b/dp [s/tp] d", "b [s] d/tp"])
+@pytest.mark.parametrize("layout", share(["b [s/tp/dp] d", "b/dp [s/tp] d", "b [s] d/tp"]))
 def test_cumsum_and_its_gradient(layout: str, reverse: bool) -> None:
     plain = layout.replace("[", "").replace("]", "")
     x = jnp.asarray(Sampler(7).array((4, 16, 8), whole=False))

@@ -13,11 +13,11 @@ from spmd import stencil
 from spmd.modes import MODES
 from tests.ops.halos import EDGES, inner_body, neighbourhood, numbers, padded, sample, texts
 from tests.ops.harness import close, make_mesh, pulled
-from tests.sampler import seeds
+from tests.sampler import seeds, share
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", seeds(times=2))
+@pytest.mark.parametrize("seed", seeds())
 def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
     mesh, places, shape, margins, edges, edge, _ = sample(seed + 1000)
     plain, wide = texts(places, margins)
@@ -126,7 +126,7 @@ def test_without_corners(seed: int) -> None:
         close(found, gradient)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
+@pytest.mark.parametrize("dtype", share(["int32", "bool", "uint8"]))
 def test_corners_of_what_has_no_nan_are_filled(dtype: str) -> None:
     """A wrong corner would not show, so there is none."""
     x = (jnp.arange(48).reshape(8, 6) % 7).astype(dtype)
@@ -149,7 +149,7 @@ def test_diff(edge: str) -> None:
         close(getattr(run, mode)(x), want)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (5, 1), (2, 2), (9, 3)])
+@pytest.mark.parametrize("shape", share([(3, 4), (5, 1), (2, 2), (9, 3)]))
 def test_convolve(shape: tuple[int, int]) -> None:
     x, w = numbers(0, (2, 12, 10)), numbers(1, shape)
     run = spmd.kernel("n x/a y/b, w v -> n x/a y/b", mesh=make_mesh({"a": 4, "b": 2}))(
@@ -186,7 +186,7 @@ def test_convolve_and_diff_with_an_edge_for_each_dimension() -> None:
             close(a, b, 1e-3)
 
 
-@pytest.mark.parametrize("width", [5, 13, 29])  # of blocks of 6, on devices that hold two copies
+@pytest.mark.parametrize("width", share([5, 13, 29]))  # of blocks of 6, on devices that hold two copies
 def test_convolve_where_an_axis_holds_copies(width: int) -> None:
     """XLA's own partitioner, of a convolution of the whole arrays, gives twice of some of these."""
     x, w = numbers(0, (24,)), numbers(1, (width,))

@@ -13,7 +13,7 @@ from spmd.modes import MODES
 from spmd.ops import take
 from tests import simulator
 from tests.ops.harness import backward_counts, close, counts, frame, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -44,7 +44,7 @@ def whole(table: jax.Array, ids: jax.Array, pattern: str) -> jax.Array:
     return found.transpose([names.index(n) for n in clear(simulator.split_pattern(pattern)[1][0]).split()])
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", share(PATTERNS))
 def test_values_and_gradients_in_every_mode(pattern: str) -> None:
     inputs, (output,) = simulator.split_pattern(pattern)
     sampler = Sampler(3)
@@ -99,7 +99,7 @@ def _differs() -> jax.Array:
     return jax.lax.axis_index("dp").astype(jnp.int32)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int16"])
+@pytest.mark.parametrize("dtype", share(["int8", "uint8", "uint32", "int16"]))
 def test_small_integers_reach_all_rows(dtype: str) -> None:
     table = jnp.arange(1200.0).reshape(600, 2)
     ids = jnp.asarray([0, 1, 100, 127]).astype(dtype)
@@ -144,7 +144,7 @@ def rows_of_each(table: jax.Array, ids: jax.Array, pattern: str) -> jax.Array:
     return jnp.einsum(f"{letters(names)},{letters(of_ids)}{names[axis]}->{out}", table, one, precision="highest")
 
 
-@pytest.mark.parametrize("pattern", BATCHED)
+@pytest.mark.parametrize("pattern", share(BATCHED))
 def test_a_table_for_each_row_of_a_batch(pattern: str) -> None:
     """Values against the simulator, gradients against plain JAX, in every mode; numbers outside give zeros."""
     inputs, (output,) = simulator.split_pattern(pattern)

@@ -43,7 +43,7 @@ def test_random_calls_equal_numpy(seed: int) -> None:
         close(found[1], positions.astype(np.int32))
 
 
-@pytest.mark.parametrize("layout", ["b/dp [e/tp]", "b [e/tp/dp]", "[e/tp] b/dp", "b/dp [e]"])
+@pytest.mark.parametrize("layout", share(["b/dp [e/tp]", "b [e/tp/dp]", "[e/tp] b/dp", "b/dp [e]"]))
 @pytest.mark.parametrize("k", share([1, 3, 7]))
 def test_values_positions_and_gradients_in_every_mode(layout: str, k: int) -> None:
     plain = layout.replace("[", "").replace("]", "")
@@ -67,7 +67,7 @@ def test_values_positions_and_gradients_in_every_mode(layout: str, k: int) -> No
         jax.tree.map(close, pulled(fn, x, by=weights), pulled(plainly, x, by=weights))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "bool"])
+@pytest.mark.parametrize("dtype", share(["float32", "bfloat16", "int8", "uint32", "bool"]))
 def test_ties_infinities_and_dtypes_are_those_of_lax(dtype: str) -> None:
     rows = [[1, 3, 2, 3, 3, 0, 1, 2], [0] * 8, [5, 1, 1, 1, 1, 1, 1, 5], [0, 0, 0, 0, 0, 1, 1, 1]]
     if dtype.startswith(("float", "bfloat")):
@@ -80,7 +80,7 @@ def test_ties_infinities_and_dtypes_are_those_of_lax(dtype: str) -> None:
         jax.tree.map(close, tuple(fn(x)), tuple(expected))
 
 
-@pytest.mark.parametrize(("k", "candidates"), [(1, 1), (3, 3), (7, 4)])
+@pytest.mark.parametrize(("k", "candidates"), share([(1, 1), (3, 3), (7, 4)]))
 def test_it_costs_the_candidates_of_the_others(k: int, candidates: int) -> None:
     """Each device sends its min(k, local) best: their values and their positions. Backward costs nothing."""
     x = jnp.ones((6, 16))

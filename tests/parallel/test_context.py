@@ -12,6 +12,7 @@ import pytest
 import spmd
 from spmd import parallel
 from tests.nn.dense import dense_attention, dense_result, placed_order
+from tests.sampler import share
 
 CP, LENGTH = 4, 16
 SIGNATURE = "b s/cp h k, b s/cp g k, b s/cp g k -> b s/cp h k"
@@ -37,7 +38,7 @@ def close(a, b, tolerance=1e-4):
     return np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", share([True, False]))
 def test_balanced_tokens_stand_where_they_are_said_to(causal):
     """Load balance without a causal mask (pytorch#141429), and tokens that are taken to be in order."""
     q, k, v = (x[:, placed_order(LENGTH, CP, "zigzag")] for x in inputs())

@@ -93,7 +93,7 @@ def joined_axes(axes) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("mesh", "tokens", "axes"), share(LAYERS))
-@pytest.mark.parametrize("rows", [11, 40])
+@pytest.mark.parametrize("rows", share([11, 40]))
 def test_what_finds_no_room_is_counted(mesh, tokens, axes, rows) -> None:
     args = arguments()
     expected, lost = one_after_another(args, blocks_of(mesh, axes), mesh["ep"], rows)
@@ -131,7 +131,7 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 
 
 @pytest.mark.parametrize(("mesh", "tokens", "axes"), share(LAYERS))
-@pytest.mark.parametrize("rows", [None, 30])
+@pytest.mark.parametrize("rows", share([None, 30]))
 def test_rows_without_gaps_give_the_same(mesh, tokens, axes, rows, monkeypatch) -> None:
     """CPUs have no ragged_all_to_all. What it is given is right, forward and backward, if an emulation agrees."""
     args = arguments()

@@ -15,6 +15,7 @@ import spmd
 from spmd import Layout, parallel
 from spmd.inspect import collectives
 from tests.parallel.cases_experts import capacity, plain_choices, plain_moe
+from tests.sampler import share
 
 B, S, D, E, F, K = 8, 6, 5, 6, 4, 2
 GROUPS, FACTOR = (4, 2), 1.0
@@ -55,7 +56,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "axes"), MESHES)
+@pytest.mark.parametrize(("mesh", "axes"), share(MESHES))
 def test_who_is_dropped_depends_on_the_groups_alone(mesh, axes) -> None:
     args = arguments()
     plain, *_, load, drop_rate = plain_moe(*args, groups=GROUPS, factor=FACTOR)
@@ -316,7 +317,7 @@ def test_the_bias_balances_without_a_loss() -> None:
     assert spread[0] < 0.15 < 0.25 < spread[1]
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", share([False, True]))
 def test_a_token_chooses_among_the_experts_of_its_best_groups(biased) -> None:
     """A group is as good as the sum of its two best scores; its experts are chosen one by one."""
     rng = np.random.default_rng(3)

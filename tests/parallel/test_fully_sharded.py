@@ -247,7 +247,7 @@ def test_what_all_layers_share_is_summed_once_if_deferred(mesh):
     assert (sums(False), sums(True)) == (L, 1)
 
 
-@pytest.mark.parametrize("where", ["shared", "carried", "stacked"])
+@pytest.mark.parametrize("where", share(["shared", "carried", "stacked"]))
 def test_keys_of_dropout_go_through_a_stack(where, mesh):
     """The same in each layer, split from layer to layer, or one among the parameters of each."""
     keys = jax.random.split(jax.random.key(1), L)
@@ -347,10 +347,12 @@ def test_gathered_weights_are_the_cast_ones_to_the_last_bit():
 
 @pytest.mark.parametrize(
     ("rest", "kinds"),
-    [
-        ({"embed": "dp", "mlp": "tp"}, {"all_gather": 2}),
-        ({"embed": "tp", "mlp": None}, {"all_to_all": 2}),
-    ],
+    share(
+        [
+            ({"embed": "dp", "mlp": "tp"}, {"all_gather": 2}),
+            ({"embed": "tp", "mlp": None}, {"all_to_all": 2}),
+        ]
+    ),
 )
 def test_from_one_mapping_to_another(rest, kinds):
     """Names once; a mapping for the resting place and one for use. Beyond gathers, relayout moves."""

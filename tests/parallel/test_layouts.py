@@ -13,6 +13,7 @@ import pytest
 import spmd
 from spmd import Layout, einsum, parallel
 from spmd.inspect import collectives
+from tests.sampler import share
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,7 @@ CONTAINERS = {  # how each is made, and where its weights are
 }
 
 
-@pytest.mark.parametrize(("make", "weights"), CONTAINERS.values(), ids=CONTAINERS)
+@pytest.mark.parametrize(("make", "weights"), share(CONTAINERS.values()), ids=share(CONTAINERS))
 def test_any_container(make, weights, mesh):
     """Layouts, gather, the wrapper, norms and accumulation take whatever holds arrays; other leaves pass through."""
     rng = np.random.default_rng(3)

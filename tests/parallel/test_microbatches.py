@@ -10,6 +10,7 @@ import pytest
 import spmd
 from spmd import parallel
 from spmd.inspect import collectives
+from tests.sampler import share
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def accumulating(mesh, loss, mean=True, dtype=None, layouts=None):
     )
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", share([1, 5]))
 def test_unequal_counts_and_one_reduction(count, mesh):
     """The mean over tokens where rows have few: not the mean of means; and no more is sent for five micro-batches."""
     rng = np.random.default_rng(1)

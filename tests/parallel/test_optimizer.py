@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd import parallel
 from spmd.inspect import collectives
-from tests.sampler import seeds
+from tests.sampler import seeds, share
 
 LAYOUTS = {"experts": "e/ep g f/tp", "dense": "d/dp f/tp", "router": "g e/1", "table": "v/tp c", "scale": "scalar"}
 SHAPES = {"experts": (6, 5, 4), "dense": (10, 4), "router": (5, 6), "table": (8, 3), "scale": ()}
@@ -140,7 +140,7 @@ def test_partial_sums_that_are_not_declared_are_found(mesh):
 # -------------------- clipping
 
 
-@pytest.mark.parametrize("limit", [0.5, 1e6])
+@pytest.mark.parametrize("limit", share([0.5, 1e6]))
 def test_clipping_is_that_of_optax(limit, mesh):
     """Alone, and chained with optax's in a kernel: two steps of Adam on shards give those on whole arrays."""
     optax = pytest.importorskip("optax")

@@ -125,7 +125,7 @@ def test_scan_layers_takes_a_class(mesh, params) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
 
 
-@pytest.mark.parametrize("form", REST)
+@pytest.mark.parametrize("form", share(REST))
 def test_norms_and_layouts(form, mesh, params) -> None:
     rest, use = REST[form], USE[form]
     norm = spmd.kernel(in_layouts=(rest,), out_layouts="scalar", mesh=mesh)(lambda p: parallel.global_norm(p, rest))

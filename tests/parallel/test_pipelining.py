@@ -13,6 +13,7 @@ import pytest
 import spmd
 from spmd import nn, parallel
 from spmd.parallel import pipelining
+from tests.sampler import share
 
 # -------------------- the program
 
@@ -34,7 +35,7 @@ def digits(p, m, v, mesh, **options):
     return run, (number if v else number[0], x, np.zeros((m, 2), np.int32))
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(4, 5, None), (3, 2, 2), (2, 3, 3), (1, 2, 2)])
+@pytest.mark.parametrize(("p", "m", "v"), share([(4, 5, None), (3, 2, 2), (2, 3, 3), (1, 2, 2)]))
 def test_every_microbatch_meets_every_stage_in_order(p, m, v):
     run, args = digits(p, m, v, spmd.make_mesh(pp=p))
     stages = p * (v or 1)
@@ -106,7 +107,7 @@ def test_the_bubble_of_the_program(p, m, v):
     assert length / ((v or 1) * m) == pytest.approx(1 + schedule.bubble)
 
 
-@pytest.mark.parametrize("save", ["inputs", jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("save", share(["inputs", jax.checkpoint_policies.dots_saveable]))
 def test_no_tick_keeps_weights(save):
     """Between the passes there is something for each tick, and it is not the weights of a round."""
     w, x = jnp.ones((2, 4, 6, 6)), jnp.ones((5, 3, 6))
@@ -148,7 +149,7 @@ def test_under_a_mapping():
     np.testing.assert_allclose(run(w, x), x * w.prod(0))
 
 
-@pytest.mark.parametrize("rounds", [None, 2])
+@pytest.mark.parametrize("rounds", share([None, 2]))
 def test_keys_of_dropout_go_through_stages(rounds):
     """One for each micro-batch, split in each stage, and one for each stage: the masks are those of whole arrays."""
     mesh, p = spmd.make_mesh(dp=2, pp=2), 2 * (rounds or 1)

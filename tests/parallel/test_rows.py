@@ -9,6 +9,7 @@ import pytest
 
 from spmd.parallel._rows import grouped
 from tests.ops.harness import pulled
+from tests.sampler import share
 
 R, G, D, F = 9, 3, 4, 5
 
@@ -30,7 +31,7 @@ def example(seed: int, dtype: str = "float32"):
     return x.astype(dtype), rng.normal(size=(G, D, F)).astype(dtype), counts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", share(["float32", "bfloat16"]))
 def test_values_and_gradients_are_those_of_loops(dtype) -> None:
     x, w, counts = example(2, jnp.dtype(dtype))
     tolerance = 1e-5 if dtype == "float32" else 5e-2
@@ -41,7 +42,7 @@ def test_values_and_gradients_are_those_of_loops(dtype) -> None:
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, 0), (0, None, None), (None, 0, None), (0, 0, None)])
+@pytest.mark.parametrize("mapped", share([(0, 0, 0), (0, None, 0), (0, None, None), (None, 0, None), (0, 0, None)]))
 def test_any_operand_may_be_mapped(mapped) -> None:
     many = [example(seed) for seed in (3, 6)]  # all rows have a group, so counts may be exchanged
     args = [np.stack([one[i] for one in many]) if dim == 0 else many[0][i] for i, dim in enumerate(mapped)]

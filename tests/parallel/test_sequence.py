@@ -11,9 +11,10 @@ import pytest
 import spmd
 from spmd import parallel
 from tests.nn.dense import placed_order
+from tests.sampler import share
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", share([1, 2, 3, 8]))
 @pytest.mark.parametrize("placement", parallel.sequence.PLACEMENTS)
 def test_one_order_in_three_places(placement, n):
     """On the host, by communication, and as positions."""
