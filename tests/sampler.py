@@ -23,6 +23,7 @@ MAX_DEVICES = 8
 AXIS_NAMES = ("dp", "tp", "cp", "fsdp", "ep", "x", "row")
 DTYPES = ("float32", "bfloat16", "int32", "complex64")
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def first_seed() -> int:
@@ -41,6 +42,16 @@ def share(cases: Iterable[T]) -> list[T]:
     every = list(cases)
     step = min(-(-FULL_CASES // case_count()), len(every))
     return every[first_seed() % step :: step]
+
+
+def mixed(first: Iterable[T], second: Iterable[U]) -> list[tuple[T, U]]:
+    """All pairs, in an order of which each `share` has every one of the first, and the second ones in turn.
+
+    >>> mixed("abc", (1, 2, 3))[::3]
+    [('a', 1), ('b', 2), ('c', 3)]
+    """
+    others = list(second)
+    return [(one, others[(i + j) % len(others)]) for i, one in enumerate(first) for j in range(len(others))]
 
 
 class Choices:

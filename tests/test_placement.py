@@ -17,7 +17,7 @@ import spmd
 from spmd import Layout, init, shard
 from spmd.inspect import collectives
 from tests import simulator as sim
-from tests.sampler import share
+from tests.sampler import mixed, share
 
 KINDS = {
     "auto": (AxisType.Auto, AxisType.Auto),
@@ -52,8 +52,7 @@ NOT_INSIDE = {("a/tp/dp b", "mixed the other way"), ("a b/dp/tp", "mixed")}
 # -------------------- shard
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), share(mixed(LAYOUTS, KINDS)))
 def test_shard_outside_and_inside_jit(layout, kind) -> None:
     mesh = mesh_of(kind)
     x = numbers(16, 8)

@@ -14,7 +14,7 @@ from tests import simulator as sim
 from tests.comm import cases
 from tests.comm.cases import Case, argument, assert_blocks, device_mesh, expected, kernel_of, sample, written
 from tests.ops.harness import pulled
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, mixed, seeds, share
 
 VERBS = tuple(cases.MOVES)
 
@@ -62,9 +62,10 @@ def scanned(run):
     return lambda x: jax.lax.scan(lambda carry, one: (carry, run(one)), jnp.int32(0), x)[1]
 
 
-@pytest.mark.parametrize("how", ["jit", "vmap outside", "vmap inside", "scan", "remat", "eager grad"])
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-@over_verbs
+@pytest.mark.parametrize(
+    ("verb", "how"), share(mixed(VERBS, ["jit", "vmap outside", "vmap inside", "scan", "remat", "eager grad"]))
+)
 def test_transformations(verb: str, mode: str, how: str) -> None:
     """One case each, other ones in each mode; three slices along a dimension of the transformation's own."""
     case = sample(verb, 200 + 3 * len(how) + len(mode))

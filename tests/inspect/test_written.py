@@ -14,7 +14,7 @@ from spmd.inspect import collectives
 from spmd.inspect._written import written
 from tests.comm import cases
 from tests.inspect.harness import agree
-from tests.sampler import seeds
+from tests.sampler import mixed, seeds, share
 
 HERE = os.path.basename(__file__)
 MESH = {"dp": 2, "tp": 4}
@@ -48,8 +48,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("verb", cases.MOVES)
+@pytest.mark.parametrize(("verb", "wrap"), share(mixed(cases.MOVES, WRAPS)))
 @pytest.mark.parametrize("seed", seeds(1))
 def test_verbs(verb, wrap, seed):
     case = cases.sample(verb, 1000 + 10 * seed + list(WRAPS).index(wrap))
@@ -169,7 +168,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", share(OPS))
 def test_operations(name, mesh):
     pattern, body, shapes = OPS[name]
     ins, out = (side.split(",") for side in pattern.split("->"))
