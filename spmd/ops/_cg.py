@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _compat, _lax
-from spmd.ops._system import Apply, system
+from spmd import _lax
+from spmd.ops._system import Apply, Steps, inner, plus, system, typed, varying
 
 
 def cg(
@@ -24,11 +23,12 @@ def cg(
     atol: float = 0.0,
     maxiter: int | None = None,
     **names: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Any, jax.Array]:
     """Solve `apply(x) = b` by conjugate gradients: `x, steps = cg(apply, b, "x/a y/b")`.
 
     `apply` is linear, symmetric (Hermitian for complex numbers) and positive definite. It takes and returns an array of
-    this layout, and communicates as it likes, for example by `stencil.halo`. All dimensions together are one vector.
+    this layout, and communicates as it likes, for example by `stencil.halo`. All dimensions together are one vector,
+    and so are all arrays if `b` is a pytree of them, such as the components of a flow.
     The steps end when the length of the residual b - apply(x) is at most the larger of `tol` times that of b and
     `atol`. `jax.scipy.sparse.linalg.cg` means the same on one device. In a kernel its inner products are of shards.
 
@@ -42,8 +42,9 @@ def cg(
 
     Args:
       apply: The linear function.
-      b: The right side, an array of real or complex numbers.
-      layout: The layout of `b` and of the solution.
+      b: The right side, an array or a pytree of arrays of this layout, all of one type of real or complex numbers.
+        Their sizes may differ, in dimensions that are `_` or have no name of the kernel's signature: `"_/a _"`.
+      layout: The layout of `b`, of all its arrays, and of the solution.
       x0: Where the steps begin. Zeros if it is not given.
       precondition: A function like `apply`, close to its inverse.
       tol: The length of the residual, in units of that of `b`.
@@ -52,11 +53,12 @@ def cg(
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
-      `(x, steps)`: the solution, in this layout, and the number of steps, int32, equal on all devices. If they are
+      `(x, steps)`: the solution, as b is, and the number of steps, int32, equal on all devices. If they are
       `maxiter`, the residual may still be larger than was asked for.
 
     Raises:
-      LayoutError: On a malformed layout, or if `b` is a partial sum or of integers.
+      LayoutError: On a malformed layout, or if `b` is a partial sum, of integers or of several types, or another
+        structure than what the functions return.
       SizeError: If `x0`, or what `apply` returns, does not have the shape and type of `b`.
 
     Example:
@@ -79,33 +81,28 @@ def cg(
     call, b = known.call, known.b
     most = 10 * known.size if maxiter is None else maxiter
     steps = _Steps(apply, precondition, known.axes, most, tol, atol)
-    how: dict[str, Any] = {"symmetric": not jnp.iscomplexobj(b), "has_aux": True}
+    how: dict[str, Any] = {"symmetric": not any(map(jnp.iscomplexobj, jax.tree.leaves(b))), "has_aux": True}
 
     def transposed(_: Apply, b: Any) -> tuple[Any, Any]:  # of a Hermitian function: its conjugate
-        x, count = steps.run(b.conj(), None)
-        return x.conj(), count
+        x, count = steps.run(_conjugate(b), None)
+        return _conjugate(x), count
 
     with call.scope():
         solved: Any = lax.custom_linear_solve(apply, b, lambda _, b: steps.run(b, x0), transposed, **how)
         x, count = solved
-        return call.result(x, known.lies), known.scalar(count)
+        return known.vector(x), known.scalar(count)
 
 
-@dataclass(frozen=True)
-class _Steps:
+def _conjugate(x: Any) -> Any:
+    return jax.tree.map(jnp.conj, x)
+
+
+class _Steps(Steps):
     """The steps, with inner products of whole vectors."""
-
-    apply: Apply
-    precondition: Apply | None
-    axes: tuple[str, ...]
-    most: int
-    tol: float
-    atol: float
 
     def dots(self, *pairs: tuple[Any, Any]) -> list[Any]:
         """The inner products, which are real, by one sum over the devices."""
-        here = [jnp.vdot(x, y, precision=lax.Precision.HIGHEST).real for x, y in pairs]
-        return list(_lax.psum(jnp.stack(here), self.axes))
+        return list(_lax.psum(jnp.stack([inner(x, y).real for x, y in pairs]), self.axes))
 
     def measured(self, r: Any) -> tuple[Any, Any, Any]:
         """What the preconditioner makes of a residual, its product with it, and the residual's own length squared."""
@@ -117,12 +114,11 @@ class _Steps:
 
     def run(self, b: Any, x0: Any) -> tuple[Any, Any]:
         """The solution and the number of steps."""
-        lies = tuple(_compat.varying_axes(b))
-        x = _compat.pvary(jnp.zeros_like(b) if x0 is None else jnp.asarray(x0), lies)
-        r = b if x0 is None else b - self.apply(x)
+        x, r = self.begin(b, x0)
         z, product, length = self.measured(r)
         whole = length if x0 is None else self.dots((b, b))[0]
         small = jnp.maximum(self.tol**2 * whole, self.atol**2)
+        like = jax.tree.leaves(b)[0].dtype
 
         def more(state: Any) -> Any:
             *_, length, step = state
@@ -131,10 +127,10 @@ class _Steps:
         def step(state: Any) -> Any:
             x, r, p, product, _, step = state
             along = self.apply(p)
-            far = (product / self.dots((p, along))[0]).astype(b.dtype)
-            x, r = x + far * p, r - far * along
+            far = (product / self.dots((p, along))[0]).astype(like)
+            x, r = plus(x, p, far), plus(r, along, -far)
             z, after, length = self.measured(r)
-            return x, r, z + (after / product).astype(b.dtype) * p, after, length, step + 1
+            return x, r, plus(z, p, (after / product).astype(like)), after, length, step + 1
 
         x, *_, count = lax.while_loop(more, step, (x, r, z, product, length, jnp.int32(0)))
-        return x, _compat.pvary(count, lies)  # JAX wants all results of a solve to be of one type
+        return x, typed(count, varying(b))  # JAX wants all results of a solve to be of one type

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _compat, _lax
+from spmd import _lax
 from spmd.errors import SizeError
-from spmd.ops._system import Apply, system
+from spmd.ops._system import Apply, Steps, inner, plus, system, typed, varying
 
 
 def gmres(
@@ -26,12 +26,13 @@ def gmres(
     restart: int = 20,
     maxiter: int | None = None,
     **names: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """Solve `apply(x) = b` for any linear `apply`: `x, steps, residual = gmres(apply, b, "x/a y/b")`.
 
     `apply` is linear and can be inverted. It takes and returns an array of this layout, and communicates as it likes,
-    for example by `stencil.halo`. All dimensions together are one vector. If `apply` is symmetric (Hermitian) and
-    positive definite, `cg` takes fewer operations and less memory.
+    for example by `stencil.halo`. All dimensions together are one vector, and so are all arrays if `b` is a pytree of
+    them, such as the components of a flow. If `apply` is symmetric (Hermitian) and positive definite, `cg` takes fewer
+    operations and less memory.
 
     The steps end when the length of the residual b - apply(x) is at most the larger of `tol` times that of b and
     `atol`. They also end at a restart that has not made it smaller, because all further ones would be the same.
@@ -49,8 +50,9 @@ def gmres(
 
     Args:
       apply: The linear function.
-      b: The right side, an array of real or complex numbers.
-      layout: The layout of `b` and of the solution.
+      b: The right side, an array or a pytree of arrays of this layout, all of one type of real or complex numbers.
+        Their sizes may differ, in dimensions that are `_` or have no name of the kernel's signature: `"_/a _"`.
+      layout: The layout of `b`, of all its arrays, and of the solution.
       x0: Where the steps begin. Zeros if it is not given.
       precondition: A linear function like `apply`, close to its inverse. It is applied first: the residual is that of
         `apply` alone.
@@ -61,12 +63,13 @@ def gmres(
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
-      `(x, steps, residual)`: the solution, in this layout; the number of steps, int32; and the length of b - apply(x),
+      `(x, steps, residual)`: the solution, as b is; the number of steps, int32; and the length of b - apply(x),
       a real number without a gradient. Both numbers are equal on all devices. The residual is larger than was asked for
       if the steps ended early.
 
     Raises:
-      LayoutError: On a malformed layout, or if `b` is a partial sum or of integers.
+      LayoutError: On a malformed layout, or if `b` is a partial sum, of integers or of several types, or another
+        structure than what the functions return.
       SizeError: If `x0`, or what `apply` returns, does not have the shape and type of `b`, or `restart` is below 1.
 
     Example:
@@ -92,7 +95,7 @@ def gmres(
     if restart < 1:
         call.fail("gmres takes at least one step before it restarts.", got=[f"restart={restart}"], error=SizeError)
     most = 10 * known.size if maxiter is None else maxiter
-    steps = _Steps(apply, precondition, known.axes, min(restart, known.size), most, tol, atol)
+    steps = _Steps(apply, precondition, known.axes, most, tol, atol, min(restart, known.size))
 
     def transposed(apply: Apply, b: Any) -> tuple[Any, Any]:
         return replace(steps, apply=apply, precondition=_transposed(precondition, b)).run(b, None)
@@ -100,7 +103,7 @@ def gmres(
     with call.scope():
         solved: Any = lax.custom_linear_solve(apply, b, lambda _, b: steps.run(b, x0), transposed, has_aux=True)
         x, (count, length) = solved
-        return call.result(x, known.lies), known.scalar(count), known.scalar(length)
+        return known.vector(x), known.scalar(count), known.scalar(length)
 
 
 def _transposed(fn: Apply | None, like: Any) -> Apply | None:
@@ -112,29 +115,21 @@ def _transposed(fn: Apply | None, like: Any) -> Apply | None:
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _Steps(Steps):
     """The steps, with inner products of whole vectors."""
 
-    apply: Apply
-    precondition: Apply | None
-    axes: tuple[str, ...]
     restart: int
-    most: int
-    tol: float
-    atol: float
 
     def length(self, r: Any) -> Any:
         """The length of a vector."""
-        return jnp.sqrt(_lax.psum(jnp.vdot(r, r, precision=lax.Precision.HIGHEST).real, self.axes))
+        return jnp.sqrt(_lax.psum(inner(r, r).real, self.axes))
 
     def close_to_inverse(self, x: Any) -> Any:
         return x if self.precondition is None else self.precondition(x)
 
     def run(self, b: Any, x0: Any) -> tuple[Any, Any]:
         """The solution, the number of steps and the length of the residual."""
-        lies = tuple(_compat.varying_axes(b))
-        x = _compat.pvary(jnp.zeros_like(b) if x0 is None else jnp.asarray(x0), lies)
-        r = b if x0 is None else b - self.apply(x)
+        x, r = self.begin(b, x0)
         length = self.length(r)
         whole = length if x0 is None else self.length(b)
         small = jnp.maximum(self.tol * whole, self.atol)
@@ -146,14 +141,15 @@ class _Steps:
         def cycle(state: Any) -> Any:
             x, r, length, _, step = state
             moved, step = self.cycle(r, length, small, step)
-            after = b - self.apply(x + moved)
+            there = plus(x, moved)
+            after = plus(b, self.apply(there), -1)
             now = self.length(after)
-            keep = now < length
-            return jnp.where(keep, x + moved, x), jnp.where(keep, after, r), jnp.minimum(now, length), length, step
+            x, r = jax.tree.map(lambda new, old: jnp.where(now < length, new, old), (there, after), (x, r))
+            return x, r, jnp.minimum(now, length), length, step
 
         state = (x, r, length, jnp.full_like(length, jnp.inf), jnp.int32(0))
         x, _, length, _, count = lax.while_loop(more, cycle, state)
-        return x, (_compat.pvary(count, lies), _compat.pvary(length, lies))
+        return x, typed((count, length), varying(b))
 
     def cycle(self, r: Any, length: Any, small: Any, step: Any) -> tuple[Any, Any]:
         """How far to go from where the residual is r, by the best of `restart` directions, and the steps till then.
@@ -161,10 +157,10 @@ class _Steps:
         Column k of the Hessenberg matrix is turned into one of a triangle as soon as it is known: `turn` is the product
         of the rotations, and its first column says how long the residual is.
         """
-        m = self.restart
-        vectors = jnp.zeros((m, *r.shape), r.dtype).at[0].set(r / length.astype(r.dtype))
-        vectors = _compat.pvary(vectors, tuple(_compat.varying_axes(r)))
-        alike = lambda x: _compat.pvary(x.astype(r.dtype), tuple(_compat.varying_axes(length)))
+        m, dtype = self.restart, jax.tree.leaves(r)[0].dtype
+        first = lambda r: jnp.zeros((m, *r.shape), dtype).at[0].set(r / length.astype(dtype))
+        vectors = typed(jax.tree.map(first, r), varying(r))
+        alike = lambda x: typed(x.astype(dtype), varying(length))
         turn, triangle = alike(jnp.eye(m + 1)), alike(jnp.eye(m))
 
         def more(state: Any) -> Any:
@@ -173,19 +169,21 @@ class _Steps:
 
         def direction(state: Any) -> Any:
             vectors, turn, triangle, _, k = state
-            w, column = self.orthogonal(vectors, self.apply(self.close_to_inverse(vectors[k])), k)
+            w = self.apply(self.close_to_inverse(jax.tree.map(lambda every: every[k], vectors)))
+            w, column = self.orthogonal(vectors, w, k)
             column = jnp.matmul(turn, column, precision=lax.Precision.HIGHEST)
             turn, pivot = _rotated(turn, column, k)
             triangle = triangle.at[:, k].set(column[:m].at[k].set(pivot))
             left = abs(turn[k + 1, 0]) * length
-            return vectors.at[k + 1].set(w, mode="drop"), turn, triangle, left, k + 1
+            vectors = jax.tree.map(lambda every, one: every.at[k + 1].set(one, mode="drop"), vectors, w)
+            return vectors, turn, triangle, left, k + 1
 
         state = (vectors, turn, triangle, length, jnp.int32(0))
         vectors, turn, triangle, _, k = lax.while_loop(more, direction, state)
         diagonal = jnp.diagonal(triangle)
         seen = (jnp.arange(m, dtype=jnp.int32) < k) & (diagonal != 0)
-        triangle = triangle + jnp.diag(jnp.where(diagonal == 0, 1, 0).astype(r.dtype))
-        right = jnp.where(seen, turn[:m, 0] * length.astype(r.dtype), 0)
+        triangle = triangle + jnp.diag(jnp.where(diagonal == 0, 1, 0).astype(dtype))
+        right = jnp.where(seen, turn[:m, 0] * length.astype(dtype), 0)
         far = jax.scipy.linalg.solve_triangular(triangle, right)
         return self.close_to_inverse(_combined(far, vectors)), step + k
 
@@ -198,20 +196,21 @@ class _Steps:
         w, column, first = self.less(vectors, w)
         w, more, square = self.less(vectors, w)
         square = square - jnp.sum(abs(more) ** 2)
-        whole = square > _noise(w) ** 2 * first  # else w was a combination of the vectors
-        length = jnp.sqrt(jnp.where(whole, square, 1)).astype(w.dtype)
+        whole = square > _noise(column) ** 2 * first  # else w was a combination of the vectors
+        length = jnp.sqrt(jnp.where(whole, square, 1)).astype(column.dtype)
         column = jnp.concatenate([column + more, jnp.zeros_like(column[:1])])
-        return jnp.where(whole, w / length, 0), column.at[k + 1].set(jnp.where(whole, length, 0))
+        w = jax.tree.map(lambda w: jnp.where(whole, w / length, 0), w)
+        return w, column.at[k + 1].set(jnp.where(whole, length, 0))
 
     def less(self, vectors: Any, w: Any) -> tuple[Any, Any, Any]:
         """What is left of w without its parts along the vectors, those parts, and the square of w's length before."""
-        both = jnp.concatenate([vectors, w[None]]).conj()
-        products = _lax.psum(jnp.tensordot(both, w, w.ndim, precision=lax.Precision.HIGHEST), self.axes)
-        return w - _combined(products[:-1], vectors), products[:-1], products[-1].real
+        both = jax.tree.map(lambda every, one: jnp.concatenate([every, one[None]]), vectors, w)
+        products = _lax.psum(jax.vmap(inner, (0, None))(both, w), self.axes)
+        return plus(w, _combined(products[:-1], vectors), -1), products[:-1], products[-1].real
 
 
 def _combined(weights: Any, vectors: Any) -> Any:
-    return jnp.tensordot(weights, vectors, 1, precision=lax.Precision.HIGHEST)
+    return jax.tree.map(lambda every: jnp.tensordot(weights, every, 1, precision=lax.Precision.HIGHEST), vectors)
 
 
 def _noise(x: Any) -> float:

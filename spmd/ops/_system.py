@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, open_call
@@ -25,21 +26,29 @@ class System:
 
     Attributes:
       call: The call.
+      calls: The same for each array of the right side, which has its own sizes.
       lies: The layout of the right side.
-      b: The right side, with the type that a solution has: it varies wherever what the functions return does.
+      b: The right side, an array or a pytree of arrays, with the type that a solution has: it varies wherever what the
+        functions return does.
       axes: The mesh axes that divide the vector. None if each device has it whole.
       size: How many elements the whole vector has.
     """
 
     call: Call
+    calls: tuple[Call, ...]
     lies: Layout
-    b: jax.Array
+    b: Any
     axes: tuple[str, ...]
     size: int
 
+    def vector(self, x: Any) -> Any:
+        """A vector like the right side, as a result."""
+        leaves, tree = jax.tree.flatten(x)
+        return tree.unflatten([own.result(x, self.lies) for own, x in zip(self.calls, leaves, strict=True)])
+
     def scalar(self, x: Any) -> jax.Array:
         """A number that all devices have alike, as a result."""
-        return self.call.result(_lax.to_invarying(x, tuple(_compat.varying_axes(self.b))), Layout("scalar"))
+        return self.call.result(_lax.to_invarying(x, varying(self.b)), Layout("scalar"))
 
 
 def system(
@@ -57,18 +66,80 @@ def system(
     plain_dims(call, lies, unnamed=True, literals=True)
     if lies.unreduced:
         call.fail("the right side is complete: the steps divide by its length.", fix=call.summed_first())
-    operand = call.operand(b)
-    if not jnp.issubdtype(operand.x.dtype, jnp.inexact):
-        call.fail(f"{name} solves for real or complex numbers, and b is of {operand.x.dtype}.", error=LayoutError)
-    axes = tuple(axis for factor in operand.factors for axis in factor.axes) if call.frame.explicit else ()
-    size = math.prod(factor.size for factor in operand.factors)
-    return System(call, lies, _typed(call, functions, jnp.asarray(b), x0), axes, size)
+    leaves = jax.tree.leaves(b)
+    if not leaves:
+        call.fail("b has at least one array.", got=[f"b: {b!r}"], error=LayoutError)
+    calls = tuple(call.fork() for _ in leaves)
+    operands = [own.operand(leaf) for own, leaf in zip(calls, leaves, strict=True)]
+    kinds = sorted({str(operand.x.dtype) for operand in operands})
+    if fault := next((kind for kind in kinds if not jnp.issubdtype(kind, jnp.inexact)), None):
+        call.fail(f"{name} solves for real or complex numbers, and b is of {fault}.", error=LayoutError)
+    if len(kinds) > 1:
+        call.fail("b is one vector: all its arrays have one type.", got=[", ".join(kinds)], error=LayoutError)
+    axes = tuple(axis for factor in operands[0].factors for axis in factor.axes) if call.frame.explicit else ()
+    size = sum(math.prod(factor.size for factor in operand.factors) for operand in operands)
+    return System(call, calls, lies, _typed(call, functions, jax.tree.map(jnp.asarray, b), x0), axes, size)
 
 
 def _typed(call: Call, functions: Mapping[str, Apply | None], b: Any, x0: Any) -> Any:
     made = {name: jax.eval_shape(fn, b) for name, fn in functions.items() if fn is not None}
     for name, y in (made if x0 is None else made | {"x0": x0}).items():
-        if (jnp.shape(y), jnp.result_type(y)) != (b.shape, b.dtype):
-            got = [f"{name}: {jnp.result_type(y)}{list(jnp.shape(y))}", f"b: {b.dtype}{list(b.shape)}"]
-            call.fail(f"{name} has the shape and type of b.", got=got, error=SizeError)
-    return _compat.pvary(b, tuple(axis for y in made.values() for axis in _compat.varying_type(y)))
+        if jax.tree.structure(y) != jax.tree.structure(b):
+            got = [f"{name}: {jax.tree.structure(y)}", f"b: {jax.tree.structure(b)}"]
+            call.fail(f"{name} has the structure of b.", got=got, error=LayoutError)
+        for own, like in zip(jax.tree.leaves(y), jax.tree.leaves(b), strict=True):
+            if (jnp.shape(own), jnp.result_type(own)) != (like.shape, like.dtype):
+                got = [f"{name}: {jnp.result_type(own)}{list(jnp.shape(own))}", f"b: {like.dtype}{list(like.shape)}"]
+                call.fail(f"{name} has the shape and type of b.", got=got, error=SizeError)
+    varies = {axis for y in jax.tree.leaves(made) for axis in _compat.varying_type(y)} | {*varying(b)}
+    return typed(b, tuple(varies))
+
+
+# --- vectors: arrays, and pytrees of arrays -------------------------------------------------------------------------
+
+
+def varying(x: Any) -> tuple[str, ...]:
+    """The mesh axes along which a vector varies by JAX's own type."""
+    return tuple({axis for leaf in jax.tree.leaves(x) for axis in _compat.varying_axes(leaf)})
+
+
+def typed(x: Any, axes: tuple[str, ...]) -> Any:
+    return jax.tree.map(lambda leaf: _compat.pvary(leaf, axes), x)
+
+
+def plus(x: Any, y: Any, times: Any = 1) -> Any:
+    """x + times y."""
+    return jax.tree.map(lambda x, y: x + times * y, x, y)
+
+
+def inner(x: Any, y: Any) -> Any:
+    """The inner product of what this device has."""
+    parts = jax.tree.map(lambda x, y: jnp.vdot(x, y, precision=lax.Precision.HIGHEST), x, y)
+    return sum(jax.tree.leaves(parts)[1:], jax.tree.leaves(parts)[0])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the steps of all solvers know.
+
+    Attributes:
+      apply: The linear function.
+      precondition: A function close to its inverse, or None.
+      axes: The mesh axes that divide the vector.
+      most: The largest number of steps.
+      tol: The length of the residual at the end, in units of that of the right side.
+      atol: The same, as a number.
+    """
+
+    apply: Apply
+    precondition: Apply | None
+    axes: tuple[str, ...]
+    most: int
+    tol: float
+    atol: float
+
+    def begin(self, b: Any, x0: Any) -> tuple[Any, Any]:
+        """Where the steps begin, typed as the solution, and the residual there."""
+        if x0 is None:
+            return typed(jax.tree.map(jnp.zeros_like, b), varying(b)), b
+        return typed(jax.tree.map(jnp.asarray, x0), varying(b)), plus(b, self.apply(x0), -1)

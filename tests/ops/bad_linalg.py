@@ -76,6 +76,21 @@ def a_system_with_a_partial_sum_fixed(mesh, fix):
 
 
 @bad
+def a_system_of_no_arrays(mesh):
+    body("n/dp -> n/dp", lambda b: cg(lambda x: x, {}, "n/dp")[0], mesh, V)
+
+
+@bad
+def a_system_of_two_types(mesh):
+    body("n/dp -> n/dp", lambda b: gmres(lambda x: x, (b, b.astype(jnp.bfloat16)), "n/dp")[0][0], mesh, V)
+
+
+@bad
+def a_system_that_changes_the_structure(mesh):
+    body("n/dp -> n/dp", lambda b: cg(lambda x: [x["u"], x["v"]], {"u": b, "v": b}, "n/dp")[0]["u"], mesh, V)
+
+
+@bad
 def a_gmres_of_integers(mesh):
     body("n/dp -> n/dp", lambda b: gmres(lambda x: 2 * x, b, "n/dp")[0], mesh, V.astype(np.int32))
 

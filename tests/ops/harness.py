@@ -179,6 +179,18 @@ def tally(compiled: Any, sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
+def blocks(sizes: Mapping[str, int], word: str) -> int:
+    """In how many blocks the axes of `x/a/b` divide a dimension."""
+    return math.prod(sizes[axis] for axis in word.split("/")[1:])
+
+
+def sampled_vector(sampler: Any) -> tuple[dict[str, int], str, tuple[int, ...]]:
+    """A mesh, and the layout and the shape of a vector on it: axes in either order, and of size 1."""
+    mesh = sampler.choice([{"a": 2, "b": 4}, {"a": 3, "b": 2}, {"a": 1, "b": 4}])
+    layout = sampler.choice(["x/a y/b", "x/b y", "x y/b/a", "x/a y"])
+    return mesh, layout, tuple(blocks(mesh, word) * int(sampler.choice([1, 3])) for word in layout.split())
+
+
 def wide(dtype: str) -> Any:
     """The context in which JAX has numbers of this type."""
     return jax.enable_x64(dtype in ("float64", "complex128"))

@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.linalg import cho_solve, cholesky
 from spmd.modes import MODES
-from tests.ops.harness import close, make_mesh, pulled, run, wide
+from tests.ops.harness import blocks, close, make_mesh, pulled, run, wide
 from tests.ops.test_cholesky import DTYPES, drawn, positive
 from tests.sampler import Sampler, seeds
 
@@ -30,8 +30,8 @@ def test_values_and_gradients_in_every_mode(seed: int) -> None:
     sampler = Sampler(seed)
     mesh = sampler.choice([{"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 1, "b": 4}])
     rows, sides = sampler.choice([("n/a", "k/b"), ("n/b/a", "k"), ("n/a/b", "k"), ("n/b", "k/a"), ("n", "k/a")])
-    parts = int(np.prod([mesh[axis] for axis in rows.split("/")[1:]]))
-    many = int(np.prod([mesh[axis] for axis in sides.split("/")[1:]])) * int(sampler.choice([1, 3]))
+    parts = blocks(mesh, rows)
+    many = blocks(mesh, sides) * int(sampler.choice([1, 3]))
     dtype = list(DTYPES)[(seed + 1) % 4]
     n = parts * int(sampler.choice([1, 2, 3]))
     x = positive((n,), dtype, seed)

@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.linalg import cholesky
 from spmd.modes import MODES
-from tests.ops.harness import close, make_mesh, pulled, run, wide
+from tests.ops.harness import blocks, close, make_mesh, pulled, run, wide
 from tests.sampler import Sampler, seeds
 
 DTYPES = {"float32": 1e-4, "float64": 1e-11, "complex64": 1e-4, "complex128": 1e-11}
@@ -41,8 +41,8 @@ def test_values_and_gradients_in_every_mode(seed: int) -> None:
     sampler = Sampler(seed)
     mesh = sampler.choice([{"a": 4, "b": 2}, {"a": 2, "b": 3}, {"a": 1, "b": 4}])
     rows, batch = sampler.choice([("n/a", "g/b"), ("n/b/a", "g"), ("n/a/b", "g"), ("n/b", "g/a"), ("n", "g/a/b")])
-    parts = int(np.prod([mesh[axis] for axis in rows.split("/")[1:]]))
-    many = int(np.prod([mesh[axis] for axis in batch.split("/")[1:]]))
+    parts = blocks(mesh, rows)
+    many = blocks(mesh, batch)
     dtype = list(DTYPES)[seed % 4]
     n = parts * int(sampler.choice([1, 2, 3]))
     exact = positive((many, n), dtype, seed)

@@ -14,7 +14,7 @@ import pytest
 import spmd
 from spmd.linalg import gmres
 from spmd.modes import MODES
-from tests.ops.harness import close, make_mesh, pulled, run, wide
+from tests.ops.harness import close, make_mesh, pulled, run, sampled_vector, wide
 from tests.sampler import Sampler, seeds
 
 TOLERANCES = {"float32": 1e-6, "float64": 1e-12, "complex64": 1e-6, "complex128": 1e-12}
@@ -50,12 +50,7 @@ def solved(b: Any, w: Any, turn: Any = 0.7) -> Any:
 def test_values_and_gradients_in_every_mode(seed: int) -> None:
     """With and without a first guess and a preconditioner; gradients of the right side and of the weights."""
     sampler = Sampler(seed)
-    mesh = sampler.choice([{"a": 2, "b": 4}, {"a": 3, "b": 2}, {"a": 1, "b": 4}])
-    layout = sampler.choice(["x/a y/b", "x/b y", "x y/b/a", "x/a y"])
-    shape = tuple(
-        int(np.prod([mesh[axis] for axis in dim.split("/")[1:]])) * int(sampler.choice([1, 3]))
-        for dim in layout.split()
-    )
+    mesh, layout, shape = sampled_vector(sampler)
     dtype = list(TOLERANCES)[seed % 4]
     restart = int(sampler.choice([5, 20]))
     guess, conditioned = sampler.choice([True, False]), sampler.choice([True, False])
