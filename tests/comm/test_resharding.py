@@ -18,7 +18,7 @@ import spmd
 from spmd.inspect import collectives
 from tests import simulator as sim
 from tests.comm.cases import assert_blocks, device_mesh, written
-from tests.sampler import seeds
+from tests.sampler import seeds, share
 
 EVERY = os.environ.get("SPMD_ALL_RELAYOUTS") == "1"
 CUBE = {"x": 2, "y": 2, "z": 2}
@@ -75,7 +75,7 @@ def test_every_pair_on_a_cube(source) -> None:
     check(CUBE, source, [target for target in placements("xyz") if target != source])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", share(MESHES), ids=str)
 def test_every_pair_on_other_meshes(mesh) -> None:
     everything = placements(tuple(mesh))
     for source in some(everything, 2, seed=len(str(mesh))):
@@ -94,7 +94,7 @@ def test_auto_mode_where_the_compiler_aborts() -> None:
     check({"x": 3, "y": 2}, (("x",), ("y",)), [(("y", "x"), ())], mode="auto")
 
 
-@pytest.mark.parametrize("partial", [("x",), ("y", "z"), ("x", "z")], ids=",".join)
+@pytest.mark.parametrize("partial", share([("x",), ("y", "z"), ("x", "z")]), ids=",".join)
 def test_from_partial_sums(partial) -> None:
     rest = tuple(axis for axis in CUBE if axis not in partial)
     for source in some(placements(rest), 1, seed=len(partial)):

@@ -18,7 +18,7 @@ from tests.conftest import FULL_CASES, case_count
 from tests.ops.halos import EDGES, numbers, sample, texts
 from tests.ops.harness import close, make_mesh, pulled
 from tests.ops.harness import run as run_in
-from tests.sampler import seeds
+from tests.sampler import seeds, share
 
 
 def without_numbers(edges: list, edge: Any, dtype: str) -> tuple[list, Any, str]:
@@ -35,7 +35,7 @@ def blocks_with_margins(seed: int, shape: tuple[int, ...], counts: list[int], ma
     return numbers(seed, (counts[0], wide[0], counts[1], wide[1]), dtype)
 
 
-@pytest.mark.parametrize("seed", seeds(times=3))
+@pytest.mark.parametrize("seed", seeds())
 def test_all_blocks_are_added_at_their_places(seed: int) -> None:
     mesh, places, shape, margins, edges, edge, dtype = sample(seed + 500)
     edges, edge, dtype = without_numbers(edges, edge, dtype)
@@ -92,7 +92,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("case", share(ODD))
 def test_gradients_in_auto_mode_of_whole_arrays_with_an_odd_size(case: tuple) -> None:
     """XLA's partitioner fails at them where blocks have one element."""
     mesh, wide, shape, margins, edge = case

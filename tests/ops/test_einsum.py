@@ -12,7 +12,7 @@ from spmd.modes import MODES
 from spmd.ops import einsum
 from tests import simulator
 from tests.ops.harness import backward_counts, close, counts, frame, pulled, run, tally
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -151,7 +151,7 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "forward", "both"), COUNTS)
+@pytest.mark.parametrize(("pattern", "forward", "both"), share(COUNTS))
 def test_the_collectives_are_exactly_those_of_the_string(pattern: str, forward: dict, both: dict | None) -> None:
     inputs, (output,) = simulator.split_pattern(pattern)
     x, w = jnp.ones((8, 16)), jnp.ones((16, 24))

@@ -89,7 +89,7 @@ def test_the_comparison_can_fail() -> None:
     assert simulator.exchange(rows, full, 2, 2)[0].tolist() == [2, 3, 0, 1]
 
 
-@pytest.mark.parametrize("hops", [None, (1, -1)])
+@pytest.mark.parametrize("hops", share([None, (1, -1)]))
 def test_gradients_go_back_to_where_rows_came_from(hops: Any) -> None:
     mesh, owner = {"a": 4}, np.array([1, 0, 3, -1, 0, 2, 2, 3, 1, 2, 3, 3], np.int32)
     rows = np.asarray(np.random.default_rng(0).standard_normal((12, 2)), np.float32)
@@ -158,7 +158,7 @@ def test_collectives_and_bytes_forward_and_backward(hops: Any, axes: tuple[str, 
     assert sent.total_bytes == 4 * (n - 1) * (n + 1) + width * 5
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int16"])
+@pytest.mark.parametrize("dtype", share(["int8", "uint8", "uint32", "int16"]))
 def test_owners_of_any_integer_type(dtype: str) -> None:
     run = spmd.kernel("n/a, n/a -> n/a", mesh=make_mesh({"a": 4}))(
         lambda x, owner: spmd.exchange(x, owner, "[n/a]", capacity=1)[0]

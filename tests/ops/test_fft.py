@@ -79,7 +79,7 @@ def sample(seed: Any) -> tuple:
     return mesh, kind, f"{left} -> {right}", tuple(shape), tuple(moved), half
 
 
-@pytest.mark.parametrize("seed", seeds(times=3))
+@pytest.mark.parametrize("seed", seeds())
 def test_sampled(seed: int) -> None:
     mesh, kind, pattern, shape, moved, half = sample(seed)
     rng = np.random.default_rng(seed)
@@ -133,7 +133,7 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize(
-    ("mesh", "pattern", "count", "shards"), [f[1:] for f in FORMULAS], ids=[f[0] for f in FORMULAS]
+    ("mesh", "pattern", "count", "shards"), share([f[1:] for f in FORMULAS]), ids=share([f[0] for f in FORMULAS])
 )
 def test_bytes_are_the_formula(mesh, pattern: str, count: int, shards: float) -> None:
     mesh = make_mesh(mesh)
@@ -180,7 +180,9 @@ def test_memory_is_of_the_size_of_shards() -> None:
     assert memory.temp_size_in_bytes <= 4 * x.nbytes / 8  # the whole is 8 shards
 
 
-@pytest.mark.parametrize(("mesh", "pattern"), [(SLAB, "x/a y z -> kx ky/a kz"), (PENCIL, "x/a y/b z -> kx/a ky/b kz")])
+@pytest.mark.parametrize(
+    ("mesh", "pattern"), share([(SLAB, "x/a y z -> kx ky/a kz"), (PENCIL, "x/a y/b z -> kx/a ky/b kz")])
+)
 def test_memory_of_gradients_is_of_the_size_of_shards(mesh, pattern: str) -> None:
     """What an exchange joins piece by piece, its gradient does not add up piece by piece."""
     mesh = make_mesh(mesh)
@@ -250,11 +252,13 @@ def test_layouts_in_between_need_not_divide() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "pattern", "shape"),
-    [
-        ({"a": 4, "b": 2}, "x/a y/b -> kx/a y/b", (8, 6)),
-        ({"a": 4, "b": 2}, "x/a y/b -> kx/a ky/b", (12, 6)),  # each takes over the other's axis, padded
-        ({"a": 2, "b": 2, "c": 2}, "x/a y/b z/c -> kx/a ky/b kz/c", (2, 6, 2)),
-    ],
+    share(
+        [
+            ({"a": 4, "b": 2}, "x/a y/b -> kx/a y/b", (8, 6)),
+            ({"a": 4, "b": 2}, "x/a y/b -> kx/a ky/b", (12, 6)),  # each takes over the other's axis, padded
+            ({"a": 2, "b": 2, "c": 2}, "x/a y/b z/c -> kx/a ky/b kz/c", (2, 6, 2)),
+        ]
+    ),
 )
 def test_dimensions_that_are_divided_already_take_over_axes_that_do_not_divide_them(mesh, pattern: str, shape) -> None:
     """Each of their blocks is padded."""
@@ -300,7 +304,7 @@ REAL_PENCILS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "there", "away", "shape", "entries"), REAL_PENCILS)
+@pytest.mark.parametrize(("mesh", "there", "away", "shape", "entries"), share(REAL_PENCILS))
 def test_a_padded_half_spectrum(mesh, there: str, away: str, shape, entries: int) -> None:
     """Zeros behind the n // 2 + 1 frequencies; what stands there does not matter on the way back."""
     mesh, n = make_mesh(mesh), shape[-1]
@@ -375,7 +379,9 @@ def test_padded_frequencies_go_on() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["x/a y/b z -> kx ky/a kz/b", "x/b/a y z/c -> kx/c ky/a/b kz", "x/a y/b z -> kx/a/b ky kz", "x/b y -> kx/b y"],
+    share(
+        ["x/a y/b z -> kx ky/a kz/b", "x/b/a y z/c -> kx/c ky/a/b kz", "x/a y/b z -> kx/a/b ky kz", "x/b y -> kx/b y"]
+    ),
 )
 def test_a_dimension_divided_by_one_is_whole(pattern: str) -> None:
     """The very program of the mesh that does not have the axis."""
@@ -474,7 +480,7 @@ def test_double_precision() -> None:
         close(out, np.fft.fftn(x), 1e-14)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "bool", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", share(["int32", "bool", "bfloat16", "float16"]))
 def test_other_numbers_become_float32(dtype: str) -> None:
     x = jnp.arange(32).reshape(8, 4) % 2 == 0
     x = x.astype(dtype)

@@ -66,7 +66,9 @@ def test_sampled(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "pattern", "count", "shards"), [f[1:] for f in FORMULAS[::2]], ids=[f[0] for f in FORMULAS[::2]]
+    ("mesh", "pattern", "count", "shards"),
+    share([f[1:] for f in FORMULAS[::2]]),
+    ids=share([f[0] for f in FORMULAS[::2]]),
 )
 def test_bytes_are_the_formula_in_real_numbers(mesh, pattern: str, count: int, shards: float) -> None:
     mesh = make_mesh(mesh)
@@ -80,7 +82,7 @@ def test_bytes_are_the_formula_in_real_numbers(mesh, pattern: str, count: int, s
     assert (back.counts, back.total_bytes) == (found.counts, found.total_bytes), "the forward pass is not needed again"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "bool", "complex64"])
+@pytest.mark.parametrize("dtype", share(["bfloat16", "float16", "int32", "bool", "complex64"]))
 def test_types_of_elements(dtype: str) -> None:
     mesh = make_mesh({"a": 4})
     x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (8, 4)), dtype)

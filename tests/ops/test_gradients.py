@@ -179,7 +179,7 @@ def _fixed_arity(fn, count):
     return eval(f"lambda {names}: fn({names})", {"fn": fn})
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 8}, {"dp": 8, "tp": 1}, {"dp": 1, "tp": 1}], ids=str)
+@pytest.mark.parametrize("sizes", share([{"dp": 1, "tp": 8}, {"dp": 8, "tp": 1}, {"dp": 1, "tp": 1}]), ids=str)
 def test_gradients_do_not_depend_on_the_mesh(sizes):
     """Axes of one device, too."""
     program = PROGRAMS["replicated parameters"]

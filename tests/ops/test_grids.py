@@ -13,7 +13,7 @@ from spmd.inspect import collectives
 from spmd.modes import MODES
 from spmd.ops import linspace, meshgrid
 from tests.ops.harness import close, frame, make_mesh, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -70,7 +70,7 @@ def test_the_ends_may_be_traced_and_have_gradients() -> None:
         jax.tree.map(close, pulled(fn, jnp.asarray(1.0), jnp.asarray(3.0), by=by), wanted)
 
 
-@pytest.mark.parametrize("order", ["x/dp y/tp z", "y/tp x/dp z", "z y/tp x/dp"])
+@pytest.mark.parametrize("order", share(["x/dp y/tp z", "y/tp x/dp z", "z y/tp x/dp"]))
 @pytest.mark.parametrize("sparse", [False, True])
 def test_meshgrid_and_its_gradients(order: str, sparse: bool) -> None:
     sides = [jnp.asarray(Sampler(n).array((n,), whole=False)) for n in (6, 8, 3)]

@@ -15,10 +15,10 @@ from spmd.modes import MODES
 from tests.ops.halos import EDGES, inner_body, numbers, padded, sample, texts
 from tests.ops.harness import close, make_mesh, pulled
 from tests.ops.harness import run as run_in
-from tests.sampler import dice, seeds
+from tests.sampler import dice, seeds, share
 
 
-@pytest.mark.parametrize("seed", seeds(times=3))
+@pytest.mark.parametrize("seed", seeds())
 def test_each_block_holds_its_window_of_the_padded_array(seed: int) -> None:
     mesh, places, shape, margins, edges, edge, dtype = sample(seed)
     plain, wide = texts(places, margins)
@@ -48,7 +48,7 @@ def test_each_block_holds_its_window_of_the_padded_array(seed: int) -> None:
         np.testing.assert_array_equal(np.asarray(run_in(halo, mesh, [plain], plain, mode)(x)), whole)
 
 
-@pytest.mark.parametrize("edge", [*EDGES, {"x": ("antisymmetric", "antireflect"), "y": "symmetric"}])
+@pytest.mark.parametrize("edge", share([*EDGES, {"x": ("antisymmetric", "antireflect"), "y": "symmetric"}]))
 def test_the_gradient_is_the_adjoint(edge) -> None:
     """<Hx, y> = <x, H'y> exactly: the numbers are small integers."""
     mesh = make_mesh({"a": 4, "b": 2})
@@ -122,7 +122,7 @@ def test_halos_compose(seed: int) -> None:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(gradient))
 
 
-@pytest.mark.parametrize("edge", ["antireflect", "reflect", "edge", 2.0])
+@pytest.mark.parametrize("edge", share(["antireflect", "reflect", "edge", 2.0]))
 def test_one_end_of_one_dimension_beside_both_of_another(edge) -> None:
     """In auto mode XLA's partitioner ended the process where slices of padded arrays were joined."""
     mesh, pattern = make_mesh({"a": 2, "b": 4}), "x/a y/b -> x/a+1 4+y/b+1"
@@ -200,16 +200,18 @@ def test_corners_that_were_not_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "edge", "count", "elements"),
-    [
-        ("x/a y -> 1+x/a+1 y", "periodic", 2, 2 * 6),
-        ("x/a y -> 2+x/a y", "zero", 1, 2 * 6),
-        ("x/a y -> 5+x/a y", "periodic", 3, 5 * 6),  # blocks of 2: two whole ones and a half
-        ("x/a y -> 1+x/a+1 y", "reflect", 2, 2 * 6),
-        ("x/a y -> x/a 1+y+1", "edge", 0, 0),
-        ("x/a y -> 2+x/a+2 y", {"x": ("antisymmetric", 3.0)}, 2, 2 * 2 * 6),
-        ("x/a y -> 1+x/a+1 1+y+1", {"x": "periodic", "y": "antireflect"}, 2, 2 * 6),
-        ("x/a y/b -> 1+x/a+1 1+y/b+1", "periodic", 4, 2 * 3 + 2 * 4),  # the corners with the second dimension
-    ],
+    share(
+        [
+            ("x/a y -> 1+x/a+1 y", "periodic", 2, 2 * 6),
+            ("x/a y -> 2+x/a y", "zero", 1, 2 * 6),
+            ("x/a y -> 5+x/a y", "periodic", 3, 5 * 6),  # blocks of 2: two whole ones and a half
+            ("x/a y -> 1+x/a+1 y", "reflect", 2, 2 * 6),
+            ("x/a y -> x/a 1+y+1", "edge", 0, 0),
+            ("x/a y -> 2+x/a+2 y", {"x": ("antisymmetric", 3.0)}, 2, 2 * 2 * 6),
+            ("x/a y -> 1+x/a+1 1+y+1", {"x": "periodic", "y": "antireflect"}, 2, 2 * 6),
+            ("x/a y/b -> 1+x/a+1 1+y/b+1", "periodic", 4, 2 * 3 + 2 * 4),  # the corners with the second dimension
+        ]
+    ),
 )
 def test_permutes_and_bytes(pattern: str, edge: str, count: int, elements: int) -> None:
     mesh = make_mesh({"a": 4, "b": 2})

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import nn, parallel
 from spmd.testing import Mismatch, assert_same_on_any_mesh
+from tests.sampler import share
 from tests.testing.harness import SHAPES, make_mlp, message
 
 GOLDEN = Path(__file__).with_name("mismatches.txt")
@@ -41,7 +42,7 @@ def test_a_block_with_arrays_and_without(mesh):
     assert_same_on_any_mesh(mlp, spmd.shard(x, "b/dp s/tp d", mesh=mesh), *weights, meshes=[{"tp": 2}])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64", "int32", "bool"])
+@pytest.mark.parametrize("dtype", share(["bfloat16", "float16", "complex64", "int32", "bool"]))
 def test_dtypes(mesh, dtype):
     """Numbers without gradients, with complex ones, and with few bits."""
 
@@ -299,7 +300,7 @@ if os.environ.get("SPMD_UPDATE_GOLDEN"):
         GOLDEN.write_text("\n\n".join(f"=== {program.__name__}\n{told(program)}" for program in WRONG) + "\n")
 
 
-@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", share(WRONG), ids=lambda program: program.__name__)
 def test_what_is_wrong_is_told(program):
     parts = re.split(r"^=== (\w+)\n", GOLDEN.read_text(), flags=re.MULTILINE)[1:]
     texts = dict(zip(parts[::2], parts[1::2], strict=True))

@@ -17,7 +17,7 @@ from spmd.inspect import collectives
 from tests import simulator as sim
 from tests.comm.cases import assert_blocks, device_mesh, written
 from tests.comm.test_resharding import CUBE, EVERY, placements
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 ODD = [{"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 4, "y": 2}, {"x": 5, "y": 1}, {"x": 1, "y": 2, "z": 3}]
 DTYPES = ["bool", "int8", "uint16", "bfloat16", "float32", "complex64"]
@@ -55,17 +55,17 @@ def check(source, target, mesh, x, **how):
     assert_blocks(out, sim.scatter(x, written(target), mesh), device_mesh(mesh))
 
 
-@pytest.mark.parametrize(("source", "target"), pairs_of(CUBE, 2, 8))
+@pytest.mark.parametrize(("source", "target"), share(pairs_of(CUBE, 2, 8)))
 def test_compiled_bytes_are_the_plans(source, target) -> None:
     check(source, target, CUBE, np.arange(16 * 24, dtype=np.float32).reshape(16, 24))
 
 
-@pytest.mark.parametrize(("source", "target"), pairs_of(CUBE, 3, 4, seed=1))
+@pytest.mark.parametrize(("source", "target"), share(pairs_of(CUBE, 3, 4, seed=1)))
 def test_compiled_bytes_are_the_plans_in_three_dimensions(source, target) -> None:
     check(source, target, CUBE, np.arange(8 * 16 * 24, dtype=np.int32).reshape(8, 16, 24))
 
 
-@pytest.mark.parametrize("mesh", ODD, ids=str)
+@pytest.mark.parametrize("mesh", share(ODD), ids=str)
 def test_compiled_bytes_are_the_plans_on_odd_meshes(mesh) -> None:
     n = math.prod(mesh.values())
     for source, target in pairs_of(mesh, 2, 2, seed=n):
@@ -74,13 +74,15 @@ def test_compiled_bytes_are_the_plans_on_odd_meshes(mesh) -> None:
 
 @pytest.mark.parametrize(
     ("source", "target", "mesh"),
-    [
-        ((("x",), ("y",)), (("y",), ("x",)), {"x": 2, "y": 4}),  # unequal axes
-        ((("x",), ()), (("y",), ()), {"x": 2, "y": 4}),  # cut shards change places
-        (((), ("x", "y")), (("x",), ("y",)), CUBE),  # over an axis that nobody names
-        ((("y", "x"), ()), ((), ("y",)), CUBE),  # an all_to_all with copies
-        ((("x", "y"), ()), (("z",), ("x",)), CUBE),
-    ],
+    share(
+        [
+            ((("x",), ("y",)), (("y",), ("x",)), {"x": 2, "y": 4}),  # unequal axes
+            ((("x",), ()), (("y",), ()), {"x": 2, "y": 4}),  # cut shards change places
+            (((), ("x", "y")), (("x",), ("y",)), CUBE),  # over an axis that nobody names
+            ((("y", "x"), ()), ((), ("y",)), CUBE),  # an all_to_all with copies
+            ((("x", "y"), ()), (("z",), ("x",)), CUBE),
+        ]
+    ),
 )
 def test_steps_that_only_plans_have(source, target, mesh) -> None:
     x = np.arange(24 * 16, dtype=np.float32).reshape(24, 16)
@@ -92,7 +94,7 @@ def test_steps_that_only_plans_have(source, target, mesh) -> None:
     np.testing.assert_array_equal(again(jnp.asarray(weights))[0], weights)
 
 
-@pytest.mark.parametrize(("source", "target"), pairs_of(CUBE, 2, 4, seed=3))
+@pytest.mark.parametrize(("source", "target"), share(pairs_of(CUBE, 2, 4, seed=3)))
 def test_point_to_point_rounds(source, target) -> None:
     x = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
     assert plan_of(source, target, CUBE, x, prefer="bytes").ratio == 1
@@ -101,12 +103,14 @@ def test_point_to_point_rounds(source, target) -> None:
 
 @pytest.mark.parametrize(
     ("source", "target", "mesh"),
-    [
-        ((("x", "y"), ()), (("y",), ()), {"x": 2, "y": 3}),
-        ((("y",), ()), ((), ("y", "x")), {"x": 2, "y": 3}),
-        ((("x",), ("y",)), (("y", "x"), ()), {"x": 3, "y": 2}),
-        ((("x", "y"), ("z",)), (("y", "x"), ()), {"x": 2, "y": 2, "z": 2}),
-    ],
+    share(
+        [
+            ((("x", "y"), ()), (("y",), ()), {"x": 2, "y": 3}),
+            ((("y",), ()), ((), ("y", "x")), {"x": 2, "y": 3}),
+            ((("x",), ("y",)), (("y", "x"), ()), {"x": 3, "y": 2}),
+            ((("x", "y"), ("z",)), (("y", "x"), ()), {"x": 2, "y": 2, "z": 2}),
+        ]
+    ),
 )
 def test_rounds_of_cells(source, target, mesh) -> None:
     """From halves to thirds: pieces of one size would not do."""
@@ -137,7 +141,7 @@ def test_rounds_of_pieces_in_other_modes_and_under_vmap() -> None:
 # -------------------- backward
 
 
-@pytest.mark.parametrize(("source", "target"), pairs_of(CUBE, 2, 6, seed=4))
+@pytest.mark.parametrize(("source", "target"), share(pairs_of(CUBE, 2, 6, seed=4)))
 @pytest.mark.parametrize("prefer", ["collectives", "bytes"])
 def test_the_gradient_is_the_planned_reverse(source, target, prefer) -> None:
     """The backward pass alone, compiled: the bytes of the plan back, and every weight where it was."""
@@ -177,7 +181,7 @@ def test_copies_that_are_typed_varying(seed) -> None:
 # -------------------- what arrays there are
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", share(DTYPES))
 def test_every_dtype(dtype) -> None:
     seed = DTYPES.index(dtype)
     x = Sampler(seed).rng.integers(0, 2, (16, 24)).astype(jnp.dtype(dtype))
@@ -188,12 +192,24 @@ def test_every_dtype(dtype) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "opened", "mesh", "sizes"),
-    [
-        ("(h k)/tp d -> (h k) d/tp", "h/tp k d -> h k d/tp", {"tp": 4}, {"h": 8, "k": 3, "d": 16}),
-        ("(b/dp s/cp) d -> (b s) d/cp/dp", "b/dp s/cp d -> b s d/cp/dp", {"dp": 2, "cp": 4}, {"b": 6, "s": 8, "d": 16}),
-        ("(b/dp s/cp) d -> (b/cp s/dp) d", "b/dp s/cp d -> b/cp s/dp d", {"dp": 2, "cp": 3}, {"b": 6, "s": 12, "d": 2}),
-        ("b (h/tp k) -> b/tp (h k)", "b h/tp k -> b/tp h k", {"tp": 4, "x": 2}, {"b": 8, "h": 4, "k": 3}),
-    ],
+    share(
+        [
+            ("(h k)/tp d -> (h k) d/tp", "h/tp k d -> h k d/tp", {"tp": 4}, {"h": 8, "k": 3, "d": 16}),
+            (
+                "(b/dp s/cp) d -> (b s) d/cp/dp",
+                "b/dp s/cp d -> b s d/cp/dp",
+                {"dp": 2, "cp": 4},
+                {"b": 6, "s": 8, "d": 16},
+            ),
+            (
+                "(b/dp s/cp) d -> (b/cp s/dp) d",
+                "b/dp s/cp d -> b/cp s/dp d",
+                {"dp": 2, "cp": 3},
+                {"b": 6, "s": 12, "d": 2},
+            ),
+            ("b (h/tp k) -> b/tp (h k)", "b h/tp k -> b/tp h k", {"tp": 4, "x": 2}, {"b": 8, "h": 4, "k": 3}),
+        ]
+    ),
 )
 def test_composite_dimensions(pattern, opened, mesh, sizes) -> None:
     """Two names in one dimension, as the kernel's boundary knows them apart."""
