@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd._walker import walk
-from spmd.parallel._rematerialize import _UNKNOWN, SAVE, Layer, _Known, differentiable, without_integers
+from spmd.parallel._rematerialize import SAVE, Known, Layer, differentiable, without_integers
 from tests.sampler import share
 
 RNG = np.random.default_rng(0)
@@ -87,8 +87,8 @@ def test_what_weights_make_is_known():
         return made, made * x, jax.jit(lambda a, b: (a + 1.0, a * b))(made, x), jnp.zeros(3)
 
     jaxpr = jax.make_jaxpr(body)(1.0, 2.0)
-    found = walk(jaxpr, [True, _UNKNOWN], _Known())
-    assert [one is not _UNKNOWN for one in found] == [True, False, True, False, True]
+    found = walk(jaxpr, [True, Known.UNKNOWN], Known())
+    assert [one is not Known.UNKNOWN for one in found] == [True, False, True, False, True]
 
 
 def test_integers_have_no_cotangents():
