@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
+import pytest
 
-from tests.conftest import FULL_CASES, case_count
+from tests.conftest import FULL_CASES, case_count, in_slice
 from tests.simulator import count, read
 
 MAX_DEVICES = 8
@@ -24,6 +25,7 @@ AXIS_NAMES = ("dp", "tp", "cp", "fsdp", "ep", "x", "row")
 DTYPES = ("float32", "bfloat16", "int32", "complex64")
 T = TypeVar("T")
 U = TypeVar("U")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def first_seed() -> int:
@@ -42,6 +44,13 @@ def share(cases: Iterable[T]) -> list[T]:
     every = list(cases)
     step = min(-(-FULL_CASES // case_count()), len(every))
     return every[first_seed() % step :: step]
+
+
+def rare(test: F) -> F:
+    """A costly test of what cheaper ones touch too: one of three runs by default, by name and seed; exhaustively, all."""
+    parts = -(-FULL_CASES // case_count())
+    here = in_slice(test.__name__, first_seed(), parts)
+    return pytest.mark.skipif(not here, reason="a rare test, which runs with another seed")(test)
 
 
 def mixed(first: Iterable[T], second: Iterable[U]) -> list[tuple[T, U]]:

@@ -11,7 +11,7 @@ from spmd.testing._mismatch import Mismatch
 from tests.checker.mistakes.registry import Mistake, load
 from tests.checker.mistakes.table import read, row, summary
 from tests.conftest import case_count
-from tests.sampler import first_seed
+from tests.sampler import first_seed, share
 
 ALL = load()
 SAMPLE = random.Random(first_seed()).sample(ALL, min(case_count(), len(ALL)))
@@ -33,7 +33,7 @@ def test_the_page_is_true(one: Mistake) -> None:
 SILENT = [one for one in ALL if any((row.layer, row.what) == (one.layer, one.what) and row.silent for row in ROWS)]
 
 
-@pytest.mark.parametrize("one", SILENT, ids=str)
+@pytest.mark.parametrize("one", share(SILENT), ids=str)
 def test_numbers_show_what_is_silent(one: Mistake) -> None:
     """The page says why no type tells these few."""
     assert len(SILENT) == 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import spmd
-from tests.sampler import share
+from tests.sampler import rare, share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROWS, PROMPT, NEW = 4, 8, 5
@@ -79,11 +79,13 @@ def test_tokens_are_those_of_whole_sequences(module, experts):
     ),
     ids=str,
 )
+@rare
 def test_every_mesh_draws_the_same(module, one_device_draws, mesh, experts):
     found, _ = written(module, mesh, experts, temperature=0.8)
     np.testing.assert_array_equal(found, one_device_draws(experts))
 
 
+@rare
 def test_a_token_costs_what_the_formulas_say(module):
     """Per layer and row: two psums of the stream over tp, one softmax and one sum of values over cp."""
     mesh, layers = {"dp": 2, "cp": 2, "tp": 2}, 2

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import spmd
-from tests.sampler import share
+from tests.sampler import rare, share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 20
@@ -143,18 +143,21 @@ def test_gradients_are_reduced_once_however_many_micro_batches(gradients):
     assert reductions(four, "tp")["psum_scatter"] == 4 * reductions(one, "tp")["psum_scatter"]
 
 
+@rare
 def test_no_device_holds_whole_logits_or_weights(gradients, lm):
     text = gradients("--dp=2", "--tp=4")[2].as_text()
     assert re.search(r"f32\[8,24,64\]", text)  # b/dp s v/tp
     assert not re.search(r"\b256\b[^=(]*\]\{", text)
 
 
+@rare
 def test_tied_tables(gradients):
     loss, found, _ = gradients("--tied")
     assert list(found["vocab"]) == ["embed"]
     assert abs(loss - gradients()[0]) < 1
 
 
+@rare
 def test_bfloat16_has_float32_gradients_near_those_of_float32(gradients):
     loss, wanted, _ = gradients()
     low, found, _ = gradients("--bf16")

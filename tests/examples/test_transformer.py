@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import spmd
-from tests.sampler import share
+from tests.sampler import rare, share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROWS, LENGTH = 8, 16
@@ -185,6 +185,7 @@ def test_a_step_sends_what_the_formulas_say(steps):
     assert found["fsdp/tp"].total_bytes == 2 * norms * 3 / 4 and set(found) == {"fsdp", "tp", "fsdp/tp"}
 
 
+@rare
 def test_steps_with_an_optimizer(module, steps):
     """The state stays where it was, and three steps lead where they lead on one device."""
     ends = []

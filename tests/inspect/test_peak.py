@@ -12,6 +12,7 @@ from spmd.inspect._peak import Peak
 from spmd.inspect._work import size_bytes
 from tests.benchmarks.memory import BOUNDS, PROGRAMS, QUICK, compared, example, same_order
 from tests.conftest import FULL_CASES, case_count
+from tests.sampler import rare
 
 X = jax.ShapeDtypeStruct((16, 16), "float32")
 ONE = 16 * 16 * 4
@@ -117,6 +118,7 @@ def optimized():
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", PROGRAMS if case_count() > FULL_CASES else QUICK[:1])
+@rare
 def test_the_transformer_needs_what_is_compiled(name):
     total, peak, cautious = compared(example(), name)
     assert BOUNDS[0] <= peak / total <= BOUNDS[1]
