@@ -129,13 +129,17 @@ def _in_turns(own: Blocks, lower: Any, b: Any) -> Any:
     """The solution: each device's rows when its turn comes, with the triangle and then with its adjoint."""
     mine, last, diagonal = own.mine, own.parts - 1, own.diagonal(lower)
     solve = functools.partial(lax.linalg.triangular_solve, diagonal, left_side=True, lower=True)
-    for j in range(last):
+
+    def down(b: Any, j: Any) -> tuple[Any, None]:
         found = _lax.psum(jnp.where(mine == j, solve(b), 0), own.axes)
-        b = jnp.where(mine > j, b - product(own.columns(lower, j), found), b)
-    x = solve(b)
-    for j in reversed(range(own.parts)):
-        if j < last:
-            known = jnp.where(mine > j, product(adjoint(own.columns(lower, j)), x), 0)
-            x = jnp.where(mine == j, x - _lax.psum(known, own.axes), x)
-        x = jnp.where(mine == j, solve(x, transpose_a=True, conjugate_a=True), x)
-    return x
+        return jnp.where(mine > j, b - product(own.columns(lower, j), found), b), None
+
+    def up(x: Any, j: Any) -> tuple[Any, None]:
+        known = jnp.where(mine > j, product(adjoint(own.columns(lower, j)), x), 0)
+        left = x - _lax.psum(known, own.axes)
+        return jnp.where(mine == j, solve(left, transpose_a=True, conjugate_a=True), x), None
+
+    steps = jnp.arange(last, dtype=jnp.int32)
+    x = solve(lax.scan(down, b, steps)[0])
+    x = jnp.where(mine == last, solve(x, transpose_a=True, conjugate_a=True), x)
+    return lax.scan(up, x, steps, reverse=True)[0]

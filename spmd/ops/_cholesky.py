@@ -28,8 +28,10 @@ def cholesky(x: Any, layout: str, **names: Any) -> jax.Array:
 
     The matrix is never gathered as a whole. There is a step for each device. It gathers the columns of this device's
     block, finds their part of the triangle, and takes what they explain from the rows that are left. Each device holds
-    1/n of the matrix and the columns of one step. Its arithmetic is about 4.5/n of that of one device alone, because
-    all rows wait for the last one. Derivatives are backward only: `jax.grad` and `jax.vjp`, not `jax.jvp`.
+    1/n of the matrix and the columns of one step. Its arithmetic is at most 6/n of that of one device alone, because
+    all rows wait for the last one, and the steps of a loop take as long as its first one. There are log2(n) loops, each
+    of half of the steps that are left: the program grows with the logarithm of n. Derivatives are backward only:
+    `jax.grad` and `jax.vjp`, not `jax.jvp`.
 
     Communication: none if the rows are whole. If they are divided over n devices, forward n-1 all-gathers of S bytes
     each, where S is the size of a square of 1/n of the rows and columns. Each sends S(n-1) bytes. Backward n-1 times
@@ -105,33 +107,44 @@ class Blocks:
         """The number of this device's block."""
         return _lax.axis_index(self.axes, dict(self.sizes))
 
-    def columns(self, x: Any, j: int) -> Any:
+    def columns(self, x: Any, j: Any) -> Any:
         """This device's rows of the columns of block j."""
-        return x[..., j * self.size : (j + 1) * self.size]
-
-    def beyond(self, x: Any, j: int) -> Any:
-        """This device's rows of all columns beyond block j."""
-        return x[..., (j + 1) * self.size :]
+        return lax.dynamic_slice_in_dim(x, j * self.size, self.size, -1)
 
     def diagonal(self, x: Any) -> Any:
         """This device's block of the diagonal."""
-        return lax.dynamic_slice_in_dim(x, self.mine * self.size, self.size, -1)
+        return self.columns(x, self.mine)
 
-    def gathered(self, x: Any, j: int) -> tuple[Any, Any]:
-        """Of the columns of block j: the block on the diagonal, and all rows below."""
-        rows = _lax.all_gather(self.columns(x, j), self.axes, x.ndim - 2, "invarying")
-        return rows[..., j * self.size : (j + 1) * self.size, :], rows[..., (j + 1) * self.size :, :]
+    def gathered(self, columns: Any, j: Any, first: int) -> tuple[Any, Any]:
+        """Of the columns of block j: the block on the diagonal, and the rows of all blocks beyond `first`. Those that
+        are not below block j are zeros."""
+        rows = _lax.all_gather(columns, self.axes, columns.ndim - 2, "invarying")
+        top = lax.dynamic_slice_in_dim(rows, j * self.size, self.size, -2)
+        below = rows[..., (first + 1) * self.size :, :]
+        at = first + 1 + jnp.arange(below.shape[-2], dtype=jnp.int32) // self.size
+        return top, jnp.where((at > j)[:, None], below, 0)
 
-    def below(self, x: Any, j: int) -> Any:
-        """This device's block of what all devices have of the rows below block j; zeros if its rows are not there."""
-        above = [(0, 0)] * (x.ndim - 2) + [((j + 1) * self.size, 0), (0, 0)]
-        padded = _compat.pvary(jnp.pad(x, above), self.axes)
+    def below(self, x: Any, first: int) -> Any:
+        """This device's block of what all devices have of the rows beyond block `first`, or else zeros."""
+        padded = _compat.pvary(self._from_the_top(x, first), self.axes)
         return lax.dynamic_slice_in_dim(padded, self.mine * self.size, self.size, -2)
 
-    def summed_below(self, x: Any, j: int) -> Any:
+    def summed_below(self, x: Any, first: int) -> Any:
         """The same of what devices have parts of, which are summed."""
-        above = [(0, 0)] * (x.ndim - 2) + [((j + 1) * self.size, 0), (0, 0)]
-        return _lax.psum_scatter(jnp.pad(x, above), self.axes, x.ndim - 2)
+        return _lax.psum_scatter(self._from_the_top(x, first), self.axes, x.ndim - 2)
+
+    def _from_the_top(self, x: Any, first: int) -> Any:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [((first + 1) * self.size, 0), (0, 0)])
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The first and the number of steps of each loop, for all blocks but the last. A loop does as much in each step
+        as in its first one, and the next loop half of that: the program grows with the logarithm of `parts`."""
+        found, first = [], 0
+        while (left := self.parts - first) > 1:
+            found.append((first, left // 2))
+            first += left // 2
+        return found
 
 
 def _divided(own: Blocks, x: Any) -> Any:
@@ -148,35 +161,59 @@ def _divided(own: Blocks, x: Any) -> Any:
 
 def _forward(own: Blocks, x: Any) -> Any:
     found: list[Any] = []
-    for j in range(own.parts - 1):
-        diagonal, below = own.gathered(x, j)
-        top = whole(diagonal)
-        below = lax.linalg.triangular_solve(top, below, lower=True, transpose_a=True, conjugate_a=True)
-        mine = own.below(below, j)
-        later = own.beyond(x, j) - product(mine, adjoint(below))
-        x = jnp.concatenate([x[..., : (j + 1) * own.size], later], -1)
-        found.append(jnp.where(own.mine == j, top, mine))
+    later = x
+    for first, count in own.runs:
+        steps = jnp.arange(first, first + count, dtype=jnp.int32)
+        later, columns = lax.scan(functools.partial(_explained, own, first), later, steps)
+        found.append(_side_by_side(columns))
+        later = later[..., count * own.size :]
     one = jnp.eye(own.size, dtype=x.dtype)
     last = own.mine == own.parts - 1  # the others have nothing there that could be decomposed
-    found.append(jnp.where(last, whole(jnp.where(last, own.columns(x, own.parts - 1), one)), 0))
+    found.append(jnp.where(last, whole(jnp.where(last, later, one)), 0))
     return jnp.concatenate(found, -1)
+
+
+def _explained(own: Blocks, first: int, later: Any, j: Any) -> tuple[Any, Any]:
+    """A step: of the columns from block `first` on, what those of block j explain is taken away; and j's triangle."""
+    top, below = own.gathered(own.columns(later, j - first), j, first)
+    top = whole(top)
+    below = lax.linalg.triangular_solve(top, below, lower=True, transpose_a=True, conjugate_a=True)
+    mine = own.below(below, first)
+    beyond = later[..., own.size :] - product(mine, adjoint(below))
+    later = jnp.concatenate([later[..., : own.size], beyond], -1)
+    return later, jnp.where(own.mine == j, top, mine)
+
+
+def _side_by_side(columns: Any) -> Any:
+    """The columns of all steps, step by step."""
+    moved = jnp.moveaxis(columns, 0, -2)
+    return moved.reshape(*moved.shape[:-2], -1)
 
 
 def _backward(own: Blocks, lower: Any, cotangent: Any) -> Any:
     """The steps in the other order; each device's rows of the gradient grow from the last columns to the first."""
-    mine, last = own.mine, own.parts - 1
-    found = jnp.where(mine == last, _of_diagonal(own.diagonal(lower), own.columns(cotangent, last)), 0)
-    for j in reversed(range(last)):
-        top, below = own.gathered(lower, j)
-        rows = own.columns(lower, j)
-        here = own.columns(cotangent, j) - product(found, below)
-        here -= own.summed_below(product(adjoint(found), rows), j)
-        solved = lax.linalg.triangular_solve(top, here, lower=True)
-        rows_below = jnp.where(mine > j, solved, 0)
-        of_top = _lax.psum(jnp.where(mine == j, here, -product(adjoint(rows_below), rows)), own.axes)
-        here = jnp.where(mine == j, _of_diagonal(top, of_top), rows_below)
-        found = jnp.concatenate([here, found], -1)
+    last = own.parts - 1
+    found = jnp.where(own.mine == last, _of_diagonal(own.diagonal(lower), own.columns(cotangent, last)), 0)
+    for first, count in reversed(own.runs):
+        found = jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(count * own.size, 0)])
+        steps = jnp.arange(first, first + count, dtype=jnp.int32)
+        step = functools.partial(_returned, own, first, lower, cotangent)
+        found = lax.scan(step, found, steps, reverse=True)[0]
     return found
+
+
+def _returned(own: Blocks, first: int, lower: Any, cotangent: Any, found: Any, j: Any) -> tuple[Any, None]:
+    """A step backward: the gradient of the columns from block `first` on, those of j with it, zeros before them."""
+    rows = own.columns(lower, j)
+    top, below = own.gathered(rows, j, first)
+    beyond = found[..., own.size :]
+    here = own.columns(cotangent, j) - product(beyond, below)
+    here -= own.summed_below(product(adjoint(beyond), rows), first)
+    solved = lax.linalg.triangular_solve(top, here, lower=True)
+    rows_below = jnp.where(own.mine > j, solved, 0)
+    of_top = _lax.psum(jnp.where(own.mine == j, here, -product(adjoint(rows_below), rows)), own.axes)
+    here = jnp.where(own.mine == j, _of_diagonal(top, of_top), rows_below)
+    return lax.dynamic_update_slice_in_dim(found, here, (j - first) * own.size, -1), None
 
 
 def _of_diagonal(top: Any, cotangent: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.linalg import cholesky
+from spmd.linalg import cho_solve, cholesky
 from spmd.modes import MODES
 from tests.ops.harness import blocks, close, make_mesh, pulled, run, wide
 from tests.sampler import Sampler, seeds
@@ -91,6 +91,17 @@ def test_bytes_are_those_of_the_docstring() -> None:
     backward = spmd.inspect.collectives(both, x, x)
     assert backward.counts == {"all_gather": 6, "psum_scatter": 3, "psum": 3}
     assert backward.total_bytes == 3 * square * (3 + 3 + 3) + 3 * (2 * square * 3 // 4)
+
+
+def test_the_program_grows_with_the_logarithm_of_the_devices() -> None:
+    """Of the triangle, its solve and the gradients of both: one loop more for twice the devices."""
+    lines: dict[int, int] = {}
+    for n in (4, 8):
+        kernel = spmd.kernel("n/a m, n/a -> n/a", mesh=make_mesh({"a": n}))
+        solve = kernel(lambda x, b: cho_solve(cholesky(x, "[n/a] [m]"), b, "[n/a] [m], [n/a]"))
+        both = lambda x, b, solve=solve: jax.vjp(solve, x, b)[1](b)
+        lines[n] = len(jax.jit(both).lower(np.eye(2 * n), np.ones(2 * n)).as_text().splitlines())
+    assert lines[8] < 1.5 * lines[4]  # a program of its own for each step: 1.8 times
 
 
 def test_a_matrix_that_is_not_positive_has_nan() -> None:
