@@ -70,7 +70,8 @@ def named_jit(
       >>> from spmd import haliax as hax
       >>> mesh = spmd.make_mesh(data=4)
       >>> rules = {"batch": "data", "embed": None}
-      >>> @hax.named_jit(axis_resources=rules, in_axis_resources=rules, in_names=("batch embed",), out_names="batch")
+      >>> names = {"in_names": ("batch embed",), "out_names": "batch"}
+      >>> @hax.named_jit(axis_resources=rules, in_axis_resources=rules, **names)
       ... def norms(x):
       ...     return (x**2).sum(-1)
       >>> with jax.set_mesh(mesh):
@@ -151,7 +152,8 @@ def fsdp(
       >>> from spmd import haliax as hax
       >>> mesh = spmd.make_mesh(data=4)
       >>> at_rest, compute = {"embed": "data", "mlp": None}, {"embed": None, "mlp": None}
-      >>> @hax.fsdp(parameter_mapping=at_rest, compute_mapping=compute, in_names=("embed mlp",), out_names="embed mlp")
+      >>> names = {"in_names": ("embed mlp",), "out_names": "embed mlp"}
+      >>> @hax.fsdp(parameter_mapping=at_rest, compute_mapping=compute, **names)
       ... def double(w):
       ...     return 2 * hax.auto_sharded(w, "embed mlp", mesh)
       >>> with jax.set_mesh(mesh):

@@ -251,7 +251,8 @@ def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collect
     >>> from jax.sharding import AxisType, PartitionSpec as P
     >>> mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
     >>> body = lambda x: jax.lax.psum(x, "tp")
-    >>> fn = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp")))
+    >>> specs = {"in_specs": P("dp", "tp"), "out_specs": P("dp")}
+    >>> fn = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
     >>> report = collectives(fn, jax.ShapeDtypeStruct((8, 64), "float32"))
     >>> report.counts, report.total_bytes
     ({'psum': 1}, 384)

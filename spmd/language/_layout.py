@@ -546,7 +546,8 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         Raises:
           LayoutError: If a bare name has no rule, and where `resolve` raises it.
 
-        >>> AxisMapping({"embed": None, "mlp": "tp"}).place(Layout("embed mlp"), "shard(tree, layouts)")
+        >>> rules = AxisMapping({"embed": None, "mlp": "tp"})
+        >>> rules.place(Layout("embed mlp"), "shard(tree, layouts)")
         Layout('embed/1 mlp/tp')
         """
         layout = Layout(layout)

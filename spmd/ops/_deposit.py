@@ -58,7 +58,8 @@ def deposit(x: T, pattern: str, *, edge: Any = "periodic", **names: Any) -> T:
       >>> mesh = spmd.make_mesh(a=4)
       >>> @spmd.kernel("x/a -> x/a", mesh=mesh)
       ... def to_both_sides(u):
-      ...     wide = jnp.pad(u, (0, 2)) + jnp.pad(u, (2, 0))  # each element adds to the ones before and after it
+      ...     # each element adds to the ones before and after it
+      ...     wide = jnp.pad(u, (0, 2)) + jnp.pad(u, (2, 0))
       ...     return spmd.stencil.deposit(wide, "1+x/a+1 -> x/a")
       >>> print(to_both_sides(jnp.arange(8)))
       [ 8  2  4  6  8 10 12  6]

@@ -60,7 +60,9 @@ def sort(x: Any, layout: str, *, descending: bool = False, payload: Any = None, 
       >>> x = jnp.array([5, 2, 7, 1, 8, 3, 6, 4])
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.sort(x, "[s/cp]"))(x))
       [1 2 3 4 5 6 7 8]
-      >>> both = spmd.kernel("s/cp, s/cp -> s/cp, s/cp", mesh=mesh)(lambda x, y: spmd.sort(x, "[s/cp]", payload=y))
+      >>> @spmd.kernel("s/cp, s/cp -> s/cp, s/cp", mesh=mesh)
+      ... def both(x, y):
+      ...     return spmd.sort(x, "[s/cp]", payload=y)
       >>> print(both(x, x * 10)[1])
       [10 20 30 40 50 60 70 80]
 

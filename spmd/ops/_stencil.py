@@ -110,7 +110,10 @@ def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> jax.Ar
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(a=4)
       >>> squares = jnp.arange(8) ** 2
-      >>> print(spmd.kernel("x/a -> x/a", mesh=mesh)(lambda u: spmd.stencil.diff(u, "[x/a]", edge="edge"))(squares))
+      >>> @spmd.kernel("x/a -> x/a", mesh=mesh)
+      ... def differences(u):
+      ...     return spmd.stencil.diff(u, "[x/a]", edge="edge")
+      >>> print(differences(squares))
       [ 1  3  5  7  9 11 13  0]
     """
     one = along("stencil.diff", x, layout, names, most=1)

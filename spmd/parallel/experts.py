@@ -311,7 +311,8 @@ def moe(
       ...     return y, report.drop_rate
       >>> x, w = jnp.ones((8, 4, 6)), jnp.zeros((4, 6, 3))
       >>> y, drop_rate = layer(x, jnp.zeros((6, 4)), w, w, jnp.zeros((4, 3, 6)))
-      >>> print(y.shape, drop_rate)  # without scores all tokens choose experts 0 and 1, which have 3 places for 4
+      >>> # without scores all tokens choose experts 0 and 1, which have 3 places for 4
+      >>> print(y.shape, drop_rate)
       (8, 4, 6) 0.25
 
     References:

@@ -76,7 +76,9 @@ def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) 
     Example:
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(cp=2)
-      >>> at = spmd.kernel("-> s/cp", mesh=mesh, s=8)(lambda: spmd.parallel.sequence_positions(8, "zigzag", cp="cp"))
+      >>> @spmd.kernel("-> s/cp", mesh=mesh, s=8)
+      ... def at():
+      ...     return spmd.parallel.sequence_positions(8, "zigzag", cp="cp")
       >>> print(at())
       [0 1 6 7 2 3 4 5]
     """
