@@ -92,7 +92,8 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
         scope = scope & frozenset(eqn.params["axes"])
     # A device may have added to its own block with margins what a deposit brings to others.
     scope = scope - {axis for dim in layout.dims if any(dim.margin) for axis in dim.axes}
-    if not walk.inside_verb(eqn):
+    placed = walk.with_one is not None and eqn.params["role"] == "result"  # by another trace, and a verb knows better
+    if not walk.inside_verb(eqn) and not placed:
         known = len(walk.findings)
         _check(walk, eqn, state, claim, places, scope)
         if len(walk.findings) > known and claim.ellipsis and places is not None:  # said once

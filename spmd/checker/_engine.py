@@ -101,7 +101,7 @@ class Engine(Domain):
         self.arg_layouts: tuple[Layout, ...] = ()
         self.varying: Sequence[Axes] = ()
         self.root: Any = None
-        self.with_one: Callable[[Any], Mapping[str, Sequence[int]]] = lambda eqn: {}
+        self.with_one: Callable[[Any], Mapping[str, Sequence[int]]] | None = None
         self.findings: list[Finding] = []
         self.outputs: list[tuple[Any, list[State]]] = []
         self._numbers: dict[int, int] = {}

@@ -249,6 +249,16 @@ def _root(factor: Callable[[Any], Fraction]) -> Rule:
     return rule
 
 
+def _solved(eqn: Any, operands: Sequence[Operand]) -> Power:
+    """A matrix in the place of a divisor."""
+    matrix, right = (o.power for o in operands)
+    if isinstance(matrix, Fraction) and isinstance(right, Fraction):
+        return right - matrix
+    if ZERO not in (matrix, right) or matrix is None or right is None:
+        return None
+    return further(matrix or right, eqn, *eqn.invars)
+
+
 def _pow(eqn: Any, operands: Sequence[Operand]) -> Power:
     power, to = operands[0].power, _number(eqn.invars[1])
     if operands[1].power != ZERO:
@@ -324,7 +334,8 @@ _enter("dynamic_update_slice scatter scatter-add scatter_add", _written)
 _enter("concatenate stack pad", lambda eqn, operands: together(operands))
 _enter("add sub add_any", _sum)
 _enter("mul div dot_general conv_general_dilated", _product)
-_enter("sqrt", _root(lambda eqn: Fraction(1, 2)))
+_enter("triangular_solve", _solved)
+_enter("sqrt cholesky", _root(lambda eqn: Fraction(1, 2)))
 _enter("rsqrt", _root(lambda eqn: Fraction(-1, 2)))
 _enter("cbrt", _root(lambda eqn: Fraction(1, 3)))
 _enter("square", _root(lambda eqn: Fraction(2)))

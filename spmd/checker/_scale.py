@@ -25,7 +25,7 @@ from spmd._facts import per_shard_reason
 from spmd._jaxprs import Held, Role, axes_of, held, opened, shape_of
 from spmd._walker import Domain, walk
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._pieces import SUMS, Here, Piece, completed, piece_of
+from spmd.checker._pieces import SUMS, Here, Piece, completed, guarded, left, piece_of
 from spmd.checker._powers import ZERO, Operand, Power, alike, power_of, together
 from spmd.checker._report import scaled
 from spmd.checker._source import line_of
@@ -207,7 +207,8 @@ class Scales(Domain):
 
     def equation(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         twin = self.twins.get(id(eqn))
-        if twin is not None and any(isinstance(atom, Literal) for atom in eqn.invars):
+        alike = twin is not None and len(eqn.invars) == len(twin.invars)  # bodies may have other constants hoisted
+        if alike and any(isinstance(atom, Literal) for atom in eqn.invars):
             pairs = zip(operands, eqn.invars, twin.invars, strict=True)
             operands = [self._number(value, atom, other) for value, atom, other in pairs]
         if eqn.primitive.name not in _ARRANGES:
@@ -245,7 +246,7 @@ class Scales(Domain):
         if not self._known(state):  # a layout that is said afterwards, as by `rearrange`, is that of the same numbers
             return operands[0].power if name in _ARRANGES and twin is not None else None
         if name == "spmd_layout":
-            return operands[0].power
+            return left(eqn, operands[0].here)
         if state.table is not None and twin is not None and self._same_numbers(state, twin.outvars[0]):
             return ZERO
         if name in _WHOLE:
@@ -261,6 +262,8 @@ class Scales(Domain):
         if name in ("reduce_sum", "dot_general") and self._resized(eqn, operands):
             return None
         given = [value.operand for value in operands]
+        if name == "select_n" and operands[0].power is None:
+            return guarded([value.here for value in operands])
         return self._sorted(eqn, number, given) if name in ("sort", "top_k") else power_of(eqn, given, number)
 
     def _same_numbers(self, state: State, var: Any) -> bool:
@@ -368,7 +371,7 @@ def _is_unclear(dim: Dim) -> bool:
 def _pairs(one: Sequence[Any], two: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Equations of two traces that correspond. Where one has more, as a verb sends nothing along one device, those of
     the same primitive at the same line do."""
-    names = [[(eqn.primitive.name, len(eqn.invars)) for eqn in side] for side in (one, two)]
+    names = [[(eqn.primitive.name, None if any(held(eqn)) else len(eqn.invars)) for eqn in side] for side in (one, two)]
     if names[0] == names[1]:
         yield from zip(one, two, strict=True)
     elif len(one) + len(two) < MOST:

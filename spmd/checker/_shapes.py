@@ -139,7 +139,8 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 def _where_blocks_went(walk: Engine, eqn: Any, operand: State, dims: list[Dim]) -> list[Dim]:
     """The dimensions of a reshape that nobody could place by local sizes alone. With one device along an axis, the one
     that the axis divides is larger by the size of the axis."""
-    old, new, larger = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), walk.with_one(eqn)
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    larger = walk.with_one(eqn) if walk.with_one else {}
     found: dict[int, tuple[str, ...]] = {}
     elsewhere: set[int] = set()  # how many elements are before a block of which nobody knows where it went
     for d, dim in enumerate(operand.dims):
@@ -154,10 +155,9 @@ def _where_blocks_went(walk: Engine, eqn: Any, operand: State, dims: list[Dim]) 
             elsewhere.add(before)
         else:
             found[place] = held
-    if any(math.prod(new[:place]) in elsewhere for place in found):
-        return dims
-    known = [plain(size_of(dim)) if dim[0][1] is HIDDEN and not elsewhere else dim for dim in dims]
-    return [normal([(new[d], found[d])]) if d in found else dim for d, dim in enumerate(known)]
+    clear = [math.prod(new[:d]) not in elsewhere for d in range(len(new))]
+    known = [plain(n) if ok and dim[0][1] is HIDDEN else dim for n, ok, dim in zip(new, clear, dims, strict=True)]
+    return [normal([(new[d], found[d])]) if d in found and clear[d] else dim for d, dim in enumerate(known)]
 
 
 def _grown(shape: Sequence[int], other: Sequence[int], times: int) -> int | None:

@@ -35,7 +35,12 @@ def kind(power: Any) -> Any:
 
 add, sub, mul, div = lax.add, lax.sub, lax.mul, lax.div
 JOIN = lambda x, y: lax.concatenate([x, y], 0)
+SOLVE = lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True)
 CASES = {
+    "a matrix as a divisor": (SOLVE, [(ONE, DATA), (TWO, DATA)], ONE),
+    "a stream as a divisor": (SOLVE, [(FIRM, DATA), (ZERO, DATA)], (False, False)),
+    "solved for a stream": (SOLVE, [(ZERO, DATA), (FACTOR, DATA)], (True, False)),
+    "a stream by what is too large": (SOLVE, [(FIRM, DATA), (ONE, DATA)], None),
     "equal powers": (add, [(ONE, DATA), (ONE, DATA)], ONE),
     "a zero": (add, [(ONE, DATA), (ZERO, ZEROS)], ONE),
     "two data": (add, [(ONE, DATA), (ZERO, DATA)], (False, False)),
@@ -114,6 +119,12 @@ def test_places_that_depend_on_the_size() -> None:
     for power, wanted in ((ZERO, ONE), (ONE, None), (None, None)):
         given = [Operand(ONE, DATA), Operand(power, index), Operand(ZERO, index)]
         assert power_of(eqn, given) == wanted
+
+
+def test_a_factor_of_a_matrix() -> None:
+    [eqn, *_] = jax.make_jaxpr(lambda x: lax.linalg.cholesky(x, symmetrize_input=False))(X).eqns
+    assert power_of(eqn, [Operand(ONE, DATA)]) == Fraction(1, 2)
+    assert kind(power_of(eqn, [Operand(FIRM, DATA)])) == (False, False)
 
 
 def test_primitives_without_a_rule_keep_what_has_no_power() -> None:

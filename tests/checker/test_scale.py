@@ -113,6 +113,27 @@ def handed_on(x, reduced):
     return reduced(jnp.where(last, mean_row(x), 0.0), "dp")
 
 
+def one_hot(x, reduced):
+    """Row 5 of all rows, by a product."""
+    mine = jnp.int32(5) - lax.axis_index("dp") * x.shape[0]
+    return reduced((mine[None, None] == jnp.arange(x.shape[0])[None]).astype(x.dtype) @ x, "dp")[0]
+
+
+def last_row(x, reduced):
+    last = (lax.axis_index("dp") == lax.axis_size("dp") - 1).astype(x.dtype)
+    return reduced(x[-1] * last, "dp")
+
+
+def histogram(x, reduced):
+    """Each device adds its own rows to a table of all."""
+    place = (x[:, 0] * 3.0).astype(jnp.int32) % x.shape[1]
+    return reduced(jnp.zeros(x.shape[1]).at[place].add(x[:, 1]), "dp")
+
+
+def guarded(y):
+    return jnp.where(y > 0, y, 1.0)
+
+
 def stream(x, row):
     """What a layer adds: right terms and wrong ones."""
     return x + x * row(x)[None]
@@ -180,6 +201,13 @@ PAIRS = {
         lambda x: jnp.where(largest(x) > 2.0, row(x) + 1.0, jnp.tanh(row(x))),
         lambda x: jnp.where(largest(x) > 2.0, row(x), row(x)) / lax.axis_size("dp"),
     ),
+    "a guard": (
+        lambda x: 1.0 / guarded(mean_row(x) + row(x) * largest(x)),
+        lambda x: norm(guarded(row(x) + 1e-9), 1e-12),
+    ),
+    "a row of a one-hot product": (lambda x: one_hot(x, lax.pmean), lambda x: one_hot(x, lax.psum)),
+    "the last row": (lambda x: last_row(x, lax.pmean), lambda x: last_row(x, lax.psum)),
+    "rows added to a table": (lambda x: histogram(x, lax.pmean), lambda x: histogram(x, lax.psum)),
     "handed on": (lambda x: handed_on(x, lax.pmean), lambda x: handed_on(x, lax.psum)),
     "layers": (lambda x: layers(largest(x), row(x)), lambda x: layers(largest(x), mean_row(x))),
     "sorted": (lambda x: jnp.sort(row(x)), lambda x: mean_row(x)[jnp.argsort(row(x))]),
@@ -222,6 +250,51 @@ def test_blocks_of_one_element_are_where_the_other_trace_has_more(name):
         return [one.kind for one in spmd.check(kernel, *HEADS)]
 
     assert found(lax.pmean) == ["scale"] and not found(lax.psum)
+
+
+def in_stages(x):
+    return spmd.rearrange(x, "(p i)/dp ... -> p/dp i ...", p=lax.axis_size("dp"))
+
+
+def on_each_stage(x):
+    return spmd.repeat(mean_row(x), "b/tp -> p/dp i b/tp", p=lax.axis_size("dp"), i=2)
+
+
+@pytest.mark.parametrize(("staged", "together"), [(in_stages, lax.psum), (on_each_stage, lax.pmean)])
+def test_stages(staged, together):
+    """With one stage, nothing but the string says which dimension the axis divides."""
+
+    def body(x, reduced):
+        w = staged(x)
+        heads = w.reshape(*w.shape[:2], -1, 4)  # one on each device
+        return together(reduced(heads.sum((2, 3)), "tp").sum(), "dp")
+
+    def found(reduced):
+        kernel = spmd.kernel("a/dp b/tp -> scalar", mesh=spmd.make_mesh(**SIZES))(lambda x: body(x, reduced))
+        return [one.rule.partition("along ")[2][:2] for one in spmd.check(kernel, X)]
+
+    assert found(lax.pmean) == ["tp"] and not found(lax.psum)
+
+
+def test_a_body_with_another_array_on_one_device():
+    def body(x, reduced):
+        weights = np.ones(16, np.float32) if lax.axis_size("dp") > 1 else 1.0
+        return reduced(x.sum(0), "dp"), mean_row(x) * weights
+
+    def found(reduced):
+        kernel = spmd.kernel("a/dp b -> b, b", mesh=spmd.make_mesh(**SIZES))(lambda x: body(x, reduced))
+        return [one.kind for one in spmd.check(kernel, X)]
+
+    assert found(lax.pmean) == ["scale"] and not found(lax.psum)
+
+
+def test_a_block_of_a_table():
+    def found(reduced):
+        kernel = spmd.kernel("a/dp b -> b/dp", mesh=spmd.make_mesh(**SIZES))(lambda x: histogram(x, reduced))
+        return [one.kind for one in spmd.check(kernel, X)]
+
+    scattered = lambda x, axis: lax.psum_scatter(x, axis, tiled=True)
+    assert found(lambda x, axis: scattered(x, axis) / lax.axis_size(axis)) == ["scale"] and not found(scattered)
 
 
 def test_what_is_meant_per_shard_is_released():
