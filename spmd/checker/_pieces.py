@@ -172,9 +172,8 @@ def _added(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:
 def _decided(eqn: Any, given: Sequence[Here], axis: str = "") -> Piece | None:
     """A comparison of elements that grow: which of them pass may depend on the size, and on nothing else."""
     powers = [here.operand.power for here in given]
-    data = [here.operand for here in given if isinstance(here.operand.power, Grown)]
     known = all(power == ZERO or isinstance(power, Grown) for power in powers)
-    return Piece(DECIDED) if known and any(one.varies(eqn.outvars[0]) for one in data) else None
+    return Piece(DECIDED) if known and any(isinstance(power, Grown) and power.varies for power in powers) else None
 
 
 def guarded(given: Sequence[Here]) -> Power:
