@@ -67,8 +67,9 @@ def completed(eqn: Any, here: Here, axis: str) -> Power:
 def left(eqn: Any, here: Here) -> Power:
     """The power of what a layout is left on. Behind an output nobody adds up what devices have."""
     power, piece = here.operand.power, here.piece
-    known = power is not None or piece is None or piece.kind != TAKEN or eqn.params["role"] != "output"
-    return power if known else piece.power
+    if power is None and piece is not None and piece.kind == TAKEN and eqn.params["role"] == "output":
+        return piece.power
+    return power
 
 
 def piece_of(eqn: Any, given: Sequence[Here], axis: str) -> Piece | None:

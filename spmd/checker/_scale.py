@@ -207,9 +207,9 @@ class Scales(Domain):
 
     def equation(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         twin = self.twins.get(id(eqn))
-        alike = twin is not None and len(eqn.invars) == len(twin.invars)  # bodies may have other constants hoisted
-        if alike and any(isinstance(atom, Literal) for atom in eqn.invars):
-            pairs = zip(operands, eqn.invars, twin.invars, strict=True)
+        others = twin.invars if twin is not None else ()
+        if len(others) == len(eqn.invars) and any(isinstance(atom, Literal) for atom in eqn.invars):  # a body may differ
+            pairs = zip(operands, eqn.invars, others, strict=True)
             operands = [self._number(value, atom, other) for value, atom, other in pairs]
         if eqn.primitive.name not in _ARRANGES:
             operands = [value if self._known(value.state) else value._replace(power=None) for value in operands]
