@@ -207,8 +207,8 @@ class Scales(Domain):
 
     def equation(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         twin = self.twins.get(id(eqn))
-        others = twin.invars if twin is not None else ()
-        if len(others) == len(eqn.invars) and any(isinstance(atom, Literal) for atom in eqn.invars):  # a body may differ
+        others = twin.invars if twin is not None else ()  # a body may have other constants
+        if len(others) == len(eqn.invars) and any(isinstance(atom, Literal) for atom in eqn.invars):
             pairs = zip(operands, eqn.invars, others, strict=True)
             operands = [self._number(value, atom, other) for value, atom, other in pairs]
         if eqn.primitive.name not in _ARRANGES:
