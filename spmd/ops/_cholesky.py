@@ -165,7 +165,8 @@ def _forward(own: Blocks, x: Any) -> Any:
     for first, count in own.runs:
         steps = jnp.arange(first, first + count, dtype=jnp.int32)
         later, columns = lax.scan(functools.partial(_explained, own, first), later, steps)
-        found.append(_side_by_side(columns))
+        columns = jnp.moveaxis(columns, 0, -2)  # side by side
+        found.append(columns.reshape(*columns.shape[:-2], count * own.size))
         later = later[..., count * own.size :]
     one = jnp.eye(own.size, dtype=x.dtype)
     last = own.mine == own.parts - 1  # the others have nothing there that could be decomposed
@@ -182,12 +183,6 @@ def _explained(own: Blocks, first: int, later: Any, j: Any) -> tuple[Any, Any]:
     beyond = later[..., own.size :] - product(mine, adjoint(below))
     later = jnp.concatenate([later[..., : own.size], beyond], -1)
     return later, jnp.where(own.mine == j, top, mine)
-
-
-def _side_by_side(columns: Any) -> Any:
-    """The columns of all steps, step by step."""
-    moved = jnp.moveaxis(columns, 0, -2)
-    return moved.reshape(*moved.shape[:-2], -1)
 
 
 def _backward(own: Blocks, lower: Any, cotangent: Any) -> Any:

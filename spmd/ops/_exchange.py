@@ -166,7 +166,7 @@ class _Job:
     def here(self) -> Any:
         """The numbers of the blocks."""
         if not self.divided:
-            return jnp.arange(self.blocks, dtype=jnp.int32)
+            return _numbers(self.blocks)
         return jnp.asarray(_lax.axis_index(self.factor.axes, dict(self.call.frame.sizes)), jnp.int32)[None]
 
     def run(self, operands: list[Operand], owner: Any) -> tuple[list[Any], Any, Any]:
@@ -174,7 +174,7 @@ class _Job:
         owner = _narrow(owner).reshape(-1, self.slots)
         here = self.here()
         orders = jax.vmap(self.ordered)(owner)
-        counts, held = orders[2], jnp.sum(owner >= 0, 1, dtype=jnp.int32)
+        counts, held = orders[2], _count(owner >= 0, 1)
         table = jnp.concatenate([counts, held[:, None]], 1)
         if self.divided:
             table = _lax.all_gather(table, self.factor.axes, 0, "invarying")
@@ -193,15 +193,15 @@ class _Job:
             for i, x in zip(group, flat, strict=True):
                 part = there[..., start : start + x.shape[2]].reshape(moved[i].shape)
                 out[i], start = jnp.moveaxis(part, 0, dims[i]), start + x.shape[2]
-        away = jnp.sum(table[:, :-1]) - jnp.sum(jnp.diagonal(table)) - jnp.sum(sent)
-        beyond = jnp.sum(table[:, -1]) - jnp.sum(table[:, :-1])  # rows of owners that do not exist
+        away = _count(table[:, :-1]) - _count(jnp.diagonal(table)) - _count(sent)
+        beyond = _count(table[:, -1]) - _count(table[:, :-1])  # rows of owners that do not exist
         return [out[i] for i in range(len(moved))], plan.owner.reshape(-1), away + beyond
 
     def ordered(self, owner: Any) -> tuple[Any, Any, Any]:
         """The rows of a block by owner, where each owner's begin, and how many they are."""
         key = jnp.where((owner >= 0) & (owner < self.blocks), owner, self.blocks)
         counts = jnp.zeros(self.blocks + 1, jnp.int32).at[key].add(1)
-        return self.by_owner(key), jnp.cumsum(counts) - counts, counts[: self.blocks]
+        return self.by_owner(key), jnp.cumsum(counts, dtype=jnp.int32) - counts, counts[: self.blocks]
 
     def by_owner(self, key: Any) -> Any:
         """The rows of a block in the order of their keys, and of their slots where keys are equal.
@@ -212,21 +212,21 @@ class _Job:
         bits = (self.slots - 1).bit_length()
         if (self.blocks + 1) << bits > _PACKED:
             return jnp.argsort(key, stable=True)
-        slots = jnp.arange(self.slots, dtype=jnp.int32)
+        slots = _numbers(self.slots)
         return lax.sort(key << bits | slots, is_stable=False) & ((1 << bits) - 1)
 
     def settled(self, table: Any) -> Any:
         """How many rows each block sends to each other, `(from, to)`. All devices compute the same."""
         n = self.blocks
         counts, held = table[:, :n], table[:, n]
-        far = jnp.arange(n)[None] - jnp.arange(n)[:, None]
+        far = _numbers(n)[None] - _numbers(n)[:, None]
         open_to = jnp.isin(far % n, jnp.array(self.distances, jnp.int32))
         wanted = jnp.where(open_to, jnp.minimum(counts, self.capacity), 0)
-        before = jnp.cumsum(wanted, 0) - wanted
+        before = jnp.cumsum(wanted, 0, dtype=jnp.int32) - wanted
 
         def fits(sent: Any) -> Any:
             """What of `wanted` has slots if `sent` has left."""
-            return jnp.clip((self.slots - held + jnp.sum(sent, 1))[None] - before, 0, wanted)
+            return jnp.clip((self.slots - held + _count(sent, 1))[None] - before, 0, wanted)
 
         # What stays because a slot is missing takes a slot itself. So the numbers fall until they fit.
         start = (wanted, fits(wanted))
@@ -234,9 +234,9 @@ class _Job:
 
     def plan(self, owner: Any, here: Any, ordered: tuple[Any, Any, Any], sent: Any) -> _Plan:
         order, starts, _ = ordered
-        goes, places, slots = sent[here], jnp.arange(self.capacity), jnp.arange(self.slots, dtype=jnp.int32)
+        goes, places, slots = sent[here], _numbers(self.capacity), _numbers(self.slots)
         if self.hops is None or not self.distances:
-            to = source = jnp.arange(self.blocks)
+            to = source = _numbers(self.blocks)
         else:
             hops = jnp.array(self.distances, jnp.int32)
             to, source = (here + hops) % self.blocks, (here - hops) % self.blocks
@@ -247,9 +247,9 @@ class _Job:
         after = jnp.cumsum(keeps, dtype=jnp.int32)
         kept, count = slots.at[jnp.where(keeps, after - 1, self.slots)].set(slots, mode="drop"), after[-1]
         comes_from = sent[:, here]
-        ends = count + jnp.cumsum(comes_from)
+        ends = count + jnp.cumsum(comes_from, dtype=jnp.int32)
         lands = (ends - comes_from)[source][:, None] + places[None]
-        beyond = self.slots + jnp.arange(lands.size, dtype=jnp.int32).reshape(lands.shape)
+        beyond = self.slots + _numbers(lands.size).reshape(lands.shape)
         return _Plan(
             send,
             places[None] < goes[to][:, None],
@@ -284,6 +284,15 @@ class _Job:
             return roll_p.bind(x, by=by, axis=0)
         n = self.blocks
         return _lax.ppermute(x, self.factor.axes, dict(self.call.frame.sizes), [(i, (i + by) % n) for i in range(n)])
+
+
+def _numbers(n: int) -> Any:
+    return jnp.arange(n, dtype=jnp.int32)
+
+
+def _count(x: Any, axis: int | None = None) -> Any:
+    """The sum of small numbers in int32. With x64 JAX's own is wider, and a loop cannot carry both."""
+    return jnp.sum(x, axis, dtype=jnp.int32)
 
 
 def _narrow(owner: Any) -> Any:

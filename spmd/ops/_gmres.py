@@ -95,7 +95,7 @@ def gmres(
     if restart < 1:
         call.fail("gmres takes at least one step before it restarts.", got=[f"restart={restart}"], error=SizeError)
     most = 10 * known.size if maxiter is None else maxiter
-    steps = _Steps(apply, precondition, known.axes, most, tol, atol, min(restart, known.size))
+    steps = _Steps(apply, precondition, known.axes, most, tol, atol, max(1, min(restart, known.size)))
 
     def transposed(apply: Apply, b: Any) -> tuple[Any, Any]:
         return replace(steps, apply=apply, precondition=_transposed(precondition, b)).run(b, None)

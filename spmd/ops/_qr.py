@@ -104,6 +104,8 @@ def _decomposed(x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[A
 
     The gradient is that of the whole matrix: a block alone may have columns that depend on each other.
     """
+    if not x.shape[-1]:  # XLA gathers no empty arrays
+        return x, _lax.to_invarying(x[..., :0, :], axes)
     factors = jax.custom_jvp(lambda x: _factors(x, axes, sizes))
 
     @factors.defjvp

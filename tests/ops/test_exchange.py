@@ -179,6 +179,19 @@ def test_rows_keep_their_order_if_owner_and_slot_have_no_number(most: int, monke
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("hops", [None, (1, -1)])
+def test_with_x64(hops: Any) -> None:
+    """Sums of int32 are int64 there."""
+    with jax.enable_x64(True):
+        owner, rows = np.array([1, 1, 3, 0, 0, 2, -1, 2]), np.arange(24.0).reshape(8, 3)
+        wanted, owners, stayed = simulator.exchange(rows, owner, 4, 1, hops)
+        for mode in ("explicit", "reference"):
+            x, *_, found, away = getattr(kernel_of({"a": 4, "b": 2}, ("a",), 1, hops), mode)(rows, owner)
+            close(x, jnp.asarray(wanted))
+            np.testing.assert_array_equal(found, owners)
+            assert found.dtype == away.dtype == np.int32 and int(away) == stayed
+
+
 def test_explain_names_the_call() -> None:
     run = spmd.kernel("n/a d, n/a -> n/a d", mesh=make_mesh({"a": 4}))(
         lambda x, owner: spmd.exchange(x, owner, "[n/a] d", capacity=2)[0]

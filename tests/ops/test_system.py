@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 import spmd
 from spmd import _compat
-from spmd.linalg import cg, gmres
+from spmd.linalg import cg, cholesky, gmres, qr
 from spmd.modes import MODES
 from spmd.ops._system import System, system
 from tests.ops.harness import close, make_mesh, run
@@ -109,3 +109,20 @@ def test_more_arrays_send_no_more_numbers(solver: Any) -> None:
         found = spmd.inspect.collectives(solve, b)
         sent.append((found.counts, found.total_bytes))
     assert sent[0] == sent[1] and sent[0][0].keys() == {"psum"}
+
+
+def test_nothing_to_solve_or_decompose() -> None:
+    """Empty vectors, no columns, and batches of no matrices, as in NumPy."""
+
+    def body(b: Any, tall: Any, batch: Any) -> Any:
+        twice = lambda u: 2 * u
+        vectors = cg(twice, b, "x/a y")[0], gmres(twice, b, "x/a y")[0]
+        lower = cholesky(batch, "g [n/a] [n2]")
+        return (*vectors, *qr(tall, "[m/a] [k]"), lower, *qr(batch, "g [n/a] [n2]"))
+
+    given = jnp.ones((8, 0)), jnp.ones((8, 0)), jnp.ones((0, 4, 4))
+    ins, batch = ["x/a y", "m/a k", "g n/a n2"], "g n/a n2"
+    outs = ["x/a y", "x/a y", "m/a k", "k2 k", batch, batch, "g r n2"]
+    for mode in MODES:
+        found = run(body, {"a": 4}, ins, outs, mode)(*given)
+        assert [x.shape for x in found] == [(8, 0), (8, 0), (8, 0), (0, 0), *[(0, 4, 4)] * 3]
