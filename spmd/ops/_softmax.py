@@ -200,7 +200,7 @@ def _before(one: Along, sums: Any, reverse: bool) -> Any:
     edge = 0 if reverse else sums.shape[dim] - 1
     total = lax.slice_in_dim(sums, edge, edge + 1, axis=dim)
     totals = _lax.all_gather(total, axes, dim, "varying")
-    place = jnp.arange(totals.shape[dim])
+    place = jnp.arange(totals.shape[dim], dtype=jnp.int32)
     here = _lax.axis_index(axes, dict(one.call.frame.sizes))
     earlier = place > here if reverse else place < here
     mask = earlier.reshape(tuple(-1 if i == dim else 1 for i in range(totals.ndim)))

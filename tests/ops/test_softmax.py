@@ -151,6 +151,12 @@ def test_cumsum_costs_the_totals_only() -> None:
     assert backward_counts(body, MESH, ["b s/tp"], "b s/tp", x) == {"all_gather tp": 1, "psum_scatter tp": 1}
 
 
+def test_cumsum_with_x64() -> None:
+    """What tells the blocks before this one from the others has 32 bits there, too."""
+    with jax.enable_x64(True):
+        close(run(lambda x: cumsum(x, "[s/tp]"), MESH, ["s/tp"], "s/tp")(np.arange(8.0)), np.cumsum(np.arange(8.0)))
+
+
 def test_cumsum_dtypes_and_partial_sums() -> None:
     for dtype in ("bool", "int8", "bfloat16", "complex64"):
         x = jnp.ones((2, 8), dtype)
