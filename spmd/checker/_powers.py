@@ -31,6 +31,7 @@ class Grown(NamedTuple):
         numbers by which it was multiplied are not on it: a difference takes them away.
       turned: Whether its sign was turned.
       varies: Whether what depends on the size differs from element to element.
+      like: The power that it has but for an epsilon: 2 of `n * n * v + eps`.
     """
 
     factor: bool = False
@@ -38,10 +39,18 @@ class Grown(NamedTuple):
     path: int = 0
     turned: bool = False
     varies: bool = True
+    like: Fraction | None = None
 
 
-Power = Fraction | Grown | None  # None: nobody knows
-ZERO = Fraction(0)
+class Near(NamedTuple):
+    """The power of a norm of what is too large: there is none, but for an epsilon. Nobody minds that."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+Power = Fraction | Grown | Near | None  # None: nobody knows
+ZERO, NEAR = Fraction(0), Near()
 
 
 class Operand(NamedTuple):
@@ -57,6 +66,7 @@ class Operand(NamedTuple):
         return not any(n > 1 and (axes is FREE or axes is HIDDEN) for dim in self.state.dims for n, axes in dim)
 
 
+_LINEAR = frozenset(("mul", "reduce_sum", "slice", "gather", "dynamic_slice"))
 Rule = Callable[[Any, Sequence[Operand]], Power]
 RULES: dict[str, Rule] = {}
 
@@ -67,8 +77,17 @@ def _enter(names: str, rule: Rule) -> None:
 
 def power_of(eqn: Any, operands: Sequence[Operand], number: int = 0) -> Power:
     """The power of a result of an equation, the one of this number, wherever both traces have it."""
-    power = RULES.get(eqn.primitive.name, _all_alike)(eqn, operands)
+    exact, near = nearly(operands)
+    power = near(RULES.get(eqn.primitive.name, _all_alike)(eqn, exact))
     return power._replace(path=hash((power.path, number))) if number and isinstance(power, Grown) else power
+
+
+def nearly(operands: Sequence[Operand]) -> tuple[Sequence[Operand], Callable[[Power], Power]]:
+    """Operands without epsilons, and what to make of a result of theirs."""
+    if not any(isinstance(o.power, Near) for o in operands):
+        return operands, lambda power: power
+    exact = [o._replace(power=ZERO) if isinstance(o.power, Near) else o for o in operands]
+    return exact, lambda power: power if isinstance(power, Grown) else NEAR if power == ZERO else None
 
 
 # --- what stays as it is ----------------------------------------------------------------------------------------
@@ -92,7 +111,8 @@ def further(power: Power, eqn: Any, *others: Any) -> Power:
     if not isinstance(power, Grown):
         return power
     where = eqn.params.get("start_indices") if eqn.primitive.name == "slice" else None
-    return power._replace(path=hash((power.path, eqn.primitive.name, where, *map(id, others))))
+    like = power.like if eqn.primitive.name in _LINEAR else None
+    return power._replace(path=hash((power.path, eqn.primitive.name, where, *map(id, others))), like=like)
 
 
 def alike(one: Power, other: Power) -> bool:
@@ -152,7 +172,9 @@ def either(operands: Sequence[Operand]) -> Power:
     numbers = [o for o in operands if o.state.number and not o.state.zero]
     if any(o.power != ZERO for o in numbers):
         return None
-    return Grown(factor=True, term=True, varies=False) if numbers and isinstance(power, Fraction) else power
+    if not numbers:
+        return power
+    return Grown(factor=True, term=True, varies=False) if isinstance(power, Fraction) else power._replace(like=None)
 
 
 def _sum(eqn: Any, operands: Sequence[Operand]) -> Power:
@@ -174,7 +196,11 @@ def _sum(eqn: Any, operands: Sequence[Operand]) -> Power:
         return _with(_minus(other.power) if minus else other.power, one, result)
     varies = all(o.varies(result) for o in operands if o.power != ZERO)
     data = one.varies(result) and other.varies(result)
-    return Grown(factor=varies and not data, term=not data, varies=varies)
+    grown = Grown(factor=varies and not data, term=not data, varies=varies)
+    for o, eps in ((one, other), (other, one)):
+        if eps.state.number and eps.power == ZERO and isinstance(o.power, Fraction):
+            return grown._replace(like=o.power)
+    return grown
 
 
 def _sum_of_grown(one: Grown, other: Grown) -> Power:
@@ -186,13 +212,14 @@ def _sum_of_grown(one: Grown, other: Grown) -> Power:
 
 def _both(one: Grown, other: Grown) -> Grown:
     path = one.path if one.path == other.path else hash(frozenset((one.path, other.path)))
-    return one._replace(factor=one.factor or other.factor, term=one.term or other.term, path=path)
+    return one._replace(factor=one.factor or other.factor, term=one.term or other.term, path=path, like=None)
 
 
 def _with(grown: Grown, other: Operand, result: Any) -> Power:
     """A value that grows, and another one that does not."""
     if other.power != ZERO:
         return None
+    grown = grown._replace(like=None)
     return grown._replace(factor=False, term=False) if grown.varies and other.varies(result) else grown
 
 
@@ -210,6 +237,8 @@ def _product(eqn: Any, operands: Sequence[Operand]) -> Power:
         return one.power - other.power if inverse else one.power + other.power
     contracts = eqn.primitive.name not in ("mul", "div")
     power = _product_of_grown(eqn, one, other, inverse)
+    if isinstance(power, Near):
+        return power
     negative = any(_number(atom) < 0 for atom in eqn.invars)
     if negative or not isinstance(power, Grown):
         return _turned(power)
@@ -223,6 +252,8 @@ def _product_of_grown(eqn: Any, one: Operand, other: Operand, inverse: bool) -> 
         [power] = grown
         known = not power.factor or ZERO in (one.power, other.power)
         rest = other if one.power is grown[0] else one
+        if isinstance(rest.power, Fraction) and rest.power and power.like == (rest.power if inverse else -rest.power):
+            return NEAR
         if not power.varies and rest.varies(eqn.outvars[0]):
             power = power._replace(factor=True, term=False, varies=True)
         return (further(power, eqn) if inverse and grown[0] is other.power else power) if known else None
@@ -244,7 +275,12 @@ def _number(atom: Any) -> float:
 def _root(factor: Callable[[Any], Fraction]) -> Rule:
     def rule(eqn: Any, operands: Sequence[Operand]) -> Power:
         power = operands[0].power
-        return power * factor(eqn) if isinstance(power, Fraction) else further(power, eqn)
+        if isinstance(power, Fraction):
+            return power * factor(eqn)
+        after = further(power, eqn)
+        if isinstance(power, Grown) and isinstance(after, Grown) and power.like is not None:
+            return after._replace(like=power.like * factor(eqn))
+        return after
 
     return rule
 
@@ -263,7 +299,7 @@ def _pow(eqn: Any, operands: Sequence[Operand]) -> Power:
     power, to = operands[0].power, _number(eqn.invars[1])
     if operands[1].power != ZERO:
         return None
-    if isinstance(power, Grown) or not power:
+    if not isinstance(power, Fraction) or not power:
         return further(power, eqn)
     known = isinstance(eqn.invars[1], Literal)
     return power * Fraction(to).limit_denominator(4) if known and (4 * to).is_integer() else None

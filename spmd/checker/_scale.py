@@ -26,7 +26,7 @@ from spmd._jaxprs import Held, Role, axes_of, held, opened, shape_of
 from spmd._walker import Domain, walk
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._pieces import SUMS, Here, Piece, completed, guarded, left, piece_of
-from spmd.checker._powers import ZERO, Operand, Power, alike, power_of, together
+from spmd.checker._powers import ZERO, Grown, Operand, Power, alike, nearly, power_of, together
 from spmd.checker._report import scaled
 from spmd.checker._source import line_of
 from spmd.checker._state import FREE, HIDDEN, Dim, State, axes_of_dim, plain
@@ -127,7 +127,8 @@ class Scales(Domain):
         return Value(self.engine.literal(value))
 
     def join(self, one: Value, other: Value) -> Value:
-        power = together((one.operand, other.operand))  # a carry may start with zeros
+        operands, near = nearly((one.operand, other.operand))
+        power = near(together(operands))  # a carry may start with zeros
         return Value(self.engine.join(one.state, other.state), power, one.where or other.where)
 
     def same(self, one: Value, other: Value) -> bool:
@@ -282,7 +283,9 @@ class Scales(Domain):
             return completed(eqn, operands[0].here, self.axis)
         if name not in SUMS or self.axis not in axes_of(eqn) or self.axis in state.axes:
             return power if power is None or self._known(state) else None
-        return power + 1 if isinstance(power, Fraction) else power if power and not power.factor else None
+        if isinstance(power, Fraction):
+            return power + 1
+        return power if isinstance(power, Grown) and not power.factor else None
 
     @staticmethod
     def _sorted(eqn: Any, number: int, operands: Sequence[Operand]) -> Power:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spmd.checker._powers import RULES, ZERO, Grown, Operand, power_of
+from spmd.checker._powers import NEAR, RULES, ZERO, Grown, Operand, power_of
 from spmd.checker._state import State, free, plain
 
 X = np.ones((4, 4), np.float32)
@@ -21,6 +21,7 @@ ROW = State((plain(4), free(4)))  # the same in each row: a shift
 NUMBER = State((free(4), free(4)), number=True)
 ZEROS = State((free(4), free(4)), number=True, zero=True)
 FIRM = Grown()
+LIKE = Grown(factor=True, term=True, varies=False, like=ONE)
 FACTOR, TERM = Grown(factor=True), Grown(term=True, varies=False)
 
 
@@ -37,6 +38,12 @@ add, sub, mul, div = lax.add, lax.sub, lax.mul, lax.div
 JOIN = lambda x, y: lax.concatenate([x, y], 0)
 SOLVE = lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True)
 CASES = {
+    "a norm": (mul, [(ONE, DATA), (LIKE._replace(like=-ONE), ROW)], NEAR),
+    "a norm by division": (div, [(ONE, DATA), (LIKE, ROW)], NEAR),
+    "another norm": (div, [(TWO, DATA), (LIKE, ROW)], None),
+    "behind a norm": (add, [(NEAR, DATA), (ZERO, DATA)], NEAR),
+    "a stream and its norm": (add, [(ONE, DATA), (NEAR, DATA)], (False, False)),
+    "too large a norm": (mul, [(ONE, DATA), (NEAR, DATA)], None),
     "a matrix as a divisor": (SOLVE, [(ONE, DATA), (TWO, DATA)], ONE),
     "a stream as a divisor": (SOLVE, [(FIRM, DATA), (ZERO, DATA)], (False, False)),
     "solved for a stream": (SOLVE, [(ZERO, DATA), (FACTOR, DATA)], (True, False)),

@@ -201,6 +201,14 @@ PAIRS = {
         lambda x: jnp.where(largest(x) > 2.0, row(x) + 1.0, jnp.tanh(row(x))),
         lambda x: jnp.where(largest(x) > 2.0, row(x), row(x)) / lax.axis_size("dp"),
     ),
+    "a norm in a stream": (
+        lambda x: row(x) + jnp.tanh(norm(row(x), 1e-12)),
+        lambda x: mean_row(x) + jnp.tanh(norm(row(x), 1e-12)),
+    ),
+    "a quotient in a stream": (
+        lambda x: row(x) + row(x) / jnp.sqrt((row(x) ** 2).mean() + 1e-12),
+        lambda x: jnp.tanh(row(x) / jnp.sqrt((row(x) ** 2).mean() + 1e-12)) * mean_row(x),
+    ),
     "a guard": (
         lambda x: 1.0 / guarded(mean_row(x) + row(x) * largest(x)),
         lambda x: norm(guarded(row(x) + 1e-9), 1e-12),
