@@ -183,15 +183,17 @@ def cases(name: str, draw: int = FULL_CASES) -> Callable[..., Any]:
 
 
 def drawn(names: Iterable[str] | None = None) -> list[LayerCase]:
-    """The cases of one run, of all layers or of these: each with one of its dtypes, float32 the first."""
+    """The cases of one run, of all layers or of these: by default a sixth of `draw`, each with one of its dtypes."""
     found = []
     for name in CASES if names is None else names:
         make, draw = CASES[name]
         every = list(make())
         assert every and all(case.name == name for case in every), name
-        number = max(1, round(draw * case_count() / FULL_CASES))
+        count = case_count() if case_count() >= FULL_CASES else case_count() / 2  # a case is three modes, each compiled
+        number = max(1, round(draw * count / FULL_CASES))
         found += [
-            replace(case, dtype=case.dtypes[k % len(case.dtypes)]) for k, case in enumerate(_chosen(every, number))
+            replace(case, dtype=case.dtypes[k % len(case.dtypes)])
+            for k, case in enumerate(_chosen(every, number), first_seed())
         ]
     return found
 

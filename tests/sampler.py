@@ -39,10 +39,14 @@ def seeds(full: int = FULL_CASES, *, first: int = 0, times: int = 1) -> range:
     return range(start, start + times * case_count(full))
 
 
-def share(cases: Iterable[T]) -> list[T]:
-    """Those of costly cases that a run takes: a third by default, chosen by the seed; all of them if exhaustive."""
+def share(cases: Iterable[T], times: int = 1) -> list[T]:
+    """Those of costly cases that a run takes: a third by default, chosen by the seed; all of them if exhaustive.
+
+    With `times=2` a sixth of them.
+    """
     every = list(cases)
-    step = min(-(-FULL_CASES // case_count()), len(every))
+    step = -(-FULL_CASES // case_count())
+    step = min(step * times if step > 1 else 1, len(every))
     return every[first_seed() % step :: step]
 
 

@@ -51,7 +51,7 @@ def test_an_example_does_not_keep_the_signals():
     assert not failed and signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("name", [*MODULES, *HELPERS])
+@pytest.mark.parametrize("name", share([*MODULES, *HELPERS]))
 def test_docstrings(name):
     failed, text = run_doctests(importlib.import_module(name))
     assert not failed, text

@@ -22,6 +22,7 @@ import spmd
 from spmd import all_gather, einsum, parallel
 from spmd.modes import MODES
 from tests.conftest import case_count
+from tests.sampler import share
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/pages/existing-programs.md"
 Mlp = Callable[[Any, Any, Any], Any]
@@ -304,7 +305,7 @@ def orbax_checkpoint(mlp: Mlp) -> Any:
 # -------------------- the tests
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", share(PROGRAMS))
 def test_with_a_kernel_it_finds_what_plain_jax_finds(name):
     right = PROGRAMS[name](plain)
     for mode in MODES[: case_count()]:

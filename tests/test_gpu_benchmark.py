@@ -6,8 +6,10 @@ import json
 
 import spmd
 from tests.benchmarks import gpu
+from tests.sampler import rare
 
 
+@rare
 def test_the_command_writes_its_figures_and_prints_a_table(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(gpu, "profile", lambda: spmd.hardware("h100"))  # so that a time is predicted
     assert gpu.main(["--json", str(tmp_path / "gpu.json"), "--seconds", "0"]) == 0

@@ -11,11 +11,11 @@ import pytest
 from spmd import _lax
 from tests import soak
 from tests.programs import FAMILIES
-from tests.sampler import Choices, seeds
+from tests.sampler import Choices, seeds, share
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-@pytest.mark.parametrize("family", [*FAMILIES, "calls", "checker", "layouts"])
+@pytest.mark.parametrize("family", share([*FAMILIES, "calls", "checker", "layouts"]))
 def test_programs(seed: int, family: str) -> None:
     """What the soak runs, one at a time."""
     result, error = soak.run_one(family, Choices(seed))

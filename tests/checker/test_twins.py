@@ -26,18 +26,18 @@ from tests.checker.twins.registry import (  # fmt: skip
     why_missed,
 )
 from tests.conftest import case_count
-from tests.sampler import first_seed
+from tests.sampler import first_seed, share
 
 PAIRS = list(load().values())
 LISTED = dict(line.split(": ", 1) for line in MISSED.read_text().splitlines())
 SAMPLE = random.Random(first_seed()).sample(PAIRS, min(3 * case_count(), len(PAIRS)))
 
 named = lambda pair: f"{pair.group}-{pair.name}"
-all_pairs = pytest.mark.parametrize("pair", PAIRS, ids=named)
+a_third = pytest.mark.parametrize("pair", share(PAIRS), ids=named)
 some_pairs = pytest.mark.parametrize("pair", SAMPLE, ids=named)
 
 
-@all_pairs
+@a_third
 def test_the_mistake_is_found(pair: Pair) -> None:
     why = why_missed(pair)
     assert why == LISTED.get(pair.name, ""), f"{pair.mistaken.__name__} at {pair.place}, wrong: {pair.kinds}"
@@ -51,7 +51,7 @@ def test_the_page_says_how_many_are_found() -> None:
     assert f"{len(PAIRS)} wrong programs" in page and f"finds {found} of them" in page
 
 
-@all_pairs
+@a_third
 def test_its_twin_raises_no_alarm(pair: Pair) -> None:
     assert not findings(pair, pair.correct)
 

@@ -386,7 +386,8 @@ def test_what_cannot_be_saved(saved):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64", "float8_e4m3fn", "int4"]
+    "dtype",
+    share(["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64", "float8_e4m3fn", "int4"]),
 )
 def test_a_checksum_sees_one_bit_and_not_the_mesh(dtype):
     rng = np.random.default_rng(0)

@@ -13,6 +13,7 @@ import pytest
 from spmd.cluster._launch import GRACE, Launch, checked_command, free_port, launch, per_host
 from spmd.errors import MeshError
 from tests.cluster.harness import end, exhaustive, start
+from tests.sampler import share
 
 
 def program(folder: Path, text: str) -> str:
@@ -74,7 +75,7 @@ def test_who_ignores_sigterm_is_killed(tmp_path):
     assert 2 < time.monotonic() - since < 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", share([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_to_the_launcher_reaches_all_and_lets_them_save(tmp_path, number):
     saving = (
         f"def save(*_):\n    time.sleep({GRACE + 0.3})\n    open(sys.argv[1] + str(rank), 'w').close()\n    sys.exit(0)\n"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.harness import ROOT, Ended, exhaustive, launched
 from tests.cluster.programs import CHECKS
-from tests.sampler import first_seed
+from tests.sampler import first_seed, rare
 
 SAMPLE = 3  # of the families, by default
 
@@ -38,6 +38,7 @@ def check_programs(found: Ended, count: int) -> None:
         assert [line for line in mine if line in wanted] == wanted
 
 
+@rare
 def test_two_processes_compute_what_numpy_does():
     chosen = random.Random(first_seed()).sample(FAMILIES, SAMPLE)
     found = launched(2, "-m", "tests.cluster.programs", str(first_seed()), *chosen, devices=None)

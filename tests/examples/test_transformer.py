@@ -114,7 +114,7 @@ def compare(found: Any, wanted: Any) -> None:
         assert off < 1e-5, f"{jax.tree_util.keystr(path)}: off by {off:.1e} of its largest element"
 
 
-@pytest.mark.parametrize("name", share(PRODUCTS))
+@pytest.mark.parametrize("name", share(PRODUCTS, times=2))
 def test_every_product_computes_what_one_device_does(steps, name):
     config, mesh, changes = PRODUCTS[name]
     compare(steps(config, mesh, changes), steps.on_one_device(config))

@@ -19,6 +19,7 @@ from tests.nn.cases_linear import plain_gated
 from tests.nn.cases_loss import plain_cross_entropy
 from tests.nn.cases_norm import plain_rms
 from tests.nn.cases_vocabulary import numbers_below
+from tests.sampler import rare
 
 MESHES = [(4, 2), (2, 4)]
 NORMS = 2 * 4 * llama_block.Sizes.m * 2 * 7 / 8  # the all-reduce of two norms' gradients, over all 8 devices
@@ -36,6 +37,7 @@ def test_the_block_moves_and_keeps_what_the_hand_written_one_does(dp, tp):
     assert temporary[0] <= 1.1 * temporary[1]
 
 
+@rare
 def test_four_blocks():
     """55 MiB, and the norms; no more temporary memory than four written by hand."""
     mesh, layout = spmd.make_mesh(dp=4, tp=2), llama_block.RESIDUAL

@@ -16,7 +16,7 @@ from spmd.modes import MODES
 from spmd.ops import full, iota, linspace, ones, zeros
 from tests import simulator
 from tests.ops.harness import close, frame, make_mesh, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -35,7 +35,7 @@ def test_values_and_dtypes(mode: str) -> None:
     close(made(lambda: zeros("scalar"), "scalar", mode), jnp.zeros(()))
 
 
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("x64", share([False, True]))
 @pytest.mark.parametrize("mode", MODES)
 def test_dtypes_are_those_of_jax(mode: str, x64: bool) -> None:
     pairs = {

@@ -167,7 +167,7 @@ def test_owners_of_any_integer_type(dtype: str) -> None:
     close(run(x, jnp.array([2, 3, 0, 1]).astype(dtype)), jnp.array([2.0, 3.0, 0.0, 1.0]))
 
 
-@pytest.mark.parametrize("most", [2**31, 1])
+@pytest.mark.parametrize("most", share([2**31, 1]))
 def test_rows_keep_their_order_if_owner_and_slot_have_no_number(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd.ops._exchange._PACKED", most)
     rows, owner = np.arange(24, dtype=np.float32), np.random.default_rng(0).integers(-1, 4, 24)

@@ -46,7 +46,7 @@ def solved(b: Any, w: Any, turn: Any = 0.7) -> Any:
     return jnp.linalg.solve(matrix(b.shape, w, turn), b.ravel()).reshape(b.shape)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(3))
 def test_values_and_gradients_in_every_mode(seed: int) -> None:
     """With and without a first guess and a preconditioner; gradients of the right side and of the weights."""
     sampler = Sampler(seed)

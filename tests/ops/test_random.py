@@ -108,7 +108,7 @@ def test_the_bits_of_the_whole_array(axes, layout, same_normal):
         compare(got, expected(sampler, shape))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", share([jnp.bfloat16, jnp.float16]))
 def test_dtypes(dtype):
     samplers = ("uniform", "normal", "truncated_normal")
     body = lambda k: tuple(draw(sampler, k, "b/dp d/tp", dtype, b=6, d=28) for sampler in samplers)
@@ -129,7 +129,7 @@ def test_float64():
             same(got, expected(sampler, (3, 8), dtype=jnp.float64))
 
 
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("x64", share([False, True]))
 def test_without_a_dtype_it_is_jaxs_own(x64, same_normal):
     """The promise of the module, where float means float64 as well."""
     mesh, shape = make_mesh(dp=4), (8, 3)

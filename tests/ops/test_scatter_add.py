@@ -85,7 +85,7 @@ def plain(x: Any, ids: Any, pattern: str, sizes: dict[str, int]) -> Any:
     return table.transpose([[*keys, "d"].index(name) for name in simulator.read(out).names])
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(3))
 def test_values_and_gradients_in_every_mode(seed: int) -> None:
     sampler = Sampler(seed)
     mesh, pattern, sizes = sample(sampler)

@@ -94,7 +94,7 @@ def rested(rest, use):
 
 
 @pytest.mark.parametrize("form", share(REST))
-@pytest.mark.parametrize("make", [gathered, rested])
+@pytest.mark.parametrize("make", share([gathered, rested]))
 def test_all_forms_mean_the_same(make, form, mesh, params) -> None:
     """In all modes, values and gradients."""
     run = spmd.kernel(in_layouts=(REST[form], "b/dp d"), out_layouts="scalar", mesh=mesh)(make(REST[form], USE[form]))

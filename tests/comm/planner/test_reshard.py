@@ -231,7 +231,7 @@ def test_composite_dimensions(pattern, opened, mesh, sizes) -> None:
 # -------------------- outside kernels
 
 
-@pytest.mark.parametrize("mesh", [CUBE, {"x": 3, "y": 2}], ids=str)
+@pytest.mark.parametrize("mesh", share([CUBE, {"x": 3, "y": 2}]), ids=str)
 def test_shard_moves_a_placed_array_by_the_plan(mesh) -> None:
     """What `shard` runs sends the plan's bytes: measured on the program that a `jax.jit` around nothing else has."""
     n = math.prod(mesh.values())
@@ -283,7 +283,7 @@ def test_shard_on_meshes_of_either_type(kind) -> None:
         np.testing.assert_array_equal(spmd.shard(placed, "a b/y/x"), x)
 
 
-@pytest.mark.parametrize("partial", [("x",), ("x", "y")], ids=",".join)
+@pytest.mark.parametrize("partial", share([("x",), ("x", "y")]), ids=",".join)
 @pytest.mark.parametrize("prefer", ["collectives", "bytes"])
 def test_partial_sums_send_what_the_plan_says(partial, prefer) -> None:
     """Summed and moved: forward the plan's bytes, and the gradient of a sum is the result's, for every part."""
@@ -324,12 +324,14 @@ def test_an_exchange_of_unequal_axes_under_vmap(to) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "pattern", "shape"),
-    [
-        ({"a": 4, "b": 2}, "x/b y/a -> x y/b", (4, 12)),  # a gather of unequal axes
-        ({"a": 4, "r": 1}, "x y/r/a -> x/a/r y", (4, 12)),  # axes of size 1 that leave, come and turn
-        ({"a": 4, "r": 1}, "x y/a {U:r} -> x/r y", (4, 12)),
-        ({"a": 2, "b": 2, "r": 1}, "x/r y/a/b -> x y/b", (4, 12)),
-    ],
+    share(
+        [
+            ({"a": 4, "b": 2}, "x/b y/a -> x y/b", (4, 12)),  # a gather of unequal axes
+            ({"a": 4, "r": 1}, "x y/r/a -> x/a/r y", (4, 12)),  # axes of size 1 that leave, come and turn
+            ({"a": 4, "r": 1}, "x y/a {U:r} -> x/r y", (4, 12)),
+            ({"a": 2, "b": 2, "r": 1}, "x/r y/a/b -> x y/b", (4, 12)),
+        ]
+    ),
 )
 def test_what_a_plan_leaves_whole_is_invarying_and_its_gradient_counts_once(mesh, pattern: str, shape) -> None:
     source, target = pattern.split(" -> ")
