@@ -321,6 +321,7 @@ def block_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Stat
     axes = walk.tracked(eqn.params["axes"])
     if not axes:
         return [state]
+    number = _before_a_mark(walk, eqn.invars[1], number)
     said = None if number.table is None else integers.flat(number.table)
     if not walk.active or not walk.checked.issuperset(axes) or per_shard_reason(eqn, walk.callers):
         pass
@@ -329,6 +330,14 @@ def block_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Stat
     elif said and state.block and said != state.block:
         walk.note(eqn, "order", report.another_block(walk, eqn, axes, state.block, said))
     return [walk.kept(state._replace(block=said))]
+
+
+def _before_a_mark(walk: Engine, atom: Any, number: State) -> State:
+    """A number as it was before a layout said how it lies: what is equal may be called divided, and is equal still."""
+    made = None if number.table is not None else walk.history.producer(atom)
+    if made is None or made[0].primitive.name != "spmd_layout":
+        return number
+    return walk.known.get(made[0].invars[0], number)
 
 
 def _placed(walk: Engine, eqn: Any, state: State) -> list[State]:

@@ -481,6 +481,24 @@ class Engine(Domain):
         self._each_alone = before
         return outs
 
+    def settle(self, once: Callable[[Sequence[State]], list[State]], carry: Sequence[State]) -> list[State]:
+        def watched(given: Sequence[State]) -> list[State]:
+            outs = once(given)
+            if self.active and not self.silent(self._loops[-1]):
+                for before, after in zip(given, outs, strict=False):
+                    self._carried_on(before, after)
+            return outs
+
+        return super().settle(watched, carry)
+
+    def _carried_on(self, given: State, out: State) -> None:
+        """A carry that comes in as a block of the whole is given on as one."""
+        for one, wrong in places.carried_on(given, out) if out.places else ():
+            if self.checked.issuperset(one.axes):
+                loop = self._loops[-1]
+                fault = report.carried_misplaced(self, loop, one.axes, wrong)
+                self.note(loop, "order", fault, where=self.made_pending[wrong.at])
+
     def enter_loop(self, eqn: Any, body: Held, operands: Sequence[State]) -> None:
         self._loops.append(eqn)
         rows = [value.dims[0] for value, sliced in zip(body.of(operands), body.sliced, strict=True) if sliced]

@@ -285,3 +285,19 @@ def _own_end(one: Places, near: Sequence[tuple[int, Mapping[int, int]]]) -> Wron
                 found = Wrong(place, d, one.joined)
         place += n
     return found if crosses and one.joined >= 0 else None
+
+
+def carried_on(given: State, out: State) -> list[tuple[Places, Wrong]]:
+    """What is misplaced in what a loop gives on, where it was given a block to which nothing was done.
+
+    Elements that only move may be those of a queue on each device, whose first ones go to the end of the next queue.
+    """
+    found = []
+    for d, one in enumerate(out.places):
+        block = None if given.places else of(given, d)
+        if one is None or block is None or block[:2] != one[:2]:
+            continue
+        wrong = misplaced(one)
+        if wrong is not None and len(_at(one, wrong.place)) > 1:
+            found.append((one, wrong))
+    return found

@@ -308,16 +308,28 @@ def another_block(walk: Any, eqn: Any, axes: Sequence[str], have: Any, said: Any
 def misplaced(walk: Any, eqn: Any, axes: Sequence[str], wrong: Any) -> Fault:
     """Elements beside a block that are not those which the neighbour has there."""
     layout = eqn.params["layout"]
-    what = f"what was put beside a block along {_and(axes)} does not belong there"
-    rule = f'"{_text(eqn, layout)}" is claimed of the whole array, and {what}.'
+    rule = f'"{_text(eqn, layout)}" is claimed of the whole array, and {_beside(axes)}.'
+    return _at_marker(walk, eqn, rule, _span(layout), _put_there(walk, wrong), advice=f"{_NEIGHBOURS}; {_MEANT}")
+
+
+def carried_misplaced(walk: Any, eqn: Any, axes: Sequence[str], wrong: Any) -> Fault:
+    """The same in what a loop carries."""
+    rule = f"A loop carries blocks of a whole array, and {_beside(axes)}."
+    got = (*_put_there(walk, wrong), *_where(walk, eqn))
+    return Fault(rule, walk.kernel, None, None, got, advice=f"{_NEIGHBOURS}; {_MEANT}")
+
+
+def _beside(axes: Sequence[str]) -> str:
+    return f"what was put beside a block along {_and(axes)} does not belong there"
+
+
+def _put_there(walk: Any, wrong: Any) -> list[str]:
     blamed, callers = walk.made_pending[wrong.at]
     line = line_of(blamed, callers)
-    got = [
+    return [
         f"{_name(blamed)} at {line}" if line else f"{_name(blamed)} in {walk.kernel}",
         f"element {wrong.place} of each block is made of {_away(wrong.distance)}, and others are not",
     ]
-    advice = f"{_NEIGHBOURS}; {_MEANT}"
-    return _at_marker(walk, eqn, rule, _span(layout), got, advice=advice)
 
 
 _NEIGHBOURS = (

@@ -553,7 +553,7 @@ class Call:
             shape = x.shape if all(not d.composite for d in layout.dims) else self._close(x.shape, layout)
         else:
             shape = self.local_shape(layout)
-        x = x if x.shape == shape else x.reshape(shape)
+        x = x if x.shape == shape else self._closed(x, layout, shape)
         gone: dict[str, None] = {}
         for one in self.pattern.inputs:
             gone |= dict.fromkeys(one.axis_names)
@@ -561,6 +561,21 @@ class Call:
             gone.pop(axis, None)
         due = self._unclear() and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
         return mark(x, layout, self.text, role=role, frame=self.frame, gone=tuple(gone), due=due)
+
+    def _closed(self, x: Any, layout: Layout, shape: tuple[int, ...]) -> Any:
+        """A result with its composite dimensions as one, and with those of size 1. Any other shape is an error."""
+        opened = [n for dim in layout.dims for n in self._parts(dim) if n != 1]
+        if not layout.has_unnamed and opened != [n for n in x.shape if n != 1]:
+            rule = f"each device has {x.shape} of the result, and its layout says {shape}."
+            self.fail(rule, got=[self.frame.describe()], error=SizeError)
+        return x.reshape(shape)
+
+    def _parts(self, dim: Dim) -> Sequence[int]:
+        """The local sizes of a dimension's factors."""
+        if dim.ellipsis:
+            return self.ellipsis_shape()
+        sizes = [self.factor(atom).local for atom in dim.atoms]
+        return [sizes[0] + sum(dim.margin)] if any(dim.margin) else sizes  # only a dimension of one part has margins
 
     def _unclear(self) -> bool:
         """Whether a reshape does not show which dimension an axis divides, if some have one element on a device."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, axis_size, einsum, full, iota, rearrange, scope, size, softmax, zeros
+from spmd.comm._marks import numbered
 from spmd.nn.dtypes import wide
 from spmd.nn.masks import attention_mask, check_positive
 
@@ -138,7 +139,8 @@ def kv_cache_append(
     for _ in range(positions.ndim - 1):
         write = jax.vmap(write, in_axes=(0, 0, None, None))
     write = jax.vmap(write, in_axes=(0, 0 if tokens == "striped" else None, 0, None))
-    opened = write(opened, new, iota("c/cp", c=blocks, cp=cp), blocks)
+    here = iota("c/cp", c=blocks, cp=cp)
+    opened = write(opened, new, numbered(here, here, cp), blocks)
     out = {}
     for name, x in opened.items():
         more, where = _heads(name, tp)

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd import iota, shift
+from spmd import _compat, iota, nn, shift
 from spmd.checker import _engine
 from spmd.comm._marks import numbered
 
@@ -92,3 +92,39 @@ def test_an_array_on_which_other_axes_matter_too():
     ):
         run = spmd.kernel("s/a/b -> s/a/b", mesh=mesh)(lambda x, number=number: body(x, number))
         assert kinds(run, X) == found
+
+
+def cached(x):
+    """Tokens in a cache whose slots are dealt in turn."""
+    cache = nn.kv_cache(1, 8, 1, 2, cp="a", values=False)
+    new = jnp.broadcast_to(x.sum(), (1, 4, 1, 2))
+    return nn.kv_cache_append(cache, new, None, jnp.arange(4)[None], cp="a")["positions"]
+
+
+def exchanged(x, hops=None):
+    """Rows to the next device but one, or to the next."""
+    owner = (iota("s/a") // 4 + (1 if hops else 2)) % 4
+    return spmd.exchange(x, owner, "[s/a]", capacity=4, hops=hops)[0]
+
+
+BODIES = {
+    "cached": ("s/a -> b t/a", cached),
+    "exchanged": ("s/a -> s/a", exchanged),
+    "exchanged with neighbours": ("s/a -> s/a", lambda x: exchanged(x, (1,))),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_operations_on_rows_number_the_devices(name, monkeypatch):
+    pattern, body = BODIES[name]
+    found = lambda: kinds(spmd.kernel(pattern, mesh=spmd.make_mesh(a=4), check="off")(body), X)
+    assert found() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            lax, "axis_index", lambda axes: _compat.pvary(jnp.int32(0), (axes,) if isinstance(axes, str) else axes)
+        )
+        assert "layout" in found()
+    if "neighbours" in name:
+        true = lax.ppermute
+        monkeypatch.setattr(lax, "ppermute", lambda x, axes, perm: true(x, axes, [(j, i) for i, j in perm]))
+        assert found() == ["order"]

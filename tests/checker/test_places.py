@@ -53,6 +53,27 @@ def relaxed(u: Any) -> Any:
     return lax.fori_loop(0, 3, step, u)
 
 
+def relaxed_wrongly(u: Any) -> Any:
+    step = lambda _, v: v + 0.1 * beside(sent(v[-1:], ring(-1)), v, sent(v[:1], ring(-1)))
+    return lax.fori_loop(0, 3, step, u)
+
+
+def turned(u: Any) -> Any:
+    """Blocks go round, whole ones."""
+    step = lambda carry, _: ((carry[0] + carry[1], sent(carry[1], ring())), carry[1][:1] * 1.0)
+    return lax.scan(step, (u, u), None, length=3)[0][0]
+
+
+def queued(u: Any) -> Any:
+    """On each device a queue: its first row goes to the end of the next one, and all devices see all rows."""
+
+    def step(carry: Any, _: Any) -> Any:
+        total, queue = carry
+        return (total + queue[0] ** 2, jnp.concatenate([queue[1:], sent(queue[:1], ring())])), None
+
+    return u + lax.scan(step, (0.0 * u[0], u), None, length=40)[0][0][None]
+
+
 def meant(u: Any) -> Any:
     with spmd.per_shard("for a test"):
         edge = sent(u[-1:], ring(-1))
@@ -72,6 +93,8 @@ RIGHT = {
     "among all": among_all,
     "odd chunks": odd_chunks,
     "in a loop": relaxed,
+    "around a ring": turned,
+    "a queue": queued,
     "meant per shard": meant,
     "one row, along the other dimension": lambda u: u + sent(u[:1], ring(-1)) * 0.0 + u.sum(1, keepdims=True),
 }
@@ -84,6 +107,7 @@ WRONG = {
     "one too far": lambda u: jnp.concatenate([sent(u[-1:], ring(2)), u[:-1]]),
     "the own end": lambda u: beside(u[-1:], u, sent(u[:1], ring(-1))),
     "an update": lambda u: u + 0.1 * beside(sent(u[-1:], ring(-1)), u, sent(u[:1], ring(-1))),
+    "in a loop": relaxed_wrongly,
     "of a function": lambda u: jnp.concatenate([sent(jnp.tanh(u)[-1:], ring(-1)), jnp.sin(u[:-1])]),
     "padded": lambda u: jnp.pad(sent(u[-1:], ring(-1)), ((0, 9), (0, 0))) + jnp.pad(u[:-1], ((1, 0), (0, 0))),
 }

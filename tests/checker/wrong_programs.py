@@ -179,3 +179,10 @@ def own_edge_beside_a_block(x, w):
     before = lax.ppermute(x[-1:], "dp", [(0, 1)])
     v = jnp.concatenate([before, x, x[:1]])
     return mark(v[2:] - v[:-2], "a/dp b/tp", "output", "a/dp b/tp -> a/dp b/tp")
+
+
+def edge_of_the_wrong_neighbour_in_a_loop(x, w):
+    def step(_, x):
+        return x - 0.1 * jnp.concatenate([lax.ppermute(x[-1:], "dp", [(1, 0)]), x[:-1]])
+
+    return lax.fori_loop(0, 3, step, x)

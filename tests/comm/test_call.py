@@ -190,3 +190,13 @@ def test_in_a_shard_map_of_the_users_own() -> None:
     x = jnp.asarray(numbers(8, 2))
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P()))
     assert (np.asarray(mapped(x)) == numbers(8, 2)).all()
+
+
+def test_a_result_of_another_shape_is_not_reshaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many elements are not enough: here the collective splits the dimension that it should join."""
+    true = jax.lax.all_to_all
+    swapped = lambda x, axes, split, concat, **how: true(x, axes, concat, split, **how)
+    monkeypatch.setattr(jax.lax, "all_to_all", swapped)
+    kernel = spmd.kernel("a/tp b -> a b/tp", mesh=device_mesh(MESH))(lambda x: all_to_all(x, "a/tp b -> a b/tp"))
+    with pytest.raises(spmd.SizeError, match=r"each device has \(1, 32\) of the result, and its layout says \(16, 2\)"):
+        kernel(numbers(16, 8))
