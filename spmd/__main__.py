@@ -198,7 +198,12 @@ _RUN = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. The exit status is 0, 2 if the words are wrong, or 130 after Ctrl-C."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        apart = all("=" in one and not one.startswith("-") for one in rest)
+        advice = "; commas join them, as in --size b=8,d=16" if apart else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{advice}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a pipe gets each line as it comes
     try:

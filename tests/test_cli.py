@@ -148,6 +148,12 @@ def test_words_that_argparse_refuses(words, capsys):
     assert "usage: python -m spmd" in capsys.readouterr().err
 
 
+def test_sizes_with_spaces_between(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*PLAN, "d=4", "f=8"])
+    assert "unrecognized arguments: d=4 f=8; commas join them, as in --size b=8,d=16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words", [["--help"], ["plan", "--help"], ["show", "--help"], ["info", "--help"], ["rules", "--help"]]
 )
