@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, Literal, overload
 
 import jax
@@ -141,13 +143,20 @@ def _table(call: Call, rows: Operand, numbers: list[Operand], keys: tuple[Factor
     """This device's rows in a table of `rest` and `keys`, and how many of its ids are outside."""
     names = [*numbers[0].names, *rest]
     x = jnp.transpose(rows.x, [rows.names.index(name) for name in names])
-    places, inside = [], jnp.bool_(True)
+    places, mine, inside = [], jnp.bool_(True), jnp.bool_(True)
     for number, key in zip(numbers, keys, strict=True):
         ids = _lax.at_least_int32(number.x)
-        here, mine = nearby(call, ids, key)
-        places.append(jnp.where(mine, here, key.local))  # beyond the end, where nothing is added
+        here, own = nearby(call, ids, key)
+        places.append(here)
+        mine &= own
         inside &= (ids >= 0) & (ids < key.size)
-    shape = [key.local for key in keys] + list(x.shape[numbers[0].x.ndim :])
-    table = jnp.zeros(shape, x.dtype).at[tuple(places)].add(x, mode="drop")
+    shape, more = [key.local for key in keys], x.shape[numbers[0].x.ndim :]
+    size = math.prod(shape)
+    if size < jnp.iinfo(jnp.int32).max:  # one number for each place: XLA adds by several in up to six times the time
+        places = [jnp.where(mine, place, 0).astype(jnp.int32) for place in places]
+        places = [functools.reduce(lambda at, one: at * one[0] + one[1], zip(shape, places, strict=True), 0)]
+    beyond = [size] if len(places) == 1 else shape
+    at = tuple(jnp.where(mine, place, end) for place, end in zip(places, beyond, strict=True))  # no row is added there
+    table = jnp.zeros([*beyond, *more], x.dtype).at[at].add(x, mode="drop").reshape(*shape, *more)
     order = [*range(len(keys), table.ndim), *range(len(keys))]
     return jnp.transpose(table, order), jnp.sum(~inside, dtype=jnp.int32)

@@ -184,6 +184,20 @@ def test_small_integers_reach_all_rows(dtype: str) -> None:
         assert np.flatnonzero(np.asarray(table)).tolist() == [0, 1, 100, 127] and int(outside) == 0
 
 
+def test_several_numbers_are_one_and_of_several_types() -> None:
+    """XLA adds by one number for each row. Those of types that differ, and of a table beyond int32, are right too."""
+    ids = np.asarray([0, 3, 1, -1, 200], np.int16), np.asarray([1, 0, 1, 2, 1], np.uint32)
+    body = lambda x, i, j: scatter_add(x, (i, j), "n, n -> [v/dp] [w]", v=4, w=3, outside="drop")
+    fn = run(body, MESH, ["n"] * 3, "v/dp w")
+    wanted = np.zeros((4, 3), np.float32)
+    np.add.at(wanted, ([0, 3, 1], [1, 0, 1]), [1, 2, 3])
+    close(fn(jnp.arange(1.0, 6.0), *ids), wanted)
+    assert "scatter_dims_to_operand_dims = [0]," in fn.lower(np.ones(5, np.float32), *ids).as_text()
+    huge = lambda x, i: scatter_add(x, (i, i), "n, n -> [v] [w]", v=2**16, w=2**16, outside="drop")[3, 3]
+    jaxpr = str(jax.make_jaxpr(run(huge, MESH, ["n", "n"], "scalar", "reference"))(np.ones(2), np.ones(2, int)))
+    assert "scatter_dims_to_operand_dims=(0, 1)" in jaxpr
+
+
 def test_rows_of_any_type() -> None:
     ids, dtypes = jnp.asarray([3, 0, 1, 3, 3, 9, 1, -1]), ("bfloat16", "float16", "int32", "complex64", "uint8")
     body = lambda i, *xs: [scatter_add(x, i, "n/tp, n/tp -> [v/tp]", v=4, outside="drop") for x in xs]
