@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -39,15 +39,15 @@ def seeds(full: int = FULL_CASES, *, first: int = 0, times: int = 1) -> range:
     return range(start, start + times * case_count(full))
 
 
-def share(cases: Iterable[T], times: int = 1) -> list[T]:
+def share(cases: Iterable[T], times: int = 1, always: Container[T] = ()) -> list[T]:
     """Those of costly cases that a run takes: a third by default, chosen by the seed; all of them if exhaustive.
 
-    With `times=2` a sixth of them.
+    With `times=2` a sixth of them. Cases of `always` reach lines of the library that no other test does.
     """
     every = list(cases)
     step = -(-FULL_CASES // case_count())
     step = min(step * times if step > 1 else 1, len(every))
-    return every[first_seed() % step :: step]
+    return [case for i, case in enumerate(every) if i % step == first_seed() % step or case in always]
 
 
 def rare(test: F) -> F:

@@ -29,7 +29,7 @@ from tests.checker.random_functions import (  # fmt: skip
     REDUCERS,
 )
 from tests.conftest import case_count
-from tests.sampler import Choices, first_seed, seeds, share
+from tests.sampler import Choices, first_seed, seeds
 
 
 @pytest.mark.parametrize("seed", seeds(6))
@@ -308,7 +308,7 @@ RIGHT: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", share(RIGHT))
+@pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_raise_no_alarm(mesh: jax.sharding.Mesh, name: str) -> None:
     pattern, body = RIGHT[name]
     rank = len(pattern.partition("->")[0].split())

@@ -70,7 +70,7 @@ def test_there_are_2352_pairs() -> None:
     assert 49 * 48 == 2352
 
 
-@pytest.mark.parametrize("source", share(some(placements("xyz"), 6)), ids=written)
+@pytest.mark.parametrize("source", share(some(placements("xyz"), 6), always=[(("x",), ("y", "z"))]), ids=written)
 def test_every_pair_on_a_cube(source) -> None:
     check(CUBE, source, [target for target in placements("xyz") if target != source])
 

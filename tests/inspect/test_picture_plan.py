@@ -12,7 +12,7 @@ import spmd
 from spmd.inspect._picture_plan import groups, transfers
 from spmd.language import Layout
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg, steps_of_svg
-from tests.sampler import Sampler, seeds, share
+from tests.sampler import Sampler, seeds
 
 PATTERNS = [
     ("a/x b -> a b/x", {"x": 4}),
@@ -67,7 +67,7 @@ def check_moves(plan: spmd.Plan) -> None:
 
 
 @pytest.mark.parametrize("prefer", ["collectives", "bytes"])
-@pytest.mark.parametrize(("pattern", "mesh"), share(PATTERNS))
+@pytest.mark.parametrize(("pattern", "mesh"), PATTERNS)
 def test_what_moves(pattern, mesh, prefer):
     plan = made(pattern, mesh, prefer=prefer)
     check_moves(plan)

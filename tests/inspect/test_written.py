@@ -168,7 +168,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("name", share(OPS))
+@pytest.mark.parametrize("name", share(OPS, always=("local",)))
 def test_operations(name, mesh):
     pattern, body, shapes = OPS[name]
     ins, out = (side.split(",") for side in pattern.split("->"))

@@ -47,7 +47,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("kinds", ["auto", "explicit"])
-@pytest.mark.parametrize("name", share(NAMES))
+@pytest.mark.parametrize("name", share(NAMES, always=("explicit mesh",)))
 def test_an_argument_that_lies_elsewhere_is_moved(name, kinds):
     mesh = mesh_of(KINDS[kinds])
     linear = linear_on(mesh)

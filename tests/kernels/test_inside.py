@@ -13,7 +13,6 @@ import spmd
 from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError
 from spmd.modes import MODES
 from tests.kernels.harness import W, X, close, plain
-from tests.sampler import share
 
 # -------------------- inside other kernels
 
@@ -108,7 +107,7 @@ A, E = AxisType.Auto, AxisType.Explicit
 
 
 @pytest.mark.parametrize("kinds", [(A, A), (E, E), (A, E), (E, A)], ids=str)
-@pytest.mark.parametrize("axes", share([{"dp"}, {"tp"}]), ids=str)
+@pytest.mark.parametrize("axes", [{"dp"}, {"tp"}], ids=str)
 def test_in_a_shard_map_over_some_axes(axes, kinds):
     """The kernel maps the rest, and its body is checked there too."""
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds)

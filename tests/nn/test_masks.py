@@ -10,7 +10,6 @@ import pytest
 import spmd
 from spmd import nn
 from spmd.modes import MODES
-from tests.sampler import share
 
 Q_AT, K_AT = np.array([[0, 3, 5], [6, 2, 1]]), np.array([[0, 1, 5, -1], [2, 7, 6, 3]])
 Q_OF, K_OF = np.array([[0, 0, 1], [1, 1, 0]]), np.array([[0, 1, 1, 0], [1, 0, 1, 1]])
@@ -27,7 +26,7 @@ def seen(row: int, q: int, k: int, causal: bool, window: int | None, segments: b
 
 
 @pytest.mark.parametrize("segments", [False, True])
-@pytest.mark.parametrize("window", share([None, 1, 3]))
+@pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_pair(causal, window, segments):
     """Queries divided over one axis, keys over another; a key at a negative position is seen by nobody."""

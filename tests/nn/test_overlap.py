@@ -55,7 +55,7 @@ def test_nothing_gathered_exists(n):
         assert saved > 4 * whole * (n - 1) // n // 2
 
 
-@pytest.mark.parametrize("name", share(["gather_einsum", "einsum_scatter"]))
+@pytest.mark.parametrize("name", ["gather_einsum", "einsum_scatter"])
 @pytest.mark.parametrize("n", share([2, 7]))
 def test_a_block_from_the_wrong_place_is_noticed(name, n, monkeypatch):
     """One off in the direction of a hop, or in the number of a block."""
