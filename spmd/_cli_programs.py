@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from spmd._leaves import kind_of
 from spmd.errors import LayoutError, SizeError, SpmdError, did_you_mean
 from spmd.kernels import Kernel
 from spmd.language import Layout
@@ -25,7 +26,7 @@ def program(
 
     Args:
       target: `FILE:NAME`. What has this name is a kernel whose arguments each have one layout, or a function from a
-        mesh to `(fn, args)`.
+        mesh to `(fn, args)` or `(fn, args, bound)`.
       mesh: The mesh; None for the kernel's own.
       sizes: The sizes of the names in the kernel's layouts.
       dtypes: The dtype of each argument by its name; "" for all others.
@@ -47,8 +48,9 @@ def program(
         rule = f"{target} makes its own arguments, so no sizes and dtypes are given."
         raise SpmdError(rule, call=target, advice="leave out --size and --dtype")
     made = found(mesh)
-    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]) or not isinstance(made[1], tuple | list):
-        rule = f"{target} returns a function and its arguments, not {type(made).__name__}."
+    fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], tuple | list)
+    if not fits:  # the third, a Bound, is for `search` alone
+        rule = f"{target} returns a function and its arguments, and a Bound if it likes, not {kind_of(made)}."
         raise SpmdError(rule, call=target, advice=_BUILD)
     return made[0], tuple(made[1])
 
@@ -118,7 +120,8 @@ def _arguments(kernel: Kernel, sizes: Mapping[str, int], dtypes: Mapping[str, st
     check_names("kernel", names, sizes)
     missing = [name for name in names if name not in known]
     if missing:
-        rule = f"the size of {' and '.join(missing)} is not given."
+        *some, last = missing
+        rule = f"the size of {', '.join(some) + ' and ' if some else ''}{last} is not given."
         raise SizeError(rule, call=signature.text, advice=f"as in --size {','.join(f'{n}=8' for n in missing)}")
 
     def shape(layout: Layout) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def make_mesh(
-    *,
+    *words: Never,
     devices: Sequence[Any] | None = None,
     abstract: bool = False,
     alone: bool = False,
@@ -74,6 +74,9 @@ def make_mesh(
       >>> mesh.axis_names, mesh.size
       (('dp', 'tp'), 8)
     """
+    if words:
+        call = f"make_mesh({', '.join(map(repr, words))})"
+        raise MeshError("each axis is a keyword with its size.", call=call, advice="as in make_mesh(dp=2, tp=4)")
     call = f"make_mesh({', '.join(f'{k}={v!r}' for k, v in axes.items())})"
     _check_axes(axes, call)
     pool = None if devices is None else _pool(devices, call)

@@ -44,6 +44,11 @@ def mesh_without_axes(mesh):
 
 
 @bad
+def mesh_by_position(mesh):
+    spmd.make_mesh((2, 4), ("dp", "tp"))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@bad
 def mesh_with_a_size_of_zero(mesh):
     spmd.make_mesh(dp=0)
 

@@ -32,6 +32,12 @@ def build(mesh):
     return norms.on(mesh), [jax.ShapeDtypeStruct((4, 8), "bfloat16")]
 
 
+def bounded(mesh):
+    from spmd.searcher import Bound
+
+    return *build(mesh), Bound()
+
+
 def broken(mesh):
     return norms
 
@@ -65,6 +71,11 @@ def test_a_build_gets_the_mesh(run, program):
     assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
 
 
+def test_a_build_may_have_a_bound_for_search(run, program):
+    status, out, _ = run("explain", "named.py:bounded", "--mesh", "dp=4,tp=2")
+    assert status == 0 and "norms on dp=4 tp=2" in out
+
+
 def test_check_says_what_it_finds(run, program):
     words = ["--mesh", "dp=2,tp=4", "--size", "b=4,d=8"]
     status, out, _ = run("check", "named.py:norms", *words)
@@ -87,7 +98,7 @@ def test_check_finds_nothing_in_a_right_program(run, program):
         (["named.py:PROGRAM"], "kernels: body, norms, tree"),
         (["named.py:build"], "no mesh is given"),
         (["named.py:build", "--mesh", "dp=2", "--size", "b=4"], "leave out --size and --dtype"),
-        (["named.py:broken", "--mesh", "dp=2"], "returns a function and its arguments, not Kernel"),
+        (["named.py:broken", "--mesh", "dp=2"], "and a Bound if it likes, not a function"),
         (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4"], "as in --size d=8"),
         (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8,e=2"], "has no dimension 'e'"),
         (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--dtype", "y=i8"], "has no argument y"),

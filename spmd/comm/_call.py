@@ -128,6 +128,7 @@ def open_call(
             fix = Fix(name, shown or operand_names(name, len(arrays)), first, {**also, **binds})
         raise LayoutError(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}")
     text = call_text(name, pattern, len(arrays))
+    _check_layouts(text, pattern, arrow, frame, example)
     written = pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
     sizes, axes = split_keywords(text, written, binds) if binds else ({}, {})
     if frame.watched:
@@ -151,6 +152,13 @@ def open_call(
     for key, size in sizes.items():
         call.bind(key, size, f"the keyword {key}={size}", at=None)
     return call
+
+
+def _check_layouts(text: str, pattern: Any, arrow: bool, frame: Frame, example: str) -> None:
+    """The collectives of `jax.lax` take the name of an axis where a pattern stands here."""
+    if arrow and isinstance(pattern, str) and pattern.strip() in frame.axis_names:
+        rule = f"the string holds the layouts before and after, and '{pattern.strip()}' is an axis of the mesh."
+        raise LayoutError(rule, call=text, advice=f"as in {example}")
 
 
 class Call:

@@ -44,9 +44,8 @@ def check_sides(call: Call) -> None:
             error=LayoutError,
         )
     if call.written.inputs == call.written.outputs:
-        call.fail(
-            f"both sides are the same, so {call.name} moves nothing under any mapping.", advice="leave the line out"
-        )
+        rule = f"both sides are the same, so {call.name} moves nothing under any mapping."
+        call.fail(rule, advice=f"leave the line out{_unmarked(call, src)}")
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
         mark = f"{{U:{','.join(new)}}}"
@@ -56,6 +55,15 @@ def check_sides(call: Call) -> None:
             got=[call.frame.describe()],
             advice=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
         )
+
+
+def _unmarked(call: Call, src: Layout) -> str:
+    """More advice for a psum without a mark on the left: it may be the mark that is forgotten, and not the line."""
+    free = [axis for axis in call.mesh if axis not in src.axis_names]
+    if call.name != "psum" or src.unreduced or not free:
+        return ""
+    marked = Layout.from_dims(src.dims, free[-1:], src.reduced).short
+    return f'; or "{marked} -> {src.short}", where the array is a partial sum over {free[-1]}'
 
 
 def _check_pair(call: Call, verb: str) -> bool:

@@ -242,7 +242,11 @@ class Plan:
 
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
         """Run the body on leaves as they are here. Its results come flat, checked and marked."""
-        with frame.enter(), translated(self.signature, frame):
+        def held() -> list[str]:
+            pairs = zip(self.leaves, leaves, strict=True)
+            return [f'{spec.path} has shape {leaf.shape}: a shard of "{spec.layout.short}"' for spec, leaf in pairs]
+
+        with frame.enter(), translated(self.signature, frame, held):
             tagged = []
             for leaf, spec in zip(leaves, self.leaves, strict=True):
                 origin = f"argument {spec.path}"

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from spmd.modes import Frame
 
 
 @contextlib.contextmanager
-def translated(signature: Signature, frame: Frame) -> Iterator[None]:
-    """Turn what JAX says of unknown axes, carries and types into errors of this package."""
+def translated(signature: Signature, frame: Frame, held: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Turn what JAX says of unknown axes, carries and types into errors of this package. What it says of shapes gets a
+    note of what the body holds, which the caller tells line by line."""
     try:
         yield
     except SpmdError as error:
@@ -33,8 +34,20 @@ def translated(signature: Signature, frame: Frame) -> Iterator[None]:
     except (AssertionError, NameError, TypeError, ValueError, KeyError) as error:
         better = _better(error, signature, frame)
         if better is None:
+            if frame.explicit and "shape" in str(error):
+                error.add_note(_shards(signature, frame, held()))
             raise
         raise better from error
+
+
+_MOST = 8  # arguments that a note lists; a model has hundreds
+
+
+def _shards(signature: Signature, frame: Frame, held: Sequence[str]) -> str:
+    """The shapes that a body sees are those of shards, which nobody can tell from JAX's message."""
+    more = [f"and {len(held) - _MOST} more"] if len(held) > _MOST else []
+    head = f"In the body of the kernel {signature.name}, on one device of {frame.describe()}:"
+    return "\n- ".join([head, *held[:_MOST], *more])
 
 
 def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError | None:

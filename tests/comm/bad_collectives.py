@@ -28,6 +28,21 @@ def string_first_fixed(mesh, fix):
 
 
 @bad
+def names_an_axis_as_lax_does(mesh):
+    body("b/dp d/tp -> b/dp d/tp", lambda x: psum(x, "tp"), mesh)
+
+
+@bad
+def forgets_the_mark_of_a_psum(mesh):
+    body("b/dp d/tp -> b/dp 1", lambda x: psum(x.sum(axis=1, keepdims=True), "b/dp 1 -> b/dp 1"), mesh)
+
+
+@bad
+def divides_a_one(mesh):
+    body("b/dp d/tp -> b/dp d/tp", lambda x: x - reduce(x, "b/dp d/tp -> b/dp 1/tp", "mean"), mesh)
+
+
+@bad
 def gathers_the_major_axis(mesh):
     body("b/dp/tp d -> b/tp d", lambda x: all_gather(x, "b/dp/tp d -> b/tp d"), mesh)
 

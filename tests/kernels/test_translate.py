@@ -57,3 +57,15 @@ def test_an_error_names_each_layer_on_the_way() -> None:
     assert (
         own.strip().startswith("column_linear(x, w)") and own.endswith("called by nn.mlp") and "nn.column" not in own
     ), own
+
+
+def test_an_error_of_shapes_says_which_shards_the_body_holds(mesh):
+    @spmd.kernel("b/dp d/tp, d -> b/dp d/tp", mesh=mesh)
+    def scaled(x, scale):
+        return x * scale
+
+    with pytest.raises(ValueError, match="shapes") as caught:
+        scaled(jnp.ones((4, 8)), jnp.ones(8))
+    [note] = [note for note in caught.value.__notes__ if "scaled" in note]
+    assert 'x has shape (2, 2): a shard of "b/dp d/tp"' in note
+    assert 'scale has shape (8,): a shard of "d"' in note
