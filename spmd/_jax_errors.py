@@ -47,6 +47,11 @@ class Told:
     carries: tuple[Carry, ...] = ()
 
 
+def of_shapes(error: Exception) -> bool:
+    """Whether JAX, or NumPy for it, says that shapes do not fit."""
+    return "shape" in str(error)
+
+
 def told(error: Exception) -> Told | None:
     """What an error that a trace raised is about. None for all other errors, which may be the user's own."""
     text = str(error)

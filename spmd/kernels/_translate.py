@@ -34,7 +34,7 @@ def translated(signature: Signature, frame: Frame, held: Callable[[], Sequence[s
     except (AssertionError, NameError, TypeError, ValueError, KeyError) as error:
         better = _better(error, signature, frame)
         if better is None:
-            if frame.explicit and "shape" in str(error):
+            if frame.explicit and _jax_errors.of_shapes(error):
                 error.add_note(_shards(signature, frame, held()))
             raise
         raise better from error
