@@ -242,6 +242,7 @@ class Plan:
 
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
         """Run the body on leaves as they are here. Its results come flat, checked and marked."""
+
         def held() -> list[str]:
             pairs = zip(self.leaves, leaves, strict=True)
             return [f'{spec.path} has shape {leaf.shape}: a shard of "{spec.layout.short}"' for spec, leaf in pairs]

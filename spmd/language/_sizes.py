@@ -104,7 +104,8 @@ class Indivisible(Misfit):
     @property
     def advice(self) -> str:
         if self.name == str(self.size):
-            return f"{self.name} without /{'/'.join(self.axes)}: each device along {'/'.join(self.axes)} holds all of it"
+            axes = "/".join(self.axes)
+            return f"{self.name} without /{axes}: each device along {axes} holds all of it"
         more = -self.size % self.parts
         return f"pad {'it' if self.name == '_' else self.name} by {more} to {self.size + more}"
 
