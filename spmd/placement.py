@@ -477,7 +477,7 @@ def _check_parts(parts: Sequence[Any], shardings: Sequence[Any], wholes: Sequenc
         raise SizeError("a part is not what this process's devices hold.", call=call, got=wrong, advice=advice)
 
 
-def from_function(fn: Callable[..., Any], layout: str, *, mesh: Any = None, **names: Any) -> jax.Array:
+def from_function(fn: Callable[..., Any], layout: str, /, *, mesh: Any = None, **names: Any) -> jax.Array:
     """Create an array sharded, from its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
 
     `fn` gets the global positions along each dimension: int32 arrays that broadcast to the block which is here. (Along

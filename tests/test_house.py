@@ -436,6 +436,21 @@ def public_homes() -> set[str]:
     return {Path(inspect.getfile(one)).relative_to(ROOT).as_posix() for one in callables}
 
 
+def test_dimensions_may_have_the_names_of_arguments():
+    """Keywords say sizes and axes of names: `x=12` is the size of x, so arrays and patterns have no keywords."""
+    things = [getattr(spmd, name) for name in spmd.__all__]
+    things += [getattr(getattr(spmd, module), name) for module in NAMESPACES for name in getattr(spmd, module).__all__]
+    found = set()
+    for one in filter(inspect.isfunction, things):
+        parameters = list(inspect.signature(one).parameters.values())
+        place = next((i for i, p in enumerate(parameters) if p.name in ("pattern", "layout", "layouts")), None)
+        if place is None or parameters[-1].name != "names":
+            continue
+        found.add(one.__name__)
+        assert {p.kind for p in parameters[: place + 1]} == {inspect.Parameter.POSITIONAL_ONLY}, one
+    assert {"psum", "roll", "deposit", "take", "zeros", "dct"} <= found
+
+
 # What runs only as a program, or in several of them, and the tests that run it so.
 WITHOUT_TESTS = {
     "spmd/__main__.py": "tests/test_cli.py",

@@ -179,7 +179,7 @@ def _verb(
 # --- the verbs ----------------------------------------------------------------------------------------------
 
 
-def all_gather(x: T, pattern: str, *, to: str | None = None, **names: Any) -> T:
+def all_gather(x: T, pattern: str, /, *, to: str | None = None, **names: Any) -> T:
     """Make divided dimensions whole: every device gets the other devices' blocks.
 
     The axes that leave are the minor-most of their dimension (`"b/dp/tp -> b/dp"`). Several dimensions may lose axes in
@@ -225,7 +225,7 @@ def all_gather(x: T, pattern: str, *, to: str | None = None, **names: Any) -> T:
     return _verb("all_gather", x, pattern, names, move, to=to)
 
 
-def psum(x: T, pattern: str, **names: Any) -> T:
+def psum(x: T, pattern: str, /, **names: Any) -> T:
     """Add up partial sums: `"d {U:tp} -> d"`.
 
     Communication: forward an all-reduce over the marked axes, 2S(n-1)/n bytes per device for S bytes. Backward nothing,
@@ -258,7 +258,7 @@ def psum(x: T, pattern: str, **names: Any) -> T:
     return _verb("psum", x, pattern, names, move)
 
 
-def psum_scatter(x: T, pattern: str, **names: Any) -> T:
+def psum_scatter(x: T, pattern: str, /, **names: Any) -> T:
     """Add up partial sums and keep one block of the result: `"s d {U:tp} -> s/tp d"`.
 
     Communication: forward a reduce-scatter, S(n-1)/n bytes per device for an operand of S bytes. Backward an
@@ -294,7 +294,7 @@ def psum_scatter(x: T, pattern: str, **names: Any) -> T:
     return _verb("psum_scatter", x, pattern, names, move)
 
 
-def all_to_all(x: T, pattern: str, **names: Any) -> T:
+def all_to_all(x: T, pattern: str, /, **names: Any) -> T:
     """Move the division from one dimension to another: `"b s/tp h -> b s h/tp"`.
 
     Communication: forward one all-to-all per pair of dimensions, S(n-1)/n bytes per device for a shard of S
@@ -330,7 +330,7 @@ def all_to_all(x: T, pattern: str, **names: Any) -> T:
     return _verb("all_to_all", x, pattern, names, move)
 
 
-def split(x: T, pattern: str, **names: Any) -> T:
+def split(x: T, pattern: str, /, **names: Any) -> T:
     """Keep this device's block of a value that every device holds whole: `"b s d -> b s/tp d"`.
 
     Communication: none forward. Backward one all-gather (S(n-1)/n bytes for S bytes whole) if the value is equal by
@@ -365,7 +365,7 @@ def split(x: T, pattern: str, **names: Any) -> T:
     return _verb("split", x, pattern, names, move)
 
 
-def defer(x: T, pattern: str, **names: Any) -> T:
+def defer(x: T, pattern: str, /, **names: Any) -> T:
     """Leave the reduction of a replicated value's gradient for later: `"d -> d {R:dp}"`.
 
     Use `defer` on replicated values before a loop over micro-batches. The gradients inside the loop are then partial

@@ -22,7 +22,7 @@ __all__ = ["ppermute", "roll_p", "shift"]
 T = TypeVar("T")
 
 
-def ppermute(x: T, layout: str, perm: Sequence[tuple[int, int]], **names: Any) -> T:
+def ppermute(x: T, layout: str, /, perm: Sequence[tuple[int, int]], **names: Any) -> T:
     """Send blocks of the bracketed dimension to other places: `ppermute(x, "b [s/cp] d", [(0, 1), (1, 0)])`.
 
     The global meaning is a permutation of the dimension's blocks, of which each device along its axes has one. A place
@@ -64,7 +64,7 @@ def ppermute(x: T, layout: str, perm: Sequence[tuple[int, int]], **names: Any) -
     return _permute(call, x, lambda blocks: _checked(call, pairs, blocks))
 
 
-def shift(x: T, layout: str, by: int = 1, *, wrap: bool = True, **names: Any) -> T:
+def shift(x: T, layout: str, /, by: int = 1, *, wrap: bool = True, **names: Any) -> T:
     """Roll the blocks of the bracketed dimension: block i goes to place i + by.
 
     The global meaning is `jnp.roll` by whole blocks. With `wrap=False` the blocks that leave are dropped, and zeros

@@ -168,6 +168,7 @@ class Plan(Drawn):
 
 def plan(
     pattern: str,
+    /,
     *misplaced: Never,
     sizes: Mapping[str, int] | None = None,
     mesh: Any = None,

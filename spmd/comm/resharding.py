@@ -27,6 +27,7 @@ Axes = tuple[str, ...]
 def relayout(
     x: T,
     pattern: str,
+    /,
     *,
     to: str | None = None,
     prefer: str = "collectives",

@@ -14,7 +14,7 @@ from spmd.errors import LayoutError
 __all__ = ["dropout"]
 
 
-def dropout(x: Any, key: Any, layout: str, *, rate: float, **names: Any) -> jax.Array:
+def dropout(x: Any, key: Any, layout: str, /, *, rate: float, **names: Any) -> jax.Array:
     """Set a random part of the numbers to zero, and scale the rest to keep the expectation.
 
     The mask is the one that `jax.random.bernoulli` draws for the key and the shape of the whole array. Each device

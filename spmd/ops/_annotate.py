@@ -26,7 +26,7 @@ from spmd.ops._sizes import named_axes
 T = TypeVar("T")
 
 
-def annotate(x: T, layout: str, **names: Any) -> T:
+def annotate(x: T, layout: str, /, **names: Any) -> T:
     """State the layout of a value and have it checked: `annotate(x, "b/dp s d")`.
 
     Use it for values that plain JAX code made; the layouts of results of `spmd` operations are known already. Rank and

@@ -16,6 +16,7 @@ def cg(
     apply: Apply,
     b: Any,
     layout: str,
+    /,
     *,
     x0: Any = None,
     precondition: Apply | None = None,

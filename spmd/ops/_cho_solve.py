@@ -21,7 +21,7 @@ from spmd.ops._qr import adjoint, product
 _EXAMPLE = 'cho_solve(l, b, "[n/a] [m], [n/a] k")'
 
 
-def cho_solve(lower: Any, b: Any, layouts: str, **names: Any) -> jax.Array:
+def cho_solve(lower: Any, b: Any, layouts: str, /, **names: Any) -> jax.Array:
     """Solve l @ l^H @ x = b for a triangle l of `cholesky`: `x = cho_solve(l, b, "[n/a] [m], [n/a] k")`.
 
     In the layout of l the brackets say what counts rows and columns, as in `cholesky`. In that of b they say what

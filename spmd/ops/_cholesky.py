@@ -19,7 +19,7 @@ from spmd.ops._qr import adjoint, product, rows_and_columns
 _EXAMPLE = 'cholesky(x, "[n/a] [m]")'
 
 
-def cholesky(x: Any, layout: str, **names: Any) -> jax.Array:
+def cholesky(x: Any, layout: str, /, **names: Any) -> jax.Array:
     """The lower triangle l with l @ l^H = x: `l = cholesky(x, "[n/a] [m]")`.
 
     The first dimension in brackets counts rows, and the second columns, as many as rows. x is symmetric (Hermitian for

@@ -18,7 +18,7 @@ from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 
 
-def zeros(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
+def zeros(layout: str, /, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
     """Zeros of this layout: `zeros("b/dp d")`, for accumulators and for carries of loops.
 
     Sizes come from the kernel's signature or from keywords. JAX types the value varying along the axes that the layout
@@ -52,7 +52,7 @@ def zeros(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any
     return _filled("zeros", layout, 0, float if dtype is None else dtype, to, names)
 
 
-def ones(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
+def ones(layout: str, /, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
     """Ones of this layout: `ones("b/dp d")`.
 
     Works as `zeros`, but a `{U:}` mark is an error, because the sum of n ones is n.
@@ -81,7 +81,7 @@ def ones(layout: str, dtype: Any = None, *, to: str | None = None, **names: Any)
     return _filled("ones", layout, 1, float if dtype is None else dtype, to, names)
 
 
-def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
+def full(layout: str, /, value: Any, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
     """An array of this layout with one value everywhere: `full("b/dp q", -jnp.inf)`.
 
     Communication: none forward. Backward the gradient of `value` is a psum over the axes of the layout.
@@ -109,7 +109,7 @@ def full(layout: str, value: Any, dtype: Any = None, *, to: str | None = None, *
     return _filled("full", layout, value, dtype, to, names)
 
 
-def iota(layout: str, dtype: Any = jnp.int32, **names: Any) -> jax.Array:
+def iota(layout: str, /, dtype: Any = jnp.int32, **names: Any) -> jax.Array:
     """Global positions along a dimension. Each device has those of its own block.
 
     `iota("s/cp")` counts 0, 1, ... over the whole of s. If there are several dimensions, brackets choose one:

@@ -19,7 +19,7 @@ from spmd.ops._halo import Margins, margins_of, widened, wider_dims, without_mar
 T = TypeVar("T")
 
 
-def deposit(x: T, pattern: str, *, edge: Any = "periodic", **names: Any) -> T:
+def deposit(x: T, pattern: str, /, *, edge: Any = "periodic", **names: Any) -> T:
     """Add what lies in margins to the elements that it belongs to: `deposit(rho, "1+x/a+1 y -> x/a y")`.
 
     Each device has added something to a block with margins, as particles do near a border. What it added to a margin

@@ -25,7 +25,7 @@ _PACKED = 2**31  # how many pairs of an owner and a slot have a number in an int
 
 
 def exchange(
-    rows: Any, owner: Any, layout: str, *, capacity: int, hops: Sequence[int] | None = None, **names: Any
+    rows: Any, owner: Any, layout: str, /, *, capacity: int, hops: Sequence[int] | None = None, **names: Any
 ) -> tuple[Any, jax.Array, jax.Array]:
     """Send rows to the devices that own them: `exchange(particles, owner, "[n/a] d", capacity=64)`.
 

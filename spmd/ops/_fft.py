@@ -30,7 +30,7 @@ NORMS = ("backward", "ortho", "forward")
 _relayout, _local = inner(relayout), inner(local)
 
 
-def fft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
+def fft(x: Any, pattern: str, /, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
     """The discrete Fourier transform along each renamed dimension: `fft(x, "x/a y z -> kx ky/a kz")`.
 
     Dimensions match by position. One that has another name on the right is transformed. The right side says where the
@@ -75,7 +75,7 @@ def fft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, 
     return _transform("fft.fft", x, pattern, _How(norm, to), names)
 
 
-def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
+def ifft(x: Any, pattern: str, /, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
     """The inverse of `fft` along each renamed dimension: `ifft(f, "kx ky/a kz -> x/a y z")`.
 
     Layouts, communication and memory as in `fft`.
@@ -107,7 +107,7 @@ def ifft(x: Any, pattern: str, *, norm: str = "backward", to: str | None = None,
 
 
 def rfft(
-    x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
+    x: Any, pattern: str, /, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
 ) -> jax.Array:
     """The Fourier transform of a real array: the last renamed dimension keeps its n // 2 + 1 frequencies from 0 up.
 
@@ -147,7 +147,7 @@ def rfft(
 
 
 def irfft(
-    x: Any, pattern: str, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
+    x: Any, pattern: str, /, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
 ) -> jax.Array:
     """The inverse of `rfft`, to a real array: `irfft(f, "kx ky/a kz -> x/a y z", z=64)`.
 
@@ -185,6 +185,7 @@ def irfft(
 def dct(
     x: Any,
     pattern: str,
+    /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
     norm: str = "backward",
@@ -238,6 +239,7 @@ def dct(
 def idct(
     x: Any,
     pattern: str,
+    /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
     norm: str = "backward",
@@ -278,6 +280,7 @@ def idct(
 def dst(
     x: Any,
     pattern: str,
+    /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
     norm: str = "backward",
@@ -329,6 +332,7 @@ def dst(
 def idst(
     x: Any,
     pattern: str,
+    /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
     norm: str = "backward",

@@ -16,7 +16,7 @@ from spmd.ops._partial_sums import plain_dims
 from spmd.ops._sizes import one_dimension
 
 
-def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
+def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:
     """The sample frequencies of a transformed dimension. Each device has those of its own block: `fftfreq("ky/a")`.
 
     Communication: none.
@@ -46,7 +46,7 @@ def fftfreq(layout: str, d: Any = 1.0, **names: Any) -> jax.Array:
     return i.astype(float) / (jnp.asarray(d, float) * n)
 
 
-def rfftfreq(layout: str, n: int, d: Any = 1.0, *, pad: bool = False, **names: Any) -> jax.Array:
+def rfftfreq(layout: str, /, n: int, d: Any = 1.0, *, pad: bool = False, **names: Any) -> jax.Array:
     """The frequencies that `rfft` keeps of a dimension of n samples: `rfftfreq("kz", 64)`.
 
     Communication: none.

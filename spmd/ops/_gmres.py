@@ -18,6 +18,7 @@ def gmres(
     apply: Apply,
     b: Any,
     layout: str,
+    /,
     *,
     x0: Any = None,
     precondition: Apply | None = None,

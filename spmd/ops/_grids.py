@@ -26,7 +26,7 @@ _EXAMPLE = 'meshgrid(x, y, "x/a, y/b -> x/a y/b")'
 
 
 def linspace(
-    start: Any, stop: Any, layout: str, *, endpoint: bool = True, dtype: Any = None, **names: Any
+    start: Any, stop: Any, layout: str, /, *, endpoint: bool = True, dtype: Any = None, **names: Any
 ) -> jax.Array:
     """Evenly spaced numbers along a dimension: `linspace(0, 1, "x/a")`. Each device has those of its own block.
 
@@ -168,7 +168,7 @@ def _check_sides(call: Call, grid: Layout) -> None:
             call.fail(rule, at=dim.span, advice=f'relayout(x, "{one} -> {two}") in a line of its own')
 
 
-def from_function(fn: Callable[..., Any], layout: str, **names: Any) -> Any:
+def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
     """`from_function` inside a kernel."""
     call = open_made("from_function", layout, names)
     [made] = call.pattern.inputs

@@ -20,7 +20,7 @@ from spmd.ops._edges import EDGES, Edge, Edges, read_edges
 T = TypeVar("T")
 
 
-def halo(x: T, pattern: str, *, edge: Any = "periodic", corners: bool = True, **names: Any) -> T:
+def halo(x: T, pattern: str, /, *, edge: Any = "periodic", corners: bool = True, **names: Any) -> T:
     """Add margins with the neighbours' values: `halo(u, "x/a y -> 1+x/a+2 y")`.
 
     The global meaning is `jnp.pad`: the whole array with one more element before x and two after it. On each device the

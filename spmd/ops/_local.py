@@ -35,7 +35,7 @@ R = TypeVar("R")
 Axes = tuple[str, ...]
 
 
-def local(fn: Callable[Args, R], pattern: str, **names: Any) -> Callable[Args, R]:
+def local(fn: Callable[Args, R], pattern: str, /, **names: Any) -> Callable[Args, R]:
     """Run per-shard code (raw `jax.lax` collectives, `axis_index`) inside a body, in all modes.
 
     In explicit mode `fn` runs as it is. Its arguments and results are checked against the pattern. In auto mode it
@@ -81,7 +81,7 @@ def local(fn: Callable[Args, R], pattern: str, **names: Any) -> Callable[Args, R
 
 
 def opaque(
-    fn: Callable[Args, R], pattern: str, *, reference: Callable[..., Any] | None = None, **names: Any
+    fn: Callable[Args, R], pattern: str, /, *, reference: Callable[..., Any] | None = None, **names: Any
 ) -> Callable[Args, R]:
     """Give a Pallas, FFI or custom call its layouts: code that neither JAX nor a compiler can look into.
 

@@ -18,7 +18,7 @@ from spmd.ops._along import Along, along
 _EXAMPLE = 'qr(x, "[m/dp] [n]")'
 
 
-def qr(x: Any, layout: str, **names: Any) -> tuple[jax.Array, jax.Array]:
+def qr(x: Any, layout: str, /, **names: Any) -> tuple[jax.Array, jax.Array]:
     """The QR decomposition of a tall matrix: `q, r = qr(x, "[m/a] [n]")`.
 
     The first dimension in brackets counts rows, and the second columns. The columns of q are orthonormal, r is an upper

@@ -252,7 +252,7 @@ def _draw(
 
 
 def uniform(
-    key: Any, layout: str, *, dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0, **names: Any
+    key: Any, layout: str, /, *, dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0, **names: Any
 ) -> jax.Array:
     """Uniform random numbers in `[minval, maxval)`: `jax.random.uniform` of the global shape, shard by shard.
 
@@ -295,7 +295,7 @@ def uniform(
     )  # fmt: skip
 
 
-def normal(key: Any, layout: str, *, dtype: Any = float, **names: Any) -> jax.Array:
+def normal(key: Any, layout: str, /, *, dtype: Any = float, **names: Any) -> jax.Array:
     """Standard normal random numbers: `jax.random.normal` of the global shape, shard by shard.
 
     Every mode and every mesh gives the numbers of `jax.random.normal(key, global_shape, dtype)`, bit for bit
@@ -330,7 +330,7 @@ def normal(key: Any, layout: str, *, dtype: Any = float, **names: Any) -> jax.Ar
     return _draw("random.normal", key, layout, names, {}, lambda k, shape: jax.random.normal(k, shape, dtype))
 
 
-def bernoulli(key: Any, layout: str, *, p: Any = 0.5, **names: Any) -> jax.Array:
+def bernoulli(key: Any, layout: str, /, *, p: Any = 0.5, **names: Any) -> jax.Array:
     """Booleans, true with probability `p`: `jax.random.bernoulli` of the global shape, shard by shard.
 
     Every mode and every mesh gives the same bits, those of `jax.random.bernoulli(key, p, global_shape)`. Each
@@ -366,7 +366,7 @@ def bernoulli(key: Any, layout: str, *, p: Any = 0.5, **names: Any) -> jax.Array
 
 
 def truncated_normal(
-    key: Any, layout: str, *, lower: Any = -2.0, upper: Any = 2.0, dtype: Any = float, **names: Any
+    key: Any, layout: str, /, *, lower: Any = -2.0, upper: Any = 2.0, dtype: Any = float, **names: Any
 ) -> jax.Array:
     """Normal random numbers in `(lower, upper)`: `jax.random.truncated_normal` of the global shape, sharded.
 

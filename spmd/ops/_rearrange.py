@@ -19,7 +19,7 @@ from spmd.ops._partial_sums import factors_by_name, placed, plain_dims, with_axe
 Axes = tuple[str, ...]
 
 
-def rearrange(x: Any, pattern: str, **names: Any) -> jax.Array:
+def rearrange(x: Any, pattern: str, /, **names: Any) -> jax.Array:
     """Transpose, compose and decompose dimensions. Each name keeps its mesh axes.
 
     `rearrange(x, "b s (h k)/tp -> b h/tp s k", k=64)`. A composite is divided on its leading factor: `(h k)/tp` means
@@ -67,7 +67,7 @@ def rearrange(x: Any, pattern: str, **names: Any) -> jax.Array:
     return call.result(rearranged(operand.x, _axes(operand), _dims(dst, have)))
 
 
-def repeat(x: Any, pattern: str, **names: Any) -> jax.Array:
+def repeat(x: Any, pattern: str, /, **names: Any) -> jax.Array:
     """Repeat an array along new dimensions: `repeat(x, "b d -> b n d", n=4)`.
 
     A new dimension may be divided (`n/tp`). Each device then makes its own block only. The names of x keep their mesh

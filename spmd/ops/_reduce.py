@@ -21,7 +21,7 @@ Dims = tuple[int, ...]
 LINEAR = ("sum", "mean")
 
 
-def reduce(x: Any, pattern: str, op: str = "sum", **names: Any) -> jax.Array:
+def reduce(x: Any, pattern: str, /, op: str = "sum", **names: Any) -> jax.Array:
     """Reduce the dimensions that the right side leaves out, over the whole array.
 
     `reduce(x, "b/dp s d -> s d", "mean")` is the mean over all of b, whatever divides it. The right side says what

@@ -21,7 +21,7 @@ from spmd.ops._along import Along, along
 Shift = int | jax.Array
 
 
-def roll(x: Any, layout: str, shift: Shift | tuple[Shift, ...] = 1, **names: Any) -> jax.Array:
+def roll(x: Any, layout: str, /, shift: Shift | tuple[Shift, ...] = 1, **names: Any) -> jax.Array:
     """`jnp.roll` of the whole array along the dimensions in brackets: `roll(x, "b [s/cp] d", 1)`.
 
     Element i goes to place i + shift. What leaves at one end comes in at the other. `spmd.shift` rolls by whole blocks.
@@ -128,7 +128,7 @@ def _scalar(call: Call, shift: Any) -> Any:
     return _lax.at_least_int32(call.fork().operand(shift, layout=Layout("scalar"), name="the shift").x)
 
 
-def flip(x: Any, layout: str, **names: Any) -> jax.Array:
+def flip(x: Any, layout: str, /, **names: Any) -> jax.Array:
     """`jnp.flip` of the whole array along the dimensions in brackets: `flip(x, "b [s/cp] d")`.
 
     Communication: none if these dimensions are whole. If they are divided, one collective-permute of the shard, even if

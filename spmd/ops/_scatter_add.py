@@ -24,11 +24,11 @@ Ids = Any  # integers, or a tuple of them
 
 @overload
 def scatter_add(
-    rows: Any, ids: Ids, pattern: str, *, outside: Literal["count"] = "count", **names: Any
+    rows: Any, ids: Ids, pattern: str, /, *, outside: Literal["count"] = "count", **names: Any
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
-def scatter_add(rows: Any, ids: Ids, pattern: str, *, outside: Literal["drop"], **names: Any) -> jax.Array: ...
-def scatter_add(rows: Any, ids: Ids, pattern: str, *, outside: str = "count", **names: Any) -> Any:
+def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: Literal["drop"], **names: Any) -> jax.Array: ...
+def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count", **names: Any) -> Any:
     """Add rows to a table by number: `scatter_add(x, ids, "n/a d, n/a -> [v/a] d", v=1024)`.
 
     Row i is added at place `ids[i]` of the dimension in brackets, which counts in the whole table. The table begins

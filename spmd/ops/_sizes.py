@@ -75,7 +75,7 @@ def size(*args: Any, **names: Any) -> int:
     return math.prod(call.factor(atom).size for atom in dim.atoms)
 
 
-def local_size(layout: str, **names: Any) -> int:
+def local_size(layout: str, /, **names: Any) -> int:
     """How much of a dimension an array holds here: `local_size("b/dp")`.
 
     In explicit mode this is one device's block. In the other modes arrays are whole, and it is the global size. It is
@@ -107,7 +107,7 @@ def local_size(layout: str, **names: Any) -> int:
     return math.prod(call.factor(atom).local for atom in dim.atoms)
 
 
-def offset(layout: str, **names: Any) -> jax.Array | int:
+def offset(layout: str, /, **names: Any) -> jax.Array | int:
     """The global position at which the local block starts: `offset("v/tp")`.
 
     In the modes on whole arrays it is 0, so `ids - offset("v/tp")` means the same in all modes. For the positions of a

@@ -19,7 +19,7 @@ from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
 Axes = tuple[str, ...]
 
 
-def softmax(x: Any, layout: str, *, where: Any = None, **names: Any) -> jax.Array:
+def softmax(x: Any, layout: str, /, *, where: Any = None, **names: Any) -> jax.Array:
     """Softmax along the dimensions in brackets: `softmax(x, "b h q [k/tp]")` is over all of k.
 
     Communication: none if these dimensions are whole. If they are divided, forward a pmax and a psum of the result
@@ -81,7 +81,7 @@ def _mask(one: Along, where: Any, shape: tuple[int, ...]) -> Any:
     return mask.reshape(one.x.shape)
 
 
-def argmax(x: Any, pattern: str, **names: Any) -> jax.Array:
+def argmax(x: Any, pattern: str, /, **names: Any) -> jax.Array:
     """The position of the largest element along the dimension in brackets, counted in the whole of it.
 
     `argmax(x, "b [v/tp]")`, or with the result spelled out: `argmax(x, "b [v/tp] -> b")`. The first of equals wins,
@@ -164,7 +164,7 @@ def _kept(one: Along) -> tuple[Layout, tuple[int, ...]]:
     return dst, tuple(rest.index(name) for name in names)
 
 
-def cumsum(x: Any, layout: str, *, reverse: bool = False, **names: Any) -> jax.Array:
+def cumsum(x: Any, layout: str, /, *, reverse: bool = False, **names: Any) -> jax.Array:
     """The running sum along the dimension in brackets: `cumsum(x, "b [s/cp] d")`, over all of s.
 
     Communication: none if the dimension is whole. If it is divided, forward one all-gather of the blocks' totals,

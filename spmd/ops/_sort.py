@@ -19,10 +19,10 @@ Held = tuple[Any, ...]  # one device's block of keys (the elements and, if ties 
 
 
 @overload
-def sort(x: Any, layout: str, *, descending: bool = ..., payload: None = None, **names: Any) -> jax.Array: ...
+def sort(x: Any, layout: str, /, *, descending: bool = ..., payload: None = None, **names: Any) -> jax.Array: ...
 @overload
-def sort(x: Any, layout: str, *, descending: bool = ..., payload: T, **names: Any) -> tuple[jax.Array, T]: ...
-def sort(x: Any, layout: str, *, descending: bool = False, payload: Any = None, **names: Any) -> Any:
+def sort(x: Any, layout: str, /, *, descending: bool = ..., payload: T, **names: Any) -> tuple[jax.Array, T]: ...
+def sort(x: Any, layout: str, /, *, descending: bool = False, payload: Any = None, **names: Any) -> Any:
     """The elements in order along the dimension in brackets: `sort(x, "[s/cp] d")`.
 
     The order is that of `jnp.sort`: NaNs are the largest, and `descending` is the reverse. The gradient of a sorted
@@ -94,7 +94,7 @@ def sort(x: Any, layout: str, *, descending: bool = False, payload: Any = None, 
     return found, jax.tree.unflatten(tree, rest)
 
 
-def argsort(x: Any, layout: str, *, descending: bool = False, **names: Any) -> jax.Array:
+def argsort(x: Any, layout: str, /, *, descending: bool = False, **names: Any) -> jax.Array:
     """The places of the elements in order, along the dimension in brackets: `argsort(x, "[s/cp] d")`.
 
     The places count in the whole dimension. Equal elements keep their order, also if `descending`, as in `jnp.argsort`.

@@ -26,6 +26,7 @@ _halo, _local = inner(halo), inner(local)
 def stencil(
     fn: Callable[..., Any],
     pattern: str,
+    /,
     *,
     edge: Any = "periodic",
     overlap: bool = False,
@@ -86,7 +87,7 @@ def stencil(
     return run
 
 
-def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> jax.Array:
+def diff(x: Any, layout: str, /, *, edge: Any = "periodic", **names: Any) -> jax.Array:
     """The difference to the next element along the dimension in brackets: `diff(u, "[x/a] y")`.
 
     It gives what `jnp.diff` gives, with one more element at the end: the difference to what lies beyond the end. So the
@@ -130,7 +131,7 @@ def diff(x: Any, layout: str, *, edge: Any = "periodic", **names: Any) -> jax.Ar
     return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
 
 
-def convolve(x: Any, weights: Any, layout: str, *, edge: Any = "zero", **names: Any) -> jax.Array:
+def convolve(x: Any, weights: Any, layout: str, /, *, edge: Any = "zero", **names: Any) -> jax.Array:
     """The convolution with a small array along the dimensions in brackets: `convolve(u, w, "[x/a] [y/b]")`.
 
     It is `scipy.signal.convolve(..., mode="same")` on divided dimensions: the result has the size and the layout of x.

@@ -15,7 +15,7 @@ from spmd.ops._einsum import factors_that_agree
 from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
 
 
-def take(table: Any, ids: Any, pattern: str, **names: Any) -> jax.Array:
+def take(table: Any, ids: Any, pattern: str, /, **names: Any) -> jax.Array:
     """Look up rows by number: `take(e, ids, "[v/tp] d, b/dp s -> b/dp s d")`.
 
     The brackets say which dimension of the table the integers count. If the rows are divided, each device looks up its

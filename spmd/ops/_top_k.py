@@ -17,7 +17,7 @@ from spmd.language import Atom, Dim, Layout
 from spmd.ops._along import along
 
 
-def top_k(x: Any, layout: str, k: int, **names: Any) -> tuple[jax.Array, jax.Array]:
+def top_k(x: Any, layout: str, /, k: int, **names: Any) -> tuple[jax.Array, jax.Array]:
     """The k largest elements along the dimension in brackets, and where they are: `top_k(x, "b s [e]", 2)`.
 
     The largest comes first. The first of equals wins, whichever device it lies on, as in `jax.lax.top_k`. The gradient

@@ -191,3 +191,13 @@ def test_explain_names_the_line_and_the_bytes() -> None:
     )  # what is padded has no gradient in the margins, so nothing goes back
     said = str(spmd.explain(kernel, jnp.ones(8)))
     assert said.index("forward") < said.index('stencil.deposit(x, "1+x/a+1 -> x/a")') and "backward" not in said
+
+
+def test_a_dimension_with_the_name_of_the_array():
+    """`x=` is a size here: the array and the pattern have no keywords."""
+
+    @spmd.kernel("-> x/a", mesh=spmd.make_mesh(a=2))
+    def run():
+        return stencil.deposit(jnp.ones(4), "x/a+1 -> x/a", x=6)
+
+    assert run().tolist() == [2, 1, 1, 2, 1, 1], "each block adds its last element to the next one"

@@ -136,7 +136,7 @@ def test_collectives_are_those_of_the_docstring() -> None:
         found = spmd.inspect.collectives(spmd.kernel("x/a y -> x/a y", mesh=mesh)(fn), b)
         return found.counts, found.total_bytes
 
-    solve = functools.partial(gmres, apply, layout="x/a y", restart=5)
+    solve = lambda b, **options: gmres(apply, b, "x/a y", restart=5, **options)
     expected = {"psum": 4, "ppermute": 4}, numbers(2 + 2 * 6) + both
     assert sent(lambda b: solve(b)[0]) == expected
     assert sent(lambda b: solve(b, precondition=lambda r: r / 4)[0]) == expected
