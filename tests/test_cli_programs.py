@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from pathlib import Path
 
+import jax
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
 import jax, spmd
@@ -74,6 +79,20 @@ def test_a_build_gets_the_mesh(run, program):
 def test_a_build_may_have_a_bound_for_search(run, program):
     status, out, _ = run("explain", "named.py:bounded", "--mesh", "dp=4,tp=2")
     assert status == 0 and "norms on dp=4 tp=2" in out
+
+
+def test_the_first_commands_of_the_readme(run, monkeypatch):
+    """As written, from a checkout. The third command of the block is a benchmark, with a test of its own."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "README.md").read_text()
+    [check, explain] = [
+        shlex.split(line) for line in text.splitlines() if line.startswith(("spmd check ", "spmd explain "))
+    ]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have them
+        code, out, err = run(*check[1:])
+        assert (code, out) == (0, "no findings\n"), err
+        code, out, err = run(*explain[1:])
+        assert code == 0 and "16,384 devices" in out, err
 
 
 def test_check_says_what_it_finds(run, program):
