@@ -167,7 +167,9 @@ def either(operands: Sequence[Operand]) -> Power:
     """Elements of one operand or of another one: where a mask or a bound puts a number, the data depend on the size."""
     data = [o for o in operands if not o.state.number]
     power = together(data or operands)
-    if not data or power is None or power == ZERO:
+    if not data:  # zeros do not count: `where(mask, 1 / n, 0)` is in gradients of means
+        return power if isinstance(power, Fraction) else None
+    if power is None or power == ZERO:
         return power if power is None or all(o.power == ZERO for o in operands) else None
     numbers = [o for o in operands if o.state.number and not o.state.zero]
     if any(o.power != ZERO for o in numbers):
