@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import operator
 import types
 import weakref
@@ -366,7 +367,7 @@ def enter_body(fn: Callable[..., R], args: Iterable[Any]) -> R:
 def place() -> tuple[Any, ...] | None:
     """The place in the traced body from which this is called. None if no kernel is being traced.
 
-    It is the same in each trace of the body: the code and the instruction of each function from the body on, without
+    It is the same in each trace of the body: the code of each function from the body on and the call in it, without
     those of JAX, which may hold a trace of before.
     """
     found: list[Any] = []
@@ -375,9 +376,17 @@ def place() -> tuple[Any, ...] | None:
         if here.f_code is enter_body.__code__:
             end = len(found)  # the outermost kernel is the one that is traced again
         if not _compat.in_jax(here.f_code.co_filename):
-            found.append((here.f_code, here.f_lasti))
+            found.append((here.f_code, _position(here)))
         here = here.f_back
     return tuple(found[:end]) or None
+
+
+def _position(frame: types.FrameType) -> tuple[int | None, ...]:
+    """Where in the source a function is. Its instruction would not do: CPython 3.11 names another one of the same call
+    as soon as it has specialised the function, which may happen between two traces."""
+    code, at = frame.f_code, frame.f_lasti
+    found = next(itertools.islice(code.co_positions(), at // 2, None), (None,))
+    return (at,) if None in found else found
 
 
 def no_frame() -> contextlib.AbstractContextManager[Any]:

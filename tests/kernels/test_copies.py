@@ -416,3 +416,18 @@ def test_random_programs_are_refused_or_as_good_as_written(seed):
     loss = lambda run: jax.jit(jax.value_and_grad(lambda x: sum(jnp.sin(z).sum() for z in run(x, Y))))
     close(loss(run)(X), loss(run.reference)(X), 1e-4)
     assert sum(size for _, size in backward(run).values()) <= there
+
+
+@pytest.mark.parametrize("calls", range(12))
+def test_a_call_is_known_again_while_python_warms_up(calls, mesh):
+    """CPython 3.11 specialises a function after some calls, and then names another instruction of the same call: here,
+    for one number of calls before, between the two traces of the kernel."""
+    names: dict = {"all_gather": all_gather}
+    exec("def called(code, names):\n    return eval(code, names)", names)
+    for _ in range(calls):
+        names["called"]("None", {})
+
+    def body(x):
+        return names["called"]('all_gather(x, "s/tp d -> s d")', names | {"x": x})
+
+    assert jax.eval_shape(spmd.kernel("s/tp d -> s d", mesh=mesh)(body), X).shape == X.shape
