@@ -340,8 +340,13 @@ def check_nested(case: LayerCase) -> None:
         return values, pull(tuple(c.astype(y.dtype) for c, y in zip(cotangents, values, strict=True)))
 
     given = [args[i] for i in moving], tuple(map(_four, cotangents_of(case)))
-    truth = jax.jit(functools.partial(both, jax.vmap(rows(case.reference))))(*given)
+    truth = jax.jit(functools.partial(both, jax.vmap(rows(case.reference))))(*map(_wide, given))
     _close(case, "nested", jax.jit(functools.partial(both, nested))(*given), truth)
+
+
+def _wide(arrays: Iterable[Any]) -> tuple[Any, ...]:
+    """The same in float32, where they are floating."""
+    return tuple(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arrays)
 
 
 def _four(x: Any) -> Any:
@@ -404,7 +409,7 @@ def cotangents_of(case: LayerCase) -> tuple[Any, ...]:
 
 def truth_of(case: LayerCase, args: Any, cotangents: Any) -> tuple[Any, Any]:
     """Values and gradients of the reference, in float32 whatever the dtype."""
-    wide = tuple(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args)
+    wide = _wide(args)
     moving = _moving(args)
 
     def of(*floats: Any) -> Any:

@@ -40,7 +40,7 @@ def test_layer(case):
 
 @pytest.mark.parametrize("case", some(case_count() // 3), ids=lambda case: f"{case.name}-{case}")
 def test_layer_under_vmap_scan_and_remat(case):
-    """A few of all layers, in float32; each of them once if SPMD_TEST_CASES is large."""
+    """A few of all layers; each of them once if SPMD_TEST_CASES is large."""
     check_nested(case)
 
 

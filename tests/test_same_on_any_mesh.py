@@ -83,6 +83,11 @@ def pipeline_loss() -> Program:
 
 
 @program
+def eager_pipeline_loss() -> Program:
+    return _pipeline_loss("eager-1f1b")
+
+
+@program
 def pipeline_loss_with_weights_apart() -> Program:
     return _pipeline_loss("zb-h1")
 

@@ -29,6 +29,8 @@ class Tick(NamedTuple):
     kept: Any = -1
     delayed: Any = -1
     put_own: Any = -1
+    put_kept: Any = -1
+    put_delayed: Any = -1
 
 
 class Ticks(NamedTuple):
@@ -55,7 +57,7 @@ class Ticks(NamedTuple):
 
     @staticmethod
     def of(schedule: PipelineSchedule) -> Ticks:
-        """The ticks of a schedule with both passes."""
+        """The ticks of a schedule."""
         stages, cut = schedule.stages, schedule.order == "zb-h1"
         when = {
             (work, stage): tick
@@ -79,6 +81,8 @@ class Ticks(NamedTuple):
                 kept=of(kept, "F"),
                 delayed=of(delayed, "B"),
                 put_x=work.microbatch if work.part == "B" and (stage, work.round) == (0, 0) else -1,
+                put_kept=of(kept, "F") if work.part == "F" else -1,
+                put_delayed=of(delayed, "B") if work.part == "B" else -1,
             )
         for name, places in (("put_input", inputs), ("put_cotangent", cotangents)):
             for (work, stage), place in places.of.items():
@@ -91,7 +95,7 @@ class Ticks(NamedTuple):
 
 def _kind(work: Work, stage: int, schedule: PipelineSchedule) -> int:
     last = (stage, work.round) == (schedule.stages - 1, schedule.repeats - 1)
-    if schedule.order == "zb-h1":
+    if schedule.order in ("forward", "zb-h1"):
         return {"F": LOSS if last else FORWARD, "B": BACKWARD, "W": WEIGHTS}[work.part]
     if work.part == "F":
         return NOTHING if last else FORWARD  # the last forward step is a part of its backward step
@@ -109,10 +113,10 @@ class _Stay(NamedTuple):
 def _coming(when: dict[Step, int], schedule: PipelineSchedule, part: str, until: str) -> Iterable[_Stay]:
     """What a step of this part needs from the step before it."""
     cut = schedule.order == "zb-h1"
-    for (work, stage), _ in when.items():
+    for (work, stage), tick in when.items():
         source = before(work, stage, schedule.stages, schedule.repeats)
         if work.part == part and source is not None and (source[0].part == part or cut):
-            yield _Stay(when[source], (work, stage), when[work._replace(part=until), stage])
+            yield _Stay(when[source], (work, stage), when.get((work._replace(part=until), stage), tick))
 
 
 def _own(when: dict[Step, int], part: str, until: str) -> Iterable[_Stay]:

@@ -1,4 +1,8 @@
-"""Timetables of forward and backward steps in turn: 1F1B, for one stage on each device or several, and ZB-H1."""
+"""Timetables of forward and backward steps in turn: 1F1B, for one stage on each device or several, and ZB-H1.
+
+A device waits for its neighbours in each tick, so that a tick takes the time of the longest step in it. Ticks with
+steps of one length waste nothing: those of an eager 1F1B, which have forward or backward steps alone, and of ZB-H1.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +29,15 @@ def timetable(stages: int, microbatches: int, repeats: int, order: str) -> tuple
     """For each stage, its work by tick.
 
     A stage takes its steps in the order of `_ORDERS`, each as soon as the step before it is done. Then each forward
-    step is put off until the next step needs it, so that no input is kept longer than it must be.
+    step is put off until the next step needs it, so that no input is kept longer than it must be. Several rounds keep
+    as many inputs in the eager order, too.
     """
-    waiting = [_ORDERS[order](stage, stages, microbatches, repeats) for stage in range(stages)]
-    done: dict[Step, int] = {}
-    tick = 0
-    while any(waiting):
-        ready = [(left[0], stage) for stage, left in enumerate(waiting) if left]
-        ready = [step for step in ready if (need := before(*step, stages, repeats)) is None or need in done]
-        for work, stage in ready:
-            done[work, stage] = tick
-            waiting[stage].pop(0)
-        tick += 1
+    if order == "eager-1f1b" or (order == "1f1b" and repeats > 1):
+        done = _eager(stages, microbatches, repeats)
+    else:
+        done = _put_off(_in_order(stages, microbatches, repeats, order), stages, repeats)
     table: list[dict[int, Work]] = [{} for _ in range(stages)]
-    for (work, stage), when in _put_off(done, stages, repeats).items():
+    for (work, stage), when in done.items():
         table[stage][when] = work
     return tuple(table)
 
@@ -61,8 +60,21 @@ def before(work: Work, stage: int, stages: int, repeats: int) -> Step | None:
     return work, stage + 1
 
 
-def _one_by_one(stage: int, stages: int, microbatches: int, repeats: int) -> list[Work]:
-    """The steps of one stage: some forward steps first, then forward and backward in turn, then what is left.
+def _in_order(stages: int, microbatches: int, repeats: int, order: str) -> dict[Step, int]:
+    """The tick of each step, if each stage takes its steps in order, each as soon as the step before it is done."""
+    waiting = [_ORDERS[order](stage, stages, microbatches) for stage in range(stages)]
+    done: dict[Step, int] = {}
+    tick = 0
+    while any(waiting):
+        for step in _ready(waiting, done, repeats):
+            done[step] = tick
+            waiting[step[1]].pop(0)
+        tick += 1
+    return done
+
+
+def _eager(stages: int, microbatches: int, repeats: int) -> dict[Step, int]:
+    """Ticks of forward steps and ticks of backward steps in turn, in which each stage takes one if it has come.
 
     With several rounds, as many micro-batches as there are stages pass through all rounds before the next ones.
     """
@@ -70,13 +82,35 @@ def _one_by_one(stage: int, stages: int, microbatches: int, repeats: int) -> lis
     groups = [range(start, min(start + stages, microbatches)) for start in starts]
     forward = [Work(one, turn, "F") for group in groups for turn in rounds for one in group]
     backward = [Work(one, turn, "B") for group in groups for turn in reversed(rounds) for one in group]
-    left = stages - 1 - stage
-    first = min(left if repeats == 1 else 2 * left + (repeats - 1) * stages, len(forward))
+    now, then = ([list(steps) for _ in range(stages)] for steps in (forward, backward))
+    done: dict[Step, int] = {}
+    tick = 0
+    while any(now) or any(then):
+        ready = _ready(now, done, repeats)
+        for step in ready:
+            done[step] = tick
+            now[step[1]].pop(0)
+        tick += bool(ready)
+        now, then = then, now
+    return done
+
+
+def _ready(waiting: list[list[Work]], done: dict[Step, int], repeats: int) -> list[Step]:
+    """The next step of each stage, where the step before it is done."""
+    following = [(left[0], stage) for stage, left in enumerate(waiting) if left]
+    return [one for one in following if (need := before(*one, len(waiting), repeats)) is None or need in done]
+
+
+def _one_by_one(stage: int, stages: int, microbatches: int) -> list[Work]:
+    """The steps of one stage: some forward steps first, then forward and backward in turn, then what is left."""
+    forward = [Work(one, 0, "F") for one in range(microbatches)]
+    backward = [Work(one, 0, "B") for one in range(microbatches)]
+    first = min(stages - 1 - stage, microbatches)
     turns = [work for pair in zip(forward[first:], backward, strict=False) for work in pair]
     return forward[:first] + turns + backward[len(forward) - first :]
 
 
-def _zero_bubble(stage: int, stages: int, microbatches: int, repeats: int) -> list[Work]:
+def _zero_bubble(stage: int, stages: int, microbatches: int) -> list[Work]:
     """The steps of one stage where the gradients of the weights fill the gaps (ZB-H1).
 
     As many forward steps come first as in 1F1B. Stage s then lags behind by s gradients of its weights. So it keeps as

@@ -57,9 +57,11 @@ def pipeline_loss(
 
     Each tick is a step of each device, as in `pipeline_schedule(p, m, v, order)`. A device takes its own branch of a
     `lax.switch`, and waits for its neighbours in each tick. A tick thus takes the time of the longest step that some
-    stage is in. With "1f1b" this is a backward step nearly always, which computes the stage again. With "zb-h1" a
-    backward step is cut in two, one for the gradient of the input and one for those of the weights, and nothing is
-    computed again. The three kinds of steps take about the same time if the stage is made of products.
+    stage is in. With "1f1b" and one stage on each device, this is a backward step nearly always, which computes the
+    stage again. With "eager-1f1b", and with several rounds, a tick has forward or backward steps alone, so that nobody
+    waits for a longer step, and a stage keeps up to 2p - 1 inputs. With "zb-h1" a backward step is cut in two, one for
+    the gradient of the input and one for those of the weights, and nothing is computed again. The three kinds of steps
+    take about the same time if the stage is made of products.
 
     `stage` sees the parameters and micro-batch of one stage, as in `pipeline`. `loss` sees the head, a micro-batch
     after the last stage, and its target, and runs on the last device only. Neither may use pp in its strings, nor close
@@ -75,10 +77,10 @@ def pipeline_loss(
     bytes, unless x is a gathered copy on pp, and of the head's, 2H(p-1)/p bytes for H bytes of it. If parameters are
     equal on axes that divide x or targets, their gradients are summed once, after the last tick. `stage` and `loss`
     communicate in their steps. What a stage gathers of its parameters is gathered again in a backward step. With
-    "zb-h1" this is the one for the input, unless the weights' gradients need it, too. Without gradients, there are the
-    ticks of "1f1b".
+    "zb-h1" this is the one for the input, unless the weights' gradients need it, too. Without gradients there are
+    v m + p - 1 ticks of a forward step and one permute each.
 
-    Memory with gradients: at most p - 1 micro-batches that are kept (with v rounds, about (v + 1) p), what one stage
+    Memory with gradients: at most p - 1 inputs (2p - 2 if eager, about (v + 1) p with v rounds), what one stage
     keeps for its own derivative, sums of gradients in float32 or wider, x and its gradient. `jax.checkpoint` inside
     the stage makes the second less. With "zb-h1" what `jax.vjp` keeps of a stage is kept for p micro-batches, without
     what is made of parameters alone, and for as many what the gradient of the input leaves to those of the weights.
@@ -94,7 +96,7 @@ def pipeline_loss(
       data: The mesh axes over which `loss` is a partial sum.
       repeats: The number of stages on each device; by default one, without the dimension v. With several, the number
         of micro-batches is a multiple of p.
-      order: "1f1b", or "zb-h1" for one stage on each device.
+      order: "1f1b", "eager-1f1b", or "zb-h1" for one stage on each device.
 
     Returns:
       The complete sum. Reverse-mode differentiation, once.
@@ -121,7 +123,9 @@ def pipeline_loss(
 
     References:
       Narayanan et al., "PipeDream", https://arxiv.org/abs/1806.03377, and "Efficient Large-Scale Language Model
-      Training on GPU Clusters", https://arxiv.org/abs/2104.04473, section 2.2
+      Training on GPU Clusters", https://arxiv.org/abs/2104.04473, section 2.2; Zhuang et al., "On Optimizing the
+      Communication of Model Parallelism", https://arxiv.org/abs/2211.05322, for eager 1F1B; Qi et al., "Zero Bubble
+      Pipeline Parallelism", https://arxiv.org/abs/2401.10241, for ZB-H1
     """
     if repeats is not None and (fault := not_int("repeats", repeats, 1, "None")):
         raise SizeError(fault, call=_CALL, advice="as in repeats=2")
@@ -129,7 +133,7 @@ def pipeline_loss(
     microbatches = micro_batches({"x": x, "targets": targets}, _CALL, "x and targets")
     schedule = PipelineSchedule(axis_size(pp) if pp else 1, microbatches, repeats or 1, order)
     check_stages(params, pp, schedule.stages, repeats, _CALL)
-    check_order(schedule, ("1f1b", "zb-h1"), _CALL)
+    check_order(schedule, ("1f1b", "eager-1f1b", "zb-h1"), _CALL)
     stage, x, keys = without_keys(on_one_stage(stage, pp), x)
     of_keys = on_one_stage(lambda head, y, target: loss(head, keys(y), target), pp)
     plan = _Plan(stage, of_keys, pp, over, repeats, schedule)
@@ -197,13 +201,13 @@ def _in_turn(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> j
 
 
 def _value(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> jax.Array:
-    """Without gradients: backward steps are empty, but for the loss."""
-    plan = replace(plan, schedule=replace(plan.schedule, order="1f1b"))
-    return _run(plan, params, head, x, targets, differentiated=False)[0]
+    """Without gradients there are forward steps alone."""
+    plan = replace(plan, schedule=replace(plan.schedule, order="forward"))
+    return _run(plan, params, head, x, targets)[0]
 
 
 def _forward(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> tuple[jax.Array, Tree]:
-    value, sums, dx = _run(plan, params, head, x, targets, differentiated=True)
+    value, sums, dx = _run(plan, params, head, x, targets)
     gradients = _like(params, sums.params), _like(head, sums.head), _like(x, dx)
     return value, (gradients, jax.tree.map(lambda _: None, targets))
 
@@ -218,55 +222,59 @@ _with_gradients = spmd.custom_vjp(_value, nondiff_argnums=(0,))
 _with_gradients.defvjp(_forward, _backward)
 
 
-class _State(NamedTuple):
-    """What steps add up, and what those of one device keep for one another.
-
-    The first dimension of sums, and of all else in a tick, is that of the stages. That of what is kept is a place.
-    """
+class _Sums(NamedTuple):
+    """What the steps of one device add up. The first dimension is that of the stages, as of all else in a tick."""
 
     params: list[Any]
     head: list[Any]
     value: Any
+
+
+class _Left(NamedTuple):
+    """What the steps of one device leave for one another, or the places for it, along a new first dimension."""
+
     kept: list[Any]
     delayed: list[Any]
 
 
-def _run(
-    plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree, *, differentiated: bool
-) -> tuple[jax.Array, _State, list[Any]]:
+def _run(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> tuple[jax.Array, _Sums, list[Any]]:
     """The loss, and the gradients of params, head and x, in the ticks of the schedule."""
     ticks = Ticks.of(plan.schedule)
     here = _here(plan)[0]
+    differentiated = plan.schedule.order != "forward"
+    floats = _floats(x) if differentiated else []
     inputs = jax.tree.map(lambda one: _zeros(one, (1, ticks.inputs, *one.shape[2:])), x)
-    cotangents = [_zeros(one, (1, ticks.cotangents, *one.shape[2:])) for one in _floats(x)]
-    dx = [_zeros(one, one.shape) for one in _floats(x)]
+    cotangents = [_zeros(one, (1, ticks.cotangents, *one.shape[2:])) for one in floats]
+    dx = [_zeros(one, one.shape) for one in floats]
     value = jax.eval_shape(jax.vmap(plan.part), head, _at(x, 0), _at(targets, 0))
     split = _split(plan, params, x) if plan.schedule.order == "zb-h1" else None
-    state = _State(
-        _accumulators(params),
-        _accumulators(head),
-        _zeros(value, (1,), _wide(value)),
-        [_place(one, ticks.kept) for one in split.kept] if split else [],
-        [_place(one, ticks.delayed) for one in split.crossing] if split else [],
-    )
+    sums = _Sums(_accumulators(params), _accumulators(head), _zeros(value, (1,), _wide(value)))
+    places = _Left([], []) if split is None else _nothing_left(split, (ticks.kept,), (ticks.delayed,))
 
     def tick(carry: Any, now: Any) -> tuple[Any, None]:
-        inputs, cotangents, dx, state = carry
+        inputs, cotangents, dx, sums, places = carry
         step = ticks.step(lax.dynamic_index_in_dim(now, here, 0, keepdims=False))
         new, old = _at(x, step.microbatch), _at(inputs, step.input)
         given = jax.tree.map(lambda a, b: jnp.where(step.input < 0, a, b), new, old)
         own = plan, step, params, head, _at(targets, step.microbatch)
-        branches = (_Whole(*own) if split is None else _Cut(*own, split)).branches(differentiated)
-        out, back, state = lax.switch(step.kind, branches, given, _at(cotangents, step.cotangent), state)
-        dx = _put(dx, back, step.put_x)
+        steps = _Whole(*own) if split is None else _Cut(*own, split, places)
+        branches = steps.branches(differentiated)
+        out, back, sums, left = lax.switch(step.kind, branches, given, _at(cotangents, step.cotangent), sums)
+        kept, delayed = (
+            _put(places.kept, left.kept, step.put_kept, 0),
+            _put(places.delayed, left.delayed, step.put_delayed, 0),
+        )
         inputs = _put(inputs, passed_on(out, plan.pp), step.put_input)
-        if split:  # the loss comes with a forward step
-            cotangents = _put(cotangents, back, step.put_own)
-        cotangents = _put(cotangents, passed_on(back, plan.pp, -1), step.put_cotangent)
-        return (inputs, cotangents, dx, state), None
+        if differentiated:
+            dx = _put(dx, back, step.put_x)
+            cotangents = (
+                _put(cotangents, back, step.put_own) if split else cotangents
+            )  # of the loss, after a forward step
+            cotangents = _put(cotangents, passed_on(back, plan.pp, -1), step.put_cotangent)
+        return (inputs, cotangents, dx, sums, _Left(kept, delayed)), None
 
-    (_, _, dx, state), _ = lax.scan(tick, (inputs, cotangents, dx, state), jnp.asarray(ticks.table))
-    return _complete(state.value, plan, divided=True).astype(value.dtype), state, dx
+    (_, _, dx, sums, _), _ = lax.scan(tick, (inputs, cotangents, dx, sums, places), jnp.asarray(ticks.table))
+    return _complete(sums.value, plan, divided=True).astype(value.dtype), sums, dx
 
 
 def _split(plan: _Plan, params: Tree, x: Tree) -> SplitStage:
@@ -284,7 +292,8 @@ def _split(plan: _Plan, params: Tree, x: Tree) -> SplitStage:
 class _Whole:
     """What a device may do in a tick. A backward step computes the stage again.
 
-    Each branch returns what goes to the next device, what goes to the device before it, and the state.
+    Each branch returns what goes to the next device, what goes to the device before it, the sums, and what is left.
+    What is left goes to its place outside: a branch that returned the places would copy all of them.
     """
 
     plan: _Plan
@@ -294,7 +303,7 @@ class _Whole:
     target: Tree
 
     def branches(self, differentiated: bool) -> list[Callable[..., Any]]:
-        """The branches in the order of `_ticks`: without gradients, a backward step is empty, but for the loss."""
+        """The branches in the order of `_ticks`."""
         if differentiated:
             return [self.nothing, self.forward, self.backward, self.loss]
         return [self.nothing, self.forward, self.nothing, self.valued]
@@ -306,56 +315,62 @@ class _Whole:
     def _stage(self, floats: list[Any], given: list[Any], x: Tree) -> Tree:
         return self.plan.stages(_like(self._weights, floats, keep=True), _like(x, given, keep=True))
 
-    def nothing(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
-        return _none_of(x), _none_of(cotangent), state
+    def _left(self) -> _Left:
+        return _Left([], [])
 
-    def forward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
-        return self._stage(_floats(self._weights), _floats(x), x), _none_of(cotangent), state
+    def nothing(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
+        return _none_of(x), _none_of(cotangent), sums, self._left()
 
-    def backward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+    def forward(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
+        return self._stage(_floats(self._weights), _floats(x), x), _none_of(cotangent), sums, self._left()
+
+    def backward(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
         run = lambda floats, given: _floats(self._stage(floats, given, x))
         dw, back = jax.vjp(run, _floats(self._weights), _floats(x))[1](cotangent)
-        return _none_of(x), back, state._replace(params=self._added(state, dw))
+        return _none_of(x), back, self._with_weights(sums, dw), self._left()
 
     def _part(self, floats: list[Any], given: list[Any], of_head: list[Any], x: Tree) -> Any:
         y = self._stage(floats, given, x)
         return jax.vmap(self.plan.part)(_like(self.head, of_head, keep=True), y, self.target)
 
-    def valued(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+    def valued(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
         value = self._part(_floats(self._weights), _floats(x), _floats(self.head), x)
-        return _none_of(x), _none_of(cotangent), state._replace(value=_sum(state.value, value))
+        return _none_of(x), _none_of(cotangent), sums._replace(value=_sum(sums.value, value)), self._left()
 
-    def loss(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+    def loss(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
         run = lambda floats, given, of_head: self._part(floats, given, of_head, x)
         value, pull = jax.vjp(run, _floats(self._weights), _floats(x), _floats(self.head))
         dw, back, dh = pull(_typed(jnp.ones_like(value), value))
-        added = state._replace(params=self._added(state, dw))
-        return _none_of(x), back, self._with_loss(added, value, dh)
+        return _none_of(x), back, self._with_loss(self._with_weights(sums, dw), value, dh), self._left()
 
-    def _added(self, state: _State, dw: list[Any]) -> list[Any]:
-        return self.plan.added(state.params, dw, self.step.round)
+    def _with_weights(self, sums: _Sums, dw: list[Any]) -> _Sums:
+        return sums._replace(params=self.plan.added(sums.params, dw, self.step.round))
 
-    def _with_loss(self, state: _State, value: Any, dh: list[Any]) -> _State:
-        sums = [_sum(total, one) for total, one in zip(state.head, dh, strict=True)]
-        return state._replace(head=sums, value=_sum(state.value, value))
+    def _with_loss(self, sums: _Sums, value: Any, dh: list[Any]) -> _Sums:
+        added = [_sum(total, one) for total, one in zip(sums.head, dh, strict=True)]
+        return sums._replace(head=added, value=_sum(sums.value, value))
 
 
 @dataclass(frozen=True, eq=False)
 class _Cut(_Whole):
-    """The same with a backward step in two. A forward step keeps what they need, and the last one has the loss."""
+    """The same with a backward step in two. A forward step leaves what they need, and the last one has the loss."""
 
     split: SplitStage
+    places: _Left
 
     def branches(self, differentiated: bool) -> list[Callable[..., Any]]:
         return [self.nothing, self.forward, self.backward, self.loss, self.of_weights]
 
-    def forward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
+    def _left(self) -> _Left:
+        return _nothing_left(self.split)
+
+    def forward(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
         y, kept = self.split.forward(jax.tree.leaves(self._weights), jax.tree.leaves(x))
         whole = jax.tree.unflatten(jax.tree.structure(x), y)
-        return whole, _none_of(cotangent), state._replace(kept=_put(state.kept, kept, self.step.kept, 0))
+        return whole, _none_of(cotangent), sums, self._left()._replace(kept=kept)
 
-    def loss(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
-        y, _, state = self.forward(x, cotangent, state)
+    def loss(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
+        y, _, _, left = self.forward(x, cotangent, sums)
 
         def part(given: list[Any], of_head: list[Any]) -> Any:
             head = _like(self.head, of_head, keep=True)
@@ -363,17 +378,29 @@ class _Cut(_Whole):
 
         value, pull = jax.vjp(part, _floats(y), _floats(self.head))
         back, dh = pull(_typed(jnp.ones_like(value), value))
-        return _none_of(x), back, self._with_loss(state, value, dh)
+        return _none_of(x), back, self._with_loss(sums, value, dh), left
 
-    def backward(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
-        kept = _at(state.kept, self.step.kept, 0)
+    def backward(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
+        kept = _at(self.places.kept, self.step.kept, 0)
         back, delayed = self.split.of_input(jax.tree.leaves(self._weights), kept, cotangent)
-        return _none_of(x), back, state._replace(delayed=_put(state.delayed, delayed, self.step.delayed, 0))
+        return _none_of(x), back, sums, self._left()._replace(delayed=delayed)
 
-    def of_weights(self, x: Tree, cotangent: list[Any], state: _State) -> Any:
-        kept, delayed = _at(state.kept, self.step.kept, 0), _at(state.delayed, self.step.delayed, 0)
+    def of_weights(self, x: Tree, cotangent: list[Any], sums: _Sums) -> Any:
+        kept, delayed = _at(self.places.kept, self.step.kept, 0), _at(self.places.delayed, self.step.delayed, 0)
         dw = self.split.of_weights(jax.tree.leaves(self._weights), kept, delayed)
-        return _none_of(x), _none_of(cotangent), state._replace(params=self._added(state, dw))
+        return _none_of(x), _none_of(cotangent), self._with_weights(sums, dw), self._left()
+
+
+def _nothing_left(split: SplitStage, kept: tuple[int, ...] = (), delayed: tuple[int, ...] = ()) -> _Left:
+    """Zeros for what the steps leave, or for so many places."""
+    zeros = lambda those, places: [
+        _compat.pvary(jnp.zeros((*places, *one.shape), one.dtype), _axes(one)) for one in those
+    ]
+    return _Left(zeros(split.kept, kept), zeros(split.crossing, delayed))
+
+
+def _axes(aval: Any) -> tuple[str, ...]:
+    return current_frame("pipeline_loss").in_mesh_order(_compat.varying_type(aval))
 
 
 # --- trees and types ----------------------------------------------------------------------------------------------
@@ -425,12 +452,6 @@ def _sum(total: Any, one: Any) -> Any:
 
 def _zeros(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     return _typed(jnp.zeros(shape, dtype or like.dtype), like)
-
-
-def _place(aval: Any, places: int) -> Any:
-    """Places for arrays of this type."""
-    axes = current_frame("pipeline_loss").in_mesh_order(_compat.varying_type(aval))
-    return _compat.pvary(jnp.zeros((places, *aval.shape), aval.dtype), axes)
 
 
 def _none_of(tree: Tree) -> Tree:

@@ -17,8 +17,8 @@ from spmd.parallel._timetable import Work, timetable
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
-ORDERS = ("forward", "1f1b", "zb-h1")
-_STEPS = {"forward": 1, "1f1b": 2, "zb-h1": 3}  # of one micro-batch in one stage
+ORDERS = ("forward", "1f1b", "eager-1f1b", "zb-h1")
+_STEPS = {"forward": 1, "1f1b": 2, "eager-1f1b": 2, "zb-h1": 3}  # of one micro-batch in one stage
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PipelineSchedule:
     """What each stage works on in each tick.
 
     With the order "forward" it is the forward pass of `pipeline`. The backward pass is the same, read from right to
-    left. With "1f1b" and "zb-h1" it is both passes of `pipeline_loss`.
+    left. With the others it is both passes of `pipeline_loss`.
 
     Printed, it has a row for each stage and a column for each tick, with the number of the micro-batch. If there are
     several rounds, the round follows after a dot. If there are two passes, F or B stands before the number, or W for
@@ -37,7 +37,7 @@ class PipelineSchedule:
       microbatches: Micro-batches that pass through it.
       repeats: How often each micro-batch passes each device: 1 for one stage on each device, more for interleaved
         (circular) stages.
-      order: "forward", "1f1b" or "zb-h1".
+      order: "forward", "1f1b", "eager-1f1b" or "zb-h1".
     """
 
     stages: int
@@ -54,10 +54,10 @@ class PipelineSchedule:
     def ticks(self) -> int:
         """The number of ticks: `repeats * microbatches + stages - 1`, if there are enough micro-batches.
 
-        With "1f1b" there are twice as many. With "zb-h1" there are `3 * microbatches + stages - 1`, or more with fewer
-        micro-batches than stages.
+        With "1f1b" and "eager-1f1b" there are twice as many. With "zb-h1" there are `3 * microbatches + stages - 1`,
+        or more with fewer micro-batches than stages.
         """
-        if self.order == "1f1b":
+        if _STEPS[self.order] == 2:
             return 2 * (self.repeats * self.microbatches + self.stages - 1)
         if self.order == "zb-h1":
             return 2 * self.microbatches + self.stages - 1 + max(self.microbatches, self.stages)
@@ -79,8 +79,8 @@ class PipelineSchedule:
     def in_flight(self, stage: int) -> int:
         """The most inputs that a stage keeps at once for the backward pass.
 
-        With the order "forward" these are all inputs, one for each micro-batch and round. With "1f1b" a stage keeps an
-        input from its forward to its backward step, and with "zb-h1" to the gradients of its weights.
+        With the order "forward" these are all inputs, one for each micro-batch and round. With "zb-h1" a stage
+        keeps an input from its forward step to the gradients of its weights, else to its backward step.
         """
         most = now = 0
         for tick in range(self.ticks):
@@ -173,8 +173,12 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: s
 
     With the order "1f1b" the table has both passes, of ticks that count the same. A device takes forward and backward
     steps in turn, so that it gives up one micro-batch before it takes another. The bubble is the same. Stage s keeps
-    p - s micro-batches, where all m of them are kept if the passes follow one another. With v rounds, the first stage
-    keeps at most (v+1) p - 1 inputs, each of a v-th of its layers.
+    p - s micro-batches, where all m of them are kept if the passes follow one another.
+
+    With the order "eager-1f1b" forward steps do not wait for backward steps, and each tick has forward or backward
+    steps alone. The bubble is the same, and stays so if a backward step takes longer than a forward step and devices
+    wait for their neighbours in each tick. Stage s keeps 2 (p - s) - 1 micro-batches. With v rounds, "1f1b" is eager,
+    too, and the first stage keeps at most (v+1) p - 1 inputs, each of a v-th of its layers.
 
     With the order "zb-h1" the backward step is cut into the gradient of the input (B) and those of the weights (W), for
     which nobody waits. They fill gaps: the bubble is (p-1)/(3 m) of the working time. Each stage keeps at most p
@@ -182,9 +186,10 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: s
 
     Args:
       stages: Devices along the pipeline.
-      microbatches: Micro-batches. With "1f1b" and several rounds, a multiple of the stages.
+      microbatches: Micro-batches. With both passes and several rounds, a multiple of the stages.
       repeats: Rounds; 1 is one stage on each device, more are interleaved (circular) stages. "zb-h1" has one.
-      order: "forward" for the forward pass of `pipeline`, "1f1b" or "zb-h1" for both passes of `pipeline_loss`.
+      order: "forward" for the forward pass of `pipeline`; "1f1b", "eager-1f1b" or "zb-h1" for both passes of
+        `pipeline_loss`.
 
     Returns:
       The schedule, which prints as a table.
@@ -206,6 +211,8 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: s
     References:
       Huang et al., "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al., "Efficient Large-Scale Language Model
       Training on GPU Clusters", https://arxiv.org/abs/2104.04473, for interleaved stages and 1F1B (section 2.2);
+      Zhuang et al., "On Optimizing the Communication of Model Parallelism", https://arxiv.org/abs/2211.05322, for eager
+      1F1B;
       Qi et al., "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241, for ZB-H1 (section 2.2)
     """
     call = "pipeline_schedule(stages, microbatches, repeats, order)"
@@ -222,7 +229,7 @@ def check_order(schedule: PipelineSchedule, orders: tuple[str, ...], call: str) 
     stages, microbatches, repeats, order = schedule.stages, schedule.microbatches, schedule.repeats, schedule.order
     if order not in orders:
         raise LayoutError(not_one_of("order", order, orders), call=call, fix=f'order="{orders[0]}"')
-    if order == "1f1b" and repeats > 1 and microbatches % stages:
+    if _STEPS[order] == 2 and repeats > 1 and microbatches % stages:
         rule = "with several rounds, forward and backward steps take turns in groups of one micro-batch for each stage."
         got = [f"{microbatches} micro-batches, {stages} stages"]
         raise SizeError(

@@ -89,7 +89,7 @@ def test_a_branch_by_the_number_of_the_device():
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 1), (4, 4, 1), (4, 16, 1), (8, 16, 1), (2, 4, 2), (4, 16, 3)])
 def test_the_bubble_of_a_table_is_that_of_the_paper(p, m, v):
     """1F1B, also interleaved, with forward and backward ticks that are as dear: (p-1) of v m + p - 1 ticks."""
-    schedule = parallel.pipeline_schedule(p, m, v, "1f1b")
+    schedule = parallel.pipeline_schedule(p, m, v, "1f1b" if m == 4 else "eager-1f1b")
     kinds = {None: 0, "F": 1, "B": 2}
     steps = [[schedule.work(tick, stage) for stage in range(p)] for tick in range(schedule.ticks)]
     table = np.array([[kinds[one and one.part] for one in row] for row in steps], np.int32)
@@ -110,20 +110,23 @@ def test_the_bubble_of_a_table_is_that_of_the_paper(p, m, v):
     assert found.written.matmul_flops == {"float32": pytest.approx(2 * v * m * ONE)}
 
 
+@pytest.mark.parametrize("order", ["1f1b", "eager-1f1b"])
 @pytest.mark.parametrize(("p", "m"), [(3, 6), (4, 4), (4, 16), (8, 32)])
-def test_a_pipeline_that_takes_steps_in_turn(p, m):
+def test_a_pipeline_that_takes_steps_in_turn(p, m, order):
     """A forward step has one product, a backward step two, that of the last stage three, which begins with the forward
-    step. In m ticks the last stage is in one, in m + p - 2 others some stage is in a backward step, and p are left."""
+    step. In m ticks the last stage is in one. In m + p - 2 others some stage is in a backward step, and p are left.
+    With ticks of one kind there are p - 1 backward steps without the last stage, and m + p - 2 forward steps."""
     mesh = spmd.make_mesh(pp=p, dp=2, abstract=True)
 
     @spmd.kernel("p/pp d e, m b/dp d -> scalar", mesh=mesh)
     def run(w, x):
         stage = lambda w, x: spmd.einsum(x, w, "b/dp d, d e -> b/dp e")
         loss = lambda head, y, target: spmd.reduce(y**2, "b/dp d -> {U:dp}")
-        return parallel.pipeline_loss(stage, loss, w, None, x, None, pp="pp", data="dp")
+        return parallel.pipeline_loss(stage, loss, w, None, x, None, pp="pp", data="dp", order=order)
 
     found = seconds(jax.grad(run), of(p, D, D), of(m, 2 * B, D))
-    total, busy = 3 * m + 2 * (m + p - 2) + p, 3 * m  # all stages have as much work
+    forward = 2 * (m + p - 2) + p if order == "1f1b" else 2 * (p - 1) + m + p - 2
+    total, busy = 3 * m + forward, 3 * m  # all stages have as much work
     assert found.time.compute == pytest.approx(total)
     assert found.time.idle == pytest.approx(1 - busy / total) and found.exact
     assert found.written.matmul_flops == {"float32": pytest.approx(busy * ONE)}

@@ -14,7 +14,7 @@ from tests.conftest import FULL_CASES, case_count
 from tests.sampler import share
 
 OUTS = (0, 1, 2, 3)
-ORDERS = ("1f1b", "zb-h1")
+ORDERS = ("1f1b", "eager-1f1b", "zb-h1")
 
 
 def normal(seed, *shape):
@@ -63,6 +63,8 @@ MESHES = [
     ({"pp": 4, "fsdp": 2}, None, 3, "zb-h1"),
     ({"pp": 3, "tp": 2}, None, 7, "zb-h1"),
     ({"pp": 1, "tp": 2}, 1, 2, "zb-h1"),
+    ({"pp": 4, "tp": 2}, None, 6, "eager-1f1b"),
+    ({"pp": 3, "fsdp": 2}, 2, 6, "eager-1f1b"),
 ]
 
 
@@ -166,7 +168,9 @@ def test_memory_does_not_grow_with_microbatches(order):
     assert kept[1][1] - kept[0][1] >= 2 * 56 * 4 * 32 * 32, "of each further micro-batch, its input and its result"
 
 
-@pytest.mark.parametrize(("order", "formula"), [("1f1b", 2 * (6 + 3)), ("zb-h1", 3 * 6 + 3)])
+@pytest.mark.parametrize(
+    ("order", "formula"), [("1f1b", 2 * (6 + 3)), ("eager-1f1b", 2 * (6 + 3)), ("zb-h1", 3 * 6 + 3)]
+)
 def test_what_is_sent(order, formula):
     """Two permutes in each tick, and one psum of the gradient of x; a stage's own psum is in a branch."""
     m, (new, _), mesh = 6, *compiled(6, (0, 1, 2), order)
@@ -182,8 +186,15 @@ def test_what_is_sent(order, formula):
     assert {one.axes for one in report} == {("pp",), ("tp",)}
 
 
-WRONG = [("1f1b", entry) for entry in ("input", "put_input", "cotangent", "put_x")]
-WRONG += [("zb-h1", entry) for entry in ("kept", "delayed", "put_own", "kind")]
+WRONG = [("1f1b", entry) for entry in ("input", "put_input", "put_cotangent", "put_x")]
+WRONG += [("zb-h1", entry) for entry in ("kept", "delayed", "put_own", "put_kept", "put_delayed", "kind")]
+
+
+def test_without_gradients_there_are_forward_steps_alone():
+    """One permute in each of v m + p - 1 ticks, and the psum of the loss."""
+    run, _, args = model({"pp": 4, "tp": 2}, 2, 4)
+    report = spmd.inspect.collectives(jax.jit(run), *args, mesh=spmd.make_mesh(pp=4, fsdp=1, tp=2))
+    assert report.counts["ppermute"] == 2 * 4 + 3
 
 
 @pytest.mark.parametrize(("order", "entry"), share(WRONG))

@@ -12,10 +12,11 @@ from spmd.parallel import _timetable
 SIZES = [(p, m, v) for p, m, v in itertools.product((1, 2, 3, 4), (1, 2, 5, 6, 8), (1, 2, 3)) if v == 1 or m % p == 0]
 
 
+@pytest.mark.parametrize("order", ["1f1b", "eager-1f1b"])
 @pytest.mark.parametrize(("p", "m", "v"), SIZES)
-def test_one_forward_one_backward_against_the_papers(p, m, v):
+def test_one_forward_one_backward_against_the_papers(p, m, v, order):
     """Every step once and after what it needs; ticks, bubble and inputs in flight by the formulas."""
-    schedule = parallel.pipeline_schedule(p, m, v, "1f1b")
+    schedule = parallel.pipeline_schedule(p, m, v, order)
     when = {}
     for stage in range(p):
         for tick in range(schedule.ticks):
@@ -32,9 +33,13 @@ def test_one_forward_one_backward_against_the_papers(p, m, v):
     assert max(when.values()) + 1 == schedule.ticks == 2 * (v * m + p - 1)
     assert schedule.bubble == pytest.approx((p - 1) / (v * m))
     kept = [schedule.in_flight(stage) for stage in range(p)]
-    if v == 1:
+    if (v, order) == (1, "1f1b"):
         assert kept == [min(p - stage, m) for stage in range(p)]
     else:
+        parts = [{work.part for (work, _), tick in when.items() if tick == t} for t in range(schedule.ticks)]
+        assert all(len(one) == 1 for one in parts), (
+            "steps of one kind in each tick, so that none waits for a longer one"
+        )
         assert kept == [min(2 * (p - stage - 1) + (v - 1) * p + 1, v * m) for stage in range(p)]
     assert parallel.pipeline_schedule(p, m, v).in_flight(0) == v * m
 
@@ -70,7 +75,7 @@ def test_a_wrong_order_is_noticed(monkeypatch):
     _timetable.timetable.cache_clear()
     try:
         with pytest.raises(AssertionError):
-            test_one_forward_one_backward_against_the_papers(3, 6, 1)
+            test_one_forward_one_backward_against_the_papers(3, 6, 1, "1f1b")
     finally:
         monkeypatch.undo()
         _timetable.timetable.cache_clear()
