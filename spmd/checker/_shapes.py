@@ -472,8 +472,9 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x.at[indices].set(updates)`, or add. How a dimension lies that indices pick from is not known."""
     operand, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
-    placed = set(numbers.scatter_dims_to_operand_dims) | set(numbers.inserted_window_dims)
     covering = _covering(operand, indices, updates, numbers)
+    full = {d for d, dim in covering.items() if size_of(dim) == size_of(operand.dims[d])}  # of which 0 is the one index
+    placed = set(numbers.scatter_dims_to_operand_dims) - full | set(numbers.inserted_window_dims)
     dims: list[Dim] = []
     for d, dim in enumerate(operand.dims):
         update = None if d in placed else covering.get(d)

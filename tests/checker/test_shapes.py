@@ -107,6 +107,16 @@ def test_indices_lie_as_they_are_given():
     assert found.agree() == 1 and axes_of_dim(found.states[0].dims[0]) == ("dp",)
 
 
+def test_what_a_window_covers_is_not_picked_from():
+    """`vmap` makes a scatter of `dynamic_update_slice`, with an index for each dimension, also where it is always 0."""
+    put = lambda x, row: lax.dynamic_update_slice_in_dim(x, row, 1, 0)
+    found = seen(jax.vmap(put), "n a b/tp", "n c b/tp", args=(X.reshape(2, 8, 32), X[:2].reshape(2, 1, 32)))
+    [state] = found.states
+    assert axes_of_dim(state.dims[2]) == ("tp",) and not state.pending
+    across = seen(jax.vmap(put), "n a/dp b", "n c b", args=(X.reshape(2, 8, 32), X[:2].reshape(2, 1, 32)))
+    assert {(one.kind, one.axis) for one in across.states[0].pending} == {("index", "dp")}
+
+
 def test_noise_of_one_key_is_the_same_everywhere():
     def body(key, keys):
         return jax.random.normal(key, (4,)), jax.vmap(lambda k: jax.random.normal(k, (3,)))(keys)
