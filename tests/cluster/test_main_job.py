@@ -22,6 +22,7 @@ from spmd.cluster._data import Order
 from tests.cluster.harness import Ended, alone, end, exhaustive, launched, start
 from tests.cluster.main_job import BATCH, text
 from tests.conftest import FULL_CASES, case_count
+from tests.sampler import rare
 
 JOB = "tests/cluster/main_job.py"
 EPOCH = 10 if case_count() > FULL_CASES else 5  # steps
@@ -150,6 +151,7 @@ def check(*parts: Part, exact: bool = False, same_mesh: bool = True) -> None:
             assert one.collectives == whole.collectives
 
 
+@rare  # a stop and its save: test_launch.py; another mesh and count: test_checkpoints.py
 def test_two_processes_that_are_stopped_go_on_in_one(tmp_path):
     first = stopped_once(tmp_path, 2)
     check(first, run(tmp_path, 1, saved(tmp_path)))
