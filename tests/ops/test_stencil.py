@@ -150,6 +150,8 @@ def test_diff(edge: str) -> None:
 
 @pytest.mark.parametrize("shape", share([(3, 4), (5, 1), (2, 2), (9, 3)]))
 def test_convolve(shape: tuple[int, int]) -> None:
+    from scipy import signal  # takes a second to import
+
     x, w = numbers(0, (2, 12, 10)), numbers(1, shape)
     run = spmd.kernel("n x/a y/b, w v -> n x/a y/b", mesh=make_mesh({"a": 4, "b": 2}))(
         lambda u, w: stencil.convolve(u, w, "n [x/a] [y/b]")
