@@ -61,6 +61,7 @@ def losses(lm: Any, c: Any, mode: str) -> tuple[list[float], Any]:
     return found, step
 
 
+@rare
 def test_three_modes_give_the_same_losses(lm):
     c = lm.read_flags([*SMALL, "--accumulate=2"])
     explicit, step = losses(lm, c, "explicit")
