@@ -108,9 +108,7 @@ def _solution(own: Blocks | None, lower: Any, b: Any) -> Any:
     flat = b.reshape(b.shape[0], -1)
     if own is None:
         return jax.scipy.linalg.cho_solve((lower, True), flat).reshape(b.shape)
-    column = jnp.arange(lower.shape[1], dtype=jnp.int32)
-    row = own.mine * own.size + jnp.arange(own.size, dtype=jnp.int32)
-    lower = jnp.where(column[None] <= row[:, None], lower, 0)
+    lower = own.triangle(lower)
     lies = tuple(_compat.varying_axes(lower) | _compat.varying_axes(b))  # the type of the solution
     lower, flat = _compat.pvary(lower, lies), _compat.pvary(flat, lies)
 

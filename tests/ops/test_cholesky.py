@@ -122,10 +122,24 @@ def test_under_vmap_scan_and_remat() -> None:
     jax.tree.map(lambda x, y: close(x, y, 1e-4), found, pulled(lambda x: 2 * plain(x), x))
 
 
-def test_second_derivatives_and_none_forward() -> None:
-    fn = run(lambda x: cholesky(x, "[n/a] [m]"), {"a": 2}, ["n/a m"], "n/a m")
-    x = positive((4,), "float32")
-    squared = lambda fn: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(fn(x) ** 3))(x) ** 2)))
-    close(squared(fn)(x), squared(plain)(x), 1e-3)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(fn, (x,), (x,))
+def test_derivatives_forward_and_second() -> None:
+    """Along a direction; the gradient of that; and of the gradient, both ways. Of complex numbers and a batch."""
+    x = jnp.asarray(positive((2, 6), "complex64"))
+    along, by = (jnp.asarray(drawn(x.shape, "complex64", seed)) for seed in (1, 2))
+
+    def every(fn: Any) -> Any:
+        slope = lambda x: jax.jvp(fn, (x,), (along,))[1]
+        gradient = jax.grad(lambda x: jnp.sum((fn(x) * by).real ** 3))
+        of_slope = jax.grad(lambda x: jnp.sum((slope(x) * by).real))
+        of_gradient = jax.grad(lambda x: jnp.sum((gradient(x) * along).real))
+        return jax.jit(lambda x: (slope(x), of_slope(x), jax.jvp(gradient, (x,), (along,))[1], of_gradient(x)))(x)
+
+    fn = run(lambda x: cholesky(x, "g [n/a] [m]"), {"a": 3}, ["g n/a m"], "g n/a m")
+    jax.tree.map(lambda found, wanted: close(found, wanted, 1e-3), every(fn), every(plain))
+
+
+def test_a_derivative_forward_sends_three_times_as_much() -> None:
+    kernel = spmd.kernel("n/a m -> n/a m", mesh=make_mesh({"a": 4}))(lambda x: cholesky(x, "[n/a] [m]"))
+    x = positive((8,), "float32")
+    both = spmd.inspect.collectives(jax.jit(lambda x, along: jax.jvp(kernel, (x,), (along,))), x, x)
+    assert (both.counts, both.total_bytes) == ({"all_gather": 9}, 9 * 3 * 16)
