@@ -74,6 +74,15 @@ def rotated(x: Any) -> Any:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+@spmd.fused("attention")
+def attention(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention, for which accelerators have a kernel."""
+    scores = einsum(q, k, "b/dp/fsdp s g/tp r k, b/dp/fsdp t g/tp k -> b/dp/fsdp g/tp r s t")
+    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool)[None, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(v.dtype)
+    return einsum(weights, v, "b/dp/fsdp g/tp r s t, b/dp/fsdp t g/tp k -> b/dp/fsdp s g/tp r k")
+
+
 def layer(x: Any, w: Any) -> Any:
     """Grouped-query attention and a gated MLP, both tensor parallel, with a sequence-parallel stream."""
     w = {name: gathered(w[name], layout) if "/" in layout else w[name] for name, layout in LAYER.items()}
@@ -82,10 +91,7 @@ def layer(x: Any, w: Any) -> Any:
     q = einsum(y, w["q"], f"{WHOLE}, m h/tp k -> b/dp/fsdp s h/tp k")
     k, v = (einsum(y, w[n], f"{WHOLE}, m g/tp k -> b/dp/fsdp s g/tp k") for n in "kv")
     q = spmd.rearrange(rotated(q), "b/dp/fsdp s (g/tp r) k -> b/dp/fsdp s g/tp r k", g=spmd.size("g"))
-    scores = einsum(q, rotated(k), "b/dp/fsdp s g/tp r k, b/dp/fsdp t g/tp k -> b/dp/fsdp g/tp r s t")
-    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool)[None, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(x.dtype)
-    y = einsum(weights, v, "b/dp/fsdp g/tp r s t, b/dp/fsdp t g/tp k -> b/dp/fsdp s g/tp r k")
+    y = attention(q, rotated(k), v)
     y = spmd.rearrange(y, "b/dp/fsdp s g/tp r k -> b/dp/fsdp s (g/tp r) k")
     x = x + einsum(y, w["o"], f"b/dp/fsdp s h/tp k, h/tp k m -> {STREAM}")
 
@@ -206,12 +212,12 @@ def least(plan: Plan) -> Bound:
     every = plan.rows * plan.length / (plan.dp * plan.fsdp * plan.cp * pp)  # tokens outside of the layers
     flops = n * (t * (8 * layer - 2 * m * f) / tp + 16 * SIZES["k"] * scores) + 6 * every * table / tp
 
-    each = 43 + (0 if plan.cp == 1 else 40 * SIZES["k"] * plan.cp / plan.length)
-    moved = 7 * m + (2 * m + 2 * wide * SIZES["k"] + 3 * f) / tp - (m + f / tp) / 4  # what is done again ends before it
+    # Attention is one kernel. In a ring each hop is one, which reads and writes what was found so far, in float32.
+    moved = 7 * m + (4 * m + 4 * wide * SIZES["k"] + 3 * f) / tp - (m + f / tp) / 4  # what is done again ends before it
+    moved += 5.5 * plan.cp * (plan.cp > 1) * m / tp
     stream = 2 * t * m
-    # Attention is not fused: scores and their softmax are read and written, in float32. A pipeline takes the weights of
-    # a round, and adds their gradients to those of all rounds.
-    traffic = n * (4 * 2 * (layer / tp + t * moved) + each * scores) - n * 2 * m * f / tp
+    # A pipeline takes the weights of a round, and adds their gradients to those of all rounds.
+    traffic = n * 4 * 2 * (layer / tp + t * moved) - n * 2 * m * f / tp
     traffic += n * 11 * stream * (1 + 1 / tp) * (tp > 1) + n * (pp > 1) * 2 * layer / tp * (2.9 * plan.each + 6)
 
     layers = 2 * plan.each * layer / tp  # in bfloat16, of one device; gradients have twice as many bytes

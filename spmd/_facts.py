@@ -89,6 +89,10 @@ class PerShardName(str):
         return self
 
 
+class FusedName(str):
+    """The scope of `spmd.fused(what)`: what is traced inside is meant to be one kernel on an accelerator."""
+
+
 def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
     """Why an equation is meant per shard: the reason of its innermost `per_shard`. None if there is none around it.
 

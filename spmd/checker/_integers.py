@@ -740,7 +740,7 @@ def _all_to_all(params: Any, at: int, x: np.ndarray) -> np.ndarray:
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("pvary", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier"), _same),
+    **dict.fromkeys(("pvary", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "spmd_fused"), _same),
     **dict.fromkeys(("reshard", "sharding_constraint", "spmd_assert_equal", "spmd_layout", "spmd_retype"), _same),
     "spmd_block": lambda eqn, tables, sizes: tables[0],
     **dict.fromkeys(("add", "add_any"), _elementwise(_exactly(operator.add), linear=True)),

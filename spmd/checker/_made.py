@@ -314,7 +314,7 @@ def _summed(eqn: Any, ins: Sequence[_At]) -> Made | None:
 
 
 _SHAPED = ("transpose", "squeeze", "reshape", "broadcast_in_dim")
-_SAME = ("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name")
+_SAME = ("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name", "spmd_fused")
 _RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
     **dict.fromkeys(_SAME, _follow),
     "spmd_retype": _retyped,

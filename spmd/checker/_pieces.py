@@ -53,7 +53,7 @@ class Here(NamedTuple):
 
 
 _PASS = """pvary pcast stop_gradient name copy copy_p reshape squeeze transpose broadcast_in_dim
-    spmd_retype spmd_layout optimization_barrier reduce_precision"""
+    spmd_retype spmd_layout spmd_fused optimization_barrier reduce_precision"""
 SUMS = frozenset(("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter"))
 _COMPLETE: Mapping[str, tuple[str, ...]] = {"pmax": (MAX,), "pmin": (MIN,), **dict.fromkeys(SUMS, (ONE, TERM))}
 

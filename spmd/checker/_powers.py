@@ -359,7 +359,7 @@ def _selected(eqn: Any, operands: Sequence[Operand]) -> Power:
 
 _enter(
     """real imag conj copy copy_p stop_gradient name pvary pcast reduce_precision convert_element_type
-    transpose squeeze reshape rev split spmd_retype spmd_relayout spmd_split spmd_layout
+    transpose squeeze reshape rev split spmd_retype spmd_relayout spmd_split spmd_layout spmd_fused
     spmd_assert_equal spmd_block pmax pmin all_gather all_gather_invariant all_gather_reduced ppermute all_to_all
     optimization_barrier sharding_constraint""",
     _first,

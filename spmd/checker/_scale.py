@@ -35,10 +35,10 @@ ROUNDS = 20  # of a loop, until its powers settle
 MOST = 4000  # pairing more equations one by one takes too long
 # What verbs write, and what sends nothing along one device: the whole array stays, so that no twin is asked.
 _MOVES = """pvary pcast all_gather all_gather_invariant all_gather_reduced ppermute all_to_all spmd_retype spmd_relayout
-    spmd_split spmd_assert_equal spmd_block spmd_layout pmax pmin"""
+    spmd_split spmd_assert_equal spmd_block spmd_layout spmd_fused pmax pmin"""
 _WHOLE = frozenset(_MOVES.split()) | SUMS
 # What leaves the numbers as they are, however the array lies.
-_ARRANGES = frozenset(("reshape", "transpose", "broadcast_in_dim", "squeeze", "spmd_layout"))
+_ARRANGES = frozenset(("reshape", "transpose", "broadcast_in_dim", "squeeze", "spmd_layout", "spmd_fused"))
 
 
 class Value(NamedTuple):

@@ -19,7 +19,7 @@ _COLLECTED = EQUAL | GATHERS
 _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 # These pass a value on, in another shape or type.
 _MOVES = """pvary pcast broadcast_in_dim reshape squeeze expand_dims convert_element_type copy stop_gradient
-    reduce_precision spmd_retype"""
+    reduce_precision spmd_retype spmd_fused"""
 _CARRY = frozenset(_MOVES.split())
 _NEAR = _CARRY | {"add", "max"}  # and these with an epsilon, or the maximum that was taken off before
 _UNDO = {"square": "sqrt", "integer_pow": "sqrt", "exp": "log", "log": "exp"}

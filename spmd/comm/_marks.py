@@ -21,6 +21,21 @@ assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 block_p = _compat.identity_primitive("spmd_block")
 
 
+def _retraced(cotangent: Any, *, what: str, role: str) -> Any:
+    return fused_p.bind(cotangent, what=what, role=_BACK[role])
+
+
+# Operands enter what is meant to be one kernel, and results leave it. Backward their cotangents leave and enter it.
+_BACK = {"enter": "leave back", "leave": "enter back", "leave back": "enter", "enter back": "leave"}
+fused_p = _compat.linear_primitive(
+    "spmd_fused",
+    abstract=lambda aval, **_: aval,
+    run=lambda x, **_: x,
+    transpose=_retraced,
+    batch=lambda args, dims, **params: (fused_p.bind(*args, **params), dims[0]),
+)
+
+
 class Known(NamedTuple):
     """What is remembered of a value: its layout, the call that said so, its name if it is a kernel's argument, and the
     line, as an equation has it."""

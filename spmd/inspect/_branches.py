@@ -58,6 +58,7 @@ class Work:
       flops: Floating-point operations by dtype.
       matmul_flops: The part of `flops` that is dots and convolutions.
       hbm_bytes: Bytes read and written.
+      left_out: Bytes that it would read and write besides, if what `spmd.fused` names were no kernels, by their names.
       collectives: How often it runs each of the written collectives, by their numbers.
       switches: The branches, as if each ran whenever the `cond` does.
     """
@@ -65,6 +66,7 @@ class Work:
     flops: dict[str, float] = field(default_factory=dict)
     matmul_flops: dict[str, float] = field(default_factory=dict)
     hbm_bytes: float = 0.0
+    left_out: dict[str, float] = field(default_factory=dict)
     collectives: dict[int, int] = field(default_factory=dict)
     switches: list[Switch] = field(default_factory=list)
 
@@ -72,6 +74,13 @@ class Work:
         """Add floating-point operations."""
         for counts in (self.flops, self.matmul_flops) if matmul else (self.flops,):
             counts[dtype] = counts.get(dtype, 0.0) + flops
+
+    def moved(self, nbytes: float, inside: str = "") -> None:
+        """Add bytes that are read or written, or would be if what they are inside of were not one kernel."""
+        if inside:
+            self.left_out[inside] = self.left_out.get(inside, 0.0) + nbytes
+        else:
+            self.hbm_bytes += nbytes
 
     def total(self, of: Callable[[Work], Mapping[str, float]]) -> dict[str, float]:
         """A quantity by name, with that of the branches: the mean over devices where it is known which of them run, and

@@ -303,6 +303,9 @@ def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
     )
     axes = ", ".join(f"{axes} {seconds_text(seconds)}" for axes, seconds in time.by_axis.items() if seconds)
     traffic = f"{bytes_text(written.hbm_bytes)} at {si_text(machine.hbm_bandwidth, 'B/s')}"
+    if time.kernels:
+        left_out = (f"{name} {bytes_text(max(0, round(size)))}" for name, size in written.left_out.items())
+        traffic += f"; inside {', '.join(left_out)}"
     rows = [
         ("compute", time.compute, products or "no matrix products"),
         ("memory", time.memory, traffic),

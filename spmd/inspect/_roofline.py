@@ -81,6 +81,8 @@ class Time:
       by_axis: `communication` by mesh axes, as a layout writes them: `{"tp": ..., "dp/tp": ...}`.
       flops: Floating-point operations of one device, all dtypes together.
       hardware: The name of the machine.
+      kernels: What counts as one kernel, by the names that `spmd.fused` was given: what is inside is neither read nor
+        written.
       idle: The part of `serial` in which a device waits for others that run a dearer branch, as the mean over the
         devices.
     """
@@ -92,6 +94,7 @@ class Time:
     flops: float
     hardware: str
     idle: float = 0.0
+    kernels: tuple[str, ...] = ()
 
     @property
     def serial(self) -> float:
@@ -112,7 +115,7 @@ class Time:
         """Return plain values, for JSON."""
         plain = {name: getattr(self, name) for name in self.__slots__}
         totals = {"serial": self.serial, "overlapped": self.overlapped, "bound": self.bound}
-        return {**plain, "by_axis": dict(self.by_axis), **totals}
+        return {**plain, "by_axis": dict(self.by_axis), "kernels": list(self.kernels), **totals}
 
 
 def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) -> float:
@@ -153,6 +156,7 @@ def estimate(
         flops=sum(written.flops.values()),
         hardware=hardware.name,
         idle=max(0.0, 1 - found.busy / found.seconds) if found.seconds else 0.0,
+        kernels=tuple(written.left_out),
     )
 
 

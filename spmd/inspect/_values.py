@@ -20,7 +20,7 @@ ELEMENTWISE = frozenset(
         add sub mul div neg exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf integer_pow pow
         max min abs sign floor ceil round select_n clamp convert_element_type and or not xor eq ne lt le gt ge
         square add_any copy is_finite rem nextafter optimization_barrier reduce_precision name spmd_layout
-        stop_gradient
+        stop_gradient spmd_fused
         """
     )
 )
@@ -29,7 +29,7 @@ RENAMES = frozenset(
     str.split(
         """
         reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient optimization_barrier
-        spmd_layout spmd_assert_equal spmd_block spmd_retype
+        spmd_layout spmd_assert_equal spmd_block spmd_retype spmd_fused
         """
     )
 )
@@ -60,6 +60,7 @@ class Value:
       sliced: How many dimensions it lacks as a slice of the argument, in a scan over it.
       buffers: What it is computed from, itself if it stands in memory.
       chain: Whether it is computed from them when it is used.
+      inside: The kernel that it does not leave, by the name that `spmd.fused` was given; else nothing.
       table: Its integers on each device and in each round of the loops around it, if they are known.
     """
 
@@ -68,6 +69,7 @@ class Value:
     sliced: int = 0
     buffers: frozenset[Buffer] = frozenset()
     chain: bool = False
+    inside: str = ""
     table: Any = None
 
 
@@ -109,11 +111,11 @@ def sliced(value: Value) -> Value:
     place = value.place
     if isinstance(place, tuple):
         place = place[1:] if not place[0] else None
-    return Value(place, value.label, value.sliced + 1)
+    return Value(place, value.label, value.sliced + 1, inside=value.inside)
 
 
 def stacked(value: Value) -> Value:
-    return Value(((), *value.place) if isinstance(value.place, tuple) else value.place)
+    return Value(((), *value.place) if isinstance(value.place, tuple) else value.place, inside=value.inside)
 
 
 def through(eqn: Any, ins: Sequence[Value]) -> list[Value]:

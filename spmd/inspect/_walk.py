@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from spmd import _compat
-from spmd._facts import CallName, KernelName, LayoutName, PerShardName, one_line
+from spmd._facts import CallName, FusedName, KernelName, LayoutName, PerShardName, one_line
 from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened, shape_of
 from spmd._units import sent_bytes
 from spmd._walker import Domain, walk
@@ -116,6 +116,7 @@ class Walk(Domain):
             flops=self._work.total(lambda work: work.flops),
             matmul_flops=self._work.total(lambda work: work.matmul_flops),
             hbm_bytes=round(self._work.total(lambda work: {"": work.hbm_bytes})[""]),
+            left_out=self._work.total(lambda work: work.left_out),
             work=self._work,
             exact=self._exact,
             boundary=tuple(self._boundary.values()),
@@ -141,7 +142,8 @@ class Walk(Domain):
     def join(self, one: Value, other: Value) -> Value:
         alike = (one.label, one.sliced) == (other.label, other.sliced)
         label, taken = (one.label, one.sliced) if alike else ("", 0)
-        return Value(one.place if one.place == other.place else None, label, taken)
+        place = one.place if one.place == other.place else None
+        return Value(place, label, taken, inside=one.inside or other.inside)
 
     def same(self, one: Value, other: Value) -> bool:
         """A loop is walked once: what it costs is counted on the way."""
@@ -173,7 +175,10 @@ class Walk(Domain):
             operands = self._stand(body.invars, operands)
         elif part.role == Role.MAP:
             shards = zip(operands, self._stand(body.invars), strict=True)
-            operands = [Value(buffers=v.buffers, chain=True) if v.chain else shard for v, shard in shards]
+            operands = [
+                Value(buffers=v.buffers, chain=True, inside=v.inside) if v.chain else replace(shard, inside=v.inside)
+                for v, shard in shards
+            ]
             whole = [shape_of(a) == shape_of(b) for a, b in zip(eqn.invars, body.invars, strict=True)]
             operands = [replace(v, table=o.table) if w else v for v, o, w in zip(operands, given, whole, strict=True)]
         outs = super().run(eqn, part, operands)
@@ -247,7 +252,7 @@ class Walk(Domain):
         left = []
         for out, spec, var in zip(outs, eqn.params["out_specs"], eqn.outvars, strict=True):
             place = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), None, new, mesh.shape)
-            left.append(Value(place, buffers=out.buffers, chain=out.chain))
+            left.append(Value(place, buffers=out.buffers, chain=out.chain, inside=out.inside))
         return left
 
     def unread(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
@@ -311,7 +316,7 @@ class Walk(Domain):
         if names:
             text, layout = names[0], names[0].layout.short
         self._constraints.append(Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn)))
-        return [Value(target, buffers=value.buffers, chain=value.chain)]
+        return [Value(target, buffers=value.buffers, chain=value.chain, inside=value.inside)]
 
     def _resharded(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         """On Explicit axes a change of place is an operation; on others it changes a type."""
@@ -392,16 +397,18 @@ class Walk(Domain):
         dtype, flops = flops_of(eqn)
         if flops:
             self._work.count(dtype, flops * self._share * self.site.times, matmul=is_matmul(eqn))
-        outs = self._results(eqn, operands)
+        inside = _inside_of(operands) or self._fused_around(eqn)
+        outs = self._results(eqn, operands, inside)
+        outs = [replace(value, inside=inside) for value in outs] if inside else outs
         tables = self._tables(eqn, operands)
         return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, tables, strict=True)]
 
-    def _results(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    def _results(self, eqn: Any, operands: Sequence[Value], inside: str) -> list[Value]:
         """What the results are computed from. What is read and written for them is counted."""
         outs = through(eqn, operands)
         traffic = memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
-            self._work.hbm_bytes += traffic * self.site.times
+            self._work.moved(traffic * self.site.times, inside)
             return self._stand(eqn.outvars, outs, open=writes_results(eqn))
         if eqn.primitive.name in WINDOWS:  # what follows reads no more than these parts
             return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
@@ -416,11 +423,27 @@ class Walk(Domain):
             return [None] * len(eqn.outvars)
         return integers.evaluate(eqn, tables, {**self.sizes, **self._rounds})
 
+    def _fused(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        """An array that enters or leaves a kernel. The kernel reads it, or writes it. That of the backward pass knows
+        cotangents only: it also reads the array whose cotangent it is."""
+        [value], [size] = operands, self._sizes(eqn.invars, operands)
+        what, role = eqn.params["what"], eqn.params["role"]
+        nbytes = size * self.site.times * (2 if role.endswith("back") else 1)
+        self._work.moved(nbytes)
+        self._work.moved(-nbytes, what)
+        if role.startswith("enter"):
+            return [replace(value, inside=what)]
+        return self._stand(eqn.outvars, [replace(value, inside="")])
+
+    def _fused_around(self, eqn: Any) -> str:
+        """The kernel that an equation belongs to by its names. One that is made of nothing has no operand inside."""
+        return next((name for _, name in self._names(eqn) if isinstance(name, FusedName)), "")
+
     def _moves(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
         outs = [Value()] * len(eqn.outvars)
         both = (*self._sizes(eqn.invars, operands), *self._sizes(eqn.outvars, outs))
-        self._work.hbm_bytes += sum(both) * self.site.times
+        self._work.moved(sum(both) * self.site.times)
         return self._stand(eqn.outvars, outs)
 
     def _sizes(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[float]:
@@ -452,7 +475,10 @@ class Walk(Domain):
         """The values where they must be in memory."""
         sizes = self._sizes(atoms, values)
         found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
-        self._work.hbm_bytes += ending_bytes(found.values()) * self.site.times
+        outside = ending_bytes(one for one in found.values() if not one[0].inside)
+        self._work.moved(outside * self.site.times)
+        if inside := _inside_of(values):
+            self._work.moved((ending_bytes(found.values()) - outside) * self.site.times, inside)
         return [
             value if not value.chain else self._stand([atom], [value])[0]
             for atom, value in zip(atoms, values, strict=True)
@@ -483,7 +509,13 @@ Walk.rules = {
     "sharding_constraint": Walk._constrained,
     "reshard": Walk._resharded,
     "spmd_layout": Walk._marked,
+    "spmd_fused": Walk._fused,
 }
+
+
+def _inside_of(values: Sequence[Value]) -> str:
+    """The kernel that some of the values do not leave."""
+    return next((value.inside for value in values if value.inside), "")
 
 
 _MOST = 4096  # entries of an array that is followed as integers

@@ -14,6 +14,7 @@ _FREE = frozenset(
         concatenate pad rev iota convert_element_type bitcast_convert_type copy copy_p select_n stop_gradient
         device_put gather pvary pcast sharding_constraint reshard split name optimization_barrier is_finite real
         imag reduce_precision sort spmd_layout spmd_assert_equal spmd_block spmd_split spmd_roll spmd_move spmd_retype
+        spmd_fused
         """
     )
 )

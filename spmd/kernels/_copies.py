@@ -404,7 +404,7 @@ def _bytes(var: Any) -> int:
 
 # --- the same program ---------------------------------------------------------------------------------------
 
-_TYPES_ONLY = frozenset(("spmd_layout", "spmd_assert_equal", "spmd_retype", "pvary", "pcast"))
+_TYPES_ONLY = frozenset(("spmd_layout", "spmd_assert_equal", "spmd_retype", "spmd_fused", "pvary", "pcast"))
 _ALIKE = {"all_gather_invariant": "all_gather"}
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from spmd import LayoutError, SizeError, annotate, axis_size, einsum, iota, scope, size, softmax, take
+from spmd import LayoutError, SizeError, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
 from spmd.comm._marks import numbered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
@@ -48,7 +48,8 @@ def dot_product_attention(
     Query head i looks at key and value head i * g // h. The softmax is at least float32, whatever the dtype. A query
     that sees no key gets zeros. Each device works on its own heads. It uses plain einsums, or
     `jax.nn.dot_product_attention` if `implementation` asks for its kernels (mainly "cudnn" on GPUs). These kernels skip
-    what is hidden if the only masks are causal masks and windows.
+    what is hidden if the only masks are causal masks and windows. `explain` and `search` take it for one kernel (see
+    `spmd.fused`), whose scores are neither written nor read, unless `implementation` is "xla".
 
     Layouts: q `"... s h/tp k"`, k and v `"... t g/tp k"`, result `"... s h/tp k"`. If there are fewer key heads than
     devices in tp, pass whole keys and values, `"... t g k"`, and `kv_heads="whole"`: each device then picks the heads
@@ -116,22 +117,29 @@ def dot_product_attention(
         bias = annotate(bias, "... h/tp s t", tp=tp)
     check_positive("dot_product_attention(q, k, v)", window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    given = positions
-    if (causal or window is not None) and positions is None:
+    counted = (causal or window is not None) and positions is None
+    if counted:
         _check_counted(q, k)
-        positions = jnp.arange(q.shape[-3], dtype=jnp.int32)
-    if implementation is not None and mask is None and segments is None and given is None:
-        return _by_jax(q, k, v, bias, None, causal, window, scale, implementation)
-    made = attention_mask(_pair(positions), causal=causal, window=window, segments=_pair(segments))
-    mask = _both(mask, made, q.ndim)
-    if implementation is None:
-        out = _plainly(q, k, v, bias, mask, scale, softcap, tp)
-    else:
-        out = _by_jax(q, k, v, bias, mask, False, None, scale, implementation)
-    if mask is None:
-        return out
-    seen = jnp.any(mask, axis=-1, keepdims=True)  # "... h s 1"
-    return jnp.where(jnp.swapaxes(seen, -3, -2), out, jnp.zeros_like(out))
+    known = implementation is not None and mask is None and segments is None and positions is None
+
+    def attend(q: Any, k: Any, v: Any, bias: Any, mask: Any, positions: Any, segments: Any) -> Any:
+        if known:
+            return _by_jax(q, k, v, bias, None, causal, window, scale, implementation)
+        at = jnp.arange(q.shape[-3], dtype=jnp.int32) if counted else positions
+        made = attention_mask(_pair(at), causal=causal, window=window, segments=_pair(segments))
+        mask = _both(mask, made, q.ndim)
+        if implementation is None:
+            out = _plainly(q, k, v, bias, mask, scale, softcap, tp)
+        else:
+            out = _by_jax(q, k, v, bias, mask, False, None, scale, implementation)
+        if mask is None:
+            return out
+        seen = jnp.any(mask, axis=-1, keepdims=True)  # "... h s 1"
+        return jnp.where(jnp.swapaxes(seen, -3, -2), out, jnp.zeros_like(out))
+
+    if implementation != "xla":
+        attend = fused("attention")(attend)
+    return attend(q, k, v, bias, mask, positions, segments)
 
 
 @scope(mapping=None)

@@ -5,6 +5,7 @@ from spmd.ops._control import cond
 from spmd.ops._create import full, iota, ones, zeros
 from spmd.ops._einsum import einsum
 from spmd.ops._exchange import exchange
+from spmd.ops._fused import fused
 from spmd.ops._gradients import custom_vjp, grad, value_and_grad
 from spmd.ops._grids import linspace, meshgrid
 from spmd.ops._local import local, opaque
@@ -33,6 +34,7 @@ __all__ = [
     "exchange",
     "flip",
     "full",
+    "fused",
     "grad",
     "iota",
     "linspace",

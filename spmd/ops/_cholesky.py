@@ -195,8 +195,8 @@ def _squared(own: Blocks, lower: Any, change: Any) -> Any:
 
 def _side_by_side(columns: Any) -> Any:
     """The columns of blocks, which a loop has put into a dimension in front."""
-    columns = jnp.moveaxis(columns, 0, -2)
-    return columns.reshape(*columns.shape[:-2], -1)
+    blocks, *batch, size = columns.shape
+    return jnp.moveaxis(columns, 0, -2).reshape(*batch, blocks * size)
 
 
 def _forward(own: Blocks, x: Any) -> Any:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from spmd import einsum, iota, shift, take
+from spmd import einsum, fused, iota, shift, take
 from spmd.comm._marks import numbered
 from spmd.nn import attention_mask
 from spmd.nn.dtypes import wide
@@ -186,8 +186,8 @@ def _hop(
 
     def visit(state: Tree) -> Tree:
         for ours, _, causal, side, other in _meetings(ring, q, keys, segments, number, first):
-            fold = functools.partial(_fold, ring, causal, side)
-            state = ours.put(state, _over_chunks(ring, fold, ours.take(state), other)[0])
+            fold = functools.partial(_fold, ring, causal)
+            state = ours.put(state, _kernel(ring, fold, side, ours.take(state), other)[0])
         return state
 
     return visit((None,) * ring.parts) if first else _if_seen(ring, number, visit, state)
@@ -209,8 +209,8 @@ def _hop_back(
     def visit(gradients: Tree) -> Tree:
         dq, found = gradients
         for ours, theirs, causal, side, other in _meetings(ring, q, (k, v), segments, number, first):
-            fold = functools.partial(_fold_back, ring, causal, side, [ours.take(x) for x in sums])
-            more_q, more = _over_chunks(ring, fold, None, other)
+            fold = functools.partial(_fold_back, ring, causal)
+            more_q, more = _kernel(ring, fold, (side, [ours.take(x) for x in sums]), None, other)
             dq = ours.put(dq, ours.take(dq) + more_q)
             found = theirs.put(found, theirs.take(found) + more)
         return dq, found
@@ -233,6 +233,16 @@ def _if_seen(ring: Ring, number: Any, visit: Any, kept: Tree) -> Tree:
 
 
 # --- one product of queries and keys ---------------------------------------------------------------------------
+
+
+def _kernel(ring: Ring, fold: Any, side: Tree, carry: Tree, keys: Tree) -> tuple[Tree, Tree]:
+    """`fold` over all chunks: on an accelerator one kernel for each part of the queries and of the keys."""
+
+    @fused("attention")
+    def kernel(side: Tree, carry: Tree, keys: Tree) -> tuple[Tree, Tree]:
+        return _over_chunks(ring, functools.partial(fold, side), carry, keys)
+
+    return kernel(side, carry, keys)
 
 
 def _over_chunks(ring: Ring, fn: Any, carry: Tree, keys: Tree) -> tuple[Tree, Tree]:
@@ -298,9 +308,10 @@ def _fold(ring: Ring, causal: bool, side: Tree, state: Tree, keys: Tree) -> tupl
     return (peak, total, mixed), None
 
 
-def _fold_back(ring: Ring, causal: bool, side: Tree, sums: Sequence[Any], dq: Any, keys: Tree) -> tuple[Any, Any]:
+def _fold_back(ring: Ring, causal: bool, given: tuple[Tree, Sequence[Any]], dq: Any, keys: Tree) -> tuple[Any, Any]:
     """The gradients of queries (added to `dq`) and of joined keys and values, given the sums over all keys."""
-    (q, *_), (k, v, *_), (cotangent, logsumexp, delta) = side, keys, sums
+    side, (cotangent, logsumexp, delta) = given
+    (q, *_), (k, v, *_) = side, keys
     scores, slope = _scores(ring, side, keys, causal)
     weights = jnp.exp(scores - logsumexp[..., None])
     by_key = "c/cp ... g/tp r l m, c/cp ... g/tp r l k -> c/cp ... g/tp m k"

@@ -181,7 +181,10 @@ class Search:
         least = seconds_text(self.untraced[0].seconds) if self.untraced else ""
         rest = f"what was not traced takes at least {least}" if least else "all were traced"
         sure = f"{which} the best: {rest}" if self.proven else f"others may be better: {rest}"
-        return [kept, *(f"  {reason}" for reason in self._found.reasons()), sure, "* no row is quicker and smaller"]
+        kernels = sorted({name for row in self.rows for name in row.time.kernels})
+        assumed = [f"counted as one kernel: {', '.join(kernels)}"] if kernels else []
+        notes = [*assumed, "* no row is quicker and smaller"]
+        return [kept, *(f"  {reason}" for reason in self._found.reasons()), sure, *notes]
 
     def _lines(self, width: int) -> list[Line]:
         width = max(width, 40)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import spmd
+
 One = Callable[[Any], Any]
 Two = Callable[[Any, Any], Any]
 Along = Callable[[Any, int], Any]
@@ -104,7 +106,7 @@ CURVED: list[One] = [
 ]
 
 LINEAR: list[One] = [
-    lambda x: -x,
+    lambda x: spmd.fused("a kernel")(lax.neg)(x),
     lambda x: 0.5 * x,
     lambda x: x / 3.0,
     lambda x: x + 2.0 * x,

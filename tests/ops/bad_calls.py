@@ -378,6 +378,13 @@ def per_shard_of_a_function(mesh):
 
 
 @bad
+def fused_without_a_name(mesh):
+    @spmd.fused
+    def attention(q, k, v):
+        return q
+
+
+@bad
 def island_without_a_function(mesh):
     body(SAME, lambda x: spmd.local(None, SAME)(x), mesh)
 
