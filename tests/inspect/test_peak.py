@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -16,6 +17,7 @@ from tests.sampler import rare
 
 X = jax.ShapeDtypeStruct((16, 16), "float32")
 ONE = 16 * 16 * 4
+FOUR = np.ones((4, 16, 16), "float32")
 
 
 def standing(fn, *args) -> tuple[int, int]:
@@ -58,6 +60,39 @@ def two_readers_of_a_cheap_chain(x):
     return (y * 2) @ x + y
 
 
+def a_reduction_of_arithmetic(x):
+    """Its kernel computes what it sums."""
+    return (x * 2 + 1).sum(0)
+
+
+def a_reduction_of_a_choice(x):
+    """The kernel does not take in a choice. If nothing is fused, what is chosen by stands too: a byte for each number."""
+    return jnp.where(x > 0, x, 0.0).sum(0)
+
+
+def the_same_product_twice(x):
+    """It is computed once and stands until the last line."""
+    return (((x @ x) @ x) @ x) + x @ x
+
+
+def parts_of_what_was_joined(x):
+    """A part of a concatenation is what was joined, so that both lines have the same product."""
+    one, other = jnp.split(jnp.concatenate([x, x + 1], 1), 2, axis=1)
+    return (((x @ x) @ x) @ x) + one @ x, other
+
+
+def two_products_of_a_chain(x):
+    """One reads a chain and the other its transposition. The chain is computed for each, so that `exp` stands as well."""
+    y = jnp.exp(x)
+    z = y * 2
+    return (z.T @ x).sum(), (z @ x).sum()
+
+
+def groups_of_rows(x):
+    """A product whose rows belong to four groups reads a copy of the rows for each group."""
+    return lax.ragged_dot(x, FOUR, jnp.full(4, 4)).sum()
+
+
 def residuals(x):
     """What each of five rounds keeps for the backward pass stands until that is over."""
 
@@ -76,6 +111,12 @@ def residuals(x):
         (a_chain_for_a_product, 1, 1),
         (two_readers_of_a_dear_chain, 1, 1),
         (two_readers_of_a_cheap_chain, 2, 3),
+        (a_reduction_of_arithmetic, 0, 1),
+        (a_reduction_of_a_choice, 1, 1.25),
+        (the_same_product_twice, 3, 3),
+        (parts_of_what_was_joined, 3, 3),
+        (two_products_of_a_chain, 3, 3),
+        (groups_of_rows, 5, 5),
     ],
 )
 def test_arrays_stand_as_long_as_they_are_read(fn, fused, unfused):
