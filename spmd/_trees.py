@@ -266,8 +266,11 @@ class _Matcher:
         alone = children(node) is None
         leaves = list(leaves_of(node, path))
         if leaves and not alone and not any(is_array(leaf.value) or is_foreign(leaf.value) for leaf in leaves):
-            numbers = all(is_number(leaf.value) for leaf in leaves)
-            hint = "; numpy.asarray makes an array of numbers" if numbers else ""
+            numbers = [leaf.value for leaf in leaves]
+            hint = "; numpy.asarray makes an array of numbers" if all(map(is_number, numbers)) else ""
+            if all(type(n) is int for n in numbers) and has_room(layout, len(numbers)):
+                shape = f"({', '.join(map(str, numbers))}{',' * (len(numbers) == 1)})"
+                hint = f"; of a shape, spmd.check and spmd.explain take jax.ShapeDtypeStruct({shape}, dtype)"
             self.fail(path, f"the layout '{layout}' is for arrays, but here is {described(node)} without one{hint}")
         for leaf in leaves:
             fits = is_array(leaf.value) or (alone and is_number(leaf.value))

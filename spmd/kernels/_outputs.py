@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._lax import to_reduced
-from spmd._leaves import Static, kind_of, unwrapped
+from spmd._leaves import Static, described, has_room, is_array, kind_of, unwrapped
 from spmd._trees import matched
 from spmd.checker import early, line_of
 from spmd.comm._marks import mark, same_axes, tag_of
@@ -69,6 +69,7 @@ class Outputs:
         if out is None and self._prefix_leaves:
             signature.fail("the body returned None, and the right side declares results.", advice="return them")
         found, faults = matched(signature.outputs, out, "result")
+        _check_count(signature, out)
         if faults:
             rule = "the body's results do not have the structure that the right side declares."
             signature.fail(rule, got=faults)
@@ -176,6 +177,29 @@ def _moved(have: Layout, wanted: Layout, shown: str) -> list[Fix]:
         return []
     result = Layout.from_dims(dims, wanted.unreduced, wanted.reduced).without_brackets()
     return [Fix(verb_for(have, result), (shown,), f"{have.short} -> {result.short}")]
+
+
+def _check_count(signature: Signature, out: Any) -> None:
+    """That a body returns as many arrays as the right side has layouts. One layout is for all where they fit it."""
+    declared = signature.outputs
+    several = lambda x: isinstance(x, (tuple, list)) and not hasattr(x, "_fields")
+    if several(declared):
+        wanted, count = len(declared), len(out) if several(out) else 1
+        wrong = wanted != count and (several(out) or is_array(out))
+    elif isinstance(declared, Layout) and several(out):
+        wanted, count = 1, len(out)
+        wrong = count > 1 and any(is_array(x) and x.ndim and not has_room(declared, x.ndim) for x in out)
+    else:
+        return
+    if wrong:
+        returned = [described(x) for x in (out if several(out) else [out])]
+        layouts = map(str, [declared] if isinstance(declared, Layout) else declared)
+        rule = f"the body returns {count} result{'s' * (count != 1)}, and the right side declares {wanted}."
+        signature.fail(
+            rule,
+            got=[f"returned: {'; '.join(returned)}", f"declared: {', '.join(layouts)}"],
+            advice="one layout for each result of the body behind ->, with commas between them",
+        )
 
 
 def _rank_matters(layout: Layout) -> bool:

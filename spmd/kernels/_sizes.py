@@ -32,10 +32,11 @@ def bind_sizes(
       SizeError: With all contradictions and all indivisible dimensions.
       LayoutError: If a rank does not fit.
     """
+    what = "results" if local else "arguments"
     bound = bind(leaves, mesh_sizes, known=known, local=local)
     if not bound.faults:
         return bound.sizes
-    fault = as_fault(bound.faults, mesh_sizes, "the arguments do not fit the signature.", call=text, source=source)
+    fault = as_fault(bound.faults, mesh_sizes, f"the {what} do not fit the signature.", call=text, source=source)
     start, end = fault.span or (0, 0)
     span = (start, end) if 0 <= start < end <= len(source or "") else None
     twice = [one.name for one in bound.faults if isinstance(one, Unequal) and not one.blocks]

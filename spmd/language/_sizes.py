@@ -120,6 +120,7 @@ class Unequal(Misfit):
     axes: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     local: int | None = None
+    layout: Dims | None = None
 
     @property
     def rule(self) -> str:
@@ -128,9 +129,16 @@ class Unequal(Misfit):
 
     @property
     def advice(self) -> str | None:
-        if not self.blocks:
+        if not self.blocks or self.layout is None:
             return None
-        return f"as a block, {'/'.join([self.name, *self.axes, self.blocks[0]])}, it would be {self.first.size}"
+        block, label = "/".join([self.name, *self.axes, self.blocks[0]]), self.where.rpartition(", ")[0]
+        have = " ".join(block if dim.span == self.span else dim.short for dim in self.layout.dims)
+        here = self.size if self.local is None else self.local
+        return (
+            f"{self.first.size} over {self.blocks[0]} is {here} on each device: "
+            f"declare {block} where it stays divided,\n"
+            f'or gather it first: all_gather({label or "x"}, "{have} -> {self.layout.short}")'
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +214,7 @@ def bind(
             if dim.composite:
                 composites.append((where, dim, size))
             elif size is not None:
-                _bind_one(bound, where, dim, size, mesh, local)
+                _bind_one(bound, where, dim, size, mesh, layout, local)
     for composite in composites:  # after all others: these may say a factor's size
         _bind_factors(bound, *composite, mesh)
     return bound
@@ -248,7 +256,9 @@ def indivisible(
     return Indivisible(where, span, name, size, tuple(axes or ()), parts) if size % parts else None
 
 
-def _bind_one(bound: Bound, where: str, dim: Dim, size: int, mesh: Mapping[str, int], local: bool) -> None:
+def _bind_one(
+    bound: Bound, where: str, dim: Dim, size: int, mesh: Mapping[str, int], layout: Dims, local: bool
+) -> None:
     """Bind a dimension of one atom."""
     [atom] = dim.atoms
     if dim.axes and not local:  # the blocks of a shard divide their sum
@@ -261,7 +271,7 @@ def _bind_one(bound: Bound, where: str, dim: Dim, size: int, mesh: Mapping[str, 
         if first.size != size:
             here = size // axes_product(dim.axes, mesh) if local else None
             over = [a for a, n in mesh.items() if local and size * n == first.size and a not in dim.axes]
-            bound.faults.append(Unequal(where, dim.span, atom.name, size, first, dim.axes, tuple(over), here))
+            bound.faults.append(Unequal(where, dim.span, atom.name, size, first, dim.axes, tuple(over), here, layout))
 
 
 def _bind_factors(bound: Bound, where: str, dim: Dim, size: int | None, mesh: Mapping[str, int]) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import _compat
 from spmd._jaxprs import opened
-from spmd._leaves import is_array
+from spmd._leaves import described, is_array
 from spmd._table import Table
 from spmd._walker import equations
 from spmd.errors import LayoutError, MeshError, ReplicationError, SpmdError
@@ -89,6 +89,7 @@ def assert_same_on_any_mesh(
         one factor, which sizes of axes that is.
       ReplicationError: A collective that not all of its devices reach. It is found before anything runs.
       MeshError: No mesh is given, or the mesh has one device.
+      LayoutError: What is given is neither a kernel nor a function.
       SpmdError: All numbers of a result are NaN, so that nothing is compared.
 
     Example:
@@ -123,6 +124,10 @@ def assert_same_on_any_mesh(
       >>> layers, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 3, 3), (5, 2, 3)))
       >>> assert_same_on_any_mesh(build, layers, x, mesh=spmd.make_mesh(pp=4))
     """
+    if not callable(kernel):
+        rule = f"the first argument is a kernel, or build(mesh) that makes one, not {described(kernel)}."
+        advice = "assert_same_on_any_mesh(kernel, x): a kernel and its arguments; it computes what it compares itself"
+        raise LayoutError(rule, call=_CALL, advice=advice)
     check_arguments_alive(args, kwargs, _CALL)
     own = kernel.mesh if isinstance(kernel, Kernel) else None
     given = _concrete(mesh_for(own if mesh is None else mesh, jax.tree.leaves((args, kwargs)), _CALL))

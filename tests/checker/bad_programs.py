@@ -194,3 +194,8 @@ def copy_made_by_relayout_leaves_fixed(mesh, fix):
 @bad
 def block_leaves_without_its_axis(mesh):
     body("b/dp d -> b d", lambda x: 2 * x, mesh)
+
+
+@fixed
+def block_leaves_without_its_axis_fixed(mesh):
+    np.testing.assert_allclose(body("b/dp d -> b d", lambda x: all_gather(2 * x, "b/dp d -> b d"), mesh), 2 * X)

@@ -158,7 +158,7 @@ def test_the_example_of_each_verb_is_a_call_that_it_takes(verb, mesh):
 
 def test_advice_that_is_run_is_in_the_message():
     texts = golden()
-    words = ("advice: ", "pad it", "numpy.asarray", "did you mean")
+    words = ("advice: ", "pad it", "numpy.asarray", "jax.ShapeDtypeStruct", "did you mean")
     assert all(takes_the_fix(name) or any(word in texts[name] for word in words) for name in FIXED)
     assert 'fix: all_gather(x, "x/dp -> x", to="invarying")' in texts["gathered_copy_leaves"]
 

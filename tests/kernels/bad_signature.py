@@ -232,3 +232,29 @@ def kernel_under_a_mapping_without_the_name_fixed(mesh):
         assert (body("bacth/1 embed -> bacth/1 embed", lambda x: 2 * x, mesh) == 2 * X).all()
         with spmd.axis_mapping(None):
             assert (body("bacth embed -> bacth embed", lambda x: 2 * x, mesh) == 2 * X).all()
+
+
+@bad
+def three_results_for_one_layout(mesh):
+    body("b/dp d -> b/dp d", lambda x: (x, x.sum(1), x.max(1)), mesh)
+
+
+@fixed
+def three_results_for_one_layout_fixed(mesh):
+    out = body("b/dp d -> b/dp d, b/dp, b/dp", lambda x: (x, x.sum(1), x.max(1)), mesh)
+    np.testing.assert_allclose(out[1], X.sum(1))
+
+
+@bad
+def two_results_for_three_layouts(mesh):
+    body("b/dp d -> b/dp d, b/dp, b/dp", lambda x: (x, x.sum(1)), mesh)
+
+
+@bad
+def a_shape_for_an_array(mesh):
+    spmd.check(spmd.kernel(SAME, mesh=mesh)(lambda x: x), X.shape)
+
+
+@fixed
+def a_shape_for_an_array_fixed(mesh):
+    assert not spmd.check(spmd.kernel(SAME, mesh=mesh)(lambda x: x), jax.ShapeDtypeStruct(X.shape, X.dtype))

@@ -220,3 +220,13 @@ def any_mesh_with_a_build_of_nothing(mesh):
 @bad
 def any_mesh_of_nothing_but_nan(mesh):
     assert_same_on_any_mesh(spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: jnp.log(x)), -1 - X)
+
+
+@bad
+def an_array_in_place_of_a_kernel(mesh):
+    assert_same_on_any_mesh(jnp.ones((8, 4)), X)
+
+
+@fixed
+def an_array_in_place_of_a_kernel_fixed(mesh):
+    assert_same_on_any_mesh(gather(mesh), X)
