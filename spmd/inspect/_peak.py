@@ -45,6 +45,7 @@ class Node:
       since: When the round of the loop that it is in begins.
       sources: What a chain is made of; None of an array that stands in memory anyway.
       dear: Whether a chain with several readers stands.
+      constant: Whether it is made of constants alone.
       reuses: Whether it may lie where an operand lay that nothing reads any more.
       end: When it is read last.
       readers: How many equations read it.
@@ -63,6 +64,7 @@ class Node:
     since: int
     sources: tuple[Node, ...] | None = None
     dear: bool = False
+    constant: bool = False
     reuses: bool = False
     end: int = 0
     readers: int = 0
@@ -111,6 +113,7 @@ class Peak(Domain):
 
     def _new(self, size: float, sources: Sequence[Node] | None = None, *, dear: bool = False) -> Node:
         node = Node(size, self._now, self._since, None if sources is None else tuple(sources), dear)
+        node.constant = bool(sources) and all(source.constant for source in sources)
         self._nodes.append(node)
         return node
 
@@ -125,10 +128,12 @@ class Peak(Domain):
             node.read(self._now, whole=whole)
 
     def constant(self, var: Any, value: Any) -> Node:
-        return self._new(0, ())
+        node = self._new(0, ())
+        node.constant = True
+        return node
 
     def literal(self, value: Any) -> Node:
-        return self._once(("", repr(value)), lambda: self._new(0, ()))
+        return self._once(("", repr(value)), lambda: self.constant(None, value))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """The compiler makes equal values once."""
@@ -231,8 +236,11 @@ class Peak(Domain):
     # --- loops --------------------------------------------------------------------------------------------
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Node]) -> Sequence[Node]:
-        """Each carry has one place, which a round writes anew. Stacks stand from the first round on."""
-        self._read(operands)
+        """Each carry has one place, which a round writes anew. Stacks stand from the first round on.
+
+        What repeats a constant is not given to a loop: each round makes it in passing.
+        """
+        self._read(node for node in operands if not node.constant)
         begin, outer = self._now, (self._stacks, self._copies, self._since)
         self._stacks, self._copies, self._since = {}, {}, begin
         count = len(body.stacked) - sum(body.stacked)
@@ -243,7 +251,7 @@ class Peak(Domain):
         changed = [(carry, out) for carry, out in zip(carries.values(), outs, strict=False) if out is not carry]
         for carry, out in changed:
             out.into = carry
-        given = (node for i, node in enumerate(operands) if i not in carries)
+        given = (node for i, node in enumerate(operands) if i not in carries and not node.constant)
         self._read([*places, *(out for _, out in changed), *given])
         for stack in self._stacks.values():
             stack.start = begin
@@ -258,7 +266,7 @@ class Peak(Domain):
 
     def stacked(self, value: Node, result: Any) -> Node:
         """The compiler keeps one stack of what a body returns twice."""
-        value.read(self._now + 1, whole=False)
+        value.read(value.start + 1, whole=False)
         if value not in self._stacks:
             self._stacks[value] = self._made(result, None)
         return self._stacks[value]
@@ -338,7 +346,7 @@ def _grow(last: Node, readers: Mapping[Node, Iterable[Node]], others: Mapping[No
     last.whole, last.again = True, False
     for one in kernel:
         for source in one.operands or one.sources or ():
-            source.whole |= source not in taken
+            source.whole |= source not in taken and not source.spread
 
 
 def _most(nodes: Sequence[Node], *, fused: bool) -> int:
@@ -394,5 +402,5 @@ def _made_at(nodes: Sequence[Node], standing: Container[Node]) -> dict[Node, int
 
 def _stands(node: Node, readers: int, fused: bool) -> bool:
     if not fused:
-        return any(source.sources != () for source in node.sources or ())  # of constants alone it is made in passing
+        return bool(node.sources) and not node.constant
     return node.whole or (node.dear and readers > 1)
