@@ -428,6 +428,8 @@ class Walk(Domain):
         cotangents only: it also reads the array whose cotangent it is."""
         [value], [size] = operands, self._sizes(eqn.invars, operands)
         what, role = eqn.params["what"], eqn.params["role"]
+        if around := self._fused_around(eqn):  # a kernel inside of a kernel is a part of it
+            return [replace(value, inside=around)]
         nbytes = size * self.site.times * (2 if role.endswith("back") else 1)
         self._work.moved(nbytes)
         self._work.moved(-nbytes, what)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import LayoutError, axis_size, einsum, full, iota, rearrange, scope, size, softmax, zeros
+from spmd import LayoutError, axis_size, einsum, full, fused, iota, rearrange, scope, size, softmax, zeros
 from spmd.comm._marks import numbered
 from spmd.nn.dtypes import wide
 from spmd.nn.masks import attention_mask, check_positive
@@ -188,7 +188,8 @@ def cached_attention(
     """Attention of one or more new tokens over the cache, which already has their own keys.
 
     The attention is causal: a query sees the slots at its own position and before. Over cp each device looks at its
-    own slots, and the parts of the softmax are combined (flash decoding).
+    own slots, and the parts of the softmax are combined (flash decoding). `explain` and `search` take it for one kernel
+    (see `spmd.fused`).
 
     Layouts: q `"... s h/tp k"`, the cache as `kv_cache` makes it, positions `"... s"`, result `"... s h/tp k"`. A
     query at a negative position gets zeros.
@@ -240,12 +241,16 @@ def cached_attention(
     check_positive("cached_attention(q, cache, positions)", window=window, softcap=softcap)
     names = {"g": size(cache["k"], "... t/cp [g/tp] k", cp=cp, tp=tp), "cp": cp, "tp": tp}
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    pattern = "... s (g r)/tp k, ... t/cp g/tp k -> ... (g r)/tp s t/cp"
-    scores = einsum(q, cache["k"].astype(q.dtype), pattern, preferred_element_type=wide(q), **names) * scale
-    if softcap is not None:
-        scores = jnp.tanh(scores / softcap) * softcap
-    mask: Any = attention_mask((positions, cache["positions"]), causal=True, window=window)
-    weights = softmax(scores, "... h/tp s [t/cp]", where=jnp.expand_dims(mask, -3), cp=cp, tp=tp)
-    pattern = "... (g r)/tp s t/cp, ... t/cp g/tp k -> ... s (g r)/tp k"
-    out = einsum(weights, cache["v"].astype(scores.dtype), pattern, **names)
-    return out.astype(q.dtype)
+
+    @fused("attention")
+    def attend(q: Any, cache: Cache, positions: Any) -> Any:
+        pattern = "... s (g r)/tp k, ... t/cp g/tp k -> ... (g r)/tp s t/cp"
+        scores = einsum(q, cache["k"].astype(q.dtype), pattern, preferred_element_type=wide(q), **names) * scale
+        if softcap is not None:
+            scores = jnp.tanh(scores / softcap) * softcap
+        mask: Any = attention_mask((positions, cache["positions"]), causal=True, window=window)
+        weights = softmax(scores, "... h/tp s [t/cp]", where=jnp.expand_dims(mask, -3), cp=cp, tp=tp)
+        pattern = "... (g r)/tp s t/cp, ... t/cp g/tp k -> ... s (g r)/tp k"
+        return einsum(weights, cache["v"].astype(scores.dtype), pattern, **names).astype(q.dtype)
+
+    return attend(q, cache, positions)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd import all_gather, defer, einsum, iota, scope, size, softmax
+from spmd import all_gather, defer, einsum, fused, iota, scope, size, softmax
 from spmd.nn.attention import dot_product_attention
 from spmd.nn.cache import Cache, kv_cache_append
 from spmd.nn.dtypes import wide
@@ -220,13 +220,18 @@ def cached_latent_attention(
     q = _queries(x if queries_from is None else queries_from, weights, turned, tp, None)
     absorbed = einsum(q[..., :n], weights.key, "... s h/tp n, c h/tp n -> ... s h/tp c", tp=tp)
     query = jnp.concatenate([absorbed, q[..., n:]], axis=-1)
-    kept = jnp.squeeze(cache["k"], -2).astype(query.dtype)
-    pattern = "... s h/tp z, ... t/cp z -> ... h/tp s t/cp"
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = einsum(query, kept, pattern, preferred_element_type=wide(q), **names) * scale
-    mask: Any = attention_mask((positions, cache["positions"]), causal=True)
-    shares = softmax(scores, "... h/tp s [t/cp]", where=jnp.expand_dims(mask, -3), **names)
-    pattern = "... h/tp s t/cp, ... t/cp c -> ... s h/tp c"
-    mixed = einsum(shares, kept[..., :c].astype(shares.dtype), pattern, **names).astype(q.dtype)
+
+    @fused("attention")
+    def attend(query: Any, kept: Any, positions: Any, slots: Any) -> Any:
+        kept = kept.astype(query.dtype)
+        pattern = "... s h/tp z, ... t/cp z -> ... h/tp s t/cp"
+        scores = einsum(query, kept, pattern, preferred_element_type=wide(query), **names) * scale
+        mask: Any = attention_mask((positions, slots), causal=True)
+        shares = softmax(scores, "... h/tp s [t/cp]", where=jnp.expand_dims(mask, -3), **names)
+        pattern = "... h/tp s t/cp, ... t/cp c -> ... s h/tp c"
+        return einsum(shares, kept[..., :c].astype(shares.dtype), pattern, **names).astype(query.dtype)
+
+    mixed = attend(query, jnp.squeeze(cache["k"], -2), positions, cache["positions"])
     values = einsum(mixed, weights.value, "... s h/tp c, c h/tp v -> ... s h/tp v", tp=tp)
     return row_linear(values, weights.out, tp=tp), cache

@@ -29,8 +29,9 @@ def fused(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     nothing, neither written nor read. Work is counted as it is written, forward and backward, and so is memory: the
     estimated peak keeps what the program keeps.
 
-    What the function reads from outside must be an argument; what it closes over is taken for computed inside.
-    Collectives do not belong inside a kernel, and count as always.
+    What the function reads from outside must be an argument; what it closes over is taken for computed inside. What
+    has no gradient, such as a mask, is not counted again backward. One such function inside another is a part of it.
+    Collectives inside count as always.
 
     Communication: none, forward and backward.
 

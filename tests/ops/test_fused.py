@@ -108,6 +108,40 @@ def test_a_hop_of_a_ring_is_a_kernel():
     assert found.left_out["attention"] > 0
 
 
+def cache_of(slots, heads, dtype, *names):
+    arrays = {name: jax.ShapeDtypeStruct((B, slots, heads, K), dtype) for name in names}
+    layouts = dict.fromkeys(names, "b t g k") | {"positions": "b t"}
+    return arrays | {"positions": jax.ShapeDtypeStruct((B, slots), jnp.int32)}, layouts
+
+
+def test_attention_over_a_cache_reads_the_cache_once():
+    """In bfloat16, which is converted inside."""
+    cache, layouts = cache_of(S, G, jnp.bfloat16, "k", "v")
+    kernel = spmd.kernel(in_layouts=("b s h k", layouts, "b s"), out_layouts="b s h k", mesh=ABSTRACT)
+    q, at = (jax.ShapeDtypeStruct((B, 1, *more), dtype) for *more, dtype in ((H, K, jnp.float32), (jnp.int32,)))
+    given = (q, cache, at)
+    every = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((given, q)))
+    assert traffic(kernel(nn.cached_attention), *given) == every
+
+
+def test_attention_over_latents_has_no_traffic_of_scores():
+    """What a slot of the cache costs is the same for any number of heads."""
+
+    def slots_cost(heads):
+        sizes = (8, heads, K), (8, K), (K - 4, heads, K - 4), (K - 4, heads, 3), (heads, 3, 8)
+        weights = nn.LatentWeights(*(jnp.zeros(size) for size in sizes))
+
+        @spmd.kernel(in_layouts=("b s d", cache_of(1, 1, float, "k")[1], "b s"), out_layouts="b s d", mesh=ABSTRACT)
+        def step(x, cache, at):
+            return nn.cached_latent_attention(x, weights, cache, at, frequencies=nn.rotary_frequencies(4))[0]
+
+        x, at = jax.ShapeDtypeStruct((B, 1, 8), jnp.float32), jax.ShapeDtypeStruct((B, 1), jnp.int32)
+        many, few = (traffic(step, x, cache_of(n, 1, jnp.float32, "k")[0], at) for n in (3 * S, 2 * S))
+        return many - few
+
+    assert slots_cost(2) == slots_cost(8)
+
+
 # --- a function of one's own ---------------------------------------------------------------------------------------
 
 
@@ -129,6 +163,15 @@ def test_a_function_of_ones_own(mesh):
     assert found.written.left_out["a chain"] == pytest.approx(traffic(plain, x) - 2 * x.nbytes, rel=0.01)
     assert traffic(chain, x) == 2 * (2 * x.nbytes) + 3 * x.nbytes + 2 * x.nbytes + 2 * x.nbytes
     np.testing.assert_array_equal(jax.jit(whole)(x), jax.jit(plain)(x))
+
+
+def test_a_kernel_in_a_kernel_is_a_part_of_it():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    whole = spmd.fused("a chain")(lambda x: norm(jnp.sort(norm(x) @ x)))
+    size = 4 * 64 * 64
+    assert traffic(whole, x) == 2 * size
+    assert traffic(both(whole), x, x) == 6 * size
+    assert set(written(both(whole), (x, x), {}, ABSTRACT).left_out) == {"a chain"}
 
 
 def test_the_program_stays_as_it_is(mesh):
