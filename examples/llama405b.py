@@ -15,6 +15,8 @@ its time, to search among all of them:
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import sys
 import time
 from pathlib import Path
@@ -147,6 +149,7 @@ def arguments(mesh: Any, sizes: dict[str, int], batch: int, length: int) -> tupl
 # --- any mesh, for a search -------------------------------------------------------------------------------------------
 
 AXES = ("dp", "fsdp", "cp", "tp", "pp")
+OPTIMIZER = optax.adam(8e-5)
 
 
 class Plan(NamedTuple):
@@ -244,6 +247,18 @@ def least(plan: Plan) -> Bound:
     return Bound({"bfloat16": flops}, used, rest + kept, {"bfloat16": needed}, traffic)
 
 
+@functools.cache
+def state_shapes(slots: int | None) -> Any:
+    """The arrays of weights and optimizer. Of the mesh they depend on the number of slots for layers alone."""
+    whole = Plan(1, 1, 1, 1, 1, rows=1, length=1).config()
+
+    def state(key: Any) -> Any:
+        params = transformer.new_weights(dataclasses.replace(whole, slots=slots), key)
+        return {"params": params, "optimizer": OPTIMIZER.init(params)}
+
+    return jax.eval_shape(state, jax.random.key(0))
+
+
 def build(mesh: Any, rows: int = 2048, length: int = 8192) -> tuple[Any, tuple[Any, ...], Bound]:
     """A training step, its arguments and a bound, for any mesh of some of the axes dp, fsdp, cp, tp and pp."""
     plan = Plan(*(mesh.shape.get(axis, 1) for axis in AXES), rows=rows, length=length)
@@ -254,19 +269,14 @@ def build(mesh: Any, rows: int = 2048, length: int = 8192) -> tuple[Any, tuple[A
     if length % (2 * plan.cp * plan.tp):
         raise spmd.Impossible(f"cp and tp divide {length:,} tokens of a row.")
     model = transformer.Transformer(plan.config(), mesh)
-    optimizer = optax.adam(8e-5)
-
-    def state(key: Any) -> Any:
-        params = transformer.new_weights(model.c, key)
-        return {"params": params, "optimizer": optimizer.init(params)}
+    shapes = state_shapes(model.c.slots)
 
     def of(shape: Any, layout: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout.sharding(mesh))
 
-    shapes = jax.eval_shape(state, jax.random.key(0))
     tokens = of(jax.ShapeDtypeStruct((rows, length), jnp.int32), model.tokens)
     args = jax.tree.map(of, shapes, model.state_layouts(shapes)), tokens, tokens
-    return model.train_step(optimizer), args, least(plan)
+    return model.train_step(OPTIMIZER), args, least(plan)
 
 
 def main() -> None:
