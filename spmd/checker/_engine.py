@@ -331,8 +331,9 @@ class Engine(Domain):
             different |= released.difference(held, partial)
         loose = given.loose or _loose(m, labels)
         rest = partial, different, pending, given.done, zero, given.number
-        lie = places.passed(m, operands) if any(o.places for o in operands) else ()
-        return [self.kept(State(dims, *rest, loose=loose, places=lie)) for dims in result]
+        known_places = any(o.places for o in operands)
+        lie = [places.passed(m, operands, len(dims)) if known_places else () for dims in result]
+        return [self.kept(State(dims, *rest, loose=loose, places=p)) for dims, p in zip(result, lie, strict=True)]
 
     def _labels(self, m: Map, eqn: Any, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
         """The factors of each label, on which all operands must agree."""

@@ -206,15 +206,17 @@ def _at(one: Places, place: int) -> Elements:
     return NONE
 
 
-def passed(m: Map, operands: Sequence[State]) -> tuple[Places | None, ...]:
-    """Of an equation of the table. What is needed whole is not where it was."""
+def passed(m: Map, operands: Sequence[State], rank: int) -> tuple[Places | None, ...]:
+    """Of a result of an equation of the table. What is needed whole is not where it was, and a dimension that the table
+    does not name is new."""
     labels: dict[int, list[tuple[State, int]]] = {}
     for operand, given in zip(operands, m.operands, strict=False):
         for d, label in enumerate(given):
             if label is not None:
                 labels.setdefault(label, []).append((operand, d))
-    lost = {*m.whole, *m.made}
-    return kept([union(labels[label]) if label in labels and label not in lost else None for label in m.result])
+    lost = {None, *m.whole, *m.made}
+    named = [*m.result, *[None] * rank][:rank]
+    return kept([None if label in lost or label not in labels else union(labels[label]) for label in named])
 
 
 def permuted(eqn: Any, state: State, axes: Axes, sizes: Mapping[str, int], at: int) -> tuple[Places | None, ...]:

@@ -255,3 +255,22 @@ def test_equal_blocks_of_equal_elements_lie_in_any_way():
         return x * used[:, 0].astype(x.dtype)
 
     assert not spmd.check(body, np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize(
+    "decompose",
+    [jnp.linalg.cholesky, jnp.linalg.eigvalsh, lambda x: jnp.linalg.qr(x, "reduced")[1]],
+    ids=["matrices", "values", "of several results"],
+)
+def test_rows_from_neighbours_may_be_decomposed(decompose):
+    """The results have more dimensions than the batch that the table names, or fewer than the operand."""
+
+    @spmd.kernel("n/dp i j -> n/dp i j", mesh=spmd.make_mesh(dp=4))
+    def body(x):
+        edge = lax.ppermute(x[-1:], "dp", [(i, (i + 1) % 4) for i in range(4)])
+        rolled = jnp.concatenate([edge, x[:-1]])
+        return x + decompose(rolled).reshape(len(x), -1).sum(-1)[:, None, None]
+
+    x = np.eye(3, dtype=np.float32) + np.zeros((8, 1, 1), np.float32)
+    assert not spmd.check(body, x)
+    np.testing.assert_allclose(np.abs(body(x) - x), 3, rtol=1e-5)
