@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from spmd._jaxprs import opened
 from spmd.checker._history import Origin, shown_spec
+from spmd.checker._instead import ARRAY, lines_in_place, reduced
 from spmd.checker._made import Place, lying, operation_of, place_of
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
@@ -565,17 +566,38 @@ def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."
-    return Fault(
-        rule, walk.kernel, None, None, _where(walk, eqn), advice=_instead(eqn) or _completed_first(walk, eqn, axes)
-    )
+    return _mended(walk, eqn, axes, rule)
+
+
+def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
+    """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
+    lines = lines_in_place(walk, eqn, walk.callers) or (() if _instead(eqn) else _reduced(walk, eqn, axes))
+    if lines and not any(ARRAY in str(line) for line in lines):
+        return Fault(rule, walk.kernel, None, None, _where(walk, eqn), fix=lines)
+    told = ";\n".join(map(str, lines)) or _instead(eqn) or _completed_first(walk, eqn, axes)
+    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=told)
+
+
+def _reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> tuple[Fix, ...]:
+    """The mean or the sum over the whole dimension, in place of that of each device's own block."""
+    ops = _parts(walk, eqn, axes)
+    if ops not in ({"mean"}, {"sum"}) or called_in_jax(eqn, "norm"):  # the sum of a norm is not the user's
+        return ()
+    [op] = ops
+    found = reduced(walk, eqn, walk.callers, op)
+    return () if found is None else (found.reduce(op),)
+
+
+def _parts(walk: Any, eqn: Any, axes: Sequence[str]) -> set[Any]:
+    """Whether the partial sums of an equation are sums or means; None where that is not known."""
+    operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in walk.known]
+    return {operation_of(walk, atom) for atom in operands if walk.known[atom].partial & set(axes)}
 
 
 def _completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
     """Advice for a partial sum that is used before it is complete. To psum a mean of pieces would add up the means."""
     total = f'psum(<the partial sum>, "... {_mark(axes)} -> ...") before it, and not after'
-    operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in walk.known]
-    parts = [atom for atom in operands if walk.known[atom].partial & set(axes)]
-    ops = {operation_of(walk, atom) for atom in parts}
+    ops = _parts(walk, eqn, axes)
     mean = 'reduce(<what is averaged>, "<its layout> -> ...", "mean") in place of the mean of each device\'s own block'
     if ops == {"mean"}:
         return mean
@@ -586,8 +608,10 @@ def on_pieces_too(walk: Any, fault: Fault, pending: Sequence[Pending]) -> Fault:
     """A fault in a value that also comes of what was done to pieces: both need a collective."""
     if not pending or any(_instead(walk.made_pending[p.at][0]) for p in pending):
         return fault
-    advice = f"{fault.advice}; and {_completed(walk, pending)}"
-    return replace(fault, got=(*fault.got, *_pieces(walk, pending)), advice=advice)
+    fixes = (fault.fix,) if isinstance(fault.fix, str | Fix) else fault.fix or ()
+    told = fault.advice or ";\n".join(map(str, fixes))
+    advice = f"{told}; and {_completed(walk, pending)}"
+    return replace(fault, got=(*fault.got, *_pieces(walk, pending)), fix=None, advice=advice)
 
 
 # What JAX's own functions would need inside, where nobody can write it.
@@ -605,7 +629,8 @@ _INSTEAD = {
 
 def _instead(eqn: Any) -> str | None:
     """What to call in place of the function of JAX that made an equation."""
-    return next((text for name, text in _INSTEAD.items() if called_in_jax(eqn, name)), None)
+    names = (name for name in _INSTEAD if name != "norm" or eqn.primitive.name == "sqrt")  # other orders than 2
+    return next((_INSTEAD[name] for name in names if called_in_jax(eqn, name)), None)
 
 
 def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -615,7 +640,7 @@ def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that is equal on {along}: "
         f"the sum over {along} would count that value once per device."
     )
-    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_completed_first(walk, eqn, axes))
+    return _mended(walk, eqn, axes, rule)
 
 
 def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -625,9 +650,7 @@ def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that is divided over {along}: "
         "each block meets this device's part of the sum, and not the sum."
     )
-    return Fault(
-        rule, walk.kernel, None, None, _where(walk, eqn), advice=_instead(eqn) or _completed_first(walk, eqn, axes)
-    )
+    return _mended(walk, eqn, axes, rule)
 
 
 def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
@@ -637,7 +660,7 @@ def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"{_name(eqn)} of a partial sum {mark} and a value that differs along {along}: "
         "each part would be scaled differently."
     )
-    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_completed_first(walk, eqn, axes))
+    return _mended(walk, eqn, axes, rule)
 
 
 def returned_partial(walk: Any, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Fault:

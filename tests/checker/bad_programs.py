@@ -181,6 +181,12 @@ def rounded_sum_leaves(mesh):
     body("b/dp d -> d", lambda x: x.sum(0).astype(jnp.int32), mesh)
 
 
+@fixed
+def rounded_sum_leaves_fixed(mesh, fix):
+    out = body("b/dp d -> d", lambda x: fix(x=x / 3).astype(jnp.int32), mesh)
+    np.testing.assert_array_equal(out, (X / 3).sum(0).astype(np.int32))
+
+
 @bad
 def copy_made_by_relayout_leaves(mesh):
     body("b/dp/tp d -> b/tp d", lambda x: spmd.relayout(x, "b/dp/tp d -> b/tp d", to="varying"), mesh)
@@ -199,3 +205,117 @@ def block_leaves_without_its_axis(mesh):
 @fixed
 def block_leaves_without_its_axis_fixed(mesh):
     np.testing.assert_allclose(body("b/dp d -> b d", lambda x: all_gather(2 * x, "b/dp d -> b d"), mesh), 2 * X)
+
+
+def in_place(fix, x):
+    """The lines in place of a function of JAX: a name for the mean, and what is made of it."""
+    return fix(1, x=x, **fix(x=x))
+
+
+@bad
+def variance_of_blocks(mesh):
+    body("b/dp d/tp -> b/dp", lambda x: x.var(-1), mesh)
+
+
+@fixed
+def variance_of_blocks_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp", lambda x: in_place(fix, x), mesh)
+    np.testing.assert_allclose(out, X.var(-1), rtol=1e-6)
+
+
+@bad
+def deviation_of_blocks(mesh):
+    body("b/dp d/tp -> b/dp 1", lambda x: jnp.std(x, axis=1, ddof=1, keepdims=True), mesh)
+
+
+@fixed
+def deviation_of_blocks_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp 1", lambda x: in_place(fix, x), mesh)
+    np.testing.assert_allclose(out, X.std(1, ddof=1, keepdims=True), rtol=1e-6)
+
+
+@bad
+def deviation_of_all(mesh):
+    body("b/dp d/tp -> scalar", lambda x: x.std(), mesh)
+
+
+@fixed
+def deviation_of_all_fixed(mesh, fix):
+    np.testing.assert_allclose(body("b/dp d/tp -> scalar", lambda x: in_place(fix, x), mesh), X.std(), rtol=1e-6)
+
+
+@bad
+def variance_of_what_was_made(mesh):
+    """It has the layout of the argument, and no name."""
+    body("b/dp d/tp -> b/dp", lambda x: (x + 1).var(-1), mesh)
+
+
+@bad
+def norm_of_blocks(mesh):
+    body("b/dp d/tp -> scalar", jnp.linalg.norm, mesh)
+
+
+@fixed
+def norm_of_blocks_fixed(mesh, fix):
+    out = body("b/dp d/tp -> scalar", lambda x: fix(x=x), mesh)
+    np.testing.assert_allclose(out, np.linalg.norm(X), rtol=1e-6)
+
+
+@bad
+def norm_of_order_three(mesh):
+    body("b/dp d/tp -> b/dp", lambda x: jnp.linalg.norm(x, ord=3, axis=-1), mesh)
+
+
+@bad
+def mean_of_blocks_is_subtracted(mesh):
+    body("b/dp d/tp -> b/dp d/tp", lambda x: x - x.mean(-1, keepdims=True), mesh)
+
+
+@fixed
+def mean_of_blocks_is_subtracted_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp d/tp", lambda x: x - fix(x=x), mesh)
+    np.testing.assert_allclose(out, X - X.mean(-1, keepdims=True))
+
+
+@bad
+def root_of_the_sum_of_squares(mesh):
+    body("b/dp d/tp -> b/dp", lambda x: jnp.sqrt((x**2).sum(1)), mesh)
+
+
+@fixed
+def root_of_the_sum_of_squares_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp", lambda x: jnp.sqrt(fix(x=x)), mesh)
+    np.testing.assert_allclose(out, np.sqrt((X**2).sum(1)), rtol=1e-6)
+
+
+@bad
+def softmax_of_blocks(mesh):
+    body("b/dp d/tp -> b/dp d/tp", jax.nn.softmax, mesh)
+
+
+@fixed
+def softmax_of_blocks_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp d/tp", lambda x: fix(x=x), mesh)
+    np.testing.assert_allclose(out, jax.nn.softmax(X), rtol=1e-6)
+
+
+@bad
+def log_softmax_of_blocks(mesh):
+    body("b/dp d/tp -> b/dp d/tp", jax.nn.log_softmax, mesh)
+
+
+@fixed
+def log_softmax_of_blocks_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp d/tp", lambda x: fix(x=x), mesh)
+    np.testing.assert_allclose(out, jax.nn.log_softmax(X), rtol=1e-5)
+
+
+@bad
+def logsumexp_of_blocks(mesh):
+    body("b/dp d/tp -> b/dp", lambda x: jax.nn.logsumexp(x, axis=-1), mesh)
+
+
+@fixed
+def logsumexp_of_blocks_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp", lambda x: fix(x=x), mesh)
+    np.testing.assert_allclose(out, jax.nn.logsumexp(X, axis=-1), rtol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import product
 
 import jax
@@ -143,7 +144,7 @@ def test_a_mean_of_blocks_is_not_to_be_summed(name: str) -> None:
     x = jnp.arange(64.0).reshape(4, 16) + 1
     with pytest.raises(spmd.ReplicationError) as raised:
         kernel(wrong)(x)
-    assert 'reduce(<what is averaged>, "<its layout> -> ...", "mean")' in str(raised.value)
+    assert re.search(r'reduce\(.*, "b/dp d/tp -> b/dp( 1)?", op="mean"\)', str(raised.value))
     assert "psum" not in str(raised.value)
     mended = kernel(lambda x: right(x, lambda y: spmd.reduce(y, "b/dp d/tp -> b/dp 1", "mean")))
     np.testing.assert_allclose(mended(x), right(x, lambda y: y.mean(1, keepdims=True)), rtol=1e-6)
@@ -153,4 +154,4 @@ def test_a_sum_is_to_be_summed() -> None:
     kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
     with pytest.raises(spmd.ReplicationError) as raised:
         kernel(lambda x: x * lax.rsqrt(jnp.sum(x**2, axis=1, keepdims=True)))(jnp.ones((4, 16)))
-    assert "psum(" in str(raised.value) and "mean" not in str(raised.value)
+    assert str(raised.value).endswith('\nfix: reduce(x ** 2, "b/dp d/tp -> b/dp 1")')

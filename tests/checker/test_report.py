@@ -75,6 +75,12 @@ MENDED = {
         lambda x, w, fix: fix(result=product(x, w)),
         lambda i, j: (X @ W)[4 * i : 4 * i + 4],
     ),
+    "rounding_of_a_partial_sum": (
+        lambda x, w, fix: fix(x=x).astype(jnp.int32),
+        lambda i, j: X.sum().astype(np.int32),
+    ),
+    "divided_by_a_partial_sum": (lambda x, w, fix: w / fix(x=x), lambda i, j: W / X.sum()),
+    "maximum_of_a_partial_sum": (lambda x, w, fix: fix(x=x), lambda i, j: X.sum()),
     "several": (
         lambda x, w, fix: (
             mark(fix(1, x=x), "a/dp b", "operand").sum(1)[:, None] * mark(fix(w=w), "a b/tp", "operand").sum(0)[None]

@@ -167,6 +167,12 @@ def nonlinear_use_of_a_partial_sum(mesh):
     body("b/dp d -> d", lambda x: psum(jnp.exp(reduce(x, "b/dp d -> d {U:dp}")), "d {U:dp} -> d"), mesh)
 
 
+@fixed
+def nonlinear_use_of_a_partial_sum_fixed(mesh, fix):
+    out = body("b/dp d -> d", lambda x: jnp.exp(fix(x=x / 100)), mesh)
+    np.testing.assert_allclose(out, np.exp(X.sum(0) / 100), rtol=1e-6)
+
+
 @bad
 def size_of_an_unknown_name(mesh):
     body("b/dp d -> b/dp d", lambda x: x * spmd.size("e"), mesh)
