@@ -409,6 +409,14 @@ def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[
     return found
 
 
+def _each_axis_once(dims: Sequence[Dim]) -> list[Dim]:
+    """Dimensions of an operand and of indices. Which one an axis divides that both have is not known: JAX leaves out a
+    reshape where all sizes are 1 on each device."""
+    held = [axis for dim in dims for axis in axes_of_dim(dim)]
+    twice = {axis for axis in held if held.count(axis) > 1}
+    return [dim if twice.isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims]
+
+
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
     operand, indices = operands
@@ -431,6 +439,7 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             dims.append(dim if taken[source] == before[source] else blocks.get(source) or _piece_of(dim, n))
         else:
             dims.append(next(rest, hidden(n)))
+    dims = _each_axis_once(dims)
     known = blocks.keys() & set(window)
     picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None and d not in known]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
