@@ -263,7 +263,10 @@ class Kernel(ByName, Generic[P, R]):
     def _matched(self, name: str, value: Any) -> list[tuple[str, Any, Layout | None]]:
         found, faults = matched(self.signature.layouts[name], value, name)
         if faults:
-            self.signature.fail(f"{name} does not have the structure of its layouts.", got=faults)
+            chain = isinstance(value, tuple) and any(isinstance(one, tuple) for one in value)  # of optax
+            advice = f"of an optimizer's state: spmd.parallel.state_layouts({name}, params, <the layouts of params>)"
+            rule = f"{name} does not have the structure of its layouts."
+            self.signature.fail(rule, got=faults, advice=advice if chain else None)
         return found
 
     def _resolve(self, layout: Layout, mapping: AxisMapping | None) -> Layout:

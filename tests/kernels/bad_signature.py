@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import spmd
 from spmd import reduce
@@ -258,3 +259,24 @@ def a_shape_for_an_array(mesh):
 @fixed
 def a_shape_for_an_array_fixed(mesh):
     assert not spmd.check(spmd.kernel(SAME, mesh=mesh)(lambda x: x), jax.ShapeDtypeStruct(X.shape, X.dtype))
+
+
+def sgd_with_momentum(mesh, layouts_of_state):
+    """A step of an optimizer, whose state is as optax makes it, a chain of named tuples."""
+    optimizer, params = optax.sgd(0.5, momentum=0.9), {"w": X}
+    state = optimizer.init(params)
+    of_params = {"w": "b/dp d"}
+    of_state = layouts_of_state(state, params, of_params)
+    step = lambda w, state: optax.apply_updates(w, optimizer.update(w, state)[0])
+    layouts = {"in_layouts": (of_params, of_state), "out_layouts": of_params}
+    return spmd.kernel(**layouts, mesh=mesh)(step)(params, state)
+
+
+@bad
+def an_optimizer_state_under_the_layouts_of_its_parameters(mesh):
+    sgd_with_momentum(mesh, lambda state, params, layouts: layouts)
+
+
+@fixed
+def an_optimizer_state_under_the_layouts_of_its_parameters_fixed(mesh):
+    np.testing.assert_allclose(sgd_with_momentum(mesh, spmd.parallel.state_layouts)["w"], X / 2)
