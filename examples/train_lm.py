@@ -38,12 +38,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import text_bytes  # beside this file: plain NumPy
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
+
+try:
+    import optax
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing.name} is not installed: pip install -e '.[examples]'") from None
 
 import spmd
 from spmd import all_gather, cluster, defer, einsum, psum, psum_scatter, rearrange, reduce

@@ -7,6 +7,8 @@ import importlib
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -201,3 +203,15 @@ def test_a_wrong_docstring_is_noticed():
     failed, text = run_doctests(Module)
     assert failed == 1
     assert "Expected:\n    3\nGot:\n    2" in text
+
+
+def test_a_missing_extra_is_one_line() -> None:
+    """Without a package of the extra, the example names the command that installs it."""
+    script = ROOT / "examples" / "train_lm.py"
+    code = (
+        "import runpy, sys; sys.modules['optax'] = None; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2])"
+    )
+    args = [sys.executable, "-c", code, str(script.parent), str(script)]
+    found = subprocess.run(args, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert found.returncode == 1
+    assert found.stderr == "optax is not installed: pip install -e '.[examples]'\n"
