@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -42,10 +43,11 @@ def by_matrices(kind: str, number: int, norm: str, x: Any, dims: tuple[int, ...]
 def test_scipy_numbers_the_types(kind: str, number: int) -> None:
     """Every norm, of odd and even sizes, down to the smallest."""
     wall = Wall(kind.endswith("dst"), number, kind.startswith("i"))
-    for norm in NORMS:
-        for n in (wall.least, 2, 5, 8):
-            got = jax.jit(wall.along_last, static_argnums=1)(np.eye(n, dtype=np.float32), norm)
-            np.testing.assert_allclose(got, matrix(kind, number, norm, n).T, rtol=0, atol=4e-6 * n)
+    cases = list(itertools.product(NORMS, (wall.least, 2, 5, 8)))
+    whole = {n: np.eye(n, dtype=np.float32) for _, n in cases}
+    found = jax.jit(lambda whole: [wall.along_last(whole[n], norm) for norm, n in cases])(whole)
+    for (norm, n), got in zip(cases, found, strict=True):
+        np.testing.assert_allclose(got, matrix(kind, number, norm, n).T, rtol=0, atol=4e-6 * n)
 
 
 @pytest.mark.parametrize("seed", seeds())
