@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -22,7 +22,8 @@ from spmd.errors import MeshError
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the others, when one has failed
 SAVING = 30.0  # seconds that a signal to the launcher leaves them, so that they can save
 COORDINATOR_PORT = 8476  # of the coordinator, where hosts have to agree on one; JAX's own default on TPUs
-# A line for each connection that JAX's collectives on CPU make; two threads may write theirs into each other.
+# A line for each connection that JAX's collectives on CPU make; two threads may write theirs into each other, and into
+# a line of the program that is not ended yet.
 _CHATTER = re.compile(r"\[Gloo\] Rank |peer ranks\. Expected number of connected")
 _LAST = 40  # lines of a failed process that are printed again at the end
 
@@ -168,14 +169,25 @@ def _start(plan: Launch, rank: int, pipe: int, screen: _Screen) -> Process:
 
 def _read(process: Process, source: IO[str], sink: IO[str], screen: _Screen) -> None:
     with source:
-        chatter = False
-        for line in source:
-            before, chatter = chatter, _CHATTER.search(line) is not None
-            if chatter or (before and line == "\n"):
-                continue
+        for line in _without_chatter(source):
             if sink is sys.stderr:
-                process.last = [*process.last, line.rstrip("\n")][-_LAST:]
-            screen.line(process.rank, line.rstrip("\n"), sink)
+                process.last = [*process.last, line][-_LAST:]
+            screen.line(process.rank, line, sink)
+
+
+def _without_chatter(source: Iterable[str]) -> Iterator[str]:
+    """The program's own lines. Of a line that chatter cuts in two, the first part is put before the second."""
+    begun, chatter = "", False
+    for line in source:
+        before, found = chatter, _CHATTER.search(line)
+        chatter = found is not None
+        if found:
+            begun += line[: found.start()] if found[0].startswith("[") else ""
+        elif begun or not (before and line == "\n"):
+            yield begun + line.rstrip("\n")
+            begun = ""
+    if begun:
+        yield begun
 
 
 class _Screen:

@@ -6,6 +6,7 @@ sees that exit. It is run as a file and imports neither JAX nor `spmd`, so that 
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
@@ -15,6 +16,9 @@ import threading
 def main(arguments: list[str]) -> None:
     """Run `-m module ...` or `file.py ...` as the interpreter would."""
     _end_with_the_launcher(int(arguments[0]))
+    for stream in (sys.stdout, sys.stderr):  # whole lines: other threads of the process write to the same pipes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     target, rest = arguments[1], arguments[2:]
     code = 0
     try:

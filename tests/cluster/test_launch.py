@@ -168,3 +168,18 @@ def test_what_gloo_says_of_its_connections_is_left_out(tmp_path, capfd):
         == 0
     )
     assert capfd.readouterr().out.splitlines() == ["[0] step", "[0] ", "[0] 1"]
+
+
+def test_what_gloo_writes_into_a_line_of_the_program_loses_none_of_it(tmp_path, capfd):
+    gloo = b"[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+    lines = f"for text in (b'lo', {gloo!r}, {gloo!r}, b'ss 1', {gloo!r}, b'\\n', b'\\n', {gloo!r}, b'end', {gloo!r}): "
+    assert run(program(tmp_path, f"{lines}os.write(1, text)"), count=1) == 0
+    assert capfd.readouterr().out.splitlines() == ["[0] loss 1", "[0] ", "[0] end"]
+
+
+def test_a_line_is_written_in_one_piece(tmp_path, capfd):
+    text = "print('a', end=''); os.write(1, b'b\\n'); print('c'); print('d', 'e', end='', file=sys.stderr)"
+    assert run(program(tmp_path, text), count=1) == 0
+    said = capfd.readouterr()
+    assert said.out.splitlines() == ["[0] b", "[0] ac"]
+    assert "[0] d e" in said.err.splitlines()
