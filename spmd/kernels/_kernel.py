@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -28,11 +29,19 @@ from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
 
 # Each one is a compiled program with its static values. Only static arguments that never recur would need more.
 _KEPT = 256
+_NO_STATICS = Static(())
 
 P = ParamSpec("P")  # the parameters of a body,
 R = TypeVar("R")  # what it returns,
 S = TypeVar("S")  # and, of a method, whose it is
 Q = ParamSpec("Q")
+
+
+@dataclass(frozen=True, eq=False)
+class Default:
+    """The default of a static argument that nobody gave. It is the same in all calls, and need not be hashable."""
+
+    value: Any
 
 
 class Kernel(ByName, Generic[P, R]):
@@ -57,6 +66,7 @@ class Kernel(ByName, Generic[P, R]):
         self._warm = Recent(_KEPT)  # the same by mode and structure, for calls that need nothing else
         self._static = tuple(i for i, n in enumerate(signature.params) if n in signature.static)
         self._arrays = tuple(n for n in signature.params if n not in signature.static)
+        self._defaults = {i: Default(signature.default(signature.params[i])) for i in self._static}
         closes = bool(getattr(signature.fn, "__closure__", None))
         self._repeats = not (closes or self._static or mesh is None)
         functools.update_wrapper(self, signature.fn)
@@ -185,9 +195,11 @@ class Kernel(ByName, Generic[P, R]):
     def _prepare(self, mode: tuple[str, str], args: Any, kwargs: Any, mesh: Any = None) -> tuple[Plan, list[Any]]:
         signature = self.signature
         values: Any = args if not kwargs and len(args) == len(signature.params) else signature.bind(args, kwargs)
-        statics: tuple[Any, ...] = ()
+        statics = _NO_STATICS
         if self._static:
-            statics = tuple((values[i], type(values[i])) for i in self._static)  # 1 == 1.0 == True
+            own = self._defaults
+            given = tuple(own[i] if values[i] is own[i].value else values[i] for i in self._static)
+            statics = Static(given, tuple(map(type, given)))
             values = [v for i, v in enumerate(values) if i not in self._static]
         leaves, structure = jax.tree.flatten(tuple(values))
         fixed: Any = None
@@ -199,11 +211,12 @@ class Kernel(ByName, Generic[P, R]):
         closed = _closes_over_tracer(signature.fn)
         try:
             plan = None if closed else self._plans.used(key)
-        except TypeError:
+        except TypeError as error:
             for name, value in zip(self._arrays, values, strict=True):
                 self._matched(name, value)  # what is not hashable may be meant as an array
             return signature.fail(
                 "static arguments and the non-array leaves of arguments are hashable.",
+                got=[f"{error}"],
                 advice="static=(...) only for hashable values",
             )
         if plan is None:
@@ -250,8 +263,8 @@ class Kernel(ByName, Generic[P, R]):
             for i, x in zip(positions, dynamic, strict=True):
                 whole[i] = x
             rest = list(jax.tree.unflatten(structure, whole))
-            for i, (x, _) in zip(self._static, statics, strict=True):
-                rest.insert(i, x)
+            for i, x in zip(self._static, statics.parts[0], strict=True):
+                rest.insert(i, x.value if isinstance(x, Default) else x)
             return rest
 
         resolve = functools.partial(self._resolve, mapping=mapping)

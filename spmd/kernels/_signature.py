@@ -97,6 +97,11 @@ class Signature:
             self.fail(f"{self.name} has layouts for {len(self.params)} arguments, and was given {len(values)}.")
         return values
 
+    def default(self, name: str) -> Any:
+        """The default of a parameter, or a mark that is no value."""
+        parameter = None if self.python is None else self.python.parameters.get(name)
+        return inspect.Parameter.empty if parameter is None else parameter.default
+
     def call(self, values: Sequence[Any]) -> Any:
         """Run the body on arguments in parameter order. It fills in its own defaults.
 
@@ -110,7 +115,7 @@ class Signature:
         last = 0  # where the positional arguments end that are not defaults
         for name, value in zip(self.params, values, strict=True):
             parameter = self.python.parameters.get(name)
-            default = parameter is not None and name in self.static and value is parameter.default
+            default = name in self.static and value is self.default(name)
             if parameter is None or parameter.kind is not parameter.KEYWORD_ONLY:
                 args.append(value)
                 last = last if default else len(args)

@@ -3,6 +3,7 @@
 # ruff: noqa: F722, F821, UP037 - annotations that are layouts
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,7 +229,22 @@ def test_static_values_of_other_types_are_other_values(mesh):
     """1, 1.0 and True are equal in Python, and no array of one is an array of another."""
     seen = spmd.kernel("n/dp -> n/dp", mesh=mesh, static="by")(lambda x, by: x * 0 + len(type(by).__name__))
     four = np.arange(4)
-    assert [int(seen(four, by)[0]) for by in (1, 1.0, True)] == [3, 5, 4]
+    types = (1, 1.0, True, np.float32(1), np.float64(1))
+    assert [int(seen(four, by)[0]) for by in types] == [3, 5, 4, 7, 7]
+    signed = spmd.kernel("n/dp -> n/dp", mesh=mesh, static="by")(lambda x, by: x * int(math.copysign(1, by)))
+    assert [int(signed(four, by)[1]) for by in (0.0, -0.0)] == [1, -1]
+
+
+def test_a_default_need_not_be_hashable(mesh):
+    """A loop binds its names by defaults: `lambda x, table=table: ...`."""
+    four = np.arange(4)
+    for table in ({"times": 2}, {"times": 3}):
+        body = spmd.kernel("n/dp -> n/dp", mesh=mesh)(lambda x, table=table, and_more=0: x * table["times"] + and_more)
+        for run in (body, body.auto, body.reference):
+            assert run(four).tolist() == (four * table["times"]).tolist()
+        assert body(four, and_more=1).tolist() == (four * table["times"] + 1).tolist()
+        with pytest.raises(LayoutError, match="unhashable type: 'dict'"):
+            body(four, dict(table))
 
 
 def test_no_inputs(mesh):
