@@ -106,7 +106,7 @@ class Hardware:
         have fewer devices or other network cards, use `dataclasses.replace`. It starts JAX's devices.
 
         Args:
-          devices: Devices of one kind. Absent: `jax.devices()`.
+          devices: Devices of one kind. By default `jax.devices()`.
 
         Returns:
           The `Hardware`.

@@ -175,13 +175,14 @@ def current_frame(who: str) -> Frame:
 
 @contextlib.contextmanager
 def mode(name: str, *, constrain: str = "all") -> Iterator[None]:
-    """Run the kernels called below in another mode.
+    """Run the kernels that are called inside the block in another mode.
 
-    The mode is part of JAX's own trace cache key, so a `jax.jit`ted step called in one mode and then in
-    another is traced again. It holds in its thread up to the end of the block. A generator that yields inside the block
-    leaves its caller in this mode, as a context manager means to: where that is not meant, end the block before
-    `yield`. A kernel that another coroutine calls while this one is suspended inside the block is an error. No
-    communication of its own.
+    The mode is part of JAX's own trace cache key, so a `jax.jit`ted step that is called in one mode and then in another
+    is traced again. It holds in its thread until the block ends. A generator that yields inside the block leaves its
+    caller in this mode. Context managers need that. Elsewhere, end the block before `yield`. A kernel that another
+    coroutine calls while this one is suspended inside the block is an error.
+
+    Communication: none of its own.
 
     Args:
       name: "explicit" (`jax.shard_map`, the collectives that the strings say), "auto" (whole arrays, each
@@ -189,13 +190,20 @@ def mode(name: str, *, constrain: str = "all") -> Iterator[None]:
       constrain: In auto mode, "all" constrains every operation's result, "signature" only the arguments and
         results of kernels.
 
+    Returns:
+      A context manager.
+
     Raises:
       ModeError: On an unknown name.
 
     Example:
-      >>> import spmd
+      >>> import jax.numpy as jnp, spmd
+      >>> @spmd.kernel("b/dp -> b/dp", mesh=spmd.make_mesh(dp=2))
+      ... def held(x):
+      ...     return x * 0 + spmd.local_size("b/dp")
       >>> with spmd.mode("reference"):
-      ...     pass
+      ...     print(held(jnp.ones(4)))
+      [4. 4. 4. 4.]
     """
     _check_choice("mode", name, MODES)
     _check_choice("constrain", constrain, CONSTRAIN)
@@ -215,19 +223,24 @@ def ambient_mode() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def axis_mapping(mapping: Any, *, merge: bool = False, **rules: Any) -> Iterator[AxisMapping | None]:
-    """Say where named dimensions live, for all that is called below with a bare name.
+    """Place named dimensions by rules, in all calls inside the block that have bare names.
 
     `shard`, `init`, `from_process_local`, `from_function`, `visualize`, `plan` and every kernel read it, unless they
-    are given a mapping of their own: a bare name lies as its rule says, `name/axis` is exactly that, `name/1` is whole,
-    and a bare name without a rule is an error. A rule that nothing uses is not an error. A kernel's body has the
-    mapping of its kernel; there a name without a rule, which the signature does not have, is whole. The mapping is part
-    of JAX's trace cache key, as the mode is, and holds in its thread likewise. No communication of its own.
+    have a mapping of their own. A bare name is placed by its rule, `name/axis` as it is written, and `name/1` is whole.
+    A bare name without a rule is an error. A rule that nothing uses is not an error. In the body of a kernel the
+    kernel's mapping holds. There a name without a rule, which the signature does not have, is whole. Like the mode, the
+    mapping is part of JAX's trace cache key, and holds in its thread.
+
+    Communication: none of its own.
 
     Args:
       mapping: An `AxisMapping`, a dict of rules such as `{"batch": "dp", "mlp": "tp", "embed": None}`, or
         None to forget the surrounding one.
       merge: Add these rules to the surrounding mapping instead of replacing it; where both have one, these hold.
-      **rules: Further rules, `embed="tp"`; they hold over those of `mapping`.
+      **rules: Further rules, `embed="tp"`. They override those of `mapping`.
+
+    Returns:
+      A context manager, which gives the mapping that holds inside.
 
     Raises:
       LayoutError: On a malformed rule.

@@ -480,10 +480,10 @@ def _check_parts(parts: Sequence[Any], shardings: Sequence[Any], wholes: Sequenc
 def from_function(fn: Callable[..., Any], layout: str, /, *, mesh: Any = None, **names: Any) -> jax.Array:
     """Create an array sharded, from its positions: `from_function(lambda i, j: jnp.sin(i) * j, "x/a y", x=64, y=48)`.
 
-    `fn` gets the global positions along each dimension: int32 arrays that broadcast to the block which is here. (Along
-    more than 2^31 elements they are int64, which needs `jax_enable_x64`.) It returns the elements. They are the same on
-    every mesh, and no device ever holds the whole. This works inside a kernel and outside. Outside, a function that is
-    given again is not compiled again, so globals that it reads are read once, as under `jax.jit`.
+    `fn` gets the global positions along each dimension, as int32 arrays that broadcast to the block of this device.
+    (Along more than 2^31 elements they are int64, which needs `jax_enable_x64`.) It returns the elements. They are the
+    same on every mesh, and no device ever holds the whole. This works inside a kernel and outside. Outside, the same
+    function is compiled only once, so globals that it reads are read once, as under `jax.jit`.
 
     Communication: none. (Inside a kernel, what `fn` closes over has a psum over the axes of the layout, backward.)
 

@@ -37,7 +37,8 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     arguments. A finding is a place where the program does not do what it does on one device. It has the line, the
     layout, how the layout came to be, and what mends it.
 
-    Communication: none. Nothing is compiled.
+    Communication: none. Nothing is compiled. The program is traced once more for each mesh axis, with one device along
+    it: a result that grows with the axis is a finding too.
 
     Args:
       fn: A kernel, or any function: a training step, `jax.grad` of a kernel, a function with `jax.shard_map` in it.

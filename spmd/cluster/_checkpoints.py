@@ -63,7 +63,10 @@ def checkpoints(
       keep: How many of the last checkpoints stay; None keeps all.
       strict: Whether a save that failed ends the program; otherwise it is reported, and the next one is tried.
       timeout_seconds: For how many seconds a process that has written its part waits for the others to write theirs.
-        Where a disk takes a save at first and is full before its end, the other processes report it after this time.
+        If a disk is full before the end of a save, the other processes report it after this time.
+
+    Returns:
+      The `Checkpoints`, with `save`, `restore`, `wait` and `close`.
 
     Raises:
       SpmdError: Orbax is not installed, or an argument is wrong.
@@ -87,7 +90,7 @@ def checkpoints(
 
 
 class Checkpoints:
-    """The checkpoints in a folder, as `checkpoints` gives them."""
+    """The checkpoints in a folder. `checkpoints` makes it."""
 
     def __init__(self, path: Path, keep: int | None, strict: bool, timeout_seconds: int) -> None:
         try:

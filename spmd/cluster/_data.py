@@ -59,8 +59,8 @@ def batches(
       shuffle: Whether the order is random; otherwise it is the source's.
       epochs: After how many epochs the batches end. Samples that do not fill a batch at the end are left out. If it is
         not given, the batches never end.
-      mesh: The mesh; absent, that of `jax.set_mesh`.
-      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+      mesh: The mesh. By default it is that of `jax.set_mesh`.
+      mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
       prefetch: How many batches a thread reads ahead; 0 reads when a batch is asked for.
 
     Returns:
@@ -89,8 +89,8 @@ def my_rows(layout: str, shape: Sequence[int], *, mesh: Any = None, mapping: Any
     Args:
       layout: The layout of the global array.
       shape: Its shape.
-      mesh: The mesh; absent, that of `jax.set_mesh`.
-      mapping: Where bare names live; absent, the surrounding `axis_mapping`.
+      mesh: The mesh. By default it is that of `jax.set_mesh`.
+      mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
 
     Returns:
       Positions along the first dimension, in ascending order.

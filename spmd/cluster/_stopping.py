@@ -47,15 +47,18 @@ _asked = _Asked()
 def stopping(step: int) -> bool:
     """Whether to save and end now: true in all processes at the same step.
 
-    SIGTERM or SIGUSR1 to any process asks for it, as a scheduler sends them before it takes a machine away, and so does
-    Ctrl-C; a second Ctrl-C interrupts. Without this call JAX takes SIGTERM, and training goes on until SIGKILL.
-    Once true, it stays true. Call it at every step, first before the training starts; a loop that ends before the
-    agreed step saves at its end as always.
+    SIGTERM, SIGUSR1 or Ctrl-C to any process asks for it. A scheduler sends such a signal before it takes a machine
+    away. A second Ctrl-C interrupts. Without this call JAX takes SIGTERM, and training goes on until SIGKILL. Once
+    true, it stays true. Call it at every step, and once before the training starts. A loop that ends before the agreed
+    step saves at its end as always.
 
     Communication: none on the devices; a look at JAX's coordination service.
 
     Args:
       step: The number of the step, which grows, the same in all processes.
+
+    Returns:
+      A bool.
 
     Raises:
       SpmdError: The step is not an integer, or it is not called in the main thread.

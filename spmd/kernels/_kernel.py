@@ -378,7 +378,7 @@ def kernel(
         On Auto axes nothing is known before the program is compiled; there `explain` lists what is moved.
       check: What becomes of a finding of the checker, which looks at each first trace in explicit mode: "error" raises,
         "warn" warns, and "off" does not look. JAX's own checks of types stay on.
-      **sizes: Sizes of names that no argument's shape tells: `h=8` for `"b (h k)/tp -> ..."`. Each must be used.
+      **sizes: Sizes of names that no argument's shape gives: `h=8` for `"b (h k)/tp -> ..."`. Each must be used.
 
     Returns:
       A decorator that gives a `Kernel`.

@@ -164,6 +164,9 @@ def spread_heads(heads: T, *, tp: Axes) -> T:
     Returns:
       The heads, divided.
 
+    Raises:
+      SpmdError: If sizes or placements do not fit.
+
     Example:
       >>> import jax.numpy as jnp, spmd
       >>> mesh = spmd.make_mesh(tp=4)

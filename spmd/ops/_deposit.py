@@ -38,10 +38,11 @@ def deposit(x: T, pattern: str, /, *, edge: Any = "periodic", **names: Any) -> T
     Args:
       x: An array or a pytree of arrays of this layout, of numbers.
       pattern: `"layout -> layout"`, with the same dimensions and axes, and narrower margins on the right.
-      edge: Where it goes what lies beyond the ends of the array, as in `halo`: one for all dimensions, a pair for the
-        low and the high end, or a dict with an entry for each dimension with margins. "periodic" adds it at the other
-        end. "zero" drops it. "edge" adds it to the last element. "symmetric" and "reflect" add it to its mirror image;
-        "antisymmetric" subtracts it there; "antireflect" subtracts it there and adds it twice to the last element.
+      edge: Where contributions beyond the ends of the array go, as in `halo`: one edge for all dimensions, a pair for
+        the low and the high end, or a dict with an entry for each dimension with margins. "periodic" adds them at the
+        other end. "zero" drops them. "edge" adds them to the last element. "symmetric" and "reflect" add each to its
+        mirror image; "antisymmetric" subtracts it there; "antireflect" subtracts it there and adds it twice to the last
+        element.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:

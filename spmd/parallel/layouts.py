@@ -116,8 +116,8 @@ def fsdp_layouts(
     Each leaf keeps the layout that it has in use, and one of its dimensions is divided over `fsdp` too. This is the
     largest dimension that is whole and divides. If there is none, it is the largest that another axis divides already
     (`"f/tp"` becomes `"f/tp/dp"`). Small leaves, and leaves without a dimension that divides, stay as they are; the
-    printed result says which and why. An axis that already divides a leaf, as it may divide experts, is not used a
-    second time. Nothing communicates.
+    printed result says which and why. An axis that already divides a leaf, such as one of experts, is not used a second
+    time. Nothing communicates.
 
     For hybrid sharding (HSDP) `fsdp` is the axis within a group. Leave out the axis over groups: parameters are equal
     along it. Pass both to `gather`, `data=("replicas", "shards")`.

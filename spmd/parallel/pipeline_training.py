@@ -52,14 +52,14 @@ def pipeline_loss(
 
     `pipeline` keeps something of all m micro-batches until the backward pass begins. Here the last stage begins the
     backward pass of a micro-batch as soon as it has its loss, and each stage takes forward and backward steps in turn
-    (1F1B). A stage then keeps at most p micro-batches on p devices, whatever m is. So the gradients are made in the
-    forward pass, where the loss is differentiated at all, and the backward pass multiplies them by the cotangent.
+    (1F1B). A stage then keeps at most p micro-batches on p devices, whatever m is. So if the loss is differentiated, the
+    forward pass computes the gradients, and the backward pass multiplies them by the cotangent.
 
     Each tick is a step of each device, as in `pipeline_schedule(p, m, v, order)`. A device takes its own branch of a
-    `lax.switch`, and waits for its neighbours in each tick. A tick thus takes the time of the longest step that some
-    stage is in. With "1f1b" and one stage on each device, this is a backward step nearly always, which computes the
-    stage again. With "eager-1f1b", and with several rounds, a tick has forward or backward steps alone, so that nobody
-    waits for a longer step, and a stage keeps up to 2p - 1 inputs. With "zb-h1" a backward step is cut in two, one for
+    `lax.switch`, and waits for its neighbours in each tick. So a tick takes the time of its longest step. With "1f1b"
+    and one stage on each device, this is nearly always a backward step, which computes the stage again. With
+    "eager-1f1b", and with several rounds, a tick has only forward or only backward steps, so that nobody waits for a
+    longer step, and a stage keeps up to 2p - 1 inputs. With "zb-h1" a backward step is cut in two, one for
     the gradient of the input and one for those of the weights, and nothing is computed again. The three kinds of steps
     take about the same time if the stage is made of products.
 

@@ -15,7 +15,7 @@ from spmd.searcher._meshes import laid
 
 @dataclass(frozen=True)
 class Bound:
-    """What a step takes on one device at least, stated without a trace: the third value of a `build`.
+    """The least that a step takes on one device, stated without a trace: the third value of a `build`.
 
     `search` traces meshes in the order of the seconds that this takes, and stops where no other mesh can be better. A
     bound that exceeds what the trace says is an error.

@@ -66,9 +66,9 @@ def assert_same_on_any_mesh(
     arguments are taken by one `jax.vjp` along random cotangents that lie as the results do. It runs in one process.
 
     Args:
-      kernel: A kernel; or `build(mesh)`, which makes a function of whole arrays for a mesh. A function that calls
-        kernels is given so, and what depends on the sizes of axes: the stages of a pipeline, the groups of `moe`,
-        `jax.shard_map`.
+      kernel: A kernel; or `build(mesh)`, which makes a function of whole arrays for a mesh. Use `build` for a function
+        that calls kernels, and for whatever depends on the sizes of axes: the stages of a pipeline, the groups of
+        `moe`, `jax.shard_map`.
       *args: The arguments: arrays, or `jax.ShapeDtypeStruct`s, which get random values. Then the names in a kernel's
         signature also get the smallest distinct sizes that the meshes divide, as far as the body runs with them and no
         array with values has them. Random integers are indices of the smallest dimension.
