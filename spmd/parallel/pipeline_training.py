@@ -52,8 +52,8 @@ def pipeline_loss(
 
     `pipeline` keeps something of all m micro-batches until the backward pass begins. Here the last stage begins the
     backward pass of a micro-batch as soon as it has its loss, and each stage takes forward and backward steps in turn
-    (1F1B). A stage then keeps at most p micro-batches on p devices, whatever m is. So if the loss is differentiated, the
-    forward pass computes the gradients, and the backward pass multiplies them by the cotangent.
+    (1F1B). A stage then keeps at most p micro-batches on p devices, whatever m is. So if the loss is differentiated,
+    the forward pass computes the gradients, and the backward pass multiplies them by the cotangent.
 
     Each tick is a step of each device, as in `pipeline_schedule(p, m, v, order)`. A device takes its own branch of a
     `lax.switch`, and waits for its neighbours in each tick. So a tick takes the time of its longest step. With "1f1b"
