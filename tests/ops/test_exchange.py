@@ -192,6 +192,19 @@ def test_with_x64(hops: Any) -> None:
             assert found.dtype == away.dtype == np.int32 and int(away) == stayed
 
 
+@pytest.mark.parametrize("hops", [None, (1, -1)])
+def test_no_slots(hops: Any) -> None:
+    def body(rows, owner):
+        rows, owner, stayed = spmd.exchange(rows, owner, "[n/a] d", capacity=2, hops=hops)
+        return rows, owner + stayed  # XLA fails at a constant that leaves a shard_map of empty arrays alone
+
+    kernel = spmd.kernel("n/a d, n/a -> n/a d, n/a", mesh=make_mesh({"a": 4}))(body)
+    for mode in MODES:
+        with spmd.mode(mode):
+            rows, owner = kernel(np.ones((0, 3), np.float32), np.zeros(0, np.int8))
+        assert (rows.shape, owner.shape, owner.dtype) == ((0, 3), (0,), np.int32)
+
+
 def test_explain_names_the_call() -> None:
     run = spmd.kernel("n/a d, n/a -> n/a d", mesh=make_mesh({"a": 4}))(
         lambda x, owner: spmd.exchange(x, owner, "[n/a] d", capacity=2)[0]
