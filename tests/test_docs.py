@@ -9,34 +9,53 @@ import spmd
 from tests.pages import WIDTH, blocks
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# Modules whose names stand on the API page under the module's.
-MODULES = ("cluster", "fft", "haliax", "linalg", "nn", "parallel", "random", "searcher", "stencil", "testing")
+# Modules whose names stand in the reference under the module's.
+MODULES = (
+    "cluster",
+    "fft",
+    "haliax",
+    "inspect",
+    "linalg",
+    "nn",
+    "parallel",
+    "random",
+    "searcher",
+    "stencil",
+    "testing",
+)
 
 
 def documented(page: str) -> set[str]:
-    """The names after `:::` of an API page, without the package."""
+    """The names after `:::` of a page of the reference, without the package."""
     return set(re.findall(r"^::: spmd\.([\w.]+)$", page, re.MULTILINE))
 
 
 def expected() -> set[str]:
     """Every public name; the modules among them by what they hold."""
-    names = set(spmd.__all__) - {"inspect", *MODULES}
+    names = set(spmd.__all__) - {*MODULES}
     return names | {f"{module}.{name}" for module in MODULES for name in getattr(spmd, module).__all__}
 
 
-def test_the_api_page_has_every_public_name():
-    assert documented((DOCS / "pages" / "api.md").read_text()) == expected()
+def linked(page: str) -> dict[str, str]:
+    """The names of the index, each with the page of the reference to which its link leads."""
+    return {name: file for file, name in re.findall(r"\]\((reference/\w+\.md)#spmd\.([\w.]+)\)", page)}
 
 
-def test_the_page_of_inspect_has_every_public_name():
-    page = (DOCS / "pages" / "reference" / "inspect.md").read_text()
-    assert documented(page) >= {f"inspect.{name}" for name in spmd.inspect.__all__}
+def test_the_reference_has_every_public_name_once_and_the_index_leads_to_it():
+    pages = {f"reference/{path.name}": path.read_text() for path in (DOCS / "pages" / "reference").glob("*.md")}
+    where = [(name, file) for file, page in pages.items() for name in documented(page)]
+    assert len(dict(where)) == len(where)
+    assert dict(where).keys() == expected()
+    assert linked((DOCS / "pages" / "api.md").read_text()) == dict(where)
 
 
 def test_a_missing_name_is_noticed():
     """Meta-test."""
     assert documented("::: spmd.kernel\n\n::: spmd.random.normal\ntext ::: spmd.other\n") == {"kernel", "random.normal"}
     assert "kernel" in expected() and "random.normal" in expected()
+    assert linked("[`normal`](reference/a.md#spmd.random.normal), [b](a.md#spmd.b)") == {
+        "random.normal": "reference/a.md"
+    }
 
 
 def too_wide(page: str) -> list[str]:

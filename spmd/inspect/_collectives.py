@@ -249,7 +249,7 @@ def collectives(fn: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collect
 
     >>> import jax
     >>> from jax.sharding import AxisType, PartitionSpec as P
-    >>> mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
+    >>> mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     >>> body = lambda x: jax.lax.psum(x, "tp")
     >>> specs = {"in_specs": P("dp", "tp"), "out_specs": P("dp")}
     >>> fn = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
