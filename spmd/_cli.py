@@ -59,7 +59,7 @@ def named_numbers(flag: str, texts: Iterable[str]) -> dict[str, int]:
             advice = f"as in {flag} {'dp=2,tp=4' if flag == '--mesh' else 'b=8,d=16'}"
             raise SizeError(rule, call=call, advice=advice)
         if name in found:
-            raise SizeError(f"{flag} says each name once, but '{name}' occurs twice.", call=call)
+            raise SizeError(f"{flag} takes each name once, but '{name}' occurs twice.", call=call)
         found[name] = int(number)
     return found
 

@@ -329,13 +329,11 @@ def _put_there(walk: Any, wrong: Any) -> list[str]:
     line = line_of(blamed, callers)
     return [
         f"{_name(blamed)} at {line}" if line else f"{_name(blamed)} in {walk.kernel}",
-        f"element {wrong.place} of each block is made of {_away(wrong.distance)}, and others are not",
+        f"element {wrong.place} of each block comes from {_away(wrong.distance)}, unlike the others",
     ]
 
 
-_NEIGHBOURS = (
-    "before a block lie the last elements of the one before, and behind it the first of the next: stencil.halo"
-)
+_NEIGHBOURS = "stencil.halo adds the last elements of the previous block in front, and the first of the next behind"
 
 
 def placed_otherwise(walk: Any, eqn: Any, axes: Sequence[str], first: int, distance: int) -> Fault:
@@ -347,8 +345,9 @@ def placed_otherwise(walk: Any, eqn: Any, axes: Sequence[str], first: int, dista
 
 def _away(distance: int) -> str:
     if not distance:
-        return "the element itself"
-    return f"one that lies {abs(distance)} {'before' if distance < 0 else 'behind'} it"
+        return "its own place"
+    places = abs(distance)
+    return f"{places} place{'s' * (places != 1)} {'before' if distance < 0 else 'after'} it"
 
 
 def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[tuple[Dim, Dim]], noise: bool) -> Fault:

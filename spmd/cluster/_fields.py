@@ -140,7 +140,7 @@ def read_zarr(
     final = Path(path).absolute()
     call = f'read_zarr("{path}"' + (f', "{layout}")' if layout is not None else ")")
     if not outside_trace():
-        raise PlacementError("an array is read outside jit.", call=call, advice="pass it as an argument")
+        raise PlacementError("read_zarr runs outside jit.", call=call, advice="pass it as an argument")
     about = _about(final, call)
     if layout is None:
         if _ABOUT not in about["attributes"]:
@@ -173,12 +173,12 @@ def read_zarr(
 def _written_as(x: Any, names: str, call: str) -> Layout:
     """How an array lies, if it can be written."""
     if isinstance(x, jax.core.Tracer):
-        raise PlacementError("an array is written outside jit.", call=call, advice="return it, and write the result")
+        raise PlacementError("write_zarr runs outside jit.", call=call, advice="return it, and write the result")
     if not isinstance(x, jax.Array):
-        rule = f"what is written is a jax.Array, not {type(x).__name__}."
+        rule = f"write_zarr takes a jax.Array, not {type(x).__name__}."
         raise PlacementError(rule, call=call, advice="spmd.shard(x, layout) makes one")
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-        rule = "what is written are numbers, not random keys."
+        rule = "write_zarr writes numbers, not random keys."
         raise PlacementError(rule, call=call, advice="jax.random.key_data(x)")
     layout = Layout.of(x, names)
     if layout.unreduced:
@@ -235,7 +235,7 @@ def _about(path: Path, call: str) -> dict[str, Any]:
             raise OSError("it is a group of arrays: read one of them")
         return {"attributes": {}, **about}
 
-    return _in_all(read, "there is no whole array at this path.", call)
+    return _in_all(read, "there is no complete array at this path.", call)
 
 
 def _held_by_jax(stored: Any, dtype: Any, call: str) -> Any:

@@ -187,7 +187,7 @@ def _on_a_tpu() -> bool:
 
 def _address(task: Task) -> dict[str, Any]:
     if task.coordinator is None and "JAX_COORDINATOR_ADDRESS" not in os.environ:
-        rule = f"{task.source} does not say where process 0 listens."
+        rule = "nothing says where process 0 listens."
         advice = 'initialize("host:port", ...), or MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE'
         raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
     return {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}

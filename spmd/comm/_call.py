@@ -519,7 +519,7 @@ class Call:
             at=layout.dims[position].span,
             got=[f'"{have.short}": {origin}', self.frame.describe()],
             fix=fix,
-            advice="in place of this call, whose sides are turned" if turned else "; or ".join(said) or None,
+            advice="in place of this call, whose sides are swapped" if turned else "; or ".join(said) or None,
         )
 
     # --- results ------------------------------------------------------------------------------------------

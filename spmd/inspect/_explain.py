@@ -116,7 +116,7 @@ def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
     """Refuse a mesh that is not the program's own."""
     for mesh in meshes_of_jaxpr(program.jaxpr):
         if given is not None and dict(mesh.shape) != given:
-            rule = "the program has a mesh of its own, which is not the one that mesh= says."
+            rule = "mesh= is another mesh than that of the program."
             got = [f"the program: {mesh_text(mesh.shape)}", f"the call: {mesh_text(given)}"]
             advice = "without mesh=, or a program made for that mesh"
             raise MeshError(rule, call="explain(..., mesh=...)", got=got, advice=advice)

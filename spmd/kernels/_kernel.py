@@ -296,7 +296,7 @@ class Kernel(ByName, Generic[P, R]):
                 f"the {'' if own else 'surrounding '}mapping has no rule for {', '.join(missing)}, a bare name of the "
                 f"signature{did_you_mean(missing[0], mapping)}{'' if did_you_mean(missing[0], mapping) else '.'}",
                 got=[f"mapping: {', '.join(mapping)}"],
-                advice=advice if own else f"{advice};\nwith spmd.axis_mapping(None): around a call that is not meant",
+                advice=advice if own else f"{advice};\nwith spmd.axis_mapping(None): around a call that it is not for",
             )
         return layout.resolve(mapping)
 

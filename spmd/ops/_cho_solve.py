@@ -92,7 +92,7 @@ def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[A
     rows = square(matrix, "cho_solve", "solves", _EXAMPLE)
     if matrix.x.ndim > 2:
         other = next(f for f in matrix.operand.factors if not f.bracket)
-        rule = f"cho_solve has one matrix, and l has {other.name} too."
+        rule = f"cho_solve takes one matrix, and l also has the dimension {other.name}."
         call.fail(rule, at=other.span, advice="for many matrices, jax.vmap", error=LayoutError)
     if len(right.dims) != 1 or (right.factor.name, right.factor.axes) != (rows.name, rows.axes):
         rule = "the brackets of b are around the rows of l, divided as there."

@@ -74,7 +74,7 @@ def square(one: Along, name: str, does: str, example: str) -> Factor:
     """The rows of a square matrix, in a call that can be."""
     rows, columns = rows_and_columns(one, name, does, example)
     if rows.size != columns.size:
-        rule = f"{name} has a square matrix, and this one has {rows.size} rows and {columns.size} columns."
+        rule = f"{name} takes a square matrix, and this one has {rows.size} rows and {columns.size} columns."
         one.call.fail(rule, at=rows.span, error=SizeError)
     return rows
 

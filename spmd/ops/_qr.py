@@ -72,7 +72,7 @@ def rows_and_columns(one: Along, name: str, does: str, example: str) -> tuple[Fa
     if len(one.dims) != 2:
         got = [f"{len(one.dims)} in brackets"]
         one.call.fail(
-            f"{name} has rows and columns in brackets.", got=got, advice=f"as in {example}", error=LayoutError
+            f"{name} takes rows and columns in brackets.", got=got, advice=f"as in {example}", error=LayoutError
         )
     rows, columns = one.factors
     if columns.axes:

@@ -176,7 +176,7 @@ def _check_among(among: Any, e: int, k: int) -> None:
     if e % n:
         raise SizeError(f"{e} experts do not form {n} groups of equal size.", call=call)
     if k > m * (e // n):
-        raise SizeError(f"a token chooses {k} experts among the {m * (e // n)} of {m} groups.", call=call)
+        raise SizeError(f"a token chooses {k} experts, and its groups ({m}) have only {m * (e // n)}.", call=call)
 
 
 def _in_best_groups(scores: Any, n: int, m: int) -> Any:
@@ -463,7 +463,7 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
     rest = sequence[: len(sequence) - len(experts)] if by_s else sequence
     tp_s = ends(rest, hidden)
     if set(hidden) & {*batch, *experts} or (set(hidden) & set(sequence) and not tp_s):
-        rule = "the axes of tp divide hidden units. They divide no tokens, or are the last of sp (before ep)."
+        rule = "the axes of tp divide hidden units. They divide tokens only if they are the last of sp (before ep)."
         raise MeshError(rule, call=call, advice="other axes for tp, or sp ending in them")
     if shared and tp_s and by_s:
         rule = "the shared expert would gather the sequence over tp across the axes of ep."

@@ -123,7 +123,8 @@ def _check(devices: Any, axes: Sequence[str], memory: Any, top: Any, most: Any) 
         if fault := not_int(name, value, 1):
             raise SizeError(fault, call=_CALL, advice=f"as in {name}=8")
     if not isinstance(memory, int | float) or not 0 < memory <= 1:
-        raise SizeError(f"memory is the part of a device's memory that a step may take, not {memory!r}.", call=_CALL)
+        rule = f"memory, the part of a device's memory that a step may take, is above 0 and at most 1, not {memory!r}."
+        raise SizeError(rule, call=_CALL)
     twice = [axis for i, axis in enumerate(axes) if axis in axes[:i]]
     if twice or not axes or isinstance(axes, str):
         fault = f"names '{twice[0]}' twice" if twice and not isinstance(axes, str) else f"is {axes!r}"
@@ -196,7 +197,8 @@ class _Job:
         for what, stated, said in (("seconds", one.seconds, row.seconds), ("bytes of memory", bound.memory, row.peak)):
             if stated > said * (1 + 1e-6):
                 rule = f"build states a bound of {stated:.6g} {what}, and the trace has {said:.6g}."
-                raise SpmdError(rule, call=_CALL, got=[f"the mesh: {row.name}"], advice="a bound that is never above")
+                advice = "a bound that never exceeds the trace"
+                raise SpmdError(rule, call=_CALL, got=[f"the mesh: {row.name}"], advice=advice)
         self.check_room("memory", "the estimated peak", row.peak)
         return row
 
