@@ -350,9 +350,7 @@ def _devices() -> dict[str, Any]:
     return {
         "devices": {"count": len(devices), "local": jax.local_device_count(), "kinds": kinds},
         "processes": jax.process_count(),
-        "meshes": [
-            {"axes": axes, "use": use, "crossing": crossing(make_mesh(**dict[str, Any](axes)))} for axes, use in meshes
-        ],
+        "meshes": [{"axes": axes, "use": use, "crossing": _crossing(axes)} for axes, use in meshes],
     }
 
 
