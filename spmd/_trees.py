@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -266,11 +266,7 @@ class _Matcher:
         alone = children(node) is None
         leaves = list(leaves_of(node, path))
         if leaves and not alone and not any(is_array(leaf.value) or is_foreign(leaf.value) for leaf in leaves):
-            numbers = [leaf.value for leaf in leaves]
-            hint = "; numpy.asarray makes an array of numbers" if all(map(is_number, numbers)) else ""
-            if all(type(n) is int for n in numbers) and has_room(layout, len(numbers)):
-                shape = f"({', '.join(map(str, numbers))}{',' * (len(numbers) == 1)})"
-                hint = f"; of a shape, spmd.check and spmd.explain take jax.ShapeDtypeStruct({shape}, dtype)"
+            hint = _hint_for([leaf.value for leaf in leaves], layout)
             self.fail(path, f"the layout '{layout}' is for arrays, but here is {described(node)} without one{hint}")
         for leaf in leaves:
             fits = is_array(leaf.value) or (alone and is_number(leaf.value))
@@ -327,6 +323,14 @@ class _Matcher:
                 f"layouts for {listed(list(entries))} ({_kind(spec)})" if entries else f"{_kind(spec)} has no layouts"
             )
             self.fail(path, f"{given}, but here is {described(node)}")
+
+
+def _hint_for(values: Sequence[Any], layout: Layout) -> str:
+    """What numbers that stand where an array belongs may be meant for: a shape, or an array."""
+    if all(type(n) is int for n in values) and has_room(layout, len(values)):
+        shape = f"({', '.join(map(str, values))}{',' * (len(values) == 1)})"
+        return f"; of a shape, spmd.check and spmd.explain take jax.ShapeDtypeStruct({shape}, dtype)"
+    return "; numpy.asarray makes an array of numbers" if all(map(is_number, values)) else ""
 
 
 def _written_in(spec: Any, entry: Any) -> bool:

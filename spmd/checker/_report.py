@@ -634,32 +634,24 @@ def _instead(eqn: Any) -> str | None:
 
 def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum and an equal value in one sum."""
-    mark, along = _mark(axes), _and(axes)
-    rule = (
-        f"{_name(eqn)} of a partial sum {mark} and a value that is equal on {along}: "
-        f"the sum over {along} would count that value once per device."
-    )
-    return _mended(walk, eqn, axes, rule)
+    along = _and(axes)
+    return _met(walk, eqn, axes, f"is equal on {along}: the sum over {along} would count that value once per device")
 
 
 def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum and a divided value in one sum."""
-    mark, along = _mark(axes), _and(axes)
-    rule = (
-        f"{_name(eqn)} of a partial sum {mark} and a value that is divided over {along}: "
-        "each block meets this device's part of the sum, and not the sum."
-    )
-    return _mended(walk, eqn, axes, rule)
+    harm = "each block meets this device's part of the sum, and not the sum"
+    return _met(walk, eqn, axes, f"is divided over {_and(axes)}: {harm}")
 
 
 def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum times a value that is not the same for all its parts."""
-    mark, along = _mark(axes), _and(axes)
-    rule = (
-        f"{_name(eqn)} of a partial sum {mark} and a value that differs along {along}: "
-        "each part would be scaled differently."
-    )
-    return _mended(walk, eqn, axes, rule)
+    return _met(walk, eqn, axes, f"differs along {_and(axes)}: each part would be scaled differently")
+
+
+def _met(walk: Any, eqn: Any, axes: Sequence[str], other: str) -> Fault:
+    """A partial sum that meets another value: how that one lies, and what is wrong with it."""
+    return _mended(walk, eqn, axes, f"{_name(eqn)} of a partial sum {_mark(axes)} and a value that {other}.")
 
 
 def returned_partial(walk: Any, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Fault:

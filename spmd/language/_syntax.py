@@ -231,11 +231,7 @@ def _check_factors(dim: Dim) -> None:
 def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
     """Raise a LayoutError unless each part could have been written in a string (for layouts made by code)."""
     for place, dim in enumerate(dims):
-        bad = dim.ellipsis and (dim.atoms or any(dim.margin) or dim.bracket)
-        bad = bad or (not dim.ellipsis and not dim.atoms) or (len(dim.atoms) > 1 and not dim.composite)
-        bad = bad or (dim.bracket and any(dim.margin)) or min(dim.margin) < 0
-        bad = bad or (dim.composite and not all(atom.named for atom in dim.atoms))
-        if bad:
+        if not _has_form(dim):
             raise fault(f"Dimension {place} cannot be written in the layout language.", dim.span)
         for atom in dim.atoms:
             if not (atom.name == "_" or atom.size is not None or writable(atom.name)) or atom.name == "scalar":
@@ -245,6 +241,17 @@ def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
     for axis in (*marks, *(axis for dim in dims for axis in dim.axes)):
         if not writable(axis):
             raise fault(f"'{axis}' is not a name of a mesh axis.", None)
+
+
+def _has_form(dim: Dim) -> bool:
+    """Whether the parts of a dimension may stand together in a string."""
+    if dim.ellipsis:
+        return not (dim.atoms or any(dim.margin) or dim.bracket)
+    if dim.composite and not all(atom.named for atom in dim.atoms):
+        return False
+    if dim.bracket and any(dim.margin):
+        return False
+    return bool(dim.atoms) and (dim.composite or len(dim.atoms) == 1) and min(dim.margin) >= 0
 
 
 def writable(name: object) -> bool:

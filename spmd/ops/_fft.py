@@ -524,34 +524,20 @@ def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad: 
     """The work in terms of factors, one per array axis."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     extra = len(call.ellipsis_shape())
-    places: list[int] = []  # of each dim, its first factor
-    at = 0
-    for dim in src.dims:
-        places.append(at)
-        at += extra if dim.ellipsis else len(dim.atoms)
-    last = places[moved[-1]]
+    counts = [extra if dim.ellipsis else len(dim.atoms) for dim in src.dims]
+    places = [sum(counts[:i]) for i in range(len(counts))]  # of each dim, its first factor
     target: list[tuple[str, ...]] = []
     after: list[int] = []
-    for dim_before, dim_after, place in zip(src.dims, dst.dims, places, strict=True):
-        if dim_before.ellipsis:
+    for i, (dim, place, count) in enumerate(zip(dst.dims, places, counts, strict=True)):
+        those = operand.factors[place : place + count]
+        if dim.ellipsis:
             target += [()] * extra
-            after += [f.size for f in operand.factors[place : place + extra]]
+            after += [factor.size for factor in those]
             continue
-        for k, atom in enumerate(dim_after.atoms):
-            size = operand.factors[place + k].size
-            fix = None
-            if place == last and call.name == "fft.rfft":
-                size = frequencies(call, atom, size, pad)
-                fix = None if pad else call.paste(src, dst, pad=True)
-            elif place == last and call.name == "fft.irfft":
-                size = _samples(call, atom, size, pad)
-            if wall is not None and size < wall.least and place in {places[i] for i in moved}:
-                rule = f"a cosine transform of type 1 has an element at each wall, and {atom.name} has one element."
-                call.fail(rule, at=atom.span, advice="type=2, with walls half an element beyond", error=SizeError)
-            call.bind(atom.name, size, f"{call.name} of {operand.factors[place + k].name}", atom.span)
-            call.local(size, atom.axes or (), atom.name, atom.span, fix=fix)
+        least = wall.least if wall is not None and i in moved else 0
+        for atom, factor in zip(dim.atoms, those, strict=True):
+            after.append(_size_after(call, atom, factor, pad, i == moved[-1], least))
             target.append(atom.axes or ())
-            after.append(size)
     real = {"fft.rfft": "first", "fft.irfft": "last"}.get(call.name, "" if wall is None else "both")
     bare = [i for i, f in enumerate(operand.factors) if not f.name.startswith("...")]
     single = {places[i] for i, dim in enumerate(src.dims) if len(dim.atoms) == 1 and len(dst.dims[i].atoms) == 1}
@@ -561,7 +547,7 @@ def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad: 
         before=tuple(f.size for f in operand.factors),
         after=tuple(after),
         moved=frozenset(places[i] for i in moved),
-        half=last if real in ("first", "last") else -1,
+        half=places[moved[-1]] if real in ("first", "last") else -1,
         real=real,
         movable=frozenset(i for i in bare if i in single),
         together=call.frame.mode != "auto",
@@ -569,6 +555,22 @@ def _job(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad: 
         given=dtype.itemsize,
         itemsize=np.result_type(dtype, np.complex64).itemsize if wall is None else dtype.itemsize,
     )
+
+
+def _size_after(call: Call, atom: Atom, factor: Any, pad: bool, last: bool, least: int) -> int:
+    """The size of a factor on the right, at least `least`. Its name is bound to it, and its axes divide it."""
+    size, fix = factor.size, None
+    if last and call.name == "fft.rfft":
+        size = frequencies(call, atom, size, pad)
+        fix = None if pad else call.paste(call.pattern.inputs[0], call.pattern.outputs[0], pad=True)
+    elif last and call.name == "fft.irfft":
+        size = _samples(call, atom, size, pad)
+    if size < least:
+        rule = f"a cosine transform of type 1 has an element at each wall, and {atom.name} has one element."
+        call.fail(rule, at=atom.span, advice="type=2, with walls half an element beyond", error=SizeError)
+    call.bind(atom.name, size, f"{call.name} of {factor.name}", atom.span)
+    call.local(size, atom.axes or (), atom.name, atom.span, fix=fix)
+    return size
 
 
 def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:

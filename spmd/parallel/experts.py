@@ -405,12 +405,11 @@ def _plan_of_group(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
 
 def _experts(places: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict[str, Any]) -> Any:
     """Send tokens to the experts' devices, through the experts, and back: a partial sum if tp divides no tokens."""
-    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
-    there = {name: axes for name, axes in near.items() if name != "tp_s"}
+    near, inside = _axes_of(at)
     x = all_to_all(places, "n/dp/by_b m/sp/tp_s/by_s e c d -> n/dp m/sp/tp_s e/by_b/by_s c d", **near)
     x = all_gather(x, "n/dp m/sp/tp_s e/by_b/by_s c d -> n/dp m/sp e/by_b/by_s c d", **near)
     into = "n/dp m/sp e/by_b/by_s c d, e/by_b/by_s d f/tp -> n/dp m/sp e/by_b/by_s c f/tp"
-    h = activation(einsum(x, gate, into, tp=at["tp"], **there)) * einsum(x, up, into, tp=at["tp"], **there)
+    h = activation(einsum(x, gate, into, **inside)) * einsum(x, up, into, **inside)
     out_of = "n/dp m/sp e/by_b/by_s c f/tp, e/by_b/by_s f/tp d -> n/dp m/sp/tp_s e/by_b/by_s c d {U:whole}"
     y = einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **near)
     home = "n/dp m/sp/tp_s e/by_b/by_s c d {U:whole} -> n/dp/by_b m/sp/tp_s/by_s e c d {U:whole}"
@@ -419,13 +418,18 @@ def _experts(places: Any, gate: Any, up: Any, down: Any, activation: Any, at: di
 
 def _shared(group: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict[str, Any]) -> Any:
     """The expert that takes every token."""
-    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
-    there = {name: axes for name, axes in near.items() if name != "tp_s"}
+    near, inside = _axes_of(at)
     x = all_gather(group, "n/dp/by_b m/sp/by_s/tp_s t d -> n/dp/by_b m/sp/by_s t d", **near)
     into = "n/dp/by_b m/sp/by_s t d, d f/tp -> n/dp/by_b m/sp/by_s t f/tp"
-    h = activation(einsum(x, gate, into, tp=at["tp"], **there)) * einsum(x, up, into, tp=at["tp"], **there)
+    h = activation(einsum(x, gate, into, **inside)) * einsum(x, up, into, **inside)
     out_of = "n/dp/by_b m/sp/by_s t f/tp, f/tp d -> n/dp/by_b m/sp/by_s/tp_s t d {U:whole}"
     return einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **near)
+
+
+def _axes_of(at: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The axes outside the products, where tp may divide tokens, and inside them, where it divides hidden units."""
+    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
+    return near, {**{name: axes for name, axes in near.items() if name != "tp_s"}, "tp": at["tp"]}
 
 
 def _report(routing: Routing, load: Any, kept: Any, dp: Axes, sp: Axes) -> MoEReport:
