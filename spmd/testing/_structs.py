@@ -82,14 +82,11 @@ def shrunk(
     if read.faults:
         return plan.rebuild(leaves), {}  # the run says what is wrong
     given = [dims for x, dims in zip(leaves, read.dims, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)]
-    fixed = {name for dims in given for dim, _ in dims for name in dim.names}
+    fixed = {name for dims in given for dim, _ in dims for name in dim.names} | known.keys()
     written = [dim for dims in read.dims for dim, _ in dims]
     written += [dim for layout in plan.outputs.declared for dim in layout.dims]
-    free = {name: size for name, size in sizes.items() if name not in fixed | known.keys()}
-    used = {size for name, size in sizes.items() if name not in free}
+    blocks = {name: _blocks(name, written, meshes) for name in sizes if name not in fixed}
     least = max((_largest(x) + 1 for x in leaves), default=0)
-    blocks = {name: _blocks(name, written, meshes) for name in free}
-    every = math.lcm(*(math.prod(mesh.shape.values()) for mesh in meshes))
 
     def values(sizes: Mapping[str, int]) -> list[Any]:
         return plan.rebuild([_resized(x, dims, sizes) for x, dims in zip(leaves, read.dims, strict=True)])
@@ -102,6 +99,22 @@ def shrunk(
             return False
         return True
 
+    every = math.lcm(*(math.prod(mesh.shape.values()) for mesh in meshes))
+    found = _smallest(sizes, blocks, least, every, allowed)
+    _check_drawable(kernel, values(found), found)
+    return values(found), {name: (sizes[name], found[name]) for name in blocks if found[name] != sizes[name]}
+
+
+def _smallest(
+    sizes: Mapping[str, int],
+    blocks: Mapping[str, int],
+    least: int,
+    every: int,
+    allowed: Callable[[Mapping[str, int]], bool],
+) -> Mapping[str, int]:
+    """The sizes, those of the names in `blocks` as small as is allowed; `every` is a size that all meshes divide."""
+    free = {name: sizes[name] for name in blocks}
+    used = {size for name, size in sizes.items() if name not in free}
     found = _smaller(sizes, _distinct(free, blocks, used, least), allowed)
     # What is divided in the body only, or is a multiple of another name, or has two halves: more of them fit together.
     for start in (every, 2 * every):
@@ -109,8 +122,7 @@ def shrunk(
         steps = {name: start << i for i, name in enumerate(sorted(kept, key=kept.__getitem__))}
         targets = {name: max(n, -(-least // n) * n) for name, n in steps.items()}
         found = _smaller(found, {name: n for name, n in targets.items() if n < kept[name]}, allowed)
-    _check_drawable(kernel, values(found), found)
-    return values(found), {n: (k, found[n]) for n, k in free.items() if found[n] != k}
+    return found
 
 
 def _distinct(free: Mapping[str, int], blocks: Mapping[str, int], used: set[int], least: int) -> dict[str, int]:
