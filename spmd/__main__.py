@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, run_rules, run_search, run_show
@@ -29,17 +30,22 @@ _EXAMPLES = """examples:
 """
 
 
+def _called() -> str:
+    """How the command was called: by its script, or as a module."""
+    return "spmd" if Path(sys.argv[0]).stem == "spmd" else "python -m spmd"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m spmd",
+        prog=_called(),
         description="Plan the cheapest change of layout, draw which device holds what, explain or check a program,\n"
         "search the mesh that suits it, show versions and devices, print the rules of the checker, or start a program\n"
         "as several processes.",
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.replace("python -m spmd", _called()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spmd {installed('spmd') or '(not installed)'}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     plan = _command(
         commands,
@@ -91,6 +97,7 @@ def _command(commands: Any, name: str, summary: str, description: str) -> argpar
     """A command with its examples."""
     first, *lines = _EXAMPLES.splitlines()
     examples = "\n".join([first, *(line for line in lines if f" spmd {name}" in line)])
+    examples = examples.replace("python -m spmd", _called())
     described = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(name, help=summary, description=description, epilog=examples, formatter_class=described)
 
@@ -116,6 +123,7 @@ def _add_programs(commands: Any) -> None:
         "Exits with 1 if there are findings.",
     )
     check.add_argument("--source", action="store_true", help="print the program with the layout of each line")
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
     for parser in (explain, check):
         parser.add_argument("program", metavar="PROGRAM", help="a file and a name in it: train.py:step")
         _add_mesh_and_sizes(parser, needed=False)
@@ -204,6 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         apart = all("=" in one and not one.startswith("-") for one in rest)
         advice = "; commas join them, as in --size b=8,d=16" if apart else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{advice}")
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a pipe gets each line as it comes
     try:

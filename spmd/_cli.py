@@ -179,13 +179,15 @@ def run_search(options: Any) -> int:
 
 
 def run_check(options: Any) -> int:
-    """`check`: the findings of a program, and its lines with their layouts. It returns 1 if there are any."""
+    """`check`: the findings of a program, or JSON, and its lines with their layouts. It returns 1 if there are any."""
     fn, args = _program(options)
     with shown_if_slow(f"checking {options.program}"):
         found = check(fn, *args)
-    if options.source:
-        _print(str(found.source()) + "\n")
-    _print(str(found) if found else "no findings")
+    source = {"source": str(found.source())} if options.source else {}
+    if options.json:
+        _print(json.dumps(found.to_dict() | source, indent=2))
+    else:
+        _print("\n\n".join([*source.values(), str(found)]))
     return 1 if found else 0
 
 

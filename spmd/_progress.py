@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 SECONDS = 2.0  # from then on a reader wonders
 
@@ -19,15 +20,12 @@ def shown_if_slow(text: str) -> Iterator[Callable[[int, int], None]]:
     Yields:
       A function that is told how much is done, and how much there is. The bar moves to and fro until it is called.
     """
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield lambda done, total: None
         return
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     task = progress.add_task(text, total=None)

@@ -173,6 +173,11 @@ class Fault:
         inside = self.call is None or _position(self.call, self.source or "") is not None
         return self.source is not None and self.span is not None and inside
 
+    @property
+    def fixes(self) -> Sequence[str | Fix]:
+        """Every fix, however many were given."""
+        return (self.fix,) if isinstance(self.fix, str | Fix) else self.fix or ()
+
     def __str__(self) -> str:
         lines = [*_shown(self.call, self.source, self.span), self.rule]
         got = [*self.got, *([f"called by {', called by '.join(self.layers)}"] if self.layers else [])]
@@ -180,8 +185,7 @@ class Fault:
             lines.append(f"got: {got[0]}")
         elif got:
             lines += ["got:", *(f"- {line}" for line in got)]
-        fixes = (self.fix,) if isinstance(self.fix, str | Fix) else self.fix or ()
-        lines += ["fix: " + str(one).replace("\n", "\n     ") for one in fixes]
+        lines += ["fix: " + str(one).replace("\n", "\n     ") for one in self.fixes]
         if self.advice is not None:
             lines.append("advice: " + self.advice.replace("\n", "\n        "))
         return "\n".join(lines)

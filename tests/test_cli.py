@@ -140,7 +140,21 @@ def test_wrong_words(run, words, message):
     assert "Traceback" not in err and err.strip("\n") == err[:-1]
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["plan"], ["show", "b"], [*PLAN, "--quick"]])
+def test_without_a_command_all_of_them_are_listed(capsys):
+    assert main([]) == 2
+    written = capsys.readouterr()
+    assert written.out == "" and "launch" in written.err and "examples:" in written.err
+
+
+def test_the_help_calls_the_command_as_it_was_called(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/spmd"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["show", "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: spmd show") and '  spmd show "b/dp' in out and "python -m" not in out
+
+
+@pytest.mark.parametrize("words", [["fly"], ["plan"], ["show", "b"], [*PLAN, "--quick"]])
 def test_words_that_argparse_refuses(words, capsys):
     with pytest.raises(SystemExit) as left:
         main(words)

@@ -53,6 +53,15 @@ def test_a_slow_step_is_shown_and_removed(monkeypatch):
     assert written.endswith("\x1b[2K")  # the line is empty again
 
 
+def test_an_error_of_the_program_is_alone_where_rich_is_missing(monkeypatch):
+    """It once came with "No module named 'rich'", as if that were the reason."""
+    terminal = Terminal(monkeypatch)
+    monkeypatch.setattr(_progress, "find_spec", lambda name: None)
+    with pytest.raises(ZeroDivisionError) as found, shown_if_slow("loading train.py:step"):
+        raise ZeroDivisionError
+    assert found.value.__context__ is None and terminal.read() == ""
+
+
 def test_a_step_that_counts_fills_a_bar(monkeypatch):
     terminal = Terminal(monkeypatch)
     with shown_if_slow("searching step.py:build") as progress:

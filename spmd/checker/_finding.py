@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from spmd.errors import Fault
 
@@ -20,6 +21,19 @@ class Finding(Fault):
     kind: str = ""
     line: str = ""
     certain: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {
+            "kind": self.kind,
+            "line": self.line,
+            "certain": self.certain,
+            "rule": self.rule,
+            "got": list(self.got),
+            "fix": [str(one) for one in self.fixes],
+            "advice": self.advice,
+            "message": str(self),
+        }
 
 
 def found(fault: Fault, kind: str, line: str, certain: bool = True) -> Finding:

@@ -46,6 +46,10 @@ class Findings(tuple[Finding, ...]):
         heading = "1 finding" if len(self) == 1 else f"{len(self)} findings"
         return html_page(heading, tables, empty="" if rows else "no findings")
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {"findings": [one.to_dict() for one in self]}
+
     def source(self) -> Source:
         """Show the program as it is written, with the inferred layouts beside each line.
 
