@@ -10,12 +10,26 @@ from spmd.errors import Fault
 
 @dataclass(frozen=True, slots=True)
 class Finding(Fault):
-    """One fault that the checker found.
+    """One fault that the checker found. Its text is the message, and the parts of the message are values.
 
     Attributes:
       kind: Its class, one word; the page "What the checker knows" has one section for each.
       line: The user's line, `file:line (function)`.
-      certain: Whether it is an error. Of a raw `shard_map` it may be meant: one result per device.
+      certain: Whether it is an error. In a raw `shard_map` it may be intended: one result per device.
+      rule: What is wrong, in one sentence.
+      call: The call whose string it is about.
+      got: What was found: the values, how they came to be, the mesh.
+      fix: The line to paste, if there is one.
+      advice: What to do otherwise.
+
+    Example:
+      >>> import jax, spmd
+      >>> @spmd.kernel("b/dp d -> d", mesh=spmd.make_mesh(dp=4))
+      ... def column_sums(x):
+      ...     return x.sum(0)
+      >>> [finding] = spmd.check(column_sums, jax.ShapeDtypeStruct((8, 2), "float32"))
+      >>> finding.kind, finding.certain, str(finding.fix)
+      ('partial', True, 'psum(result, "d {U:dp} -> d")')
     """
 
     kind: str = ""

@@ -19,9 +19,18 @@ def early(error: ReplicationError, line: str) -> ReplicationError:
 
 
 class Findings(tuple[Finding, ...]):
-    """All findings of one check, in the order of the program. Empty and falsy where there are none.
+    """All findings of one check, in the order of the program. Empty and falsy if there are none.
 
-    Its text is all messages.
+    Printed, it shows all messages.
+
+    Example:
+      >>> import jax, spmd
+      >>> @spmd.kernel("b/dp d -> d", mesh=spmd.make_mesh(dp=4))
+      ... def column_sums(x):
+      ...     return x.sum(0)
+      >>> findings = spmd.check(column_sums, jax.ShapeDtypeStruct((8, 2), "float32"))
+      >>> bool(findings), [str(one.fix) for one in findings]
+      (True, ['psum(result, "d {U:dp} -> d")'])
     """
 
     _listing: Callable[[Findings], Source] | None

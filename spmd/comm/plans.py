@@ -44,7 +44,13 @@ class Step:
       bytes: What one device sends, by the conventions of `spmd.inspect.Collective`.
       shape: The local shape after it.
       collectives: How many it takes: none for a split, one per round of sends.
-      seconds: Its estimated time, where the plan has a hardware profile.
+      seconds: Its estimated time, if the plan has a hardware profile.
+
+    Example:
+      >>> import spmd
+      >>> [step] = spmd.plan("a/x b -> a b", sizes={"a": 8, "b": 8}, mesh={"x": 4}).steps
+      >>> step.kind, step.axes, step.bytes, step.shape
+      ('all_gather', ('x',), 192, (8, 8))
     """
 
     kind: str
@@ -93,6 +99,14 @@ class Plan(Drawn):
       exceeds: Whether an array on the way is larger per device than both ends. It is only if no sequence of collectives
         avoids it.
       shape: The local shape before.
+
+    Example:
+      >>> import spmd
+      >>> plan = spmd.plan("a/x b -> a b/x", sizes={"a": 8, "b": 8}, mesh={"x": 4})
+      >>> [step.text for step in plan.steps]
+      ['all_to_all(x, "a/x b -> a b/x")']
+      >>> plan.bytes, plan.lower_bound, plan.ratio
+      (48, 48, 1.0)
     """
 
     source: Layout

@@ -50,6 +50,14 @@ class FSDPLayouts:
       compute: Their layouts in use: those given as `base`.
       axes: The mesh axes over which parameters are divided at rest.
       rows: The printed facts: path, dtype, shape, layout, bytes of the whole leaf, number of parts, why it stays whole.
+
+    Example:
+      >>> import jax
+      >>> from spmd import parallel
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 128), "float32")}
+      >>> plan = parallel.fsdp_layouts(params, {"w": "d f"}, fsdp="dp", mesh={"dp": 4})
+      >>> str(plan.at_rest["w"]), str(plan.compute["w"]), plan.whole
+      ('d/dp f', 'd f', 0.0)
     """
 
     at_rest: Any

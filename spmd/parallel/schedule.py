@@ -38,6 +38,12 @@ class PipelineSchedule:
       repeats: How often each micro-batch passes each device: 1 for one stage on each device, more for interleaved
         (circular) stages.
       order: "forward", "1f1b", "eager-1f1b" or "zb-h1".
+
+    Example:
+      >>> from spmd.parallel import pipeline_schedule
+      >>> schedule = pipeline_schedule(4, 6)
+      >>> schedule.ticks, schedule.bubble, schedule.busy
+      (9, 0.5, 6)
     """
 
     stages: int
