@@ -90,8 +90,11 @@ class Dataflow(Engine):
         """Specs do not claim anything about whole arrays, so what was done to pieces may be meant."""
         if self.silent(eqn):
             return
+        differentiated = any(map(is_differentiated, (eqn, *self.callers)))
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
             pending = sorted(p for p in state.pending if p.axis in self.checked and p.kind not in QUIET)
+            if pending and differentiated and self.history.only_for_derivatives(eqn.outvars[index]):
+                continue
             if pending:
                 fault = report.pending_returned(self, eqn, index, pending, spec)
                 self.note(eqn, "pending", fault, where=self.made_pending[pending[0].at], certain=False)
@@ -101,7 +104,7 @@ class Dataflow(Engine):
             have = [axes_of_dim(dim) for dim in state.dims]
             known = not any(axes is HIDDEN for dim in state.dims for _, axes in dim)
             # What JAX's derivative keeps of a body is put together in some way, and taken apart in the same way.
-            known = known and not is_differentiated(eqn)
+            known = known and not differentiated
             if known and said != have and {*sum(said, ())} == {*sum(have, ())} and not state.different:
                 self.note(eqn, "layout", report.returned_otherwise(self, eqn, index, state, spec), certain=False)
 

@@ -66,6 +66,9 @@ NESTED = 63
 # JAX's own functions of single elements. Their loop runs until all have converged; one that has stays as it is.
 EACH_ALONE = ("random_gamma_grad_impl", "_poisson_knuth", "_poisson_rejection")
 
+# How `jnp.searchsorted` looks for elements.
+RANKS = frozenset(f"_searchsorted_{how}_impl" for how in ("scan", "sort", "compare_all"))
+
 # Operations along a dimension that keep a constant constant.
 KEEP_CONSTANTS = frozenset(("flip", "sort"))
 
@@ -85,6 +88,7 @@ class Engine(Domain):
       root: The jaxpr that is walked, for those who look again.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
+      columns: For indices that were put together, `x[i, j]`, what stands for each dimension.
       with_one: For mesh axes of which a trace with one device is at hand: the shape of an equation's result in it.
     """
 
@@ -112,6 +116,7 @@ class Engine(Domain):
         self._diverged = self._each_alone = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
+        self.columns: dict[Any, Sequence[State]] = {}
         self._history: History | None = None
         self._statistics: Statistics | None = None
         self._blamed: dict[Any, Finding] = {}
@@ -353,6 +358,8 @@ class Engine(Domain):
                 if len(dim) == 1 and dim[0] == (1, HIDDEN):  # a single element fits any layout
                     dim = have
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
+                if both is None and m.whole.get(label) == "sort" and any(o.number for o in operands):
+                    both = have if axes_of_dim(have) else dim  # an argsort: places in a piece that is sorted
                 if both is None:
                     if label not in m.reduced or not _factors_meet(operands, have, dim):
                         wrong.append((have, dim))
@@ -429,6 +436,13 @@ class Engine(Domain):
             return self.step(eqn, operands)
         pending = frozenset(Pending(UNREAD, axis, -1) for o in operands for axis in o.axes)
         return [self.kept(State(tuple(map(hidden, shape_of(v))), pending=pending)) for v in eqn.outvars]
+
+    def call(self, eqn: Any, part: Held, operands: Sequence[State]) -> Sequence[State]:
+        """A call. Ranks in a piece may be meant as terms of a sum; newer JAX has a primitive for them, and no loop."""
+        ranks = eqn.params.get("name") in RANKS and called_in_jax(eqn, "searchsorted")
+        if ranks and operands[0].axes:
+            return self.unknown(eqn, operands)
+        return super().call(eqn, part, operands)
 
     # --- loops and branches ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from spmd import _compat
 from spmd._facts import kernel_around
 from spmd._jaxprs import Held, Role, axes_of, held, opened
 from spmd._walker import Domain, walk
-from spmd.checker._source import line_of
+from spmd.checker._source import is_transposed, line_of
 from spmd.language import Layout, axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.
@@ -78,7 +79,7 @@ class History(Domain):
         self.order: dict[int, int] = {}
         self.arguments: dict[Any, tuple[str, Layout]] = {}
         self._names, self._layouts = tuple(names), tuple(layouts)
-        invars = opened(jaxpr)[0].invars
+        invars, self._results = opened(jaxpr)[0].invars, opened(jaxpr)[0].outvars
         for i, (var, axes) in enumerate(zip(invars, varying, strict=False)):
             self.inputs[var] = f"input {i}, which varies over {', '.join(axes)}", frozenset(axes)
         walk(jaxpr, [(var,) for var in invars], self)
@@ -208,6 +209,25 @@ class History(Domain):
                 break
             [atom] = operands
         return atom
+
+    def only_for_derivatives(self, var: Any) -> bool:
+        """Whether only a backward pass reads a value."""
+        return var not in self._read_forward
+
+    @functools.cached_property
+    def _read_forward(self) -> set[Any]:
+        """What is read outside of backward passes. The way back through calls needs no equation."""
+        read: set[Any] = set()
+        for eqn, _, callers in self.made.values():
+            if not any(map(is_transposed, (eqn, *callers))) and all(part.role == Role.MAP for part in held(eqn)):
+                read.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+        read.update(atom for atom in self._results if not isinstance(atom, Literal))
+        todo = list(read)
+        while todo:
+            new = set(self.made_of.get(todo.pop(), ())) - read
+            read |= new
+            todo += new
+        return read
 
     def producer(self, atom: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """The equation that made a value, and the equations around it."""

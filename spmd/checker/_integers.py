@@ -904,6 +904,14 @@ def rows_of(table: Table, whole: int, sizes: Sizes) -> tuple[str, ...] | None:
     return axes if axes is not None and size * math.prod(sizes[axis] for axis in axes) == whole else None
 
 
+def counts(table: Table, dim: int) -> bool:
+    """Whether each device counts 0, 1, 2... along a dimension, and only along that one."""
+    shape, first = table.shape, table.entries
+    if table.axes or first.size != 1 or first.item() != 0 or shape[dim] < 2 or table.dtype.kind not in "iu":
+        return False
+    return table.steps[dim] == 1 and not any(step for d, step in enumerate(table.steps) if d != dim)
+
+
 def plus(table: Table, start: Table, sizes: Sizes) -> Table | None:
     """The table with a scalar added. Ids minus `start` meet `arange(n)` where the ids meet `start + arange(n)`."""
     if start.shape or start.dtype != table.dtype or table.dtype.kind not in "iu":

@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import Held, Role, axes_of, held, opened, shape_of
 from spmd._walker import Domain, walk
+from spmd.checker._columns import counting
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._pieces import SUMS, Here, Piece, completed, guarded, left, piece_of
 from spmd.checker._powers import ZERO, Grown, Operand, Power, alike, nearly, power_of, together
@@ -89,7 +90,13 @@ class Scales(Domain):
         for eqn, twin in _pairs(one, two):
             self.twins[id(eqn)] = twin
             for part, like in zip(held(eqn), held(twin), strict=False) if eqn.params else ():
-                self.align(part.jaxpr, like.jaxpr)
+                if part.role != Role.MAP or self._shrinks(eqn):
+                    self.align(part.jaxpr, like.jaxpr)
+
+    def _shrinks(self, eqn: Any) -> bool:
+        """Whether the mesh of a body has one device along the axis in the other trace."""
+        twin, mesh = self.twins.get(id(eqn)), eqn.params["mesh"]
+        return twin is not None and self.axis in mesh.shape and twin.params["mesh"].shape.get(self.axis) == 1
 
     def _without_markers(self, jaxpr: Any) -> list[Any]:
         """The equations but for layouts, of which a verb that moves nothing leaves one more."""
@@ -156,9 +163,7 @@ class Scales(Domain):
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
         """A body. Nothing is known if its mesh does not shrink in the other trace."""
-        twin = self.twins.get(id(eqn))
-        mesh = eqn.params["mesh"]
-        shrinks = twin is not None and self.axis in mesh.shape and twin.params["mesh"].shape.get(self.axis) == 1
+        shrinks = self._shrinks(eqn)
         powers = [value.power if shrinks else None for value in operands]
 
         def run(states: Sequence[State]) -> list[State]:
@@ -263,6 +268,9 @@ class Scales(Domain):
         if name in ("reduce_sum", "dot_general") and self._resized(eqn, operands):
             return None
         given = [value.operand for value in operands]
+        if name == "concatenate":  # of the whole there are more rows, and the other columns pick as they do here
+            pairs = zip(given, counting(self.engine, eqn), strict=True)
+            given = [Operand(ZERO, one.state) if counts else one for one, counts in pairs]
         if name == "select_n" and operands[0].power is None:
             return guarded([value.here for value in operands])
         return self._sorted(eqn, number, given) if name in ("sort", "top_k") else power_of(eqn, given, number)

@@ -12,6 +12,7 @@ import spmd.checker._integers as integers
 import spmd.checker._places as places
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
+from spmd.checker._columns import counted, fitted, varied
 from spmd.checker._engine import Engine
 from spmd.checker._linear import Linear, curved, fetches, passes, product, sums
 from spmd.checker._source import called_in_jax
@@ -301,7 +302,7 @@ def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> 
 def _concatenate(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Arrays one after another, along a dimension that is not divided; the others agree."""
     along, shape = eqn.params["dimension"], shape_of(eqn.outvars[0])
-    [out] = walk.counted(eqn, operands, _joined(walk, eqn, operands, along, shape))
+    [out] = walk.counted(eqn, operands, _joined(walk, eqn, fitted(walk, eqn, operands), along, shape))
     constant = all(axes is FREE for o in operands for _, axes in o.dims[along])
     if constant and out.table is not None and integers.is_constant(out.table, along):
         dims = (*out.dims[:along], free(shape[along]), *out.dims[along + 1 :])
@@ -427,6 +428,8 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     own = _own_rows(walk, operand, indices, numbers, before)
     blocks = _own_window(walk, eqn, operand, indices)
     rows = list(indices.dims[:-1] if own is None else own)
+    by_number, known_rows = counted(walk, eqn, operands, numbers.start_index_map)
+    rows = [known_rows.get(i, dim) for i, dim in enumerate(rows)]
     for d, i in zip(batching, getattr(numbers, "start_indices_batching_dims", ()), strict=True):
         both = unify(rows[i], operand.dims[d], indices.different, operand.different)
         rows[i] = both or hidden(size_of(rows[i]))
@@ -440,7 +443,7 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         else:
             dims.append(next(rest, hidden(n)))
     dims = _each_axis_once(dims)
-    known = blocks.keys() & set(window)
+    known = (blocks.keys() & set(window)) | by_number.keys()
     picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None and d not in known]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
     # An index into a whole dimension lies as the indices do. One into a piece is right if it was moved by axis_index.
@@ -463,6 +466,18 @@ def _covering(operand: State, indices: State, updates: State, numbers: Any) -> d
     return found
 
 
+def _counted_rows(walk: Engine, eqn: Any, operands: Sequence[State], covering: dict[int, Dim]) -> set[int]:
+    """The dimensions whose rows are counted; `covering` then has how the updates of these rows lie."""
+    _, indices, updates = operands
+    numbers = eqn.params["dimension_numbers"]
+    by_number, rows = counted(walk, eqn, operands, numbers.scatter_dims_to_operand_dims)
+    rest = [dim for i, dim in enumerate(updates.dims) if i not in numbers.update_window_dims]
+    for d, i in by_number.items():
+        both = unify(rest[i], rows[i], updates.different, indices.different)
+        covering[d] = both or hidden(size_of(rest[i]))
+    return set(by_number)
+
+
 def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
     """How a scatter brings updates together with what is there."""
     name = eqn.primitive.name
@@ -482,8 +497,9 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     operand, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     covering = _covering(operand, indices, updates, numbers)
+    by_number = _counted_rows(walk, eqn, operands, covering)
     full = {d for d, dim in covering.items() if size_of(dim) == size_of(operand.dims[d])}  # of which 0 is the one index
-    placed = set(numbers.scatter_dims_to_operand_dims) - full | set(numbers.inserted_window_dims)
+    placed = set(numbers.scatter_dims_to_operand_dims) - full | (set(numbers.inserted_window_dims) - by_number)
     dims: list[Dim] = []
     for d, dim in enumerate(operand.dims):
         update = None if d in placed else covering.get(d)
@@ -548,6 +564,7 @@ RULES = {
     "stack": _stack,
     "tile": _tile,
     "pad": _pad,
+    **dict.fromkeys(("pvary", "pcast"), varied),
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"), _scatter),
     **dict.fromkeys(("scatter-mul", "scatter_mul", "scatter-min", "scatter_min"), _scatter),

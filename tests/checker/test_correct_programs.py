@@ -284,6 +284,35 @@ def variances_of_the_blocks_are_merged(x, w):
     return mark(merged, "s/dp"), mark(lax.pmean(x.var(1) + distance**2, "tp"), "s/dp")
 
 
+@right("s/dp", "s/dp", "s/dp")
+def means_that_are_taken_twice(x, w):
+    """Each call of `mean` and `var` is traced anew, and makes the same number."""
+    distance = x.mean(1) - lax.pmean(x.mean(1), "tp")
+    mean = lax.pmean(x.mean(1), "tp")
+    squares = lax.pmean(x.var(1) + x.mean(1) ** 2, "tp")
+    spread = lax.pmean((x - x.mean(1, keepdims=True)) ** 2, "tp").mean(1)
+    return (
+        mark(lax.pmean(x.var(1) + distance**2, "tp"), "s/dp"),
+        mark(squares - mean**2, "s/dp"),
+        mark(spread + lax.pmean(distance * distance, "tp"), "s/dp"),
+    )
+
+
+@right("s/dp", "s/dp d", "s/dp", "s/dp d")
+def rows_that_each_device_counts(x, w):
+    """`arange` numbers the rows of a block where these are picked all, and in order."""
+    x = lax.all_gather(x, "tp", axis=1, tiled=True)
+    count = jnp.arange(x.shape[0])
+    best = x.argmax(1)
+    pairs = jnp.stack([best, best - 1], axis=1)
+    return (
+        mark(x[count, best], "s/dp"),
+        mark(x.at[count, best].add(1.0), "s/dp d"),
+        mark(x[count, 1], "s/dp"),
+        mark(x.at[count[:, None], pairs].set(0.5), "s/dp d"),
+    )
+
+
 @right("s/dp", "s/dp", "s/dp", "s/dp")
 def curves_that_are_undone(x, w):
     norm = jnp.linalg.norm(x, axis=1)

@@ -48,6 +48,29 @@ def test_raw_specs_claim_less_than_strings():
     assert kinds(mapped(per_shard, P("dp"), P("dp")), X) == []
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_what_only_a_derivative_reads_is_not_a_result(wrap):
+    """JAX keeps maxima of blocks and the like for the backward pass of a ring."""
+
+    def ring(q, k):
+        largest = jnp.full_like(q[:, 0], -jnp.inf)
+        for _ in range(2):
+            largest = jnp.maximum(largest, (q @ k.T).max(1))
+            k = lax.ppermute(k, "dp", [(0, 1), (1, 0)])
+        return largest
+
+    body = wrap(mapped(ring, (P("dp"), P("dp")), P("dp")))
+    assert kinds(jax.grad(lambda q, k: body(q, k).sum(), (0, 1)), X, X) == []
+    pieces = wrap(mapped(lambda x: lax.cummax(x, 0), P("dp"), P("dp")))
+    value = jax.value_and_grad(lambda x: pieces(x).sum())
+    assert ("pending", False) in kinds(value, X)
+
+
+def test_the_derivative_of_a_sort_counts_places_in_the_piece():
+    pieces = mapped(lambda x: jnp.sort(x, 0), P("dp"), P("dp"))
+    assert kinds(jax.value_and_grad(lambda x: pieces(x).sum()), X) == [("pending", False)]
+
+
 def test_what_left_a_body_is_known_in_the_next():
     """As JAX's residuals do: a partial sum that leaves for the same place is one again; in another place nobody knows."""
     seen = []

@@ -359,3 +359,15 @@ def test_results_of_random_bodies_are_asked():
 
     [finding] = check_scale(traced(SIZES), {"dp": traced(ALONE)}, SIZES)
     assert finding.kind == "scale"
+
+
+def test_a_mesh_that_does_not_shrink_tells_nothing():
+    """A raw `shard_map` has its mesh, also where the rest is traced with one device."""
+    mesh = spmd.make_mesh(**SIZES)
+
+    def body(x):
+        place = lax.axis_index("dp") * x.shape[0] + jnp.arange(x.shape[0])
+        return x * place[:, None].astype(x.dtype)
+
+    raw = jax.shard_map(body, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp"))
+    assert not spmd.check(raw, X) and not spmd.check(jax.grad(lambda x: raw(x).sum()), X)

@@ -55,3 +55,18 @@ def test_the_maximum_of_another_value_is_not_a_comparison():
         return e / e.sum(1, keepdims=True)
 
     assert kinds(body, "a n/tp -> a n/tp") == ["nonlinear"]
+
+
+def test_a_square_that_nothing_was_taken_off_before_is_a_curve():
+    """`v + m**2` is a mean of squares where `v` is the variance around `m`; of another mean it is not."""
+
+    def around_another_mean(x):
+        return lax.pmean(x.var(1) + (2 * x).mean(1) ** 2, "tp") - lax.pmean(x.mean(1), "tp") ** 2
+
+    def without_a_variance(x):
+        return lax.pmean(x.mean(1) ** 2, "tp") - lax.pmean(x.mean(1), "tp") ** 2
+
+    def without_a_mean(x):
+        return lax.pmean(x.var(1), "tp") + lax.pmean(x.mean(1), "tp") ** 2
+
+    assert all(kinds(body) for body in (around_another_mean, without_a_variance, without_a_mean))
