@@ -16,7 +16,7 @@ from spmd import _jax_errors
 
 T = TypeVar("T")
 
-_BYTES = 32  # of a hash
+_BYTES = 32  # the length of a hash
 
 
 def disagreements(facts: Mapping[str, Any]) -> list[str]:

@@ -112,7 +112,7 @@ class Static:
     def __eq__(self, other: object) -> bool:
         try:
             return self is other or (isinstance(other, Static) and bool(self._key == other._key))
-        except (TypeError, ValueError):  # of NumPy arrays that have no one answer
+        except (TypeError, ValueError):  # NumPy arrays compare element by element
             return False
 
 

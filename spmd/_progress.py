@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-SECONDS = 2.0  # from then on a reader wonders
+SECONDS = 2.0  # the silence before progress is shown
 
 
 @contextlib.contextmanager
@@ -36,5 +36,5 @@ def shown_if_slow(text: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
     finally:
         timer.cancel()
-        timer.join()  # it may just be starting
+        timer.join()  # it may be starting the display right now
         progress.stop()

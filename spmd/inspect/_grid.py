@@ -9,8 +9,8 @@ from spmd._units import bytes_text
 from spmd.drawing._grid import Cell, Grid
 from spmd.inspect._blocks import Block, Holdings
 
-MOST_DEVICES = 64  # that are drawn one by one, so that each block has a colour of its own
-_SHOWN = 2  # of more blocks or devices than fit, how many are drawn at the front; and one block at the end
+MOST_DEVICES = 64  # up to here each is drawn, in its own colour; more are a summary
+_SHOWN = 2  # how many blocks or devices of too many are drawn at the front; one block is drawn at the end
 _WIDEST = 24  # characters of a list of devices, before it goes on in the next line
 
 

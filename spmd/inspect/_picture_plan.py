@@ -34,10 +34,10 @@ from spmd.inspect._blocks import Holdings, of_layout
 from spmd.inspect._grid import block_grids, device_runs, is_summary, tints
 from spmd.language import Dim, Layout, mesh_text
 
-_MOST_ARROWS = 12  # written out
+_MOST_ARROWS = 12  # that the text lists
 _MOST_CHIPS = 16  # devices of a group that are drawn
-_CHIP, _SPACE, _REACH = 20.0, 26.0, 90.0  # of a device, from one to the next, of an arrow
-_HEAD = 60.0  # of the title and the headers above a grid
+_CHIP, _SPACE, _REACH = 20.0, 26.0, 90.0  # the size of a device, the step to the next, the length of an arrow
+_HEAD = 60.0  # the height of the title and the headers above a grid
 _WIDEST = 1.3 * WIDTH  # of a step: two grids of 8 x 8 stand side by side
 
 

@@ -34,7 +34,7 @@ RENAMES = frozenset(
     )
 )
 
-WINDOWS = frozenset(("slice", "split", "unstack"))  # they name parts of the bytes
+WINDOWS = frozenset(("slice", "split", "unstack"))  # their results are parts of the operand's bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -113,7 +113,7 @@ def dot_product_attention(
         raise LayoutError(
             rule, call="dot_product_attention(q, k, v, mask=...)", advice="pass what is added to the scores as bias="
         )
-    if bias is not None and bias.ndim > 2 and bias.shape[-3] > 1:  # one for all heads is the same on all devices
+    if bias is not None and bias.ndim > 2 and bias.shape[-3] > 1:  # a bias for all heads is equal on all devices
         bias = annotate(bias, "... h/tp s t", tp=tp)
     check_positive("dot_product_attention(q, k, v)", window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -199,7 +199,7 @@ class _Job:
                 part = there[..., start : start + x.shape[2]].reshape(moved[i].shape)
                 out[i], start = jnp.moveaxis(part, 0, dims[i]), start + x.shape[2]
         away = _count(table[:, :-1]) - _count(jnp.diagonal(table)) - _count(sent)
-        beyond = _count(table[:, -1]) - _count(table[:, :-1])  # rows of owners that do not exist
+        beyond = _count(table[:, -1]) - _count(table[:, :-1])  # rows whose owner does not exist
         return [out[i] for i in range(len(moved))], plan.owner.reshape(-1), away + beyond
 
     def ordered(self, owner: Any) -> tuple[Any, Any, Any]:

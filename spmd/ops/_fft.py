@@ -401,11 +401,11 @@ def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any])
     operand = call.operand(x)
     x = _inexact(call, operand.x)
     named = job_of(call, operand, x.dtype, renamed_dims(call), how.pad, wall)
-    job = named.of_wide_axes()  # what has one block is whole
+    job = named.of_wide_axes()  # a dimension with one block is whole
     with call.scope(), call.hidden():
         stages = route(job)
         if not _in_place(named) and (stages if job == named else route(named)) is None:
-            _nowhere(call, named)  # by the names, whatever the sizes of the axes: as on every other mesh
+            _nowhere(call, named)  # decided by names, so that it is an error on every mesh
         if stages is not None:
             return call.result(_Walk(call, job, named, operand.names, how, wall).run(x, stages))
         sizes = factors(named.before[-1], named.parts(named.source[-1]))

@@ -141,7 +141,7 @@ def _transformed(job: Job, state: _State, stages: tuple[Stage, ...]) -> tuple[_S
         if not ready:
             return _State(state.at, left, state.padded), stages
         if job.real == "first" and job.half in ready:
-            ready = (job.half,)  # alone: what comes next is complex
+            ready = (job.half,)  # first, by itself: its result is complex
         left = left - set(ready)
         stages = (*stages, Stage(moved=ready))
 

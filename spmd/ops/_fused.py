@@ -66,7 +66,7 @@ def fused(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(fn)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             args, kwargs = _noted((args, kwargs), name, "enter")
-            with jax.named_scope(name):  # also around what is made of nothing, such as positions
+            with jax.named_scope(name):  # for equations without operands too, such as positions
                 out = fn(*args, **kwargs)
             return _noted(out, name, "leave")
 

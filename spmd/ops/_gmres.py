@@ -197,7 +197,7 @@ class _Steps(Steps):
         w, column, first = self.less(vectors, w)
         w, more, square = self.less(vectors, w)
         square = square - jnp.sum(abs(more) ** 2)
-        whole = square > _noise(column) ** 2 * first  # else w was a combination of the vectors
+        whole = square > _noise(column) ** 2 * first  # otherwise w is a combination of the vectors
         length = jnp.sqrt(jnp.where(whole, square, 1)).astype(column.dtype)
         column = jnp.concatenate([column + more, jnp.zeros_like(column[:1])])
         w = jax.tree.map(lambda w: jnp.where(whole, w / length, 0), w)

@@ -81,7 +81,7 @@ def _dtype_between(start: Any, stop: Any) -> Any:
     return jax.eval_shape(lambda a, b: jnp.linspace(a, b, 2), *ends).dtype
 
 
-@functools.partial(jax.jit, static_argnums=3)  # compiled also where the body is not
+@functools.partial(jax.jit, static_argnums=3)  # compiled even if the caller is not, so that all round alike
 def _between(i: Any, first: Any, last: Any, steps: int) -> Any:
     """The numbers, rounded alike in every program. A compiler may round a product and a sum at once, so the products
     here are clipped. It may multiply by the inverse of a constant, so the divisor here is a sum of counts."""
@@ -187,7 +187,7 @@ def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
     except TypeError:
         rule = f"fn takes one array of positions for each dimension, {len(places)} here."
         call.fail(rule, got=[f"fn{inspect.signature(fn)}"], advice='lambda i, j: ... for "x/a y"', error=LayoutError)
-    except ValueError:  # of something built in, which does not tell
+    except ValueError:  # a builtin has no signature
         pass
     out = as_array(fn(*places), "what fn gives", functools.partial(call.fail, error=LayoutError))
     try:

@@ -166,12 +166,12 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -
         pair = wide(x), wide(y)
         exact = not jnp.issubdtype(x.dtype, jnp.inexact)
         limit = np.broadcast_to(0.0 if exact else allowed(path, pair[1]), pair[1].shape)
-        with np.errstate(invalid="ignore"):  # of infinities
+        with np.errstate(invalid="ignore"):  # inf - inf
             gap = np.abs(pair[0] - pair[1])
             wrong = ~((gap <= limit) | (pair[0] == pair[1]) | (np.isnan(pair[0]) & np.isnan(pair[1])))
         if wrong.any():
             worst = np.unravel_index(np.argmax(np.where(wrong, np.nan_to_num(gap, nan=np.inf), 0)), wrong.shape)
-            clear = bool(gap[worst] > 5 * limit[worst])  # else they are rounded too far to tell
+            clear = bool(gap[worst] > 5 * limit[worst])  # otherwise rounding hides a factor
             how = _factor(*pair, limit) if clear else None, clear and _permuted(*pair, limit)
             sizes = float(gap[worst]), float(limit[worst]), int(wrong.sum()), wrong.size
             found.append(Difference(path, *kinds, *sizes, *how))

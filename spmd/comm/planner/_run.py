@@ -199,7 +199,7 @@ def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     if x.shape[: len(group)] == tuple(sizes[a] for a in group):
         return x.reshape(-1, *shape)
     copied = jnp.broadcast_to(x, (*(sizes[a] for a in group), *shape)).reshape(-1, *shape)
-    return lax.optimization_barrier(copied)  # else XLA takes equal pieces for one array and fails to lay it out
+    return lax.optimization_barrier(copied)  # otherwise XLA takes equal pieces for one array, and fails to lay it out
 
 
 def _joined(x: Any, lost: list[Axes], group: Axes, sizes: Sizes) -> Any:
