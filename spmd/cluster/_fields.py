@@ -29,9 +29,9 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
     """Write an array to Zarr: `write_zarr("density.zarr", rho, "x y z")`.
 
     Each process writes the blocks that its devices hold, and one of the copies of a block. No device sends anything.
-    The result is a Zarr array of version 3, which xarray and others read too. It has the names of the dimensions, and
-    as its attribute `spmd` the layout and the mesh of the array. A chunk is a device's block, or an equal part of it of
-    at most 64 MiB, so no two processes write one chunk. Each chunk has a checksum.
+    The result is a Zarr array of version 3, which xarray and others read too; zarr-python has no bfloat16. It has the
+    names of the dimensions, and as its attribute `spmd` the layout and the mesh of the array. A chunk is a device's
+    block, or an equal part of it of at most 64 MiB, so no two processes write one chunk. Each chunk has a checksum.
 
     What is not complete has another name: the array is written beside its place, as `density.zarr.part`, and renamed
     when all processes have written all chunks. TensorStore writes it (`pip install "spmd[cluster]"`). All processes
@@ -230,6 +230,8 @@ def _about(path: Path, call: str) -> dict[str, Any]:
     def read() -> dict[str, Any]:
         if not path.exists() and _part(path).exists():
             raise OSError("it was not written to its end: a part of its chunks is beside it, as .part")
+        if not (path / "zarr.json").exists() and any((path / f".z{kind}").exists() for kind in ("array", "group")):
+            raise OSError("it is written in version 2 of Zarr, and version 3 is read")
         about = json.loads((path / "zarr.json").read_text())
         if about["node_type"] != "array":
             raise OSError("it is a group of arrays: read one of them")

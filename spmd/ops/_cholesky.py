@@ -26,16 +26,17 @@ def cholesky(x: Any, layout: str, /, **names: Any) -> jax.Array:
     complex numbers) and positive definite. Only its lower triangle is read, and only that has a gradient, which counts
     an element and its mirror image together. The other dimensions are a batch of matrices.
 
-    The matrix is never gathered as a whole. There is a step for each device. It gathers the columns of this device's
-    block, finds their part of the triangle, and takes what they explain from the rows that are left. Each device holds
-    1/n of the matrix and the columns of one step. Its arithmetic is at most 6/n of that of one device alone, because
-    all rows wait for the last one, and the steps of a loop take as long as its first one. There are log2(n) loops, each
-    of half of the steps that are left: the program grows with the logarithm of n.
+    The matrix is never gathered as a whole. There is a step for each device. It sends the square of its block on the
+    diagonal to all. Each finds its own rows of the triangle in these columns, and gathers those of all, to take what
+    they explain from the columns that are left. Each device holds 1/n of the matrix and the columns of one step. Its
+    arithmetic is at most 4/n of that of one device alone, because all rows wait for the last one, and the steps of a
+    loop take as long as its first one. There are log2(n) loops, each of half of the steps that are left: the program
+    grows with the logarithm of n.
 
-    Communication: none if the rows are whole. If they are divided over n devices, forward n-1 all-gathers of S bytes
-    each, where S is the size of a square of 1/n of the rows and columns. Each sends S(n-1) bytes. Backward n-1 times
-    one such all-gather, one psum_scatter to S, S(n-1) bytes, and one psum of S, 2S(n-1)/n bytes. A `jax.jvp` sends
-    three times what the forward pass does.
+    Communication: none if the rows are whole. If they are divided over n devices, forward n-1 times one psum of S
+    bytes, where S is the size of a square of 1/n of the rows and columns, 2S(n-1)/n bytes, and one all-gather to nS,
+    S(n-1) bytes. Backward n-1 times one such all-gather, one psum_scatter to S, S(n-1) bytes, and one psum of S. A
+    `jax.jvp` sends three times what the forward pass does.
 
     Args:
       x: The array, of float32, float64 or complex numbers.
@@ -121,26 +122,28 @@ class Blocks:
         row = self.mine * self.size + jnp.arange(self.size, dtype=jnp.int32)
         return jnp.where(column[None] <= row[:, None], x, 0)
 
-    def gathered(self, columns: Any, j: Any, first: int) -> tuple[Any, Any]:
+    def sent(self, x: Any, j: Any) -> Any:
+        """What device j has, on all devices."""
+        return _lax.psum(jnp.where(self.mine == j, x, 0), self.axes)
+
+    def gathered(self, x: Any) -> Any:
+        """The rows of all devices."""
+        return _lax.all_gather(x, self.axes, x.ndim - 2, "invarying")
+
+    def split(self, columns: Any, j: Any, first: int) -> tuple[Any, Any]:
         """Of the columns of block j: the block on the diagonal, and the rows of all blocks beyond `first`. Those that
         are not below block j are zeros."""
-        rows = _lax.all_gather(columns, self.axes, columns.ndim - 2, "invarying")
+        rows = self.gathered(columns)
         top = lax.dynamic_slice_in_dim(rows, j * self.size, self.size, -2)
         below = rows[..., (first + 1) * self.size :, :]
         at = first + 1 + jnp.arange(below.shape[-2], dtype=jnp.int32) // self.size
         return top, jnp.where((at > j)[:, None], below, 0)
 
-    def below(self, x: Any, first: int) -> Any:
-        """This device's block of what all devices have of the rows beyond block `first`, or else zeros."""
-        padded = _compat.pvary(self._from_the_top(x, first), self.axes)
-        return lax.dynamic_slice_in_dim(padded, self.mine * self.size, self.size, -2)
-
     def summed_below(self, x: Any, first: int) -> Any:
-        """The same of what devices have parts of, which are summed."""
-        return _lax.psum_scatter(self._from_the_top(x, first), self.axes, x.ndim - 2)
-
-    def _from_the_top(self, x: Any, first: int) -> Any:
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [((first + 1) * self.size, 0), (0, 0)])
+        """This device's block of what all devices have parts of, the rows beyond block `first`: their sum, or else
+        zeros."""
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [((first + 1) * self.size, 0), (0, 0)])
+        return _lax.psum_scatter(x, self.axes, x.ndim - 2)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -187,7 +190,7 @@ def _squared(own: Blocks, lower: Any, change: Any) -> Any:
     change = own.triangle(change)
 
     def columns(_: None, j: Any) -> tuple[None, Any]:
-        rows, changed = (_lax.psum(jnp.where(own.mine == j, y, 0), own.axes) for y in (lower, change))
+        rows, changed = (own.sent(y, j) for y in (lower, change))
         return None, product(change, adjoint(rows)) + product(lower, adjoint(changed))
 
     return own.triangle(_side_by_side(lax.scan(columns, None, jnp.arange(own.parts, dtype=jnp.int32))[1]))
@@ -214,11 +217,15 @@ def _forward(own: Blocks, x: Any) -> Any:
 
 
 def _explained(own: Blocks, first: int, later: Any, j: Any) -> tuple[Any, Any]:
-    """A step: of the columns from block `first` on, what those of block j explain is taken away; and j's triangle."""
-    top, below = own.gathered(own.columns(later, j - first), j, first)
-    top = whole(top)
-    below = lax.linalg.triangular_solve(top, below, lower=True, transpose_a=True, conjugate_a=True)
-    mine = own.below(below, first)
+    """A step: of the columns from block `first` on, what those of block j explain is taken away; and j's triangle.
+
+    Each device solves for its own rows, and then gathers those of all.
+    """
+    columns = own.columns(later, j - first)
+    top = whole(own.sent(columns, j))
+    mine = lax.linalg.triangular_solve(top, columns, lower=True, transpose_a=True, conjugate_a=True)
+    mine = jnp.where(own.mine > j, mine, 0)
+    below = own.gathered(mine)[..., (first + 1) * own.size :, :]
     beyond = later[..., own.size :] - product(mine, adjoint(below))
     later = jnp.concatenate([later[..., : own.size], beyond], -1)
     return later, jnp.where(own.mine == j, top, mine)
@@ -239,7 +246,7 @@ def _backward(own: Blocks, lower: Any, cotangent: Any) -> Any:
 def _returned(own: Blocks, first: int, lower: Any, cotangent: Any, found: Any, j: Any) -> tuple[Any, None]:
     """A step backward: the gradient of the columns from block `first` on, those of j with it, zeros before them."""
     rows = own.columns(lower, j)
-    top, below = own.gathered(rows, j, first)
+    top, below = own.split(rows, j, first)
     beyond = found[..., own.size :]
     here = own.columns(cotangent, j) - product(beyond, below)
     here -= own.summed_below(product(adjoint(beyond), rows), first)

@@ -94,3 +94,11 @@ def a_group_of_fields(mesh):
         Path("all.zarr").mkdir()
         Path("all.zarr/zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group"}))
         read_zarr("all.zarr", "x", mesh=mesh)
+
+
+@bad
+def a_field_of_zarr_2(mesh):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("u.zarr").mkdir()
+        Path("u.zarr/.zarray").write_text(json.dumps({"zarr_format": 2}))
+        read_zarr("u.zarr", "x", mesh=mesh)

@@ -80,17 +80,20 @@ def test_the_gradient_by_finite_differences() -> None:
 
 
 def test_bytes_are_those_of_the_docstring() -> None:
-    """Over four devices: three times a square of 3 x 3 from three others; backward again, and summed there, and psum."""
+    """Over four devices, three times: a psum of a square of 3 x 3, and the squares of three others. Backward these
+    again, summed there, and a psum."""
     mesh = make_mesh({"a": 4})
     kernel = spmd.kernel("n/a m -> n/a m", mesh=mesh)(lambda x: cholesky(x, "[n/a] [m]"))
     x = spmd.shard(positive((12,), "float32"), "n/a m", mesh=mesh)
     square = 4 * 9
+    summed = 2 * square * 3 // 4
     forward = spmd.inspect.collectives(kernel, x)
-    assert (forward.counts, forward.total_bytes) == ({"all_gather": 3}, 3 * 3 * square)
+    assert forward.counts == {"all_gather": 3, "psum": 3}
+    assert forward.total_bytes == 3 * (summed + 3 * square)
     both = jax.jit(lambda x, by: jax.vjp(kernel, x)[1](by))
     backward = spmd.inspect.collectives(both, x, x)
-    assert backward.counts == {"all_gather": 6, "psum_scatter": 3, "psum": 3}
-    assert backward.total_bytes == 3 * square * (3 + 3 + 3) + 3 * (2 * square * 3 // 4)
+    assert backward.counts == {"all_gather": 6, "psum_scatter": 3, "psum": 6}
+    assert backward.total_bytes == 3 * square * (3 + 3 + 3) + 6 * summed
 
 
 def test_the_program_grows_with_the_logarithm_of_the_devices() -> None:
@@ -142,4 +145,6 @@ def test_a_derivative_forward_sends_three_times_as_much() -> None:
     kernel = spmd.kernel("n/a m -> n/a m", mesh=make_mesh({"a": 4}))(lambda x: cholesky(x, "[n/a] [m]"))
     x = positive((8,), "float32")
     both = spmd.inspect.collectives(jax.jit(lambda x, along: jax.jvp(kernel, (x,), (along,))), x, x)
-    assert (both.counts, both.total_bytes) == ({"all_gather": 9}, 9 * 3 * 16)
+    kinds = both.by_kind()
+    assert (both.counts["all_gather"], kinds["all_gather"].total_bytes) == (9, 9 * 3 * 16)
+    assert 8 * 24 <= kinds["psum"].total_bytes <= 9 * 24  # XLA leaves out what is there twice
