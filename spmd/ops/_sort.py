@@ -28,8 +28,7 @@ def sort(x: Any, layout: str, /, *, descending: bool = False, payload: Any = Non
     The order is that of `jnp.sort`: NaNs are the largest, and `descending` is the reverse. The gradient of a sorted
     element goes to the place that it came from, also of equal ones. A payload moves with the elements, as rows of
     particles do with the numbers of their cells. With it equal elements keep their order, if `descending` too, as in
-    `argsort`. Without it, only zeros of both signs and NaNs of other bits show in which order equal elements come, and if
-    blocks are exchanged that may be any.
+    `argsort`. Without it, zeros of both signs, which are equal, may come in another order if blocks are exchanged.
 
     Communication: none if the dimension is whole. If it is divided over n devices, and n divides the local size of
     another dimension, that one is divided instead and then back: two all-to-alls, together 2S(n-1)/n bytes for a shard
