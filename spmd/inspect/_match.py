@@ -180,9 +180,9 @@ def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> N
         return
     backward = _compat.BACKWARD in piece.of.op_name
 
-    def fits(group: _Group) -> int:
+    def fits(group: _Group) -> tuple[int, bool]:
         row = group.row
-        return sum(
+        alike = sum(
             (
                 row.where == piece.of.where,
                 (row.phase == "backward") == backward,
@@ -192,6 +192,7 @@ def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> N
                 group.wants,
             )
         )
+        return alike, row.axes == piece.of.axes
 
     max(candidates, key=fits).take(piece)
 

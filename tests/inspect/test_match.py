@@ -127,6 +127,14 @@ def test_a_combined_one_may_hold_two_runs_of_a_loop():
     assert sum(one.total_bytes for one in found) == unrolled.total_bytes
 
 
+def test_of_one_call_the_axes_tell_permutes_apart():
+    """On 2 x 4 devices, four blocks further is along one axis, and one block further along both."""
+    both = row("ppermute", text := CallName("exchange(x)"), axes=("dp", "tp"))
+    one = row("ppermute", text, axes=("dp",))
+    compiled = [made("ppermute", str(text), axes=axes) for axes in (("dp",), ("dp", "tp"))]
+    assert [(found.runs, found.note) for found in joined([both, one], compiled)] == [(1, ""), (1, "")]
+
+
 def test_out_of_a_loop_and_into_two():
     (out,) = joined([row("all_gather", GATHER, count=6)], [made("all_gather", GATHER)])
     assert out.note == "the compiled program runs it 1 time, not 6" and out.total_bytes == out.bytes
