@@ -10,8 +10,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
+from spmd import _compat
 from spmd._annotations import Each, Unknown, annotated
 from spmd._leaves import (
     SCALAR,
@@ -281,7 +284,11 @@ class _Matcher:
         entries = _entries(spec)
         below = children(node)
         if entries is None:
-            self.fail(path, f"layouts are strings, Layouts, or containers of them, not {_kind(spec)}")
+            kind = _kind(spec)
+            if isinstance(spec, PartitionSpec):
+                rank = np.ndim(node) if is_array(node) else 0
+                kind = f'a PartitionSpec; did you mean "{layout_of_spec(spec, rank)}"?'
+            self.fail(path, f"layouts are strings, Layouts, or containers of them, not {kind}")
             return
         if below is None:
             self.leaf(spec, entries, node, path)
@@ -337,6 +344,13 @@ def _written_in(spec: Any, entry: Any) -> bool:
     """Whether an entry of a dict of layouts is itself a container with layouts in it."""
     leaves = jax.tree.leaves(entry, is_leaf=lambda one: isinstance(one, Layout))
     return isinstance(spec, Mapping) and any(isinstance(one, (str, Layout)) for one in leaves)
+
+
+def layout_of_spec(spec: PartitionSpec, rank: int = 0) -> str:
+    """What a spec says of the dimensions up to `rank`, as a layout without names."""
+    entries = _compat.partitions(spec, rank)
+    dims = ["/".join(("_", *((one,) if isinstance(one, str) else one or ()))) for one in entries]
+    return " ".join(dims) or "scalar"
 
 
 def _kind(spec: Any) -> str:

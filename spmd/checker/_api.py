@@ -79,7 +79,8 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
     scales = check_scale(jaxpr, _alone(run, arrays, walk.sizes), walk.sizes)
-    return Findings(dict.fromkeys((*walk.findings, *scales)), partial(listing, jaxpr, name))
+    none = "no findings" if walk.sizes else f"nothing to check: {name} calls no kernel, and has no jax.shard_map"
+    return Findings(dict.fromkeys((*walk.findings, *scales)), partial(listing, jaxpr, name), none)
 
 
 def _alone(run: Callable[..., Any], arrays: Sequence[Any], sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -34,26 +34,32 @@ class Findings(tuple[Finding, ...]):
     """
 
     _listing: Callable[[Findings], Source] | None
+    _none: str
 
-    def __new__(cls, findings: Iterable[Finding] = (), listing: Callable[[Findings], Source] | None = None) -> Self:
+    def __new__(
+        cls,
+        findings: Iterable[Finding] = (),
+        listing: Callable[[Findings], Source] | None = None,
+        none: str = "no findings",
+    ) -> Self:
         self = super().__new__(cls, findings)
-        self._listing = listing
+        self._listing, self._none = listing, none
         return self
 
     def __reduce__(self) -> Any:
         """Another process gets the findings without their program: a jaxpr cannot be pickled."""
-        return type(self), (tuple(self),)
+        return type(self), (tuple(self), None, self._none)
 
     def __str__(self) -> str:
         if len(self) < 2:
-            return str(self[0]) if self else "no findings"
+            return str(self[0]) if self else self._none
         return "\n\n".join(f"({i}) {one}" for i, one in enumerate(self, start=1))
 
     def _repr_html_(self) -> str:
         rows = [(one.kind, one.line, str(one)) for one in self]
         tables = [Table(rows, ("kind", "line", "source"))] if rows else []
         heading = "1 finding" if len(self) == 1 else f"{len(self)} findings"
-        return html_page(heading, tables, empty="" if rows else "no findings")
+        return html_page(heading, tables, empty="" if rows else self._none)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

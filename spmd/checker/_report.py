@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from spmd._jaxprs import opened
+from spmd._jaxprs import opened, shape_of
 from spmd.checker._history import Origin, shown_spec
 from spmd.checker._instead import ARRAY, lines_in_place, reduced
 from spmd.checker._made import Place, lying, operation_of, place_of
@@ -363,7 +363,23 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
     got = [*_where(walk, eqn)]
     for number, atom in enumerate(eqn.invars[:3]):
         got += [f"operand {number}: {line}" for axis in axes for line in reasons(walk, atom, [axis])]
+        if (rank := _rank_before_broadcasting(walk, atom)) is not None:
+            got.append(f"operand {number}: rank {rank}, and broadcasting gives it rank {len(shape_of(atom))}")
+            advice = f'keep a reduced dimension as 1, "b d/tp -> b 1" or keepdims=True; or else {advice}'
     return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=advice)
+
+
+def _rank_before_broadcasting(walk: Any, atom: Any) -> int | None:
+    """How many dimensions a computed array had before broadcasting put others in front. None if it did not."""
+    made = walk.history.producer(atom)
+    while made is not None and made[0].primitive.name in ("pvary", "pcast"):
+        made = walk.history.producer(made[0].invars[0])
+    if made is None or made[0].primitive.name not in ("broadcast_in_dim", "reshape"):
+        return None
+    if walk.history.producer(made[0].invars[0]) is None:
+        return None  # an argument, such as a bias, of which nothing was reduced
+    before, after = (shape_of(one) for one in (made[0].invars[0], atom))
+    return len(before) if before and after == (1,) * (len(after) - len(before)) + before != before else None
 
 
 _OWN_NOISE = (

@@ -76,7 +76,7 @@ def frames_of(eqn: Any) -> list[Frame]:
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether the user wrote a file: not we, nor JAX, and it was not installed as a package."""
-    return _is_outside(file) and not file.startswith((*_INSTALLED, "<frozen "))
+    return is_outside(file) and not file.startswith((*_INSTALLED, "<frozen "))
 
 
 def line_of(eqn: Any, callers: Sequence[Any] = ()) -> LineName:
@@ -88,8 +88,17 @@ def line_of(eqn: Any, callers: Sequence[Any] = ()) -> LineName:
     for candidate in (eqn, *reversed(callers)):
         text = source_info_util.summarize(candidate.source_info)
         if text and text != "unknown":
-            return _shorten(text)
+            return _with_the_users(_shorten(text), candidate)
     return LineName()
+
+
+def _with_the_users(line: LineName, eqn: Any) -> LineName:
+    """A line of a package that was installed, such as optax, and that of the user's which called it."""
+    own = None if is_users(line.file) else next(iter(frames_of(eqn)), None)
+    if own is None:
+        return line
+    file, number = own.code.co_filename, own.span[0]
+    return LineName(f"{line}, called at {short_file(file)}:{number} ({own.code.co_qualname})", file, number)
 
 
 def called_at() -> LineName:
@@ -97,13 +106,13 @@ def called_at() -> LineName:
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_outside(code.co_filename):
+        if is_outside(code.co_filename):
             return _shorten(f"{code.co_filename}:{frame.f_lineno} ({code.co_qualname})")
         frame = frame.f_back
     return LineName()
 
 
-def _is_outside(file: str) -> bool:
+def is_outside(file: str) -> bool:
     """Whether a file is neither ours nor JAX's."""
     return not file.startswith(_PACKAGE) and not _compat.in_jax(file)
 
@@ -113,7 +122,7 @@ def line_of_error(error: BaseException) -> LineName:
     found, trace = LineName(), error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if _is_outside(code.co_filename):
+        if is_outside(code.co_filename):
             found = _shorten(f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})")
         trace = trace.tb_next
     return found

@@ -144,7 +144,7 @@ def open_call(
     except LayoutError as error:
         raise LayoutError(replace(error.fault, call=text)) from None
     call = Call(name, text, written, placed, frame)
-    call.arrays, call.names = len(arrays), shown
+    call.arrays, call.names, call.held = len(arrays), shown, tuple(map(tag_of, arrays))
     call.also, call.given = also, sizes
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     if not call.mesh.keys() >= set(placed.axis_names):
@@ -176,6 +176,7 @@ class Call:
         self.mesh = dict(frame.sizes)
         self.sizes = dict(frame.known)
         self.arrays = 1
+        self.held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
         self.names: tuple[str, ...] | None = None  # how messages call the arrays, where not x, y and so on
         self.also: Mapping[str, Any] | None = None
         self.given: Mapping[str, int] = {}
@@ -268,6 +269,34 @@ class Call:
         right = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
         first = self.first("psum", marked, whole, index=index)
         return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
+
+    def with_slashes(self, pattern: Pattern | None = None) -> Fix | None:
+        """This call with each name divided as the arrays are, where no name of its string is. None if nobody knows how
+        they lie, or if the string moves data and says by its slashes where."""
+        pattern = pattern or self.pattern
+        states = not pattern.arrow and not any(dim.bracket for one in pattern.inputs for dim in one.dims)  # annotate
+        slashes = pattern.axis_names or self.written.axis_names  # those of a layer may be bound to None
+        if states or slashes or self.frame.mapping is not None or self.name in _MOVES:
+            return None
+        if len(self.held) != len(pattern.inputs):
+            return None
+        placed: dict[str, tuple[str, ...]] = {}
+        for known, layout in zip(self.held, pattern.inputs, strict=True):
+            have = None if known is None or known.layout.unreduced else known.layout
+            dims = None if have is None else with_axes_of(_written_out(layout, have), have)
+            if dims is None:
+                return None
+            for atom in (atom for dim in dims for atom in dim.atoms if atom.named):
+                if placed.setdefault(atom.name, atom.axes or ()) != (atom.axes or ()):
+                    return None
+        as_held = lambda layout: Layout.from_dims(
+            [replace(d, atoms=tuple(replace(a, axes=placed.get(a.name, a.axes)) for a in d.atoms)) for d in layout.dims]
+        )
+        try:
+            sides = [self._text(*map(as_held, side)) for side in (pattern.inputs, pattern.outputs)]
+        except LayoutError:  # two names of one array on one mesh axis
+            return None
+        return self.paste(*(sides if pattern.arrow else sides[:1]))
 
     def _text(self, *layouts: Layout) -> str:
         """The layouts of one side as text. Under a mapping a bare name is placed, so whole dimensions say that they
@@ -443,7 +472,7 @@ class Call:
             return None
         sides = (self.written.inputs, self.written.outputs) if self.written.arrow else (self.written.inputs,)
         texts = [", ".join(" ".join(one.short) if one.dims else one.short for one in side) for side in sides]
-        return self.paste(*texts)
+        return self.with_slashes(Pattern(" -> ".join(texts), arrow=self.written.arrow)) or self.paste(*texts)
 
     def _open(self, dim: Dim, size: int, position: int) -> list[Factor]:
         """The factors of one dimension of an operand."""
@@ -514,6 +543,8 @@ class Call:
         turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
         said = ["before this call"] if fix else []
         said += [] if meant is None else [f'"{meant.short}" in this string']
+        if (again := self.with_slashes()) is not None:
+            said, fix = [f"or {fix} before this call, if each device needs the whole array"] if fix else [], again
         self.fail(
             f'{label} holds "{have.short}", and is read as "{written.short}".',
             at=layout.dims[position].span,

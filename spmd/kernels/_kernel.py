@@ -23,6 +23,7 @@ from spmd.kernels._inside import inlined, nested
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, read
+from spmd.kernels._translate import shorten
 from spmd.language import AxisMapping, Layout, Pattern, mesh_text
 from spmd.mesh import check_mesh, mesh_for
 from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
@@ -163,6 +164,14 @@ class Kernel(ByName, Generic[P, R]):
         frame = None if around else try_frame()
         if frame is not None:
             return self._inside(mode, frame, _compat.manual_axes(), args, kwargs, asked)
+        try:
+            return self._outside(mode, args, kwargs, around)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def _outside(self, mode: tuple[str, str], args: Any, kwargs: Any, around: Any) -> Any:
+        """A call that no other kernel makes."""
         plan, leaves = self._prepare(mode, args, kwargs)
         if self.boundary == "error":
             check_boundary(plan, leaves)
@@ -217,7 +226,7 @@ class Kernel(ByName, Generic[P, R]):
             return signature.fail(
                 "static arguments and the non-array leaves of arguments are hashable.",
                 got=[f"{error}"],
-                advice="static=(...) only for hashable values",
+                advice="static=(...) only for hashable values; an array is an argument with a layout",
             )
         if plan is None:
             plan = self._plan(mode, mesh, mapping, tuple(values), statics, structure, fixed)

@@ -25,7 +25,7 @@ from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
-from spmd.kernels._translate import carried_axes, translated
+from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace
 from spmd.modes import Frame, enter_body
@@ -243,9 +243,9 @@ class Plan:
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
         """Run the body on leaves as they are here. Its results come flat, checked and marked."""
 
-        def held() -> list[str]:
+        def held() -> list[Held]:
             pairs = zip(self.leaves, leaves, strict=True)
-            return [f'{spec.path} has shape {leaf.shape}: a shard of "{spec.layout.short}"' for spec, leaf in pairs]
+            return [Held(spec.path, leaf.shape, spec.layout) for spec, leaf in pairs]
 
         with frame.enter(), translated(self.signature, frame, held):
             tagged = []
@@ -288,13 +288,17 @@ class Plan:
             chosen = self._chosen.get(types)
             frame = frame.replace(invarying=chosen) if chosen else frame
             mapped = self.mapped(frame, specs)
+            refused: Unequal | ReplicationError | None = None
+            outs: Any = None
             try:
                 with no_mesh():
                     outs = mapped(*leaves)
             except (Unequal, ReplicationError) as error:
                 if not isinstance(error, Unequal) and not carried_axes(error):
                     raise
-                again = traced_again(self, frame, specs, leaves, error)
+                refused = error
+            if refused is not None:  # out here, so that an error has no `Unequal` before it
+                again = traced_again(self, frame, specs, leaves, refused)
                 self._chosen[types] = again.places
                 with no_mesh():
                     outs = again.run(*leaves)

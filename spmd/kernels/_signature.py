@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from spmd._leaves import kind_of, not_int
+from spmd._trees import layout_of_spec
 from spmd.errors import Fix, LayoutError, SpmdError, did_you_mean
 from spmd.language import AxisMapping, Layout, Pattern
 
@@ -142,6 +144,10 @@ def read(
     static, donate = _names("static", static), _names("donate", donate)
     _check_dict("arg_mapping", arg_mapping, '{"params": {"embed": "dp"}}')
     _check_dict("axes", axes, '{"tp": "model"}')
+    if "in_specs" in sizes or "out_specs" in sizes:
+        rule = "a kernel has layouts, which are strings, in place of jax.shard_map's in_specs and out_specs."
+        call = f"{getattr(fn, '__name__', type(fn).__name__)}: kernel(in_specs=..., out_specs=...)"
+        raise LayoutError(rule, call=call, advice=_of_specs(sizes.get("in_specs"), sizes.get("out_specs")))
     pattern = _pattern(pattern, fn, in_layouts, out_layouts)
     if pattern is not None:
         inputs: Any = () if pattern.empty_left else pattern.inputs
@@ -175,6 +181,15 @@ def read(
     if both:
         signature.fail(f"{both[0]} is static, so it has no buffer to donate.")
     return signature
+
+
+def _of_specs(*sides: Any) -> str:
+    """The pattern that says what `in_specs` and `out_specs` say, as far as they are specs without containers."""
+    specs = [side if isinstance(side, tuple) and not isinstance(side, PartitionSpec) else (side,) for side in sides]
+    if not all(isinstance(one, PartitionSpec) for side in specs for one in side):
+        return 'as in @kernel("b/dp d -> b/dp d", mesh=mesh), where P("dp") has a name for each dimension'
+    pattern = " -> ".join(", ".join(map(layout_of_spec, side)) for side in specs)
+    return f'as in "{pattern}", with a name, or _, for each dimension'
 
 
 def _python_signature(fn: Callable[..., Any]) -> inspect.Signature | None:
@@ -252,6 +267,13 @@ def _parameters(signature: Signature, inputs: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+_PER_ARGUMENT = "one layout per argument; static=(...) for those that are not arrays"
+_OF_SELF = (
+    'static="self" if the method takes its arrays as arguments; an array of self that is divided needs a layout:\n'
+    'self is an argument as any other, a tree of arrays, as in in_layouts=({"scale": "d/tp"}, "b/dp d/tp")'
+)
+
+
 def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
     arrays = [n for n in signature.params if n not in signature.static]
     if isinstance(inputs, dict) and set(inputs) <= set(signature.params) and inputs:
@@ -265,7 +287,7 @@ def _assign(signature: Signature, inputs: Any) -> dict[str, Any]:
                 f"the left side {len(inputs)} "
                 f"layout{'s' * (len(inputs) != 1)}.",
                 got=[f"arguments: {', '.join(arrays) or 'none'}"],
-                advice="one layout per argument; static=(...) for those that are not arrays",
+                advice=_OF_SELF if arrays[:1] == ["self"] else _PER_ARGUMENT,
             )
         by_name = {n: _as_layouts(v) for n, v in zip(arrays, inputs, strict=True)}
     elif len(arrays) == 1:

@@ -6,26 +6,31 @@ Only `_jax_errors` reads what such an error says.
 from __future__ import annotations
 
 import contextlib
-import os
+import dis
+import inspect
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from spmd import _compat, _jax_errors
+import jax
+import numpy as np
+
+from spmd import _jax_errors
 from spmd._jax_errors import Carry
-from spmd._notebook import shown_file
+from spmd.checker._source import is_outside, line_of_error
 from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
 from spmd.kernels._signature import Signature
+from spmd.language import Layout
 from spmd.modes import Frame
 
 
 @contextlib.contextmanager
-def translated(signature: Signature, frame: Frame, held: Callable[[], Sequence[str]]) -> Iterator[None]:
+def translated(signature: Signature, frame: Frame, held: Callable[[], Sequence[Held]]) -> Iterator[None]:
     """Turn what JAX says of unknown axes, carries and types into errors of this package. What it says of shapes gets a
-    note of what the body holds, which the caller tells line by line."""
+    note of what the body holds, which the caller tells."""
     try:
         yield
     except SpmdError as error:
@@ -43,18 +48,57 @@ def translated(signature: Signature, frame: Frame, held: Callable[[], Sequence[s
 _MOST = 8  # arguments that a note lists; a model has hundreds
 
 
-def _shards(signature: Signature, frame: Frame, held: Sequence[str]) -> str:
+class Held(NamedTuple):
+    """What a body holds of an argument: its name, and the shape and layout of the shard."""
+
+    path: str
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+def _shards(signature: Signature, frame: Frame, held: Sequence[Held]) -> str:
     """The shapes that a body sees are those of shards, which nobody can tell from JAX's message."""
-    more = [f"and {len(held) - _MOST} more"] if len(held) > _MOST else []
     head = f"In the body of the kernel {signature.name}, on one device of {frame.describe()}:"
-    return "\n- ".join([head, *held[:_MOST], *more])
+    lines = [f'{path} has shape {shape}: a shard of "{layout.short}"' for path, shape, layout in held[:_MOST]]
+    more = [f"and {len(held) - _MOST} more"] if len(held) > _MOST else []
+    return "\n- ".join([head, *lines, *more, *_of_two_sizes(held), *_captured(signature.fn)])
+
+
+def _of_two_sizes(held: Sequence[Held]) -> list[str]:
+    """The dimensions that one argument has whole and another divided."""
+    first: dict[str, tuple[int, str]] = {}
+    told: dict[str, str] = {}
+    for path, shape, layout in held:
+        for dim, size in zip(layout.dims, shape, strict=False):
+            if dim.ellipsis or dim.composite or not dim.atoms[0].named:
+                break  # what follows `...` is not counted out here
+            name, here = dim.names[0], f'{size} in {path}, "{dim.short}"'
+            known, there = first.setdefault(name, (size, here))
+            if known != size:
+                told.setdefault(name, f"{name} is {there}, and {here}: write it with the same slashes in both")
+    return list(told.values())
+
+
+def _captured(fn: Callable[..., Any]) -> list[str]:
+    """The arrays that a body takes from around it: no layout divides them."""
+    try:
+        outside = inspect.getclosurevars(fn)
+    except TypeError:  # no function of Python
+        return []
+    loaded = {one.argval for one in dis.get_instructions(fn) if one.opname == "LOAD_GLOBAL"}  # and no attributes
+    arrays = {**{name: x for name, x in outside.globals.items() if name in loaded}, **outside.nonlocals}
+    return [
+        f"{name} has shape {np.shape(x)}: it is no argument, so no layout divides it"
+        for name, x in arrays.items()
+        if isinstance(x, (np.ndarray, jax.Array)) and np.ndim(x)
+    ][:_MOST]
 
 
 def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError | None:
     fact = _jax_errors.told(error)
     if fact is None:
         return None
-    where = _user_line(error)
+    where = line_of_error(error)
     got = [f"at {where}"] if where else []
     shown: dict[str, Any] = {"call": signature.text, "source": signature.source}
     if fact.kind == "axis":
@@ -124,13 +168,26 @@ def _layers(error: SpmdError) -> tuple[str, ...]:
 
 
 _ROOMS = ("spmd.nn", "spmd.parallel")
-_HERE = str(Path(__file__).parents[1]) + os.sep
 
 
-def _user_line(error: BaseException) -> str | None:
-    """The innermost line that is neither JAX's nor ours."""
-    for entry in reversed(traceback.extract_tb(error.__traceback__)):
-        written = shown_file(entry.filename)
-        if not written.startswith((_HERE, "<")) and not _compat.in_jax(entry.filename):
-            return f"{written}:{entry.lineno}"
-    return None
+def shorten(error: BaseException | None) -> None:
+    """Take the frames of this package and of JAX out of the traceback of an error that leaves a kernel, and of those
+    that led to it. An error that is not of this package keeps what follows the user's last line. One without a line of
+    the user's may be a fault of ours, and keeps everything."""
+    if jax.config.jax_traceback_filtering == "off":  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    while error is not None:
+        frames: list[types.TracebackType] = []
+        trace = error.__traceback__
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        outside = [is_outside(one.tb_frame.f_code.co_filename) for one in frames]
+        ours = isinstance(error, SpmdError)
+        last = max((i for i, one in enumerate(outside) if one), default=-1)
+        if ours or last >= 0:
+            kept = [f for i, f in enumerate(frames) if outside[i] or (not ours and i > last)]
+            for one, after in zip(kept, [*kept[1:], None], strict=False):
+                one.tb_next = after
+            error.__traceback__ = kept[0] if kept else None
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

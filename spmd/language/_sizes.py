@@ -107,7 +107,9 @@ class Indivisible(Misfit):
             axes = "/".join(self.axes)
             return f"{self.name} without /{axes}: each device along {axes} holds all of it"
         more = -self.size % self.parts
-        return f"pad {'it' if self.name == '_' else self.name} by {more} to {self.size + more}"
+        name = "it" if self.name == "_" else self.name
+        whole = f", or leave it whole: {name} without /{'/'.join(self.axes)}" if 0 < self.size < self.parts else ""
+        return f"pad {name} by {more} to {self.size + more}{whole}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,6 +272,11 @@ def _over_all(x: Any, op: str, dp: Axes, cp: Axes) -> Any:
 def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, reduction: str) -> Any:
     """The labels, wide enough for any vocabulary, after the arguments are checked."""
     call = f"{name}(...)"
+    if isinstance(mask, str):
+        rule = f"{name} takes no pattern: its third argument is a mask, an array with a number for each token."
+        raise LayoutError(
+            rule, call=call, advice='mesh axes are keywords: tp="tp" divides the vocabulary, dp="dp" the batch'
+        )
     if reduction not in REDUCTIONS:
         raise LayoutError(not_one_of("reduction", reduction, REDUCTIONS), call=call)
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):

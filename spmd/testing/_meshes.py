@@ -234,7 +234,10 @@ def _made(kernel: Any, mesh: Mesh) -> Any:
     except TypeError as error:
         rule = "what is not a kernel is called with a mesh, to make one, and this does not take it."
         name = getattr(kernel, "__name__", type(kernel).__name__)
-        advice = "a function build(mesh) that makes the kernel, or the function that calls it, with mesh=mesh"
+        advice = (
+            "a kernel; or a function of a mesh that makes the program for it,\n"
+            "as in assert_same_on_any_mesh(lambda mesh: lambda x: my_kernel.on(mesh)(x).sum(), x, mesh=mesh)"
+        )
         raise LayoutError(rule, call=_CALL, got=[f"{name}(mesh): {error}"], advice=advice) from error
     if not callable(made):
         rule = f"build(mesh) makes a kernel, or a function that calls kernels, and it gave {type(made).__name__}."

@@ -319,3 +319,17 @@ def logsumexp_of_blocks(mesh):
 def logsumexp_of_blocks_fixed(mesh, fix):
     out = body("b/dp d/tp -> b/dp", lambda x: fix(x=x), mesh)
     np.testing.assert_allclose(out, jax.nn.logsumexp(X, axis=-1), rtol=1e-6)
+
+
+@bad
+def mean_without_its_dimension(mesh):
+    """Of rank 1 it is taken for a row: on whole arrays the shapes do not fit, and those of the shards do."""
+    with jax.numpy_rank_promotion("allow"):
+        fn = lambda x: x - reduce(x, "b/dp d/tp -> b/dp", "mean")
+        body("b/dp d/tp -> b/dp d/tp", fn, mesh, np.ones((8, 16), np.float32))
+
+
+@fixed
+def mean_without_its_dimension_fixed(mesh):
+    fn = lambda x: x - reduce(x, "b/dp d/tp -> b/dp 1", "mean")
+    np.testing.assert_allclose(body("b/dp d/tp -> b/dp d/tp", fn, mesh), X - X.mean(1, keepdims=True))

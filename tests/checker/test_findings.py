@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -180,3 +181,16 @@ def test_a_notebook_shows_a_row_for_each() -> None:
     html = Findings([ONE, TWO])._repr_html_()
     assert "2 findings" in html and html.count("<tr") == 3 and "A rule." in html and "a.py:2 (f)" in html
     assert "no findings" in Findings()._repr_html_()
+
+
+def test_a_function_without_a_kernel_has_nothing_to_check():
+    """No findings would read as if it were right."""
+
+    def doubled(x):
+        return 2 * x
+
+    found = spmd.check(doubled, jnp.ones(4))
+    assert not found and str(found) == "nothing to check: doubled calls no kernel, and has no jax.shard_map"
+    assert str(pickle.loads(pickle.dumps(found))) == str(found)
+    mesh = spmd.make_mesh(dp=2)
+    assert str(spmd.check(spmd.kernel("b/dp -> b/dp", mesh=mesh)(doubled), jnp.ones(4))) == "no findings"

@@ -6,11 +6,12 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 
 from spmd._walker import Domain, walk
-from spmd.checker._source import called_in_jax, is_transposed, line_of
+from spmd.checker._source import called_in_jax, is_transposed, line_of, short_file
 
 X = jnp.ones((4, 4))
 
@@ -83,3 +84,14 @@ def test_who_made_an_equation():
 
     divisions = [eqn for eqn in jax.make_jaxpr(body)(X).eqns if eqn.primitive.name == "div"]
     assert [called_in_jax(eqn, "mean") or called_in_jax(eqn, "_mean") for eqn in divisions] == [True, False]
+
+
+def test_a_line_of_a_package_names_the_users_line_that_called_it():
+    def clipped(tree):
+        return optax.tree.norm(tree)  # here
+
+    found = {text for lines in lines_of(clipped, {"w": X}).values() for text in lines}
+    called = f", called at {short_file(__file__)}:{line(clipped, '# here')} ("
+    assert found and all("optax" in text.partition(" (")[0] and called in text for text in found), found
+    assert {text.number for text in found} == {line(clipped, "# here")}
+    assert all("called at" not in text for lines in lines_of(program, X).values() for text in lines)

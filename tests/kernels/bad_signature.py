@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import reduce
@@ -280,3 +281,52 @@ def an_optimizer_state_under_the_layouts_of_its_parameters(mesh):
 @fixed
 def an_optimizer_state_under_the_layouts_of_its_parameters_fixed(mesh):
     np.testing.assert_allclose(sgd_with_momentum(mesh, spmd.parallel.state_layouts)["w"], X / 2)
+
+
+@bad
+def specs_in_place_of_layouts(mesh):
+    spmd.kernel(in_specs=(P("dp", "tp"), P(("tp", "dp"))), out_specs=P(None, "tp"), mesh=mesh)(lambda x, w: x)
+
+
+@bad
+def specs_in_containers(mesh):
+    spmd.kernel(in_specs=({"w": P("dp")},), out_specs=P("dp"), mesh=mesh)(lambda tree: tree["w"])
+
+
+@bad
+def specs_as_layouts(mesh):
+    spmd.kernel(in_layouts=(P("dp"),), out_layouts=P("dp"), mesh=mesh)(lambda x: x)(X)
+
+
+@fixed
+def specs_as_layouts_fixed(mesh):
+    """As the message writes the spec."""
+    assert spmd.kernel(in_layouts=("_/dp _",), out_layouts="_/dp _", mesh=mesh)(lambda x: x)(X).sharding.spec[0] == "dp"
+
+
+@bad
+def method_with_a_layout_less(mesh):
+    class Scale:
+        @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)
+        def scaled(self, x):
+            return 2 * x
+
+
+@fixed
+def method_with_a_layout_less_fixed(mesh):
+    class Scale:
+        @spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="self")
+        def scaled(self, x):
+            return 2 * x
+
+    np.testing.assert_array_equal(Scale().scaled(X), 2 * X)
+
+
+@bad
+def batch_of_one(mesh):
+    body("b/dp d -> b/dp d", lambda x: 2 * x, mesh, X[:1])
+
+
+@fixed
+def batch_of_one_fixed(mesh):
+    np.testing.assert_array_equal(body("b d -> b d", lambda x: 2 * x, mesh, X[:1]), 2 * X[:1])

@@ -217,7 +217,7 @@ CASES = {
         """
         <lambda>: kernel("b/dp -> b")
         a raw jax.lax collective needs the per-shard view, and in auto mode the body sees whole arrays.
-        got: at PLACE
+        got: at PLACE (<lambda>)
         advice: an spmd operation, or spmd.local(fn, "in -> out") around the raw code
         """,
     ),

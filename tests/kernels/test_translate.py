@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import errors, nn
+from spmd.kernels import _kernel
 from tests.kernels.test_messages import ROWS, identity, mesh, on, run
 
 # --- layers of the library ------------------------------------------------------------------------------------
@@ -69,3 +73,82 @@ def test_an_error_of_shapes_says_which_shards_the_body_holds(mesh):
     [note] = [note for note in caught.value.__notes__ if "scaled" in note]
     assert 'x has shape (2, 2): a shard of "b/dp d/tp"' in note
     assert 'scale has shape (8,): a shard of "d"' in note
+
+
+def test_an_error_of_shapes_names_the_size_that_differs_and_what_is_no_argument(mesh):
+    outside = jnp.ones(7)
+
+    @spmd.kernel("b/dp d/tp, d -> b/dp d/tp", mesh=mesh)
+    def shifted(x, scale):
+        return x + scale + outside
+
+    with pytest.raises(ValueError, match="shapes") as caught:
+        shifted(jnp.ones((4, 8)), jnp.ones(8))
+    [note] = [note for note in caught.value.__notes__ if "shifted" in note]
+    assert '- d is 2 in x, "d/tp", and 8 in scale, "d": write it with the same slashes in both\n' in note
+    assert note.endswith("- outside has shape (7,): it is no argument, so no layout divides it")
+
+    @spmd.kernel("b/dp d/tp, d/tp -> b/dp d/tp", mesh=mesh)
+    def fitting(x, scale):
+        return x + scale + jnp.ones(7)
+
+    with pytest.raises(ValueError, match="shapes") as caught:
+        fitting(jnp.ones((4, 8)), jnp.ones(8))
+    [note] = [note for note in caught.value.__notes__ if "fitting" in note]
+    assert note.count("\n") == 2, note
+
+
+# --- tracebacks -----------------------------------------------------------------------------------------------
+
+
+def files_of(error):
+    """The files of a traceback, and those of the errors before it."""
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def failing(mesh):
+    """A kernel whose reduce names no axis of the mesh, and one whose result is a partial sum."""
+    typo = spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(lambda x: spmd.reduce(x, "b/dp d/mp -> b/dp"))
+    partial = spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(lambda x: x.sum(1))
+    return typo, partial
+
+
+def test_a_traceback_has_the_users_lines(mesh):
+    """One frame of ours is that of the call itself."""
+    typo, partial = failing(mesh)
+    for kernel, own in ((typo, 2), (partial, 1)):
+        with pytest.raises(spmd.SpmdError) as caught:
+            kernel(jnp.ones((4, 8)))
+        files = files_of(caught.value)
+        assert [file for file in files if file != __file__] == [_kernel.__file__], files
+        assert files.count(__file__) == own and caught.value.__context__ is None
+
+
+def test_a_traceback_is_whole_where_jax_filters_none(mesh):
+    with _traceback_filtering("off"), pytest.raises(spmd.SpmdError) as caught:
+        failing(mesh)[0](jnp.ones((4, 8)))
+    assert len(set(files_of(caught.value))) > 5
+
+
+def test_the_traceback_of_anothers_error_keeps_what_follows_the_users_line(mesh):
+    def broken(x):
+        return spmd.scope(lambda: 1 // 0)()
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        spmd.kernel("b/dp -> b/dp", mesh=mesh)(broken)(jnp.ones(4))
+    assert files_of(caught.value)[-1] == __file__
+    with pytest.raises(TypeError) as caught:
+        spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x @ jnp.ones((3, 3)))(jnp.ones((4, 6)))
+    files = files_of(caught.value)
+    after = files[len(files) - files[::-1].index(__file__) :]
+    assert after and all("jax" in file for file in after), files
+
+
+@contextlib.contextmanager
+def _traceback_filtering(how):
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", how)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)

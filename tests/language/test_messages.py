@@ -1141,9 +1141,15 @@ GOLDEN = [
             "The shape does not fit the layout.",
             "got:",
             "- dimension 0: b of size 3 does not divide into the 2 blocks of dp; pad b by 1 to 4",
-            "- dimension 1: s of size 6 does not divide into the 8 blocks of tp/dq; pad s by 2 to 8",
+            (
+                "- dimension 1: s of size 6 does not divide into the 8 blocks of tp/dq; pad s by 2 to 8, "
+                "or leave it whole: s without /tp/dq"
+            ),
             "- dimension 3: the layout says size 3, and the array has 4",
-            "- dimension 2: h of size 1 does not divide into the 2 blocks of x; pad h by 1 to 2",
+            (
+                "- dimension 2: h of size 1 does not divide into the 2 blocks of x; pad h by 1 to 2, "
+                "or leave it whole: h without /x"
+            ),
             "- mesh dp=2, tp=4, dq=2, x=2",
         ],
     ),

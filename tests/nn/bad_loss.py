@@ -109,3 +109,16 @@ def dropout_of_any_dimensions(mesh):
 @bad
 def dropout_of_another_rank(mesh):
     body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "scalar", rate=0.5), mesh, X, KEY)
+
+
+@bad
+def cross_entropy_of_a_pattern(mesh):
+    body("b/dp v/tp, b/dp -> scalar", lambda x, y: spmd.nn.cross_entropy(x, y, "b/dp v/tp"), mesh, X, np.zeros(8, int))
+
+
+@fixed
+def cross_entropy_of_a_pattern_fixed(mesh):
+    y = np.arange(8) % 4
+    fn = lambda x, y: spmd.nn.cross_entropy(x, y, tp="tp", dp="dp")
+    wanted = -np.take_along_axis(np.asarray(jax.nn.log_softmax(X)), y[:, None], 1).mean()
+    np.testing.assert_allclose(body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, y), wanted, rtol=1e-6)

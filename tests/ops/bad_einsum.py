@@ -90,3 +90,27 @@ def name_of_the_signature_for_another_dimension(mesh):
 @bad
 def operand_that_is_no_array(mesh):
     body(SAME, lambda x: spmd.einsum(x, object(), "b/dp d, d -> b/dp d"), mesh)
+
+
+@bad
+def einsum_without_slashes(mesh):
+    """The slashes are those of the arrays: a gather would be a cost that nobody asked for."""
+    body("b/dp d, d f/tp -> b/dp f/tp", lambda x, w: einsum(x, w, "b d, d f -> b f"), mesh, X, np.ones((4, 8)))
+
+
+@fixed
+def einsum_without_slashes_fixed(mesh, fix):
+    w = np.arange(32, dtype=np.float32).reshape(4, 8)
+    out = body("b/dp d, d f/tp -> b/dp f/tp", lambda x, w: fix(x=x, y=w), mesh, X, w)
+    np.testing.assert_allclose(out, X @ w)
+
+
+@bad
+def reduce_without_slashes(mesh):
+    body("b/dp d/tp -> b/dp 1", lambda x: spmd.reduce(x, "b d -> b 1", "mean"), mesh)
+
+
+@fixed
+def reduce_without_slashes_fixed(mesh, fix):
+    out = body("b/dp d/tp -> b/dp 1", lambda x: fix(x=x), mesh)
+    np.testing.assert_allclose(out, X.mean(1, keepdims=True))
