@@ -116,15 +116,16 @@ class Table:
         names = ["number" if i in self.right else name for i, name in enumerate(self.head)]
         count = max([len(self.head), *(len(row.cells) for row in self.all_rows)])
         names += ["number" if i in self.right else "" for i in range(len(names), count)]
+        used = [i for i in range(count) if any(row.cells[i:] and row.cells[i] for row in self.full)]
         parts = ["<table>"]
         if self.head and self.full:
-            heads = zip(names, self.head, strict=True)
-            parts.append(f"<thead><tr>{''.join(_element('th', name, text) for name, text in heads)}</tr></thead>")
+            heads = [_element("th", names[i], self.head[i]) for i in used]
+            parts.append(f"<thead><tr>{''.join(heads)}</tr></thead>")
         for row in self.all_rows:
-            cells = [_element("td", name, text) for name, text in zip(names, row.cells, strict=False)]
+            cells = [_element("td", names[i], row.cells[i]) for i in used if row.cells[i:]]
             if row.spans:
                 tag = "th" if "title" in row.style else "td"
-                cells = [f'<{tag} colspan="{count}">{html.escape(row.cells[0])}</{tag}>']
+                cells = [f'<{tag} colspan="{max(len(used), 1)}">{html.escape(row.cells[0])}</{tag}>']
             remarks = "".join(f'<br><span class="remark">{html.escape(text)}</span>' for text in row.remarks)
             cells[-1] = cells[-1].removesuffix("</td>") + remarks + "</td>" if remarks else cells[-1]
             parts.append(f"<tr{_class(row.style)}>{''.join(cells)}</tr>")
@@ -147,15 +148,17 @@ def html_page(heading: str, tables: Iterable[Table], empty: str = "") -> str:
     return "\n".join([*parts, *(table.html() for table in tables), "</div>"])
 
 
+# JupyterLab and nbconvert align all cells to the right, where carets stand under other words than they are meant for.
 _CSS = """
 .spmd-table table {border-collapse: collapse; margin: 0.3em 0; font-size: 90%}
-.spmd-table th, .spmd-table td {padding: 0.15em 0.7em; border: 0; text-align: left; vertical-align: top}
-.spmd-table .number {text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums}
+.spmd-table th, .spmd-table td {padding: 0.15em 0.7em; border: 0}
+.spmd-table th, .spmd-table td {text-align: left !important; vertical-align: top !important}
+.spmd-table .number {text-align: right !important; white-space: nowrap; font-variant-numeric: tabular-nums}
 .spmd-table .title th {padding-top: 0.8em; border-bottom: 1px solid #8888}
 .spmd-table .total td {border-top: 1px solid #8884; font-weight: bold}
 .spmd-table .loud th, .spmd-table .loud td {color: #e53935; font-weight: bold}
 .spmd-table .remark {opacity: 0.75; font-style: italic}
-.spmd-table td.call, .spmd-table td.source {white-space: pre-wrap; font-family: ui-monospace, monospace}
+.spmd-table :is(.call, .source, .message):is(td) {white-space: pre-wrap; font-family: ui-monospace, monospace}
 """
 
 

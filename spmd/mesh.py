@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Any, Literal, Never, overload
 
 import jax
 import numpy as np
@@ -36,6 +36,33 @@ __all__ = [
 ]
 
 
+@overload
+def make_mesh(
+    *words: Never,
+    devices: Sequence[Any] | None = None,
+    abstract: Literal[False] = False,
+    alone: bool = False,
+    partial: bool = False,
+    **axes: int,
+) -> Mesh: ...
+@overload
+def make_mesh(
+    *words: Never,
+    devices: Sequence[Any] | None = None,
+    abstract: Literal[True],
+    alone: bool = False,
+    partial: bool = False,
+    **axes: int,
+) -> AbstractMesh: ...
+@overload
+def make_mesh(
+    *words: Never,
+    devices: Sequence[Any] | None = None,
+    abstract: bool,
+    alone: bool = False,
+    partial: bool = False,
+    **axes: int,
+) -> Mesh | AbstractMesh: ...
 def make_mesh(
     *words: Never,
     devices: Sequence[Any] | None = None,

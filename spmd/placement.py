@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from spmd.ops import _grids
 __all__ = ["Init", "from_function", "from_process_local", "init", "shard"]
 
 T = TypeVar("T")
+Words = ParamSpec("Words")
+R = TypeVar("R")
 
 
 def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
@@ -230,10 +232,10 @@ def _on_one(x: Any, mesh: Any) -> Any:
     return made_whole(x, mesh)
 
 
-class Init(ByName):
+class Init(ByName, Generic[Words, R]):
     """What `init` returns. Call it with the arguments of the function."""
 
-    def __init__(self, fn: Callable[..., Any], layouts: Any, mesh: Any, mapping: Any):
+    def __init__(self, fn: Callable[Words, R], layouts: Any, mesh: Any, mapping: Any):
         self._fn = fn
         self._layouts = layouts
         self._given = mesh
@@ -248,10 +250,10 @@ class Init(ByName):
 
         self._leaves = leaves  # one object, by which JAX knows what it has traced
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *given: Words.args, **named: Words.kwargs) -> R:
         _check_outside("init", self._text)
-        check_arguments_alive(args, kwargs, self._text)
-        args, kwargs = wrapped((args, kwargs))
+        check_arguments_alive(given, named, self._text)
+        args, kwargs = wrapped((given, named))
         tree, mesh, shardings = self._where(args, kwargs)
         if ambient_mode()[0] == "reference":
             out = jax.jit(_arrays_only(self._whole, shardings))(*args, **kwargs)
@@ -272,9 +274,10 @@ class Init(ByName):
         args, kwargs = wrapped((args, kwargs))
         return self._compiled(*self._where(args, kwargs)).lower(*args, **kwargs)
 
-    def _whole(self, args: Any, kwargs: Any) -> Any:
+    def _whole(self, args: Any, kwargs: Any) -> R:
         args, kwargs = unwrapped((args, kwargs))
-        return self._fn(*args, **kwargs)
+        fn: Callable[..., R] = self._fn
+        return fn(*args, **kwargs)
 
     def _where(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[NamedSharding | None]]:
         """The tree that is created, with shapes for arrays; the mesh; the sharding of each leaf, None where it is
@@ -342,7 +345,7 @@ def _everywhere(x: Any, mesh: Mesh) -> Any:
     return x if x.sharding.device_set == set(mesh.devices.flat) or not x.committed else put(x, NamedSharding(mesh, P()))
 
 
-def init(fn: Callable[..., Any], layouts: Any, *, mesh: Any = None, mapping: Any = None) -> Init:
+def init(fn: Callable[Words, R], layouts: Any, *, mesh: Any = None, mapping: Any = None) -> Init[Words, R]:
     """Create parameters sharded: `init(fn, layouts)(key)`. No device ever holds the whole.
 
     `fn` is ordinary JAX on whole arrays. It is compiled with the layouts as output shardings. JAX's random numbers are

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from spmd._table import Row, Table, plain, wrapped
+from spmd._table import Row, Table, html_page, plain, wrapped
 
 HEAD = ("kind", "bytes", "time", "where", "call")
 ROWS = [
@@ -59,6 +59,18 @@ def test_html_says_the_same():
     page = ET.fromstring(TABLE.html().replace("<br>", " "))
     assert set(TABLE.text().split()) - {"!", "^"} <= set(" ".join(page.itertext()).split())
     assert [row.get("class") for row in page.iter("tr")] == [None, "title", None, "loud", "total", None]
+
+
+def test_html_leaves_empty_columns_out():
+    page = ET.fromstring(TABLE.html().replace("<br>", " "))
+    assert [one.text for one in page.iter("th") if not one.get("colspan")] == ["kind", "bytes", "where", "call"]
+    assert {one.get("colspan") for one in page.iter() if one.get("colspan")} == {"4"}
+
+
+def test_notebooks_do_not_move_text_to_the_right():
+    """JupyterLab aligns cells to the right by a rule that is stronger: carets then pointed at another word."""
+    page = html_page("heading", [TABLE])
+    assert "td {text-align: left !important" in page and ".number {text-align: right !important" in page
 
 
 def test_lines_carry_their_styles():

@@ -57,7 +57,7 @@ class Findings(tuple[Finding, ...]):
 
     def _repr_html_(self) -> str:
         rows = [(one.kind, one.line, str(one)) for one in self]
-        tables = [Table(rows, ("kind", "line", "source"))] if rows else []
+        tables = [Table(rows, ("kind", "line", "message"))] if rows else []
         heading = "1 finding" if len(self) == 1 else f"{len(self)} findings"
         return html_page(heading, tables, empty="" if rows else self._none)
 

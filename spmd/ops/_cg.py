@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,22 @@ from jax import lax
 from spmd import _lax
 from spmd.ops._system import Apply, Steps, inner, plus, system, typed, varying
 
+T = TypeVar("T")
+
 
 def cg(
     apply: Apply,
-    b: Any,
+    b: T,
     layout: str,
     /,
     *,
-    x0: Any = None,
+    x0: T | None = None,
     precondition: Apply | None = None,
     tol: float = 1e-5,
     atol: float = 0.0,
     maxiter: int | None = None,
     **names: Any,
-) -> tuple[Any, jax.Array]:
+) -> tuple[T, jax.Array]:
     """Solve `apply(x) = b` by conjugate gradients: `x, steps = cg(apply, b, "x/a y/b")`.
 
     `apply` is linear, symmetric (Hermitian for complex numbers) and positive definite. It takes and returns an array of

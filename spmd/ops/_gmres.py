@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,23 @@ from spmd import _lax
 from spmd.errors import SizeError
 from spmd.ops._system import Apply, Steps, inner, plus, system, typed, varying
 
+T = TypeVar("T")
+
 
 def gmres(
     apply: Apply,
-    b: Any,
+    b: T,
     layout: str,
     /,
     *,
-    x0: Any = None,
+    x0: T | None = None,
     precondition: Apply | None = None,
     tol: float = 1e-5,
     atol: float = 0.0,
     restart: int = 20,
     maxiter: int | None = None,
     **names: Any,
-) -> tuple[Any, jax.Array, jax.Array]:
+) -> tuple[T, jax.Array, jax.Array]:
     """Solve `apply(x) = b` for any linear `apply`: `x, steps, residual = gmres(apply, b, "x/a y/b")`.
 
     `apply` is linear and can be inverted. It takes and returns an array of this layout, and communicates as it likes,

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ from spmd.language import Layout, check_axes
 from spmd.modes import Frame, current_frame, try_frame
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 Argnums = int | Sequence[int]
 
 
 def value_and_grad(
-    fn: Callable[P, Any], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False
-) -> Callable[P, Any]:
+    fn: Callable[P, R], argnums: Argnums = 0, *, loss: str = "", has_aux: bool = False
+) -> Callable[P, tuple[R, Any]]:
     """The value and gradient of a loss, inside a kernel, with the meaning of the whole program.
 
     Raw `jax.grad` inside `shard_map` differentiates the sum of the devices' scalars. The gradient of a loss that is a

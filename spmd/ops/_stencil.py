@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ from spmd.ops._local import local
 Ranges = dict[str, tuple[int, int]]
 _halo, _local = inner(halo), inner(local)
 
+R = TypeVar("R")
+
 
 def stencil(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     pattern: str,
     /,
     *,
@@ -32,7 +34,7 @@ def stencil(
     overlap: bool = False,
     corners: bool = True,
     **names: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., R]:
     """Apply a function of a neighbourhood: `stencil(laplace, "1+x/a+1 1+y/b+1 -> x/a y/b")(u)`.
 
     The left side says what `fn` reads: each array with margins, which `halo` fills. From them `fn` computes the inner

@@ -232,7 +232,7 @@ def moe(
     ragged: bool | None = None,
     shared: tuple[Any, Any, Any] | None = None,
     activation: Callable[[Any], Any] = jax.nn.silu,
-) -> tuple[Any, MoEReport]:
+) -> tuple[jax.Array, MoEReport]:
     """Mixture of experts: each token goes through the experts it chose, gated MLPs that are divided over devices.
 
     Layouts: x and the result `"b/dp s/sp d"`, routing `"b/dp s/sp k"` and `"b/dp s/sp e"`; gate and up `"e/ep d f/tp"`,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ __all__ = ["pipeline"]
 
 Axes = str | tuple[str, ...] | None
 Tree = Any
+T = TypeVar("T")
 
 _CALL = "pipeline(stage, params, x, ...)"
 
@@ -30,13 +31,13 @@ _CALL = "pipeline(stage, params, x, ...)"
 def pipeline(
     stage: Callable[[Any, Any], Any],
     params: Tree,
-    x: Tree,
+    x: T,
     *,
     pp: Axes,
     repeats: int | None = None,
     save: str | Callable[..., Any] = "inputs",
     result: str = "whole",
-) -> Tree:
+) -> T:
     """`x = stage(params[i], x)` for each stage i in turn, stages on different devices, micro-batches one after another.
 
     In each tick every device applies its stage to the micro-batch that it has, and passes the result on to the next

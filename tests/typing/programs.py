@@ -59,7 +59,8 @@ def loss(params: Params, x: jax.Array) -> jax.Array:
 def step(params: Params, x: jax.Array) -> Params:
     whole = spmd.psum(params, "d {U:dp} -> d")
     assert_type(whole, Params)  # a verb on a tree gives a tree like it
-    gradients: Params = spmd.grad(loss, loss="{U:dp}")(params, x)
+    value, gradients = spmd.value_and_grad(loss, loss="{U:dp}")(params, x)
+    assert_type(value, jax.Array)
     spmd.grad(loss)(params)  # type: ignore[call-arg]
     return {name: params[name] - 0.1 * gradients[name] for name in params}
 
@@ -88,6 +89,28 @@ def simulated(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
     spmd.stencil.deposit(wide, 3)  # type: ignore[arg-type]
     spmd.exchange(x, ids, "[n/a] d")  # type: ignore[call-arg]
     return table, owner, rows, spmd.sort(ids, "[n/a]")
+
+
+def solved(b: Params, x: jax.Array, weights: Params) -> None:
+    """What gets a tree gives a tree of that type."""
+    assert_type(spmd.linalg.cg(lambda u: u, b, "x/a"), tuple[Params, jax.Array])
+    assert_type(spmd.linalg.gmres(lambda u: u, x, "x/a"), tuple[jax.Array, jax.Array, jax.Array])
+    routing = spmd.parallel.router(x, x, k=2)
+    assert_type(spmd.parallel.moe(x, routing, x, x, x)[0], jax.Array)
+    assert_type(spmd.parallel.pipeline(lambda w, u: u, weights, x, pp="pp"), jax.Array)
+
+
+def fresh(key: jax.Array, width: int = 8) -> Params:
+    return {"in": jax.random.normal(key, (8, width))}
+
+
+def made(key: jax.Array) -> None:
+    assert_type(mesh.devices.size, int)
+    abstract = spmd.make_mesh(dp=512, tp=8, abstract=True)
+    assert_type(abstract, jax.sharding.AbstractMesh)
+    new = spmd.init(fresh, {"in": "d f/tp"}, mesh=mesh)
+    assert_type(new(key, width=4), Params)
+    new("key")  # type: ignore[arg-type]
 
 
 def build(mesh: jax.sharding.AbstractMesh) -> tuple[Any, list[Any]]:
