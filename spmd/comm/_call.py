@@ -363,7 +363,8 @@ class Call:
         names: Sequence[str] = ()
         advice = [fault.advice if not fix or isinstance(fault, WrongRank) else None]
         if isinstance(fault, Unequal):
-            names, advice = [fault.name], [self._gather_block(fault)]
+            bare = self._without_its_margin(fault)
+            names, advice = [] if bare else [fault.name], [bare or self._gather_block(fault)]
         if isinstance(fault, NotProduct):
             names = [name for name, _ in fault.factors]
             got = [*got, *(f"{name} = {size}: {self.sizes[name].origin}" for name, size in fault.factors if size)]
@@ -376,6 +377,15 @@ class Call:
             advice=";\n".join(one for one in advice if one) or None,
             error=LayoutError if isinstance(fault, WrongRank) else SizeError,
         )
+
+    def _without_its_margin(self, fault: Unequal) -> str | None:
+        """Advice if the array would fit without the margin that the string has."""
+        dim = next((d for layout in self.pattern.layouts for d in layout.dims if d.span == fault.span), None)
+        here = fault.size if fault.local is None else fault.local
+        if dim is None or not any(dim.margin) or fault.size * (here + sum(dim.margin)) != fault.first.size * here:
+            return None
+        bare = replace(dim, margin=(0, 0)).short
+        return f"the array is {bare}, without a margin: jnp.pad makes room for one,\nstencil.halo copies the neighbours"
 
     def _gather_block(self, fault: Unequal) -> str | None:
         """Advice if the array has the size of a block over an axis that the string does not name."""

@@ -204,6 +204,11 @@ def a_deposit_without_margins(mesh):
 
 
 @bad
+def a_deposit_of_an_array_without_its_margin(mesh):
+    body(SAME, lambda x: stencil.deposit(x, "1+b/dp+1 d -> b/dp d"), mesh)
+
+
+@bad
 def a_deposit_that_moves_more(mesh):
     body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> b d"), mesh)
 
