@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.core
@@ -18,6 +19,7 @@ from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, opened, 
 from spmd._walker import Domain, Rule, equations
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
+from spmd.checker._instead import in_place_of_optax
 from spmd.checker._linear import LINEAR
 from spmd.checker._rows import zeros_for_others
 from spmd.checker._source import called_at, called_in_jax, is_transposed, line_of
@@ -143,7 +145,8 @@ class Engine(Domain):
         ours = self.silent(eqn) or called_in_jax(eqn, "_scatter_jvp")  # it numbers the updates of a piece
         sums = kind in ("nonlinear", "mixed")
         if self.active and axes and not ours and not (sums and self.meant(eqn, axes)):
-            self.note(eqn, kind, describe(self, eqn, axes))
+            fault, other = describe(self, eqn, axes), in_place_of_optax(eqn) if sums else None
+            self.note(eqn, kind, fault if other is None else replace(fault, fix=None, advice=other))
 
     def note(self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True) -> None:
         """Keep a finding, with its class and the user's line to blame."""

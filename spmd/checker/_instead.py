@@ -7,12 +7,14 @@ that the new call needs is that of the array which the function was given.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import Literal
 
+from spmd import _compat
 from spmd._jaxprs import call_of, opened, shape_of
 from spmd.checker._made import lying
 from spmd.checker._rounding import rounds
@@ -23,6 +25,24 @@ from spmd.language import axes_product
 Lines = tuple[str | Fix, ...]
 ARRAY = "<the array>"
 _SAME = ("copy", "copy_p", "pvary", "pcast", "spmd_layout", "name")
+
+
+# Functions of optax that sum over whole arrays: how their names begin, and what takes divided ones.
+_OF_OPTAX = {
+    ("clip_by_global_norm", "global_norm", "tree_norm", "norm"): (
+        "spmd.parallel.clip_by_global_norm(max_norm, layouts), a transformation of optax for divided trees; "
+        "spmd.parallel.global_norm(tree, layouts) is the norm"
+    ),
+    ("softmax_cross_entropy",): 'spmd.nn.cross_entropy(logits, labels, tp="tp", dp="dp"), of a divided vocabulary',
+}
+
+
+def in_place_of_optax(eqn: Any) -> str | None:
+    """What to call in place of a function of optax that made an equation, if there is one. Nobody can write a
+    collective inside of it."""
+    within = os.sep + "optax" + os.sep
+    called = [code.co_qualname for code, _ in _compat.call_stack(eqn) if within in code.co_filename]
+    return next((text for names, text in _OF_OPTAX.items() if any(name.startswith(names) for name in called)), None)
 
 
 @dataclass(frozen=True)

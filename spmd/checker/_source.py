@@ -150,9 +150,11 @@ def _shorten(text: str) -> LineName:
 
 
 def short_file(file: str) -> str:
-    """The name of a file as people read it: without the current directory, and `In[3]` for a cell of a notebook."""
-    here = os.getcwd() + os.sep
-    return shown_file(file.removeprefix(here))
+    """The name of a file as people read it: without the current directory or that of installed packages, and `In[3]`
+    for a cell of a notebook."""
+    for folder in (*_INSTALLED[::-1], os.getcwd() + os.sep):  # the standard library lies around the packages
+        file = file.removeprefix(folder)
+    return shown_file(file)
 
 
 def called_in_jax(eqn: Any, function: str) -> bool:

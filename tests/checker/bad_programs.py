@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import spmd
 from spmd import all_gather, reduce, split
@@ -333,3 +334,41 @@ def mean_without_its_dimension(mesh):
 def mean_without_its_dimension_fixed(mesh):
     fn = lambda x: x - reduce(x, "b/dp d/tp -> b/dp 1", "mean")
     np.testing.assert_allclose(body("b/dp d/tp -> b/dp d/tp", fn, mesh), X - X.mean(1, keepdims=True))
+
+
+@bad
+def optax_clip_of_a_divided_tree(mesh):
+    tree = {"w": "d/tp", "b": "d"}
+    clip = optax.clip_by_global_norm(1.0)
+    fn = lambda gradients: clip.update(gradients, clip.init(gradients))[0]
+    spmd.kernel(in_layouts=(tree,), out_layouts=tree, mesh=mesh)(fn)({"w": V, "b": V})
+
+
+@fixed
+def optax_clip_of_a_divided_tree_fixed(mesh):
+    tree = {"w": "d/tp", "b": "d"}
+    clip, whole = spmd.parallel.clip_by_global_norm(1.0, tree), optax.clip_by_global_norm(1.0)
+    fn = lambda gradients: clip.update(gradients, clip.init(gradients))[0]
+    gradients = {"w": V, "b": 2 * V}
+    out = spmd.kernel(in_layouts=(tree,), out_layouts=tree, mesh=mesh)(fn)(gradients)
+    wanted = whole.update(gradients, whole.init(gradients))[0]
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), out, wanted)
+
+
+@bad
+def optax_norm_of_a_divided_array(mesh):
+    spmd.kernel("d/tp -> scalar", mesh=mesh)(lambda gradient: optax.tree.norm({"w": gradient}))(V)
+
+
+@bad
+def optax_loss_of_a_divided_vocabulary(mesh):
+    fn = lambda scores, y: optax.softmax_cross_entropy_with_integer_labels(scores, y).sum()
+    body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, np.zeros(8, int))
+
+
+@fixed
+def optax_loss_of_a_divided_vocabulary_fixed(mesh):
+    y = np.arange(8) % 4
+    fn = lambda scores, y: spmd.nn.cross_entropy(scores, y, tp="tp", dp="dp")
+    wanted = optax.softmax_cross_entropy_with_integer_labels(X, y).mean()
+    np.testing.assert_allclose(body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, y), wanted, rtol=1e-6)

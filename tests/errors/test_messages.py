@@ -41,6 +41,7 @@ def _raised(name: str, mesh) -> str:
         BAD[name](mesh)
     text = str(caught.value).strip("\n")
     text = re.sub(r"\S*(bad_\w+\.py):\d+", r"\1:N", text)
+    text = re.sub(r"(optax/[\w/]+\.py):\d+", r"\1:N", text)
     return f"{type(caught.value).__name__}\n{text}"
 
 
