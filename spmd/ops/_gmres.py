@@ -39,7 +39,9 @@ def gmres(
 
     The steps end when the length of the residual b - apply(x) is at most the larger of `tol` times that of b and
     `atol`. They also end at a restart that has not made it smaller, because all further ones would be the same.
-    `jax.scipy.sparse.linalg.gmres` means the same on one device. In a kernel its inner products are of shards.
+    `jax.scipy.sparse.linalg.gmres` solves the same system on one device. Its `maxiter` counts restarts,
+    and with a preconditioner its tolerance is that of what this makes of the residual. In a kernel its inner products
+    are of shards.
 
     The gradient is that of the solution, not of the steps: one system with the transpose of `apply`, solved to the same
     tolerance. `apply` may close over arrays, which get gradients too.
@@ -62,7 +64,7 @@ def gmres(
       tol: The length of the residual, in units of that of `b`.
       atol: The length of the residual that is small enough whatever `b` is.
       restart: After how many steps the directions are forgotten and begun anew.
-      maxiter: The largest number of steps. Ten times the size of `b` if it is not given.
+      maxiter: The largest number of steps, not of restarts. Ten times the size of `b` if it is not given.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
