@@ -557,6 +557,50 @@ def unread(sources: Iterable[Source]) -> list[str]:
     return [f"{path}: {name}" for path, name in private if name not in read]
 
 
+def reads(source: Source) -> set[tuple[str, str]]:
+    """What a file reads of other modules: names that it imports, and attributes of modules that it imports."""
+    found: set[tuple[str, str]] = set()
+    modules: dict[str, str] = {}
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                found |= {(module, one.name) for one in names}
+                modules |= {one.asname or one.name: f"{module}.{one.name}" for one in names}
+            case ast.Import(names=names):
+                modules |= {one.asname: one.name for one in names if one.asname}
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in modules:
+                found.add((modules[name], attribute))
+    return found
+
+
+def left_behind(sources: list[Source]) -> list[str]:
+    """Functions and classes of modules that neither another module nor the rest of their own reads."""
+    read = set().union(*map(reads, sources))
+    found: list[str] = []
+    for source in sources:
+        names = [{one.id for one in ast.walk(part) if isinstance(one, ast.Name)} for part in source.tree.body]
+        for i, part in enumerate(source.tree.body):
+            match part:
+                case ast.FunctionDef(name=name, decorator_list=[]) | ast.ClassDef(name=name, decorator_list=[]):
+                    own = any(name in other for other in (*names[:i], *names[i + 1 :]))
+                    if not own and (module_name(source.path), name) not in read and not name.startswith("__"):
+                        found.append(f"{source.path}: {name}")
+    return found
+
+
+def test_no_function_is_left_behind():
+    assert not left_behind([s for s in FILES if s.path.startswith("spmd/")])
+
+
+def test_a_function_that_is_left_behind_is_noticed():
+    """Meta-test: a name that another module has too is not read by that, nor by itself."""
+    one = Source("spmd/_x.py", "def plus(x): return plus(x)\ndef times(): pass\ndef less(): pass")
+    other = Source("spmd/_y.py", "import spmd._x as x\nfrom spmd._x import less\ndef plus(): x.times()\nplus()")
+    assert left_behind([one, other]) == ["spmd/_x.py: plus"]
+
+
 CALLED_BY_OTHERS = {"spmd/ops/_annotate.py: _recreate_cm"}  # `contextlib` calls it, of a context manager as a decorator
 
 

@@ -29,19 +29,16 @@ __all__ = [
     "Moves",
     "Table",
     "all_differ",
-    "along",
     "blocks_of",
     "by_rounds",
     "constant",
     "evaluate",
     "flat",
     "moves",
-    "plus",
     "row_of",
     "rows_of",
     "sends",
     "starts_of",
-    "true_once",
 ]
 
 Sizes = Mapping[str, int]  # of the mesh axes, in mesh order
@@ -910,37 +907,6 @@ def counts(table: Table, dim: int) -> bool:
     if table.axes or first.size != 1 or first.item() != 0 or shape[dim] < 2 or table.dtype.kind not in "iu":
         return False
     return table.steps[dim] == 1 and not any(step for d, step in enumerate(table.steps) if d != dim)
-
-
-def plus(table: Table, start: Table, sizes: Sizes) -> Table | None:
-    """The table with a scalar added. Ids minus `start` meet `arange(n)` where the ids meet `start + arange(n)`."""
-    if start.shape or start.dtype != table.dtype or table.dtype.kind not in "iu":
-        return None
-    axes = _together((table, start), sizes)
-    by = _led(start.entries, start, axes)
-    entries = _led(table.entries, table, axes) + by.reshape(by.shape + (1,) * len(table.shape))
-    return _made(axes, entries, table.shape, table.steps)
-
-
-def true_once(table: Table, axes: Sequence[str], sizes: Sizes) -> bool:
-    """Whether each element of a mask is true on exactly one device along `axes`.
-
-    A sum over `axes` of what such a mask selects adds nothing up: it hands on what one device has.
-    """
-    if table.dtype.kind != "b":
-        return False
-    times = math.prod(sizes[axis] for axis in axes if axis not in table.axes)
-    along = tuple(at for at, axis in enumerate(table.axes) if axis in axes)
-    return bool((table.entries.sum(axis=along) * times == 1).all())
-
-
-def along(table: Table, axes: Sequence[str], sizes: Sizes) -> list[Any] | None:
-    """The scalar on each device along `axes`, the first one being the major one. None if other axes matter too."""
-    if table.shape or not set(table.axes) <= set(axes):
-        return None
-    order = tuple(axis for axis in sizes if axis in axes)
-    entries = np.broadcast_to(_led(table.entries, table, order), [sizes[axis] for axis in order])
-    return entries.transpose([order.index(axis) for axis in axes]).ravel().tolist()
 
 
 def all_differ(table: Table, axes: Sequence[str]) -> bool | None:

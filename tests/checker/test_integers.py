@@ -456,16 +456,6 @@ def test_one_row_for_each_device() -> None:
     assert integers.rows_of(table_of(lambda: index("b"), MESH), 5, MESH) is None
 
 
-def test_ids_counted_from_the_start_of_a_block() -> None:
-    """`ids - start == arange(n)` says what `ids == start + arange(n)` says."""
-    start, rows = table_of(lambda: index("b") * 3, MESH), table_of(lambda: arange(3)[None], MESH)
-    both = integers.plus(rows, start, MESH)
-    assert both == table_of(lambda: (index("b") * 3 + arange(3))[None], MESH)
-    assert integers.blocks_of(both, MESH) == ((), ("b",))
-    assert integers.plus(rows, rows, MESH) is None
-    assert integers.plus(table_of(lambda: arange(3) > 0, MESH), start, MESH) is None
-
-
 def test_the_starts_that_plain_indexing_makes_are_seen() -> None:
     """`dynamic_slice_in_dim` adds the length to negative starts before it slices."""
     traced = jax.make_jaxpr(
@@ -484,34 +474,6 @@ def test_the_starts_that_plain_indexing_makes_are_seen() -> None:
     assert seen == [("b",)]
 
 
-MASKS: list[tuple[Callable[[], Any], tuple[str, ...], bool]] = [
-    (lambda: index("b") == 0, ("b",), True),
-    (lambda: index("b") == 3, ("b",), True),
-    (lambda: index("b") == 4, ("b",), False),
-    (lambda: index("b") > 0, ("b",), False),
-    (lambda: index("b") == 0, ("a", "b"), False),  # once for each a
-    (lambda: (index("b") == 0) & (index("a") == 1), ("a", "b"), True),
-    (lambda: index("a") == 0, ("b",), False),
-    (lambda: arange(12) // 3 == index("b"), ("b",), True),  # one-hot blocks
-    (lambda: arange(12) // 2 == index("b"), ("b",), False),  # the last four are nobody's
-    (lambda: index("b"), ("b",), False),
-]
-
-
-@pytest.mark.parametrize("case", range(len(MASKS)))
-def test_masks_that_are_true_on_one_device(case: int) -> None:
-    body, axes, expected = MASKS[case]
-    assert integers.true_once(table_of(body, MESH), axes, MESH) == expected
-
-
-def test_which_devices_a_mask_names() -> None:
-    first, last = table_of(lambda: index("b") == 0, MESH), table_of(lambda: index("b") == 3, MESH)
-    assert integers.along(first, ("b",), MESH) == [True, False, False, False]
-    assert integers.along(last, ("b",), MESH) == [False, False, False, True]
-    assert integers.along(first, ("b", "a"), MESH) == [True] * 2 + [False] * 6
-    assert integers.along(first, ("a",), MESH) is None
-
-
 @pytest.mark.parametrize("step", range(4))
 def test_the_block_of_a_ring(step: int) -> None:
     """The block that a device holds after so many turns, as rings write it and as it was sent."""
@@ -526,7 +488,7 @@ def test_the_block_of_a_ring(step: int) -> None:
     said, held = table_of(lambda: (index("b") - step) % 4, MESH), table_of(sent, MESH)
     assert said == held
     assert hash(said) == hash(held)
-    blocks = integers.along(said, ("b",), MESH)
+    blocks = said.entries.ravel().tolist()
     assert blocks == [(i - step) % 4 for i in range(4)]
     assert integers.moves(blocks).shift == (step if step < 3 else -1)
 
