@@ -346,7 +346,7 @@ def placed_otherwise(walk: Any, eqn: Any, axes: Sequence[str], first: int, dista
 def _away(distance: int) -> str:
     if not distance:
         return "its own place"
-    places = abs(distance)
+    places = abs(int(distance))  # one of a table's numbers
     return f"{places} place{'s' * (places != 1)} {'before' if distance < 0 else 'after'} it"
 
 
