@@ -42,8 +42,8 @@ FULL_CASES = 6  # above it, the exhaustive tests run too
 
 
 def case_count(full: int = FULL_CASES) -> int:
-    """How many random cases a sampled test runs: SPMD_TEST_CASES, else a third of `full`, rounded up."""
-    count = int(os.environ.get("SPMD_TEST_CASES", -(-full // 3)))
+    """How many random cases a sampled test runs: SPMD_TEST_CASES, else a sixth of `full`, rounded up."""
+    count = int(os.environ.get("SPMD_TEST_CASES", -(-full // 6)))
     if count < 1:
         raise ValueError(f"SPMD_TEST_CASES must be at least 1, got {count}.")
     return count

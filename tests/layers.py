@@ -183,7 +183,7 @@ def cases(name: str, draw: int = FULL_CASES) -> Callable[..., Any]:
 
 
 def drawn(names: Iterable[str] | None = None) -> list[LayerCase]:
-    """The cases of one run, of all layers or of these: by default a sixth of `draw`, each with one of its dtypes."""
+    """The cases of one run, of all layers or of these: by default one of each, with one of its dtypes."""
     found = []
     for name in CASES if names is None else names:
         make, draw = CASES[name]

@@ -40,9 +40,9 @@ def seeds(full: int = FULL_CASES, *, first: int = 0, times: int = 1) -> range:
 
 
 def share(cases: Iterable[T], times: int = 1, always: Container[T] = ()) -> list[T]:
-    """Those of costly cases that a run takes: a third by default, chosen by the seed; all of them if exhaustive.
+    """Those of costly cases that a run takes: a sixth by default, chosen by the seed; all of them if exhaustive.
 
-    With `times=2` a sixth of them. Cases of `always` reach lines of the library that no other test does.
+    With `times=2` a twelfth of them. Cases of `always` reach lines of the library that no other test does.
     """
     every = list(cases)
     step = -(-FULL_CASES // case_count())
@@ -51,7 +51,7 @@ def share(cases: Iterable[T], times: int = 1, always: Container[T] = ()) -> list
 
 
 def rare(test: F) -> F:
-    """A costly test of what cheaper ones touch too: one of three runs by default, by name and seed; exhaustively, all."""
+    """A costly test of what cheaper ones touch too: one of six runs by default, by name and seed; exhaustively, all."""
     parts = -(-FULL_CASES // case_count())
     here = in_slice(test.__name__, first_seed(), parts)
     return pytest.mark.skipif(not here, reason="a rare test, which runs with another seed")(test)

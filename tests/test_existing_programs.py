@@ -21,7 +21,6 @@ import pytest
 import spmd
 from spmd import all_gather, einsum, parallel
 from spmd.modes import MODES
-from tests.conftest import case_count
 from tests.sampler import share
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/pages/existing-programs.md"
@@ -308,7 +307,7 @@ def orbax_checkpoint(mlp: Mlp) -> Any:
 @pytest.mark.parametrize("name", share(PROGRAMS))
 def test_with_a_kernel_it_finds_what_plain_jax_finds(name):
     right = PROGRAMS[name](plain)
-    for mode in MODES[: case_count()]:
+    for mode in MODES:
         with spmd.mode(mode):
             found = PROGRAMS[name](kernel_of(body))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), found, right)

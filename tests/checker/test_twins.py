@@ -49,11 +49,11 @@ ALONE = {
     "constants_fit_anywhere",
 }
 SHARED = share(PAIRS, always=[pair for pair in PAIRS if pair.name in ALONE])
-a_third = pytest.mark.parametrize("pair", SHARED, ids=named)
+a_share = pytest.mark.parametrize("pair", SHARED, ids=named)
 some_pairs = pytest.mark.parametrize("pair", SAMPLE, ids=named)
 
 
-@a_third
+@a_share
 def test_the_mistake_is_found(pair: Pair) -> None:
     why = why_missed(pair)
     assert why == LISTED.get(pair.name, ""), f"{pair.mistaken.__name__} at {pair.place}, wrong: {pair.kinds}"
@@ -67,7 +67,7 @@ def test_the_page_says_how_many_are_found() -> None:
     assert f"{len(PAIRS)} wrong programs" in page and f"finds {found} of them" in page
 
 
-@a_third
+@a_share
 def test_its_twin_raises_no_alarm(pair: Pair) -> None:
     assert not findings(pair, pair.correct)
 
