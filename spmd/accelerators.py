@@ -301,12 +301,13 @@ _TPUS = (_TPU_V4, _TPU_V5E, _TPU_V5P, _TPU_V6E, _IRONWOOD)
 _PRESETS = {one.name: one for one in (_A100, _H100, _H200, _B200, _GB200, _MI300X, *_TPUS)}
 PRESETS = tuple(_PRESETS)
 
-# What `device.device_kind` says of each, as a pattern; the first that is found. "TPU v5" alone is v5p.
+# What `device.device_kind` says of each, as a pattern; the first that is found. "TPU v5" alone is v5p. Cards for PCIe
+# and NVL, and Grace Hopper, have the same chips with other clocks, memory and links: the profiles are not theirs.
 _KINDS = (
-    (r"A100.*40GB", replace(_A100, name="a100-40gb", hbm_bytes=40e9, hbm_bandwidth=1.555e12)),
-    (r"A100", _A100),
-    (r"H100", _H100),
-    (r"H200", _H200),
+    (r"A100-SXM.*40GB", replace(_A100, name="a100-40gb", hbm_bytes=40e9, hbm_bandwidth=1.555e12)),
+    (r"A100-SXM", _A100),
+    (r"H100 80GB HBM3", _H100),
+    (r"\bH200$", _H200),
     (r"GB200", _GB200),
     (r"B200", _B200),
     (r"MI300X", _MI300X),

@@ -173,6 +173,17 @@ def test_the_devices_name_their_profile(kind, name):
     assert Hardware.from_devices([SimpleNamespace(device_kind=kind)] * 8).name == name
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"]
+    + ["NVIDIA GH200 480GB", "NVIDIA GB300", "NVIDIA H20"],
+)
+def test_a_relative_of_a_device_has_no_profile(kind):
+    """Another clock, memory or link under the same chip's name: numbers of the SXM module would be wrong."""
+    with pytest.raises(SpmdError, match="no profile is known"):
+        Hardware.from_devices([SimpleNamespace(device_kind=kind)])
+
+
 def test_profiles_agree_with_what_their_vendors_say_of_a_whole_system():
     """Totals of systems, which the data sheets give beside the figures per device."""
     peak = lambda name, dtype="bfloat16": hardware(name).peak(dtype)
