@@ -304,6 +304,7 @@ def draw(found: dict[str, Any], times: np.ndarray, o: argparse.Namespace) -> Non
         line = right.loglog(k, found[when][1:], label=f"{when}, a = {a:g}")[0]
         right.loglog(k, a**2 * found["linear"][1:], ":", color=line.get_color(), label="linear theory")
     right.set(title=f"power spectrum, {o.n} cubed particles", xlabel="k in h / Mpc")
+    right.xaxis.set_minor_formatter("")  # on a small grid these labels overlap
     right.legend()
     figure.savefig(o.picture, dpi=120)
     console.print(f"picture: {o.picture}", soft_wrap=True)
