@@ -78,7 +78,7 @@ def einsum_without_spaces(mesh):
 
 @fixed
 def einsum_without_spaces_fixed(mesh, fix):
-    out = body("b d, d f -> b f", lambda x, w: fix(x=x, y=w), mesh, X, X.T)
+    out = body("b/dp d, d f -> b/dp f", lambda x, w: fix(x=x, y=w), mesh, X, X.T)
     np.testing.assert_allclose(out, X @ X.T)
 
 
