@@ -108,9 +108,12 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
     sums = {(kind, axis) for kind in ("recurrence", "rows") for axis in claim.unreduced}
     pending = [p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums]
     if pending and role != "result":
+        pending = walk.left(eqn.invars[0], pending)
+        if not pending:
+            return
         first = walk.made_pending[min(p.at for p in pending)]
         kind = "partial" if all(p.kind == "term" for p in pending) else "pending"
-        walk.note(eqn, kind, report.pending_claimed(walk, eqn, sorted(pending)), where=first)
+        walk.note(eqn, kind, report.pending_claimed(walk, eqn, pending), where=first)
         return
     if places is not None:
         wrong = _wrong_dims(walk, state, claim, places, scope, role)

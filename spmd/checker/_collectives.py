@@ -65,20 +65,21 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     if _grouped(eqn):
         return [_loosened(walk, o, shape_of(v), (), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
     name = eqn.primitive.name
-    outs = [_reduced(walk, eqn, o, axes, name if name in ("pmax", "pmin") else "psum") for o in operands]
+    name = name if name in ("pmax", "pmin") else "psum"
+    outs = [_reduced(walk, eqn, o, atom, axes, name) for o, atom in zip(operands, eqn.invars, strict=True)]
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
-def _reduced(walk: Engine, eqn: Any, operand: State, axes: Axes, name: str) -> State:
+def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name: str) -> State:
     over = frozenset(axes_of(eqn))
     pending, done = _completed(operand, over)
     if name == "psum":
         _check_copies(walk, eqn, operand, axes)
     elif operand.partial & over and not operand.zero:
         walk.fault(eqn, operand.partial & over, "nonlinear", nonlinear_use)
-    wrong = {p for p in operand.pending - pending if p.kind in WRONG and COMPLETES.get(p.kind) != name}
-    if wrong:
-        walk.fault(eqn, {p.axis for p in wrong}, "pending", lambda w, e, a: not_completed(w, e, a, sorted(wrong)))
+    wrong = [p for p in operand.pending - pending if p.kind in WRONG and COMPLETES.get(p.kind) != name]
+    if wrong and (wrong := walk.left(atom, wrong)):
+        walk.fault(eqn, {p.axis for p in wrong}, "pending", lambda w, e, a: not_completed(w, e, a, wrong))
     blocks = over & operand.divided
     dims = hide(operand.dims, tuple(blocks)) if blocks else operand.dims
     lost = (operand.divided - over).difference(*map(axes_of_dim, dims)) if blocks else NONE
@@ -226,12 +227,12 @@ def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         return [walk.kept(o._replace(partial=o.partial.difference(axes_of(eqn)))) for o in operands]
     dim = eqn.params["scatter_dimension"]
     outs = []
-    for operand, var in zip(operands, eqn.outvars, strict=True):
+    for operand, atom, var in zip(operands, eqn.invars, eqn.outvars, strict=True):
         shape = shape_of(var)
         if _grouped(eqn) or not eqn.params.get("tiled"):
             outs.append(_loosened(walk, operand, shape, (), axes))
             continue
-        summed = _reduced(walk, eqn, operand, axes, "psum")
+        summed = _reduced(walk, eqn, operand, atom, axes, "psum")
         count = axes_product(axes, walk.sizes)
         cut = _divided_dim(summed.dims[dim], axes, count)
         constant = _is_constant(cut)

@@ -92,7 +92,11 @@ class Dataflow(Engine):
             return
         differentiated = any(map(is_differentiated, (eqn, *self.callers)))
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
-            pending = sorted(p for p in state.pending if p.axis in self.checked and p.kind not in QUIET)
+            atom = opened(eqn.params["jaxpr"])[0].outvars[index]
+            made = [p for p in state.pending if p.axis in self.checked and p.kind not in QUIET]
+            pending = self.left(atom, made)
+            if made and not pending:
+                continue
             if pending and differentiated and self.history.only_for_derivatives(eqn.outvars[index]):
                 continue
             if pending:

@@ -46,6 +46,8 @@ from spmd.checker._state import (
 )
 from spmd.checker._statistics import Statistics
 from spmd.checker._table import TABLE, Entry, Map
+from spmd.checker._undone import Undone
+from spmd.checker._values import Values
 from spmd.errors import Fault
 from spmd.language import Layout
 
@@ -120,6 +122,7 @@ class Engine(Domain):
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
         self.columns: dict[Any, Sequence[State]] = {}
         self._history: History | None = None
+        self._values: Values | None = None
         self._statistics: Statistics | None = None
         self._blamed: dict[Any, Finding] = {}
 
@@ -132,12 +135,30 @@ class Engine(Domain):
             self._history = History(self.root, self.arg_names, self.varying, self.arg_layouts)
         return self._history
 
+    @property
+    def values(self) -> Values:
+        """Which variables hold one value."""
+        if self._values is None:
+            self._values = Values(self.history)
+        return self._values
+
     def meant(self, eqn: Any, axes: Iterable[str]) -> bool:
         """Whether an equation works on a sum of which the program knows that it is a device's own."""
         if self._statistics is None:
             known = self.known
-            self._statistics = Statistics(self.history, lambda var: known[var].divided if var in known else None)
+            divided = lambda var: known[var].divided if var in known else None
+            self._statistics = Statistics(self.history, self.values, divided)
         return all(self._statistics.meant(eqn, axis) for axis in axes)
+
+    def left(self, atom: Any, pending: Iterable[Pending]) -> list[Pending]:
+        """What was done to pieces and is not undone before a value is made."""
+        pending = sorted(pending)
+        if not pending:
+            return pending
+        undone = Undone(self.history, self.values, atom)
+        done = {p for p in pending if undone.has(self.made_pending[p.at][0])}
+        axes = {p.axis for p in pending if p not in done}
+        return [p for p in pending if p.axis in axes]
 
     def fault(self, eqn: Any, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:
         """Keep a fault of the user's. Faults in what JAX wrote, and inside our own verbs, are not the user's."""

@@ -147,7 +147,12 @@ class History(Domain):
             made = self.made.get(var)
             if made is not None and stop(made[0]):
                 continue
-            todo += self.made_of.get(var, made[0].invars if made is not None else ())
+            todo += self.operands(var)
+
+    def operands(self, var: Any) -> Sequence[Any]:
+        """What a value is made of at once."""
+        made = self.made.get(var)
+        return self.made_of.get(var, made[0].invars if made is not None else ())
 
     def sources(self, atom: Any, axis: str) -> list[Origin]:
         """Why a value differs along an axis, oldest first."""

@@ -29,13 +29,14 @@ class Statistics:
 
     Args:
       history: Where the values of the program come from.
+      values: Which variables hold one value.
       divided: The axes that divide a variable; None where the walk was not yet.
     """
 
-    def __init__(self, history: History, divided: Callable[[Any], Collection[str] | None]) -> None:
+    def __init__(self, history: History, values: Values, divided: Callable[[Any], Collection[str] | None]) -> None:
         self._history, self._divided = history, divided
         self._numbers: dict[str, list[Any]] = {}
-        self._values = Values(history)
+        self._values = values
 
     def meant(self, eqn: Any, axis: str) -> bool:
         """Whether an equation works on a sum over an array of which the program makes a device's own number."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal
 
-from spmd._jaxprs import held, shape_of
+from spmd._jaxprs import Role, held, opened, shape_of
 from spmd.checker._history import Atoms, History
 from spmd.checker._table import TABLE
 
@@ -27,6 +28,8 @@ class Values:
         self._history = history
         self._first: dict[Any, Any] = {}
         made: dict[Any, Any] = {}
+        for eqn, _, _ in history.made.values():
+            self._first.update((var, var) for var in _of_rounds(eqn))
         for var, (eqn, i, _) in history.made.items():  # operands come before results
             if held(eqn):
                 continue  # `one` looks inside
@@ -38,7 +41,7 @@ class Values:
     def one(self, atom: Any) -> Any:
         """The first variable that holds what this one does; of a number, the number itself."""
         if isinstance(atom, Literal):
-            return str(atom.val)
+            return str(np.asarray(atom.val)) if np.ndim(atom.val) == 0 else id(atom)
         seen = set()
         while atom not in self._first and atom not in seen:
             seen.add(atom)
@@ -58,3 +61,10 @@ class Values:
         except TypeError:  # parameters that cannot be compared
             return None
         return key
+
+
+def _of_rounds(eqn: Any) -> list[Any]:
+    """The inputs and results of a loop: what a round is given is not what it gives."""
+    loops = [part for part in held(eqn) if part.role in (Role.LOOP, Role.TEST)] if eqn.params else []
+    inputs = [var for part in loops for var in opened(part.jaxpr)[0].invars]
+    return [*inputs, *eqn.outvars] if loops else []
