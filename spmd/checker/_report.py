@@ -362,11 +362,23 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
         advice = _OWN_NOISE
     got = [*_where(walk, eqn)]
     for number, atom in enumerate(eqn.invars[:3]):
-        got += [f"operand {number}: {line}" for axis in axes for line in reasons(walk, atom, [axis])]
+        why = [f"operand {number}: {line}" for axis in axes for line in reasons(walk, atom, [axis])]
+        got += why
+        if not why and not noise and _counts(walk, atom):
+            got.append(f"operand {number}: made from numbers that begin at 0 on each device, as those of jnp.arange")
+            advice = f'spmd.iota("<name>/{axes[0]}"), which goes on from block to block; or split the other array'
         if (rank := _rank_before_broadcasting(walk, atom)) is not None:
             got.append(f"operand {number}: rank {rank}, and broadcasting gives it rank {len(shape_of(atom))}")
             advice = f'keep a reduced dimension as 1, "b d/tp -> b 1" or keepdims=True; or else {advice}'
     return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=advice)
+
+
+def _counts(walk: Any, atom: Any) -> bool:
+    """Whether a value is made from the numbers of `jnp.arange` or the columns of a one-hot."""
+    made = walk.history.made
+    return any(
+        var in made and made[var][0].primitive.name == "iota" for var in walk.history.behind(atom, lambda _: False)
+    )
 
 
 def _rank_before_broadcasting(walk: Any, atom: Any) -> int | None:

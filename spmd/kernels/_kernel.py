@@ -428,18 +428,22 @@ def kernel(
     def decorate(fn: Callable[P, R]) -> Kernel[P, R]:
         if not callable(fn):
             raise LayoutError(f"a kernel's body is a function, not {kind_of(fn)}.", call=f'kernel("{pattern}")')
-        signature = read(
-            fn,
-            pattern,
-            in_layouts,
-            out_layouts,
-            mapping=mapping,
-            arg_mapping=arg_mapping,
-            axes=axes,
-            sizes=sizes,
-            static=static,
-            donate=donate,
-        )
+        try:
+            signature = read(
+                fn,
+                pattern,
+                in_layouts,
+                out_layouts,
+                mapping=mapping,
+                arg_mapping=arg_mapping,
+                axes=axes,
+                sizes=sizes,
+                static=static,
+                donate=donate,
+            )
+        except LayoutError as error:
+            shorten(error)
+            raise
         signature.check = check
         return Kernel(signature, mesh, boundary)
 

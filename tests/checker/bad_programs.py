@@ -372,3 +372,18 @@ def optax_loss_of_a_divided_vocabulary_fixed(mesh):
     fn = lambda scores, y: spmd.nn.cross_entropy(scores, y, tp="tp", dp="dp")
     wanted = optax.softmax_cross_entropy_with_integer_labels(X, y).mean()
     np.testing.assert_allclose(body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, y), wanted, rtol=1e-6)
+
+
+@bad
+def one_hot_of_blocks(mesh):
+    """A device has a part of the classes, and a one-hot begins at the first class on each."""
+    fn = lambda scores, y: reduce(scores * jax.nn.one_hot(y, scores.shape[1]), "b/dp v/tp -> b/dp")
+    body("b/dp v/tp, b/dp -> b/dp", fn, mesh, np.ones((8, 16), np.float32), np.zeros(8, int))
+
+
+@fixed
+def one_hot_of_blocks_fixed(mesh):
+    y, scores = np.arange(8) * 2, np.arange(128, dtype=np.float32).reshape(8, 16)
+    fn = lambda scores, y: reduce(jnp.where(y[:, None] == spmd.iota("v/tp")[None], scores, 0), "b/dp v/tp -> b/dp")
+    found = body("b/dp v/tp, b/dp -> b/dp", fn, mesh, scores, y)
+    np.testing.assert_array_equal(found, np.take_along_axis(scores, y[:, None], 1)[:, 0])

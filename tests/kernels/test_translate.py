@@ -124,6 +124,12 @@ def test_a_traceback_has_the_users_lines(mesh):
         assert files.count(__file__) == own and caught.value.__context__ is None
 
 
+def test_the_traceback_of_a_wrong_signature_has_the_users_line(mesh):
+    with pytest.raises(errors.LayoutError) as caught:
+        spmd.kernel("b/dp d -> b/dp", mesh=mesh)(lambda x, w: x)
+    assert files_of(caught.value) == [__file__]
+
+
 def test_a_traceback_is_whole_where_jax_filters_none(mesh):
     with _traceback_filtering("off"), pytest.raises(spmd.SpmdError) as caught:
         failing(mesh)[0](jnp.ones((4, 8)))
