@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -192,7 +193,7 @@ class _Job:
             by_dtype.setdefault(x.dtype, []).append(i)
         out: dict[int, Any] = {}
         for group in by_dtype.values():  # the leaves of one dtype travel together
-            flat = [moved[i].reshape(*owner.shape, -1) for i in group]
+            flat = [moved[i].reshape(*owner.shape, math.prod(moved[i].shape[1:])) for i in group]
             there = self.moved(jnp.concatenate(flat, 2), plan)
             start = 0
             for i, x in zip(group, flat, strict=True):
@@ -266,6 +267,8 @@ class _Job:
 
     def moved(self, x: Any, plan: _Plan) -> Any:
         """The rows `(block, slot, width)` in their new slots. The maps are one-to-one, so no gradient is a sum."""
+        if not x.shape[-1]:
+            return x
         stays = _picked(x, plan.kept, plan.keeps)
         if not self.distances:
             return stays

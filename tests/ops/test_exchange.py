@@ -205,6 +205,26 @@ def test_no_slots(hops: Any) -> None:
         assert (rows.shape, owner.shape, owner.dtype) == ((0, 3), (0,), np.int32)
 
 
+@pytest.mark.parametrize("hops", [None, (1, -1)])
+def test_rows_of_nothing(hops: Any) -> None:
+    """Alone and beside others, as a property that some particles do not have."""
+
+    def body(x, none, ints, owner):
+        (x, none, ints), owner, _ = spmd.exchange((x, none, ints), owner, "[n/a] ...", capacity=2, hops=hops)
+        return x, none, ints, owner
+
+    kernel = spmd.kernel("n/a d, n/a e, n/a e, n/a -> n/a d, n/a e, n/a e, n/a", mesh=make_mesh({"a": 4}))(body)
+    owner = np.array([1, 1, 2, -1, 3, 3, 0, 0], np.int32)
+    rows, none = np.arange(16, dtype=np.float32).reshape(8, 2), np.zeros((8, 0), np.float32)
+    wanted, owners, _ = simulator.exchange(rows, owner, 4, 2, hops)
+    for mode in MODES:
+        with spmd.mode(mode):
+            there, *nothing, found = kernel(rows, none, none.astype(np.int32), owner)
+        np.testing.assert_array_equal(there, wanted)
+        np.testing.assert_array_equal(found, owners)
+        assert [(one.shape, one.dtype) for one in nothing] == [((8, 0), np.float32), ((8, 0), np.int32)]
+
+
 def test_explain_names_the_call() -> None:
     run = spmd.kernel("n/a d, n/a -> n/a d", mesh=make_mesh({"a": 4}))(
         lambda x, owner: spmd.exchange(x, owner, "[n/a] d", capacity=2)[0]
