@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,12 @@ from spmd.ops._partial_sums import plain_dims
 _EXAMPLE = 'exchange(rows, owner, "[n/dp] d", capacity=64)'
 _PACKED = 2**31  # how many pairs of an owner and a slot have a number in an int32
 
+T = TypeVar("T")
+
 
 def exchange(
-    rows: Any, owner: Any, layout: str, /, *, capacity: int, hops: Sequence[int] | None = None, **names: Any
-) -> tuple[Any, jax.Array, jax.Array]:
+    rows: T, owner: Any, layout: str, /, *, capacity: int, hops: Sequence[int] | None = None, **names: Any
+) -> tuple[T, jax.Array, jax.Array]:
     """Send rows to the devices that own them: `exchange(particles, owner, "[n/a] d", capacity=64)`.
 
     The brackets say which dimension counts the rows. It is divided, and each block of it has slots for rows, some of

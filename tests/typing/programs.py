@@ -81,7 +81,8 @@ def tools(x: jax.Array) -> None:
 def simulated(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     table, outside = spmd.scatter_add(x, ids, "n/a d, n/a -> [v/a] d")
     rows, owner, stayed = spmd.exchange(x, ids, "[n/a] d", capacity=4)
-    assert_type(owner, jax.Array)
+    assert_type((rows, owner), tuple[jax.Array, jax.Array])
+    assert_type(spmd.exchange({"p": x}, ids, "[n/a] d", capacity=4)[0], Params)
     assert_type(outside + stayed, jax.Array)
     assert_type(spmd.argsort(x, "[n/a] d"), jax.Array)
     wide = spmd.stencil.halo(x, "n/a d -> 1+n/a+1 d")
