@@ -1,15 +1,21 @@
 """The most memory that stands at one time on one device, from the jaxpr alone: how long each array is needed, summed.
 
-Time is counted in equations, those of a loop once. A value is an array that stands in memory from the equation that
-makes it to the last one that reads it, or a chain of elementwise work. A chain is fused into what reads it, unless that
-needs it whole, as a product, a collective and the kernel of a reduction do. Which chains stand is therefore known when
-all readers are. The compiler makes equal values once, and a chain that stands as early as it can.
+A value is an array that stands in memory from the equation that makes it to the last one that reads it, or a chain of
+elementwise work. A chain is fused into what reads it, unless that needs it whole, as a product, a collective and the
+kernel of a reduction do. Which chains stand is therefore known when all readers are. The compiler makes equal values
+once.
+
+What stands is a kernel, and kernels run in the order of XLA's compiler for CPUs: those that are ready first, first. So
+all readers of a value run before what reads their results, and more stands than in the order of the trace. A compiler
+that looks for the order with the least memory, as those for GPUs and TPUs do, needs less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from spmd._compat import REDUCTIONS_REPEAT
@@ -30,9 +36,25 @@ _ARITHMETIC = frozenset(
     )
 )
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
+_SAME_ELEMENTS = _REDUCTIONS | {"broadcast_in_dim"}
 _PURE = _FUSED | _REDUCTIONS | {"axis_index", "dot_general"}
 # Too dear to be done again for each of several readers.
 _DEAR = frozenset(str.split("exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf pow div rem"))
+
+
+@dataclass(eq=False, slots=True)
+class Tick:
+    """An equation.
+
+    Attributes:
+      reads: The values that it reads.
+      makes: The values that it makes.
+      inside: The ticks of a round of the loop that it is, or of each of its branches.
+    """
+
+    reads: tuple[Node, ...] = ()
+    makes: list[Node] = field(default_factory=list)
+    inside: list[list[Tick]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -41,14 +63,12 @@ class Node:
 
     Attributes:
       size: Bytes on one device.
-      start: When it is made at the latest.
-      since: When the round of the loop that it is in begins.
+      tick: The equation that makes it.
       sources: What a chain is made of; None of an array that stands in memory anyway.
       dear: Whether a chain with several readers stands.
       constant: Whether it is made of constants alone.
       reuses: Whether it may lie where an operand lay that nothing reads any more.
-      end: When it is read last.
-      readers: How many equations read it.
+      read_in: The equations that read it, and what is stacked is read where it is made.
       whole: Whether one of them needs it in memory.
       into: The carry of a loop that it becomes.
       operands: What a reduction reads; None of other values.
@@ -57,17 +77,16 @@ class Node:
       spread: Whether it repeats what it is made of.
       joined: How a concatenation is cut into what it is made of, and that.
       again: Whether each chain that reads it computes it again, though it stands for another reader.
+      stuck: Whether some reader that needs it whole takes it in this shape. If none does, all readers compute it again.
     """
 
     size: float
-    start: int
-    since: int
+    tick: Tick
     sources: tuple[Node, ...] | None = None
     dear: bool = False
     constant: bool = False
     reuses: bool = False
-    end: int = 0
-    readers: int = 0
+    read_in: list[Tick] = field(default_factory=list)
     whole: bool = False
     into: Node | None = None
     operands: tuple[Node, ...] | None = None
@@ -75,11 +94,11 @@ class Node:
     transposed: bool = False
     spread: bool = False
     again: bool = False
+    stuck: bool = False
     joined: tuple[Any, ...] = ()
 
-    def read(self, time: int, *, whole: bool) -> None:
-        self.end = max(self.end, time)
-        self.readers += 1
+    def read(self, tick: Tick, *, whole: bool) -> None:
+        self.read_in.append(tick)
         self.whole |= whole
 
 
@@ -96,24 +115,29 @@ class Peak(Domain):
         self._nodes: list[Node] = []
         self._stacks: dict[Any, Node] = {}  # of the loop that the walk is in, by what is stacked
         self._copies: dict[Any, Node] = {}  # of constants and of what is broadcast, in that loop
-        self._now = self._since = 0
+        self._root = self._now = Tick()
+        self._frame: list[Tick] = []  # of the loop or branch that the walk is in
         self._inside = 0  # kernels around the walk
 
     def most(self, jaxpr: Any) -> tuple[int, int]:
         """The most bytes that stand at one time besides the arguments and results, and the same if nothing is fused."""
         outs = walk(jaxpr, [self._new(0) for _ in jaxpr.invars], self)
         self._read(outs)
+        for node in self._nodes:
+            node.again |= node.sources is not None and not node.dear and not node.stuck
         for out in outs:
             out.size = 0
         _grow_kernels(self._nodes)
-        fused, unfused = (_most(self._nodes, fused=fused) for fused in (True, False))
+        order = _Order(self._root, self._frame)
+        fused, unfused = (_most(self._nodes, order, fused=fused) for fused in (True, False))
         return fused, max(fused, unfused)
 
     # --- values -------------------------------------------------------------------------------------------
 
     def _new(self, size: float, sources: Sequence[Node] | None = None, *, dear: bool = False) -> Node:
-        node = Node(size, self._now, self._since, None if sources is None else tuple(sources), dear)
+        node = Node(size, self._now, None if sources is None else tuple(sources), dear)
         node.constant = bool(sources) and all(source.constant for source in sources)
+        self._now.makes.append(node)
         self._nodes.append(node)
         return node
 
@@ -123,13 +147,26 @@ class Peak(Domain):
         return node
 
     def _read(self, nodes: Iterable[Node], *, whole: bool = True) -> None:
-        self._now += 1
-        for node in nodes:
+        self._next(nodes)
+        for node in self._now.reads:
             node.read(self._now, whole=whole)
+            node.stuck |= whole
+
+    def _next(self, reads: Iterable[Node]) -> None:
+        self._now = Tick(tuple(reads))
+        self._frame.append(self._now)
+
+    @contextlib.contextmanager
+    def _part(self, tick: Tick) -> Iterator[None]:
+        """What is walked inside belongs to a round of a loop, or to a branch."""
+        outer, self._frame = self._frame, []
+        tick.inside.append(self._frame)
+        yield
+        self._frame, self._now = outer, tick
 
     def constant(self, var: Any, value: Any) -> Node:
-        node = self._new(0, ())
-        node.constant = True
+        node = Node(0, self._root, (), constant=True)  # no equation waits for it
+        self._nodes.append(node)
         return node
 
     def literal(self, value: Any) -> Node:
@@ -155,7 +192,7 @@ class Peak(Domain):
 
     def step(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
         name = eqn.primitive.name
-        if name in RENAMES:
+        if name in RENAMES or _only_reshapes(eqn):
             return operands[: len(eqn.outvars)]
         if name in _PURE:
             return self._once(_key(eqn, operands), lambda: self._computed(eqn, operands))
@@ -168,7 +205,7 @@ class Peak(Domain):
         if name == "ragged_dot_general":
             operands = self._in_groups(eqn, operands)
         if name == "dot_general":
-            operands = [self._laid(eqn, side, node) for side, node in enumerate(operands)]
+            return self._product(eqn, [self._laid(eqn, side, node) for side, node in enumerate(operands)])
         reduces = name.startswith(("reduce_", "arg"))
         self._read(operands, whole=not reduces)
         reuses = reduces or name.startswith(("scatter", "dynamic_update_slice"))
@@ -177,20 +214,35 @@ class Peak(Domain):
             made[0].operands = tuple(operands)
         return made
 
+    def _product(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
+        self._next(operands)
+        for side, node in enumerate(operands):
+            node.read(self._now, whole=True)
+            node.stuck |= not _is_reshaped(eqn, side)
+        return [self._made(eqn.outvars[0], None)]
+
     def _chained(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
         name = eqn.primitive.name
         if name == "split" and operands[0].joined[:1] == (_cut(eqn, eqn.invars[0], "axis", eqn.outvars),):
             return operands[0].joined[1]  # a part of what was put together is what it was
-        self._now += 1
-        how = {"dear": name in _DEAR, "reuses": name in ELEMENTWISE}  # elements that move need another place
-        made = [self._made(var, operands, **how) for var in eqn.outvars]
-        again = name not in _DEAR and _is_of_one(eqn, operands)
-        arithmetic = name in _ARITHMETIC and all(map(_is_float, (*eqn.invars, *eqn.outvars)))
-        for node in made:
-            node.again, node.arithmetic = again, arithmetic
-            node.transposed, node.spread = name == "transpose", name == "broadcast_in_dim"
+        if _joins_rows(eqn):
+            self._read(operands)
+            made = [self._made(eqn.outvars[0], None)]
+        else:
+            made = self._chain(eqn, operands)
         if name == "concatenate":
             made[0].joined = (_cut(eqn, eqn.outvars[0], "dimension", eqn.invars), operands)
+        return made
+
+    def _chain(self, eqn: Any, operands: Sequence[Node]) -> list[Node]:
+        name = eqn.primitive.name
+        self._next(operands)
+        how = {"dear": name in _DEAR, "reuses": name in ELEMENTWISE}  # elements that move need another place
+        made = [self._made(var, operands, **how) for var in eqn.outvars]
+        arithmetic = name in _ARITHMETIC and all(map(_is_float, (*eqn.invars, *eqn.outvars)))
+        for node in made:
+            node.again, node.arithmetic = not node.dear and _is_of_one(eqn, operands), arithmetic
+            node.transposed, node.spread = name == "transpose", name == "broadcast_in_dim"
         return made
 
     def _laid(self, eqn: Any, side: int, node: Node) -> Node:
@@ -200,7 +252,11 @@ class Peak(Domain):
         """
         if _in_order(eqn, side):
             return node
-        return self._made(eqn.invars[side], node.sources if node.transposed else (node,))
+        return self._copied(eqn.invars[side], (node.sources or ()) if node.transposed else (node,))
+
+    def _copied(self, var: Any, sources: Sequence[Node]) -> Node:
+        self._next(sources)
+        return self._made(var, sources)
 
     def _in_groups(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
         """Operands of a product whose rows belong to groups: a copy for each group, which is zero outside its rows."""
@@ -211,11 +267,12 @@ class Peak(Domain):
         count = eqn.invars[2].aval.shape[-1]
 
         def copies(side: int) -> Node:
-            made = self._made(eqn.invars[side], operands[side : side + 1])
+            made = self._copied(eqn.invars[side], operands[side : side + 1])
             made.size *= count
             return made
 
-        found = [self._once((copied, operands[side]), lambda side=side: copies(side)) for side in range(copied)]
+        order = copied if count > 1 else 1  # groups come first in a product, and behind the rows where rows are summed
+        found = [self._once((order, operands[side]), lambda side=side: copies(side)) for side in range(copied)]
         return [*found, *operands[copied:]]
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[Node]) -> Sequence[Node]:
@@ -226,10 +283,11 @@ class Peak(Domain):
 
     def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Node]) -> Sequence[Node]:
         self._read(operands)
-        outer = self._copies
+        begin, outer = self._now, self._copies
         for part in parts:
             self._copies = {}
-            self._read(self.run(eqn, part, part.of(operands)))
+            with self._part(begin):
+                self._read(self.run(eqn, part, part.of(operands)))
         self._copies = outer
         return [self._made(var, None, reuses=True) for var in eqn.outvars]
 
@@ -240,22 +298,31 @@ class Peak(Domain):
 
         What repeats a constant is not given to a loop: each round makes it in passing.
         """
-        self._read(node for node in operands if not node.constant)
-        begin, outer = self._now, (self._stacks, self._copies, self._since)
-        self._stacks, self._copies, self._since = {}, {}, begin
+        if eqn.params.get("length") == 1:
+            return self.run(eqn, body, body.of(operands))  # the compiler leaves no loop of it
         count = len(body.stacked) - sum(body.stacked)
         first = len(body.operands) - sum(body.sliced) - count
-        places = [self._made(var, None, reuses=True) for var in eqn.outvars[:count]]
-        carries = {number: self._new(0) for number in body.operands[first : first + count]}
-        outs = super().loop(eqn, body, test, [carries.get(i, node) for i, node in enumerate(operands)])
-        changed = [(carry, out) for carry, out in zip(carries.values(), outs, strict=False) if out is not carry]
-        for carry, out in changed:
-            out.into = carry
-        given = (node for i, node in enumerate(operands) if i not in carries and not node.constant)
-        self._read([*places, *(out for _, out in changed), *given])
+        carried = body.operands[first : first + count]
+        self._read(operands[i] for i in carried if not operands[i].constant)
+        given = [node for i, node in enumerate(operands) if i not in carried and not node.constant]
+        self._read([self._new(0), *given])  # behind the first carries, whose places it takes
+        begin, outer = self._now, (self._stacks, self._copies)
+        places = [self._made(var, None) for var in eqn.outvars[:count]]
+        carries = {i: self._new(0) for i in carried}
+        self._stacks, self._copies = {}, {}
+        with self._part(begin):
+            outs = super().loop(eqn, body, test, [carries.get(i, node) for i, node in enumerate(operands)])
+            changed = [(carry, out) for carry, out in zip(carries.values(), outs, strict=False) if out is not carry]
+            for carry, out in changed:
+                out.into = carry
+            self._read(out for _, out in changed)
         for stack in self._stacks.values():
-            stack.start = begin
-        self._stacks, self._copies, self._since = outer
+            stack.tick.makes.remove(stack)
+            stack.tick = begin
+            begin.makes.append(stack)
+        for place in (*places, *self._stacks.values()):
+            place.read(begin, whole=False)
+        self._stacks, self._copies = outer
         return [*places, *outs[count:]]
 
     def sliced(self, value: Node, operand: Any) -> Node:
@@ -266,7 +333,7 @@ class Peak(Domain):
 
     def stacked(self, value: Node, result: Any) -> Node:
         """The compiler keeps one stack of what a body returns twice."""
-        value.read(value.start + 1, whole=False)
+        value.read(value.tick, whole=False)
         if value not in self._stacks:
             self._stacks[value] = self._made(result, None)
         return self._stacks[value]
@@ -280,6 +347,28 @@ def _in_order(eqn: Any, side: int) -> bool:
     orders = [[*batch, *free, *contracted]] if side == 0 or not batch else []
     orders += [[*batch, *contracted, *free]] if side else []
     return list(range(ndim)) in orders
+
+
+def _is_reshaped(eqn: Any, side: int) -> bool:
+    """Whether the compiler gives a product another shape of an operand: one dimension each of batch, rows and sums."""
+    contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
+    free = eqn.invars[side].aval.ndim - len(contracted) - len(batch)
+    return max(len(contracted), len(batch), free) > 1
+
+
+def _joins_rows(eqn: Any) -> bool:
+    """Whether an equation joins arrays along their last dimension, which no kernel does in passing."""
+    return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == eqn.outvars[0].aval.ndim - 1 > 0
+
+
+def _only_reshapes(eqn: Any) -> bool:
+    """Whether an equation moves, adds or sums over dimensions of one element alone."""
+    name = eqn.primitive.name
+    if name == "transpose":
+        shape = eqn.invars[0].aval.shape
+        kept = [i for i in eqn.params["permutation"] if shape[i] != 1]
+        return kept == sorted(kept)
+    return name in _SAME_ELEMENTS and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
 def _is_float(atom: Any) -> bool:
@@ -316,7 +405,7 @@ def _grow_kernels(nodes: Sequence[Node]) -> None:
     behind it, as long as one value leaves it. What it cannot take in, a choice for example, stands.
     """
     readers: dict[Node, dict[Node, None]] = {node: {} for node in nodes}
-    others = {node: node.readers for node in nodes}  # how many equations read it that no kernel takes in
+    others = {node: len(node.read_in) for node in nodes}  # how many equations read it that no kernel takes in
     for node in nodes:
         for source in {*(node.sources or ()), *(node.operands or ())}:
             readers[source][node] = None
@@ -349,23 +438,23 @@ def _grow(last: Node, readers: Mapping[Node, Iterable[Node]], others: Mapping[No
             source.whole |= source not in taken and not source.spread
 
 
-def _most(nodes: Sequence[Node], *, fused: bool) -> int:
-    """The most bytes that stand at one time. Without `fused`, every chain stands."""
+def _most(nodes: Sequence[Node], order: _Order, *, fused: bool) -> int:
+    """The most bytes that stand at one time. Without `fused` every chain stands, and nothing where an operand lay."""
     standing = _standing(nodes, fused)
-    made = _made_at(nodes, standing)
-    end = {node: node.end for node in nodes}
+    begins, ends = order.of(standing)
+    end = {node: max((ends[tick] + (tick is node.tick) for tick in node.read_in), default=0) for node in nodes}
     chained = dict.fromkeys(nodes, 0)  # when the last chain that computes it again is made
     events: list[tuple[tuple[int, int], float]] = []
     for node in reversed(nodes):
-        stands = node in standing
-        last = max(made[node] if stands else end[node], chained[node])
+        stands, made = node in standing, begins[node.tick]
+        last = max(made if stands else end[node], chained[node])
         for source in node.sources or ():
             known = chained if fused and source.again and source in standing else end
             known[source] = max(known[source], last)
-        written_in_place = node.into is not None and end[node.into] <= node.start
+        written_in_place = fused and node.into is not None and end[node.into] <= made
         if stands and not written_in_place:
-            start = (made[node], 2 if node.reuses else 0)  # what ends at a time makes room at 1
-            events += [(start, node.size), (max((end[node], 1), (made[node], 3)), -node.size)]
+            start = (made, 2 if node.reuses and fused else 0)  # what ends at a time makes room at 1
+            events += [(start, node.size), (max((end[node], 1), (made, 3)), -node.size)]
     total = most = 0.0
     for _, size in sorted(events):
         total += size
@@ -373,10 +462,73 @@ def _most(nodes: Sequence[Node], *, fused: bool) -> int:
     return round(most)
 
 
+class _Order:
+    """When each equation begins and ends, if kernels run one after another, those first that were ready first.
+
+    Args:
+      root: Where the arguments are made.
+      ticks: The equations of the program.
+    """
+
+    def __init__(self, root: Tick, ticks: Sequence[Tick]) -> None:
+        self._root = root
+        self._ticks = ticks
+
+    def of(self, standing: Container[Node]) -> tuple[dict[Tick, int], dict[Tick, int]]:
+        """When each begins, and when it ends, if these values stand."""
+        self._standing, self._now = standing, 0
+        self._begins, self._ends = {self._root: 0}, {self._root: 0}
+        self._run(self._ticks)
+        return self._begins, self._ends
+
+    def _run(self, ticks: Sequence[Tick]) -> None:
+        """The equations of the program, or of a round of a loop or a branch, each of which is a whole."""
+        here = set(ticks)
+        waits = {tick: {node.tick for node in _given(tick) if node.tick in here} - {tick} for tick in ticks}
+        users: dict[Tick, list[Tick]] = {tick: [] for tick in ticks}
+        for tick, before in waits.items():
+            for one in before:
+                users[one].append(tick)
+        missing = {tick: len(before) for tick, before in waits.items()}
+        ready = deque(tick for tick in ticks if not missing[tick])
+        while ready:
+            tick = ready.popleft()
+            kernel = self._is_kernel(tick)
+            self._take(tick, kernel)
+            for user in users[tick]:
+                missing[user] -= 1
+            found = [user for user in users[tick] if not missing[user]]
+            if kernel:
+                ready.extend(found)
+            else:  # it is a part of those that read it
+                ready.extendleft(reversed(found))
+
+    def _take(self, tick: Tick, kernel: bool) -> None:
+        self._now += kernel
+        self._begins[tick] = self._now
+        for part in tick.inside:
+            self._run(part)
+            self._now += 1
+        self._ends[tick] = self._now
+
+    def _is_kernel(self, tick: Tick) -> bool:
+        """Whether it is more than chains that do not stand."""
+        stands = (node.sources is None or node in self._standing for node in tick.makes)
+        return not tick.makes or bool(tick.inside) or any(stands)
+
+
+def _given(tick: Tick) -> Iterable[Node]:
+    """What must be there before an equation runs: what it reads, or what is read inside of it."""
+    yield from tick.reads
+    for part in tick.inside:
+        for one in part:
+            yield from _given(one)
+
+
 def _standing(nodes: Sequence[Node], fused: bool) -> set[Node]:
     """The values that stand, of those that are read."""
     found = set()
-    readers = {node: node.readers for node in nodes}
+    readers = {node: len(node.read_in) for node in nodes}
     for node in reversed(nodes):  # readers come after what they read
         if not readers[node]:
             continue
@@ -385,19 +537,10 @@ def _standing(nodes: Sequence[Node], fused: bool) -> set[Node]:
             found.add(node)
         count = readers[node]
         if stands:
-            count = 1 + (count - node.readers) * (fused and node.again)
+            count = 1 + (count - len(node.read_in)) * (fused and node.again)
         for source in node.sources or ():
             readers[source] += count
     return found
-
-
-def _made_at(nodes: Sequence[Node], standing: Container[Node]) -> dict[Node, int]:
-    """When each value is made: a chain that stands, as soon as what it is made of is there, in a round of its loop."""
-    made: dict[Node, int] = {}
-    for node in nodes:
-        ready = max((made[source] for source in node.sources or ()), default=node.start)
-        made[node] = min(node.start, max(ready + (node in standing), node.since)) if node.sources else node.start
-    return made
 
 
 def _stands(node: Node, readers: int, fused: bool) -> bool:

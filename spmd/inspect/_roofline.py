@@ -24,7 +24,7 @@ class Memory:
       aliased: The part of `outputs` that lies in donated arguments.
       code: The compiled program itself.
       estimated: What `temporaries` are by the trace alone; None without a written view.
-      unfused: The same if no elementwise chain is fused: a cautious figure.
+      unfused: The same if no elementwise chain is fused and nothing is written where an operand lay: a cautious figure.
     """
 
     arguments: int
@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def cautious(self) -> int:
-        """`peak` if no elementwise chain is fused."""
+        """`peak` if no elementwise chain is fused and nothing is written where an operand lay. It is no bound."""
         return self._with(self.unfused)
 
     def _with(self, temporaries: int | None) -> int:

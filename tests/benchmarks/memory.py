@@ -1,11 +1,12 @@
 """The memory that `explain` reads off the trace, beside what the compiler plans for 8 virtual CPU devices.
 
-    python tests/benchmarks/memory.py [--json FILE] [--quick | --holdout]
+    python tests/benchmarks/memory.py [--json FILE] [--quick | --holdout | --others]
 
 Small programs of `examples/transformer.py`: dense and experts, meshes of every axis, rings, all-to-alls, pipelines, and
 what is kept for the backward pass. Nothing is run. Prints for each program argument + output + temporary - alias of
 `compiled.memory_analysis()`, the same with the temporaries that the trace gives, their ratio, and the ratio if nothing is
-fused. Exits with 1 where a ratio leaves `BOUNDS`. `--holdout` takes ten other programs.
+fused. Exits with 1 where a ratio leaves `BOUNDS`. `--holdout` takes nineteen programs of other sizes, and `--others`
+ten of other kinds: pipelines with the loss inside, latent attention, waves and spectra.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if __name__ == "__main__":  # run as a file, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import spmd
+from tests.benchmarks.memory_others import OTHERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"vocabulary": 2048, "layers": 4, "d": 256, "heads": 8, "kv_heads": 4, "head": 32, "hidden": 768}
@@ -61,6 +63,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 # Other sizes, meshes and policies.
 LARGE_VOCABULARY: dict[str, Any] = {"vocabulary": 16384, "d": 128, "layers": 2, "chunks": 1, "rows": 16, "length": 128}
 LONG: dict[str, Any] = {"d": 128, "hidden": 384, "rows": 2, "length": 2048}
+WIDE: dict[str, Any] = {"d": 512, "hidden": 2048, "chunks": 4, "length": 256}
 NO_BATCH: dict[str, Any] = {"save": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 HOLDOUT: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "wide: dp x fsdp": ({"d": 512, "hidden": 1024, "layers": 2, "length": 256}, {"dp": 2, "fsdp": 4}, {}),
@@ -77,12 +80,31 @@ HOLDOUT: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "two stages: pp x tp, inputs": (STAGES | INPUTS | {"micro": 2, "rows": 8}, {"pp": 2, "tp": 4}, {}),
     "eight experts: ep x tp": (MOE | {"experts": 8, "capacity": 2.0}, {"ep": 4, "tp": 2}, {}),
     "eight experts: ep x cp, inputs": (MOE | INPUTS | {"experts": 8, "length": 256}, {"ep": 4, "cp": 2}, {}),
+    "sixteen layers: fsdp x tp, inputs": (DENSE | INPUTS | {"layers": 16, "length": 128}, {"fsdp": 2, "tp": 4}, {}),
+    "wide, one layer: tp": (WIDE | {"layers": 1}, {"tp": 8}, {}),
+    "wide: fsdp x tp, inputs": (WIDE | INPUTS | {"layers": 3}, {"fsdp": 2, "tp": 4}, {}),
+    "eight experts: ep, inputs": (MOE | INPUTS | {"experts": 8, "length": 256}, {"ep": 8}, {}),
+    "eight experts: ep x tp, inputs": (
+        MOE | INPUTS | {"experts": 8, "length": 256, "hidden": 512},
+        {"ep": 2, "tp": 4},
+        {},
+    ),
+    "sixteen experts: ep x dp": (MOE | {"experts": 16, "length": 128, "hidden": 384}, {"ep": 4, "dp": 2}, {}),
+    "two rounds: pp x tp, inputs": (
+        STAGES | INPUTS | {"layers": 8, "rounds": 2, "length": 256},
+        {"pp": 4, "tp": 2},
+        {},
+    ),
+    "two stages: pp x cp x dp": (STAGES | {"length": 256}, {"pp": 2, "cp": 2, "dp": 2}, {}),
+    "window: cp, inputs": (DENSE | INPUTS | {"window": 64, "placement": "contiguous"}, {"cp": 8}, {}),
 }
 QUICK = ("fsdp", "fsdp x cp x tp")
 
 
 def program(module: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
     """Loss and gradients of a program, and its arguments without values. `module` is the example."""
+    if name in OTHERS:
+        return OTHERS[name]()
     config, named, changes = (PROGRAMS | HOLDOUT)[name]
     config = {"rows": ROWS, "length": LENGTH} | SIZES | config
     rows, length, axes = config.pop("rows"), config.pop("length"), dict[str, Any](named)
@@ -126,10 +148,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="two programs")
     parser.add_argument("--holdout", action="store_true", help="other sizes and meshes")
+    parser.add_argument("--others", action="store_true", help="other kinds of programs")
     options = parser.parse_args()
     spmd.use_cpu_devices(8)
     module, found = example(), {}
-    for name in QUICK if options.quick else HOLDOUT if options.holdout else PROGRAMS:
+    chosen = (options.quick, QUICK), (options.holdout, HOLDOUT), (options.others, OTHERS), (True, PROGRAMS)
+    for name in next(names for asked, names in chosen if asked):
         found[name] = total, peak, cautious = compared(module, name)
         mib = f"{total / 2**20:8.1f} MiB {peak / 2**20:8.1f} MiB"
         print(f"{name:30} {mib}  {peak / total:5.2f}  {cautious / total:5.2f}", flush=True)

@@ -93,6 +93,53 @@ def groups_of_rows(x):
     return lax.ragged_dot(x, FOUR, jnp.full(4, 4)).sum()
 
 
+def ready_together(x):
+    """The four products are ready at once. They run before what reads them, so their operands stand together."""
+    return [((x + i) @ x) @ x[0] for i in range(4)]
+
+
+def one_after_another(x):
+    """Each product waits for the one before."""
+    y = x
+    for i in range(4):
+        y = (y + i) @ x
+    return y @ x[0]
+
+
+def a_branch_of_two(x):
+    """One of them runs."""
+    return lax.cond(x[0, 0] > 0, lambda: product_chain(x), lambda: product_chain(x + 1))
+
+
+def a_loop_of_one_round(x):
+    """It is no loop: what it would stack is the one value."""
+    return lax.scan(lambda y, _: (y @ x, y @ x), x, length=1)[1].sum()
+
+
+def dimensions_of_one(x):
+    """To move them or to sum over them moves nothing."""
+    y = (x @ x)[None].transpose(1, 0, 2).sum(1)
+    return y @ x
+
+
+def joined_rows(x):
+    """What is joined along the last dimension is written, and so are the parts. Along another one both are in passing."""
+    y, z = jnp.split(x, 2, axis=1)
+    return jnp.concatenate([z, y], axis=1) * 2
+
+
+def joined_columns(x):
+    y, z = jnp.split(x, 2)
+    return jnp.concatenate([z, y]) * 2
+
+
+def a_sum_for_two_products(x):
+    """Both take it in another shape, and two orders, so each has a kernel that computes it from the first products."""
+    y, z = x @ x, x.T @ x
+    both = (y + z).reshape(4, 4, 16)
+    return jnp.einsum("abc,cd->abd", both, x), jnp.einsum("abc,abd->cd", both, both)
+
+
 def residuals(x):
     """What each of five rounds keeps for the backward pass stands until that is over."""
 
@@ -107,16 +154,24 @@ def residuals(x):
     [
         (product_chain, 2, 2),
         (kept_to_the_end, 3, 3),
-        (a_chain, 0, 1),
-        (a_chain_for_a_product, 1, 1),
-        (two_readers_of_a_dear_chain, 1, 1),
+        (a_chain, 0, 2),
+        (a_chain_for_a_product, 1, 2),
+        (two_readers_of_a_dear_chain, 1, 2),
         (two_readers_of_a_cheap_chain, 2, 3),
-        (a_reduction_of_arithmetic, 0, 1),
-        (a_reduction_of_a_choice, 1, 1),
+        (a_reduction_of_arithmetic, 0, 2),
+        (a_reduction_of_a_choice, 1, 1.25),
         (the_same_product_twice, 3, 3),
         (parts_of_what_was_joined, 3, 3),
         (two_products_of_a_chain, 3, 3),
         (groups_of_rows, 5, 5),
+        (ready_together, 5, 5),
+        (one_after_another, 2, 2),
+        (a_branch_of_two, 3, 3),
+        (a_loop_of_one_round, 1, 1),
+        (dimensions_of_one, 1, 1),
+        (joined_rows, 2, 2),
+        (joined_columns, 0, 2),
+        (a_sum_for_two_products, 4, 4),
     ],
 )
 def test_arrays_stand_as_long_as_they_are_read(fn, fused, unfused):
