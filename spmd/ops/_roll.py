@@ -64,6 +64,8 @@ def roll(x: Any, layout: str, /, shift: Shift | tuple[Shift, ...] = 1, **names: 
     def rolled() -> Any:
         out = one.x
         for dim, factor, by in zip(one.dims, one.factors, shifts, strict=True):
+            if not factor.size:
+                continue
             by = by % factor.size
             if not isinstance(by, int):
                 out = _by_traced(one, out, dim, factor, by)

@@ -127,6 +127,14 @@ def test_a_traced_shift_under_vmap_scan_and_remat_and_of_any_integer_type() -> N
     jax.tree.map(close, pulled(lambda x: fn(x, shifts), x), pulled(whole, x))
 
 
+def test_of_no_elements() -> None:
+    x = np.zeros((0, 3), np.float32)
+    bodies = (lambda x: spmd.roll(x, "[s/a] [d]", 2), lambda x: spmd.roll(x, "[s/a] [d]", jnp.int32(2)))
+    for body in bodies:
+        for mode in ("explicit", "reference"):
+            assert run(body, {"a": 4}, ["s/a d"], "s/a d", mode)(x).shape == (0, 3)
+
+
 def test_several_dimensions_at_once() -> None:
     x = jnp.asarray(Sampler(3).array((4, 16, 5)))
     for mode in MODES:
