@@ -15,8 +15,9 @@ _EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*(?:\n(?P=indent)\S.*|\n(?P=indent) 
 
 
 def fenced(text: str) -> str:
-    """The docstring with a fence around each run of example lines."""
-    return _EXAMPLE.sub(lambda m: f"{m['indent']}```pycon\n{m.group()}\n{m['indent']}```", text)
+    """The docstring with a fence around each run of example lines, in which `<BLANKLINE>` is an empty line."""
+    shown = lambda match: match.group().replace("<BLANKLINE>", "")
+    return _EXAMPLE.sub(lambda m: f"{m['indent']}```pycon\n{shown(m)}\n{m['indent']}```", text)
 
 
 class Doctests(griffe.Extension):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import spmd
 from tests.pages import WIDTH, blocks
 
@@ -77,3 +79,11 @@ def test_a_wide_line_is_noticed():
 def test_every_page_is_in_the_menu():
     menu = set(re.findall(r": ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
     assert menu == {path.relative_to(DOCS / "pages").as_posix() for path in (DOCS / "pages").rglob("*.md")}
+
+
+def test_the_site_shows_examples_without_the_marks_of_doctest():
+    pytest.importorskip("griffe")
+    from docs.doctests import fenced
+
+    shown = fenced("Text.\n\n  >>> print('a\\n\\nb')\n  a\n  <BLANKLINE>\n  b\n\nMore.")
+    assert shown == "Text.\n\n  ```pycon\n  >>> print('a\\n\\nb')\n  a\n  \n  b\n  ```\n\nMore."
