@@ -242,7 +242,7 @@ def _follow(eqn: Any, ins: Sequence[_At]) -> Made | None:
 def _changed(eqn: Any, ins: Sequence[_At]) -> Made | None:
     """The reduction behind a value that was changed. The argument's name does not describe this value."""
     made = ins[0].reduction()
-    return made and replace(made, name=None, count=0)
+    return made and replace(made, name=None)
 
 
 def _reshaped(eqn: Any, ins: Sequence[_At]) -> Made | None:
@@ -282,7 +282,7 @@ def _product(eqn: Any, ins: Sequence[_At]) -> Made | None:
         return None
     if made.op == "sum" and made.count and second.value() in (made.count, 1 / made.count):
         return replace(made, op="mean" if called_in_jax(eqn, "mean") else "scaled")
-    return replace(made, name=None, count=0)
+    return replace(made, name=None)  # each element still has as many terms
 
 
 def _reduced(op: str) -> Callable[[Any, Sequence[_At]], Made | None]:
@@ -305,7 +305,11 @@ def _reduced(op: str) -> Callable[[Any, Sequence[_At]], Made | None]:
 def _contracted(eqn: Any, ins: Sequence[_At]) -> Made | None:
     states = [one.state() for one in ins]
     known = all(state is not None and not (state.partial or state.pending or state.different) for state in states)
-    return Made("sum") if known else None
+    if not known or states[0] is None:
+        return None
+    (gone, _), _ = eqn.params["dimension_numbers"]
+    axes = frozenset(axis for d in gone for axis in axes_of_dim(states[0].dims[d]))
+    return Made("sum", axes, count=math.prod(shape_of(eqn.invars[0])[d] for d in gone))
 
 
 def _summed(eqn: Any, ins: Sequence[_At]) -> Made | None:

@@ -502,7 +502,9 @@ def _what_it_may_be(eqn: Any, axes: Sequence[str], place: Place | None) -> str:
     made = None if place is None else place.made
     mean = f'a mean of each device\'s own block: reduce(<what is averaged>, "<its layout> -> {plain}", "mean")'
     if made is not None and made.op in ("mean", "scaled"):
-        scaled = [] if made.op == "mean" else [f"a sum that is divided by a number of all devices: {total}"]
+        scaled = (
+            [] if made.op == "mean" else [f"a sum that is divided by a number of all devices, as spmd.size is: {total}"]
+        )
         return ";\n".join([mean, *scaled])
     if made is not None and made.op != "sum":
         return f'the {made.op} of each device\'s own block: reduce(<the array>, "<its layout> -> {plain}", "{made.op}")'

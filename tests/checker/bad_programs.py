@@ -387,3 +387,16 @@ def one_hot_of_blocks_fixed(mesh):
     fn = lambda scores, y: reduce(jnp.where(y[:, None] == spmd.iota("v/tp")[None], scores, 0), "b/dp v/tp -> b/dp")
     found = body("b/dp v/tp, b/dp -> b/dp", fn, mesh, scores, y)
     np.testing.assert_array_equal(found, np.take_along_axis(scores, y[:, None], 1)[:, 0])
+
+
+@bad
+def product_divided_by_the_rows_of_a_block(mesh):
+    """`x.shape` is that of the shard: a psum of this would be as many times too large as there are devices."""
+    body("b/dp d -> d e", lambda x: x.T @ x / x.shape[0], mesh)
+
+
+@fixed
+def product_divided_by_the_rows_of_a_block_fixed(mesh):
+    """A sum that is divided by a number of all devices."""
+    fn = lambda x: spmd.psum(x.T @ x / spmd.size("b"), "d e {U:dp} -> d e")
+    np.testing.assert_allclose(body("b/dp d -> d e", fn, mesh), X.T @ X / 8, rtol=1e-6)
