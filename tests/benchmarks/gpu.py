@@ -133,7 +133,7 @@ def decoder(size: Size) -> Decoder:
 
     def loss(params: Any, tokens: Any) -> Any:
         x = nn.embedding(tokens, params["embed"], tp="tp")
-        # Products are kept, 27 GiB by the trace: done again, they are a fifth of all FLOPs, and MFU does not count them.
+        # Products are kept, 27 GiB by the trace. Done again, they are a fifth of all FLOPs, which MFU does not count.
         kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         x, _ = jax.lax.scan(jax.checkpoint(layer, policy=kept), x, params["layers"])
         following = jnp.roll(tokens, -1, axis=1)
