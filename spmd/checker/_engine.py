@@ -22,7 +22,7 @@ from spmd.checker._history import History
 from spmd.checker._instead import in_place_of_optax
 from spmd.checker._linear import LINEAR
 from spmd.checker._rows import zeros_for_others
-from spmd.checker._source import called_at, called_in_jax, is_transposed, line_of
+from spmd.checker._source import called_at, called_in_jax, is_differentiated, is_transposed, line_of
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -382,7 +382,7 @@ class Engine(Domain):
                 if len(dim) == 1 and dim[0] == (1, HIDDEN):  # a single element fits any layout
                     dim = have
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
-                if both is None and m.whole.get(label) == "sort" and any(o.number for o in operands):
+                if both is None and m.whole.get(label) == "sort" and self._numbers_places(eqn, operands):
                     both = have if axes_of_dim(have) else dim  # an argsort: places in a piece that is sorted
                 if both is None:
                     if label not in m.reduced or not _factors_meet(operands, have, dim):
@@ -394,6 +394,11 @@ class Engine(Domain):
         if wrong:
             self.disagree(eqn, operands, wrong)
         return labels, lost
+
+    def _numbers_places(self, eqn: Any, operands: Sequence[State]) -> bool:
+        """Whether JAX numbers the places of a piece that it sorts: in an argsort, and in the derivative of a sort."""
+        ours = called_in_jax(eqn, "argsort") or any(map(is_differentiated, (eqn, *self.callers)))
+        return ours and any(o.number for o in operands)
 
     def disagree(self, eqn: Any, operands: Sequence[State], dims: Sequence[tuple[Dim, Dim]]) -> None:
         """Two operands lie differently along these dimensions."""
