@@ -20,6 +20,7 @@ from spmd.comm.permute import roll_p
 from spmd.errors import CommunicationError, LayoutError
 from spmd.language import Dim, Layout
 from spmd.ops._partial_sums import plain_dims
+from spmd.ops._ragged import Route, travelled, without_gaps
 
 _EXAMPLE = 'exchange(rows, owner, "[n/dp] d", capacity=64)'
 _PACKED = 2**31  # how many pairs of an owner and a slot have a number in an int32
@@ -28,7 +29,15 @@ T = TypeVar("T")
 
 
 def exchange(
-    rows: T, owner: Any, layout: str, /, *, capacity: int, hops: Sequence[int] | None = None, **names: Any
+    rows: T,
+    owner: Any,
+    layout: str,
+    /,
+    *,
+    capacity: int,
+    hops: Sequence[int] | None = None,
+    ragged: bool | None = None,
+    **names: Any,
 ) -> tuple[T, jax.Array, jax.Array]:
     """Send rows to the devices that own them: `exchange(particles, owner, "[n/a] d", capacity=64)`.
 
@@ -43,7 +52,8 @@ def exchange(
     Communication: for n devices and rows of W bytes (of all leaves), one all-gather of counts, 4(n-1)(n+1) bytes, and
     one all-to-all of padded blocks for each dtype, together (n-1) capacity W bytes. With `hops`, one collective-permute
     for each hop and dtype in place of the all-to-all, capacity W bytes each. Backward the same, without the counts.
-    Nothing is sent if the rows are not divided.
+    Nothing is sent if the rows are not divided. On hardware with ragged_all_to_all, which CPUs do not have, the rows
+    that go are sent and no padding, W bytes each: a large capacity then costs nothing.
 
     Args:
       rows: An array or a pytree of arrays of this layout, such as `"[n/a] ..."`.
@@ -51,6 +61,8 @@ def exchange(
       layout: The layout of the rows, with the dimension that counts them in brackets.
       capacity: How many rows one device can send to one other. The rows that stay need none.
       hops: How many blocks away rows can go, if not to all: `(1, -1)` for neighbours, round the end. Others stay.
+      ragged: Whether rows travel by ragged_all_to_all in explicit mode; None for where devices are not CPUs. Rows
+        divided over axes in another order than that of the mesh travel padded.
       **names: Sizes or mesh axes of names in the layout. With `a=None` all rows are in one block.
 
     Returns:
@@ -61,7 +73,7 @@ def exchange(
 
     Raises:
       LayoutError: If not exactly one dimension is in brackets, owners are not integers, or the capacity or a hop is not
-        an int above zero, or not a hop.
+        an int above zero, or not a hop; or if both hops and ragged are given.
       CommunicationError: If rows or owners are partial sums.
 
     Example:
@@ -85,7 +97,10 @@ def exchange(
     [factor] = numbers.factors
     if fault := not_int("capacity, the number of rows,", capacity, 1):
         call.fail(fault, advice=f"as in {_EXAMPLE}", error=LayoutError)
-    job = _Job(call, factor, capacity, _distances(call, hops))
+    job = _Job(call, factor, capacity, _distances(call, hops), ragged)
+    if hops is not None and ragged is not None:
+        rule = "rows travel by permutes (hops) or by one ragged_all_to_all (ragged), and not by both."
+        call.fail(rule, error=LayoutError)
     leaves, tree = jax.tree.flatten(rows)
     calls = [call.fork() for _ in leaves]
     operands = [own.operand(value, name="rows") for own, value in zip(calls, leaves, strict=True)]
@@ -129,6 +144,9 @@ class _Plan(NamedTuple):
       lands: The slot of each place of what comes, `(source, place)`, all different. Beyond the last one, where nothing
         comes.
       owner: The owner of each slot.
+      order: The rows by owner, for rows that travel without gaps.
+      there: How they travel then: from their places in this order to their slots.
+      back: The reverse route.
     """
 
     send: Any
@@ -137,6 +155,9 @@ class _Plan(NamedTuple):
     keeps: Any
     lands: Any
     owner: Any
+    order: Any
+    there: Route
+    back: Route
 
 
 @dataclass(frozen=True)
@@ -147,6 +168,7 @@ class _Job:
     factor: Factor
     capacity: int
     hops: tuple[int, ...] | None
+    ragged: bool | None
 
     @cached_property
     def blocks(self) -> int:
@@ -187,7 +209,7 @@ class _Job:
         if self.divided:
             table = _lax.all_gather(table, self.factor.axes, 0, "invarying")
         sent = self.settled(table)
-        plan = jax.vmap(self.plan, in_axes=(0, 0, 0, None))(owner, here, orders, sent)
+        plan = jax.vmap(self.plan, in_axes=(0, 0, 0, None, None))(owner, here, orders, table, sent)
         dims = [next(i for i, f in enumerate(one.factors) if f.bracket) for one in operands]
         moved = [jnp.moveaxis(one.x, dim, 0) for one, dim in zip(operands, dims, strict=True)]
         by_dtype: dict[Any, list[int]] = {}
@@ -240,7 +262,7 @@ class _Job:
         start = (wanted, fits(wanted))
         return lax.while_loop(lambda one: jnp.any(one[0] != one[1]), lambda one: (one[1], fits(one[1])), start)[1]
 
-    def plan(self, owner: Any, here: Any, ordered: tuple[Any, Any, Any], sent: Any) -> _Plan:
+    def plan(self, owner: Any, here: Any, ordered: tuple[Any, Any, Any], table: Any, sent: Any) -> _Plan:
         order, starts, _ = ordered
         goes, places, slots = sent[here], _numbers(self.capacity), _numbers(self.slots)
         if self.hops is None or not self.distances:
@@ -265,7 +287,17 @@ class _Job:
             slots < count,
             jnp.where(places[None] < comes_from[source][:, None], lands, beyond),
             jnp.where(slots < count, owner[kept], jnp.where(slots < ends[-1], here, -1)),
+            order,
+            *self.routes(here, table, sent),
         )
+
+    def routes(self, here: Any, table: Any, sent: Any) -> tuple[Route, Route]:
+        """How rows travel without gaps: from where they lie by owner to behind those that stay, and back."""
+        counts, held = table[:, :-1], table[:, -1]
+        starts = jnp.cumsum(counts, 1, dtype=jnp.int32) - counts
+        bases = (held - _count(sent, 1))[None] + jnp.cumsum(sent, 0, dtype=jnp.int32) - sent
+        goes, comes = sent[here], sent[:, here]
+        return Route(starts[here], goes, bases[here], comes), Route(bases[:, here], comes, starts[:, here], goes)
 
     def moved(self, x: Any, plan: _Plan) -> Any:
         """The rows `(block, slot, width)` in their new slots. The maps are one-to-one, so no gradient is a sum."""
@@ -274,6 +306,11 @@ class _Job:
         stays = _picked(x, plan.kept, plan.keeps)
         if not self.distances:
             return stays
+        if self.hops is None and without_gaps(self.call.frame, self.factor.axes, self.blocks, self.ragged):
+            there, back = (Route(*(one[0] for one in route)) for route in (plan.there, plan.back))
+            rows = _picked(x, plan.order, jnp.ones_like(plan.order, bool))[0]
+            came = travelled(self.factor.axes, (self.slots, self.slots), rows, there, back)[None]
+            return jnp.where(plan.keeps[..., None], stays, came)
         flat = lambda a: a.reshape(a.shape[0], -1)
         sent = _picked(x, flat(plan.send), flat(plan.sends))
         sent = sent.reshape(*plan.send.shape, -1)

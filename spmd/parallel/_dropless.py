@@ -9,16 +9,16 @@ The letters are those of `experts`, and:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from spmd import _compat, all_gather, all_to_all, annotate, axis_size, custom_vjp, psum_scatter, rearrange, split
+from spmd import all_gather, all_to_all, annotate, axis_size, psum_scatter, rearrange, split
 from spmd.language import axes_tuple
 from spmd.modes import current_frame
+from spmd.ops._ragged import Route, travelled, without_gaps
 from spmd.parallel._rows import Moves, collected, dispatched, grouped
 
 Axes = dict[str, Any]
@@ -234,7 +234,7 @@ class Exchange(NamedTuple):
         `"n/dp m/sp/tp_s r/by_b/by_s z d"`."""
         if self.ragged:
             there, back = self.routes(table)
-            x = _travelled(self.axes, (self.rows, self.choices), x[0, 0], there, back)
+            x = travelled(self.axes, (self.rows, self.choices), x[0, 0], there, back)
             return annotate(x[None, None, None], "n/dp m/sp/tp_s r/by_b/by_s z d", **self.near)
         x = jnp.reshape(x, (*x.shape[:2], self.parts, self.places, -1))
         x = annotate(x, "n/dp/by_b m/sp/tp_s/by_s r p d", **self.near)
@@ -247,7 +247,7 @@ class Exchange(NamedTuple):
         own = {"whole": self.at["whole"], **self.near}
         if self.ragged:
             there, back = self.routes(table)
-            y = _travelled(self.axes, (self.choices, self.rows), y[0, 0, 0], back, there)
+            y = travelled(self.axes, (self.choices, self.rows), y[0, 0, 0], back, there)
             return annotate(y[None, None], "n/dp/by_b m/sp/tp_s/by_s c d {U:whole}", **own)
         apart = "n/dp m/sp/tp_s r/by_b/by_s (g h p) d {U:whole} -> (n g)/dp (m h)/sp/tp_s r/by_b/by_s p d {U:whole}"
         y = rearrange(y, apart, **self.ways, **own)
@@ -274,46 +274,6 @@ class Exchange(NamedTuple):
         return split(one, "n/dp m/sp r/by_b/by_s o -> n/dp m/sp/tp_s r/by_b/by_s o", **self.near)
 
 
-class Route(NamedTuple):
-    """Rows that travel without gaps, as `jax.lax.ragged_all_to_all` wants them.
-
-    Attributes:
-      start: Where the rows for each device begin here.
-      size: How many they are.
-      base: Where they begin there.
-      came: How many rows come from each device.
-    """
-
-    start: Any
-    size: Any
-    base: Any
-    came: Any
-
-
-@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def _travelled(axes: tuple[str, ...], sizes: tuple[int, int], x: Any, there: Route, back: Route) -> Any:
-    """The rows `"c d"` in a buffer of `sizes[0]` rows. JAX's own transpose sends the offsets once more.
-
-    Args:
-      axes: The mesh axes.
-      sizes: The rows of the buffer, and those of x.
-      x: The rows.
-      there: The route.
-      back: The reverse one.
-    """
-    out = _compat.pvary(jnp.zeros((sizes[0], x.shape[1]), x.dtype), tuple(_compat.varying_axes(x)))
-    return jax.lax.ragged_all_to_all(x, out, *there, axis_name=axes)
-
-
-def _travelled_bwd(axes: tuple[str, ...], sizes: tuple[int, int], kept: tuple[Route, Route], cotangent: Any) -> Any:
-    there, back = kept
-    nothing = Route(None, None, None, None)
-    return _travelled(axes, sizes[::-1], cotangent, back, there), nothing, nothing
-
-
-_travelled.defvjp(lambda axes, sizes, x, *kept: (_travelled(axes, sizes, x, *kept), kept), _travelled_bwd)
-
-
 def exchange_of(at: Axes, e: int, t: int, k: int, rows: int | None, ragged: bool | None) -> Exchange:
     """The exchange of blocks of t tokens with k choices each.
 
@@ -329,7 +289,5 @@ def exchange_of(at: Axes, e: int, t: int, k: int, rows: int | None, ragged: bool
     parts = axis_size(axes)
     most = min(k, e // parts) * t  # a token chooses an expert once
     frame = current_frame("moe")
-    named = frame.renamed(axes)
-    able = frame.explicit and parts > 1 and frame.in_mesh_order(named) == named
-    ragged = able and (not _compat.on_cpu() if ragged is None else ragged)
+    ragged = without_gaps(frame, frame.renamed(axes), parts, ragged)
     return Exchange(at, e, parts * most if rows is None else min(rows, parts * most), k * t, most, ragged)

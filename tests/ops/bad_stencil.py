@@ -281,5 +281,10 @@ def a_hop_to_nowhere(mesh):
 
 
 @bad
+def an_exchange_by_two_ways(mesh):
+    body(SAME, sent(hops=(1,), ragged=True), mesh)
+
+
+@bad
 def an_exchange_of_partial_sums(mesh):
     body("b/dp d/tp -> b/dp d", sent("[b/dp] d {U:tp}", partial=True), mesh)

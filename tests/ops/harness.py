@@ -203,3 +203,16 @@ def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
         np.asarray(x).astype(np.float32 if np.asarray(x).dtype.kind == "V" else np.asarray(x).dtype) for x in (a, b)
     ]
     np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance)
+
+
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What `jax.lax.ragged_all_to_all` says that it does, by gathers of everything."""
+    every = [jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+    me = jax.lax.axis_index(axis_name)
+    for source in range(every[0].shape[0]):
+        rows, start, count, base = (a[source] for a in every)
+        j = jnp.arange(rows.shape[0])
+        goes = (j < count[me]) & (count[me] == recv_sizes[source])  # nothing arrives if they do not agree
+        at = jnp.where(goes, base[me] + j, output.shape[0])
+        output = output.at[at].set(rows[jnp.where(goes, start[me] + j, 0)], mode="drop")
+    return output

@@ -50,13 +50,14 @@ def tree_of(rows: Any) -> dict[str, Any]:
     }
 
 
-def kernel_of(mesh: Any, axes: Any, capacity: int, hops: Any) -> Any:
+def kernel_of(mesh: Any, axes: Any, capacity: int, hops: Any, ragged: bool | None = None) -> Any:
     """Rows `n d` and owners, to the whole tree."""
     n = "/".join(("n", *axes))
 
     @spmd.kernel(f"{n} d, {n} -> {n} d, {n}, {n}, {n} d e, {n}, scalar", mesh=make_mesh(mesh))
     def body(rows, owner):
-        there, owner, stayed = spmd.exchange(tree_of(rows), owner, f"[{n}] ...", capacity=capacity, hops=hops)
+        how = {"capacity": capacity, "hops": hops, "ragged": ragged}
+        there, owner, stayed = spmd.exchange(tree_of(rows), owner, f"[{n}] ...", **how)
         return there["x"], there["id"], there["far"], there["tensor"], owner, stayed
 
     return body

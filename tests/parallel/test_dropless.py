@@ -12,6 +12,7 @@ import pytest
 
 import spmd
 from spmd import Layout, parallel
+from tests.ops.harness import ragged_all_to_all
 from tests.parallel.test_experts import B, E, K, S, arguments
 from tests.sampler import share
 
@@ -117,19 +118,6 @@ def test_the_default_bound_is_the_worst_case_and_less_may_do() -> None:
     assert dropless(mesh, tokens, axes, rows=most - 1)(*args)[1] * B * S * K == pytest.approx(2)  # one in each group
 
 
-def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What `jax.lax.ragged_all_to_all` says that it does, by gathers of everything."""
-    every = [jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
-    me = jax.lax.axis_index(axis_name)
-    for source in range(every[0].shape[0]):
-        rows, start, count, base = (a[source] for a in every)
-        j = jnp.arange(rows.shape[0])
-        goes = (j < count[me]) & (count[me] == recv_sizes[source])  # nothing arrives if they do not agree
-        at = jnp.where(goes, base[me] + j, output.shape[0])
-        output = output.at[at].set(rows[jnp.where(goes, start[me] + j, 0)], mode="drop")
-    return output
-
-
 @pytest.mark.parametrize(("mesh", "tokens", "axes"), share(LAYERS))
 @pytest.mark.parametrize("rows", share([None, 30]))
 def test_rows_without_gaps_give_the_same(mesh, tokens, axes, rows, monkeypatch) -> None:
@@ -137,7 +125,7 @@ def test_rows_without_gaps_give_the_same(mesh, tokens, axes, rows, monkeypatch) 
     args = arguments()
     gradients = {}
     for ragged in (False, True):
-        monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
         kernel = dropless(mesh, tokens, axes, rows=rows, ragged=ragged)
         loss = lambda *args, run=kernel: (run(*args)[0] ** 2).sum() * 1e-4
         gradients[ragged] = (*kernel(*args), *jax.jit(jax.grad(loss, range(5)))(*args))
