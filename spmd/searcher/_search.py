@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from spmd.mesh import make_mesh
 from spmd.searcher._bounds import Bound, bytes_at_rest, undivided
 from spmd.searcher._meshes import Sizes, factorisations
 from spmd.searcher._result import Found, Search, Untraced, key_of
-from spmd.searcher._rows import Row, row_of
+from spmd.searcher._rows import Row, name_of, row_of
 
 AXES = ("dp", "fsdp", "cp", "tp", "pp")
 _CALL = "search(build, devices=...)"
@@ -189,7 +190,8 @@ class _Job:
     def row(self, one: _Candidate) -> Row:
         """A candidate as its trace says it."""
         try:
-            explained = explain(one.fn, *one.args, compiled=False)
+            with _naming(one.mesh, one.choice):
+                explained = explain(one.fn, *one.args, compiled=False)
         except SizeError as error:
             raise _Excluded("refused", error.fault.rule.rstrip(".")) from None
         bound = one.bound
@@ -201,6 +203,18 @@ class _Job:
                 raise SpmdError(rule, call=_CALL, got=[f"the mesh: {row.name}"], advice=advice)
         self.check_room("memory", "the estimated peak", row.peak)
         return row
+
+
+@contextlib.contextmanager
+def _naming(mesh: Sizes, choice: Mapping[str, Any]) -> Iterator[None]:
+    """An error of the user's program, of one mesh among thousands, says of which."""
+    try:
+        yield
+    except (_Excluded, SizeError):
+        raise
+    except Exception as error:
+        error.add_note(f"So it is on the mesh {name_of(mesh, choice)}, which search tries.")
+        raise
 
 
 def _left(
@@ -215,9 +229,10 @@ def _left(
     for mesh, choice in itertools.product(factorisations(found.devices, found.axes), combinations):
         found.considered += 1
         try:
-            if where is not None and not where(mesh):
-                raise _Excluded("where", "where= leaves it out")
-            left.append(job.candidate(mesh, choice))
+            with _naming(mesh, choice):
+                if where is not None and not where(mesh):
+                    raise _Excluded("where", "where= leaves it out")
+                left.append(job.candidate(mesh, choice))
         except _Excluded as reason:
             found.exclude(mesh, choice, reason.kind, reason.text)
     return left

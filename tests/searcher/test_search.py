@@ -98,6 +98,22 @@ def test_what_the_trace_refuses_is_counted():
     assert found.counts == {"refused": 1} and "size 6" in found.why({"tp": 4})
 
 
+@pytest.mark.parametrize("where", ["build", "trace", "where"])
+def test_an_error_of_the_program_says_on_which_mesh(where):
+    def wrong(*args):
+        raise KeyError("dq")
+
+    def build(mesh):
+        fn, args = wrong(mesh) if where == "build" else mlp(mesh)
+        return wrong if where == "trace" else fn, args
+
+    rule = (lambda mesh: mesh["dq"] < 3) if where == "where" else None
+    with pytest.raises(KeyError, match="dq") as caught:
+        spmd.search(build, devices=4, axes=AXES, hardware="h100", where=rule)
+    note = caught.value.__notes__[-1]
+    assert note in {f"So it is on the mesh {axis}=4, which search tries." for axis in AXES}
+
+
 def test_choices_are_coordinates():
     def build(mesh, dtype, scale):
         return mlp(mesh, dtype, {"b": 64 * scale})
