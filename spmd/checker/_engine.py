@@ -35,8 +35,10 @@ from spmd.checker._state import (
     Pending,
     State,
     axes_of_dim,
+    emptied,
     free,
     hidden,
+    is_empty,
     join,
     normal,
     plain,
@@ -214,8 +216,12 @@ class Engine(Domain):
     # --- values ----------------------------------------------------------------------------------------------
 
     def kept(self, state: State) -> State:
-        """The one state that is equal to this one."""
-        return self._states.setdefault(state, state)
+        """The one state that is equal to this one. What is known of an array without elements is that it is empty."""
+        found = self._states.get(state)
+        if found is None:
+            one = emptied(state) if is_empty(state.dims) else state
+            found = self._states[state] = self._states.setdefault(one, one)
+        return found
 
     def tracked(self, axes: Iterable[str]) -> Axes:
         """Those of these mesh axes that have several devices. Along the others a piece is the whole."""
@@ -697,7 +703,7 @@ def constant_state(value: Any) -> State:
     """A number or an array that is the same everywhere. Its elements show along which dimensions it is constant."""
     shape = getattr(value, "shape", ())
     if not all(isinstance(n, int) for n in shape):
-        return State(tuple(hidden(0) for _ in shape))
+        return State(tuple(hidden(1) for _ in shape))  # a size that nobody knows is not zero
     size = int(np.prod(shape))
     if size > LARGEST_CONSTANT or not getattr(value, "is_fully_addressable", True):
         return State(tuple(map(plain, shape)))

@@ -148,6 +148,8 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
 
 
 def _evaluated(rule: Rule, eqn: Any, tables: Sequence[Table], sizes: Sizes) -> Sequence[Table | None]:
+    if all(0 in var.aval.shape for var in eqn.outvars):  # no rule need say what is in there
+        return [constant(np.zeros(var.aval.shape, var.aval.dtype)) for var in eqn.outvars]
     try:
         with np.errstate(all="ignore"):
             found = rule(eqn, tables, sizes)
@@ -554,7 +556,9 @@ def _summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     if x.dtype.kind in "iu":
         return np.add.reduce(x, axis=axes, dtype=x.dtype)
     wide = x.astype(np.float64)
-    if not (wide == np.floor(wide)).all() or np.abs(wide).sum(axes).max() > 2 ** min(24, jnp.finfo(x.dtype).nmant + 1):
+    if not (wide == np.floor(wide)).all() or np.abs(wide).sum(axes).max(initial=0) > 2 ** min(
+        24, jnp.finfo(x.dtype).nmant + 1
+    ):
         raise _Unknown
     return wide.sum(axes).astype(x.dtype)
 

@@ -121,6 +121,20 @@ def size_of(dim: Dim) -> int:
     return total
 
 
+def is_empty(dims: Sequence[Dim]) -> bool:
+    """Whether an array with these dimensions has no elements."""
+    for dim in dims:
+        for factor in dim:
+            if factor[0] == 0:
+                return True
+    return False
+
+
+def emptied(state: State) -> State:
+    """The state of an array without elements, whatever was done to it: it lies in any way, and is equal everywhere."""
+    return State(tuple(free(size_of(dim)) for dim in state.dims), zero=True, number=True, table=state.table)
+
+
 def normal(factors: Iterable[Factor]) -> Dim:
     """Factors in their canonical form, so that equal dimensions compare equal.
 

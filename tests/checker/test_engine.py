@@ -57,6 +57,38 @@ def some_steps(seed):
     return body
 
 
+NOTHING = {
+    "a piece": lambda x, w: (jnp.cumsum(x, 0), jnp.sort(x * 2.0, 0), x.T @ w),
+    "a sum": lambda x, w: (x.T @ w).sum(0) + lax.all_gather(x, "tp").sum((0, 1)),
+    "a loop": lambda x, w: lax.scan(lambda c, r: (c + 1.0, r * c), 0.0, x)[1],
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_is_done_to_nothing_changes_nothing(name):
+    """An array without elements lies in any way. The same of rows is a piece's own. XLA compiles not all of these."""
+
+    def axes(x):
+        walk = Inside("kernel", AXES)
+        listed = lambda *args: [varying(v)[None, None] for v in jax.tree.leaves(NOTHING[name](*args))]
+        run = jax.shard_map(listed, mesh=mesh(), in_specs=(P("dp"), P("dp")), out_specs=P("dp", "tp"))
+        walk_closed(walk, jax.jit(run).trace(x, x).jaxpr)
+        assert walk.findings == []
+        return [one.axes for one in walk.outputs[-1][1]]
+
+    assert not any(axes(X[:0]))
+    assert all(axes(X))
+
+
+@pytest.mark.parametrize("made", [lambda x: x.prod(), lambda x: x.max(initial=1.0)])
+def test_what_is_made_of_nothing_is_a_number(made):
+    """It is equal everywhere, and not zero. So a sum over devices counts it once per device."""
+    found = seen(lambda x, w: lax.psum(w.sum(0) + made(x), "dp"), "a/dp b", "a/dp b", args=(X[:0], X))
+    assert found.kinds == ["mixed"]
+    right = seen(lambda x, w: lax.psum(w.sum(0), "dp") + made(x), "a/dp b", "a/dp b", args=(X[:0], X))
+    assert right.kinds == []
+
+
 class Slow(Inside):
     """An engine that remembers nothing."""
 

@@ -554,6 +554,27 @@ def test_what_has_no_table() -> None:
     assert tables == [None] * 6
 
 
+def test_what_is_empty() -> None:
+    """A collective of nothing, whatever its rule does with what it gets; and what is made of nothing."""
+    none = lambda dtype, *shape: index("a", "b").astype(dtype) + jnp.zeros(shape, dtype)
+    ways = [
+        lambda: lax.psum(none("float32", 8, 0), "b"),
+        lambda: lax.psum_scatter(none("float32", 8, 0), "b", tiled=True),
+        lambda: lax.psum_scatter(none("int32", 0, 8), "b", scatter_dimension=1, tiled=True),
+        lambda: lax.all_gather(none("int32", 2, 0), "b", tiled=True),
+        lambda: lax.all_to_all(none("int32", 8, 0), "b", 0, 0, tiled=True),
+        lambda: lax.ppermute(none("int32", 0, 3), "b", [(0, 1)]),
+        lambda: none("float32", 3, 0).sum(0),
+        lambda: jnp.argmax(none("int32", 3, 0), axis=0),
+    ]
+    for table in tables_of(lambda: [way() for way in ways], MESH):
+        assert table is not None
+        assert 0 in table.shape and table.axes == ()
+    left = table_of(lambda: jnp.concatenate([none("int32", 0), index("b") + arange(3)]), MESH)
+    assert left == table_of(lambda: index("b") + arange(3), MESH)
+    assert tables_of(lambda: [none("int32", 0, 3).max(0, initial=7)], MESH) == [None]
+
+
 def test_constants() -> None:
     traced: list[Any] = []
     assert integers.constant(3) == integers.constant(np.asarray(3))

@@ -16,12 +16,14 @@ from spmd.checker._state import (
     Pending,
     State,
     axes_of_dim,
+    emptied,
     ends_of,
     equal_along,
     free,
     hidden,
     hide,
     is_divided,
+    is_empty,
     join,
     join_dims,
     normal,
@@ -174,6 +176,17 @@ def state(rng: random.Random) -> State:
     of = lambda kind: frozenset(axis for axis in axes if where[axis] == kind)
     pending = frozenset(Pending("max", axis, 0) for axis in of("pending"))
     return State(tuple(dims), of("partial"), of("different"), pending, zero=rng.random() < 0.1)
+
+
+@pytest.mark.parametrize("seed", seeds(times=5))
+def test_an_array_without_elements(seed):
+    one = state(random.Random(seed))
+    assert not is_empty(one.dims)
+    dims = (*one.dims, ((2, ()), (0, ("a",))))
+    assert is_empty(dims)
+    none = emptied(one._replace(dims=dims))
+    assert [size_of(dim) for dim in none.dims] == [size_of(dim) for dim in dims]
+    assert not none.axes and all(unify(lies, other) == other for lies, other in zip(none.dims, dims, strict=True))
 
 
 @pytest.mark.parametrize("seed", seeds(times=5))

@@ -131,6 +131,26 @@ def test_a_power_spectrum_is_binned_where_it_lies(field: str, waves: str) -> Non
     assert sum(one.total_bytes for one in sums) == 2 * (2 * bins * 4) * 7 / 8
 
 
+@pytest.mark.parametrize(("n", "d"), [(8, 0), (0, 3), (0, 0)])
+@pytest.mark.parametrize(
+    ("pattern", "ins", "out"),
+    [
+        ("n/dp d, n/dp -> [v/dp] d", ["n/dp d", "n/dp"], "v/dp d"),
+        ("n/dp d, n/dp -> [v/tp] d", ["n/dp d", "n/dp"], "v/tp d"),
+        ("n/dp d/tp, n/dp -> [v] d/tp", ["n/dp d/tp", "n/dp"], "v d/tp"),
+    ],
+)
+def test_no_rows_and_rows_of_nothing(pattern: str, ins: list[str], out: str, n: int, d: int) -> None:
+    """The ids of rows of width 0 are counted as all others are."""
+    d = 4 if d and "d/tp" in pattern else d
+    ids = np.arange(n, dtype=np.int32)  # 4 and above are not in the table
+    for mode in MODES:
+        fn = run(lambda x, i: scatter_add(x, i, pattern, v=4), MESH, ins, [out, "scalar"], mode)
+        table, outside = fn(np.ones((n, d), np.float32), ids)
+        np.testing.assert_array_equal(table, np.zeros((4, d), np.float32), strict=True)
+        assert int(outside) == np.sum(ids >= 4)
+
+
 def test_the_comparison_can_fail() -> None:
     table, outside = simulator.scatter_add(np.arange(3.0), [np.array([1, 1, 4])], "n, n -> [v]", {"v": 3})
     assert table.tolist() == [0, 1, 0] and outside == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +167,18 @@ def test_cumsum_dtypes_and_partial_sums() -> None:
     x = jnp.asarray(Sampler(9).array((2, 8)))
     fn = run(lambda x: cumsum(x, "b [s/tp] {U:dp}"), MESH, ["b s/tp {U:dp}"], "b s/tp {U:dp}")
     close(fn(x), jnp.cumsum(x, axis=1))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("shape", [(0, 3), (8, 0), (0, 0)])
+def test_cumsum_of_no_elements(shape: tuple[int, int], reverse: bool) -> None:
+    """In a kernel, so that the checker looks at it too."""
+    for dtype, mode in itertools.product(("float32", "bool"), MODES):
+        x = np.zeros(shape, dtype)
+        fn = run(lambda x: cumsum(x, "[s/tp] d", reverse=reverse), MESH, ["s/tp d"], "s/tp d", mode)
+        found, wanted = fn(x), jnp.cumsum(x, axis=0)
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert jax.grad(lambda x, fn=fn: fn(x).sum())(np.zeros(shape, np.float32)).shape == shape
 
 
 # --- together -----------------------------------------------------------------------------------------------
