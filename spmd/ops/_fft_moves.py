@@ -30,7 +30,8 @@ class _Cut:
         # Otherwise XLA removes a join and a cut that follow each other, but for some of the pieces only, and then
         # refuses an exchange of pieces that lie in memory in different orders.
         x = _compat.row_major(x) if self.fixed else x
-        return jnp.moveaxis(x.reshape(*x.shape[: self.dim], self.n, -1, *x.shape[self.dim + 1 :]), self.dim, 0)
+        before, size, behind = x.shape[: self.dim], x.shape[self.dim], x.shape[self.dim + 1 :]
+        return jnp.moveaxis(x.reshape(*before, self.n, size // self.n, *behind), self.dim, 0)
 
     def back(self) -> _Join:
         return _Join(self.n, self.dim)

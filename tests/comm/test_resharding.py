@@ -156,6 +156,30 @@ def test_its_collectives(pattern, kinds) -> None:
     assert collectives(kernel, placed).counts == kinds
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "n a/x b/y c -> n a b c/x/y",
+        "n a/x b/y c -> n a/y b/x c",
+        "n a/x/y b c -> n a b/y c/x",
+        "n a/x b/y c -> n a b/x c",
+        "n a/x b c {U:y} -> n a b/y c/x",
+    ],
+)
+def test_a_batch_of_nothing(pattern) -> None:
+    before, after = pattern.split(" -> ")
+    front, rest = ("p/y ", before.replace(" {U:y}", "")) if "{U:y}" in before else ("", before)
+
+    def body(x):
+        x = spmd.reduce(x, f"p/y {rest} -> {before}", "sum") if front else x
+        return spmd.relayout(x, pattern, to="invarying")
+
+    x = np.zeros((*((2,) if front else ()), 0, 8, 8, 8), np.float32)
+    run = spmd.kernel(f"{front}{rest} -> {after}", mesh=device_mesh(CUBE))(body)
+    for mode in spmd.modes.MODES:
+        assert getattr(run, mode)(x).shape == (0, 8, 8, 8)
+
+
 def test_the_comparison_can_fail() -> None:
     """A relayout with its axes in another order holds the same numbers in other places."""
     x = np.arange(8 * 16, dtype=np.int32).reshape(8, 16)

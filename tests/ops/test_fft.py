@@ -240,6 +240,26 @@ def test_a_dimension_alone_in_a_batch() -> None:
     close(jax.vmap(run)(x), np.fft.fft(x))
 
 
+@pytest.mark.parametrize(
+    ("kind", "pattern", "shape"),
+    [
+        ("fft", "b x/a y -> b kx ky/a", (0, 8, 8)),
+        ("fft", "b x/a y/c -> b kx ky/a/c", (0, 8, 8)),
+        ("ifft", "b x/a -> b kx/a", (0, 8)),
+        ("rfft", "b/c x/a y -> b/c kx/a ky", (0, 8, 8)),
+        ("irfft", "b x/a y -> b kx ky/a", (0, 8, 5)),
+    ],
+)
+def test_a_batch_of_nothing(kind: str, pattern: str, shape: tuple[int, ...]) -> None:
+    x = np.zeros(shape, np.float32 if kind == "rfft" else np.complex64)
+    wanted = JNP[kind](x, axes=range(1, x.ndim))
+    run = kernel(kind, pattern, make_mesh({"a": 2, "c": 2}))
+    for mode in MODES:
+        found, (gradient,) = pulled(getattr(run, mode), x, by=np.zeros(wanted.shape, wanted.dtype))
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
+
+
 # --- what does not divide -------------------------------------------------------------------------------------
 
 

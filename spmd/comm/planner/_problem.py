@@ -91,7 +91,7 @@ class Problem:
         wanted = self.local(self.target)
         if state.summed:
             devices = self.count(range(len(self.axes)))
-            holders = devices * wanted // self.whole
+            holders = devices // math.prod(self.blocks(self.target))
             transfers = self.whole * (self.count(state.summed) - 1 + holders - 1)
             return max(wanted, -(-transfers // devices))
         kept = 1

@@ -184,8 +184,7 @@ def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     """One piece for each device of the group, in front. If an axis that is gained is not in the group, its devices hold
     the same, and each keeps its own block. If no dimension gains an axis of the group, its devices all get the same."""
     axes = [axis for run in gained for axis in (*run, "")]
-    counts = [axes_product(run, sizes) for run in gained]
-    local = iter(n // count for n, count in zip(x.shape, counts, strict=True))
+    local = iter(n // axes_product(run, sizes) for n, run in zip(x.shape, gained, strict=True))
     x = x.reshape([sizes[axis] if axis else next(local) for axis in axes])
     for place, axis in enumerate(axes):
         if axis and axis not in group:
@@ -195,10 +194,11 @@ def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     x = x.transpose(to_front + rest).reshape(
         [sizes[a] if a in axes else 1 for a in group] + [x.shape[p] for p in rest if not axes[p]]
     )
-    shape = x.shape[len(group) :]
-    if x.shape[: len(group)] == tuple(sizes[a] for a in group):
-        return x.reshape(-1, *shape)
-    copied = jnp.broadcast_to(x, (*(sizes[a] for a in group), *shape)).reshape(-1, *shape)
+    shape, counts = x.shape[len(group) :], tuple(sizes[a] for a in group)
+    count = axes_product(group, sizes)
+    if x.shape[: len(group)] == counts:
+        return x.reshape(count, *shape)
+    copied = jnp.broadcast_to(x, (*counts, *shape)).reshape(count, *shape)
     return lax.optimization_barrier(copied)  # otherwise XLA takes equal pieces for one array, and fails to lay it out
 
 
