@@ -1,13 +1,13 @@
 """What is done to a piece and undone again.
 
-A model runs over two batches at once: `jnp.concatenate([x, y])` of two blocks is no block, but the results are split
+A model runs over two batches at once: `jnp.concatenate([x, y])` of two blocks is not a block, but the results are split
 where the blocks were joined. Tokens are sorted by their experts on each device, and go back to where they were. Rows
 are padded, and cut again; taken one by one, and written back. Each of these is right for blocks as for the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax import numpy as jnp
@@ -59,20 +59,25 @@ class Undone:
         return any(self._every_way(self._atom, d, first) for d in ((None, *range(rank)) if rank else (None,)))
 
     def _every_way(self, atom: Any, dim: int | None, first: Any) -> bool:
-        todo: list[tuple[Any, int | None]] = [(atom, dim)]
-        seen = set()
+        def before(var: Any, d: int | None, eqn: Any) -> list[tuple[Any, int | None]] | None:
+            if eqn is first:
+                return None
+            if eqn is not None and self._ends(eqn, first) and d in self._rows_of(eqn, d):
+                return [(eqn.invars[0], d)] if eqn.primitive.name in _PUTS else []
+            return self._rows(var, d, eqn, first, loops=True)
+
+        return self._followed(atom, dim, first, before)
+
+    def _followed(self, atom: Any, dim: int | None, first: Any, before: Callable[..., Any]) -> bool:
+        """Whether all ways back from the rows of a value to an equation are open. `before(var, d, eqn)` is one step
+        back, from the rows of a value along a dimension: those that they are made of; None where a way ends."""
+        todo, seen = [(atom, dim)], set()
         while todo:
             var, d = todo.pop()
             if (var, d) in seen or not self._is_of(var, first):
                 continue
             seen.add((var, d))
-            eqn = self._history.made.get(var, (None,))[0]
-            if eqn is first:
-                return False
-            if eqn is not None and self._ends(eqn, first) and d in self._rows_of(eqn, d):
-                todo += [(eqn.invars[0], d)] if eqn.primitive.name in _PUTS else []
-                continue
-            rows = self._rows(var, d, eqn, first, loops=True)
+            rows = before(var, d, self._history.made.get(var, (None,))[0])
             if rows is None:
                 return False
             todo += rows
@@ -178,22 +183,13 @@ class Undone:
           first: The equation.
           place: The dimension of the rows there, if not any.
         """
-        todo, seen = [(atom, dim)], set()
-        while todo:
-            var, d = todo.pop()
-            if (var, d) in seen or not self._is_of(var, first):
-                continue
-            seen.add((var, d))
-            eqn = self._history.made.get(var, (None,))[0]
+
+        def before(var: Any, d: int | None, eqn: Any) -> list[tuple[Any, int | None]] | None:
             if eqn is first:
-                if place not in (None, d):
-                    return False
-                continue
-            rows = self._rows(var, d, eqn, first)
-            if rows is None:
-                return False
-            todo += rows
-        return True
+                return [] if place in (None, d) else None
+            return self._rows(var, d, eqn, first)
+
+        return self._followed(atom, dim, first, before)
 
     def _rows(
         self, var: Any, d: int | None, eqn: Any, first: Any, *, loops: bool = False

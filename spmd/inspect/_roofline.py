@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def cautious(self) -> int:
-        """`peak` if no elementwise chain is fused and nothing is written where an operand lay. It is no bound."""
+        """`peak` if no elementwise chain is fused and nothing is written where an operand lay. It is not a bound."""
         return self._with(self.unfused)
 
     def _with(self, temporaries: int | None) -> int:
