@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import spmd.checker._integers as integers
+import spmd.checker._order as orders
 import spmd.checker._places as lying
 import spmd.checker._report as report
 from spmd._facts import per_shard_reason
@@ -268,6 +269,7 @@ def _believed(
             state.number,
             table,
             block=state.block,
+            order=orders.kept([state], dims),
         )
     )
 
@@ -318,6 +320,8 @@ def _misplaced(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[
 
 def block_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Which block each device holds, against what was said of the same block before it moved."""
+    if "order" in eqn.params:
+        return _ordered(walk, eqn, operands[0])
     if len(operands) == 1:
         return _placed(walk, eqn, operands[0])
     state, number = operands
@@ -358,3 +362,15 @@ def _placed(walk: Engine, eqn: Any, state: State) -> list[State]:
             walk.note(eqn, "order", report.placed_otherwise(walk, eqn, axes, first, wrong))
     known[dim] = lying.from_place(axes, local, size_of(state.dims[dim]), first) if p["anew"] else None
     return [walk.kept(state._replace(places=lying.kept(known)))]
+
+
+def _ordered(walk: Engine, eqn: Any, state: State) -> list[State]:
+    """In which order a value is, against the order that it came in. What is said here is believed."""
+    axes = walk.tracked(eqn.params["axes"])
+    if not axes or not walk.active:
+        return [state]
+    said = orders.Order(eqn.params["order"], axes, walk.number(eqn))
+    have = None if eqn.params["anew"] else orders.claimed(state, said)
+    if have is not None and walk.checked.issuperset(axes) and not per_shard_reason(eqn, walk.callers):
+        walk.once(orders.pair(said, have), lambda: walk.note(eqn, "order", report.ordered_otherwise(walk, said, have)))
+    return [walk.kept(state._replace(order=orders.made(state, said)))]

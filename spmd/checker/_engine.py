@@ -11,6 +11,7 @@ import jax.core
 import numpy as np
 
 import spmd.checker._integers as integers
+import spmd.checker._order as orders
 import spmd.checker._places as places
 import spmd.checker._report as report
 from spmd import _compat
@@ -74,6 +75,9 @@ EACH_ALONE = ("random_gamma_grad_impl", "_poisson_knuth", "_poisson_rejection")
 
 # How `jnp.searchsorted` looks for elements.
 RANKS = frozenset(f"_searchsorted_{how}_impl" for how in ("scan", "sort", "compare_all"))
+
+# A single element of which nobody knows which dimension it is of fits any layout.
+ONE = hidden(1)
 
 # Operations along a dimension that keep a constant constant.
 KEEP_CONSTANTS = frozenset(("flip", "sort"))
@@ -313,18 +317,19 @@ class Engine(Domain):
 
     def _placed(self, state: State, table: Any) -> State:
         """A state with the integers that each device holds, which tell how the dimensions lie."""
-        blocks = (integers.blocks_of(table, self.sizes) if table.axes else None) or ()
-        dims = list(state.dims)
+        clear = bool(table.axes) and ONE not in state.dims  # else it may be this dimension that they divide
+        blocks = (integers.blocks_of(table, self.sizes) if clear else None) or ()
+        dims, divided = list(state.dims), state.divided
         for i, (dim, axes) in enumerate(zip(state.dims, blocks, strict=False)):
-            if axes and not axes_of_dim(dim):
+            if axes and divided.isdisjoint(axes):  # else the numbers go on from block to block of another dimension
                 dims[i] = normal([(size_of(dim), tuple(axes))])
         if not table.axes:  # equal blocks, and equal elements along some dimensions
             along = zip(dims, table.steps, table.counts, strict=True)
             dims = [free(size_of(d)) if d and d[0][1] is HIDDEN and not step and n == 1 else d for d, step, n in along]
         different = frozenset(table.axes).difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in state.pending if p.axis in table.axes and p.axis not in different)
-        known = State(tuple(dims), different=different, pending=pending, zero=state.zero, number=True, table=table)
-        return self.kept(known)
+        known = {"zero": state.zero, "number": True, "table": table, "order": state.order}
+        return self.kept(State(tuple(dims), different=different, pending=pending, **known))
 
     def _apply(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> list[State]:
         m, known = entry.map(eqn), len(self.findings)
@@ -368,7 +373,18 @@ class Engine(Domain):
         rest = partial, different, pending, given.done, zero, given.number
         known_places = any(o.places for o in operands)
         lie = [places.passed(m, operands, len(dims)) if known_places else () for dims in result]
-        return [self.kept(State(dims, *rest, loose=loose, places=p)) for dims, p in zip(result, lie, strict=True)]
+        order = self._ordered(m, eqn, operands, result[0]) if any(o.order for o in operands) else NONE
+        pairs = zip(result, lie, strict=True)
+        return [self.kept(State(dims, *rest, loose=loose, places=p, order=order)) for dims, p in pairs]
+
+    def _ordered(self, m: Map, eqn: Any, operands: Sequence[State], dims: Sequence[Dim]) -> frozenset[Any]:
+        """In which order the elements of the result lie. Those that are combined should lie in one order."""
+        differ = orders.differing(operands)
+        if differ is not None:
+            describe = lambda walk, eqn, axes: report.orders_differ(walk, eqn, axes, *differ)
+            self.once(orders.pair(*differ), lambda: self.fault(eqn, differ[0].axes, "order", describe))
+        passed = [dim for dim, label in zip(dims, m.result, strict=False) if label not in {*m.whole, *m.made}]
+        return orders.kept(operands, passed)
 
     def _labels(self, m: Map, eqn: Any, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
         """The factors of each label, on which all operands must agree."""
@@ -385,8 +401,10 @@ class Engine(Domain):
                 if have is None:
                     labels[label], free_of[label] = dim, operand.different
                     continue
-                if len(dim) == 1 and dim[0] == (1, HIDDEN):  # a single element fits any layout
+                if dim == ONE:
                     dim = have
+                elif have == ONE:
+                    have = dim
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
                 if both is None and m.whole.get(label) == "sort" and self._numbers_places(eqn, operands):
                     both = have if axes_of_dim(have) else dim  # an argsort: places in a piece that is sorted
@@ -414,6 +432,14 @@ class Engine(Domain):
         axes = {axis for pair in dims for dim in pair for axis in axes_of_dim(dim)}
         describe = lambda walk, eqn, axes: report.operands_disagree(walk, eqn, axes, dims, noise)
         self.fault(eqn, axes, "noise" if noise else "disagree", describe)
+
+    def once(self, mistake: Hashable, tell: Callable[[], None]) -> None:
+        """Tell of a mistake, unless that was done. What comes of it meets it again."""
+        if self._blamed.get(mistake) not in self.findings:
+            known = len(self.findings)
+            tell()
+            if len(self.findings) > known:
+                self._blamed[mistake] = self.findings[-1]
 
     def _said_once(self, eqn: Any, operands: Sequence[State], known: int) -> None:
         """A sum that is never completed is one mistake, however often it is used in one way, or on one line."""

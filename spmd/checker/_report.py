@@ -343,6 +343,29 @@ def placed_otherwise(walk: Any, eqn: Any, axes: Sequence[str], first: int, dista
     return Fault(rule, walk.kernel, None, None, got, advice="send to the devices that the result is said to lie on")
 
 
+def orders_differ(walk: Any, eqn: Any, axes: Sequence[str], one: Any, other: Any) -> Fault:
+    """Elements in one order are combined with elements in another one."""
+    rule = f"{_name(eqn)} of two arrays whose elements lie in different orders along {_and(axes)}."
+    got = (*_where(walk, eqn), *(_in_order(walk, each) for each in (one, other)))
+    return Fault(rule, walk.kernel, None, None, got, advice=_ONE_ORDER)
+
+
+def ordered_otherwise(walk: Any, said: Any, have: Any) -> Fault:
+    """A value is taken for one in another order."""
+    one, other = have.placement, said.placement
+    rule = f"The elements along {_and(have.axes)} lie in {one} order, and are read in {other} order."
+    got = (_in_order(walk, have), _in_order(walk, said))
+    return Fault(rule, walk.kernel, None, None, got, advice=_ONE_ORDER)
+
+
+def _in_order(walk: Any, order: Any) -> str:
+    line = line_of(*walk.made_pending[order.at])
+    return f"{order.placement}, as said at {line}" if line else f"{order.placement}, as said in {walk.kernel}"
+
+
+_ONE_ORDER = "give the same placement= in place_sequence, sequence_positions and attention"
+
+
 def _away(distance: int) -> str:
     if not distance:
         return "its own place"

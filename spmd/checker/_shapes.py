@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import spmd.checker._integers as integers
+import spmd.checker._order as orders
 import spmd.checker._places as places
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
@@ -72,9 +73,8 @@ def _made(
     done = NONE.union(operand.done, *(o.done for o in others))
     loose = operand.loose or any(o.loose for o in others)
     lie = lie if lie and not per_shard_reason(eqn, walk.callers) else ()
-    return walk.kept(
-        State(tuple(dims), partial - different, different | gone, pending, done, zero, number, loose=loose, places=lie)
-    )
+    known = {"loose": loose, "places": lie, "order": orders.kept([operand, *others], dims)}
+    return walk.kept(State(tuple(dims), partial - different, different | gone, pending, done, zero, number, **known))
 
 
 def _beside(operand: State, known: Iterable[str]) -> State:

@@ -52,6 +52,7 @@ class State(NamedTuple):
         over one, which may have been such a block: then it is a term of a sum.
       block: The number of the block that each device holds, an integer on each, where our markers say so.
       places: For each dimension which elements lie there, where slices and permutations say so; see `_places`.
+      order: In which order the elements of divided dimensions lie, where our markers say so; see `_order`.
       left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
     """
 
@@ -67,6 +68,7 @@ class State(NamedTuple):
     loose: bool = False
     block: Any = None
     places: tuple[Any, ...] = ()
+    order: frozenset[Any] = NONE
 
     @property
     def axes(self) -> frozenset[str]:
@@ -285,6 +287,7 @@ def join(one: State, two: State) -> State:
         loose=one.loose or two.loose,
         block=one.block if one.block == two.block else None,
         places=one.places if one.places == two.places else (),
+        order=one.order & two.order if one.order else NONE,
     )
 
 

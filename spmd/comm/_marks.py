@@ -154,6 +154,32 @@ def placed(x: Any, dim: int, factor: Any, first: int = 0, *, around: bool = True
     return block_p.bind(x, dim=dim, axes=factor.axes, local=factor.local, first=first, around=size, anew=anew)
 
 
+def ordered(x: Any, placement: str, axes: str | tuple[str, ...] | None, *, anew: bool = False) -> Any:
+    """Say in which order the elements lie along a dimension that `axes` divide: `ordered(tokens, "zigzag", "cp")`.
+
+    The check after the trace follows the order, and compares it with what is said later, and with that of what the
+    value is combined with. In auto and reference mode, where arrays are whole, nothing is said.
+
+    Args:
+      x: The value, or a pytree of values.
+      placement: The name of the order, one of `parallel.sequence.PLACEMENTS`.
+      axes: The mesh axes that divide the dimension; None where it is whole.
+      anew: Whether the order is made here; else the value must have come in this order.
+
+    Returns:
+      The same values.
+    """
+    frame = try_frame()
+    if not axes or frame is None or not frame.explicit:
+        return x
+
+    def say(one: Any) -> Any:
+        said, known = block_p.bind(one, axes=axes_tuple(axes), order=placement, anew=anew), tag_of(one)
+        return said if known is None else tag(said, known.layout, known.origin, known.name)
+
+    return jax.tree.map(say, x)
+
+
 def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
     """`with_sharding_constraint` on the frame's mesh. What a spec cannot say stays unconstrained.
 

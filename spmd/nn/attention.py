@@ -14,7 +14,7 @@ from spmd.comm._marks import numbered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.masks import attention_mask, check_heads, check_positive
+from spmd.nn.masks import attention_mask, check_heads, check_positive, with_rank
 from spmd.nn.rope import rotary_embedding
 
 T = TypeVar("T")
@@ -313,7 +313,7 @@ def _by_jax(
                 q, k, v, **named, scale=scale, is_causal=causal, local_window_size=reach, implementation=implementation
             )
 
-    given = [x.reshape((1,) * (q.ndim - x.ndim) + x.shape) for x in (bias, mask) if x is not None]
+    given = [with_rank(x, q.ndim) for x in (bias, mask) if x is not None]
     lead = q.ndim - 4
     if lead > 0:
         given = [jnp.broadcast_to(x, (*q.shape[:lead], *x.shape[lead:])) for x in given]
@@ -329,9 +329,8 @@ def _plainly(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float, softcap
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
     if bias is not None:
-        bias = bias.astype(scores.dtype)
-        scores = scores + bias.reshape((1,) * (scores.ndim - bias.ndim) + bias.shape)
-    mask = None if mask is None else mask.reshape((1,) * (scores.ndim - mask.ndim) + mask.shape)
+        scores = scores + with_rank(bias.astype(scores.dtype), scores.ndim)
+    mask = None if mask is None else with_rank(mask, scores.ndim)
     weights = softmax(scores, "... h/tp s [t]", where=mask, tp=tp).astype(v.dtype)
     return einsum(weights, v, "... (g r)/tp s t, ... t g/tp k -> ... s (g r)/tp k", g=groups, tp=tp)
 
@@ -347,9 +346,8 @@ def _both(mask: Any, made: Any, rank: int) -> Any:
     """The user's mask `"... h s t"` and the one of positions and segments, `"... s t"`."""
     if made is None:
         return mask
-    made = jnp.expand_dims(made, -3)
-    made = made.reshape((1,) * (rank - made.ndim) + made.shape)
-    return made if mask is None else made & mask.reshape((1,) * (rank - mask.ndim) + mask.shape)
+    made = with_rank(jnp.expand_dims(made, -3), rank)
+    return made if mask is None else made & with_rank(mask, rank)
 
 
 def _is_whole(kv_heads: str, call: str) -> bool:

@@ -13,7 +13,7 @@ from spmd import SizeError
 from spmd._leaves import not_int
 from spmd.errors import is_int
 
-__all__ = ["attention_mask", "check_heads", "check_positive"]
+__all__ = ["attention_mask", "check_heads", "check_positive", "with_rank"]
 
 
 def attention_mask(
@@ -60,7 +60,7 @@ def attention_mask(
     check_positive("attention_mask(positions)", window=window)
     given = [x for pair in (positions, segments) if pair is not None for x in pair]
     rank = max((x.ndim for x in given), default=0)
-    lifted = [x.reshape((1,) * (rank - x.ndim) + x.shape) for x in given]
+    lifted = [with_rank(x, rank) for x in given]
     seen = []
     if positions is not None:
         q_at, k_at = lifted.pop(0)[..., :, None], lifted.pop(0)[..., None, :]
@@ -73,6 +73,11 @@ def attention_mask(
     if segments is not None:
         seen.append(lifted[0][..., :, None] == lifted[1][..., None, :])
     return functools.reduce(jnp.logical_and, seen) if seen else None
+
+
+def with_rank(x: Any, rank: int) -> jax.Array:
+    """The array with dimensions of size 1 in front. A reshape would not tell the checker which dimensions are new."""
+    return jnp.expand_dims(x, tuple(range(rank - x.ndim)))
 
 
 def check_heads(call: str, q: Any, k: Any) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from spmd import LayoutError, SizeError
 from spmd.errors import did_you_mean
 from spmd.nn.dtypes import wide
+from spmd.nn.masks import with_rank
 
 __all__ = ["rotary_embedding", "rotary_frequencies"]
 
@@ -60,7 +61,7 @@ def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: b
         raise SizeError(rule, call="rotary_embedding(x, positions, frequencies)")
     at, turns = positions.astype(wide(x)), frequencies.astype(wide(x))
     angles = at[..., None, None] * turns.reshape((1,) * (positions.ndim + 1) + (-1,))
-    angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
+    angles = with_rank(angles, x.ndim)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     turning, rest = x[..., :turned].astype(wide(x)), x[..., turned:]
     if interleaved:

@@ -138,7 +138,7 @@ class _Part:
         return jax.tree.map(self._where, new, parts[0]), jax.tree.map(self._where, parts[1], new)
 
     def _where(self, yes: Any, no: Any) -> Any:
-        return jnp.where(self.first.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
+        return jnp.where(jnp.expand_dims(self.first, tuple(range(1, yes.ndim))), yes, no)
 
 
 def _visits(ring: Ring, block: Any, source: Any, first: bool) -> list[tuple[_Part, _Part, bool]]:
@@ -278,7 +278,7 @@ def _scores(ring: Ring, side: Tree, keys: Tree, causal: bool) -> tuple[Any, Any]
         capped = jnp.tanh(scores / ring.softcap)
         scores, slope = capped * ring.softcap, 1 - capped**2
     # The block comes first in all arrays. Positions are equal along the dimensions of "...".
-    at = [x.reshape(x.shape[0], *(1,) * (scores.ndim - 5), x.shape[1]) for x in (q_at, k_at)]
+    at = [jnp.expand_dims(x, tuple(range(1, scores.ndim - 4))) for x in (q_at, k_at)]
     mask = attention_mask(
         (at[0], at[1]) if causal or ring.window is not None else None,
         causal=causal,

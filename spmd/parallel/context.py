@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
+from spmd.comm._marks import ordered
 from spmd.language import axes_tuple
 from spmd.nn import dot_product_attention
 from spmd.nn.masks import check_heads, check_positive
@@ -106,13 +107,16 @@ def ring_attention(
     if isinstance(segments, tuple):
         rule = "queries and keys are the same tokens here, so they have the same segments."
         raise LayoutError(rule, call="ring_attention(q, k, v, segments=...)", advice="segments of one array")
+    by_position = causal or window is not None
+    if by_position:
+        q, k, v = ordered((q, k, v), placement, cp)
     groups = size(k, "... t/cp [g/tp] k", cp=cp, tp=tp)
     q = rearrange(q, "... (c l)/cp (g r)/tp k -> c/cp ... g/tp r l k", c=blocks, g=groups, cp=cp, tp=tp)
     k = rearrange(k, "... (c m)/cp g/tp k -> c/cp ... g/tp m k", c=blocks, cp=cp, tp=tp)
     v = rearrange(v, "... (c m)/cp g/tp k -> c/cp ... g/tp m k", c=blocks, cp=cp, tp=tp)
     length = q.shape[-2]
     check_placement(placement, f"ring_attention(q, k, v, placement={placement!r})", length * blocks, blocks)
-    if (causal or window is not None or segments is not None) and k.shape[-2] != length:
+    if (by_position or segments is not None) and k.shape[-2] != length:
         rule = "causal masks, windows and segments compare the same tokens, so there are as many keys as queries."
         raise SizeError(rule, call=call, got=[f"queries: {length * blocks}", f"keys: {k.shape[-2] * blocks}"])
     parts = 2 if causal and placement != "contiguous" and length % 2 == 0 else 1
@@ -129,7 +133,8 @@ def ring_attention(
         own = rearrange(segments, "... (c z l)/cp -> z c/cp ... l", c=blocks, z=parts, cp=cp)
         documents = (own, all_gather(own, "z c/cp ... l -> z c ... l", cp=cp))
     out = attend_in_ring(ring, q, k, v, *documents)
-    return rearrange(out, "z c/cp ... g/tp r l k -> ... (c z l)/cp (g r)/tp k", cp=cp, tp=tp)
+    out = rearrange(out, "z c/cp ... g/tp r l k -> ... (c z l)/cp (g r)/tp k", cp=cp, tp=tp)
+    return ordered(out, placement, cp, anew=True) if by_position else out
 
 
 @scope(mapping=None)
@@ -214,6 +219,9 @@ def ulysses_attention(
     if here % blocks:
         rule = f"the {blocks} devices of cp take equal parts of the query heads that tp leaves, here {here}."
         raise SizeError(rule, call=call, advice="fewer devices for cp, the others in ring=...")
+    in_order = ring is None and (causal or window is not None)
+    if in_order:
+        q, k, v = ordered((q, k, v), placement, cp)
     groups = size(k, "... s/ring/cp [g/tp] k", ring=ring, cp=cp, tp=tp) // (axis_size(tp) if tp else 1)
     copies = math.lcm(groups, blocks) // groups
     names = {"ring": ring, "cp": cp, "tp": tp}
@@ -227,7 +235,8 @@ def ulysses_attention(
         out = dot_product_attention(q, k, v, tp=divided, implementation=implementation, **options)
     else:
         out = ring_attention(q, k, v, cp=ring, tp=divided, placement=placement, chunk=chunk, **options)
-    return all_to_all(out, "... s/ring h/tp/cp k -> ... s/ring/cp h/tp k", **names)
+    out = all_to_all(out, "... s/ring h/tp/cp k -> ... s/ring/cp h/tp k", **names)
+    return ordered(out, placement, cp, anew=True) if in_order else out
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------

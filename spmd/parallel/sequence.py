@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, rearrange, scope, size
-from spmd.comm._marks import numbered
+from spmd.comm._marks import numbered, ordered
 from spmd.errors import not_one_of
 
 __all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
@@ -86,7 +86,7 @@ def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) 
     check_placement(placement, f"sequence_positions({length}, {placement!r})", length, blocks)
     block = iota("c/cp", c=blocks, cp=cp)
     at = block_positions(numbered(block, block, cp), length // blocks, blocks, placement)
-    return rearrange(at, "c/cp l -> (c l)/cp", cp=cp)
+    return ordered(rearrange(at, "c/cp l -> (c l)/cp", cp=cp), placement, cp, anew=True)
 
 
 @scope(mapping=None)
@@ -122,6 +122,7 @@ def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax.A
       [0 2 4 6 1 3 5 7]
     """
     blocks, x = _opened(x, "place_sequence", placement, cp, axis)
+    x = ordered(x, "contiguous", cp)
     if placement == "zigzag":
         even, odd = _rounds(blocks)
         swap, chunks, placed = _chunks(blocks, cp)
@@ -134,7 +135,7 @@ def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax.A
         x = rearrange(x, "(c l j)/cp ... -> c/cp l j ...", c=blocks, j=blocks, cp=cp)
         x = all_to_all(x, "c/cp l j ... -> c l j/cp ...", cp=cp)
         x = rearrange(x, "c l j/cp ... -> (j c l)/cp ...", cp=cp)
-    return jnp.moveaxis(x, 0, axis)
+    return ordered(jnp.moveaxis(x, 0, axis), placement, cp, anew=True)
 
 
 @scope(mapping=None)
@@ -165,6 +166,7 @@ def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax
       [0 1 2 3 4 5 6 7]
     """
     blocks, x = _opened(x, "restore_sequence", placement, cp, axis)
+    x = ordered(x, placement, cp)
     if placement == "zigzag":
         even, odd = ([(j, i) for i, j in pairs] for pairs in _rounds(blocks))
         swap, chunks, placed = _chunks(blocks, cp)
@@ -178,7 +180,7 @@ def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax
         x = rearrange(x, "(j c l)/cp ... -> c l j/cp ...", c=blocks, j=blocks, cp=cp)
         x = all_to_all(x, "c l j/cp ... -> c/cp l j ...", cp=cp)
         x = rearrange(x, "c/cp l j ... -> (c l j)/cp ...", cp=cp)
-    return jnp.moveaxis(x, 0, axis)
+    return ordered(jnp.moveaxis(x, 0, axis), "contiguous", cp, anew=True)
 
 
 # --- shared by both ---------------------------------------------------------------------------------------------
@@ -260,5 +262,5 @@ def _chunks(blocks: int, cp: Axes) -> tuple[Any, tuple[Any, Any], tuple[Any, Any
 
 def _by_parity(swap: Any, even: Any, odd: Any) -> Any:
     """The even chunks and the odd ones as the early and the late ones, or the other way round."""
-    swap = swap.reshape(-1, *(1,) * (even.ndim - 1))
+    swap = jnp.expand_dims(swap, tuple(range(1, even.ndim)))
     return jnp.stack([jnp.where(swap, odd, even), jnp.where(swap, even, odd)])

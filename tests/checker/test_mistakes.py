@@ -30,15 +30,14 @@ def test_the_page_is_true(one: Mistake) -> None:
     assert row(one) in ROWS
 
 
-SILENT = [one for one in ALL if any((row.layer, row.what) == (one.layer, one.what) and row.silent for row in ROWS)]
+def test_none_is_silent() -> None:
+    assert not [row for row in ROWS if row.silent]
 
 
-@pytest.mark.parametrize("one", share(SILENT), ids=str)
-def test_numbers_show_what_is_silent(one: Mistake) -> None:
-    """The page says why no type tells these few."""
-    assert len(SILENT) == 2
+@pytest.mark.parametrize("one", share([one for one in ALL if "are placed in zig-zag" in one.what]), ids=str)
+def test_numbers_show_another_order_too(one: Mistake) -> None:
     with pytest.raises(Mismatch):
-        assert_same_on_any_mesh(one.kernel(one.wrong, one.wrong_pattern), *one.arguments())
+        assert_same_on_any_mesh(one.kernel(one.wrong, one.wrong_pattern, check="off"), *one.arguments())
 
 
 @pytest.mark.parametrize("one", SAMPLE, ids=str)
