@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import spmd.checker._integers as integers
+import spmd.checker._integer_rules as integer_rules
 import spmd.checker._places as places
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import axes_of, shape_of
@@ -331,7 +331,7 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     complete = len(eqn.params.get("perm", ())) == count
     outs = []
     for operand in operands:
-        block = operand.block and complete and integers.evaluate(eqn, [operand.block], walk.sizes)[0]
+        block = operand.block and complete and integer_rules.evaluate(eqn, [operand.block], walk.sizes)[0]
         if not axes or (complete and not set(axes) & operand.axes):
             outs.append(walk.kept(operand._replace(block=block or None)))
             continue

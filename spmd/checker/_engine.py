@@ -10,6 +10,7 @@ from typing import Any
 import jax.core
 import numpy as np
 
+import spmd.checker._integer_rules as integer_rules
 import spmd.checker._integers as integers
 import spmd.checker._order as orders
 import spmd.checker._places as places
@@ -311,7 +312,7 @@ class Engine(Domain):
         """The results, with the integers that each device holds where shapes and `axis_index` decide them."""
         if any(o.table is None for o in operands):
             return outs
-        tables = integers.evaluate(eqn, [o.table for o in operands], self.sizes)
+        tables = integer_rules.evaluate(eqn, [o.table for o in operands], self.sizes)
         pairs = zip(outs, tables, strict=True)
         return [out if table is None else self._placed(out, table) for out, table in pairs]
 
@@ -511,9 +512,10 @@ class Engine(Domain):
         """One step of a loop over the leading dimension. Over a divided one it is an element of a piece."""
         axes = axes_of_dim(value.dims[0]) if value.dims else ()
         axes = tuple(filter(self.wide, axes))
-        places = enumerate(axes) if axes and len(value.dims[0]) == 1 else ((NESTED, a) for a in axes)
-        steps = {Pending(STEP, a, self._step(i)) for i, a in places if a not in value.different}
-        return self.kept(value._replace(dims=value.dims[1:], pending=value.pending | steps, table=None, places=()))
+        order = enumerate(axes) if axes and len(value.dims[0]) == 1 else ((NESTED, a) for a in axes)
+        steps = {Pending(STEP, a, self._step(i)) for i, a in order if a not in value.different}
+        pending, lie = value.pending | steps, places.kept(value.places[1:])
+        return self.kept(value._replace(dims=value.dims[1:], pending=pending, table=None, places=lie))
 
     def _step(self, place: int) -> int:
         """What tells the steps of the loop that the walk is in from those of loops around it, and the place of the axis
@@ -542,8 +544,9 @@ class Engine(Domain):
         alike = not axes and value.number and value.table is None and self._uniform[-1]
         dims = (hidden(length) if alike else leading, *value.dims)
         loose = value.loose or alike
+        lie = places.kept((None, *value.places))
         return self.kept(
-            value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose, places=())
+            value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose, places=lie)
         )
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:

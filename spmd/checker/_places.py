@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import spmd.checker._integers as integers
+import spmd.checker._permutations as permutations
 from spmd.checker._state import HIDDEN, NONE, STEP, Axes, State, is_divided, size_of
 from spmd.checker._table import Map
 
@@ -225,7 +225,7 @@ def permuted(eqn: Any, state: State, axes: Axes, sizes: Mapping[str, int], at: i
     perm = eqn.params.get("perm", ())
     if not count or any(max(pair) >= count for pair in perm):
         return ()
-    found, out = integers.moves(integers.sends(perm, count)), []
+    found, out = permutations.moves(permutations.sends(perm, count)), []
     for d in range(len(state.dims)):
         one = of(state, d)
         if one is None or not set(axes) & set(one.axes):

@@ -21,6 +21,7 @@ from spmd.checker._state import (
     FREE,
     HIDDEN,
     NONE,
+    Axes,
     Dim,
     Factor,
     Pending,
@@ -252,12 +253,11 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
             dims.append(dim if n == m else free(m))
             constant |= n != m and bool(start.axes)
             continue
-        axes = None if start.table is None else _starts(walk, start.table, m, n)
-        if axes and len(dim) == 1 and dim[0][1] is not HIDDEN and dim[0][1] is not FREE:
+        block = _own_block(walk, operand, dim, m, start.table)
+        if block is not None:
             own.add(d)
-            fits = not set(axes) & operand.axes
-            dims.append(normal([(m, (*dim[0][1], *axes))]) if fits else hidden(m))
-            terms |= operand.partial.intersection(axes)
+            dims.append(block[0])
+            terms |= operand.partial.intersection(block[1])
             continue
         dims.append(hidden(m) if start.axes else _piece_of(dim, m))
         pieces += [("slice", a) for a in axes_of_dim(dim)]
@@ -268,9 +268,19 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     return walk.counted(eqn, operands, [_made(walk, eqn, rest, dims, pieces, others)])
 
 
-def _starts(walk: Engine, table: Any, size: int, whole: int) -> tuple[str, ...] | None:
+def _own_block(walk: Engine, operand: State, dim: Dim, size: int, start: Any) -> tuple[Dim, Axes] | None:
+    """How this device's block of a dimension lies, and the axes that number the blocks; None where the start says
+    something else."""
+    axes = _starts(walk, start, size, size_of(dim))
+    (_, outer), *more = dim
+    if not axes or more or outer is HIDDEN or outer is FREE:
+        return None
+    return normal([(size, (*outer, *axes))]) if operand.axes.isdisjoint(axes) else hidden(size), axes
+
+
+def _starts(walk: Engine, table: Any, size: int, whole: int) -> Axes | None:
     """The axes of which each device takes its own block of the whole."""
-    axes = integers.starts_of(table, size, walk.sizes)
+    axes = None if table is None else integers.starts_of(table, size, walk.sizes)
     return axes if axes and size * math.prod(walk.sizes[a] for a in axes) == whole else None
 
 
@@ -394,8 +404,8 @@ def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any, before
     return dims
 
 
-def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[int, Dim]:
-    """The dimensions of which the picked window is this device's block, as they lie afterwards."""
+def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[int, tuple[Dim, Axes]]:
+    """The dimensions of which the picked window is this device's block: how they lie, and the axes."""
     if indices.table is None or math.prod(indices.table.shape[:-1]) != 1:
         return {}
     starts = indices.table
@@ -403,10 +413,9 @@ def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[
         starts = integers.row_of(starts, 0)
     numbers, found = eqn.params["dimension_numbers"], {}
     for k, d in enumerate(numbers.start_index_map):
-        dim, size = operand.dims[d], eqn.params["slice_sizes"][d]
-        axes = _starts(walk, integers.row_of(starts, k), size, size_of(dim))
-        if axes and len(dim) == 1 and dim[0][1] not in (FREE, HIDDEN) and operand.axes.isdisjoint(axes):
-            found[d] = normal([(size, (*dim[0][1], *axes))])
+        block = _own_block(walk, operand, operand.dims[d], eqn.params["slice_sizes"][d], integers.row_of(starts, k))
+        if block is not None:
+            found[d] = block
     return found
 
 
@@ -439,16 +448,23 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         if d in numbers.offset_dims:
             source = window[numbers.offset_dims.index(d)]
             dim = operand.dims[source]
-            dims.append(dim if taken[source] == before[source] else blocks.get(source) or _piece_of(dim, n))
+            # Windows that begin elsewhere on each device, as in a ring, are not the same piece of the whole.
+            piece = hidden(n) if indices.axes and source in numbers.start_index_map else _piece_of(dim, n)
+            dims.append(dim if taken[source] == before[source] else blocks.get(source, (piece,))[0])
         else:
             dims.append(next(rest, hidden(n)))
     dims = _each_axis_once(dims)
     known = (blocks.keys() & set(window)) | by_number.keys()
     picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None and d not in known]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
+    # The other terms of this device's block are elsewhere.
+    own_axes = {axis for _, axes in blocks.values() for axis in axes}
+    terms = operand.partial & own_axes
+    pieces += [("term", axis) for axis in terms if not operand.zero]
+    operand = operand._replace(partial=operand.partial - terms)
     # An index into a whole dimension lies as the indices do. One into a piece is right if it was moved by axis_index.
     lies = {a for dim in dims for a in axes_of_dim(dim)}
-    others = [_beside(indices, lies)]
+    others = [_beside(indices, lies | own_axes)]
     linear = fetches(walk, eqn, [operand, others[0]])
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others, linear)])
 

@@ -18,7 +18,7 @@ from spmd.checker._history import History
 from spmd.checker._table import TABLE, groups
 from spmd.checker._values import Values
 
-Range = tuple[int, int, int, int]  # along a dimension, of so many elements, from one to another
+Range = tuple[int, int, int]  # of so many elements, from one to another
 
 
 class Undone:
@@ -115,9 +115,9 @@ class Undone:
         """The dimension of the rows that are as they were. Of a sum over rows nobody asks."""
         numbers = eqn.params.get("dimension_numbers")
         if eqn.primitive.name in _CUTS:
-            return [at for at, *_ in _cut(eqn)]
+            return [at for at, _ in _cut(eqn)]
         if eqn.primitive.name == "gather":
-            return [i for i in range(len(shape_of(eqn.outvars[0]))) if i not in numbers.offset_dims]
+            return _picked(shape_of(eqn.outvars[0]), numbers.offset_dims, numbers.start_indices_batching_dims)
         if eqn.primitive.name == "dynamic_update_slice":
             pairs = zip(shape_of(eqn.invars[0]), shape_of(eqn.invars[1]), strict=True)
             return [at for at, (n, m) in enumerate(pairs) if n != m]
@@ -131,8 +131,8 @@ class Undone:
         """Whether one equation cuts where the other one joined, and what is done between is done to each row."""
         if not self._is_of(cut.invars[0], join):
             return False
-        at = {tuple(which): d for d, *which in _cut(cut)}
-        same = [(d, at[tuple(which)]) for d, *which in _joined(join) if tuple(which) in at]
+        at = {which: d for d, which in _cut(cut)}
+        same = [(d, at[which]) for d, which in _joined(join) if which in at]
         return any(self.each_row(cut.invars[0], e, join, d) for d, e in same)
 
     def _back(self, take: Any, put: Any) -> bool:
@@ -159,7 +159,20 @@ class Undone:
         if moving is None:
             moving = [d for d, (n, m) in enumerate(zip(whole, shape_of(piece), strict=True)) if n != m]
             starts = [starts[d] for d in moving]
+        else:
+            starts = self._columns(starts[0])
+        if eqn.primitive.name == "gather" and len(starts) == len(moving):  # of whole dimensions it takes all
+            taken = eqn.params["slice_sizes"]
+            starts = [one for one, d in zip(starts, moving, strict=True) if taken[d] != whole[d]]
+            moving = [d for d in moving if taken[d] != whole[d]]
         return {self._values.one(atom) for atom in starts}, sum(whole[d] for d in moving)
+
+    def _columns(self, indices: Any) -> list[Any]:
+        """The columns of indices that were put together, one for each dimension."""
+        eqn, _ = self._history.producer(indices) or (None, ())
+        if eqn is None or eqn.primitive.name != "concatenate":
+            return [indices]
+        return list(eqn.invars) if eqn.params["dimension"] == len(shape_of(indices)) - 1 else [indices]
 
     def _in_order(self, eqn: Any, sort: Any) -> bool:
         """Whether rows in some order are put, or taken, where that order says."""
@@ -168,7 +181,7 @@ class Undone:
             rows, dims = eqn.invars[0], numbers.start_index_map
         else:
             rows = eqn.invars[2]
-            dims = [d for d in range(len(shape_of(rows))) if d not in numbers.update_window_dims]
+            dims = _picked(shape_of(rows), numbers.update_window_dims, numbers.scatter_indices_batching_dims)
         ordered = len(dims) == 1 and self._is_of(rows, sort) and self._is_of(eqn.invars[1], sort)
         return ordered and self.each_row(rows, dims[0], sort)
 
@@ -184,12 +197,29 @@ class Undone:
           place: The dimension of the rows there, if not any.
         """
 
+        parts = set() if place is None else {which for d, which in _joined(first) if d == place}
+
         def before(var: Any, d: int | None, eqn: Any) -> list[tuple[Any, int | None]] | None:
             if eqn is first:
                 return [] if place in (None, d) else None
+            moved = [] if eqn is None else [one for one in self._moved(var, d, eqn) if self._is_of(one[0], first)]
+            if moved:
+                return [(operand, d) for operand, _ in moved] if parts.issuperset(which for _, which in moved) else None
             return self._rows(var, d, eqn, first)
 
         return self._followed(atom, dim, first, before)
+
+    def _moved(self, var: Any, d: int | None, eqn: Any) -> list[tuple[Any, Range]]:
+        """The operands that an equation joins or cuts along a dimension, and which elements of the longer value they,
+        or the result, are."""
+        if eqn.primitive.name in _JOINS:
+            joined = [which for at, which in _joined(eqn) if at == d]
+            return list(zip(eqn.invars[: len(joined)], joined, strict=True))
+        if eqn.primitive.name in _CUTS:
+            cuts = [which for at, which in _cut(eqn) if at == d]
+            i = self._history.made[var][1]  # each result of a split has a cut
+            return [(eqn.invars[0], cuts[i])] if cuts else []
+        return []
 
     def _rows(
         self, var: Any, d: int | None, eqn: Any, first: Any, *, loops: bool = False
@@ -199,10 +229,11 @@ class Undone:
         A sum over all rows has no dimension of rows.
         """
         if eqn is None or (eqn.params and held(eqn)):
-            behind = self._history.made_of.get(var, ())
+            behind = [one for one in self._history.made_of.get(var, ()) if self._is_of(one, first)]
             rounds = eqn is not None and any(part.role in (Role.LOOP, Role.TEST) for part in held(eqn))
-            alike = all(shape_of(one) == shape_of(var) for one in behind)
-            return [(one, d) for one in behind] if alike and (loops or not rounds) else None
+            given = [(one, _in_shape(d, shape_of(var), shape_of(one))) for one in behind]
+            known = all(own is not None or d is None for _, own in given)
+            return given if known and (loops or not rounds) else None
         found: list[tuple[Any, int | None]] = []
         if d is None:
             same = eqn.primitive.name in TABLE and TABLE[eqn.primitive.name].says == "elementwise"
@@ -248,6 +279,20 @@ def _labels(eqn: Any, d: int) -> list[list[int]]:
     return [[d]] * len(eqn.invars) if name in whole and whole[name]() else []
 
 
+def _picked(shape: Sequence[int], window: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The dimensions of rows that indices pick. Those of a batch have rows of their own in each array."""
+    places = [d for d in range(len(shape)) if d not in window]
+    return [d for i, d in enumerate(places) if i not in batch]
+
+
+def _in_shape(d: int | None, shape: Sequence[int], other: Sequence[int]) -> int | None:
+    """A dimension of a value in what it was before a call, or a loop that stacks rows or takes them apart."""
+    for moved, one, two in ((0, shape, other), (1, shape, other[1:]), (-1, shape[1:], other)):
+        if d is not None and one == two and d + moved >= 0:
+            return d + moved
+    return None
+
+
 def _carries(part: Any) -> list[Any]:
     """What a round of a loop is given by the one before."""
     inputs, count = opened(part.jaxpr)[0].invars, len(part.stacked) - sum(part.stacked)
@@ -263,35 +308,40 @@ def _never(eqn: Any) -> bool:
     return False
 
 
-def _joined(eqn: Any) -> Iterator[Range]:
-    """Which elements of a result are those of an operand."""
+def _joined(eqn: Any) -> Iterator[tuple[int, Range]]:
+    """Which elements of a result are those of an operand, along a dimension."""
     out = shape_of(eqn.outvars[0])
     if eqn.primitive.name == "pad":
         for d, (n, (low, high, inside)) in enumerate(zip(out, eqn.params["padding_config"], strict=True)):
             if (low, high) != (0, 0) and not inside and min(low, high) >= 0:
-                yield d, n, low, n - high
+                yield d, (n, low, n - high)
         return
     d, first = eqn.params["dimension"], 0
     for operand in eqn.invars:
         size = shape_of(operand)[d]
-        yield d, out[d], first, first + size
+        yield d, (out[d], first, first + size)
         first += size
 
 
-def _cut(eqn: Any) -> Iterator[Range]:
-    """Which elements of an operand are taken."""
+def _cut(eqn: Any) -> Iterator[tuple[int, Range]]:
+    """Which elements of an operand are taken, along a dimension."""
     before = shape_of(eqn.invars[0])
+    if eqn.primitive.name == "pad":  # a negative one, which JAX makes of the derivative of another
+        for d, (n, (low, high, inside)) in enumerate(zip(before, eqn.params["padding_config"], strict=True)):
+            if min(low, high) < 0 and max(low, high) <= 0 and not inside:
+                yield d, (n, -low, n + high)
+        return
     if eqn.primitive.name == "split":
         first = 0
         for size in eqn.params["sizes"]:
-            yield eqn.params["axis"], before[eqn.params["axis"]], first, first + size
+            yield eqn.params["axis"], (before[eqn.params["axis"]], first, first + size)
             first += size
         return
     starts, ends = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(before)
     for d, (n, first, last, stride) in enumerate(zip(before, starts, ends, strides, strict=True)):
         if stride == 1 and (first, last) != (0, n):
-            yield d, n, first, last
+            yield d, (n, first, last)
 
 
 def _places(eqn: Any) -> list[Any]:
@@ -300,7 +350,7 @@ def _places(eqn: Any) -> list[Any]:
 
 
 _JOINS = ("concatenate", "pad")
-_CUTS = ("slice", "split")
+_CUTS = ("slice", "split", "pad")
 _TAKES = ("dynamic_slice", "gather")
 _SUMS = ("scatter-add", "scatter_add")
 _SCATTERS = ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul")

@@ -17,6 +17,7 @@ from spmd._facts import CallName, FusedName, KernelName, LayoutName, PerShardNam
 from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened, shape_of
 from spmd._units import sent_bytes
 from spmd._walker import Domain, walk
+from spmd.checker import _integer_rules as integer_rules
 from spmd.checker import _integers as integers
 from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
@@ -421,7 +422,7 @@ class Walk(Domain):
         tables = [value.table for value in operands if isinstance(value.table, integers.Table)]
         if not _is_index(aval) or len(tables) < len(operands):
             return [None] * len(eqn.outvars)
-        return integers.evaluate(eqn, tables, {**self.sizes, **self._rounds})
+        return integer_rules.evaluate(eqn, tables, {**self.sizes, **self._rounds})
 
     def _fused(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         """An array that enters or leaves a kernel. The kernel reads it, or writes it. That of the backward pass knows
