@@ -22,7 +22,7 @@ Element = tuple[int, int]  # how far behind its place it belongs, and the number
 Elements = frozenset[Element]
 Run = tuple[int, Elements]  # so many places, and what lies at each of them
 
-MOST = 32  # runs, and elements of a run; what has more is no stencil that somebody wrote by hand
+MOST = 32  # runs, and elements of a run; nobody writes a stencil with more by hand
 
 
 class Places(NamedTuple):

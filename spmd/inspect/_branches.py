@@ -58,7 +58,7 @@ class Work:
       flops: Floating-point operations by dtype.
       matmul_flops: The part of `flops` that is dots and convolutions.
       hbm_bytes: Bytes read and written.
-      left_out: Bytes that it would read and write besides, if what `spmd.fused` names were no kernels, by their names.
+      left_out: Bytes that it would read and write besides, if each `spmd.fused` were not one kernel, by their names.
       collectives: How often it runs each of the written collectives, by their numbers.
       switches: The branches, as if each ran whenever the `cond` does.
     """

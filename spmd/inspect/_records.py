@@ -156,7 +156,7 @@ class Written:
       hbm_bytes: Bytes that one device reads and writes, if elementwise chains are fused into what uses them, and one
         that ends in a result reads what it is made of and writes the result. Outside kernels the placement decides;
         where it is not known, the devices share the array.
-      left_out: Bytes that it would read and write besides, if what `spmd.fused` names were no kernels, by their names.
+      left_out: Bytes that it would read and write besides, if each `spmd.fused` were not one kernel, by their names.
       exact: False where a loop of unknown length was counted once, or it is not known which branch is taken.
       boundary: What is moved to enter a kernel.
       islands: What is not looked into.

@@ -100,7 +100,7 @@ class Signature:
         return values
 
     def default(self, name: str) -> Any:
-        """The default of a parameter, or a mark that is no value."""
+        """The default of a parameter, or a mark where it has none."""
         parameter = None if self.python is None else self.python.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
 

@@ -88,7 +88,7 @@ def _captured(fn: Callable[..., Any]) -> list[str]:
     loaded = {one.argval for one in dis.get_instructions(fn) if one.opname == "LOAD_GLOBAL"}  # and no attributes
     arrays = {**{name: x for name, x in outside.globals.items() if name in loaded}, **outside.nonlocals}
     return [
-        f"{name} has shape {np.shape(x)}: it is no argument, so no layout divides it"
+        f"{name} has shape {np.shape(x)}: it is not an argument, so no layout divides it"
         for name, x in arrays.items()
         if isinstance(x, (np.ndarray, jax.Array)) and np.ndim(x)
     ][:_MOST]

@@ -145,8 +145,7 @@ class _Plan(NamedTuple):
         comes.
       owner: The owner of each slot.
       order: The rows by owner, for rows that travel without gaps.
-      there: How they travel then: from their places in this order to their slots.
-      back: The reverse route.
+      routes: How they travel then, from their places in this order to their slots, and back; None if rows are padded.
     """
 
     send: Any
@@ -156,8 +155,7 @@ class _Plan(NamedTuple):
     lands: Any
     owner: Any
     order: Any
-    there: Route
-    back: Route
+    routes: tuple[Route, Route] | None
 
 
 @dataclass(frozen=True)
@@ -280,6 +278,7 @@ class _Job:
         ends = count + jnp.cumsum(comes_from, dtype=jnp.int32)
         lands = (ends - comes_from)[source][:, None] + places[None]
         beyond = self.slots + _numbers(lands.size).reshape(lands.shape)
+        gapless = self.hops is None and without_gaps(self.call.frame, self.factor.axes, self.blocks, self.ragged)
         return _Plan(
             send,
             places[None] < goes[to][:, None],
@@ -288,7 +287,7 @@ class _Job:
             jnp.where(places[None] < comes_from[source][:, None], lands, beyond),
             jnp.where(slots < count, owner[kept], jnp.where(slots < ends[-1], here, -1)),
             order,
-            *self.routes(here, table, sent),
+            self.routes(here, table, sent) if gapless else None,
         )
 
     def routes(self, here: Any, table: Any, sent: Any) -> tuple[Route, Route]:
@@ -306,8 +305,8 @@ class _Job:
         stays = _picked(x, plan.kept, plan.keeps)
         if not self.distances:
             return stays
-        if self.hops is None and without_gaps(self.call.frame, self.factor.axes, self.blocks, self.ragged):
-            there, back = (Route(*(one[0] for one in route)) for route in (plan.there, plan.back))
+        if plan.routes is not None:
+            there, back = (Route(*(one[0] for one in route)) for route in plan.routes)
             rows = _picked(x, plan.order, jnp.ones_like(plan.order, bool))[0]
             came = travelled(self.factor.axes, (self.slots, self.slots), rows, there, back)[None]
             return jnp.where(plan.keeps[..., None], stays, came)

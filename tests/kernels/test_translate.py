@@ -86,7 +86,7 @@ def test_an_error_of_shapes_names_the_size_that_differs_and_what_is_no_argument(
         shifted(jnp.ones((4, 8)), jnp.ones(8))
     [note] = [note for note in caught.value.__notes__ if "shifted" in note]
     assert '- d is 2 in x, "d/tp", and 8 in scale, "d": write it with the same slashes in both\n' in note
-    assert note.endswith("- outside has shape (7,): it is no argument, so no layout divides it")
+    assert note.endswith("- outside has shape (7,): it is not an argument, so no layout divides it")
 
     @spmd.kernel("b/dp d/tp, d/tp -> b/dp d/tp", mesh=mesh)
     def fitting(x, scale):
