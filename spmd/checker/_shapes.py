@@ -359,6 +359,15 @@ def _stack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return walk.counted(eqn, operands, [out])
 
 
+def _unstack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """Each result is one element of a dimension."""
+    [operand], at = operands, eqn.params["axis"]
+    pieces = [("slice", a) for a in axes_of_dim(operand.dims[at])]
+    lie = places.kept([one for d, one in enumerate(operand.places) if d != at])
+    dims = (*operand.dims[:at], *operand.dims[at + 1 :])
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, lie=lie) for _ in eqn.outvars])
+
+
 def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Copies one after another."""
     [operand] = operands
@@ -578,6 +587,7 @@ RULES = {
     "dynamic_update_slice": _dynamic_update_slice,
     "concatenate": _concatenate,
     "stack": _stack,
+    "unstack": _unstack,
     "tile": _tile,
     "pad": _pad,
     **dict.fromkeys(("pvary", "pcast"), varied),

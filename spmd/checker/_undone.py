@@ -263,6 +263,10 @@ def _labels(eqn: Any, d: int) -> list[list[int]]:
             return []
         return [[i for i, one in enumerate(own) if one is not None and one == label] for own in m.operands]
     before = shape_of(eqn.invars[0])
+    if name in ("stack", "unstack"):
+        at = eqn.params["axis"]
+        own = d + (d >= at) if name == "unstack" else d - (d > at)
+        return [[own]] * len(eqn.invars) if name == "unstack" or d != at else []
     if name == "reshape":
         runs = [(old, new) for old, new in groups(before, out) if d in new]
         return [[runs[0][0].start]] if runs and len(runs[0][0]) == len(runs[0][1]) == 1 else []
