@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 import spmd.checker._integers as integers
 import spmd.checker._order as orders
@@ -436,9 +437,19 @@ def _each_axis_once(dims: Sequence[Dim]) -> list[Dim]:
     return [dim if twice.isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims]
 
 
+def _of_constants(eqn: Any, operand: State, indices: State) -> tuple[State, State]:
+    """The operand and the indices of a gather. Which of elements that are all the same is picked makes no difference:
+    the result is equal, and a block all the same."""
+    picked = [axes for d in eqn.params["dimension_numbers"].start_index_map for _, axes in operand.dims[d]]
+    alike = all(axes is FREE for axes in picked) and eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP
+    if not alike or not indices.axes:
+        return operand, indices
+    return operand._replace(loose=True), State(tuple(free(size_of(dim)) for dim in indices.dims), number=True)
+
+
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
-    operand, indices = operands
+    operand, indices = _of_constants(eqn, *operands)
     numbers, taken = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     before, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))

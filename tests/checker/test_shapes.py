@@ -133,7 +133,9 @@ def test_every_rule_has_a_test_here():
     traced = [jax.make_jaxpr(body)(X) for body, _, _ in OPERATIONS.values()]
     names = {eqn.primitive.name for jaxpr in traced for eqn in equations(jaxpr)} | {"iota", "random_bits"}
     untried = {name for name, rule in RULES.items() if not any(RULES.get(other) is rule for other in names)}
-    assert untried <= {"split", "stack", "unstack", "tile", "pvary", "pcast"}, "JAX writes these otherwise, in some versions"
+    assert untried <= {"split", "stack", "unstack", "tile", "pvary", "pcast"}, (
+        "JAX writes these otherwise, in some versions"
+    )
 
 
 def test_the_derivative_of_a_scatter_numbers_its_updates(mesh):
@@ -161,3 +163,17 @@ def test_ranks_in_a_piece_may_be_terms_of_a_sum(mesh, method):
     kernel = spmd.kernel("n/tp, k -> k", mesh=mesh)(ranks)
     assert not spmd.check(kernel, x, bounds)
     np.testing.assert_array_equal(kernel(x, bounds), np.searchsorted(np.sort(x), bounds))
+
+
+@pytest.mark.parametrize(("mode", "alike"), [("clip", True), ("fill", False)])
+def test_which_of_equal_elements_a_device_picks_makes_no_difference(mode, alike):
+    """A mean over its own block of a constant is that of the whole. What is filled in is another number."""
+
+    def body(x):
+        wide = jnp.broadcast_to(lax.psum(x.sum(), ("dp", "tp")), (4,))
+        mean = jnp.take(wide, lax.axis_index("tp")[None], mode=mode, fill_value=0.0).mean()
+        return lax.pmean(spmd.annotate(mean, "scalar"), "tp")
+
+    x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    found = spmd.check(spmd.kernel("a/dp b/tp -> scalar", mesh=spmd.make_mesh(dp=2, tp=4), check="off")(body), x)
+    assert bool(found) is not alike
