@@ -109,15 +109,15 @@ class Fix:
     """A call that mends the fault, as a value: each verb makes it in its own shape, and it is text only in a message.
 
     Args:
-      verb: What is called.
+      verb: What is called: a name in `spmd`, or one that begins with "jnp.".
       operands: The arrays as the message names them; one may be a call of its own.
       pattern: The pattern or the layout.
       keywords: Keywords by name, with their values.
 
     >>> print(Fix("all_gather", ("w",), "d/dp -> d", {"to": "invarying"}))
-    all_gather(w, "d/dp -> d", to="invarying")
+    spmd.all_gather(w, "d/dp -> d", to="invarying")
     >>> print(Fix("stencil.halo", (Fix("psum", pattern="d {U:dp} -> d"),), "d -> 1+d+1"))
-    stencil.halo(psum(x, "d {U:dp} -> d"), "d -> 1+d+1")
+    spmd.stencil.halo(spmd.psum(x, "d {U:dp} -> d"), "d -> 1+d+1")
     """
 
     verb: str
@@ -129,7 +129,8 @@ class Fix:
         shown = [str(one) for one in self.operands]
         shown += [] if self.pattern is None else [f'"{self.pattern}"']
         shown += [f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in self.keywords.items()]
-        return f"{self.verb}({', '.join(shown)})"
+        name = self.verb if self.verb.startswith("jnp.") else f"spmd.{self.verb}"
+        return f"{name}({', '.join(shown)})"
 
 
 Fixes = str | Fix | Sequence[str | Fix] | None  # of several, each mends another fault

@@ -24,7 +24,7 @@ def marked(text: str) -> str:
 def test_the_parts_stand_in_one_order():
     fault = Fault("The rule.", 'f(x, "a b")', "a b", (2, 3), ["one", "two"], [Fix("g", ("x",), "b"), "h(x)"], "or that")
     assert str(fault).split("\n") == [
-        'f(x, "a b")', "        ^", "The rule.", "got:", "- one", "- two", 'fix: g(x, "b")', "fix: h(x)",
+        'f(x, "a b")', "        ^", "The rule.", "got:", "- one", "- two", 'fix: spmd.g(x, "b")', "fix: h(x)",
         "advice: or that",
     ]  # fmt: skip
     assert str(Fault("The rule.", got=["one"])) == "The rule.\ngot: one"

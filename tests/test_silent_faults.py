@@ -94,7 +94,7 @@ def test_a_gather_of_a_major_axis_permutes():
     assert raw(np.arange(16)).tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
 
     ours = spmd.kernel("n/dp/tp -> n/tp", mesh=mesh)(lambda v: spmd.all_gather(v, "n/dp/tp -> n/tp"))
-    with pytest.raises(CommunicationError, match=r'fix: relayout\(x, "n/dp/tp -> n/tp"\)'):
+    with pytest.raises(CommunicationError, match=r'fix: spmd.relayout\(x, "n/dp/tp -> n/tp"\)'):
         ours(np.arange(16))
     right = spmd.kernel("n/dp/tp -> n/tp", mesh=mesh)(lambda v: spmd.relayout(v, "n/dp/tp -> n/tp"))
     assert right(np.arange(16)).tolist() == list(range(16))

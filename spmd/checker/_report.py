@@ -498,7 +498,7 @@ def _iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
     for axis in atoms[0].axes or ():
         parts *= walk.sizes.get(axis, 0)
     size = {} if atoms[0].name in bound else {atoms[0].name: aval.shape[0] * parts}
-    return Fix("spmd.iota", (), layout.without_brackets().short, size)
+    return Fix("iota", (), layout.without_brackets().short, size)
 
 
 def _block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> str:

@@ -329,7 +329,7 @@ def _nowhere(x: Any, call: str) -> SpmdError:
     rule = f"visualize draws a layout, an array on devices or a plan, not {kind_of(x)}."
     fix, advice = None, 'as in visualize("b/dp d", (8, 16), mesh=mesh)'
     if isinstance(x, (dict, list, tuple)):
-        fix, advice = "for x in jax.tree.leaves(tree): print(visualize(x))", None
+        fix, advice = "for x in jax.tree.leaves(tree): print(spmd.visualize(x))", None
     return LayoutError(rule, call=call, fix=fix, advice=advice)
 
 

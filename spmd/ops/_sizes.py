@@ -141,7 +141,7 @@ def offset(layout: str, /, **names: Any) -> jax.Array | int:
     fault = next((atom for atom in rest if atom.axes), None)
     if fault is not None:
         rule = "the blocks of this dimension are scattered, so there is no one place where a block starts."
-        call.fail(rule, at=fault.span, fix=f'iota("{layout}")', error=LayoutError)
+        call.fail(rule, at=fault.span, fix=f'spmd.iota("{layout}")', error=LayoutError)
     here = math.prod(call.factor(atom).local for atom in dim.atoms)
     if not call.frame.explicit or not first.axes:
         return 0
@@ -245,5 +245,5 @@ def one_dimension(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call
     if any(dim.margin):
         plain = asked.from_dims([Dim(dim.atoms, composite=dim.composite)]).short
         rule = f"{who} counts the dimension itself, without the copies in its margins."
-        call.fail(rule, at=dim.span, fix=f'{who}("{plain}")', error=LayoutError)
+        call.fail(rule, at=dim.span, fix=f'spmd.{who}("{plain}")', error=LayoutError)
     return call, dim

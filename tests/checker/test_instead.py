@@ -25,12 +25,12 @@ def told(body: Any, pattern: str, *args: Any) -> str:
 def test_a_cached_function_is_told_from_its_calls() -> None:
     """JAX traces `jnp.var` once for arrays of one shape, and each call names its own."""
     for name, body in {"x": lambda x, y: x.var(1), "y": lambda x, y: y.var(1)}.items():
-        assert f"m = reduce({name}, " in told(body, "b/dp d/tp, b/dp d/tp -> b/dp", X, X)
+        assert f"m = spmd.reduce({name}, " in told(body, "b/dp d/tp, b/dp d/tp -> b/dp", X, X)
 
 
 def test_the_square_of_an_argument_is_written() -> None:
     text = told(lambda x: x * jax.lax.rsqrt((x * x).mean(1, keepdims=True)), "b/dp d/tp -> b/dp d/tp")
-    assert text.endswith('\nfix: reduce(x ** 2, "b/dp d/tp -> b/dp 1", op="mean")')
+    assert text.endswith('\nfix: spmd.reduce(x ** 2, "b/dp d/tp -> b/dp 1", op="mean")')
 
 
 def test_dimensions_that_no_argument_has_get_new_names() -> None:

@@ -33,7 +33,7 @@ class Pasted:
 
     def __call__(self, line: int = 0, /, **names: Any) -> Any:
         self.used.add(line)
-        known = {**vars(spmd), "spmd": spmd, "jax": jax, "jnp": jnp, "np": np, **names}
+        known = {"spmd": spmd, "jax": jax, "jnp": jnp, "np": np, **names}
         kind, code = read(self.lines[line])
         return exec(code, known) if kind == "exec" else eval(code, known)
 

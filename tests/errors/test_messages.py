@@ -161,7 +161,7 @@ def test_advice_that_is_run_is_in_the_message():
     texts = golden()
     words = ("advice: ", "pad it", "numpy.asarray", "jax.ShapeDtypeStruct", "did you mean")
     assert all(takes_the_fix(name) or any(word in texts[name] for word in words) for name in FIXED)
-    assert 'fix: all_gather(x, "x/dp -> x", to="invarying")' in texts["gathered_copy_leaves"]
+    assert 'fix: spmd.all_gather(x, "x/dp -> x", to="invarying")' in texts["gathered_copy_leaves"]
 
 
 def test_meshes_are_shown_in_their_own_order():

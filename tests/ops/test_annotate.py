@@ -90,7 +90,7 @@ def test_error_annotate_against_what_is_known(mesh):
         "got:\n"
         '- "b/dp d/tp": argument x\n'
         "- mesh dp=2, tp=3\n"
-        'fix: all_gather(x, "b/dp d/tp -> b/dp d")\n'
+        'fix: spmd.all_gather(x, "b/dp d/tp -> b/dp d")\n'
         'advice: before this call; or "b/dp n/tp" in this string'
     )
 

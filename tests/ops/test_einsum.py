@@ -251,7 +251,7 @@ a dimension has one placement in all operands, and f is f/tp in operand 0 and f 
 got:
 - operand 0: "b/dp f/tp"
 - operand 1: "f d"
-fix: einsum(x, split(y, "f d -> f/tp d"), "b/dp f/tp, f/tp d -> b/dp d")""",
+fix: spmd.einsum(x, spmd.split(y, "f d -> f/tp d"), "b/dp f/tp, f/tp d -> b/dp d")""",
     ),
     (
         "b/dp f/tp, f/tp d/dp -> b/dp d",
@@ -274,7 +274,7 @@ einsum never gathers: b/dp on the left is b on the right. Gather dp in a line of
 got:
 - partial sum on tp: f/tp is summed over
 - mesh dp=2, tp=4
-fix: all_gather(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b d")""",
+fix: spmd.all_gather(spmd.einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b d")""",
     ),
     (
         "b/dp f, f d -> b/dp d/tp",
@@ -285,7 +285,7 @@ tp on d/tp has nothing to scatter: nothing is a partial sum along it. That is a 
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: split(einsum(x, y, "b/dp f, f d -> b/dp d"), "b/dp d -> b/dp d/tp")""",
+fix: spmd.split(spmd.einsum(x, y, "b/dp f, f d -> b/dp d"), "b/dp d -> b/dp d/tp")""",
     ),
     (
         "b/dp f/tp, f/tp d -> b/tp d/dp",
@@ -296,7 +296,7 @@ einsum adds axes at the end of a dimension only: b/dp on the left cannot become 
 got:
 - partial sum on tp: f/tp is summed over
 - mesh dp=2, tp=4
-fix: relayout(einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b/tp d/dp")""",
+fix: spmd.relayout(spmd.einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d"), "b/dp d -> b/tp d/dp")""",
     ),
     (
         "b/dp f {U:tp}, f d/tp -> b/dp d",
@@ -307,7 +307,7 @@ operand 0 is a partial sum on tp, and tp divides d in another: each part would m
 got:
 - operand 0: "b/dp f {U:tp}"
 - d/tp
-fix: einsum(psum(x, "b/dp f {U:tp} -> b/dp f"), y, "b/dp f, f d/tp -> b/dp d")""",
+fix: spmd.einsum(spmd.psum(x, "b/dp f {U:tp} -> b/dp f"), y, "b/dp f, f d/tp -> b/dp d")""",
     ),
     (
         "b f {U:tp}, f d {U:tp} -> b d",
@@ -317,7 +317,7 @@ the product of two partial sums on tp is not a partial sum: psum one of the oper
 got:
 - operand 0 is {U:tp}
 - operand 1 is {U:tp}
-fix: einsum(x, psum(y, "f d {U:tp} -> f d"), "b f {U:tp}, f d -> b d")""",
+fix: spmd.einsum(x, spmd.psum(y, "f d {U:tp} -> f d"), "b f {U:tp}, f d -> b d")""",
     ),
     (
         "b f, f d -> b d {U:tp}",

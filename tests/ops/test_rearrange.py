@@ -138,7 +138,7 @@ rearrange(x, "b s/tp -> s b")
                         ^
 rearrange never communicates: s/tp on the left is s on the right. That is all_gather.
 got: mesh dp=2, tp=4
-fix: rearrange(all_gather(x, "b s/tp -> b s"), "b s -> s b")""",
+fix: spmd.rearrange(spmd.all_gather(x, "b s/tp -> b s"), "b s -> s b")""",
     ),
     (
         lambda x: rearrange(x, "b s -> (b s)/tp"),
@@ -147,7 +147,7 @@ rearrange(x, "b s -> (b s)/tp")
                       ^
 rearrange never communicates: b on the left is b/tp on the right. That is split.
 got: mesh dp=2, tp=4
-fix: rearrange(split(x, "b s -> b/tp s"), "b/tp s -> (b s)/tp")""",
+fix: spmd.rearrange(spmd.split(x, "b s -> b/tp s"), "b/tp s -> (b s)/tp")""",
     ),
     (
         lambda x: rearrange(x, "b s/tp -> (b s)/tp"),
@@ -156,7 +156,7 @@ rearrange(x, "b s/tp -> (b s)/tp")
                          ^
 rearrange never communicates: b on the left is b/tp on the right. That is all_to_all.
 got: mesh dp=2, tp=4
-fix: rearrange(all_to_all(x, "b s/tp -> b/tp s"), "b/tp s -> (b s)/tp")""",
+fix: spmd.rearrange(spmd.all_to_all(x, "b s/tp -> b/tp s"), "b/tp s -> (b s)/tp")""",
     ),
     (
         lambda x: rearrange(x, "b/tp/dp s -> s b/dp/tp"),
@@ -165,7 +165,7 @@ rearrange(x, "b/tp/dp s -> s b/dp/tp")
                              ^^^^^^^
 rearrange never communicates: b/tp/dp on the left is b/dp/tp on the right. That is relayout.
 got: mesh dp=2, tp=4
-fix: rearrange(relayout(x, "b/tp/dp s -> b/dp/tp s"), "b/dp/tp s -> s b/dp/tp")""",
+fix: spmd.rearrange(spmd.relayout(x, "b/tp/dp s -> b/dp/tp s"), "b/dp/tp s -> s b/dp/tp")""",
     ),
     (
         lambda x: rearrange(x, "b s -> b"),
@@ -173,7 +173,7 @@ fix: rearrange(relayout(x, "b/tp/dp s -> b/dp/tp s"), "b/dp/tp s -> s b/dp/tp")"
 rearrange(x, "b s -> b")
                 ^
 rearrange keeps every dimension, and s is on the left only.
-advice: reduce(x, "b s -> b"), where its sum is meant""",
+advice: spmd.reduce(x, "b s -> b"), where its sum is meant""",
     ),
     (
         lambda x: rearrange(x, "b s -> b n s"),

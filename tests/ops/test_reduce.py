@@ -310,7 +310,7 @@ reduce never gathers: b/dp on the left is b on the right. Gather dp in a line of
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: all_gather(reduce(x, "b/dp s -> b/dp"), "b/dp -> b")""",
+fix: spmd.all_gather(spmd.reduce(x, "b/dp s -> b/dp"), "b/dp -> b")""",
     ),
     (
         "b/dp s {U:tp} -> b/dp",
@@ -318,7 +318,7 @@ fix: all_gather(reduce(x, "b/dp s -> b/dp"), "b/dp -> b")""",
         """\
 reduce(x, "b/dp s {U:tp} -> b/dp")
 max of a partial sum is not max of its parts: psum first.
-fix: reduce(psum(x, "b/dp s {U:tp} -> b/dp s"), "b/dp s -> b/dp", op="max")""",
+fix: spmd.reduce(spmd.psum(x, "b/dp s {U:tp} -> b/dp s"), "b/dp s -> b/dp", op="max")""",
     ),
     (
         "b/dp s/tp -> b/dp {U:tp}",

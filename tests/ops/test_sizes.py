@@ -217,7 +217,7 @@ def test_error_scattered_blocks(mesh):
         'offset("(b/dp s/tp)")\n'
         "              ^^^^\n"
         "the blocks of this dimension are scattered, so there is no one place where a block starts.\n"
-        'fix: iota("(b/dp s/tp)")'
+        'fix: spmd.iota("(b/dp s/tp)")'
     )
 
 
@@ -229,7 +229,7 @@ def test_error_scattered_blocks(mesh):
         (lambda: size("b {U:dp}"), LayoutError, "size asks for one dimension."),
         (lambda: size("_"), LayoutError, "a dimension without a name has no size of its own."),
         (lambda: size("..."), LayoutError, "a dimension without a name has no size of its own."),
-        (lambda: local_size("1+b/dp+1"), LayoutError, 'fix: local_size("b/dp")'),
+        (lambda: local_size("1+b/dp+1"), LayoutError, 'fix: spmd.local_size("b/dp")'),
         (lambda: local_size("s/tp", s=4), SizeError, "s of size 4 does not divide into the 3 blocks of tp."),
         (lambda: size("b", b=9), SizeError, "b has two sizes: 9 here, and 8 from"),
         (lambda: axis_size(3), MeshError, "a mesh axis is a str, or several a tuple of str, not an int."),

@@ -239,7 +239,7 @@ got: right: k""",
         """\
 softmax(x, "b [k] {U:tp}")
 softmax of a partial sum is not softmax of its parts: psum first.
-fix: psum(x, "b k {U:tp} -> b k")
+fix: spmd.psum(x, "b k {U:tp} -> b k")
 fix: "b [k]\"""",
     ),
 ]

@@ -215,7 +215,7 @@ a dimension has one placement in all operands, and b is b/dp in operand 0 and b 
 got:
 - operand 0: "b/dp [v/tp] d"
 - operand 1: "b n"
-fix: take(table, split(ids, "b n -> b/dp n"), "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
+fix: spmd.take(table, spmd.split(ids, "b n -> b/dp n"), "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
     ),
     (
         "b [v/tp] d, b/dp n -> b/dp n d",
@@ -226,7 +226,7 @@ a dimension has one placement in all operands, and b is b in operand 0 and b/dp 
 got:
 - operand 0: "b [v/tp] d"
 - operand 1: "b/dp n"
-fix: take(split(table, "b v/tp d -> b/dp v/tp d"), ids, "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
+fix: spmd.take(spmd.split(table, "b v/tp d -> b/dp v/tp d"), ids, "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
     ),
     (
         "b/dp [v/tp] d, b/dp n/tp -> b/dp n d",
@@ -266,7 +266,7 @@ tp on d/tp has nothing to scatter: nothing is a partial sum along it. That is a 
 got:
 - no partial sum
 - mesh dp=2, tp=4
-fix: split(take(table, ids, "[v] d, b/dp s -> b/dp s d"), "b/dp s d -> b/dp s d/tp")""",
+fix: spmd.split(spmd.take(table, ids, "[v] d, b/dp s -> b/dp s d"), "b/dp s d -> b/dp s d/tp")""",
     ),
     (
         "v/tp d, b s -> b s d",
