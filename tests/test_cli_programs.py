@@ -109,7 +109,7 @@ def test_the_findings_as_json(run, program):
     facts = json.loads(out.split("\n", 1)[1])
     [one] = facts["findings"]
     assert status == 1 and (one["kind"], one["certain"]) == ("nonlinear", True)
-    assert one["line"].endswith("named.py:14 (norms)") and one["fix"] == ['reduce(x ** 2, "b/dp d/tp -> b/dp")']
+    assert one["line"].endswith("named.py:14 (norms)") and one["fix"] == ['spmd.reduce(x ** 2, "b/dp d/tp -> b/dp")']
     assert one["rule"] in one["message"] and "# x  b/dp d/tp" in facts["source"]
     status, out, _ = run("check", "named.py:body", "--mesh", "dp=1,tp=4", "--size", "b=4,d=8,k=2,h=4", "--json")
     assert status == 0 and json.loads(out.split("\n", 1)[1]) == {"findings": []}

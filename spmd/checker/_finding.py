@@ -29,7 +29,7 @@ class Finding(Fault):
       ...     return x.sum(0)
       >>> [finding] = spmd.check(column_sums, jax.ShapeDtypeStruct((8, 2), "float32"))
       >>> finding.kind, finding.certain, str(finding.fix)
-      ('partial', True, 'psum(result, "d {U:dp} -> d")')
+      ('partial', True, 'spmd.psum(result, "d {U:dp} -> d")')
     """
 
     kind: str = ""

@@ -381,7 +381,8 @@ def repeated(b: Body) -> Made:
     join = lambda x: jnp.concatenate([x, 2.0 * x], d)
     stack = lambda x: jnp.stack([x, -x], d).reshape(*x.shape[:d], 2 * n, *x.shape[d + 1 :])
     pad = lambda x: jnp.pad(x, [(1, n - 1) if i == d else (0, 0) for i in range(x.ndim)])
-    return b.some([tile, join, stack, pad])(v.x), v.lies.put(d, whole(2 * n))
+    rows = lambda x: jnp.stack([*jnp.unstack(x, axis=d), *jnp.unstack(-x, axis=d)], axis=d)
+    return b.some([tile, join, stack, pad, rows])(v.x), v.lies.put(d, whole(2 * n))
 
 
 def tiled_block(b: Body) -> Made:
