@@ -212,14 +212,13 @@ class Undone:
     def _moved(self, var: Any, d: int | None, eqn: Any) -> list[tuple[Any, Range]]:
         """The operands that an equation joins or cuts along a dimension, and which elements of the longer value they,
         or the result, are."""
-        if eqn.primitive.name in _JOINS:
-            joined = [which for at, which in _joined(eqn) if at == d]
-            return list(zip(eqn.invars[: len(joined)], joined, strict=True))
-        if eqn.primitive.name in _CUTS:
-            cuts = [which for at, which in _cut(eqn) if at == d]
+        name = eqn.primitive.name
+        joined = [which for at, which in _joined(eqn) if at == d] if name in _JOINS else []
+        cuts = [which for at, which in _cut(eqn) if at == d] if name in _CUTS else []
+        if cuts:
             i = self._history.made[var][1]  # each result of a split has a cut
-            return [(eqn.invars[0], cuts[i])] if cuts else []
-        return []
+            return [(eqn.invars[0], cuts[i])]
+        return list(zip(eqn.invars[: len(joined)], joined, strict=True))
 
     def _rows(
         self, var: Any, d: int | None, eqn: Any, first: Any, *, loops: bool = False

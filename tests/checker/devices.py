@@ -654,6 +654,7 @@ ALONE: dict[str, Callable[..., Any]] = {
     "rev": lambda eqn, x: np.flip(x, eqn.params["dimensions"]),
     "concatenate": lambda eqn, *xs: np.concatenate(xs, eqn.params["dimension"]),
     "stack": lambda eqn, *xs: np.stack(xs, eqn.params["axis"]),
+    "unstack": lambda eqn, x: list(np.moveaxis(x, eqn.params["axis"], 0)),
     "tile": lambda eqn, x: np.tile(x, eqn.params["reps"]),
     **dict.fromkeys(("scatter",), scatter(lambda old, new: new)),
     **dict.fromkeys(("scatter-add", "scatter_add"), scatter(np.add)),
