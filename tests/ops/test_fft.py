@@ -436,7 +436,9 @@ def test_what_is_accepted_does_not_depend_on_the_sizes_of_axes() -> None:
 )
 def test_names_in_another_order_are_an_error_that_says_both_readings(pattern: str) -> None:
     run = spmd.kernel(pattern, mesh=make_mesh({"a": 4}))(lambda x: fft.fft(x, pattern))
-    with pytest.raises(spmd.errors.LayoutError, match=r"(?s)by position: .*by name: .*and transposed.*rearrange\(spmd.fft"):
+    with pytest.raises(
+        spmd.errors.LayoutError, match=r"(?s)by position: .*by name: .*and transposed.*rearrange\(spmd.fft"
+    ):
         run(np.ones((4, 8, 4), np.complex64))
 
 
