@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class Memory:
       aliased: The part of `outputs` that lies in donated arguments.
       code: The compiled program itself.
       estimated: What `temporaries` are by the trace alone; None without a written view.
-      unfused: The same if no elementwise chain is fused and nothing is written where an operand lay: a cautious figure.
+      unfused: The same if no elementwise chain is fused and nothing is written where an operand lay.
     """
 
     arguments: int
@@ -50,8 +51,12 @@ class Memory:
 
     @property
     def cautious(self) -> int:
-        """`peak` if no elementwise chain is fused and nothing is written where an operand lay. It is not a bound."""
-        return self._with(self.unfused)
+        """`peak` if no elementwise chain is fused and nothing is written where an operand lay, or a tenth above `peak`.
+
+        It is the larger of both. The estimate was at most 9 % below the compiler's figure, but for stencils and
+        spectra, where the first of the two is the larger one. It is not a bound.
+        """
+        return max(self._with(self.unfused), math.ceil(1.1 * self.peak))
 
     def _with(self, temporaries: int | None) -> int:
         return self.arguments + self.outputs - self.aliased + (temporaries or 0)

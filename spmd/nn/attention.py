@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
-from spmd.comm._marks import numbered
+from spmd.comm._marks import numbered, ordered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
@@ -281,7 +281,8 @@ def multi_head_attention(
     q, k, v = column_linear(x, (wq, wk, wv), biases, tp=tp, sp=sp, cp=cp, overlap=overlap)
     if frequencies is not None:
         if positions is None:
-            positions = iota("s/cp", s=size(q, "... [s/cp] h/tp k", cp=cp, tp=tp), cp=cp)
+            counted = iota("s/cp", s=size(q, "... [s/cp] h/tp k", cp=cp, tp=tp), cp=cp)
+            positions = ordered(counted, "contiguous", cp, anew=True)
         positions = annotate(positions, "... s/cp", cp=cp)
         q, k = (rotary_embedding(y, positions, frequencies) for y in (q, k))
     mixed = dot_product_attention(q, k, v, tp=tp, **options) if attend is None else attend(q, k, v)

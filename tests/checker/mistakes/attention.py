@@ -73,6 +73,16 @@ mistake(
 )
 mistake(
     "nn.multi_head_attention",
+    "the tokens are placed in zig-zag, and positions= are forgotten",
+    f"b s/cp d, {WEIGHTS} -> b s/cp d",
+    mesh=CP,
+    right=lambda x, q, k, v, o: in_zigzag(
+        x, q, k, v, o, positions=parallel.sequence_positions(spmd.size("s"), "zigzag", cp="cp")
+    ),
+    wrong=lambda x, q, k, v, o: in_zigzag(x, q, k, v, o),
+)
+mistake(
+    "nn.multi_head_attention",
     "the sequence is divided over tp first and cp second, and the layer divides it over cp first",
     f"b s/cp/tp d, {WEIGHTS} -> b s/cp/tp d",
     wrong_pattern=f"b s/tp/cp d, {WEIGHTS} -> b s/tp/cp d",
@@ -244,6 +254,13 @@ mistake(
 
 def placed(x):
     return parallel.place_sequence(x, "zigzag", cp="cp", axis=1)
+
+
+def in_zigzag(x, *weights, **options):
+    """A layer whose tokens are placed in zig-zag before it, and restored behind it."""
+    attend = lambda q, k, v: ring(q, k, v, placement="zigzag")
+    y = layer(placed(x), *weights, cp="cp", attend=attend, frequencies=TURN, **options)
+    return parallel.restore_sequence(y, "zigzag", cp="cp", axis=1)
 
 
 def turned(q, k, placement):
