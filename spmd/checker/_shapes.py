@@ -366,7 +366,7 @@ def _unstack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     pieces = [("slice", a) for a in axes_of_dim(operand.dims[at])]
     lie = places.kept([one for d, one in enumerate(operand.places) if d != at])
     dims = (*operand.dims[:at], *operand.dims[at + 1 :])
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, lie=lie) for _ in eqn.outvars])
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, lie=lie)] * len(eqn.outvars))
 
 
 def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

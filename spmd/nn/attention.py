@@ -14,7 +14,8 @@ from spmd.comm._marks import numbered, ordered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.masks import attention_mask, check_heads, check_positive, with_rank
+from spmd.nn.masks import attention_mask, check_heads, check_positive
+from spmd.nn.rank import with_rank
 from spmd.nn.rope import rotary_embedding
 
 T = TypeVar("T")

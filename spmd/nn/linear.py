@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from spmd import SizeError, all_gather, annotate, axis_size, defer, einsum, scope
 from spmd.errors import LayoutError
 from spmd.nn.overlap import einsum_scatter, ring_columns
+from spmd.nn.rank import with_rank
 
 T = TypeVar("T")  # an array of weights, or a tree of them
 
@@ -364,7 +365,7 @@ def _plus(call: str, y: Any, b: Any, layout: str, **names: Axes) -> Any:
         got = [f"outputs: shape {y.shape} here", f"the bias: shape {b.shape} here"]
         advice = f'a bias of the layout "{layout}": split it if it is whole, gather it if it rests divided'
         raise SizeError(rule, call=call, got=got, advice=advice)
-    return y + jnp.expand_dims(b.astype(y.dtype), tuple(range(y.ndim - b.ndim)))
+    return y + with_rank(b.astype(y.dtype), y.ndim)
 
 
 def _is_ring(name: str, tp: Axes, sp: Axes) -> bool:

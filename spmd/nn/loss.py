@@ -13,6 +13,7 @@ from spmd._leaves import not_int
 from spmd.errors import LayoutError, SizeError, not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import entered
+from spmd.nn.rank import with_rank
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -226,7 +227,7 @@ def _target(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any
     tp, smoothing, _ = options
     vocabulary = size(logits, "... [v/tp]", tp=tp)
     numbers = iota("v/tp", labels.dtype, v=vocabulary, tp=tp)
-    here = labels[..., None] == jnp.expand_dims(numbers, tuple(range(labels.ndim)))
+    here = labels[..., None] == with_rank(numbers, labels.ndim + 1)
     rest = smoothing / vocabulary
     return jnp.where(here, 1 - smoothing + rest, rest).astype(wide(logits))
 

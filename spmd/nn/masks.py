@@ -12,8 +12,9 @@ import numpy as np
 from spmd import SizeError
 from spmd._leaves import not_int
 from spmd.errors import is_int
+from spmd.nn.rank import with_rank
 
-__all__ = ["attention_mask", "check_heads", "check_positive", "with_rank"]
+__all__ = ["attention_mask", "check_heads", "check_positive"]
 
 
 def attention_mask(
@@ -73,11 +74,6 @@ def attention_mask(
     if segments is not None:
         seen.append(lifted[0][..., :, None] == lifted[1][..., None, :])
     return functools.reduce(jnp.logical_and, seen) if seen else None
-
-
-def with_rank(x: Any, rank: int) -> jax.Array:
-    """The array with dimensions of size 1 in front. A reshape would not tell the checker which dimensions are new."""
-    return jnp.expand_dims(x, tuple(range(rank - x.ndim)))
 
 
 def check_heads(call: str, q: Any, k: Any) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from spmd import SizeError, annotate, reduce, scope
 from spmd.nn.dtypes import wide
+from spmd.nn.rank import with_rank
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -117,4 +118,4 @@ def _like(features: Any, x: Any, tp: Axes, norm: str, what: str) -> Any:
         got = [f"x: {x.shape[-1]} features here", f"{what}: {features.shape[0]} here"]
         advice = f'gather it first if it rests divided, as in all_gather({what}, "d/fsdp -> d")'
         raise SizeError(rule, call=f"{norm}(x, {what}=...)", got=got, advice=advice)
-    return jnp.expand_dims(features.astype(x.dtype), tuple(range(x.ndim - 1)))
+    return with_rank(features.astype(x.dtype), x.ndim)
