@@ -312,8 +312,9 @@ def _record(module: HloModule, visit: Visit, opcode: str, mesh: dict[str, int] |
     axes, whole, size = found
     types = [module.type_of(visit.computation, name) for name in instruction.operands]
     operands = tuple(shape for text in types for shape in parse_shapes(text))
-    if instruction.opcode == "send" or (len(types) == 4 and opcode == "collective-permute" and "s32[" in types[3]):
-        operands = operands[:1]  # the others are a token, or a buffer and offsets in it
+    in_place = len(types) == 4 and opcode == "collective-permute" and "s32[" in types[3]
+    if instruction.opcode == "send" or opcode == "ragged-all-to-all" or in_place:
+        operands = operands[:1]  # the others are a token, or a buffer, and offsets and sizes in it
     named = instruction if instruction.op_name or not visit.caller else visit.caller
     reducer = next(iter(instruction.called("to_apply")), "")
     applied = (one.op_name for one in module.computations.get(reducer, ()) if one.op_name)

@@ -54,7 +54,7 @@ class Instruction:
         ('%b.1', '{op_name="a, b"}')
         """
         rest = self.attribute_from(key)
-        return None if rest is None else _until_comma(rest, 0)
+        return None if rest is None else _until(rest, 0, ",")
 
     def attribute_from(self, key: str) -> str | None:
         """The text that begins with the value of attribute `key`, to the end of the line, or None.
@@ -206,6 +206,20 @@ class HloModule:
 # -------------------- the text
 
 
+def names_of_parts(name: str) -> list[str]:
+    """The names of what XLA combined into one instruction; the name itself if it lists none.
+
+    XLA for GPUs lists them behind what they have in common up to a slash, which may be one of a layout.
+
+    >>> names_of_parts('f/while/psum(x, "a/(x {U:y} -> a")/add:y {U:x} -> a")/add)')
+    ['f/while/psum(x, "a/x {U:y} -> a")/add', 'f/while/psum(x, "a/y {U:x} -> a")/add']
+    """
+    start = 0 if name.startswith("(") else name.find("/(") + 1  # no name of JAX and no axis begins with a bracket
+    if not name.startswith("(", start) or not name.endswith(")"):
+        return [name]
+    return [name[:start] + part for part in re.split(r":(?![^{}]*\})", name[start + 1 : -1])]
+
+
 def parse_module(text: str) -> HloModule:
     """The module in `text`.
 
@@ -240,18 +254,19 @@ def _parse_instruction(line: str) -> Instruction | None:
     if end <= 0 or opening < 0:
         return None
     closing = _closing(rest, opening)
-    operands = tuple(_split_operands(rest[opening + 1 : closing]))
+    # Older printers put the type before each name, newer ones only the name.
+    names = (part.split() for part in _split(rest[opening + 1 : closing], ","))
+    operands = tuple(words[-1].lstrip("%") for words in names if words)
     return Instruction(name, kind, rest[:opening].strip(), operands, rest[closing + 1 :], bool(found.group(1)))
 
 
-def _split_operands(text: str) -> Iterator[str]:
-    """Operand names; older printers put the type before each name, newer ones only the name."""
+def _split(text: str, separator: str) -> Iterator[str]:
+    """The parts of `text` between separators outside brackets."""
     at = 0
     while at < len(text):
-        part = _until_comma(text, at)
+        part = _until(text, at, separator)
         at += len(part) + 1
-        if part.strip():
-            yield part.split()[-1].lstrip("%")
+        yield part
 
 
 def _closing(text: str, opening: int) -> int:
@@ -272,10 +287,10 @@ def _closing(text: str, opening: int) -> int:
     return len(text)
 
 
-def _until_comma(text: str, start: int) -> str:
-    """`text` from `start` up to the next comma outside brackets."""
+def _until(text: str, start: int, stop: str) -> str:
+    """`text` from `start` up to the next character `stop` outside brackets."""
     at = start
-    while at < len(text) and text[at] != ",":
+    while at < len(text) and text[at] != stop:
         at = _closing(text, at) + 1 if text[at] in _CLOSERS else at + 1
     return text[start:at]
 

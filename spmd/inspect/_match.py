@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd import _compat
 from spmd._facts import CallName
 from spmd._units import sent_bytes
 from spmd.inspect._collectives import Collective
-from spmd.inspect._hlo import shape_bytes
+from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._placement import ONE_DEVICE
 from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
 
@@ -81,10 +81,21 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one written collective became: an operand of a compiled one, because XLA combines several into one."""
+    """What one written collective became: an operand of a compiled one, because XLA combines several into one.
+
+    Attributes:
+      of: The compiled one.
+      operands: Dtype and local shape of each operand; several where they are the blocks of one array.
+      names: The names that JAX gave it, or what it is put together from, and the sum that it applies.
+      named: Whether the names are its own. Of a combined one that does not name its parts, the name is that of one.
+      where: The user's line; empty where it may be that of another part.
+    """
 
     of: Collective
     operands: tuple[tuple[str, tuple[int, ...]], ...]
+    names: tuple[str, ...]
+    named: bool = True
+    where: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,8 +112,44 @@ class _Piece:
 
 def _pieces(one: Collective) -> list[_Piece]:
     """The operands of an all_to_all are the blocks of a single array."""
-    parts = [one.operands] if one.kind == "all_to_all" else [(operand,) for operand in one.operands]
-    return [_Piece(one, part) for part in parts]
+    names = names_of_parts(one.op_name)
+    of_all = (*names, one.reducer)
+    if one.kind == "all_to_all" or len(one.operands) == 1:
+        return [_Piece(one, one.operands, of_all, where=one.where)]
+    if len(names) != len(one.operands):
+        return [_Piece(one, (operand,), of_all, False, one.where) for operand in one.operands]
+    return [_Piece(one, (operand,), (name,)) for operand, name in zip(one.operands, names, strict=True)]
+
+
+def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
+    """The parts of an operand that XLA put together from several arrays, end to end; else the piece itself.
+
+    XLA for GPUs does so with all-reduces. The names are those of the parts, or all have the same one.
+
+    Args:
+      piece: The operand.
+      said: The written collectives that its names say.
+    """
+    same = [group for group in said if (group.row.kind, group.row.axes) == (piece.of.kind, piece.of.axes)]
+    if piece.of.kind == "all_to_all" or any(group.elements == piece.elements for group in same):
+        return [piece]
+    dtype = piece.operands[0][0]
+    missing = {id(group): group.missing // piece.of.count for group in same}
+    parts: list[_Piece] = []
+    strange, left = [], piece.elements
+    names = names_of_parts(piece.of.op_name)
+    for name in names if len(names) > 1 else names * sum(missing.values()):
+        part = _Piece(piece.of, (), (name,))
+        group = next((one for one in same if missing[id(one)] > 0 and _says(part, one.row)), None)
+        if group is None:
+            strange.append(name)
+        elif left >= group.elements:
+            missing[id(group)] -= 1
+            left -= group.elements
+            parts.append(replace(part, operands=((dtype, group.row.shape),)))
+    if left and strange and parts:  # the compiler's own among them
+        return [*parts, _Piece(piece.of, ((dtype, (left,)),), tuple(strange))]
+    return [piece] if left else parts
 
 
 def communications(written: Written | None, compiled: Sequence[Collective] | None) -> tuple[Communication, ...]:
@@ -115,20 +162,24 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     rows = () if written is None else written.collectives
     if compiled is None:
         return tuple(_joined(row, None) for row in rows)
-    pieces = [piece for one in compiled for piece in _pieces(one)]
-    taken: dict[int, list[_Piece]] = {}
+    groups = _groups(rows)
     rest: list[_Piece] = []
-    groups = _groups(rows, taken)
-    for piece in pieces:
-        candidates = [group for group in groups if _says(piece, group.row)]
-        if len(piece.operands) < len(piece.of.operands):  # the name of what XLA combined is that of one of them
-            candidates = [group for group in candidates if group.row.shape == piece.shape and group.wants]
-        _claim(piece, candidates, rest)
+    pieces = [piece for one in compiled for piece in _pieces(one)]
+    # First those that know their line, then the others, those that run most often first: they fit in the fewest places.
+    for whole in sorted(pieces, key=lambda piece: (not piece.where, not piece.where and -piece.of.count)):
+        said = [group for group in groups if _says(whole, group.row)]
+        for piece in _laid_out(whole, said):
+            candidates = said if piece is whole else [group for group in said if _says(piece, group.row)]
+            if not piece.named:  # the name of what XLA combined is that of one of them
+                candidates = [group for group in candidates if group.row.shape == piece.shape and group.missing > 0]
+            _claim(piece, candidates, rest)
     pieces, rest = rest, []
+    written_in = {id(piece.of) for group in groups for piece in group.pieces}
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
-        combined = any(one.of is piece.of for found in taken.values() for one in found)
-        placed = _ends(piece.of.op_name) in _PLACED and not combined
-        _claim(piece, [] if placed else [group for group in groups if group.wants and _alike(piece, group.row)], rest)
+        placed = _ends(piece.of.op_name) in _PLACED and id(piece.of) not in written_in
+        alike = () if placed else (group for group in groups if group.missing > 0 and _alike(piece, group.row))
+        _claim(piece, list(alike), rest)
+    taken = {place: pieces for group in groups for place, pieces in group.placed().items()}
     joined = [_joined(row, taken.get(i) or _gone(i, rows, taken)) for i, row in enumerate(rows)]
     strangers: dict[int, list[_Piece]] = {}
     for piece in rest:
@@ -138,38 +189,54 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
 
 @dataclass
 class _Group:
-    """Written collectives that only their place in the program tells apart, such as those of equal layers."""
+    """Written collectives that only their place in the program tells apart, such as those of equal layers.
+
+    Attributes:
+      rows: All that is written.
+      places: Which of them these are.
+      pieces: What was found of them.
+      missing: How many runs of them were not found so far.
+    """
 
     rows: Sequence[WrittenCollective]
-    taken: dict[int, list[_Piece]]
     places: list[int] = field(default_factory=list)
-    full: int = 0
+    pieces: list[_Piece] = field(default_factory=list)
+    missing: int = 0
 
     @property
     def row(self) -> WrittenCollective:
         return self.rows[self.places[0]]
 
     @property
-    def wants(self) -> bool:
-        """Whether one of them runs more often than what was found of it so far."""
-        while self.full < len(self.places):
-            place = self.places[self.full]
-            if sum(piece.of.count for piece in self.taken.get(place, ())) < self.rows[place].count:
-                return True
-            self.full += 1
-        return False
+    def elements(self) -> int:
+        return math.prod(self.row.shape)
+
+    def add(self, place: int) -> None:
+        self.places.append(place)
+        self.missing += self.rows[place].count
 
     def take(self, piece: _Piece) -> None:
-        """Give the piece to the first that wants one, or to the first of all."""
-        place = self.places[self.full if self.wants else 0]
-        self.taken.setdefault(place, []).append(piece)
+        self.pieces.append(piece)
+        self.missing -= piece.of.count
+
+    def placed(self) -> dict[int, list[_Piece]]:
+        """The pieces of each, those that run most often first: each goes to the first that wants all its runs, else to
+        the first that wants any, else to the first of all."""
+        wants = {place: self.rows[place].count for place in self.places}
+        found: dict[int, list[_Piece]] = {}
+        for piece in sorted(self.pieces, key=lambda piece: -piece.of.count):
+            open_ = (place for least in (piece.of.count, 1) for place, left in wants.items() if left >= least)
+            place = next(open_, self.places[0])
+            found.setdefault(place, []).append(piece)
+            wants[place] -= piece.of.count
+        return found
 
 
-def _groups(rows: Sequence[WrittenCollective], taken: dict[int, list[_Piece]]) -> list[_Group]:
+def _groups(rows: Sequence[WrittenCollective]) -> list[_Group]:
     found: dict[Any, _Group] = {}
     for place, row in enumerate(rows):
         key = (row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive)
-        found.setdefault(key, _Group(rows, taken)).places.append(place)
+        found.setdefault(key, _Group(rows)).add(place)
     return list(found.values())
 
 
@@ -178,39 +245,40 @@ def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> N
     if not candidates:
         rest.append(piece)
         return
-    backward = _compat.BACKWARD in piece.of.op_name
+    backward = any(_compat.BACKWARD in name for name in piece.names)
 
-    def fits(group: _Group) -> tuple[int, bool]:
+    def fits(group: _Group) -> tuple[int, bool, bool]:
         row = group.row
         alike = sum(
             (
-                row.where == piece.of.where,
+                row.where == piece.where,
                 (row.phase == "backward") == backward,
                 row.kind == piece.of.kind,
                 math.prod(row.shape) == piece.elements,
                 row.shape == piece.shape,
-                group.wants,
+                group.missing > 0,
             )
         )
-        return alike, row.axes == piece.of.axes
+        return alike, row.axes == piece.of.axes, group.missing >= piece.of.count
 
     max(candidates, key=fits).take(piece)
 
 
 def _says(piece: _Piece, row: WrittenCollective) -> bool:
-    """Whether the name of a compiled collective says a written one."""
+    """Whether the name of a compiled collective, or of a part of it, says a written one."""
     if not _related(row, piece.of):
         return False
-    names = (piece.of.op_name, piece.of.reducer)
     if isinstance(row.text, CallName):
-        return any(row.text in name for name in names)
+        return any(row.text in name for name in piece.names)
     # a raw call of jax.lax: its name is too common to go by alone
-    last = {name.rpartition("/")[2].partition("[")[0] for name in names}
+    last = {_ends(name).partition("[")[0] for name in piece.names}
     return row.where == piece.of.where and not last.isdisjoint((row.primitive, row.kind, *PRIMITIVES.get(row.kind, ())))
 
 
 def _alike(piece: _Piece, row: WrittenCollective) -> bool:
-    return (row.kind, row.axes, math.prod(row.shape)) == (piece.of.kind, piece.of.axes, piece.elements)
+    """Whether a compiled collective without a name may be a written one; XLA for TPUs may sum and slice to scatter."""
+    kind = "psum_scatter" if (row.kind, piece.of.kind) == ("psum_scatter", "psum") else piece.of.kind
+    return (row.kind, row.axes, math.prod(row.shape)) == (kind, piece.of.axes, piece.elements)
 
 
 def _related(row: WrittenCollective, one: Collective) -> bool:
@@ -289,7 +357,7 @@ def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int) -> str:
 def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communication:
     """What is left of a compiled collective, usually all of it."""
     one = pieces[0].of
-    whole = len(pieces) == len(_pieces(one))
+    whole = sum(piece.elements for piece in pieces) == sum(math.prod(shape) for _, shape in one.operands)
     nbytes = one.bytes if whole else sum(piece.bytes for piece in pieces)
     dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
     return Communication(

@@ -356,7 +356,7 @@ class Walk(Domain):
             axes = axes_of_pairs(eqn.params["perm"], {a: sizes[a] for a in axes})
         groups = eqn.params.get("axis_index_groups")
         devices = len(groups[0]) if groups else axes_product(axes, sizes)
-        if devices == 1:
+        if devices == 1 or not site.times:  # a ring of two devices has a loop of no rounds
             return
         names = self._names(eqn)
         primitive: str = eqn.primitive.name

@@ -17,6 +17,7 @@ from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, re
 from spmd._facts import CallName
 from spmd._units import sent_bytes
 from spmd.inspect._collectives import Collective
+from spmd.inspect._hlo import Frame
 from spmd.inspect._match import communications
 from spmd.inspect._records import Boundary, Constraint, Written, WrittenCollective
 from tests.conftest import case_count
@@ -125,6 +126,57 @@ def test_a_combined_one_may_hold_two_runs_of_a_loop():
     found = joined(rows, [unrolled])
     assert [(one.written, one.runs, one.note) for one in found] == [(True, 2, ""), (True, 1, "")]
     assert sum(one.total_bytes for one in found) == unrolled.total_bytes
+
+
+def test_the_parts_of_a_combined_one_are_named_one_by_one():
+    """XLA for GPUs lists the names behind what they share, and lays gathers out anew: (4, 6) becomes (6, 4)."""
+    calls = [f'all_gather(x, "l/tp {axes} -> l {axes}")' for axes in ("d f", "f d", "d f")]
+    rows = [
+        row("all_gather", call, shape=shape, count=4)
+        for call, shape in zip(calls, ((6, 4), (4, 6), (6, 4)), strict=True)
+    ]
+    listed = ":".join(call.partition("l/")[2] + "/all_gather" for call in (calls[0], calls[2], calls[1]))
+    name = f'jit(f)/while/all_gather(x, "l/({listed})'
+    first, loop = (made("all_gather", name, shapes=((6, 4),) * 3, count=count) for count in (1, 3))
+    found = joined(rows, [first, loop])
+    assert [(one.runs, one.note, len(one.compiled)) for one in found] == [(4, "", 2)] * 3
+    assert sum(one.total_bytes for one in found) == first.bytes + 3 * loop.bytes
+
+
+def test_sums_laid_end_to_end_are_taken_apart():
+    """XLA for GPUs makes one all-reduce of several arrays put together, and of equal calls lists the name once."""
+    other = 'defer(y, "k -> k {R:tp}")'
+    rows = [row("psum", other, shape=(24,)), row("psum", SUM), row("psum", SUM), row("psum", SUM, shape=(2, 3))]
+    listed = made("psum", f"jit(f)/({SUM}/add:{other}/add:jvp()/reduce_sum:{SUM}/add)", shapes=((281,),), reducer=SUM)
+    again = made("psum", f"jit(f)/{SUM}/add", shapes=((6,),))
+    *found, rest = joined(rows, [listed, again])
+    assert [(one.runs, one.note) for one in found] == [(1, "")] * 4
+    assert (rest.written, rest.shape) == (False, (1,)) and "combined with" in rest.text
+    assert sum(one.total_bytes for one in (*found, rest)) == listed.bytes + again.bytes
+    twice = joined([row("psum", SUM), row("psum", SUM)], [made("psum", f"jit(f)/{SUM}/add", shapes=((256,),))])
+    assert [(one.runs, one.note) for one in twice] == [(1, "")] * 2
+
+
+def test_scatters_that_became_sums_without_names_are_known_by_their_size():
+    """XLA for TPUs sums and slices over an axis that spans several dimensions of its torus, several at once."""
+    calls = [f'psum_scatter(x, "{name} b {{U:tp}} -> {name} b/tp")' for name in "ac"]
+    rows = [row("psum_scatter", call, shape=(4, size)) for call, size in zip(calls, (8, 16), strict=True)]
+    both = made("psum", "", shapes=((4, 16), (4, 8)), reducer=f"{calls[0]}/add")
+    found = joined(rows, [both])
+    assert [(one.runs, one.note) for one in found] == [(1, "compiled as psum")] * 2
+    assert sum(one.total_bytes for one in found) == both.total_bytes
+
+
+def test_a_part_goes_to_the_line_that_still_wants_it():
+    """Of what XLA combined only one line is known. A loop whose last round is peeled off runs in two pieces."""
+    rows = [row("all_gather", GATHER, where=f"m.py:{line}", count=4) for line in (1, 2)]
+    frames = (Frame("m.py", 1, "f"),)
+    part = f"jit(f)/({GATHER}/all_gather:{GATHER}/all_gather)"
+    peeled = made("all_gather", part, shapes=((8, 16),) * 2)
+    alone = dataclasses.replace(made("all_gather", GATHER, count=3), frames=frames)
+    other = dataclasses.replace(made("all_gather", f"jit(f)/({GATHER}/all_gather:x)", shapes=((8, 16), (1,)), count=3))
+    found = joined(rows, [peeled, alone, other])
+    assert [(one.where, one.runs, one.note) for one in found[:2]] == [("m.py:1", 4, ""), ("m.py:2", 4, "")]
 
 
 def test_of_one_call_the_axes_tell_permutes_apart():

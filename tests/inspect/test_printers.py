@@ -1,7 +1,7 @@
 """Compiled text as the compilers for TPUs and GPUs print it, shortened: collectives are counted once, where they start.
 
 The TPU texts follow what libtpu 0.0.42 printed for kernels of this package, compiled ahead of time for a v5e 2x4 and a
-v5p 2x4x4 topology; the GPU texts follow XLA's printer.
+v5p 2x4x4 topology; the GPU texts follow XLA's printer, and what jaxlib 0.12 compiled ahead of time for eight H100.
 """
 
 from __future__ import annotations
@@ -142,6 +142,18 @@ ENTRY %main (a: f32[64], b: bf16[16,8], c: f32[8,4]) -> f32[16] {
 """
 
 
+# Rows, the buffer that they go into, and where they go: sizes and places are no part of what is counted.
+GPU_RAGGED = r"""HloModule jit_f, is_scheduled=true, num_partitions=8
+
+ENTRY %main (a: f32[64,16], b: f32[32,16], s: s64[4]) -> f32[32,16] {
+  %a = f32[64,16]{1,0:S(7)} parameter(0)
+  %b = f32[32,16]{1,0:S(7)} parameter(1)
+  %s = s64[4]{0} parameter(2)
+  ROOT %ragged-all-to-all.6 = f32[32,16]{1,0:S(7)} ragged-all-to-all(%a, %b, %s, %s, %s, /*index=5*/%s), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+"""
+
+
 def seen(text: str) -> list[tuple]:
     return [(one.kind, one.axes, one.bytes, one.count) for one in collectives_of_text(text, mesh=MESH)]
 
@@ -210,3 +222,9 @@ def test_names_are_unescaped_and_roots_are_known():
     module = parse_module(TPU_LOOP.replace("FIRST", "0").replace("LIMIT", "6").replace("STEP", "1"))
     assert module.root("body").opcode == "tuple"
     assert module.root("condition").opcode == "compare"
+
+
+def test_of_a_ragged_exchange_on_a_gpu_the_rows_are_counted():
+    assert seen(GPU_RAGGED) == [("ragged_all_to_all", ("tp",), 64 * 16 * 4 * 3 // 4, 1)]
+    (one,) = collectives_of_text(GPU_RAGGED, mesh=MESH)
+    assert one.operands == (("f32", (64, 16)),)
