@@ -83,6 +83,7 @@ class Config:
     context: str = "ring"  # how attention sees the divided sequence: "ring" or "ulysses"
     placement: str = "zigzag"  # of the tokens in a ring
     window: int | None = None  # how far back a token sees, including itself
+    implementation: str | None = None  # of attention to whole sequences: "cudnn" on GPUs, which needs bfloat16
     theta: float = 10_000.0  # base of the rotary positions
     micro: int = 1  # micro-batches of a pipeline
     rounds: int | None = (
@@ -162,10 +163,11 @@ class Transformer:
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         """Causal attention of "b s/cp h/tp k": over whole sequences, by a ring, or by all-to-alls."""
         cp, how = self.axes("s"), {"tp": self.axes("h"), "causal": True, "window": self.c.window}
+        whole = how | {"implementation": self.c.implementation}
         if cp is None:
-            return nn.dot_product_attention(q, k, v, **how)
+            return nn.dot_product_attention(q, k, v, **whole)
         if self.c.context == "ulysses":
-            return parallel.ulysses_attention(q, k, v, cp=cp, **how)
+            return parallel.ulysses_attention(q, k, v, cp=cp, **whole)
         return parallel.ring_attention(q, k, v, cp=cp, placement=self.placement, **how)
 
     def gather(self, params: Any, over: tuple[str, ...]) -> Any:

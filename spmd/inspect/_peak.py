@@ -13,14 +13,17 @@ that looks for the order with the least memory, as those for GPUs and TPUs do, n
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd._compat import REDUCTIONS_REPEAT
 from spmd._jaxprs import Held
 from spmd._walker import Domain, walk
+from spmd.inspect._records import PRIMITIVES
 from spmd.inspect._values import ELEMENTWISE, RENAMES, WINDOWS
 from spmd.inspect._work import size_bytes
 
@@ -50,11 +53,20 @@ class Tick:
       reads: The values that it reads.
       makes: The values that it makes.
       inside: The ticks of a round of the loop that it is, or of each of its branches.
+      around: The loops and branches that it is in, from the outermost, each with its number in `inside`.
     """
 
     reads: tuple[Node, ...] = ()
     makes: list[Node] = field(default_factory=list)
     inside: list[list[Tick]] = field(default_factory=list)
+    around: tuple[tuple[Tick, int], ...] = ()
+
+    def runs_with(self, other: Tick) -> bool:
+        """Whether it may run in the same round as `other`, which is not in it: they are in the same branch of each
+        `cond` that both are in."""
+        inside = any(self is outer for outer, _ in other.around)
+        mine = dict(self.around)
+        return not inside and all(mine.get(outer, number) == number for outer, number in other.around)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +83,10 @@ class Node:
       read_in: The equations that read it, and what is stacked is read where it is made.
       whole: Whether one of them needs it in memory.
       into: The carry of a loop that it becomes.
+      ends_as: Of the result of a `cond`: what it is in each of its branches that make it.
+      returned: Whether the program returns it.
+      hosts: Whether it has a place of its own, so that others may lie there before it is made.
+      summed: Of a sum over devices, the axes. The compiler sums all that is returned over the same axes at once.
       operands: What a reduction reads; None of other values.
       arithmetic: Whether the kernel of a reduction takes it in.
       transposed: Whether it is a transposition of what it is made of.
@@ -89,6 +105,10 @@ class Node:
     read_in: list[Tick] = field(default_factory=list)
     whole: bool = False
     into: Node | None = None
+    ends_as: tuple[Node, ...] = ()
+    returned: bool = False
+    hosts: bool = False
+    summed: Any = None
     operands: tuple[Node, ...] | None = None
     arithmetic: bool = False
     transposed: bool = False
@@ -100,6 +120,11 @@ class Node:
     def read(self, tick: Tick, *, whole: bool) -> None:
         self.read_in.append(tick)
         self.whole |= whole
+
+    def goes_into(self, carry: Node) -> None:
+        self.into = carry
+        for node in self.ends_as:
+            node.goes_into(carry)
 
 
 class Peak(Domain):
@@ -117,16 +142,23 @@ class Peak(Domain):
         self._copies: dict[Any, Node] = {}  # of constants and of what is broadcast, in that loop
         self._root = self._now = Tick()
         self._frame: list[Tick] = []  # of the loop or branch that the walk is in
+        self._around: tuple[tuple[Tick, int], ...] = ()  # the walk
         self._inside = 0  # kernels around the walk
 
-    def most(self, jaxpr: Any) -> tuple[int, int]:
-        """The most bytes that stand at one time besides the arguments and results, and the same if nothing is fused."""
+    def most(self, jaxpr: Any, in_arguments: Sequence[bool] = ()) -> tuple[int, int]:
+        """The most bytes that stand at one time besides the arguments and results, and the same if nothing is fused.
+
+        Args:
+          jaxpr: The program.
+          in_arguments: Which results lie in donated arguments.
+        """
         outs = walk(jaxpr, [self._new(0) for _ in jaxpr.invars], self)
         self._read(outs)
         for node in self._nodes:
             node.again |= node.sources is not None and not node.dear and not node.stuck
-        for out in outs:
-            out.size = 0
+        for out, donated in itertools.zip_longest(outs, in_arguments):
+            out.returned = True
+            out.hosts |= not donated
         _grow_kernels(self._nodes)
         order = _Order(self._root, self._frame)
         fused, unfused = (_most(self._nodes, order, fused=fused) for fused in (True, False))
@@ -153,16 +185,17 @@ class Peak(Domain):
             node.stuck |= whole
 
     def _next(self, reads: Iterable[Node]) -> None:
-        self._now = Tick(tuple(reads))
+        self._now = Tick(tuple(reads), around=self._around)
         self._frame.append(self._now)
 
     @contextlib.contextmanager
     def _part(self, tick: Tick) -> Iterator[None]:
         """What is walked inside belongs to a round of a loop, or to a branch."""
         outer, self._frame = self._frame, []
+        around, self._around = self._around, (*self._around, (tick, len(tick.inside)))
         tick.inside.append(self._frame)
         yield
-        self._frame, self._now = outer, tick
+        self._frame, self._around, self._now = outer, around, tick
 
     def constant(self, var: Any, value: Any) -> Node:
         node = Node(0, self._root, (), constant=True)  # no equation waits for it
@@ -212,6 +245,9 @@ class Peak(Domain):
         made = [self._made(var, None, reuses=reuses) for var in eqn.outvars]
         if name in _REDUCTIONS and _is_float(eqn.invars[0]):
             made[0].operands = tuple(operands)
+        if name in PRIMITIVES["psum"]:
+            for node in made:
+                node.summed = eqn.params["axes"]
         return made
 
     def _product(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
@@ -284,12 +320,17 @@ class Peak(Domain):
     def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Node]) -> Sequence[Node]:
         self._read(operands)
         begin, outer = self._now, self._copies
+        ends = []
         for part in parts:
             self._copies = {}
             with self._part(begin):
-                self._read(self.run(eqn, part, part.of(operands)))
+                ends.append(self.run(eqn, part, part.of(operands)))
+                self._read(ends[-1])
         self._copies = outer
-        return [self._made(var, None, reuses=True) for var in eqn.outvars]
+        made = [self._made(var, None, reuses=True) for var in eqn.outvars]
+        for node, *same in zip(made, *ends, strict=True):
+            node.ends_as = tuple(one for one in same if begin in dict(one.tick.around))
+        return made
 
     # --- loops --------------------------------------------------------------------------------------------
 
@@ -314,7 +355,7 @@ class Peak(Domain):
             outs = super().loop(eqn, body, test, [carries.get(i, node) for i, node in enumerate(operands)])
             changed = [(carry, out) for carry, out in zip(carries.values(), outs, strict=False) if out is not carry]
             for carry, out in changed:
-                out.into = carry
+                out.goes_into(carry)
             self._read(out for _, out in changed)
         for stack in self._stacks.values():
             stack.tick.makes.remove(stack)
@@ -442,19 +483,67 @@ def _most(nodes: Sequence[Node], order: _Order, *, fused: bool) -> int:
     """The most bytes that stand at one time. Without `fused` every chain stands, and nothing where an operand lay."""
     standing = _standing(nodes, fused)
     begins, ends = order.of(standing)
-    end = {node: max((ends[tick] + (tick is node.tick) for tick in node.read_in), default=0) for node in nodes}
+    _sum_at_once(nodes, begins, ends)
+    made = {node: (ends if node.ends_as else begins)[node.tick] for node in nodes}  # of a branch, when it has run
+    reads = {node: [(ends[tick] + (tick is node.tick), tick) for tick in node.read_in] for node in nodes}
     chained = dict.fromkeys(nodes, 0)  # when the last chain that computes it again is made
-    events: list[tuple[tuple[int, int], float]] = []
+    found: list[_Standing] = []
     for node in reversed(nodes):
-        stands, made = node in standing, begins[node.tick]
-        last = max(made if stands else end[node], chained[node])
+        stands = node in standing
+        end = max((time for time, _ in reads[node]), default=0)
+        last = max(made[node] if stands else end, chained[node])
         for source in node.sources or ():
-            known = chained if fused and source.again and source in standing else end
-            known[source] = max(known[source], last)
-        written_in_place = fused and node.into is not None and end[node.into] <= made
-        if stands and not written_in_place:
-            start = (made, 2 if node.reuses and fused else 0)  # what ends at a time makes room at 1
-            events += [(start, node.size), (max((end[node], 1), (made, 3)), -node.size)]
+            if fused and source.again and source in standing:
+                chained[source] = max(chained[source], last)
+            else:
+                reads[source].append((last, node.tick))
+        into = reads[node.into] if fused and node.into is not None else None
+        in_place = into is not None and all(time <= made[node] for time, tick in into if tick.runs_with(node.tick))
+        if stands and not in_place:
+            start = (made[node], 2 if node.reuses and fused else 0)  # what ends at a time makes room at 1
+            end_ = (math.inf, 3) if node.returned else max((end, 1), (made[node], 3))
+            found.append(_Standing(node.size, node.hosts, start, end_))
+    return _highest(_besides_results(one for one in found if one.hosts or one.end[0] < math.inf))
+
+
+def _sum_at_once(nodes: Iterable[Node], *times: dict[Tick, int]) -> None:
+    """Moves the sums of what is returned to the last one of those over the same axes."""
+    groups: dict[Any, list[Tick]] = {}
+    for node in nodes:
+        if node.returned and node.summed is not None:
+            groups.setdefault((node.summed, node.tick.around), []).append(node.tick)
+    for ticks in groups.values():
+        for time in times:
+            time.update(dict.fromkeys(ticks, max(time[tick] for tick in ticks)))
+
+
+class _Standing(NamedTuple):
+    """From when to when a value stands, and whether it is a result with a place of its own."""
+
+    size: float
+    hosts: bool
+    start: tuple[float, int]
+    end: tuple[float, int]
+
+
+def _besides_results(found: Iterable[_Standing]) -> list[_Standing]:
+    """What does not find room in the place of a result: before a result is made, others may stand there in turn."""
+    places: list[list[_Standing]] = []
+    rest = []
+    for one in sorted(found, key=lambda one: (-one.size, not one.hosts, one.start)):
+        if one.hosts:
+            places.append([one])
+            continue
+        free = (place for place in places if all(one.end < other.start or other.end < one.start for other in place))
+        if (place := next(free, None)) is not None:
+            place.append(one)
+        else:
+            rest.append(one)
+    return rest
+
+
+def _highest(found: Iterable[_Standing]) -> int:
+    events = [event for one in found for event in ((one.start, one.size), (one.end, -one.size))]
     total = most = 0.0
     for _, size in sorted(events):
         total += size

@@ -69,20 +69,22 @@ def written(
     given = [(v.aval, _bytes(v.aval, place, sizes)) for v, place in zip(jaxpr.invars, held, strict=True)]
     made = [(v.aval, _bytes(v.aval, out.place, sizes)) for v, out in zip(jaxpr.outvars, outs, strict=True)]
     kept = [one for one, taken in zip(given, donated, strict=True) if taken] if len(donated) == len(given) else []
+    shared = _shared(kept, made)
     return walk.written(
         arguments=sum(size for _, size in given),
         outputs=sum(size for _, size in made),
-        donated=_shared(kept, made),
-        standing=Peak(walk.local_bytes).most(jaxpr),
+        donated=sum(shared),
+        standing=Peak(walk.local_bytes).most(jaxpr, [size > 0 for size in shared]),
     )
 
 
-def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]]) -> int:
-    """Bytes of the results that can lie in donated arguments: in one of the same shape and dtype each."""
+def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]]) -> list[int]:
+    """How many bytes of each result can lie in a donated argument: in one of the same shape and dtype each."""
     free: dict[Any, list[int]] = {}
     for aval, size in donated:
         free.setdefault((aval.shape, aval.dtype), []).append(size)
-    return sum(min(free[key].pop(), size) for aval, size in made if free.get(key := (aval.shape, aval.dtype)))
+    keys = [(aval.shape, aval.dtype) for aval, _ in made]
+    return [min(free[key].pop(), size) if free.get(key) else 0 for key, (_, size) in zip(keys, made, strict=True)]
 
 
 def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
