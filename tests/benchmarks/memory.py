@@ -1,24 +1,33 @@
-"""The memory that `explain` reads off the trace, beside what the compiler plans for 8 virtual CPU devices.
+"""What a trace tells of memory and of bytes sent, beside what a compiler plans for 8 devices.
 
-    python tests/benchmarks/memory.py [--json FILE] [--quick | --holdout | --others]
+    python tests/benchmarks/memory.py [--json FILE] [--quick | --holdout | --others | --large]
+    python tests/benchmarks/memory.py --cuda h100.txtpb     eight GPUs that need not be there
+    python tests/benchmarks/memory.py --tpu v5p:2x2x2       TPUs that need not be there
 
 Small programs of `examples/transformer.py`: dense and experts, meshes of every axis, rings, all-to-alls, pipelines, and
 what is kept for the backward pass. Nothing is run. Prints for each program argument + output + temporary - alias of
-`compiled.memory_analysis()`, the same with the temporaries that the trace gives, their ratio, and the ratio if nothing is
-fused. Exits with 1 where a ratio leaves `BOUNDS`. `--holdout` takes nineteen programs of other sizes, and `--others`
-ten of other kinds: pipelines with the loss inside, latent attention, waves and spectra.
+`compiled.memory_analysis()`, the same with the temporaries that the trace gives, their ratio, the ratio of the cautious
+figure, and the bytes that one device sends, as compiled over as written. Exits with 1 where a ratio leaves `BOUNDS`.
+`--holdout` takes nineteen programs of other sizes, `--others` ten of other kinds: pipelines with the loss inside, latent
+attention, waves and spectra, and `--large` eleven in bfloat16, with the attention of cuDNN where the devices are GPUs.
+
+By default the compiler is that for virtual CPUs. `--cuda` takes a description of a GPU as XLA has them in
+`xla/backends/gpu/target_config/specs`, and needs `pip install "jax[cuda13]"`; `--tpu` needs `pip install "jax[tpu]"`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import topologies
 
 if __name__ == "__main__":  # run as a file, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -98,17 +107,44 @@ HOLDOUT: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "two stages: pp x cp x dp": (STAGES | {"length": 256}, {"pp": 2, "cp": 2, "dp": 2}, {}),
     "window: cp, inputs": (DENSE | INPUTS | {"window": 64, "placement": "contiguous"}, {"cp": 8}, {}),
 }
+# In bfloat16, layers of 2048 features and 32768 tokens a step.
+LARGE_SIZES: dict[str, Any] = {"vocabulary": 32768, "d": 2048, "heads": 16, "kv_heads": 8, "head": 128, "hidden": 5632}
+LARGE_SIZES |= {"rows": 16, "length": 2048, "dtype": "bfloat16", "chunks": 4}
+LARGE: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "large: fsdp": ({}, {"fsdp": 8}, {}),
+    "large: fsdp, inputs": (INPUTS, {"fsdp": 8}, {}),
+    "large: tp": ({}, {"tp": 8}, {}),
+    "large: tp, inputs": (INPUTS, {"tp": 8}, {}),
+    "large: fsdp x tp, inputs": (INPUTS, {"fsdp": 2, "tp": 4}, {}),
+    "large: dp x fsdp x tp": ({}, {"dp": 2, "fsdp": 2, "tp": 2}, {}),
+    "large: pp x fsdp x tp, inputs": (STAGES | INPUTS, {"pp": 2, "fsdp": 2, "tp": 2}, {}),
+    "large: pp x dp, no batch": (STAGES | NO_BATCH | {"micro": 8}, {"pp": 4, "dp": 2}, {}),
+    "large: cp, inputs": (INPUTS | {"rows": 2, "length": 16384}, {"cp": 8}, {}),
+    "large: cp by all-to-alls x tp, inputs": (
+        INPUTS | {"context": "ulysses", "kv_heads": 16},
+        {"cp": 4, "tp": 2},
+        {},
+    ),
+    "large: ep x fsdp, inputs": (INPUTS | {"experts": 8, "chunks": 1}, {"ep": 4, "fsdp": 2}, {}),
+}
 QUICK = ("fsdp", "fsdp x cp x tp")
 
 
-def program(module: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
+def program(module: Any, name: str, devices: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """Loss and gradients of a program, and its arguments without values. `module` is the example."""
+
+    def make_mesh(**axes: int) -> Any:
+        return spmd.make_mesh(devices=devices[: math.prod(axes.values())], **axes)
+
     if name in OTHERS:
-        return OTHERS[name]()
-    config, named, changes = (PROGRAMS | HOLDOUT)[name]
+        return OTHERS[name](make_mesh)
+    config, axes, changes = (PROGRAMS | HOLDOUT | LARGE)[name]
+    if name in LARGE:
+        whole = "cp" not in axes or config.get("context") == "ulysses"  # a ring computes its own products
+        config = LARGE_SIZES | {"implementation": "cudnn" if whole and devices[0].platform == "gpu" else None} | config
     config = {"rows": ROWS, "length": LENGTH} | SIZES | config
-    rows, length, axes = config.pop("rows"), config.pop("length"), dict[str, Any](named)
-    mesh = spmd.make_mesh(**axes)
+    rows, length = config.pop("rows"), config.pop("length")
+    mesh = make_mesh(**axes)
     model = module.Transformer(module.Config(**config), mesh, module.MAPPING.merge(changes))
     shapes = jax.eval_shape(lambda: module.new_weights(model.c, jax.random.key(0)))
 
@@ -120,12 +156,45 @@ def program(module: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
     return model.loss_and_gradients, (params, tokens, tokens)
 
 
-def compared(module: Any, name: str) -> tuple[int, int, int]:
-    """Bytes on one device: as compiled, as the trace says, and as it says if nothing is fused."""
-    fn, args = program(module, name)
-    memory = spmd.explain(fn, *args).memory
+class Figures(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      total: Memory as compiled.
+      peak: Memory as the trace says.
+      cautious: The larger figure of the trace.
+      written: What is sent, as written.
+      sent: What is sent, as compiled.
+    """
+
+    total: int
+    peak: int
+    cautious: int
+    written: int
+    sent: int
+
+    @property
+    def ratio(self) -> float:
+        return self.peak / self.total
+
+
+def compared(module: Any, name: str, devices: Sequence[Any]) -> Figures:
+    """The figures of a program."""
+    fn, args = program(module, name, devices)
+    report = spmd.explain(fn, *args)
+    memory = report.memory
     assert memory is not None
-    return memory.total, memory.peak, memory.cautious
+    written = sum(one.bytes * one.count for one in report.collectives if one.written)
+    sent = sum(one.total_bytes for one in report.collectives)
+    return Figures(memory.total, memory.peak, memory.cautious, written, sent)
+
+
+def described(cuda: Path | None, tpu: str | None) -> Sequence[Any]:
+    """Eight devices to compile for."""
+    if cuda is not None:
+        described = {"target_config": cuda.read_text(), "topology": "1x1x8"}
+        return topologies.get_topology_desc("cuda", "cuda", **described).devices
+    return spmd.use_cpu_devices(8) if tpu is None else topologies.get_topology_desc(tpu, "tpu").devices
 
 
 def example() -> Any:
@@ -149,17 +218,22 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two programs")
     parser.add_argument("--holdout", action="store_true", help="other sizes and meshes")
     parser.add_argument("--others", action="store_true", help="other kinds of programs")
+    parser.add_argument("--large", action="store_true", help="in bfloat16")
+    parser.add_argument("--cuda", type=Path, metavar="FILE", help="compile for GPUs of this description")
+    parser.add_argument("--tpu", metavar="NAME", help="compile for a slice of TPUs, as in v5p:2x2x2")
     options = parser.parse_args()
-    spmd.use_cpu_devices(8)
-    module, found = example(), {}
-    chosen = (options.quick, QUICK), (options.holdout, HOLDOUT), (options.others, OTHERS), (True, PROGRAMS)
-    for name in next(names for asked, names in chosen if asked):
-        found[name] = total, peak, cautious = compared(module, name)
-        mib = f"{total / 2**20:8.1f} MiB {peak / 2**20:8.1f} MiB"
-        print(f"{name:30} {mib}  {peak / total:5.2f}  {cautious / total:5.2f}", flush=True)
-    ratios = [peak / total for total, peak, _ in found.values()]
+    jax.config.update("jax_platforms", "cpu")  # the devices that are here
+    devices = described(options.cuda, options.tpu)
+    module, found = example(), dict[str, Figures]()
+    chosen = (options.quick, QUICK), (options.holdout, HOLDOUT), (options.others, OTHERS), (options.large, LARGE)
+    for name in next((names for asked, names in chosen if asked), PROGRAMS):
+        found[name] = one = compared(module, name, devices)
+        mib = f"{one.total / 2**20:8.1f} MiB {one.peak / 2**20:8.1f} MiB"
+        ratios = f"{one.ratio:5.2f}  {one.cautious / one.total:5.2f}  {one.sent / one.written:8.6f}"
+        print(f"{name:37} {mib}  {ratios}", flush=True)
+    ratios = [one.ratio for one in found.values()]
     median = statistics.median(abs(ratio - 1) for ratio in ratios)
-    order = same_order([(total, peak) for total, peak, _ in found.values()])
+    order = same_order([(one.total, one.peak) for one in found.values()])
     print(f"jax {jax.__version__}: median error {median:.1%}, ratios {min(ratios):.2f} to {max(ratios):.2f}, ", end="")
     print(f"{order:.1%} of all pairs in the same order")
     if options.json:

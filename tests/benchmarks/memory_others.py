@@ -15,15 +15,16 @@ from spmd.fft import fft, ifft
 from spmd.stencil import stencil
 
 Program = tuple[Any, tuple[Any, ...]]
+MakeMesh = Callable[..., Any]  # as spmd.make_mesh
 
 
 def _given(mesh: Any, shape: tuple[int, ...], layout: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, "float32", sharding=spmd.Layout(layout).sharding(mesh))
 
 
-def pipeline(order: str, repeats: int | None = None) -> Program:
+def pipeline(make_mesh: MakeMesh, order: str, repeats: int | None = None) -> Program:
     """Four stages of three layers and eight micro-batches."""
-    mesh, d = spmd.make_mesh(pp=4, dp=2), 256
+    mesh, d = make_mesh(pp=4, dp=2), 256
     stack = "p/pp" if repeats is None else "v p/pp"
     lead = (4, 3) if repeats is None else (repeats, 4, 3)
     layouts = f"{stack} l d f", f"{stack} l f d", "d", "m b/dp d"
@@ -44,8 +45,8 @@ def pipeline(order: str, repeats: int | None = None) -> Program:
     return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3))), args
 
 
-def latent(x: str, sp: str | None) -> Program:
-    mesh, d, h = spmd.make_mesh(dp=2, tp=4), 256, 8
+def latent(make_mesh: MakeMesh, x: str, sp: str | None) -> Program:
+    mesh, d, h = make_mesh(dp=2, tp=4), 256, 8
     layouts = "d h/tp q", "d z", "c h/tp n", "c h/tp v", "h/tp v d"
 
     @spmd.kernel(in_layouts=(x, nn.LatentWeights(*layouts)), out_layouts=x, mesh=mesh)
@@ -60,9 +61,9 @@ def latent(x: str, sp: str | None) -> Program:
     )
 
 
-def waves(remat: bool) -> Program:
+def waves(make_mesh: MakeMesh, remat: bool) -> Program:
     """Twenty steps of a wave, and their gradient."""
-    mesh = spmd.make_mesh(a=4, b=2)
+    mesh = make_mesh(a=4, b=2)
 
     def five_points(u: Any) -> Any:
         return u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
@@ -82,9 +83,9 @@ def waves(remat: bool) -> Program:
     return jax.jit(jax.value_and_grad(run, (0, 1))), (field, field)
 
 
-def spectra(grad: bool) -> Program:
+def spectra(make_mesh: MakeMesh, grad: bool) -> Program:
     """To a spectrum and back."""
-    mesh = spmd.make_mesh(a=8)
+    mesh = make_mesh(a=8)
 
     @spmd.kernel("x/a y z, x/a y z -> scalar", mesh=mesh)
     def run(u: Any, weights: Any) -> Any:
@@ -96,15 +97,15 @@ def spectra(grad: bool) -> Program:
     return (jax.jit(jax.value_and_grad(run, (0, 1))) if grad else run), (field, field)
 
 
-OTHERS: dict[str, Callable[[], Program]] = {
-    "pipeline_loss, 1f1b": lambda: pipeline("1f1b"),
-    "pipeline_loss, eager-1f1b": lambda: pipeline("eager-1f1b"),
-    "pipeline_loss, zb-h1": lambda: pipeline("zb-h1"),
-    "pipeline_loss, two rounds": lambda: pipeline("1f1b", 2),
-    "latent attention, dp x tp": lambda: latent("b/dp s d", None),
-    "latent attention, dp x sp": lambda: latent("b/dp s/tp d", "tp"),
-    "waves": lambda: waves(remat=False),
-    "waves, checkpoint": lambda: waves(remat=True),
-    "spectra": lambda: spectra(grad=False),
-    "spectra, gradient": lambda: spectra(grad=True),
+OTHERS: dict[str, Callable[[MakeMesh], Program]] = {
+    "pipeline_loss, 1f1b": lambda make: pipeline(make, "1f1b"),
+    "pipeline_loss, eager-1f1b": lambda make: pipeline(make, "eager-1f1b"),
+    "pipeline_loss, zb-h1": lambda make: pipeline(make, "zb-h1"),
+    "pipeline_loss, two rounds": lambda make: pipeline(make, "1f1b", 2),
+    "latent attention, dp x tp": lambda make: latent(make, "b/dp s d", None),
+    "latent attention, dp x sp": lambda make: latent(make, "b/dp s/tp d", "tp"),
+    "waves": lambda make: waves(make, remat=False),
+    "waves, checkpoint": lambda make: waves(make, remat=True),
+    "spectra": lambda make: spectra(make, grad=False),
+    "spectra, gradient": lambda make: spectra(make, grad=True),
 }

@@ -33,7 +33,8 @@ def product_chain(x):
 
 
 def kept_to_the_end(x):
-    """The first product stands until the last line, beside the operand and the result of the product before it."""
+    """The first product stands until the last line, beside the operand and the result of the product before it, one of
+    them where the result will be."""
     y = x @ x
     return ((y @ x) @ x) @ x + y
 
@@ -55,7 +56,7 @@ def two_readers_of_a_dear_chain(x):
 
 
 def two_readers_of_a_cheap_chain(x):
-    """It is computed twice: while the product runs, its operand and its result stand."""
+    """It is computed twice. The operand of the product stands where the result will be, beside that of the product."""
     y = x + 1
     return (y * 2) @ x + y
 
@@ -71,7 +72,7 @@ def a_reduction_of_a_choice(x):
 
 
 def the_same_product_twice(x):
-    """It is computed once and stands until the last line."""
+    """It is computed once and stands until the last line, as in `kept_to_the_end`."""
     return (((x @ x) @ x) @ x) + x @ x
 
 
@@ -153,30 +154,70 @@ def residuals(x):
     ("fn", "fused", "unfused"),
     [
         (product_chain, 2, 2),
-        (kept_to_the_end, 3, 3),
-        (a_chain, 0, 2),
+        (kept_to_the_end, 2, 3),
+        (a_chain, 0, 1),
         (a_chain_for_a_product, 1, 2),
         (two_readers_of_a_dear_chain, 1, 2),
-        (two_readers_of_a_cheap_chain, 2, 3),
+        (two_readers_of_a_cheap_chain, 1, 2),
         (a_reduction_of_arithmetic, 0, 2),
         (a_reduction_of_a_choice, 1, 1.25),
-        (the_same_product_twice, 3, 3),
-        (parts_of_what_was_joined, 3, 3),
+        (the_same_product_twice, 2, 2),
+        (parts_of_what_was_joined, 2, 2),
         (two_products_of_a_chain, 3, 3),
         (groups_of_rows, 5, 5),
         (ready_together, 5, 5),
         (one_after_another, 2, 2),
-        (a_branch_of_two, 3, 3),
+        (a_branch_of_two, 2, 2),
         (a_loop_of_one_round, 1, 1),
         (dimensions_of_one, 1, 1),
-        (joined_rows, 2, 2),
-        (joined_columns, 0, 2),
-        (a_sum_for_two_products, 4, 4),
+        (joined_rows, 1, 1.5),
+        (joined_columns, 0, 1.5),
+        (a_sum_for_two_products, 3, 3),
     ],
 )
 def test_arrays_stand_as_long_as_they_are_read(fn, fused, unfused):
     found = standing(fn, X)
     assert found == pytest.approx((fused, unfused), abs=0.2)  # vectors are a sixteenth
+
+
+def sums_in_branches(x):
+    """Each branch adds to a carry of the loop where it lies: beside it stands a product, where the result will be."""
+
+    def add(total, y):
+        return lax.cond(
+            y[0] > 0,
+            lambda: total + x @ x,
+            lambda: total,
+        ), None
+
+    return lax.scan(add, x, jnp.ones((3, 1)))[0].sum()
+
+
+def test_a_branch_adds_to_a_carry_where_it_lies():
+    fused, unfused = standing(sums_in_branches, X)
+    assert (fused, unfused) == pytest.approx((2, 3), abs=0.2)
+
+
+def test_a_result_in_a_donated_argument_leaves_no_room_for_others():
+    def step(x):
+        return x - ((x @ x) @ x) @ x
+
+    args = (jax.ShapeDtypeStruct((256, 256), "float32"),)
+    own, donated = (spmd.explain(jax.jit(step, donate_argnums=to), *args, compiled=False).memory for to in ((), (0,)))
+    assert own.peak == donated.peak == 3 * 4 * 256 * 256
+    assert donated.aliased == 4 * 256 * 256 and donated.estimated == own.estimated + donated.aliased
+
+
+def test_sums_of_what_is_returned_are_one(mesh):
+    """While they run, all their operands stand beside all results, so that none stands in the place of a result."""
+
+    @spmd.kernel("a/dp b, a/dp b -> b c, b c", mesh=mesh)
+    def two(x, y):
+        return tuple(spmd.einsum(z, z, "a/dp b, a/dp c -> b c") for z in (x, y))
+
+    args = (jax.ShapeDtypeStruct((512, 256), "float32"),) * 2
+    found = spmd.explain(two, *args, compiled=False).memory
+    assert found.estimated == found.outputs == 2 * 4 * 256 * 256
 
 
 def test_a_loop_keeps_its_residuals():
@@ -232,9 +273,10 @@ def optimized():
 @pytest.mark.parametrize("name", PROGRAMS if case_count() > FULL_CASES else QUICK[:1])
 @rare
 def test_the_transformer_needs_what_is_compiled(name):
-    total, peak, cautious = compared(example(), name)
-    assert BOUNDS[0] <= peak / total <= BOUNDS[1]
-    assert cautious >= peak
+    found = compared(example(), name, jax.devices("cpu"))
+    assert BOUNDS[0] <= found.ratio <= BOUNDS[1]
+    assert found.cautious >= found.peak
+    assert found.written > 0
 
 
 def test_the_order_of_figures():
