@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from spmd import fft, linalg, random, stencil
+from spmd._topologies import topology_devices
 from spmd._trees import layouts
 from spmd.accelerators import Hardware, Link, hardware
 from spmd.checker import Finding, Findings, check
@@ -186,6 +187,7 @@ __all__ = [
     "testing",
     "top_k",
     "typeof",
+    "topology_devices",
     "use_cpu_devices",
     "value_and_grad",
     "visualize",

@@ -114,6 +114,9 @@ def _add_programs(commands: Any) -> None:
     )
     explain.add_argument("--hardware", metavar="NAME", help="a profile, such as h100 or tpu-v5p: adds times")
     explain.add_argument("--compile", action="store_true", help="compile it too, for virtual CPU devices")
+    explain.add_argument(
+        "--target", metavar="WHAT", help="compile it for devices that are not here: h100_sxm.txtpb, v5p:2x2x2"
+    )
     explain.add_argument("--json", action="store_true", help="print JSON")
     check = _command(
         commands,

@@ -21,6 +21,7 @@ from spmd._compat import installed
 from spmd._processes import forgotten
 from spmd._progress import shown_if_slow
 from spmd._table import Table
+from spmd._topologies import is_description, topology_devices
 from spmd.accelerators import PRESETS
 from spmd.checker import check, rules
 from spmd.cluster import initialize
@@ -151,7 +152,8 @@ def run_explain(options: Any) -> int:
     fn, args = _program(options)
     if options.hardware is not None:
         _check_choice("--hardware", options.hardware, PRESETS)
-    with shown_if_slow(f"{'compiling' if options.compile else 'reading'} {options.program}"):
+    compiles = options.compile or options.target
+    with shown_if_slow(f"{'compiling' if compiles else 'reading'} {options.program}"):
         found = explain(fn, *args, hardware=options.hardware)
     _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
     return 0
@@ -194,11 +196,13 @@ def run_check(options: Any) -> int:
 def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
     """The program that the words name, and its arguments. The mesh has devices only where it is compiled."""
     axes, sizes = named_numbers("--mesh", options.mesh), named_numbers("--size", options.size)
-    compiles = getattr(options, "compile", False)
-    if compiles and axes:
-        use_cpu_devices(math.prod(axes.values()))
+    compiles, target = getattr(options, "compile", False), getattr(options, "target", None)
+    count = math.prod(axes.values())
+    if (compiles or target) and axes:
+        use_cpu_devices(1 if target else count)
+    devices = topology_devices(target, count if is_description(target) else None) if target and axes else None
     named: dict[str, Any] = axes
-    mesh = make_mesh(abstract=not compiles, **named) if axes else None
+    mesh = make_mesh(abstract=not (compiles or target), devices=devices, **named) if axes else None
     dtypes = {}
     for word in options.dtype:
         name, _, text = word.rpartition("=")

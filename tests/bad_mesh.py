@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
+from jax.experimental import topologies
 
 import spmd
 from tests.errors.registry import bad, fixed
@@ -62,3 +65,34 @@ def more_cpu_devices_than_run(mesh):
 def unknown_mode(mesh):
     with spmd.mode("explict"):
         pass
+
+
+@bad
+def a_target_that_is_a_number(mesh):
+    spmd.topology_devices(8)  # pyright: ignore[reportArgumentType]
+
+
+@bad
+def a_slice_with_a_count(mesh):
+    spmd.topology_devices("v5p:2x2x2", 8)
+
+
+@bad
+def a_slice_without_its_compiler(mesh):
+    with mock.patch.object(topologies, "get_topology_desc", side_effect=NotImplementedError):
+        spmd.topology_devices("v5p:2x2x2")
+
+
+@bad
+def gpus_without_a_count(mesh):
+    spmd.topology_devices("h100_sxm.txtpb")
+
+
+@bad
+def gpus_without_their_description(mesh):
+    spmd.topology_devices("h100_sxm.txtpb", 8)
+
+
+@bad
+def gpus_that_do_not_fill_their_hosts(mesh):
+    spmd.topology_devices("h100_sxm.txtpb", 12)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import types
 from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental import topologies
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,6 +76,21 @@ def test_a_kernel_is_explained_by_its_name_and_sizes(run, program):
 def test_a_build_gets_the_mesh(run, program):
     status, out, _ = run("explain", "named.py:build", "--mesh", "dp=4,tp=2", "--compile")
     assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
+
+
+def test_a_program_is_compiled_for_devices_that_are_not_here(run, program, monkeypatch):
+    asked = []
+
+    def get_topology_desc(name, platform, **facts):
+        asked.append((name, platform, facts.get("topology")))
+        return types.SimpleNamespace(devices=jax.devices())
+
+    monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
+    Path("h100.txtpb").write_text("a GPU")
+    for target in ("h100.txtpb", "v5p:2x2x2"):
+        status, out, _ = run("explain", "named.py:build", "--mesh", "dp=4,tp=2", "--target", target)
+        assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
+    assert asked == [("cuda", "cuda", "1x1x8"), ("v5p:2x2x2", "tpu", None)]
 
 
 def test_a_build_may_have_a_bound_for_search(run, program):

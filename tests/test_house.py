@@ -41,6 +41,7 @@ FLOORS = {
     "_recent.py": 0,
     "_replicas.py": 2,
     "_table.py": 0,
+    "_topologies.py": 2,
     "_annotations.py": 2,
     "_leaves.py": 2,
     "_trees.py": 2,
