@@ -28,6 +28,9 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 # 0.10.2, and does not in 0.12.0.
 REDUCTIONS_REPEAT = jax.__version_info__ < (0, 12)
 
+# Whether the compilers let a branch write its result into a carry of the loop around it.
+BRANCHES_WRITE_IN_PLACE = jax.__version_info__ >= (0, 12)
+
 
 def installed(package: str) -> str | None:
     """The version of a package that is installed."""

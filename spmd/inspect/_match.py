@@ -140,7 +140,9 @@ def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
     names = names_of_parts(piece.of.op_name)
     for name in names if len(names) > 1 else names * sum(missing.values()):
         part = _Piece(piece.of, (), (name,))
-        group = next((one for one in same if missing[id(one)] > 0 and _says(part, one.row)), None)
+        wanting = [one for one in same if missing[id(one)] > 0 and _says(part, one.row)]
+        # The text of a call says more than the primitive and the line of a raw one.
+        group = min(wanting, key=lambda one: not isinstance(one.row.text, CallName), default=None)
         if group is None:
             strange.append(name)
         elif left >= group.elements:

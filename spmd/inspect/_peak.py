@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from spmd._compat import REDUCTIONS_REPEAT
+from spmd._compat import BRANCHES_WRITE_IN_PLACE, REDUCTIONS_REPEAT
 from spmd._jaxprs import Held
 from spmd._walker import Domain, walk
 from spmd.inspect._records import PRIMITIVES
@@ -328,7 +328,7 @@ class Peak(Domain):
                 self._read(ends[-1])
         self._copies = outer
         made = [self._made(var, None, reuses=True) for var in eqn.outvars]
-        for node, *same in zip(made, *ends, strict=True):
+        for node, *same in zip(made, *ends, strict=True) if BRANCHES_WRITE_IN_PLACE else ():
             node.ends_as = tuple(one for one in same if begin in dict(one.tick.around))
         return made
 

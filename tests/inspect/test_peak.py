@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import spmd
+from spmd._compat import BRANCHES_WRITE_IN_PLACE
 from spmd.inspect._peak import Peak
 from spmd.inspect._work import size_bytes
 from tests.benchmarks.memory import BOUNDS, PROGRAMS, QUICK, compared, example, same_order
@@ -167,7 +168,7 @@ def residuals(x):
         (groups_of_rows, 5, 5),
         (ready_together, 5, 5),
         (one_after_another, 2, 2),
-        (a_branch_of_two, 2, 2),
+        (a_branch_of_two, *(2, 2) if BRANCHES_WRITE_IN_PLACE else (3, 3)),
         (a_loop_of_one_round, 1, 1),
         (dimensions_of_one, 1, 1),
         (joined_rows, 1, 1.5),
@@ -193,6 +194,7 @@ def sums_in_branches(x):
     return lax.scan(add, x, jnp.ones((3, 1)))[0].sum()
 
 
+@pytest.mark.skipif(not BRANCHES_WRITE_IN_PLACE, reason="an older compiler makes a copy")
 def test_a_branch_adds_to_a_carry_where_it_lies():
     fused, unfused = standing(sums_in_branches, X)
     assert (fused, unfused) == pytest.approx((2, 3), abs=0.2)
