@@ -168,7 +168,7 @@ def residuals(x):
         (groups_of_rows, 5, 5),
         (ready_together, 5, 5),
         (one_after_another, 2, 2),
-        (a_branch_of_two, *(2, 2) if BRANCHES_WRITE_IN_PLACE else (3, 3)),
+        (a_branch_of_two, 3 - BRANCHES_WRITE_IN_PLACE, 3 - BRANCHES_WRITE_IN_PLACE),
         (a_loop_of_one_round, 1, 1),
         (dimensions_of_one, 1, 1),
         (joined_rows, 1, 1.5),
