@@ -21,7 +21,7 @@ from spmd._compat import installed
 from spmd._processes import forgotten
 from spmd._progress import shown_if_slow
 from spmd._table import Table
-from spmd._topologies import is_description, topology_devices
+from spmd._topologies import topology_devices
 from spmd.accelerators import PRESETS
 from spmd.checker import check, rules
 from spmd.cluster import initialize
@@ -200,7 +200,7 @@ def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
     count = math.prod(axes.values())
     if (compiles or target) and axes:
         use_cpu_devices(1 if target else count)
-    devices = topology_devices(target, count if is_description(target) else None) if target and axes else None
+    devices = topology_devices(target, count) if target and axes else None
     named: dict[str, Any] = axes
     mesh = make_mesh(abstract=not (compiles or target), devices=devices, **named) if axes else None
     dtypes = {}

@@ -29,38 +29,36 @@ def topology_devices(target: str | os.PathLike[str], count: int | None = None, *
       target: For GPUs the file with XLA's description of one, such as `h100_sxm.txtpb`: they lie in
         `xla/backends/gpu/target_config/specs` of https://github.com/openxla/xla. For TPUs the name of a slice:
         "v5p:2x2x2".
-      count: The number of GPUs. The name of a slice says how many TPUs there are.
+      count: The number of devices. The name of a slice of TPUs says it too, and may say it alone.
       per_host: The GPUs of one host.
 
     Returns:
       The devices, for `spmd.make_mesh(devices=...)`.
 
     Raises:
-      MeshError: If the compiler is not installed or does not know the target, if the file does not exist, or if the
-        GPUs do not fill their hosts.
+      MeshError: If the compiler is not installed or does not know the target, if the file does not exist, if the GPUs
+        do not fill their hosts, or if the slice has another number of TPUs.
 
     Example:
       >>> import spmd
       >>> devices = spmd.topology_devices("v5p:2x2x2")  # doctest: +SKIP
       >>> mesh = spmd.make_mesh(dp=2, tp=4, devices=devices)  # doctest: +SKIP
     """
-    known = isinstance(target, str | os.PathLike) and bool(os.fspath(target))
-    shown = os.fspath(target) if known else target
+    shown = os.fspath(target) if isinstance(target, os.PathLike) else target
     call = f"topology_devices({shown!r}{'' if count is None else f', {count!r}'})"
-    if not known:
+    if not isinstance(target, str | os.PathLike):
         rule = f"the target is a file or the name of a slice, not {kind_of(target)}."
         raise MeshError(rule, call=call, advice='"h100_sxm.txtpb", or "v5p:2x2x2"')
-    if is_description(target):
+    if Path(target).suffix == _DESCRIPTION:
         return _devices(call, "cuda", "cuda", _gpus(call, Path(target), count, per_host))
-    if count is not None:
-        rule = "the name of a slice says how many TPUs there are."
-        raise MeshError(rule, call=call, advice=f"leave out count; a file of a GPU ends with {_DESCRIPTION}")
-    return _devices(call, str(target), "tpu", {})
-
-
-def is_description(target: str | os.PathLike[str] | None) -> bool:
-    """Whether a target is the file of a GPU."""
-    return target is not None and Path(target).suffix == _DESCRIPTION
+    if ":" not in os.fspath(target):
+        rule = f"the target is a file that ends with {_DESCRIPTION}, or the name of a slice of TPUs with its shape."
+        raise MeshError(rule, call=call, advice=f'"v5p:2x2x2", or the description of a GPU, such as one of {_WHERE}')
+    found = _devices(call, os.fspath(target), "tpu", {})
+    if count not in (None, len(found)):
+        rule = f"the slice has {len(found)} TPUs, not {count}."
+        raise MeshError(rule, call=call, advice="another slice, or no count")
+    return found
 
 
 def _gpus(call: str, file: Path, count: Any, per_host: Any) -> dict[str, str]:

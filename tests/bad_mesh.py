@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from unittest import mock
 
 import jax
@@ -73,14 +74,21 @@ def a_target_that_is_a_number(mesh):
 
 
 @bad
-def a_slice_with_a_count(mesh):
-    spmd.topology_devices("v5p:2x2x2", 8)
+def a_slice_with_another_count(mesh):
+    found = types.SimpleNamespace(devices=jax.devices()[:8])
+    with mock.patch.object(topologies, "get_topology_desc", return_value=found):
+        spmd.topology_devices("v5p:2x2x2", 16)
 
 
 @bad
 def a_slice_without_its_compiler(mesh):
     with mock.patch.object(topologies, "get_topology_desc", side_effect=NotImplementedError):
         spmd.topology_devices("v5p:2x2x2")
+
+
+@bad
+def a_machine_for_a_target(mesh):
+    spmd.topology_devices("h100", 8)
 
 
 @bad

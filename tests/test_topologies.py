@@ -42,7 +42,8 @@ def test_gpus_fill_their_hosts(asked, described, count, per_host, topology):
 
 def test_a_slice_of_tpus_is_named(asked):
     mesh = spmd.make_mesh(dp=2, tp=4, devices=topology_devices("v5p:2x2x2"))
-    assert asked == [("v5p:2x2x2", "tpu", {})] and mesh.size == 8
+    assert topology_devices("v5p:2x2x2", 8) == list(mesh.devices.flat)
+    assert asked == [("v5p:2x2x2", "tpu", {})] * 2 and mesh.size == 8
 
 
 def test_what_the_compiler_does_not_know(monkeypatch, described):

@@ -1,11 +1,12 @@
 """A transformer block (FSDP x tensor x sequence parallel, forward and backward): `spmd` beside hand-written JAX.
 
     python tests/benchmarks/llama_block.py [--json FILE] [--quick]
+    python tests/benchmarks/llama_block.py --target h100_sxm.txtpb     as `spmd explain --target`: nothing is run
 
 Compares the same block written with `jax.shard_map` by hand, in `spmd` strings, from the layers of `spmd.nn`, in
 `spmd`'s auto mode, and by plain GSPMD constraints: the collectives of the compiled programs and their bytes, their
-temporary memory, the time to trace and lower, and the cost of a warm call. Exits with 1 where the collectives or bytes
-of the first three differ.
+temporary memory and kernels, the time to trace and lower, and the cost of a warm call. Exits with 1 where the
+collectives or bytes of the first three differ.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import gc
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -275,15 +277,20 @@ def call_times(mesh: Mesh, repeats: int = 60, calls: int = 50) -> dict[str, list
 # -------------------- the table
 
 
-def compare(dp: int, tp: int, sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Everything that is measured on one mesh."""
-    mesh = spmd.make_mesh(dp=dp, tp=tp)
+def kernels(program: Any) -> int:
+    """How many fusions, products and calls of libraries a compiled program has."""
+    return len(re.findall(r" (?:fusion|dot|custom-call)\(", program.as_text()))
+
+
+def compare(dp: int, tp: int, sizes: Sizes, repeats: int, devices: Any = None) -> dict[str, Any]:
+    """Everything that is measured on one mesh. On devices that are given nothing is run."""
+    mesh = spmd.make_mesh(dp=dp, tp=tp, devices=devices)
     names = list(blocks(mesh))
     programs = {name: compiled(name, mesh, sizes) for name in names}
     found = {name: collectives(program, mesh=mesh) for name, program in programs.items()}
     trace_times(names, mesh, sizes, 1)  # imports, and caches of ours
     traced = trace_times(names, mesh, sizes, repeats)
-    calls = call_times(mesh)
+    calls = call_times(mesh) if devices is None else {}
     median = statistics.median
     return {
         "mesh": {"dp": dp, "tp": tp},
@@ -292,10 +299,11 @@ def compare(dp: int, tp: int, sizes: Sizes, repeats: int) -> dict[str, Any]:
         "bytes": {name: found[name].total_bytes for name in names},
         "kinds": {name: kinds(found[name]) for name in names},
         "temp_bytes": {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()},
+        "kernels": {name: kernels(program) for name, program in programs.items()},
         "trace_lower_ms": {name: 1e3 * median(times) for name, times in traced.items()},
         "trace_lower_ratio": median(a / b for a, b in zip(traced["spmd"], traced["hand"], strict=True)),
         "call_us": {name: 1e6 * median(times) for name, times in calls.items()},
-        "call_ratio": median(a / b for a, b in zip(calls["spmd"], calls["hand"], strict=True)),
+        "call_ratio": median(a / b for a, b in zip(calls["spmd"], calls["hand"], strict=True)) if calls else None,
         "same": kinds(found["hand"]) == kinds(found["spmd"]) == kinds(found["spmd.nn"]),
     }
 
@@ -304,14 +312,16 @@ def show(result: dict[str, Any]) -> None:
     """One table."""
     mesh = " x ".join(f"{axis}{n}" for axis, n in result["mesh"].items())
     print(f"\n{mesh}: ideal {result['ideal_bytes'] / MiB:.2f} MiB sent per device (without the norms' gradients)")
-    print(f"{'':12}{'MiB/device':>11}  {'temp MiB':>8}  {'trace+lower':>11}  collectives")
+    print(f"{'':12}{'MiB/device':>11}  {'temp MiB':>8}  {'kernels':>7}  {'trace+lower':>11}  collectives")
     for name, size in result["bytes"].items():
         counts = ", ".join(f"{n} {kind}" for kind, n in result["counts"][name].items())
-        temp = result["temp_bytes"][name] / MiB
-        print(f"{name:12}{size / MiB:11.2f}  {temp:8.1f}  {result['trace_lower_ms'][name]:8.0f} ms  {counts}")
+        temp, ours = result["temp_bytes"][name] / MiB, result["kernels"][name]
+        took = result["trace_lower_ms"][name]
+        print(f"{name:12}{size / MiB:11.2f}  {temp:8.1f}  {ours:7}  {took:8.0f} ms  {counts}")
     print(f"trace + lower, spmd / hand: {result['trace_lower_ratio']:.2f}")
     calls = result["call_us"]
-    print(f"warm call: hand {calls['hand']:.0f} us, spmd {calls['spmd']:.0f} us, ratio {result['call_ratio']:.2f}")
+    if calls:
+        print(f"warm call: hand {calls['hand']:.0f} us, spmd {calls['spmd']:.0f} us, ratio {result['call_ratio']:.2f}")
     print(
         "hand, spmd and spmd.nn:",
         "identical collectives and bytes" if result["same"] else "DIFFERENT collectives or bytes",
@@ -323,11 +333,13 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--quick", action="store_true", help="one mesh, three repeats")
     parser.add_argument("--repeats", type=int, default=None, help="repeats of trace and lower (5)")
+    parser.add_argument("--target", metavar="WHAT", help="devices that are not here: h100_sxm.txtpb, v5p:2x2x2")
     options = parser.parse_args()
     spmd.use_cpu_devices(8)
+    devices = options.target and spmd.topology_devices(options.target, 8)
     repeats = options.repeats or (3 if options.quick else 5)
     meshes = [(4, 2)] if options.quick else [(4, 2), (2, 4)]
-    results = [compare(dp, tp, Sizes(), repeats) for dp, tp in meshes]
+    results = [compare(dp, tp, Sizes(), repeats, devices) for dp, tp in meshes]
     print(f"jax {jax.__version__}, {jax.default_backend()}, {Sizes()}")
     for result in results:
         show(result)

@@ -1,8 +1,8 @@
 """What a trace tells of memory and of bytes sent, beside what a compiler plans for 8 devices.
 
     python tests/benchmarks/memory.py [--json FILE] [--quick | --holdout | --others | --large]
-    python tests/benchmarks/memory.py --cuda h100.txtpb     eight GPUs that need not be there
-    python tests/benchmarks/memory.py --tpu v5p:2x2x2       TPUs that need not be there
+    python tests/benchmarks/memory.py --target h100_sxm.txtpb     for eight GPUs that are not here
+    python tests/benchmarks/memory.py --target v5p:2x2x2          for TPUs that are not here
 
 Small programs of `examples/transformer.py`: dense and experts, meshes of every axis, rings, all-to-alls, pipelines, and
 what is kept for the backward pass. Nothing is run. Prints for each program argument + output + temporary - alias of
@@ -11,8 +11,7 @@ figure, and the bytes that one device sends, as compiled over as written. Exits 
 `--holdout` takes nineteen programs of other sizes, `--others` ten of other kinds: pipelines with the loss inside, latent
 attention, waves and spectra, and `--large` eleven in bfloat16, with the attention of cuDNN where the devices are GPUs.
 
-By default the compiler is that for virtual CPUs. `--cuda` takes a description of a GPU as XLA has them in
-`xla/backends/gpu/target_config/specs`, and needs `pip install "jax[cuda13]"`; `--tpu` needs `pip install "jax[tpu]"`.
+By default the compiler is that for virtual CPUs. For `--target` see `spmd.topology_devices`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import topologies
 
 if __name__ == "__main__":  # run as a file, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -189,14 +187,6 @@ def compared(module: Any, name: str, devices: Sequence[Any]) -> Figures:
     return Figures(memory.total, memory.peak, memory.cautious, written, sent)
 
 
-def described(cuda: Path | None, tpu: str | None) -> Sequence[Any]:
-    """Eight devices to compile for."""
-    if cuda is not None:
-        described = {"target_config": cuda.read_text(), "topology": "1x1x8"}
-        return topologies.get_topology_desc("cuda", "cuda", **described).devices
-    return spmd.use_cpu_devices(8) if tpu is None else topologies.get_topology_desc(tpu, "tpu").devices
-
-
 def example() -> Any:
     """`examples/transformer.py`."""
     sys.path.insert(0, str(ROOT / "examples"))
@@ -219,11 +209,11 @@ def main() -> int:
     parser.add_argument("--holdout", action="store_true", help="other sizes and meshes")
     parser.add_argument("--others", action="store_true", help="other kinds of programs")
     parser.add_argument("--large", action="store_true", help="in bfloat16")
-    parser.add_argument("--cuda", type=Path, metavar="FILE", help="compile for GPUs of this description")
-    parser.add_argument("--tpu", metavar="NAME", help="compile for a slice of TPUs, as in v5p:2x2x2")
+    parser.add_argument("--target", metavar="WHAT", help="devices that are not here: h100_sxm.txtpb, v5p:2x2x2")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # the devices that are here
-    devices = described(options.cuda, options.tpu)
+    devices = spmd.use_cpu_devices(8)
+    if options.target is not None:
+        devices = spmd.topology_devices(options.target, 8)
     module, found = example(), dict[str, Figures]()
     chosen = (options.quick, QUICK), (options.holdout, HOLDOUT), (options.others, OTHERS), (options.large, LARGE)
     for name in next((names for asked, names in chosen if asked), PROGRAMS):

@@ -1,6 +1,7 @@
 """Changes of layout: the planner beside XLA's own resharding, on all pairs of layouts of a 2x2x2 mesh.
 
     python tests/benchmarks/relayout.py [--quick] [--alike] [--json FILE] [--dims 2 3] [--mesh 3 4]
+    python tests/benchmarks/relayout.py --target h100_sxm.txtpb --pairs 300    as `spmd explain --target`: nothing is run
 
 For every pair (2352 of 512 x 512 float32, 11130 of 64 x 64 x 64; with `--quick` a sample of each, with `--alike` one of
 those that differ only in the names of axes and the order of dimensions; other meshes by `--mesh`) both programs are
@@ -198,13 +199,15 @@ def main() -> int:
     parser.add_argument("--alike", action="store_true", help="one of the pairs that differ in names and order only")
     parser.add_argument("--mesh", type=int, nargs="+", help="the sizes of other axes (2 2 2)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--target", metavar="WHAT", help="devices that are not here: h100_sxm.txtpb, v5p:2x2x2")
     options = parser.parse_args()
     axes = dict(zip(AXES, options.mesh, strict=False)) if options.mesh else MESH
     shapes = DIVISIBLE if options.mesh else SHAPES
-    spmd.use_cpu_devices(math.prod(axes.values()))
-    mesh = spmd.make_mesh(**axes)
+    count = math.prod(axes.values())
+    spmd.use_cpu_devices(count)
+    mesh = spmd.make_mesh(devices=options.target and spmd.topology_devices(options.target, count), **axes)
     repeats, size = (5, 512) if options.quick else (15, 2048)
-    print(f"jax {jax.__version__}, {jax.default_backend()}, mesh {', '.join(f'{a}={n}' for a, n in axes.items())}")
+    print(f"jax {jax.__version__}, {options.target or 'cpu'}, mesh {', '.join(f'{a}={n}' for a, n in axes.items())}")
     report: dict[str, Any] = {"jax": jax.__version__}
     wrong: list[Row] = []
     for dims in options.dims:
@@ -216,7 +219,7 @@ def main() -> int:
         show(dims, rows, shapes[dims])
         report[f"{dims}-D"] = [asdict(row) for row in rows]
         wrong += [row for row in rows if is_worse(row) or row.ours != row.planned]
-        if dims == 2 and not options.mesh:
+        if dims == 2 and not options.mesh and not options.target:
             some = [row for row in rows if row.bound]
             worst = sorted(some, key=lambda r: -r.xla / r.ours)[: 4 if options.quick else 8]
             dice = random.Random(1).sample(some, min(len(some), 4 if options.quick else 24))
