@@ -433,7 +433,8 @@ def contradictions(seed: Any) -> tuple[list[str], int]:
     known = 0
     for i, (state, v, one, how) in enumerate(zip(walk.outputs[-1][1], held, alone, lies, strict=True)):
         dims = state.dims[2:]
-        if state.pending or state.different or any(axes is HIDDEN for dim in dims for _, axes in dim):
+        unknown = any(axes is HIDDEN for dim in dims for _, axes in dim)
+        if state.pending or state.different or state.loose or unknown:  # what is loose may lie otherwise
             continue
         known += 1
         try:
