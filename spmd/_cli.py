@@ -198,9 +198,12 @@ def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
     axes, sizes = named_numbers("--mesh", options.mesh), named_numbers("--size", options.size)
     compiles, target = getattr(options, "compile", False), getattr(options, "target", None)
     count = math.prod(axes.values())
+    if target and not axes:
+        rule = "the devices of a target make a mesh, and no mesh is given."
+        raise SpmdError(rule, call=f"--target {target}", advice="--mesh dp=2,tp=4")
     if (compiles or target) and axes:
         use_cpu_devices(1 if target else count)
-    devices = topology_devices(target, count) if target and axes else None
+    devices = topology_devices(target, count) if target else None
     named: dict[str, Any] = axes
     mesh = make_mesh(abstract=not (compiles or target), devices=devices, **named) if axes else None
     dtypes = {}

@@ -91,6 +91,8 @@ def test_a_program_is_compiled_for_devices_that_are_not_here(run, program, monke
         status, out, _ = run("explain", "named.py:build", "--mesh", "dp=4,tp=2", "--target", target)
         assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
     assert asked == [("cuda", "cuda", "1x1x8"), ("v5p:2x2x2", "tpu", None)]
+    status, _, err = run("explain", "named.py:build", "--target", "v5p:2x2x2")
+    assert status == 2 and "no mesh is given" in err and "advice: --mesh dp=2,tp=4" in err
 
 
 def test_a_build_may_have_a_bound_for_search(run, program):
