@@ -3,7 +3,7 @@
 A value is an array that stands in memory from the equation that makes it to the last one that reads it, or a chain of
 elementwise work. A chain is fused into what reads it, unless that needs it whole, as a product, a collective and the
 kernel of a reduction do. Which chains stand is therefore known when all readers are. The compiler makes equal values
-once.
+once. A result has a place of its own, where other values stand before it is made, one after another.
 
 What stands is a kernel, and kernels run in the order of XLA's compiler for CPUs: those that are ready first, first. So
 all readers of a value run before what reads their results, and more stands than in the order of the trace. A compiler

@@ -53,8 +53,9 @@ class Memory:
     def cautious(self) -> int:
         """`peak` if no elementwise chain is fused and nothing is written where an operand lay, or a tenth above `peak`.
 
-        It is the larger of both. The estimate was at most 9 % below the compiler's figure, but for stencils and
-        spectra, where the first of the two is the larger one. It is not a bound.
+        It is the larger of both, and not a bound. For programs of a transformer the estimate was at most 10 % below the
+        figure of the compiler for CPUs. It was at most 8 % below that for H100s in bfloat16, and up to 29 % in float32,
+        where attention writes its scores.
         """
         return max(self._with(self.unfused), math.ceil(1.1 * self.peak))
 
