@@ -30,7 +30,7 @@ class Findings(tuple[Finding, ...]):
       ...     return x.sum(0)
       >>> findings = spmd.check(column_sums, jax.ShapeDtypeStruct((8, 2), "float32"))
       >>> bool(findings), [str(one.fix) for one in findings]
-      (True, ['psum(result, "d {U:dp} -> d")'])
+      (True, ['spmd.psum(result, "d {U:dp} -> d")'])
     """
 
     _listing: Callable[[Findings], Source] | None
