@@ -20,8 +20,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from spmd._compat import BRANCHES_WRITE_IN_PLACE, REDUCTIONS_REPEAT
-from spmd._jaxprs import Held
+from spmd._jaxprs import Held, shape_of
 from spmd._walker import Domain, walk
 from spmd.inspect._records import PRIMITIVES
 from spmd.inspect._values import ELEMENTWISE, RENAMES, WINDOWS
@@ -54,12 +57,14 @@ class Tick:
       makes: The values that it makes.
       inside: The ticks of a round of the loop that it is, or of each of its branches.
       around: The loops and branches that it is in, from the outermost, each with its number in `inside`.
+      loops: Whether it is a loop.
     """
 
     reads: tuple[Node, ...] = ()
     makes: list[Node] = field(default_factory=list)
     inside: list[list[Tick]] = field(default_factory=list)
     around: tuple[tuple[Tick, int], ...] = ()
+    loops: bool = False
 
     def runs_with(self, other: Tick) -> bool:
         """Whether it may run in the same round as `other`, which is not in it: they are in the same branch of each
@@ -79,6 +84,7 @@ class Node:
       sources: What a chain is made of; None of an array that stands in memory anyway.
       dear: Whether a chain with several readers stands.
       constant: Whether it is made of constants alone.
+      number: The number that it is, if the program says it.
       reuses: Whether it may lie where an operand lay that nothing reads any more.
       read_in: The equations that read it, and what is stacked is read where it is made.
       whole: Whether one of them needs it in memory.
@@ -101,6 +107,7 @@ class Node:
     sources: tuple[Node, ...] | None = None
     dear: bool = False
     constant: bool = False
+    number: np.ndarray | None = None
     reuses: bool = False
     read_in: list[Tick] = field(default_factory=list)
     whole: bool = False
@@ -203,7 +210,10 @@ class Peak(Domain):
         return node
 
     def literal(self, value: Any) -> Node:
-        return self._once(("", repr(value)), lambda: self.constant(None, value))
+        number = np.asarray(value, jax.dtypes.result_type(value))
+        node: Node = self._once(("", number.dtype, number.tobytes()), lambda: self.constant(None, value))
+        node.number = number
+        return node
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """The compiler makes equal values once."""
@@ -227,6 +237,8 @@ class Peak(Domain):
         name = eqn.primitive.name
         if name in RENAMES or _only_reshapes(eqn):
             return operands[: len(eqn.outvars)]
+        if name == "convert_element_type" and operands[0].number is not None:
+            return [self.literal(operands[0].number.astype(eqn.params["new_dtype"]))]
         if name in _PURE:
             return self._once(_key(eqn, operands), lambda: self._computed(eqn, operands))
         return self._computed(eqn, operands)
@@ -337,7 +349,8 @@ class Peak(Domain):
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Node]) -> Sequence[Node]:
         """Each carry has one place, which a round writes anew. Stacks stand from the first round on.
 
-        What repeats a constant is not given to a loop: each round makes it in passing.
+        What repeats a constant is not given to a loop: each round makes it in passing. To a loop in a loop it is,
+        as the compiler does in pipelines.
         """
         if eqn.params.get("length") == 1:
             return self.run(eqn, body, body.of(operands))  # the compiler leaves no loop of it
@@ -345,9 +358,11 @@ class Peak(Domain):
         first = len(body.operands) - sum(body.sliced) - count
         carried = body.operands[first : first + count]
         self._read(operands[i] for i in carried if not operands[i].constant)
-        given = [node for i, node in enumerate(operands) if i not in carried and not node.constant]
+        nested = any(outer.loops for outer, _ in self._around)
+        given = [node for i, node in enumerate(operands) if i not in carried and (nested or not node.constant)]
         self._read([self._new(0), *given])  # behind the first carries, whose places it takes
         begin, outer = self._now, (self._stacks, self._copies)
+        begin.loops = True
         places = [self._made(var, None) for var in eqn.outvars[:count]]
         carries = {i: self._new(0) for i in carried}
         self._stacks, self._copies = {}, {}
@@ -373,11 +388,13 @@ class Peak(Domain):
         return node
 
     def stacked(self, value: Node, result: Any) -> Node:
-        """The compiler keeps one stack of what a body returns twice."""
+        """The compiler keeps one stack of what a body returns twice, but not in a loop in a loop."""
         value.read(value.tick, whole=False)
-        if value not in self._stacks:
-            self._stacks[value] = self._made(result, None)
-        return self._stacks[value]
+        nested = sum(outer.loops for outer, _ in self._around) > 1
+        key = (value, result) if nested else value
+        if key not in self._stacks:
+            self._stacks[key] = self._made(result, None)
+        return self._stacks[key]
 
 
 def _in_order(eqn: Any, side: int) -> bool:
@@ -422,7 +439,7 @@ def _key(eqn: Any, operands: Sequence[Node]) -> Any:
         eqn.primitive,
         str(sorted(eqn.params.items())),
         *operands,
-        *(atom.aval for atom in (*eqn.invars, *eqn.outvars)),
+        *((shape_of(atom), atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars)),
     )
 
 
@@ -534,7 +551,11 @@ def _besides_results(found: Iterable[_Standing]) -> list[_Standing]:
         if one.hosts:
             places.append([one])
             continue
-        free = (place for place in places if all(one.end < other.start or other.end < one.start for other in place))
+        free = (
+            place
+            for place in reversed(places)
+            if all(one.end < other.start or other.end < one.start for other in place)
+        )
         if (place := next(free, None)) is not None:
             place.append(one)
         else:

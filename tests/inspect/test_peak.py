@@ -222,6 +222,37 @@ def test_sums_of_what_is_returned_are_one(mesh):
     assert found.estimated == found.outputs == 2 * 4 * 256 * 256
 
 
+def chosen(depth, x):
+    """A product or a constant, in a loop, or in a loop in a loop."""
+
+    def inner(y):
+        low = jnp.full_like(y, -1)
+        return lax.scan(lambda y, _: (jnp.where(y > 0, y @ x, low), None), y, length=4)[0]
+
+    return inner(x) if depth == 1 else lax.scan(lambda y, _: (inner(y), None), x, length=3)[0]
+
+
+def test_what_repeats_a_constant_stands_in_a_loop_in_a_loop_only():
+    """The compiler makes it again in each round of one loop. Of a loop in a loop, as in pipelines, it may not."""
+    one, two = (standing(lambda x, depth=depth: chosen(depth, x).sum(), X)[0] for depth in (1, 2))
+    assert (one, two) == pytest.approx((2, 3), abs=0.2)
+
+
+def two_constants(one, other):
+    """What they repeat is multiplied in a loop in a loop."""
+
+    def fn(x):
+        a, b = (jnp.broadcast_to(lax.convert_element_type(n, x.dtype), x.shape) for n in (one, other))
+        inner = lambda y: lax.scan(lambda y, _: (y @ a + y @ b, None), y, length=3)[0]
+        return lax.scan(lambda y, _: (inner(y), None), x, length=3)[0].sum()
+
+    return standing(fn, X)[0]
+
+
+def test_equal_constants_are_one_whatever_their_type_was():
+    assert two_constants(-1, -1.0) == two_constants(-1, -1) < two_constants(-1, -2)
+
+
 def test_a_loop_keeps_its_residuals():
     kept, more = standing(residuals, X)
     assert 2 * 5 <= kept <= 2 * 5 + 6  # y and cos(y @ w) of each round, and what a round works on
