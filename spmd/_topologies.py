@@ -71,7 +71,7 @@ def _gpus(call: str, file: Path, count: Any, per_host: Any) -> dict[str, str]:
         rule = f"{count} GPUs do not fill hosts of {per_host}."
         raise MeshError(rule, call=call, advice="another count, or per_host=")
     if not file.is_file():
-        rule = "there is no such file."
+        rule = "the file does not exist."
         raise MeshError(rule, call=call, advice=f"a description of the GPU, such as one of {_WHERE}")
     topology = f"1x{hosts}x{per_host}" if hosts else f"1x1x{count}"  # slices, hosts, devices of a host
     return {"target_config": file.read_text(), "topology": topology}

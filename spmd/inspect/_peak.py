@@ -346,6 +346,11 @@ class Peak(Domain):
 
     # --- loops --------------------------------------------------------------------------------------------
 
+    @property
+    def _loops(self) -> int:
+        """How many loops the walk is in."""
+        return sum(outer.loops for outer, _ in self._around)
+
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Node]) -> Sequence[Node]:
         """Each carry has one place, which a round writes anew. Stacks stand from the first round on.
 
@@ -358,7 +363,7 @@ class Peak(Domain):
         first = len(body.operands) - sum(body.sliced) - count
         carried = body.operands[first : first + count]
         self._read(operands[i] for i in carried if not operands[i].constant)
-        nested = any(outer.loops for outer, _ in self._around)
+        nested = self._loops > 0
         given = [node for i, node in enumerate(operands) if i not in carried and (nested or not node.constant)]
         self._read([self._new(0), *given])  # behind the first carries, whose places it takes
         begin, outer = self._now, (self._stacks, self._copies)
@@ -390,8 +395,7 @@ class Peak(Domain):
     def stacked(self, value: Node, result: Any) -> Node:
         """The compiler keeps one stack of what a body returns twice, but not in a loop in a loop."""
         value.read(value.tick, whole=False)
-        nested = sum(outer.loops for outer, _ in self._around) > 1
-        key = (value, result) if nested else value
+        key = (value, result) if self._loops > 1 else value
         if key not in self._stacks:
             self._stacks[key] = self._made(result, None)
         return self._stacks[key]

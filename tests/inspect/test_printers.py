@@ -142,7 +142,7 @@ ENTRY %main (a: f32[64], b: bf16[16,8], c: f32[8,4]) -> f32[16] {
 """
 
 
-# Rows, the buffer that they go into, and where they go: sizes and places are no part of what is counted.
+# The operands are rows, the buffer that they go into, and sizes and places. Only the rows are counted.
 GPU_RAGGED = r"""HloModule jit_f, is_scheduled=true, num_partitions=8
 
 ENTRY %main (a: f32[64,16], b: f32[32,16], s: s64[4]) -> f32[32,16] {
