@@ -24,7 +24,12 @@ def is_array(leaf: Any) -> bool:
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of `jax.random` keys, or stands for one."""
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return hasattr(leaf, "dtype") and is_key_type(leaf.dtype)
+
+
+def is_key_type(dtype: Any) -> bool:
+    """Whether a dtype is that of `jax.random` keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_foreign(leaf: Any) -> bool:

@@ -372,17 +372,16 @@ def mesh_for(mesh: Any, leaves: Sequence[Any], call: str) -> Mesh | AbstractMesh
         arrays = " no array lives on one," if leaves else ""
         rule = f"the call has no mesh: none was given,{arrays} and jax.set_mesh does not surround it."
         raise MeshError(rule, call=call, advice="as in mesh=spmd.make_mesh(dp=2, tp=4)")
-    one = alone.value
-    return found if one is None or one not in found.axis_names else _without(found, one)
+    return with_sizes(found, dict(resized.value)) if resized.value else found
 
 
-alone = Ambient("alone", None)  # the mesh axis that a trace takes for one device, to see what depends on its size
+resized = Ambient("resized", ())  # other sizes of mesh axes, in pairs, for a trace that shows what depends on them
 
 
-def _without(mesh: Mesh | AbstractMesh, axis: str) -> AbstractMesh:
-    """The same mesh with one device along an axis; it has no devices, and only traces."""
-    sizes = tuple(1 if name == axis else n for name, n in mesh.shape.items())
-    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+def with_sizes(mesh: Mesh | AbstractMesh, sizes: Mapping[str, int]) -> AbstractMesh:
+    """The same mesh with other sizes of some axes; it has no devices, and only traces."""
+    shape = tuple(sizes.get(name, n) for name, n in mesh.shape.items())
+    return AbstractMesh(shape, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def sizes_for(mesh: Any, call: str) -> dict[str, int]:

@@ -7,10 +7,12 @@ not.
 from __future__ import annotations
 
 from spmd.checker._api import InState, OutputFacts, check, check_body, check_jaxpr, explain_output, in_states_of
+from spmd.checker._arbiter import Trial, tried
 from spmd.checker._finding import Finding
 from spmd.checker._findings import Findings, early
 from spmd.checker._rules import Rules, rules
 from spmd.checker._source import line_of
+from spmd.checker._verdict import Verdict
 
 __all__ = [
     "Finding",
@@ -18,6 +20,8 @@ __all__ = [
     "InState",
     "OutputFacts",
     "Rules",
+    "Trial",
+    "Verdict",
     "check",
     "check_body",
     "check_jaxpr",
@@ -26,4 +30,5 @@ __all__ = [
     "in_states_of",
     "line_of",
     "rules",
+    "tried",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,23 +10,20 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import _compat
-from spmd._ambient import Ambient
 from spmd._facts import Gather, gather_around
 from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
+from spmd.checker._arbiter import Trial, collecting, mesh_of_bodies, tried
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, report
 from spmd.checker._lines import listing
 from spmd.checker._report import describe
-from spmd.checker._scale import check_scale
 from spmd.checker._source import called_at, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
+from spmd.checker._verdict import Verdict, confirmed, judge, unknown_lines
 from spmd.errors import ReplicationError
 from spmd.language import Layout
-from spmd.mesh import alone
-
-collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
 
 def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
@@ -75,23 +71,15 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
             told = [one for one in error.findings if isinstance(one, Finding)]
             told = told or [found(error.fault, "layout", line_of_error(error) or called_at())]
-            return Findings(told, partial(listing, error.program, name))
+            return Findings(told, partial(listing, error.program, name), Verdict("wrong", ["It is refused as it is traced"]))
     walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
-    scales = check_scale(jaxpr, _alone(run, arrays, walk.sizes), walk.sizes)
-    none = "no findings" if walk.sizes else f"nothing to check: {name} calls no kernel, and has no jax.shard_map"
-    return Findings(dict.fromkeys((*walk.findings, *scales)), partial(listing, jaxpr, name), none)
-
-
-def _alone(run: Callable[..., Any], arrays: Sequence[Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The program, traced with one device along each axis in turn, for the axes where that is possible."""
-    found = {}
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    for axis, size in sizes.items():
-        if size > 1:
-            with collecting(True), alone(axis), contextlib.suppress(Exception):
-                found[axis] = jax.make_jaxpr(run)(*structs)
-    return found
+    if not walk.sizes:
+        none = Verdict("", [f"{name} calls no kernel, and has no jax.shard_map"])
+        return Findings((), partial(listing, jaxpr, name), none)
+    trial = tried(run, arrays, mesh_of_bodies(jaxpr), walk.sizes)
+    findings = confirmed(dict.fromkeys(walk.findings), trial, name)
+    return Findings(findings, partial(listing, jaxpr, name), judge(findings, trial, unknown_lines(walk, jaxpr)))
 
 
 def check_jaxpr(
@@ -103,6 +91,7 @@ def check_jaxpr(
     arg_layouts: Sequence[Layout] = (),
     how: str = "error",
     always: bool = False,
+    ask: Callable[[], Trial] | None = None,
 ) -> None:
     """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
 
@@ -116,6 +105,7 @@ def check_jaxpr(
       arg_layouts: Their layouts, from which a message tells how to mend a value.
       how: "error", "warn", or "off".
       always: Check even if `check` looks at the whole program later, because this trace ends before that.
+      ask: What the numbers say. They are asked where types suspect something, and decide.
 
     Raises:
       ReplicationError: One for all findings, each with the user's line and the text to paste.
@@ -125,8 +115,9 @@ def check_jaxpr(
     walk = Dataflow(kernel, mesh_axes)
     walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
+    found = dict.fromkeys(walk.findings)
     try:
-        report(kernel, walk.findings, how)
+        report(kernel, confirmed(found, ask(), kernel) if found and ask else found, how)
     except ReplicationError as error:
         error.program = closed_jaxpr
         raise

@@ -93,8 +93,7 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
         scope = scope & frozenset(eqn.params["axes"])
     # A device may have added to its own block with margins what a deposit brings to others.
     scope = scope - {axis for dim in layout.dims if any(dim.margin) for axis in dim.axes}
-    placed = walk.with_one is not None and eqn.params["role"] == "result"  # by another trace, and a verb knows better
-    if not walk.inside_verb(eqn) and not placed:
+    if not walk.inside_verb(eqn):
         known = len(walk.findings)
         _check(walk, eqn, state, claim, places, scope)
         if len(walk.findings) > known and claim.ellipsis and places is not None:  # said once
@@ -105,13 +104,11 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
 
 def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]) -> None:
     role = eqn.params["role"]
-    # A carry that went through a piece is a term of a sum, if it adds; whoever says so knows. So are rows beside zeros.
-    sums = {(kind, axis) for kind in ("recurrence", "rows") for axis in claim.unreduced}
-    pending = [p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums]
+    # A carry that went through a piece is a term of a sum, if it adds; whoever says so knows.
+    sums = {("recurrence", axis) for axis in claim.unreduced}
+    found = (p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums)
+    pending = sorted(found)
     if pending and role != "result":
-        pending = walk.left(eqn.invars[0], pending)
-        if not pending:
-            return
         first = walk.made_pending[min(p.at for p in pending)]
         kind = "partial" if all(p.kind == "term" for p in pending) else "pending"
         walk.note(eqn, kind, report.pending_claimed(walk, eqn, pending), where=first)

@@ -12,7 +12,6 @@ from spmd._facts import per_shard_reason
 from spmd._jaxprs import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report import copies_reduced, gathered_out_of_order, nonlinear_use, not_completed
-from spmd.checker._source import called_in_jax
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -77,8 +76,8 @@ def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name
         _check_copies(walk, eqn, operand, axes)
     elif operand.partial & over and not operand.zero:
         walk.fault(eqn, operand.partial & over, "nonlinear", nonlinear_use)
-    wrong = [p for p in operand.pending - pending if p.kind in WRONG and COMPLETES.get(p.kind) != name]
-    if wrong and (wrong := walk.left(atom, wrong)):
+    wrong = sorted(p for p in operand.pending - pending if p.kind in WRONG and COMPLETES.get(p.kind) != name)
+    if wrong:
         walk.fault(eqn, {p.axis for p in wrong}, "pending", lambda w, e, a: not_completed(w, e, a, wrong))
     blocks = over & operand.divided
     dims = hide(operand.dims, tuple(blocks)) if blocks else operand.dims
@@ -101,7 +100,7 @@ def _check_copies(walk: Engine, eqn: Any, operand: State, axes: Axes) -> None:
     equal = [a for a in axes if a not in operand.axes]
     if not equal or operand.zero or operand.number or operand.loose:
         return
-    if called_in_jax(eqn, "pmean") or any(dim[0][1] is HIDDEN for dim in operand.dims):
+    if any(dim[0][1] is HIDDEN for dim in operand.dims):
         return
     walk.fault(eqn, equal, "copies", copies_reduced)
 

@@ -92,14 +92,10 @@ class Dataflow(Engine):
             return
         differentiated = any(map(is_differentiated, (eqn, *self.callers)))
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
-            atom = opened(eqn.params["jaxpr"])[0].outvars[index]
             made = [p for p in state.pending if p.axis in self.checked and p.kind not in QUIET]
             if made and differentiated and self.history.only_for_derivatives(eqn.outvars[index]):
                 continue
-            pending = self.left(atom, made)
-            if made and not pending:
-                continue
-            if pending:
+            if pending := sorted(made):
                 fault = report.pending_returned(self, eqn, index, pending, spec)
                 self.note(eqn, "pending", fault, where=self.made_pending[pending[0].at], certain=False)
                 continue

@@ -23,8 +23,7 @@ from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._instead import in_place_of_optax
 from spmd.checker._linear import LINEAR
-from spmd.checker._rows import zeros_for_others
-from spmd.checker._source import called_at, called_in_jax, is_differentiated, is_transposed, line_of
+from spmd.checker._source import called_at, is_transposed, line_of
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -48,10 +47,7 @@ from spmd.checker._state import (
     size_of,
     unify,
 )
-from spmd.checker._statistics import Statistics
 from spmd.checker._table import TABLE, Entry, Map
-from spmd.checker._undone import Undone
-from spmd.checker._values import Values
 from spmd.errors import Fault
 from spmd.language import Layout
 
@@ -70,12 +66,6 @@ LARGEST_CONSTANT = 1_000_000
 
 # The place of an axis in a dimension of several factors, larger than all others: a step of a loop loses their order.
 NESTED = 63
-
-# JAX's own functions of single elements. Their loop runs until all have converged; one that has stays as it is.
-EACH_ALONE = ("random_gamma_grad_impl", "_poisson_knuth", "_poisson_rejection")
-
-# How `jnp.searchsorted` looks for elements.
-RANKS = frozenset(f"_searchsorted_{how}_impl" for how in ("scan", "sort", "compare_all"))
 
 # A single element of which nobody knows which dimension it is of fits any layout.
 ONE = hidden(1)
@@ -99,8 +89,6 @@ class Engine(Domain):
       root: The jaxpr that is walked, for those who look again.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
-      columns: For indices that were put together, `x[i, j]`, what stands for each dimension.
-      with_one: For mesh axes of which a trace with one device is at hand: the shape of an equation's result in it.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -116,7 +104,6 @@ class Engine(Domain):
         self.arg_layouts: tuple[Layout, ...] = ()
         self.varying: Sequence[Axes] = ()
         self.root: Any = None
-        self.with_one: Callable[[Any], Mapping[str, Sequence[int]]] | None = None
         self.findings: list[Finding] = []
         self.outputs: list[tuple[Any, list[State]]] = []
         self._numbers: dict[int, int] = {}
@@ -124,13 +111,10 @@ class Engine(Domain):
         self._states: dict[State, State] = {}
         self._loops: list[Any] = []
         self._uniform = [False]  # of each loop around, whether all that it slices is constant along its rows
-        self._diverged = self._each_alone = False
+        self._diverged = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
-        self.columns: dict[Any, Sequence[State]] = {}
         self._history: History | None = None
-        self._values: Values | None = None
-        self._statistics: Statistics | None = None
         self._blamed: dict[Any, Finding] = {}
 
     # --- what messages ask -----------------------------------------------------------------------------------
@@ -142,37 +126,11 @@ class Engine(Domain):
             self._history = History(self.root, self.arg_names, self.varying, self.arg_layouts)
         return self._history
 
-    @property
-    def values(self) -> Values:
-        """Which variables hold one value."""
-        if self._values is None:
-            self._values = Values(self.history)
-        return self._values
-
-    def meant(self, eqn: Any, axes: Iterable[str]) -> bool:
-        """Whether an equation works on a sum of which the program knows that it is a device's own."""
-        if self._statistics is None:
-            known = self.known
-            divided = lambda var: known[var].divided if var in known else None
-            self._statistics = Statistics(self.history, self.values, divided)
-        return all(self._statistics.meant(eqn, axis) for axis in axes)
-
-    def left(self, atom: Any, pending: Iterable[Pending]) -> list[Pending]:
-        """What was done to pieces and is not undone before a value is made."""
-        pending = sorted(pending)
-        if not pending:
-            return pending
-        undone = Undone(self.history, self.values, atom)
-        done = {p for p in pending if undone.has(self.made_pending[p.at][0])}
-        axes = {p.axis for p in pending if p not in done}
-        return [p for p in pending if p.axis in axes]
-
     def fault(self, eqn: Any, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:
         """Keep a fault of the user's. Faults in what JAX wrote, and inside our own verbs, are not the user's."""
         axes = [a for a in self.sizes if a in self.checked.intersection(axes)]
-        ours = self.silent(eqn) or called_in_jax(eqn, "_scatter_jvp")  # it numbers the updates of a piece
-        sums = kind in ("nonlinear", "mixed")
-        if self.active and axes and not ours and not (sums and self.meant(eqn, axes)):
+        if self.active and axes and not self.silent(eqn):
+            sums = kind in ("nonlinear", "mixed")
             fault, other = describe(self, eqn, axes), in_place_of_optax(eqn) if sums else None
             self.note(eqn, kind, fault if other is None else replace(fault, fix=None, advice=other))
 
@@ -284,8 +242,6 @@ class Engine(Domain):
         same = _unchanged(operands) if entry.says == "elementwise" else None
         if same is not None:
             return [same]
-        if name == "select_n" and (others := zeros_for_others(self, eqn, operands)):
-            return [self._lacking(eqn, out, others) for out in self._apply(entry, eqn, operands)]
         for operand in operands:
             if operand.table is None:
                 break
@@ -302,11 +258,6 @@ class Engine(Domain):
         if len(self.findings) == found and not any(o.partial for o in operands) and not any(o.pending for o in outs):
             self._memo[key] = operands, outs
         return outs
-
-    def _lacking(self, eqn: Any, state: State, axes: frozenset[str]) -> State:
-        """A value that lacks the rows of other devices along these axes."""
-        pending = state.pending | {Pending("rows", axis, self.number(eqn)) for axis in axes - state.divided}
-        return self.kept(state._replace(different=state.different - axes, pending=pending))
 
     def counted(self, eqn: Any, operands: Sequence[State], outs: list[State]) -> list[State]:
         """The results, with the integers that each device holds where shapes and `axis_index` decide them."""
@@ -407,8 +358,8 @@ class Engine(Domain):
                 elif have == ONE:
                     have = dim
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
-                if both is None and m.whole.get(label) == "sort" and self._numbers_places(eqn, operands):
-                    both = have if axes_of_dim(have) else dim  # an argsort: places in a piece that is sorted
+                if both is None and m.whole.get(label) == "sort" and any(o.number for o in operands):
+                    both = have if axes_of_dim(have) else dim  # places in a piece that is sorted
                 if both is None:
                     if label not in m.reduced or not _factors_meet(operands, have, dim):
                         wrong.append((have, dim))
@@ -419,11 +370,6 @@ class Engine(Domain):
         if wrong:
             self.disagree(eqn, operands, wrong)
         return labels, lost
-
-    def _numbers_places(self, eqn: Any, operands: Sequence[State]) -> bool:
-        """Whether JAX numbers the places of a piece that it sorts: in an argsort, and in the derivative of a sort."""
-        ours = called_in_jax(eqn, "argsort") or any(map(is_differentiated, (eqn, *self.callers)))
-        return ours and any(o.number for o in operands)
 
     def disagree(self, eqn: Any, operands: Sequence[State], dims: Sequence[tuple[Dim, Dim]]) -> None:
         """Two operands lie differently along these dimensions."""
@@ -499,13 +445,6 @@ class Engine(Domain):
         pending = frozenset(Pending(UNREAD, axis, -1) for o in operands for axis in o.axes)
         return [self.kept(State(tuple(map(hidden, shape_of(v))), pending=pending)) for v in eqn.outvars]
 
-    def call(self, eqn: Any, part: Held, operands: Sequence[State]) -> Sequence[State]:
-        """A call. Ranks in a piece may be meant as terms of a sum; newer JAX has a primitive for them, and no loop."""
-        ranks = eqn.params.get("name") in RANKS and called_in_jax(eqn, "searchsorted")
-        if ranks and operands[0].axes:
-            return self.unknown(eqn, operands)
-        return super().call(eqn, part, operands)
-
     # --- loops and branches ------------------------------------------------------------------------------------
 
     def sliced(self, value: State, operand: Any) -> State:
@@ -550,14 +489,11 @@ class Engine(Domain):
         )
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
-        before = self._each_alone
-        self._each_alone = test is not None and any(called_in_jax(eqn, name) for name in EACH_ALONE)
         self.enter_loop(eqn, body, operands)
         short = test is None and _moves_blocks(eqn, body)
         outs = self._in_turn(eqn, body, operands) if short else super().loop(eqn, body, test, operands)
         outs = list(map(self.carried, outs))
         self.leave_loop()
-        self._each_alone = before
         return outs
 
     def settle(self, once: Callable[[Sequence[State]], list[State]], carry: Sequence[State]) -> list[State]:
@@ -634,8 +570,6 @@ class Engine(Domain):
             value = self.kept(value._replace(dims=dims, different=value.different | lost, table=None, places=()))
         if not predicate.axes:
             return value
-        if self._each_alone:
-            return self.kept(value._replace(different=value.different | (predicate.axes - value.axes), table=None))
         unknown = NONE if self._diverged else {p.axis for p in predicate.pending}  # a fault is told once
         pending = value.pending if self._diverged else value.pending | predicate.pending
         different = value.different | (predicate.axes - unknown - value.divided)

@@ -9,6 +9,7 @@ from spmd._table import Table, html_page
 from spmd.checker._finding import Finding, found
 from spmd.checker._listing import Source
 from spmd.checker._source import called_at
+from spmd.checker._verdict import Verdict
 from spmd.errors import ReplicationError, SpmdError, warn
 
 
@@ -21,7 +22,10 @@ def early(error: ReplicationError, line: str) -> ReplicationError:
 class Findings(tuple[Finding, ...]):
     """All findings of one check, in the order of the program. Empty and falsy if there are none.
 
-    Printed, it shows all messages.
+    Printed, it shows all messages; without findings, the verdict.
+
+    Attributes:
+      verdict: What is known of the program: proved, tested, wrong or not tested.
 
     Example:
       >>> import jax, spmd
@@ -33,37 +37,37 @@ class Findings(tuple[Finding, ...]):
       (True, ['spmd.psum(result, "d {U:dp} -> d")'])
     """
 
+    verdict: Verdict
     _listing: Callable[[Findings], Source] | None
-    _none: str
 
     def __new__(
         cls,
         findings: Iterable[Finding] = (),
         listing: Callable[[Findings], Source] | None = None,
-        none: str = "no findings",
+        verdict: Verdict | None = None,
     ) -> Self:
         self = super().__new__(cls, findings)
-        self._listing, self._none = listing, none
+        self._listing, self.verdict = listing, verdict or Verdict("")
         return self
 
     def __reduce__(self) -> Any:
         """Another process gets the findings without their program: a jaxpr cannot be pickled."""
-        return type(self), (tuple(self), None, self._none)
+        return type(self), (tuple(self), None, self.verdict)
 
     def __str__(self) -> str:
         if len(self) < 2:
-            return str(self[0]) if self else self._none
+            return str(self[0]) if self else str(self.verdict)
         return "\n\n".join(f"({i}) {one}" for i, one in enumerate(self, start=1))
 
     def _repr_html_(self) -> str:
         rows = [(one.kind, one.line, str(one)) for one in self]
         tables = [Table(rows, ("kind", "line", "message"))] if rows else []
         heading = "1 finding" if len(self) == 1 else f"{len(self)} findings"
-        return html_page(heading, tables, empty="" if rows else self._none)
+        return html_page(heading, tables, empty="" if rows else str(self.verdict))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {"findings": [one.to_dict() for one in self]}
+        return {"verdict": self.verdict.to_dict(), "findings": [one.to_dict() for one in self]}
 
     def source(self) -> Source:
         """Show the program as it is written, with the inferred layouts beside each line.

@@ -235,7 +235,6 @@ KINDS = {
     "recurrence": "a loop", "pairs": "a product of one piece with another", "update": "an update",
     "gather": "a gather along another dimension", "xor": "an xor",
     "term": "a slice of a partial sum, this device's block of its own term,",
-    "rows": "a take of rows, with zeros for those of other devices,",
 }  # fmt: skip
 
 COMPLETED = {
@@ -251,7 +250,6 @@ COMPLETED = {
     "recurrence": "gather the sequence over {along}, or divide another dimension",
     "pairs": "gather one of the two over {along}, or pass its blocks around",
     "term": "lax.psum_scatter over {along} in place of the slice",
-    "rows": "lax.psum or lax.psum_scatter over {along}, which adds up what the devices have",
     "index": "spmd.take, or the index less where this device's block begins",
 }
 

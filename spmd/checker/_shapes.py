@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 import spmd.checker._integers as integers
@@ -14,10 +13,8 @@ import spmd.checker._order as orders
 import spmd.checker._places as places
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
-from spmd.checker._columns import counted, fitted, varied
 from spmd.checker._engine import Engine
 from spmd.checker._linear import Linear, curved, fetches, passes, product, sums
-from spmd.checker._source import called_in_jax
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -89,24 +86,12 @@ def _beside(operand: State, known: Iterable[str]) -> State:
 # --- reshape --------------------------------------------------------------------------------------------------
 
 
-def _numbers_updates(eqn: Any, operand: State) -> bool:
-    """Whether JAX's derivative of a scatter numbers its updates here: from 0 on each device, in their shape.
-
-    The numbers say which update was the last to be written. They are not positions.
-    """
-    aval = eqn.invars[0].aval
-    counts = operand.number and aval.ndim == 1 and jnp.issubdtype(aval.dtype, jnp.unsignedinteger)
-    return counts and called_in_jax(eqn, "scatter")
-
-
 def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Merge runs of dimensions into one list of factors, and take it apart again."""
     operand = operands[0]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if 0 in old:
         return [walk.kept(State(tuple(map(hidden, new)), different=operand.axes, zero=operand.zero))]
-    if _numbers_updates(eqn, operand):
-        return walk.unknown(eqn, operands)
     dims: list[Dim] = [free(n) for n in new]
     ones = {a for n, dim in zip(old, operand.dims, strict=True) if n == 1 for a in axes_of_dim(dim)}
     loose = bool(ones) and old.count(1) != new.count(1)
@@ -134,40 +119,7 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             dims[d] = hidden(new[d]) if doubt or not ones.isdisjoint(axes_of_dim(dim) if loose else ()) else dim
         ambiguous = False
         ending = after if len(factors) > 1 and factors[-1][0] == 1 and is_divided(factors[-1][1]) else ()
-    if any(axes is HIDDEN for dim in dims for _, axes in dim) or operand.divided.difference(*map(axes_of_dim, dims)):
-        dims = _where_blocks_went(walk, eqn, operand, dims)
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims)])
-
-
-def _where_blocks_went(walk: Engine, eqn: Any, operand: State, dims: list[Dim]) -> list[Dim]:
-    """The dimensions of a reshape that nobody could place by local sizes alone. With one device along an axis, the one
-    that the axis divides is larger by the size of the axis."""
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    larger = walk.with_one(eqn) if walk.with_one else {}
-    found: dict[int, tuple[str, ...]] = {}
-    elsewhere: set[int] = set()  # how many elements are before a block of which nobody knows where it went
-    for d, dim in enumerate(operand.dims):
-        held = axes_of_dim(dim)
-        if any(axes is HIDDEN for _, axes in dim) or held != (dim[0][1] if is_divided(dim[0][1]) else ()):
-            return dims
-        if not held:
-            continue
-        places = {_grown(new, larger.get(axis, ()), walk.sizes[axis]) for axis in held}
-        place, before = places.pop(), math.prod(old[:d])
-        if places or place is None or place <= max(found, default=-1) or math.prod(new[:place]) != before:
-            elsewhere.add(before)
-        else:
-            found[place] = held
-    clear = [math.prod(new[:d]) not in elsewhere for d in range(len(new))]
-    known = [plain(n) if ok and dim[0][1] is HIDDEN else dim for n, ok, dim in zip(new, clear, dims, strict=True)]
-    return [normal([(new[d], found[d])]) if d in found and clear[d] else dim for d, dim in enumerate(known)]
-
-
-def _grown(shape: Sequence[int], other: Sequence[int], times: int) -> int | None:
-    """The one dimension that is larger in another shape, so many times."""
-    places = [d for d, (n, m) in enumerate(zip(shape, other, strict=False)) if n != m]
-    one = len(shape) == len(other) and len(places) == 1 and other[places[0]] == times * shape[places[0]]
-    return places[0] if one else None
 
 
 def _apart(factors: Sequence[Factor], sizes: Sequence[int]) -> list[Dim]:
@@ -313,7 +265,7 @@ def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> 
 def _concatenate(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Arrays one after another, along a dimension that is not divided; the others agree."""
     along, shape = eqn.params["dimension"], shape_of(eqn.outvars[0])
-    [out] = walk.counted(eqn, operands, _joined(walk, eqn, fitted(walk, eqn, operands), along, shape))
+    [out] = walk.counted(eqn, operands, _joined(walk, eqn, operands, along, shape))
     constant = all(axes is FREE for o in operands for _, axes in o.dims[along])
     if constant and out.table is not None and integers.is_constant(out.table, along):
         dims = (*out.dims[:along], free(shape[along]), *out.dims[along + 1 :])
@@ -457,8 +409,6 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     own = _own_rows(walk, operand, indices, numbers, before)
     blocks = _own_window(walk, eqn, operand, indices)
     rows = list(indices.dims[:-1] if own is None else own)
-    by_number, known_rows = counted(walk, eqn, operands, numbers.start_index_map)
-    rows = [known_rows.get(i, dim) for i, dim in enumerate(rows)]
     for d, i in zip(batching, getattr(numbers, "start_indices_batching_dims", ()), strict=True):
         both = unify(rows[i], operand.dims[d], indices.different, operand.different)
         rows[i] = both or hidden(size_of(rows[i]))
@@ -474,7 +424,7 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         else:
             dims.append(next(rest, hidden(n)))
     dims = _each_axis_once(dims)
-    known = (blocks.keys() & set(window)) | by_number.keys()
+    known = blocks.keys() & set(window)
     picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None and d not in known]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
     # The other terms of this device's block are elsewhere.
@@ -502,18 +452,6 @@ def _covering(operand: State, indices: State, updates: State, numbers: Any) -> d
     return found
 
 
-def _counted_rows(walk: Engine, eqn: Any, operands: Sequence[State], covering: dict[int, Dim]) -> set[int]:
-    """The dimensions whose rows are counted; `covering` then has how the updates of these rows lie."""
-    _, indices, updates = operands
-    numbers = eqn.params["dimension_numbers"]
-    by_number, rows = counted(walk, eqn, operands, numbers.scatter_dims_to_operand_dims)
-    rest = [dim for i, dim in enumerate(updates.dims) if i not in numbers.update_window_dims]
-    for d, i in by_number.items():
-        both = unify(rest[i], rows[i], updates.different, indices.different)
-        covering[d] = both or hidden(size_of(rest[i]))
-    return set(by_number)
-
-
 def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
     """How a scatter brings updates together with what is there."""
     name = eqn.primitive.name
@@ -533,9 +471,8 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     operand, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
     covering = _covering(operand, indices, updates, numbers)
-    by_number = _counted_rows(walk, eqn, operands, covering)
     full = {d for d, dim in covering.items() if size_of(dim) == size_of(operand.dims[d])}  # of which 0 is the one index
-    placed = set(numbers.scatter_dims_to_operand_dims) - full | (set(numbers.inserted_window_dims) - by_number)
+    placed = set(numbers.scatter_dims_to_operand_dims) - full | set(numbers.inserted_window_dims)
     dims: list[Dim] = []
     for d, dim in enumerate(operand.dims):
         update = None if d in placed else covering.get(d)
@@ -601,7 +538,6 @@ RULES = {
     "unstack": _unstack,
     "tile": _tile,
     "pad": _pad,
-    **dict.fromkeys(("pvary", "pcast"), varied),
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"), _scatter),
     **dict.fromkeys(("scatter-mul", "scatter_mul", "scatter-min", "scatter_min"), _scatter),

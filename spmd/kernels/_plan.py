@@ -26,6 +26,7 @@ from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature
 from spmd.kernels._sizes import bind_sizes
 from spmd.kernels._translate import Held, carried_axes, translated
+from spmd.kernels._trial import trial_of
 from spmd.language import AxisMapping, Layout, Size, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace
 from spmd.modes import Frame, enter_body
@@ -103,6 +104,15 @@ class Plan:
         self._chosen: dict[Any, frozenset[Any]] = {}  # by types of arguments, the gathers that were made invarying
         self._frames: dict[Any, Frame] = {}
 
+    def again(self, mesh: Any, mode: str) -> Plan:
+        """The same kernel on another mesh and in another mode, to be traced."""
+        outputs = Outputs(self.signature.outputs, self.outputs.resolve)
+        return Plan(self.signature, mode, self.constrain, mesh, self.mapping, self.leaves, self.rebuild, (), outputs)
+
+    def traced(self, leaves: Sequence[Any]) -> Any:
+        """The results, without a check of their layouts."""
+        return (self._reference if self.mode == "reference" else self._explicit)(*leaves)
+
     def jit(self, fn: Any, **how: Any) -> Any:
         """`jax.jit` under the kernel's name, which profiles and HLO show, and by which a jaxpr tells whose body it
         holds."""
@@ -158,11 +168,11 @@ class Plan:
         types = tuple(map(jax.typeof, leaves))
         with self.frame(types).enter():  # what JAX derives from the body, its caches then know
             if types not in self._seen:
-                self._check(self._traced.trace(*leaves).jaxpr)
+                self._check(self._traced.trace(*leaves).jaxpr, leaves)
                 self._seen.add(types)
             return self._traced(*leaves)
 
-    def _check(self, jaxpr: Any) -> None:
+    def _check(self, jaxpr: Any, leaves: Sequence[Any]) -> None:
         check_jaxpr(
             jaxpr,
             mesh_axes=tuple(self.sizes),
@@ -170,6 +180,7 @@ class Plan:
             how=self.signature.check,
             arg_names=self.paths,
             arg_layouts=self.layouts,
+            ask=lambda: trial_of(self, leaves),
         )
 
     # --- before any trace ---------------------------------------------------------------------------------
@@ -276,7 +287,7 @@ class Plan:
     def _checked(self, *leaves: Any) -> Any:
         """`_explicit`, and the pass over its jaxpr, once per trace: a warm call runs neither."""
         inner = self.jit(self._explicit, inline=True)
-        self._check(inner.trace(*leaves).jaxpr)
+        self._check(inner.trace(*leaves).jaxpr, leaves)
         return inner(*leaves)
 
     def _explicit(self, *leaves: Any) -> Any:

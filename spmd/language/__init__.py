@@ -3,13 +3,25 @@
 from spmd.language._axes import axes_product, axes_tuple, axis_span, check_axes, mesh_text
 from spmd.language._layout import AxisMapping, Layout, with_axes_of
 from spmd.language._pattern import Pattern
-from spmd.language._sizes import Misfit, NotProduct, Size, Unequal, WrongRank, another_name, as_fault, bind, indivisible
+from spmd.language._sizes import (
+    Bound,
+    Misfit,
+    NotProduct,
+    Size,
+    Unequal,
+    WrongRank,
+    another_name,
+    as_fault,
+    bind,
+    indivisible,
+)
 from spmd.language._syntax import Atom, Dim
 from spmd.language._verbs import factors_of, verb_for, verb_of
 
 __all__ = [
     "Atom",
     "AxisMapping",
+    "Bound",
     "Dim",
     "Layout",
     "Misfit",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +21,14 @@ from spmd._jaxprs import opened
 from spmd._leaves import described, is_array
 from spmd._table import Table
 from spmd._walker import equations
+from spmd.checker._draws import drawn
+from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, pulled, wide
 from spmd.errors import LayoutError, MeshError, ReplicationError, SpmdError
 from spmd.kernels._kernel import Kernel
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for
 from spmd.modes import mode
 from spmd.testing._mismatch import Mismatch
-from spmd.testing._numbers import Difference, compared, labelled, pulled, wide
-from spmd.testing._structs import drawn, lacks_values, shrunk
+from spmd.testing._structs import lacks_values, shrunk
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _BUILD = "build(mesh), a function that makes the kernel for a mesh, where its meaning depends on the sizes of axes"
@@ -395,40 +395,19 @@ def _scale(*arrays: np.ndarray) -> float:
 # --- the message --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Cause:
-    """What the sizes of axes say of a factor: which axes, and whether the numbers are too large by them."""
-
-    axes: tuple[str, ...]
-    large: bool
-
-
-def _cause(factors: Mapping[Mesh, float | None]) -> _Cause | None:
-    """The axes whose sizes explain a factor on every mesh."""
-    names = next(iter(factors)).axis_names
-    for count in range(1, len(names) + 1):
-        for axes in itertools.combinations(names, count):
-            for large in (True, False):
-                sizes = {mesh: math.prod(mesh.shape[a] for a in axes) for mesh in factors}
-                power = {mesh: n if large else 1 / n for mesh, n in sizes.items()}
-                if all(x is not None and math.isclose(x, power[mesh], rel_tol=0.05) for mesh, x in factors.items()):
-                    return _Cause(axes, large)
-    return None
-
-
 def _text(
     program: _Program, base: Mesh, found: Mapping[Mesh, list[Difference]], sizes: Mapping[str, tuple[int, int]]
 ) -> Iterator[str]:
     at = {(one.path, mesh): one for mesh, ones in found.items() for one in ones}
     paths = sorted(dict.fromkeys(path for path, _ in at), key=lambda path: path[0].key != "result")
-    factors = {path: {m: at[path, m].factor if (path, m) in at else 1.0 for m in found} for path in paths}
-    causes = {path: _cause(factors[path]) for path in paths}
+    factor = lambda path, mesh: at[path, mesh].factor if (path, mesh) in at else 1.0
+    causes = {path: cause_of([(mesh.shape, factor(path, mesh)) for mesh in found]) for path in paths}
     rows = []
     for path in paths:
         for mesh in found:
             if (path, mesh) in at:
                 one = at[path, mesh]
-                rows.append((labelled(path, program.params), _shown(mesh), *one.counts, _how(one, causes[path])))
+                rows.append((labelled(path, program.params), _shown(mesh), *one.counts, one.how(causes[path])))
     more = [(f"and {len(rows) - _SHOWN} more",)] if len(rows) > _SHOWN else []
     head = ("", "mesh", "largest difference", "allowed", "elements", "")
     yield f"{program.name} is not the same on every mesh."
@@ -445,28 +424,8 @@ def _text(
     yield f"advice: {_advice(program, at.values(), [one for one in causes.values() if one])}"
 
 
-def _how(one: Difference, cause: _Cause | None) -> str:
-    """What all elements of an array have in common."""
-    if one.got != one.wanted:
-        return f"{one.got}, not {one.wanted}"
-    if one.factor is None or math.isclose(one.factor, 1, rel_tol=1e-3):
-        return "the same numbers in another order" if one.permuted else ""
-    times = abs(one.factor)
-    if one.factor < -1e-6:
-        return "the sign is wrong" if math.isclose(times, 1, rel_tol=1e-3) else f"times {one.factor:.3g}"
-    if times < 1e-6:
-        return "all zero"
-    text = f"{times:.4g} times too large" if times > 1 else f"{1 / times:.4g} times too small"
-    return text if cause is None else f"{text}: the size of {' times that of '.join(cause.axes)}"
-
-
-def _advice(program: _Program, differences: Iterable[Difference], causes: Sequence[_Cause]) -> str:
-    if causes:
-        axes = "/".join(causes[0].axes)
-        if causes[0].large:
-            return f"a mean over {axes} instead of a sum; or a sum over {axes} only of what differs there"
-        return f"a sum over {axes} instead of a mean; or one division less by a size"
-    if all(one.permuted for one in differences):
-        return "blocks are put together in another order than they were divided, or come from another device"
+def _advice(program: _Program, differences: Iterable[Difference], causes: Sequence[Cause]) -> str:
+    if known := advice_on(list(differences), causes):
+        return known
     lines = ["spmd.explain lists what is sent between devices, with its lines"]
     return "\n        ".join(lines if program.builds else [*lines, _BUILD])

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from spmd._table import Table
+from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import LayoutError, ModeError, not_one_of
 from spmd.mesh import check_arguments_alive
 from spmd.modes import MODES, mode
 from spmd.testing._mismatch import Mismatch
-from spmd.testing._numbers import compared, labelled, pulled
 
 
 def assert_modes_agree(

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._leaves import is_array, is_key
 from spmd.errors import SizeError
 from spmd.kernels._kernel import Kernel
-from spmd.language import Dim, Size, bind
+from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_array
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _NUMBERS = 2**26  # numbers that are drawn
@@ -22,38 +21,6 @@ _NUMBERS = 2**26  # numbers that are drawn
 def lacks_values(tree: Any) -> bool:
     """Whether an array of a tree is a `jax.ShapeDtypeStruct`."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
-
-
-def drawn(tree: Any, seed: int) -> Any:
-    """The same tree with random values for each `jax.ShapeDtypeStruct`.
-
-    Floating-point and complex numbers are normal. Integers may be indices, of tokens or rows, so they are at least 0
-    and below the smallest dimension of a floating-point array.
-    """
-    draws = np.random.default_rng((seed, 1))  # not those of the cotangents
-    arrays = [x for x in jax.tree.leaves(tree) if is_array(x) and not is_key(x)]
-    rows = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or arrays
-    below = min((n for x in rows for n in x.shape if n > 1), default=2)
-    return jax.tree.map(lambda x: _drawn(x, below, draws) if isinstance(x, jax.ShapeDtypeStruct) else x, tree)
-
-
-def _drawn(x: jax.ShapeDtypeStruct, below: int, draws: np.random.Generator) -> Any:
-    if is_key(x):
-        return _keys(x, int(draws.integers(2**31)))
-    if x.dtype == np.bool_:
-        return jnp.asarray(draws.random(x.shape) < 0.5)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.asarray(draws.integers(0, below, x.shape).astype(x.dtype), x.dtype)
-    values = draws.normal(size=x.shape)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        values = values + 1j * draws.normal(size=x.shape)
-    return jnp.asarray(values.astype(x.dtype), x.dtype)  # converted in NumPy, which compiles nothing
-
-
-def _keys(x: jax.ShapeDtypeStruct, seed: int) -> Any:
-    made = (jax.random.key(seed, impl=impl) for impl in ("threefry2x32", "rbg", "unsafe_rbg"))
-    key = next(key for key in made if key.dtype == x.dtype)
-    return jax.random.split(key, x.shape) if x.shape else key
 
 
 def shrunk(
@@ -75,21 +42,19 @@ def shrunk(
     """
     kernel = build(meshes[0])
     plan, leaves = kernel.prepared(args, kwargs)
-    known = {name: Size(size, "") for name, size in kernel.signature.sizes}
-    arrays = [(one.path, np.shape(x), one.layout) for one, x in zip(plan.leaves, leaves, strict=True)]
-    read = bind(arrays, plan.sizes, known=known)
+    read = read_sizes(plan, leaves)
     sizes = {name: size for name, (size, _) in read.sizes.items()}
     if read.faults:
         return plan.rebuild(leaves), {}  # the run says what is wrong
     given = [dims for x, dims in zip(leaves, read.dims, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)]
-    fixed = {name for dims in given for dim, _ in dims for name in dim.names} | known.keys()
-    written = [dim for dims in read.dims for dim, _ in dims]
-    written += [dim for layout in plan.outputs.declared for dim in layout.dims]
-    blocks = {name: _blocks(name, written, meshes) for name in sizes if name not in fixed}
+    fixed = {name for dims in given for dim, _ in dims for name in dim.names} | dict(kernel.signature.sizes).keys()
+    blocks = {name: n for name, n in blocks_of(plan, read, meshes).items() if name not in fixed}
     least = max((_largest(x) + 1 for x in leaves), default=0)
 
     def values(sizes: Mapping[str, int]) -> list[Any]:
-        return plan.rebuild([_resized(x, dims, sizes) for x, dims in zip(leaves, read.dims, strict=True)])
+        pairs = zip(leaves, read.dims, strict=True)
+        lacking = jax.ShapeDtypeStruct
+        return plan.rebuild([resized_array(x, d, sizes) if isinstance(x, lacking) else x for x, d in pairs])
 
     def allowed(sizes: Mapping[str, int]) -> bool:
         try:
@@ -115,7 +80,8 @@ def _smallest(
     """The sizes, those of the names in `blocks` as small as is allowed; `every` is a size that all meshes divide."""
     free = {name: sizes[name] for name in blocks}
     used = {size for name, size in sizes.items() if name not in free}
-    found = _smaller(sizes, _distinct(free, blocks, used, least), allowed)
+    small = {name: n for name, n in distinct(free, blocks, used, least).items() if n < free[name]}
+    found = _smaller(sizes, small, allowed)
     # What is divided in the body only, or is a multiple of another name, or has two halves: more of them fit together.
     for start in (every, 2 * every):
         kept = {name: size for name, size in free.items() if found[name] == size}
@@ -125,42 +91,10 @@ def _smallest(
     return found
 
 
-def _distinct(free: Mapping[str, int], blocks: Mapping[str, int], used: set[int], least: int) -> dict[str, int]:
-    """The smallest size of each name, where that is less than it has: at least `least`, a multiple of its blocks, two
-    in each of these, and none that another name has."""
-    found, taken = {}, set(used)
-    for name, size in free.items():
-        step = blocks[name]
-        small = max(2 * step, -(-least // step) * step)
-        while small in taken:
-            small += step
-        taken.add(min(small, size))
-        if small < size:
-            found[name] = small
-    return found
-
-
-def _blocks(name: str, written: Sequence[Dim], meshes: Sequence[Any]) -> int:
-    """Into how many blocks a name is divided wherever it is written, on all meshes."""
-    axes = {atom.axes or () for dim in written for atom in dim.atoms if atom.name == name}
-    return math.lcm(*(math.prod(mesh.shape[a] for a in one) for one in axes for mesh in meshes))
-
-
 def _largest(x: Any) -> int:
     """The largest number of an array of signed integers, which may be an index."""
     indices = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.signedinteger) and x.size
     return int(np.max(x)) if indices else -1
-
-
-def _resized(x: Any, dims: Sequence[tuple[Dim, int | None]], sizes: Mapping[str, int]) -> Any:
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    shape = []
-    for (dim, _), now in zip(dims, x.shape, strict=True):
-        parts = [atom.size or sizes.get(atom.name) for atom in dim.atoms]
-        known = [n for n in parts if n is not None]
-        shape.append(math.prod(known) if len(known) == len(parts) > 0 else now)
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=x.sharding)
 
 
 def _smaller(sizes: Mapping[str, int], targets: Mapping[str, int], allowed: Callable[[Any], bool]) -> dict[str, int]:

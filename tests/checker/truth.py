@@ -22,7 +22,6 @@ import numpy as np
 
 from spmd._facts import CallName
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._pieces import SUMS
 from spmd.checker._source import line_of
 from spmd.checker._state import FREE, HIDDEN, UNREAD, Dim, State
 from tests.checker import devices
@@ -31,6 +30,7 @@ from tests.checker.random_bodies import OWN_SIZE, Move, Plan, Trace, arguments, 
 from tests.sampler import Choices
 
 Key = tuple[Any, ...]
+SUMS = ("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "psum_scatter")
 RELEASED, TOLD = 1, 2
 # An agreement is not an accident after so many draws of numbers, if they make another value in so many of them.
 OTHERS, OFTEN = 24, 6

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.testing._numbers import compared, labelled, pulled, wide
+from spmd.checker._numbers import compared, labelled, pulled, wide
 
 X = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,12 +124,59 @@ class Difference:
     factor: float | None = None
     permuted: bool = False
 
+    def how(self, cause: Cause | None = None) -> str:
+        """What all elements have in common; "" if nothing is known."""
+        if self.got != self.wanted:
+            return f"{self.got}, not {self.wanted}"
+        if self.factor is None or math.isclose(self.factor, 1, rel_tol=1e-3):
+            return "the same numbers in another order" if self.permuted else ""
+        times = abs(self.factor)
+        if self.factor < -1e-6:
+            return "the sign is wrong" if math.isclose(times, 1, rel_tol=1e-3) else f"times {self.factor:.3g}"
+        if times < 1e-6:
+            return "all zero"
+        text = f"{times:.4g} times too large" if times > 1 else f"{1 / times:.4g} times too small"
+        return text if cause is None else f"{text}: the size of {' times that of '.join(cause.axes)}"
+
     @property
     def counts(self) -> tuple[str, str, str]:
         """The three numbers, as a table shows them."""
         if self.largest is None:
             return "-", "-", "-"
         return f"{self.largest:.3g}", f"{self.allowed:.3g}", f"{self.wrong} of {self.size}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What the sizes of axes say of a factor: which axes, and whether the numbers are too large by them."""
+
+    axes: tuple[str, ...]
+    large: bool
+
+
+def cause_of(factors: Sequence[tuple[Mapping[str, int], float | None]]) -> Cause | None:
+    """The axes whose sizes explain a factor, which is given for each mesh."""
+    names = list(factors[0][0])
+    for count in range(1, len(names) + 1):
+        for axes in itertools.combinations(names, count):
+            for large in (True, False):
+                powers = [math.prod(mesh[a] for a in axes) ** (1 if large else -1) for mesh, _ in factors]
+                pairs = zip(factors, powers, strict=True)
+                if all(x is not None and math.isclose(x, power, rel_tol=0.05) for (_, x), power in pairs):
+                    return Cause(axes, large)
+    return None
+
+
+def advice_on(differences: Sequence[Difference], causes: Sequence[Cause]) -> str | None:
+    """What mistake gives such numbers, if that is known."""
+    if causes:
+        axes = "/".join(causes[0].axes)
+        if causes[0].large:
+            return f"a mean over {axes} instead of a sum; or a sum over {axes} only of what differs there"
+        return f"a sum over {axes} instead of a mean; or one division less by a size"
+    if differences and all(one.permuted for one in differences):
+        return "blocks are put together in another order than they were divided, or come from another device"
+    return None
 
 
 def labelled(path: tuple[Any, ...], params: Sequence[str] = ()) -> str:

@@ -1,0 +1,250 @@
+"""The arbiter: a program on its mesh, and on a mesh of ones, in numbers.
+
+A layout says how an array is divided, and not what it means: on a mesh whose axes all have size 1 the same strings are
+plain JAX on whole arrays. Both are interpreted on one device (`_simulator`), with the same random arguments, forward
+and backward. What differs is wrong, whatever the types say.
+
+A program may mean to depend on the sizes of axes: blocks that are shifted by one, stages of a pipeline. On whole arrays
+it then depends on them as well, so what differs from a mesh of ones is compared with reference mode too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd import _compat
+from spmd._ambient import Ambient
+from spmd._facts import per_shard_reason
+from spmd._walker import equations
+from spmd.checker._draws import drawn
+from spmd.checker._numbers import Difference, compared, pulled
+from spmd.checker._primitives import Array, NotSimulated
+from spmd.checker._simulator import Fault, Parted, held_number, simulate
+from spmd.mesh import resized, with_sizes
+from spmd.modes import mode
+
+collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
+
+_MOST = 200_000_000  # numbers that one run computes
+_CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
+# How large random arguments are where an array begins, and where it ends. A branch or a maximum may hide a mistake from
+# numbers that are alike on all devices.
+_SCALES = ((1.0, 1.0), (0.1, 3.0), (3.0, 0.1), (0.3, 0.3))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the numbers of a program say.
+
+    Attributes:
+      sizes: The mesh.
+      differences: How results and gradients differ there from those on a mesh of ones.
+      faults: What went wrong there: devices that part, copies that are not equal.
+      gradients: Whether gradients were compared.
+      meant: Whether they differ in reference mode as well, where arrays are whole and axes have their sizes: then the
+        program means to depend on these.
+      why: Why nothing was compared; "" where something was.
+    """
+
+    sizes: Mapping[str, int]
+    differences: tuple[Difference, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    gradients: bool = False
+    meant: bool = False
+    why: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return bool(self.differences or self.faults) and not self.meant
+
+    @property
+    def agrees(self) -> bool:
+        return not (self.differences or self.faults or self.why)
+
+
+class _Failed(Exception):
+    """The program raises an error where it is traced."""
+
+
+def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int]) -> Trial:
+    """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
+
+    Args:
+      fn: A function of arrays.
+      arrays: Its arguments: arrays, or structs of arrays.
+      mesh: The mesh of its bodies, for one that reads it off its arguments.
+      sizes: The sizes of all mesh axes.
+    """
+    if all(n == 1 for n in sizes.values()):
+        return Trial(sizes, why="each axis of the mesh has one device")
+    for grad in (True, False):  # some programs have no derivative
+        try:
+            return _Program(fn, arrays, mesh, sizes, grad).tried()
+        except _Failed as error:
+            why = str(error)
+        except NotSimulated as error:
+            return Trial(sizes, why=str(error))
+    return Trial(sizes, why=why)
+
+
+class _Program:
+    """A program of arrays to results and gradients, traced on one mesh after another."""
+
+    def __init__(
+        self, fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], grad: bool
+    ) -> None:
+        self.mesh, self.sizes, self.grad = mesh, dict(sizes), grad
+        with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
+            self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
+        self.run, (moving, fixed) = pulled(fn, self.draws[0], grad=grad)
+        self.gradients = grad and bool(moving)
+        leaves, self.structure = jax.tree.flatten((moving, fixed))
+        self.structs = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves]
+        self.fn = fn
+        self.whole: Any = None
+
+    def tried(self) -> Trial:
+        sizes = self.sizes
+        ours, form = self._traced(sizes)
+        base, unknown = self._base(form)
+        meant: Trial | None = None
+        for draw in self.draws:
+            numbers = self._numbers(draw)
+            try:
+                found, faults = simulate(ours, numbers, _MOST)
+            except Parted as error:
+                return Trial(sizes, faults=(error.fault,))
+            differences = self._differences(form, found, simulate(base, numbers, _MOST)[0])
+            if not (differences or faults):
+                continue
+            trial = Trial(sizes, tuple(differences), tuple(faults), self.gradients)
+            if faults or not self._same_on_whole_arrays(form, found, numbers):
+                return trial
+            meant = replace(trial, meant=True)
+        return meant or Trial(sizes, gradients=self.gradients, why=unknown)
+
+    def _base(self, form: _Form) -> tuple[Any, str]:
+        """The program where nothing is divided, or as little as it allows; then equal numbers prove nothing, and the
+        second result says why."""
+        sizes = self.sizes
+        first: _Failed | None = None
+        for one in (dict.fromkeys(sizes, 1), None, *({**sizes, axis: 1} for axis, n in sizes.items() if n > 1)):
+            try:
+                if one is None:
+                    jaxpr = self._on_whole_arrays(form)
+                else:
+                    jaxpr, other = self._traced(one)
+                    if other != form:
+                        raise _Failed(f"a result has another shape on {_shown(one)}")
+                if jaxpr:
+                    return jaxpr, str(first) if one and max(one.values()) > 1 else ""
+            except _Failed as error:
+                first = first or error
+        raise NotSimulated(str(first))
+
+    def _numbers(self, draw: Any) -> list[Array]:
+        _, given = pulled(self.fn, draw, grad=self.grad)
+        with jax.ensure_compile_time_eval():
+            return [held_number(x) for x in jax.tree.leaves(given)]
+
+    def _traced(self, sizes: Mapping[str, int], how: str = "explicit") -> tuple[Any, _Form]:
+        """The program on a mesh of these sizes, and the form of its results."""
+        held: list[Any] = []
+
+        def flat(*given: Any) -> Any:
+            leaves, tree = jax.tree.flatten(self.run(*jax.tree.unflatten(self.structure, given)))
+            held.append(tree)
+            return leaves
+
+        try:
+            with collecting(True), resized(tuple(sizes.items())), mode(how):
+                with jax.sharding.use_abstract_mesh(with_sizes(self.mesh, sizes)):
+                    jaxpr = jax.make_jaxpr(flat)(*self.structs)
+        except Exception as error:  # of the program, which may raise anything
+            raise _Failed(f"it fails on {_shown(sizes)}: {type(error).__name__}") from error
+        _check_testable(jaxpr, sizes)
+        return jaxpr, _Form(held[-1], tuple(one.shape for one in jaxpr.out_avals))
+
+    def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], numbers: Sequence[Array]) -> bool:
+        if self.whole is None:
+            self.whole = self._on_whole_arrays(form)
+        with contextlib.suppress(NotSimulated):
+            return bool(self.whole) and not self._differences(form, found, simulate(self.whole, numbers, _MOST)[0])
+        return False
+
+    def _on_whole_arrays(self, form: _Form) -> Any:
+        """The program in reference mode; False if it has none."""
+        try:
+            jaxpr, found = self._traced(self.sizes, "reference")
+        except (_Failed, NotSimulated):
+            return False
+        return jaxpr if found == form else False
+
+    def _differences(self, form: _Form, got: Sequence[Array], base: Sequence[Array]) -> list[Difference]:
+        found, wanted = (jax.tree.unflatten(form.tree, one) for one in (got, base))
+        gradients = max(map(_largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
+
+        def allowed(path: Any, y: Array) -> Any:
+            return _CLOSE * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
+
+        return compared(found, wanted, allowed)
+
+
+class _Form(NamedTuple):
+    """The structure of a program's results, and their shapes."""
+
+    tree: Any
+    shapes: tuple[Any, ...]
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items())
+
+
+def _largest(x: Array) -> float:
+    """The largest finite number."""
+    return float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
+
+
+def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:
+    """Refuse a program that cannot be compared on this mesh."""
+    for eqn in equations(jaxpr):
+        made = _compat.made_manual(eqn) if eqn.primitive.name == "shard_map" else {}
+        if any(sizes.get(axis, n) != n for axis, n in made.items()):
+            raise NotSimulated("a jax.shard_map has a mesh of its own")
+        if per_shard_reason(eqn):
+            raise NotSimulated("a part of it is meant per shard")
+
+
+def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:
+    """Arguments for a trial. Numbers that are given keep their sign and their zeros; others are drawn."""
+    first, last = _SCALES[seed]
+    draws = np.random.default_rng((seed, 7))
+
+    def one(x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if isinstance(x, jax.ShapeDtypeStruct) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        given = np.asarray(x)
+        factor = draws.uniform(0.5, 1.5, given.shape) if given.any() else draws.normal(size=given.shape)
+        return ((given if given.any() else 1) * factor).astype(given.dtype)
+
+    def scaled(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return (np.asarray(x) * np.geomspace(first, last, max(np.size(x), 1)).reshape(np.shape(x))).astype(x.dtype)
+
+    return [scaled(x) for x in drawn([one(x) for x in arrays], seed)]
+
+
+def mesh_of_bodies(jaxpr: Any) -> Any:
+    """The mesh of the first body in a program; None if it has none."""
+    return next((eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"), None)

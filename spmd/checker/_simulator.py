@@ -1,0 +1,477 @@
+"""What every device of a mesh holds, computed on one device: a traced program, interpreted equation by equation.
+
+Outside of bodies a value is the whole array. Inside, each mesh axis is a dimension in front of it, and each collective
+moves or combines along these dimensions. Nothing is compiled, no device is needed, and nothing waits: devices that do
+not all reach a collective are reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+
+from spmd import _compat
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, opened, shape_of
+from spmd._walker import Domain, Rule, equations, walk
+from spmd.checker._primitives import Array, NotSimulated, compute, generator, wide_dtype
+from spmd.language import axes_tuple
+from spmd.mesh import no_mesh
+
+_ROUNDS = 10_000  # of a loop that nobody knows to end
+
+
+class Fault(NamedTuple):
+    """What went wrong while the program ran: devices that part, or copies that are not equal.
+
+    Attributes:
+      kind: "divergent", or "copies".
+      eqn: The equation.
+      callers: Those around it.
+      axes: The mesh axes along which the devices differ.
+      output: Which output of the body it is, for copies.
+    """
+
+    kind: str
+    eqn: Any
+    callers: tuple[Any, ...]
+    axes: tuple[str, ...]
+    output: int = 0
+
+
+class Parted(NotSimulated):
+    """Devices that differ do not all reach a collective. On a mesh of devices the program would never end."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__("devices that differ do not all reach a collective")
+        self.fault = fault
+
+
+def simulate(jaxpr: Any, args: Sequence[Array], most: int) -> tuple[list[Array], list[Fault]]:
+    """The results of a whole program, and what went wrong on the way.
+
+    Args:
+      jaxpr: The closed jaxpr of the program.
+      args: Its inputs, held as `wide_dtype` says, keys as their words.
+      most: How many numbers may be computed.
+
+    Raises:
+      NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
+      Parted: If devices part before a collective.
+    """
+    machine = Simulator(most)
+    with _arithmetic():
+        consts = opened(jaxpr)[1]
+        outs = walk(jaxpr, [np.asarray(x) for x in args], machine) if consts is not None else []
+    return outs, machine.faults
+
+
+@contextlib.contextmanager
+def _arithmetic() -> Iterator[None]:
+    """JAX computes at once here, in double precision, and on a CPU where there is one; NumPy warns of nothing."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        host = None
+    with jax.ensure_compile_time_eval(), jax.enable_x64(True), no_mesh(), jax.default_device(host):
+        with np.errstate(all="ignore"):
+            yield
+
+
+def held_number(value: Any) -> Array:
+    """A number of a jaxpr, or an argument, as it is held here."""
+    if jax.dtypes.issubdtype(getattr(value, "dtype", np.dtype(bool)), jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(value))
+    if isinstance(value, jax.core.Tracer):
+        raise NotSimulated("it closes over a value of a trace around it")
+    found = np.asarray(value)
+    return found.astype(wide_dtype(found.dtype))
+
+
+class Simulator(Domain):
+    """One run.
+
+    Attributes:
+      sizes: The mesh axes that are in front of values where the walk is.
+      faults: What went wrong.
+      generators: For each type of keys that was met, what makes numbers of them.
+    """
+
+    rules: ClassVar[dict[str, Rule]] = {}
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.sizes: dict[str, int] = {}
+        self.faults: list[Fault] = []
+        self.generators: dict[Any, Any] = {}
+        self._left = most
+
+    @property
+    def lead(self) -> int:
+        return len(self.sizes)
+
+    def constant(self, var: Any, value: Any) -> Array:
+        if value is None:
+            raise NotSimulated("it has a constant that nobody knows")
+        found = held_number(value)
+        return found.reshape((1,) * self.lead + found.shape)
+
+    def step(self, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+        if not eqn.outvars:
+            return []
+        self._spend(eqn)
+        given = [
+            x if x.dtype == (kind := wide_dtype(v.aval.dtype)) else x.astype(kind)
+            for x, v in zip(operands, eqn.invars, strict=True)
+            if hasattr(v.aval, "dtype")
+        ]
+        if len(given) < len(operands) or any(not hasattr(v.aval, "dtype") for v in eqn.outvars):
+            raise NotSimulated(f"{eqn.primitive.name} works on a reference")
+        return compute(eqn, self.lead, given, self.generators)
+
+    def unread(self, eqn: Any, operands: Sequence[Array]) -> Sequence[Array]:
+        raise NotSimulated(f"{eqn.primitive.name} runs code that is not JAX's")
+
+    def _spend(self, eqn: Any) -> None:
+        self._left -= 50 + sum(math.prod(shape_of(v)) for v in eqn.outvars) * math.prod(self.sizes.values())
+        if self._left < 0:
+            raise NotSimulated("there are too many numbers to compute")
+
+    # --- the axes in front ------------------------------------------------------------------------------------
+
+    def place(self, axis: str) -> int:
+        """Which dimension in front belongs to a mesh axis."""
+        return list(self.sizes).index(axis)
+
+    def full(self, x: Array, axes: Sequence[str]) -> Array:
+        """The same values, written out along these axes."""
+        shape = list(x.shape)
+        for axis in axes:
+            shape[self.place(axis)] = self.sizes[axis]
+        return np.broadcast_to(x, shape)
+
+    def gathered(self, x: Array, axes: Sequence[str], dim: int) -> Array:
+        """The blocks along these axes as dimensions of their own, the first of them at `dim`; equal everywhere."""
+        at = [self.place(axis) for axis in axes]
+        lead = self.lead
+        moved = np.moveaxis(self.full(x, axes), at, [lead - len(at) + dim + i for i in range(len(at))])
+        return np.expand_dims(moved, tuple(sorted(at)))
+
+    def divided(self, x: Array, axes: Sequence[str], dim: int) -> Array:
+        """The dimensions from `dim` on are one for each of these axes; each device keeps its own place of them."""
+        for axis in axes:
+            here, there = self.place(axis), self.lead + dim
+            if x.shape[here] == 1:
+                x = np.moveaxis(x.squeeze(here), there - 1, here)
+            else:
+                own = np.diagonal(x, axis1=here, axis2=there)
+                x = np.moveaxis(own, -1, here)
+        return x
+
+    def cut(self, x: Array, axes: Sequence[str], dim: int) -> Array:
+        """Each device keeps its block of a dimension; the first of the axes is the major one."""
+        at, counts = self.lead + dim, [self.sizes[a] for a in axes]
+        rest = x.shape[at] // math.prod(counts)
+        return self.divided(x.reshape((*x.shape[:at], *counts, rest, *x.shape[at + 1 :])), axes, dim)
+
+    def joined(self, x: Array, axes: Sequence[str], dim: int) -> Array:
+        """The blocks of a dimension, one after another."""
+        found, at = self.gathered(x, axes, dim), self.lead + dim
+        size = math.prod(found.shape[at : at + len(axes) + 1])
+        return found.reshape((*found.shape[:at], size, *found.shape[at + len(axes) + 1 :]))
+
+    # --- bodies -----------------------------------------------------------------------------------------------
+
+    def mapped(self, eqn: Any, part: Held, operands: Sequence[Array]) -> list[Array]:
+        """A `shard_map`: its specs cut the operands and join the results."""
+        before, own = self.sizes, _compat.made_manual(eqn)
+        given = [x.reshape(x.shape[: len(before)] + (1,) * len(own) + x.shape[len(before) :]) for x in operands]
+        self.sizes = {**before, **own}
+        for i, (spec, var) in enumerate(zip(eqn.params["in_specs"], eqn.invars, strict=True)):
+            for dim, axes in enumerate(_compat.partitions(spec, len(shape_of(var)))):
+                given[i] = self.cut(given[i], axes_tuple(axes or ()), dim) if axes else given[i]
+        outs = self.run(eqn, part, given)
+        for i, (spec, var) in enumerate(zip(eqn.params["out_specs"], eqn.outvars, strict=True)):
+            outs[i] = self._leaving(eqn, outs[i], i, spec, len(shape_of(var)), own)
+        self.sizes = before
+        return outs
+
+    def _leaving(self, eqn: Any, x: Array, index: int, spec: Any, rank: int, own: Sequence[str]) -> Array:
+        summed = tuple(getattr(spec, "unreduced", ()) or ())
+        for axis in summed:
+            x = self.full(x, [axis]).sum(self.place(axis), keepdims=True)
+        for dim, axes in enumerate(_compat.partitions(spec, rank)):
+            x = self.joined(x, axes_tuple(axes or ()), dim) if axes else x
+        differ = []
+        for axis in own:
+            at = self.place(axis)
+            first = x.take([0], at)
+            if x.shape[at] > 1 and not same_numbers(x, np.broadcast_to(first, x.shape)):
+                differ.append(axis)
+            x = first
+        if differ:
+            self.faults.append(Fault("copies", eqn, tuple(self.callers), tuple(differ), index))
+        front = len(self.sizes) - len(own)
+        return x.reshape(x.shape[:front] + x.shape[front + len(own) :])
+
+    # --- loops and branches -----------------------------------------------------------------------------------
+
+    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Array]) -> list[Array]:
+        if test is not None:
+            return self._while(eqn, body, test, operands)
+        count, length = len(body.stacked) - sum(body.stacked), eqn.params["length"]
+        given = list(zip(body.of(operands), body.sliced, strict=True))
+        first = len(given) - sum(body.sliced) - count
+        carry = [x for x, _ in given[first : first + count]]
+        made: list[list[Array]] = []
+        for at in range(length)[:: -1 if eqn.params["reverse"] else 1]:
+            rows = [x.take(at, self.lead) if sliced else x for x, sliced in given]
+            outs = self.run(eqn, body, [*rows[:first], *carry, *rows[first + count :]])
+            carry = outs[:count]
+            made.append(outs[count:])
+        made = made[:: -1 if eqn.params["reverse"] else 1]
+        return [
+            *carry,
+            *(self._stack(eqn.outvars[count + i], rows) for i, rows in enumerate(_columns(made, eqn, count))),
+        ]
+
+    def _stack(self, var: Any, rows: Sequence[Array]) -> Array:
+        if not rows:
+            return np.zeros((1,) * self.lead + shape_of(var), wide_dtype(var.aval.dtype))
+        front = np.broadcast_shapes(*(x.shape for x in rows))
+        return np.stack([np.broadcast_to(x, front) for x in rows], self.lead)
+
+    def _while(self, eqn: Any, body: Held, test: Held, operands: Sequence[Array]) -> list[Array]:
+        count = len(body.stacked)
+        given, asked = body.of(operands), test.of(operands)
+        constants, carry = given[: len(given) - count], given[len(given) - count :]
+        for _ in range(_ROUNDS):
+            [goes_on] = self.run(eqn, test, [*asked[: len(asked) - count], *carry])
+            if not goes_on.any():
+                return carry
+            self._check_together(eqn, goes_on)
+            outs = self.run(eqn, body, [*constants, *carry])
+            carry = [self._where(goes_on, new, old) for new, old in zip(outs, carry, strict=True)]
+        raise NotSimulated("a loop does not end")
+
+    def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Array]) -> list[Array]:
+        which = np.clip(operands[0].astype(np.int64), 0, len(parts) - 1)
+        taken = np.unique(which)
+        if len(taken) > 1:
+            self._check_together(eqn, which)
+        found = {int(i): self.run(eqn, parts[int(i)], parts[int(i)].of(operands)) for i in taken}
+        outs = found.pop(int(taken[0]))
+        for i, others in found.items():
+            outs = [self._where(which == i, new, old) for new, old in zip(others, outs, strict=True)]
+        return outs
+
+    def _where(self, chosen: Array, new: Array, old: Array) -> Array:
+        rank = new.ndim - self.lead
+        return np.where(chosen.reshape(chosen.shape + (1,) * rank), new, old) if not chosen.all() else new
+
+    def _check_together(self, eqn: Any, decision: Array) -> None:
+        """Devices that decide differently must not meet a collective that waits for all of them."""
+        differ = [
+            a for i, a in enumerate(self.sizes) if decision.shape[i] > 1 and (decision != decision.take([0], i)).any()
+        ]
+        inner = (one for part in held(eqn) for one in equations(part.jaxpr, derivatives=False))
+        waiting = {a for one in inner if one.primitive.name in COMMUNICATES for a in axes_of(one)}
+        if axes := tuple(a for a in differ if a in waiting):
+            raise Parted(Fault("divergent", eqn, tuple(self.callers), axes))
+
+
+def _columns(made: Sequence[Sequence[Array]], eqn: Any, count: int) -> Iterator[list[Array]]:
+    for i in range(len(eqn.outvars) - count):
+        yield [row[i] for row in made]
+
+
+def same_numbers(x: Array, y: Array) -> bool:
+    """Whether numbers are equal but for the rounding of sums in another order."""
+    if x.dtype.kind not in "fc":
+        return bool((x == y).all())
+    finite = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=0)
+    return bool(np.isclose(x, y, rtol=1e-7, atol=1e-9 * finite, equal_nan=True).all())
+
+
+# --- collectives --------------------------------------------------------------------------------------------------
+
+
+def _named(machine: Simulator, eqn: Any) -> tuple[str, ...]:
+    names = axes_of(eqn)
+    if lacking := [axis for axis in names if axis not in machine.sizes]:
+        raise NotSimulated(f"{eqn.primitive.name} over {lacking[0]}, which is no axis of a mesh")
+    return names
+
+
+def _reduces(fn: Callable[..., Array]) -> Rule:
+    def run(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+        names = _named(machine, eqn)
+        if groups := eqn.params.get("axis_index_groups"):
+            return [_within(machine, x, names, groups, fn) for x in operands]
+        dims = tuple(d + machine.lead for d in eqn.params.get("axes", ()) if isinstance(d, int))
+        outs = []
+        for x in operands:
+            out = fn(machine.full(x, names), axis=tuple(map(machine.place, names)), keepdims=True)
+            outs.append(fn(out, axis=dims) if dims else out)
+        return outs
+
+    return run
+
+
+def _within(machine: Simulator, x: Array, names: Sequence[str], groups: Any, fn: Callable[..., Array]) -> Array:
+    """A reduction within groups of the places of an axis."""
+    [axis] = names
+    x, at = machine.full(x, names), machine.place(axis)
+    out = np.empty_like(x)
+    for group in groups:
+        chosen = (slice(None),) * at + (list(group),)
+        out[chosen] = fn(x[chosen], axis=at, keepdims=True)
+    return out
+
+
+def _plain(machine: Simulator, eqn: Any) -> tuple[str, ...]:
+    names = _named(machine, eqn)
+    if eqn.params.get("axis_index_groups") is not None:
+        raise NotSimulated(f"{eqn.primitive.name} within groups of an axis")
+    return names
+
+
+def _gathers(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    names, dim = _plain(machine, eqn), eqn.params["all_gather_dimension"]
+    if eqn.params["tiled"]:
+        return [machine.joined(x, names, dim) for x in operands]
+    shapes = [shape_of(v) for v in eqn.outvars]
+    found = [machine.gathered(x, names, dim) for x in operands]
+    return [x.reshape(x.shape[: machine.lead] + shape) for x, shape in zip(found, shapes, strict=True)]
+
+
+def _scatters(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    names = _plain(machine, eqn)
+    if math.prod(machine.sizes[a] for a in names) == 1 and eqn.params["tiled"]:
+        return list(operands)
+    dim = eqn.params["scatter_dimension"]
+    sums = [machine.full(x, names).sum(tuple(map(machine.place, names)), keepdims=True) for x in operands]
+    outs = [machine.cut(x, names, dim) for x in sums]
+    return outs if eqn.params["tiled"] else [x.squeeze(machine.lead + dim) for x in outs]
+
+
+def _exchanges(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    names = _plain(machine, eqn)
+    count = math.prod(machine.sizes[a] for a in names)
+    if count == 1 and eqn.params.get("tiled"):
+        return list(operands)
+    split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
+    lead, outs = machine.lead, []
+    for x in operands:
+        at, counts = lead + split, [machine.sizes[a] for a in names]
+        parts = x.reshape((*x.shape[:at], *counts, x.shape[at] // count, *x.shape[at + 1 :]))
+        gathered = machine.gathered(parts, names, 0)  # the senders in front, then the blocks in their dimension
+        mine = machine.divided(gathered, names, len(names) + split)
+        mine = mine if eqn.params["tiled"] else mine.squeeze(lead + len(names) + split)
+        placed = np.moveaxis(mine, range(lead, lead + len(names)), range(lead + concat, lead + concat + len(names)))
+        shape = placed.shape
+        rest = shape[lead + concat + len(names) :]
+        tail = (count * rest[0], *rest[1:]) if eqn.params["tiled"] else (count, *rest)
+        outs.append(placed.reshape((*shape[: lead + concat], *tail)))
+    return outs
+
+
+def _permutes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    names = _named(machine, eqn)
+    order = [a for a in machine.sizes if a in names]  # JAX numbers devices in the order of the mesh
+    at, outs = [machine.place(a) for a in order], []
+    count = math.prod(machine.sizes[a] for a in order)
+    if any(max(pair) >= count for pair in eqn.params["perm"]):
+        raise NotSimulated("a permutation names a device that the axis does not have")
+    for x in operands:
+        front = np.moveaxis(machine.full(x, order), at, range(len(at)))
+        flat = front.reshape((-1, *front.shape[len(at) :]))
+        out = np.zeros_like(flat)
+        for source, target in eqn.params["perm"]:
+            out[target] = flat[source]
+        outs.append(np.moveaxis(out.reshape(front.shape), range(len(at)), at))
+    return outs
+
+
+def _indexes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    out = np.zeros((1,) * machine.lead, np.int32)
+    for axis in _named(machine, eqn):
+        numbers = np.arange(machine.sizes[axis], dtype=np.int32)
+        shape = [-1 if a == axis else 1 for a in machine.sizes]
+        out = out * np.int32(machine.sizes[axis]) + numbers.reshape(shape)
+    return [out]
+
+
+def _splits(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    return [machine.cut(operands[0], (eqn.params["axis"],), eqn.params["dim"])]
+
+
+def _same(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """What says something of its first operands, and changes nothing."""
+    return list(operands[: len(eqn.outvars)])
+
+
+def _ragged(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """Rows from anywhere to anywhere: each device says from where, how many, to where, and how many it gets."""
+    [axis] = _plain(machine, eqn)
+    at = machine.place(axis)
+    front = np.broadcast_shapes(*(machine.full(x, [axis]).shape[: machine.lead] for x in operands))
+    rows, out, begins, sizes, targets, _ = (np.broadcast_to(x, front + x.shape[machine.lead :]) for x in operands)
+    out = out.copy()
+    for place in np.ndindex(front):
+        for peer in range(machine.sizes[axis]):
+            there = (*place[:at], peer, *place[at + 1 :])
+            begin, n, target = int(begins[place][peer]), int(sizes[place][peer]), int(targets[place][peer])
+            out[there][target : target + n] = rows[place][begin : begin + n]
+    return [out]
+
+
+def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """Numbers, or other keys, made of keys: the generator's own steps, traced and interpreted."""
+    p = eqn.params
+    known = eqn.params.get("impl") or generator(eqn.invars[0].aval.dtype, machine.generators)
+    run: Any = {
+        "random_bits": lambda key: known.random_bits(key, p["bit_width"], p["shape"]),
+        "random_split": lambda key: known.split(key, p["shape"]),
+        "random_fold_in": known.fold_in,
+        "random_seed": known.seed,
+    }[eqn.primitive.name]
+    rank = len(shape_of(eqn.invars[0]))
+    for _ in range(rank):
+        run = jax.vmap(run)
+    structs = [jax.ShapeDtypeStruct(x.shape[machine.lead :], x.dtype) for x in operands]
+    return walk(jax.make_jaxpr(run)(*structs), operands, machine)
+
+
+def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """Keys are held as their words. What makes numbers of them is kept by their type."""
+    machine.generators[eqn.outvars[0].aval.dtype] = eqn.params["impl"]
+    return list(operands)
+
+
+_SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
+    vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
+    copy_p stop_gradient name reduce_precision spmd_layout spmd_assert_equal spmd_block spmd_fused spmd_retype"""
+
+Simulator.rules = {
+    **dict.fromkeys(_SAME.split(), _same),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _reduces(np.sum)),
+    "pmax": _reduces(np.max),
+    "pmin": _reduces(np.min),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
+    "all_to_all": _exchanges,
+    "ragged_all_to_all": _ragged,
+    "ppermute": _permutes,
+    "axis_index": _indexes,
+    "spmd_split": _splits,
+    **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "random_seed"), _random),
+    "random_wrap": _wraps,
+    "random_unwrap": _same,
+    "debug_callback": lambda machine, eqn, operands: [],
+    "debug_print": lambda machine, eqn, operands: [],
+}

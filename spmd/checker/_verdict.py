@@ -1,0 +1,135 @@
+"""What is known of a whole program in the end: types say where and why, and numbers say whether."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmd._walker import equations
+from spmd.checker._arbiter import Trial
+from spmd.checker._engine import Engine
+from spmd.checker._finding import Finding, found
+from spmd.checker._numbers import Difference, advice_on, cause_of, labelled
+from spmd.checker._simulator import Fault as Broken
+from spmd.checker._source import called_at, line_of
+from spmd.checker._state import HIDDEN, State
+from spmd.errors import Fault
+from spmd.language import mesh_text
+
+_SHOWN = 3  # lines, or arrays, that a text lists
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `spmd.check` ends in.
+
+    Attributes:
+      kind: One word of the table below, or "" where there is nothing to check.
+      reasons: What it rests on, or why nothing was compared; each a sentence or a line of the program.
+
+    | kind | means |
+    |---|---|
+    | `proved` | types follow every value to the results, and numbers agree |
+    | `tested` | types lose a value (`reasons` has the lines), and numbers agree |
+    | `wrong` | there are findings |
+    | `not tested` | there are no findings, and numbers could not be compared |
+    """
+
+    kind: str
+    reasons: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        head = self.kind if self.kind == "wrong" else f"no findings: {self.kind}" if self.kind else "no findings"
+        return ". ".join([head, *self.reasons])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {"kind": self.kind, "reasons": list(self.reasons)}
+
+
+def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> Verdict:
+    """The verdict on a program.
+
+    Args:
+      findings: What is left of the findings.
+      trial: What the numbers say.
+      unknown: The lines where types lose a value.
+    """
+    if any(one.certain for one in findings):
+        return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
+    if trial.why:
+        return Verdict("not tested", [trial.why])
+    lines = [*unknown[:_SHOWN], *(["..."] if len(unknown) > _SHOWN else [])]
+    lost = [f"types lose a value at {', '.join(lines)}"] if unknown else []
+    return Verdict("tested" if unknown else "proved", [_compared(trial), *lost])
+
+
+def _compared(trial: Trial) -> str:
+    what = "results and gradients" if trial.gradients else "results"
+    are = "differ from" if trial.wrong else "are"
+    whole = "whole arrays, which depend on the sizes of axes too" if trial.meant else "one device"
+    return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}"
+
+
+def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str) -> list[Finding]:
+    """What is left of what types suspect when numbers have spoken, and what only numbers show."""
+    if trial.agrees:
+        return []
+    kept = list(suspicions)
+    if trial.wrong and not any(one.certain for one in kept):
+        kept.append(_by_numbers(trial, name))
+    return kept
+
+
+def _by_numbers(trial: Trial, name: str) -> Finding:
+    """The finding that no type explains."""
+    on = mesh_text(trial.sizes)
+    if trial.faults:
+        return _of_fault(trial.faults[0], name, on)
+    causes = {one.path: cause_of([(trial.sizes, one.factor)]) for one in trial.differences}
+    results_first = sorted(trial.differences, key=lambda one: one.path[0].key != "result")
+    got = [_row(one, causes[one.path]) for one in results_first[:_SHOWN]]
+    more = len(trial.differences) - _SHOWN
+    got += [f"and {more} more arrays"] if more > 0 else []
+    advice = advice_on(trial.differences, [one for one in causes.values() if one])
+    rule = f"{name} computes something else on several devices than on one."
+    advice = advice or "spmd.check(...).source() shows the layout of every value beside its line"
+    return found(Fault(rule, got=(*got, on), advice=advice), "numbers", called_at())
+
+
+def _row(one: Difference, cause: Any) -> str:
+    how = one.how(cause)
+    count = "" if one.largest is None else f"{one.wrong} of {one.size} numbers differ, by up to {one.largest:.3g}"
+    return f"{labelled(one.path)}: {', '.join(part for part in (how, count) if part)}"
+
+
+def _of_fault(fault: Broken, name: str, on: str) -> Finding:
+    axes = ", ".join(fault.axes)
+    if fault.kind == "divergent":
+        rule = f"devices along {axes} decide differently here, and do not all reach a collective: they wait for ever."
+        advice = "a decision that is equal there: reduce it with pmax or psum first"
+    else:
+        rule = f"output {fault.output} of {name} is said to be equal along {axes}, and devices hold different numbers."
+        advice = "the collective that makes it equal, or the axis in its layout"
+    line = line_of(fault.eqn, fault.callers) or called_at()
+    return found(Fault(rule, got=(on,), advice=advice), "divergent" if fault.kind == "divergent" else "numbers", line)
+
+
+def unknown_lines(walk: Engine, jaxpr: Any) -> list[str]:
+    """The lines where types lose a value: what they know of the operands, they do not know of the result."""
+    lines: dict[str, None] = {}
+    for eqn in equations(jaxpr):
+        outs = [walk.known[v] for v in eqn.outvars if v in walk.known]
+        if any(map(_is_lost, outs)) and not any(
+            _is_lost(walk.known.get(v)) for v in eqn.invars if not hasattr(v, "val")
+        ):
+            lines[line_of(eqn) or eqn.primitive.name] = None
+    return list(lines)
+
+
+def _is_lost(state: Any) -> bool:
+    if not isinstance(state, State):
+        return False
+    lost = state.different or state.loose or any(axes is HIDDEN for dim in state.dims for _, axes in dim)
+    return bool(lost) and state.table is None

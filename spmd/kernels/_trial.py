@@ -1,0 +1,60 @@
+"""A kernel before the arbiter: what its numbers say, at its own sizes or at small ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.checker import Trial, tried
+from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_array
+from spmd.mesh import resized, with_sizes
+from spmd.modes import ambient_mode
+
+_SMALL = 2**14  # numbers in arguments that are taken as they are
+
+
+def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
+    """What the numbers of a kernel say: forward and backward, on its mesh and where nothing is divided.
+
+    An axis with one device has two here, because a program is right on all meshes or on none.
+
+    Args:
+      plan: The kernel.
+      leaves: Its arguments, or what has their shapes.
+    """
+    mesh = with_sizes(plan.mesh, {axis: max(n, 2) for axis, n in plan.sizes.items()})
+
+    def run(*arrays: Any) -> Any:
+        other = plan.again(with_sizes(mesh, dict(resized.value)), ambient_mode()[0])
+        return other.outputs.returned(other.traced(arrays))
+
+    found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
+    for arrays in _candidates(plan, leaves, mesh):
+        found = tried(run, arrays, mesh, dict(mesh.shape))
+        if not found.why:
+            break
+    return found
+
+
+def _candidates(plan: Any, leaves: Sequence[Any], mesh: Any) -> Iterator[list[Any]]:
+    """The arguments as they are, if they are small, and with the smallest sizes of all names."""
+    same = dict(mesh.shape) == plan.sizes
+    small = sum(math.prod(np.shape(x)) for x in leaves) <= _SMALL
+    if same and small:
+        yield list(leaves)
+    read = read_sizes(plan, leaves)
+    if not read.faults:
+        fixed = {name for name, _ in plan.signature.sizes}
+        sizes = {name: size for name, (size, _) in read.sizes.items()}
+        free = {name: size for name, size in sizes.items() if name not in fixed}
+        blocks = blocks_of(plan, read, [mesh])
+        least = {**sizes, **distinct(free, blocks, {sizes[name] for name in fixed & sizes.keys()})}
+        grown = {name: math.lcm(size, blocks[name]) for name, size in sizes.items()}
+        for chosen in (least, grown):
+            yield [resized_array(x, dims, chosen) for x, dims in zip(leaves, read.dims, strict=True)]
+    if same and not small:
+        yield [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves]
