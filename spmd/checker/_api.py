@@ -71,7 +71,9 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
             told = [one for one in error.findings if isinstance(one, Finding)]
             told = told or [found(error.fault, "layout", line_of_error(error) or called_at())]
-            return Findings(told, partial(listing, error.program, name), Verdict("wrong", ["It is refused as it is traced"]))
+            return Findings(
+                told, partial(listing, error.program, name), Verdict("wrong", ["It is refused as it is traced"])
+            )
     walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
     if not walk.sizes:
@@ -115,12 +117,21 @@ def check_jaxpr(
     walk = Dataflow(kernel, mesh_axes)
     walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
-    found = dict.fromkeys(walk.findings)
     try:
-        report(kernel, confirmed(found, ask(), kernel) if found and ask else found, how)
+        _report(kernel, walk.findings, how, ask)
     except ReplicationError as error:
         error.program = closed_jaxpr
         raise
+
+
+def _report(kernel: str, findings: Iterable[Finding], how: str, ask: Callable[[], Trial] | None) -> None:
+    """Raise what types suspect, if numbers say so too; all of it where nobody can ask them."""
+    found = dict.fromkeys(findings)
+    if not found or ask is None:
+        report(kernel, found, how)
+        return
+    trial = ask()
+    report(kernel, confirmed(found, trial, kernel), how, trial.why)
 
 
 class InState(NamedTuple):
@@ -148,6 +159,7 @@ def check_body(
     kernel: str,
     axis_sizes: Mapping[str, int],
     how: str = "error",
+    ask: Callable[[], Trial] | None = None,
 ) -> None:
     """Check a body that was inlined in the user's own `shard_map`, and traced on its shards.
 
@@ -160,6 +172,7 @@ def check_body(
       kernel: Its name, for the message.
       axis_sizes: Their sizes.
       how: "error", "warn", or "off".
+      ask: What the numbers say, as for `check_jaxpr`.
 
     Raises:
       ReplicationError: One for all findings.
@@ -172,7 +185,7 @@ def check_body(
     walk.varying = [state.different for state in in_states]
     operands = [_seeded(walk, var, state) for var, state in zip(inner.invars, in_states, strict=True)]
     walk_closed(walk, closed_jaxpr, operands)
-    report(kernel, walk.findings, how)
+    _report(kernel, walk.findings, how, ask)
 
 
 def _seeded(walk: Dataflow, var: Any, state: InState) -> State:

@@ -51,6 +51,7 @@ class Trial:
       meant: Whether they differ in reference mode as well, where arrays are whole and axes have their sizes: then the
         program means to depend on these.
       why: Why nothing was compared; "" where something was.
+      fails: Whether that is because the program raises an error where nothing is divided.
     """
 
     sizes: Mapping[str, int]
@@ -59,6 +60,7 @@ class Trial:
     gradients: bool = False
     meant: bool = False
     why: str = ""
+    fails: bool = False
 
     @property
     def wrong(self) -> bool:
@@ -90,8 +92,12 @@ def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mappi
         except _Failed as error:
             why = str(error)
         except NotSimulated as error:
-            return Trial(sizes, why=str(error))
+            return Trial(sizes, why=str(error), fails=isinstance(error, _FailsWhole))
     return Trial(sizes, why=why)
+
+
+class _FailsWhole(NotSimulated):
+    """The program raises an error where nothing is divided, and not on its mesh."""
 
 
 class _Program:
@@ -124,11 +130,13 @@ class _Program:
             differences = self._differences(form, found, simulate(base, numbers, _MOST)[0])
             if not (differences or faults):
                 continue
+            if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
+                return Trial(sizes, why="a part of it is meant per shard")
             trial = Trial(sizes, tuple(differences), tuple(faults), self.gradients)
             if faults or not self._same_on_whole_arrays(form, found, numbers):
                 return trial
             meant = replace(trial, meant=True)
-        return meant or Trial(sizes, gradients=self.gradients, why=unknown)
+        return meant or Trial(sizes, gradients=self.gradients, why=unknown, fails=bool(unknown))
 
     def _base(self, form: _Form) -> tuple[Any, str]:
         """The program where nothing is divided, or as little as it allows; then equal numbers prove nothing, and the
@@ -147,7 +155,7 @@ class _Program:
                     return jaxpr, str(first) if one and max(one.values()) > 1 else ""
             except _Failed as error:
                 first = first or error
-        raise NotSimulated(str(first))
+        raise _FailsWhole(str(first))
 
     def _numbers(self, draw: Any) -> list[Array]:
         _, given = pulled(self.fn, draw, grad=self.grad)
@@ -219,8 +227,6 @@ def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:
         made = _compat.made_manual(eqn) if eqn.primitive.name == "shard_map" else {}
         if any(sizes.get(axis, n) != n for axis, n in made.items()):
             raise NotSimulated("a jax.shard_map has a mesh of its own")
-        if per_shard_reason(eqn):
-            raise NotSimulated("a part of it is meant per shard")
 
 
 def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:

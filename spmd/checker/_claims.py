@@ -86,6 +86,11 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
     if not walk.active:
         return [state]
     layout: Layout = eqn.params["layout"]
+    if closes := eqn.params.get("closes"):
+        differs = [axis for axis in walk.tracked(closes) if axis in state.axes and axis in walk.checked]
+        if differs and not walk.silent(eqn):
+            walk.note(eqn, "closed", report.closed_while_different(walk, eqn, differs))
+        return [state]
     claim = claim_of(layout)
     places = claim.at(len(state.dims), eqn.params.get("mapped", ()))
     scope = walk.checked

@@ -112,9 +112,20 @@ class Findings(tuple[Finding, ...]):
         return self._listing(self)
 
 
-def report(kernel: str, findings: Iterable[Finding], how: str = "error") -> None:
-    """Raise one error with all findings, or warn of them. Without findings, do nothing."""
-    unique = Findings(dict.fromkeys(findings))
+def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: str = "") -> None:
+    """Raise one error with all findings that are certain, or warn. Without findings, do nothing.
+
+    Args:
+      kernel: The kernel, for the message.
+      findings: What was found.
+      how: "error" or "warn".
+      why: Why no numbers were compared, if some findings are not certain for that reason.
+    """
+    every = dict.fromkeys(findings)
+    unsure = [one for one in every if not one.certain] if how == "error" else []
+    if unsure:
+        warn(f"{Findings(unsure)}\nIt may be meant: no numbers were compared, because {why}.", UserWarning)
+    unique = Findings(one for one in every if one not in unsure)
     if not unique:
         return
     head = f"{kernel}: {len(unique)} values are not what their layouts say.\n\n" if len(unique) > 1 else ""

@@ -419,9 +419,8 @@ def _transformed(eqn: Any, lead: int, x: Array) -> Array:
     return run[names.get(kind, kind)](x, sizes if "r" in names.get(kind, kind) else None, axes)
 
 
-def _threefry(eqn: Any, lead: int, *words: Array) -> list[Array]:
+def _threefry(one: Array, two: Array, x: Array, y: Array) -> list[Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
-    one, two, x, y = words
     keys = (one, two, one ^ two ^ np.uint32(0x1BD11BDA))
     x, y = x + keys[0], y + keys[1]
     for group in range(5):
@@ -499,7 +498,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "iota": _counted,
     "dot_general": _product,
     "fft": _transformed,
-    "threefry2x32": _threefry,
+    "threefry2x32": _each(_threefry),
     "stack": _stacked,
     "unstack": lambda eqn, lead, x: list(np.moveaxis(x, eqn.params["axis"] + lead, 0)),
     "tile": lambda eqn, lead, x: np.tile(x, (*(1,) * lead, *eqn.params["reps"])),

@@ -14,7 +14,7 @@ from spmd.checker._instead import ARRAY, lines_in_place, reduced
 from spmd.checker._made import Place, lying, operation_of, place_of
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
-from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
+from spmd.checker._state import HIDDEN, STEP, Dim, Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
 from spmd.errors import Fault, Fix
 from spmd.language import Layout, verb_for
@@ -122,6 +122,31 @@ def unexpected_difference(walk: Any, eqn: Any, state: State, axes: Sequence[str]
     fix = None if place is None else _as_it_says(walk, eqn, place)
     advice = None if fix else _what_it_may_be(eqn, axes, place)
     return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
+
+
+def closed_while_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A call makes its result equal along axes that its string does not name, and its operand differs there."""
+    along = _and(axes)
+    rule = (
+        f"the result of this call is equal on {along}, which its string does not name, and its operand differs there: "
+        "rows of different devices would be mixed."
+    )
+    where = tuple(f"made in a loop or vmap over a dimension that {a} divides" for a in axes if _is_row(walk, eqn, a))
+    divided = "/".join(("e", *axes))
+    advice = (
+        f"reduce the whole array before the loop, with the dimension that {along} divides in the string: "
+        f'reduce(x, "{divided} {eqn.params["layout"].short} -> {divided}", ...)'
+    )
+    return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), (*where, *reasons(walk, eqn.invars[0], axes)), None, advice)
+
+
+def _is_row(walk: Any, eqn: Any, axis: str) -> bool:
+    """Whether a value is a row of a divided dimension: of a loop, or of vmap."""
+    state = walk.known.get(eqn.invars[0])
+    mapped = [state.dims[d] for d in eqn.params.get("mapped", ())] if state else []
+    return state is not None and (
+        any(p.axis == axis and p.kind == STEP for p in state.pending) or any(axis in axes_of_dim(d) for d in mapped)
+    )
 
 
 def lies_otherwise(walk: Any, eqn: Any, state: State) -> Fault:

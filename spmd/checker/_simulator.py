@@ -389,7 +389,7 @@ def _permutes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[A
         raise NotSimulated("a permutation names a device that the axis does not have")
     for x in operands:
         front = np.moveaxis(machine.full(x, order), at, range(len(at)))
-        flat = front.reshape((-1, *front.shape[len(at) :]))
+        flat = front.reshape((count, *front.shape[len(at) :]))
         out = np.zeros_like(flat)
         for source, target in eqn.params["perm"]:
             out[target] = flat[source]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd._walker import equations
@@ -16,6 +16,9 @@ from spmd.checker._source import called_at, line_of
 from spmd.checker._state import HIDDEN, State
 from spmd.errors import Fault
 from spmd.language import mesh_text
+
+# What may be meant, or undone later: no string says otherwise.
+_SUSPICIONS = frozenset(("nonlinear", "mixed", "pending", "copies", "disagree", "order"))
 
 _SHOWN = 3  # lines, or arrays, that a text lists
 
@@ -73,10 +76,16 @@ def _compared(trial: Trial) -> str:
 
 
 def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str) -> list[Finding]:
-    """What is left of what types suspect when numbers have spoken, and what only numbers show."""
-    if trial.agrees:
-        return []
+    """What is left of what types suspect when numbers have spoken, and what only numbers show.
+
+    Where they could not be had, what contradicts a string is certain, and everything else is not. A call that closes an
+    axis which its string does not name moves what nobody wrote, so it is an error even where numbers agree.
+    """
     kept = list(suspicions)
+    if trial.agrees:
+        return [one for one in kept if one.kind == "closed"]
+    if trial.why and not trial.fails:
+        return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
     if trial.wrong and not any(one.certain for one in kept):
         kept.append(_by_numbers(trial, name))
     return kept

@@ -14,6 +14,7 @@ from spmd.comm._marks import same_axes, tag_of
 from spmd.errors import MeshError
 from spmd.kernels._outputs import Unequal
 from spmd.kernels._plan import Plan, typed
+from spmd.kernels._trial import trial_of
 from spmd.language import Layout, mesh_text
 from spmd.modes import Frame, current_frame, inside_kernel, no_frame
 
@@ -44,6 +45,7 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
     def body(*shards: Any) -> Any:
         return plan.run(frame, shards, local=True, role="operand")
 
+    pairs = list(zip(shards, plan.leaves, strict=True))
     with no_frame():
         inner = plan.jit(body, inline=True)
         check_body(
@@ -53,6 +55,7 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
             kernel=plan.signature.text,
             axis_sizes=dict(frame.sizes),
             how=plan.signature.check,
+            ask=lambda: trial_of(plan, [_grown(x, s.layout, s.layout.axes, plan.sizes) for x, s in pairs]),
         )
         return inner(*shards)
 

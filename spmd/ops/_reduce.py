@@ -30,7 +30,9 @@ def reduce(x: Any, pattern: str, /, op: str = "sum", **names: Any) -> jax.Array:
     left partial. A `1` on the right keeps a dimension of size one.
 
     With `-> scalar` the result is equal by JAX's own type on every mesh axis that the right side does not mark. If x is
-    a gathered copy, a mean over the copies makes it so. Such a scalar can leave a kernel and be a loss.
+    a gathered copy, a mean over the copies makes it so. Such a scalar can leave a kernel and be a loss. Where x is not
+    known to be a copy, the call is an error: inside `lax.map`, `scan` or `vmap` over a divided dimension each device has
+    rows of its own. Then reduce the whole array before the loop.
 
     Communication: forward one psum (or pmax, pmin) of the result over the reduced axes, 2S(n-1)/n bytes for S bytes. A
     logsumexp has two, a prod has an all-gather, and a scattered sum or mean has a psum_scatter, S(n-1)/n bytes.
@@ -50,6 +52,7 @@ def reduce(x: Any, pattern: str, /, op: str = "sum", **names: Any) -> jax.Array:
     Raises:
       CommunicationError: If the right side asks for a gather, a slice or a relayout.
       LayoutError: On a malformed pattern or an unknown op.
+      ReplicationError: If a mean over copies would make the result equal, and x is not known to be a copy.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -79,16 +82,18 @@ def reduce(x: Any, pattern: str, /, op: str = "sum", **names: Any) -> jax.Array:
     _check_kind(call, operand.x, op)
     gone = tuple(i for i, name in enumerate(operand.names) if name not in right)
     kept = [name for name in operand.names if name in right]
+    copies = _copies(call, operand.x, landing)
     job = _Job(
         call=call,
         dims=gone,
         order=tuple(kept.index(name) for name in right),
         count=math.prod(operand.factors[i].size for i in gone),
         landing=landing,
-        copies=_copies(call, operand.x, landing),
+        copies=copies,
     )
+    array = call.closing(operand.x, src, copies)
     with call.scope():
-        out = RUN[op](operand.x, job)
+        out = RUN[op](array, job)
     return call.result(out)
 
 

@@ -17,7 +17,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd._lax import _split_p
-from spmd.checker import check_jaxpr
+from spmd.checker import Finding, check_jaxpr
+from spmd.checker._arbiter import collecting
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import FREE, HIDDEN, Dim, State, is_divided
 from spmd.comm._marks import assert_equal_p, layout_p
@@ -163,6 +164,15 @@ def check(body: Callable[..., Any], *specs: Any, **kwargs: Any) -> None:
         kernel="kernel",
         arg_names=("x", "w"),
     )
+
+
+def suspicions(fn: Callable[..., Any], *args: Any) -> list[Finding]:
+    """What types alone say of a program, before numbers are asked."""
+    with collecting(True):
+        jaxpr = jax.make_jaxpr(fn)(*args)
+    walk = Dataflow("kernel", ())
+    walk_closed(walk, jaxpr)
+    return list(dict.fromkeys(walk.findings))
 
 
 def message(body: Callable[..., Any], *specs: Any, **kwargs: Any) -> str:

@@ -71,7 +71,7 @@ def test_sums_of_parts_and_of_copies():
     found = seen(lambda x: lax.psum(x.sum(0), "dp"), "a/dp b", args=(X,))
     assert found.kinds == [] and found.agree() == 1
     assert seen(lambda x: lax.psum(x, "dp"), "a b", args=(X,)).kinds == ["copies"]
-    assert seen(lambda x: lax.pmean(x, "dp"), "a b", args=(X,)).kinds == [], "a mean of copies is one of them"
+    assert seen(lambda x: lax.pmean(x, "dp"), "a b", args=(X,)).kinds == ["copies"], "numbers know that it is a mean"
     assert seen(lambda x: lax.psum(jnp.ones(()), "dp"), "a b", args=(X,)).kinds == [], "devices may be counted"
     assert seen(lambda x: lax.pmax(x.sum(0), "dp"), "a/dp b", args=(X,)).kinds == ["nonlinear"]
 

@@ -13,6 +13,7 @@ import spmd
 from spmd import _compat
 from spmd.checker import _places as places
 from spmd.checker._state import State, free, hidden, normal, plain
+from tests.checker.harness import suspicions
 
 LINE = jax.ShapeDtypeStruct((40, 3), "float32")
 
@@ -115,7 +116,7 @@ WRONG = {
 
 def found(body: Any) -> list[str]:
     kernel = spmd.kernel("n/tp k -> n/tp k", mesh=spmd.make_mesh(tp=4), check="off")(body)
-    return [one.kind for one in spmd.check(kernel, LINE)]
+    return [one.kind for one in suspicions(kernel, LINE)]
 
 
 @pytest.mark.parametrize("name", RIGHT)
