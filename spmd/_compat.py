@@ -78,6 +78,12 @@ def varying_type(aval: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
+def unreduced_type(aval: Any) -> frozenset[str]:
+    """Mesh axes along which a type, as a variable of a jaxpr has one, is unreduced."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.unreduced)
+
+
 def partitions(spec: jax.sharding.PartitionSpec, rank: int = 0) -> tuple[Any, ...]:
     """The entries of a spec, and None for the dimensions up to `rank` that it leaves out."""
     # JAX 0.10.0 does not have the attribute, and later versions do not iterate over a spec with partial sums.

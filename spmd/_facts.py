@@ -89,6 +89,11 @@ class PerShardName(str):
         return self
 
 
+class GradientName(str):
+    """The scope of `spmd.grad` and `spmd.value_and_grad`: the sums that a gradient adds there are written by their
+    `loss=`."""
+
+
 class FusedName(str):
     """The scope of `spmd.fused(what)`: what is traced inside is meant to be one kernel on an accelerator."""
 

@@ -11,7 +11,14 @@ import spmd.checker._places as places
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import axes_of, shape_of
 from spmd.checker._engine import Engine
-from spmd.checker._report import copies_reduced, gathered_out_of_order, nonlinear_use, not_completed
+from spmd.checker._report import (
+    copies_reduced,
+    gathered_out_of_order,
+    nonlinear_use,
+    not_completed,
+    summed_by_gradient,
+)
+from spmd.checker._source import gradient_line
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -65,6 +72,11 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         return [_loosened(walk, o, shape_of(v), (), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
     name = eqn.primitive.name
     name = name if name in ("pmax", "pmin") else "psum"
+    if axes and name == "psum" and walk.active and walk.checked.issuperset(axes) and walk.adds_up_gradients(eqn):
+        line = gradient_line(eqn)
+        walk.once(
+            ("gradient", line, axes), lambda: walk.note(eqn, "gradient", summed_by_gradient(walk, eqn, axes), line=line)
+        )
     outs = [_reduced(walk, eqn, o, atom, axes, name) for o, atom in zip(operands, eqn.invars, strict=True)]
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import spmd.checker._report as report
 from spmd import _compat, _walker
 from spmd._facts import kernel_around
-from spmd._jaxprs import Held, opened, shape_of
+from spmd._jaxprs import Held, held, opened, shape_of
 from spmd._walker import Rule
 from spmd.checker._claims import assert_equal_marker, block_marker, layout_marker
 from spmd.checker._collectives import COLLECTIVES
@@ -135,4 +135,25 @@ def walk_closed(dataflow: Dataflow, jaxpr: Any, operands: Sequence[State] | None
     inner, _ = opened(jaxpr)
     if operands is None:
         operands = [dataflow.kept(State(tuple(map(plain, shape_of(v))))) for v in inner.invars]
-    return _walker.walk(jaxpr, list(map(dataflow.kept, operands)), dataflow)
+    outs = _walker.walk(jaxpr, list(map(dataflow.kept, operands)), dataflow)
+    for eqn in _walker.equations(jaxpr):
+        if eqn.primitive.name == "shard_map":
+            _check_types(dataflow, eqn)
+    return outs
+
+
+def _check_types(walk: Dataflow, entry: Any) -> None:
+    """JAX types some results equal that are not, such as those of a sort whose keys differ and whose payload does not.
+    Only the first of them is told: what is made of it has the wrong type, too."""
+    own = frozenset(_compat.made_manual(entry)) & (walk.wanted or frozenset(walk.sizes))
+    for eqn in _walker.equations(entry.params["jaxpr"]):
+        for var in eqn.outvars:
+            state = walk.known.get(var)
+            if not isinstance(state, State) or held(eqn) or eqn.primitive.name.startswith("spmd_"):
+                continue
+            typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
+            if axes := [a for a in walk.sizes if a in (state.axes & own) - typed]:
+                made = walk.history.producer(var)
+                callers = made[2] if made else ()
+                walk.note(eqn, "type", report.mistyped(eqn, callers, axes), where=(eqn, callers))
+                return

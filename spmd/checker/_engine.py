@@ -16,7 +16,7 @@ import spmd.checker._order as orders
 import spmd.checker._places as places
 import spmd.checker._report as report
 from spmd import _compat
-from spmd._facts import CallName, PerShardName, one_line
+from spmd._facts import CallName, GradientName, PerShardName, one_line
 from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, opened, shape_of
 from spmd._walker import Domain, Rule, equations
 from spmd.checker._finding import Finding, found
@@ -134,9 +134,11 @@ class Engine(Domain):
             fault, other = describe(self, eqn, axes), in_place_of_optax(eqn) if sums else None
             self.note(eqn, kind, fault if other is None else replace(fault, fix=None, advice=other))
 
-    def note(self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True) -> None:
+    def note(
+        self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True, line: str = ""
+    ) -> None:
         """Keep a finding, with its class and the user's line to blame."""
-        line = self._line(*(where or (eqn, tuple(self.callers))))
+        line = line or self._line(*(where or (eqn, tuple(self.callers))))
         self.findings.append(found(fault, kind, line, certain))
 
     def _line(self, eqn: Any, callers: tuple[Any, ...]) -> str:
@@ -158,6 +160,20 @@ class Engine(Domain):
             if scopes or transposed:
                 return True
         return False
+
+    def adds_up_gradients(self, eqn: Any) -> bool:
+        """Whether a gradient that is taken inside a body made a sum that nobody wrote: neither `spmd.grad` nor a call of
+        ours is around it."""
+        inside = [eqn]
+        for caller in reversed(self.callers):
+            if caller.primitive.name == "shard_map":
+                if is_transposed(caller):
+                    return False
+                break
+            inside.append(caller)
+        written = any(isinstance(name, GradientName) for one in inside for _, name in _compat.name_stack(one))
+        around = list(map(self._around, inside))
+        return not written and any(made for _, made in around) and not any(scopes for scopes, _ in around)
 
     def _around(self, eqn: Any) -> tuple[frozenset[str], bool]:
         """The scopes of ours that an equation is in, and whether it belongs to a backward pass."""

@@ -137,7 +137,9 @@ def closed_while_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
         f"reduce the whole array before the loop, with the dimension that {along} divides in the string: "
         f'reduce(x, "{divided} {eqn.params["layout"].short} -> {divided}", ...)'
     )
-    return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), (*where, *reasons(walk, eqn.invars[0], axes)), None, advice)
+    return _at_marker(
+        walk, eqn, rule, _span(eqn.params["layout"]), (*where, *reasons(walk, eqn.invars[0], axes)), None, advice
+    )
 
 
 def _is_row(walk: Any, eqn: Any, axis: str) -> bool:
@@ -285,6 +287,29 @@ def not_completed(walk: Any, eqn: Any, axes: Sequence[str], pending: Sequence[Pe
     rule = rule[0].upper() + rule[1:]
     got = (*_where(walk, eqn), *_pieces(walk, pending))
     return Fault(rule, walk.kernel, None, None, got, advice=_completed(walk, pending))
+
+
+def summed_by_gradient(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A sum that a gradient adds inside a body."""
+    along, marks = _and(axes), ",".join(axes)
+    rule = f"the gradient of a value that is equal on {along} is summed over {along} here, and nobody wrote this sum."
+    shape = ",".join(str(n) for n in getattr(eqn.outvars[0].aval, "shape", ()))
+    got = (f"the sum: {eqn.outvars[0].aval.dtype}[{shape}], of what each device along {along} computes",)
+    advice = (
+        f'spmd.value_and_grad(fn, loss="{{U:{marks}}}") in place of jax.grad, if each device has a term of the loss;\n'
+        f'x = spmd.defer(x, "... -> ... {{R:{marks}}}") before it, if each device keeps its own gradient'
+    )
+    return Fault(rule, walk.kernel, None, None, got, advice=advice)
+
+
+def mistyped(eqn: Any, callers: Sequence[Any], axes: Sequence[str]) -> Fault:
+    """A value that JAX's type calls equal, and that differs."""
+    along = _and(axes)
+    rule = f"JAX types the result of {_name(eqn)} equal on {along}, and it differs there: gradients follow JAX's type."
+    names = f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes))
+    advice = f'jax.lax.pcast(<the result>, {names}, to="varying")'
+    place = line_of(eqn, callers)
+    return Fault(rule, None, None, None, (f"{_name(eqn)} at {place}",) if place else (), advice=advice)
 
 
 def copies_reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:

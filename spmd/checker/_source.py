@@ -73,6 +73,15 @@ def frames_of(eqn: Any) -> list[Frame]:
     return found
 
 
+def gradient_line(eqn: Any) -> LineName:
+    """The user's line that took the gradient which made an equation; its own line where nobody knows."""
+    for frame in frames_of(eqn):
+        if frame.differentiates:
+            file, number = frame.code.co_filename, frame.span[0]
+            return LineName(f"{short_file(file)}:{number} ({frame.code.co_qualname})", file, number)
+    return line_of(eqn)
+
+
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether the user wrote a file: not we, nor JAX, and it was not installed as a package."""

@@ -18,7 +18,7 @@ from spmd.errors import Fault
 from spmd.language import mesh_text
 
 # What may be meant, or undone later: no string says otherwise.
-_SUSPICIONS = frozenset(("nonlinear", "mixed", "pending", "copies", "disagree", "order"))
+_SUSPICIONS = frozenset(("nonlinear", "mixed", "pending", "copies", "disagree", "order", "gradient", "type"))
 
 _SHOWN = 3  # lines, or arrays, that a text lists
 
@@ -84,9 +84,11 @@ def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str) -> list[Fi
     kept = list(suspicions)
     if trial.agrees:
         return [one for one in kept if one.kind == "closed"]
+    if trial.meant:  # whole arrays would be in another order, too
+        return [one for one in kept if one.kind in ("closed", "order")]
     if trial.why and not trial.fails:
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
-    if trial.wrong and not any(one.certain for one in kept):
+    if not any(one.certain for one in kept):
         kept.append(_by_numbers(trial, name))
     return kept
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat, _lax
-from spmd._facts import CallName
+from spmd._facts import CallName, GradientName, one_line
 from spmd._leaves import kind_of
 from spmd._named import ByName
 from spmd.comm._keywords import check_array, misfit
@@ -95,7 +95,8 @@ def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bo
         for place, value in enumerate(args):
             for leaf in jax.tree.leaves(value) if place in np.atleast_1d(argnums) else ():
                 check_array(leaf, f"argument {place}", misfit(text))
-        return jax.value_and_grad(checked, argnums, has_aux=has_aux)(*args, **kwargs)
+        with jax.named_scope(GradientName(one_line(text))):
+            return jax.value_and_grad(checked, argnums, has_aux=has_aux)(*args, **kwargs)
 
     return differentiated
 

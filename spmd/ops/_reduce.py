@@ -31,8 +31,8 @@ def reduce(x: Any, pattern: str, /, op: str = "sum", **names: Any) -> jax.Array:
 
     With `-> scalar` the result is equal by JAX's own type on every mesh axis that the right side does not mark. If x is
     a gathered copy, a mean over the copies makes it so. Such a scalar can leave a kernel and be a loss. Where x is not
-    known to be a copy, the call is an error: inside `lax.map`, `scan` or `vmap` over a divided dimension each device has
-    rows of its own. Then reduce the whole array before the loop.
+    known to be a copy, the call is an error: inside `lax.map`, `scan` or `vmap` over a divided dimension each device
+    has rows of its own. Then reduce the whole array before the loop.
 
     Communication: forward one psum (or pmax, pmin) of the result over the reduced axes, 2S(n-1)/n bytes for S bytes. A
     logsumexp has two, a prod has an all-gather, and a scattered sum or mean has a psum_scatter, S(n-1)/n bytes.
