@@ -154,6 +154,6 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
             typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
             if axes := [a for a in walk.sizes if a in (state.axes & own) - typed]:
                 made = walk.history.producer(var)
-                callers = made[2] if made else ()
+                callers = made[1] if made else ()
                 walk.note(eqn, "type", report.mistyped(eqn, callers, axes), where=(eqn, callers))
                 return

@@ -162,8 +162,8 @@ class Engine(Domain):
         return False
 
     def adds_up_gradients(self, eqn: Any) -> bool:
-        """Whether a gradient that is taken inside a body made a sum that nobody wrote: neither `spmd.grad` nor a call of
-        ours is around it."""
+        """Whether a gradient that is taken inside a body made a sum that nobody wrote: neither `spmd.grad` nor another
+        call of ours is around it."""
         inside = [eqn]
         for caller in reversed(self.callers):
             if caller.primitive.name == "shard_map":

@@ -88,7 +88,7 @@ def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str) -> list[Fi
         return [one for one in kept if one.kind in ("closed", "order")]
     if trial.why and not trial.fails:
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
-    if not any(one.certain for one in kept):
+    if trial.wrong and not any(one.certain for one in kept):
         kept.append(_by_numbers(trial, name))
     return kept
 
