@@ -9,12 +9,13 @@ shows values of arrays.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
     "CommunicationError",
@@ -28,11 +29,15 @@ __all__ = [
     "SizeError",
     "SpmdError",
     "did_you_mean",
+    "if_possible",
     "is_int",
     "nearest",
     "not_one_of",
     "warn",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _WIDTH = 120  # a longer line wraps in a terminal, and its carets then point nowhere
 
@@ -190,6 +195,23 @@ class Fault:
         if self.advice is not None:
             lines.append("advice: " + self.advice.replace("\n", "\n        "))
         return "\n".join(lines)
+
+
+def if_possible(make: Callable[P, T]) -> Callable[P, T | None]:
+    """Decorate what makes a fix or an advice: if it fails, it gives None, and the message is told without it."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return _make(make, *args, **kwargs)
+        except Exception:
+            return None
+
+    return made
+
+
+def _make(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return make(*args, **kwargs)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

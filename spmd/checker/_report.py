@@ -16,7 +16,7 @@ from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
 from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
-from spmd.errors import Fault, Fix
+from spmd.errors import Fault, Fix, if_possible
 from spmd.language import Layout, verb_for
 
 _MEANT = 'spmd.per_shard("why") if each shard is meant'
@@ -163,7 +163,7 @@ def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
     fix, place = _made_whole(walk, eqn), _place(walk, eqn)
     advice = _completed(walk, pending)
     if place is not None and place.made is not None and {place.made.op} == {p.kind for p in pending}:
-        advice = f"{_what_it_may_be(eqn, [pending[0].axis], place)}; {_MEANT}"
+        advice = _joined(_what_it_may_be(eqn, [pending[0].axis], place), _MEANT)
     return _at_marker(walk, eqn, rule, _span(layout), _pieces(walk, pending), fix, None if fix else advice)
 
 
@@ -195,6 +195,7 @@ def returned_otherwise(walk: Any, eqn: Any, index: int, state: State, spec: Any)
     return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
 
 
+@if_possible
 def _made_whole(walk: Any, eqn: Any) -> Fix | None:
     place = _place(walk, eqn)
     return None if place is None else _as_it_says(walk, eqn, place)
@@ -216,6 +217,7 @@ def _pieces(walk: Any, pending: Sequence[Pending]) -> list[str]:
     return list(lines)
 
 
+@if_possible
 def _completed(walk: Any, pending: Sequence[Pending]) -> str:
     kinds = {p.kind for p in pending}
     along = _and(list(dict.fromkeys(p.axis for p in pending)))
@@ -450,6 +452,7 @@ def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, plac
     return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
 
 
+@if_possible
 def _place(walk: Any, eqn: Any) -> Place | None:
     """How the operand of a layout's marker lies, and what it was made by."""
     atom = eqn.invars[0]
@@ -460,6 +463,7 @@ def _place(walk: Any, eqn: Any) -> Place | None:
 # --- what mends a value ---------------------------------------------------------------------------------------
 
 
+@if_possible
 def _as_it_says(walk: Any, eqn: Any, place: Place) -> Fix | None:
     """The call that makes a value whose place is known lie as its layout says; None where no call is sure to."""
     layout = eqn.params["layout"].without_brackets()
@@ -478,6 +482,7 @@ def _as_it_says(walk: Any, eqn: Any, place: Place) -> Fix | None:
     return Fix("reduce", (made.name,), f"{_text(eqn, made.layout)} -> {_text(eqn, result)}", {"op": made.op})
 
 
+@if_possible
 def _between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) -> Fix | None:
     """The verb from one layout to another, on the value of a marker."""
     verb = verb_for(have, wanted)
@@ -487,6 +492,7 @@ def _between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) ->
     return Fix(verb, (shown,), f"{_text(eqn, have)} -> {_text(eqn, wanted)}")
 
 
+@if_possible
 def _iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
     """The positions of the whole array, where the arange is as long as a block."""
     aval, layout = eqn.invars[0].aval, eqn.params["layout"]
@@ -501,6 +507,7 @@ def _iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
     return Fix("iota", (), layout.without_brackets().short, size)
 
 
+@if_possible
 def _block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> str:
     """Advice for equal values that stand where blocks are meant: where they became equal, or how blocks are made."""
     gathers = [line_of(o.eqn, o.callers) for axis in axes for o in walk.history.gathers(eqn.invars[0], axis)]
@@ -514,11 +521,12 @@ def _block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> st
     )
 
 
+@if_possible
 def _what_it_may_be(eqn: Any, axes: Sequence[str], place: Place | None) -> str:
     """Advice for a value that differs: what can be ruled out is not offered."""
     layout = eqn.params["layout"].without_brackets()
     plain = _text(eqn, layout)
-    axes = [a for a in axes if a not in (*layout.axes, *layout.reduced)]
+    axes = [a for a in axes if a not in (*layout.axes, *layout.unreduced, *layout.reduced)]
     if not axes:
         return "the axis divides another dimension than the layout says"
     total = f'psum(x, "{_text(eqn, changed(layout, unreduced={*layout.unreduced, *axes}))} -> {plain}")'
@@ -623,13 +631,14 @@ def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
 
 def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
     """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
-    lines = lines_in_place(walk, eqn, walk.callers) or (() if _instead(eqn) else _reduced(walk, eqn, axes))
+    lines = lines_in_place(walk, eqn, walk.callers) or (() if _instead(eqn) else _reduced(walk, eqn, axes)) or ()
     if lines and not any(ARRAY in str(line) for line in lines):
         return Fault(rule, walk.kernel, None, None, _where(walk, eqn), fix=lines)
     told = ";\n".join(map(str, lines)) or _instead(eqn) or _completed_first(walk, eqn, axes)
     return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=told)
 
 
+@if_possible
 def _reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> tuple[Fix, ...]:
     """The mean or the sum over the whole dimension, in place of that of each device's own block."""
     ops = _parts(walk, eqn, axes)
@@ -646,6 +655,7 @@ def _parts(walk: Any, eqn: Any, axes: Sequence[str]) -> set[Any]:
     return {operation_of(walk, atom) for atom in operands if walk.known[atom].partial & set(axes)}
 
 
+@if_possible
 def _completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
     """Advice for a partial sum that is used before it is complete. To psum a mean of pieces would add up the means."""
     total = f'psum(<the partial sum>, "... {_mark(axes)} -> ...") before it, and not after'
@@ -662,7 +672,7 @@ def on_pieces_too(walk: Any, fault: Fault, pending: Sequence[Pending]) -> Fault:
         return fault
     fixes = (fault.fix,) if isinstance(fault.fix, str | Fix) else fault.fix or ()
     told = fault.advice or ";\n".join(map(str, fixes))
-    advice = f"{told}; and {_completed(walk, pending)}"
+    advice = _joined(told, _completed(walk, pending), " and ")
     return replace(fault, got=(*fault.got, *_pieces(walk, pending)), fix=None, advice=advice)
 
 
@@ -679,6 +689,7 @@ _INSTEAD = {
 }
 
 
+@if_possible
 def _instead(eqn: Any) -> str | None:
     """What to call in place of the function of JAX that made an equation."""
     names = (name for name in _INSTEAD if name != "norm" or eqn.primitive.name == "sqrt")  # other orders than 2
@@ -768,6 +779,11 @@ def describe(origin: Origin) -> str:
     if origin.kind == "spmd_layout":
         return f'made from a value divided by "{origin.eqn.params["layout"]}"{at}'
     return f"made from {_name(origin.kind)} over {origin.axis}{at}"
+
+
+def _joined(one: str | None, other: str | None, between: str = " ") -> str | None:
+    """Two pieces of advice, of which some could not be made."""
+    return f";{between}".join(filter(None, (one, other))) or None
 
 
 def _and(names: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from spmd._jaxprs import COMMUNICATES
 from spmd.checker._state import NONE, State, axes_of_dim
 
 Axes = frozenset[str]
+NOTHING = State()
 
 # What leaves rows as they are, however the array lies.
 _MOVES = frozenset(("pvary", "pcast", "reshape", "transpose", "broadcast_in_dim", "squeeze", "convert_element_type"))
@@ -46,8 +47,29 @@ def zeros_for_others(walk: Any, eqn: Any, operands: Sequence[State]) -> Axes:
     return NONE
 
 
+def by_device(walk: Any, atom: Any, axes: Axes) -> bool:
+    """Whether some devices along these axes leave a value out, by their number: it is zero there."""
+    eqn = _made(walk, atom)
+    if eqn is None or eqn.primitive.name not in ("select_n", "mul"):
+        return False
+    states = [walk.literal(one.val) if isinstance(one, Literal) else walk.known.get(one, NOTHING) for one in eqn.invars]
+    if eqn.primitive.name == "select_n" and not any(state.zero for state in states[1:]):
+        return False
+    tables = [state.table for state in states if state.table is not None]
+    numbers = (t for t in tables if axes <= {*t.axes} and all(integers.is_constant(t, d) for d in range(len(t.shape))))
+    return any(not table.entries.all() for table in numbers)
+
+
 def _taken(walk: Any, atom: Any) -> Any:
     """The gather of rows along one dimension that a value is, in another shape or type."""
+    eqn = _made(walk, atom)
+    if eqn is None or eqn.primitive.name != "gather":
+        return None
+    return eqn if len(eqn.params["dimension_numbers"].start_index_map) == 1 else None
+
+
+def _made(walk: Any, atom: Any) -> Any:
+    """The equation that made a value, before it got another shape or type."""
     for _ in range(20):
         behind, made = walk.history.made_of.get(atom, ()), walk.history.producer(atom)
         if behind:
@@ -56,10 +78,8 @@ def _taken(walk: Any, atom: Any) -> Any:
             [atom] = behind
         elif made is None:
             return None
-        elif made[0].primitive.name == "gather":
-            return made[0] if len(made[0].params["dimension_numbers"].start_index_map) == 1 else None
         elif made[0].primitive.name not in _MOVES:
-            return None
+            return made[0]
         else:
             atom = made[0].invars[0]
         if isinstance(atom, Literal):

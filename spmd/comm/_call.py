@@ -32,6 +32,7 @@ from spmd.errors import (
     SizeError,
     SpmdError,
     did_you_mean,
+    if_possible,
     not_one_of,
 )
 from spmd.language import (
@@ -241,6 +242,7 @@ class Call:
         shown = {"call": self.text, "source": self.written.source, "span": span}
         raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
 
+    @if_possible
     def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
         """Another call of the same arrays, to paste. It has the sizes that the user gave for names of the pattern. If
         it is the same operation, it has its other arguments too, and is None if those are unknown."""
@@ -248,19 +250,24 @@ class Call:
         shown = self.shown if name in (None, self.name) else self.shown or ("x",)
         return None if also is None else self._fix(name or self.name, shown, sides, {**also, **keywords})
 
+    @if_possible
     def first(self, verb: str, *sides: Layout | str, index: int = 0, of: str | None = None) -> Fix:
         """A call that turns one operand into what this call wants. `of` names the kernel's argument, if it is one."""
         return self._fix(verb, (of or self._shown(index),), sides, {})
 
-    def around(self, first: Fix, *sides: Layout | str, index: int = 0) -> Fix | tuple[Fix | str, ...]:
+    @if_possible
+    def around(self, first: Fix | None, *sides: Layout | str, index: int = 0) -> Fix | tuple[Fix | str, ...] | None:
         """This call again with another pattern, of an operand that the call `first` makes. If the other arguments are
         unknown, there are two fixes: that call and the pattern."""
+        if first is None:
+            return None
         again = self._fix(self.name, self.shown, sides, dict(self.also or {}))
         if self.also is None:
             return first, f'"{again.pattern}"'
         return replace(again, operands=(*again.operands[:index], first, *again.operands[index + 1 :]))
 
-    def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...]:
+    @if_possible
+    def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...] | None:
         """This call of an operand that a psum has completed."""
         inputs, outputs = self.pattern.inputs, self.pattern.outputs
         marked = inputs[index]
@@ -270,6 +277,7 @@ class Call:
         first = self.first("psum", marked, whole, index=index)
         return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
 
+    @if_possible
     def with_slashes(self, pattern: Pattern | None = None) -> Fix | None:
         """This call with each name divided as the arrays are, where no name of its string is. None if nobody knows how
         they lie, or if the string moves data and says by its slashes where."""
@@ -378,6 +386,7 @@ class Call:
             error=LayoutError if isinstance(fault, WrongRank) else SizeError,
         )
 
+    @if_possible
     def _without_its_margin(self, fault: Unequal) -> str | None:
         """Advice if the array would fit without the margin that the string has."""
         dim = next((d for layout in self.pattern.layouts for d in layout.dims if d.span == fault.span), None)
@@ -387,6 +396,7 @@ class Call:
         bare = replace(dim, margin=(0, 0)).short
         return f"the array is {bare}, without a margin: jnp.pad makes room for one,\nstencil.halo copies the neighbours"
 
+    @if_possible
     def _gather_block(self, fault: Unequal) -> str | None:
         """Advice if the array has the size of a block over an axis that the string does not name."""
         used = {axis for layout in self.pattern.layouts for axis in layout.axis_names}
@@ -474,6 +484,7 @@ class Call:
                 rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
                 self.fail(rule, at=dim.span, error=LayoutError)
 
+    @if_possible
     def _spaced(self) -> Fix | None:
         """The call with a space between the letters of each name, if all its strings are written as NumPy's are."""
         names = [dim.short for one in self.written.layouts for dim in one.dims]
@@ -538,7 +549,7 @@ class Call:
                 f'{label} holds "{have.short}": blocks over {", ".join(blocks)}, which are not terms of a sum.',
                 at=self.mark_span("{U:"),
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
-                advice=f"{gather} makes it whole; leave out the mark",
+                advice=f"{gather} makes it whole; leave out the mark" if gather else "leave out the mark",
             )
         written, layout = layout, _written_out(layout, have)
         if same_axes(have, layout, marks=False) is not False:

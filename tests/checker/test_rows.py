@@ -89,3 +89,41 @@ def test_the_message_names_the_take() -> None:
         one
     )
     assert "lax.psum or lax.psum_scatter over tp, which adds up what the devices have" in str(one)
+
+
+A = np.arange(32.0, dtype=np.float32).reshape(4, 8)
+
+# What a device leaves out by its number is a term of a sum; the elements of a block left out by their position are not.
+TERMS = {
+    "where": (1, lambda x: jnp.where(spmd.axis_index("tp") == 0, x, 0)),
+    "a product": (1, lambda x: x * (lax.axis_index("tp") == 0).astype(x.dtype)),
+    "in another type": (1, lambda x: jnp.where(lax.axis_index("tp") > 0, 0.0, x).astype(jnp.float32)),
+    "two devices": (2, lambda x: jnp.where(lax.axis_index("tp") < 2, x, jnp.zeros_like(x))),
+}
+BLOCKS = {
+    "all of them": lambda x: 2 * x,
+    "by position": lambda x: jnp.where(spmd.iota("k/tp", k=8) < 3, x, 0),
+    "with ones": lambda x: jnp.where(lax.axis_index("tp") == 0, x, 1),
+}
+
+
+def summed_over_tp(term: Any) -> Any:
+    return spmd.kernel("m/dp k/tp -> m/dp l", mesh=spmd.make_mesh(dp=2, tp=4), l=2)(
+        lambda x: spmd.psum(term(x), "m/dp l {U:tp} -> m/dp l")
+    )
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_block_that_one_device_gives_to_all_is_a_term(name: str) -> None:
+    devices, term = TERMS[name]
+    kernel = summed_over_tp(term)
+    assert not spmd.check(kernel, A)
+    np.testing.assert_array_equal(kernel(A), A.reshape(4, 4, 2)[:, :devices].sum(1))
+    [sent] = spmd.explain(kernel, A, compiled=False).collectives
+    assert (sent.kind, sent.axes) == ("psum", ("tp",))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_other_blocks_are_no_terms(name: str) -> None:
+    [one] = spmd.check(summed_over_tp(BLOCKS[name]), A)
+    assert one.rule == '"{U:tp}" says that each device along tp holds one term of a sum, but each holds a block.'
