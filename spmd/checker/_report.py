@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from spmd import _compat
+from spmd._callers import layers_of, rather_told
 from spmd._jaxprs import opened, shape_of
 from spmd.checker._history import Origin, shown_spec
 from spmd.checker._instead import ARRAY, lines_in_place, reduced
@@ -16,8 +18,9 @@ from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
 from spmd.checker._state import HIDDEN, Dim, Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
+from spmd.comm._keywords import axes_in, keyword_for, works_along
 from spmd.errors import Fault, Fix, if_possible
-from spmd.language import Layout, verb_for
+from spmd.language import Layout, Pattern, verb_for
 
 _MEANT = 'spmd.per_shard("why") if each shard is meant'
 _SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
@@ -141,9 +144,7 @@ def hidden_in_ellipsis(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -
     at = next((dim.span for dim in layout.dims if dim.ellipsis), None)
     rule = f'"..." stands for a dimension that is divided over {along}, and the string uses {along} elsewhere.'
     got = [f'the value lies as "{shown_dims(state)}"', *reasons(walk, eqn.invars[0], axes)]
-    advice = (
-        f"gather over {along} first, or name the dimension in the string; a ready-made layer has an argument for it"
-    )
+    advice = f"the keyword of a ready-made layer for {along}; in a string of yours name the dimension, or gather it first"
     return _at_marker(walk, eqn, rule, at, got, None, advice)
 
 
@@ -590,9 +591,44 @@ def _at_marker(
     advice: str | None = None,
 ) -> Fault:
     source = eqn.params["layout"].source
+    if (told := _rather(walk, eqn, fix)) is not None:
+        fix, advice = None, told
     written = source is not None and source in eqn.params["call"] and span is not None and span[1] > span[0]
     shown = (source, span) if written else (None, None)
     return Fault(rule, eqn.params["call"], *shown, (*_value(walk, eqn), *got), fix, advice)
+
+
+@if_possible
+def _rather(walk: Any, eqn: Any, fix: Fix | None) -> str | None:
+    """Advice in place of a fix that sends more than is needed, or that nobody can write into a layer."""
+    layout, place = eqn.params["layout"], _place(walk, eqn)
+    have = lying(walk.known[eqn.invars[0]]).like(layout)
+    wrong = [] if have is None else [(d, h) for d, h in zip(layout.dims, have.dims, strict=True) if d.axes != h.axes]
+    for dim, lies in wrong:
+        text = (layout.source or "")[slice(*dim.span)]
+        keyword = None if dim.axes else keyword_for(text, axes_in(text), (), lies.axes)
+        if keyword is not None and not {*lies.axes} & {*layout.axes}:
+            return f"{keyword}, the keyword that says how {text} is divided"
+    if fix is None:
+        return None
+    call = eqn.params["call"]
+    after = Pattern(call.pattern).outputs if "->" in call.pattern else ()
+    if have is not None and after and [dim.axes for dim in have.dims] == [dim.axes for dim in after[0].dims]:
+        return f"leave {call.verb} out: the value lies as its right side says"
+    kept = {name for one in after for name in one.names}
+    if (
+        have is not None
+        and fix.verb == "all_gather"
+        and all(works_along(dim, kept if after else None) for dim, _ in wrong)
+    ):
+        return f'"{_text(eqn, have)}" in this string: {call.verb} works along a divided dimension'
+    sends = fix.verb in ("all_gather", "all_to_all", "relayout")
+    named = place is not None and place.name is not None
+    layers = layers_of(code for code, _ in _compat.call_stack(eqn))
+    if not layers or (named and not sends):
+        return None
+    shown = "one" if have is None else _text(eqn, have.without_brackets())
+    return rather_told(layers[-1], shown, str(fix)) if sends else f"{fix} of the array that {layers[-1]} is given"
 
 
 def _value(walk: Any, eqn: Any) -> list[str]:

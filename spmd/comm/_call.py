@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat, _lax
+from spmd._callers import layer_now, rather_told
 from spmd._facts import CallName, Gather, one_line
 from spmd._leaves import kind_of
-from spmd.comm._keywords import as_array, call_text, operand_names, resolve, split_keywords
+from spmd.comm._keywords import as_array, call_text, keyword_for, operand_names, resolve, split_keywords, works_along
 from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
@@ -146,7 +147,7 @@ def open_call(
         raise LayoutError(replace(error.fault, call=text)) from None
     call = Call(name, text, written, placed, frame)
     call.arrays, call.names, call.held = len(arrays), shown, tuple(map(tag_of, arrays))
-    call.also, call.given = also, sizes
+    call.also, call.given, call.said = also, sizes, tuple(axes)
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     if not call.mesh.keys() >= set(placed.axis_names):
         call.no_axis()
@@ -180,7 +181,8 @@ class Call:
         self.held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
         self.names: tuple[str, ...] | None = None  # how messages call the arrays, where not x, y and so on
         self.also: Mapping[str, Any] | None = None
-        self.given: Mapping[str, int] = {}
+        self.given: Mapping[str, int] = {}  # the sizes among its keywords
+        self.said: tuple[str, ...] = ()  # the axes of its string that keywords bind
         self.gather: Gather | None = None
         self.to = "varying"
 
@@ -555,24 +557,81 @@ class Call:
         if same_axes(have, layout, marks=False) is not False:
             return
         position = next(i for i, (a, b) in enumerate(zip(layout.dims, have.dims, strict=True)) if a.axes != b.axes)
+        rule, at = f'{label} holds "{have.short}", and is read as "{written.short}".', layout.dims[position].span
+        got = [f'"{have.short}": {origin}', self.frame.describe()]
         wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
         fix = (
             None
             if wanted is None or _misaligned(have, layout)
             else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
         )
+        if fix is not None and fix.verb == "split" and (short := self._too_few(have, wanted or have)) is not None:
+            self.fail(rule, at=at, got=[*got, short])
+        told = self._keyword(layout.dims[position], have.dims[position].axes, fix)
+        told = told or self._rather(fix, have, index, {*have.axes} - {*layout.axes})
+        if told is not None:
+            self.fail(rule, at=at, got=got, advice=told)
+        if meant is not None and fix and fix.verb == "all_gather" and self._along(layout, have):
+            left = ", ".join(meant.short if i == index else one.short for i, one in enumerate(self.pattern.inputs))
+            again = self.paste(left, *([self._text(*self.pattern.outputs)] if self.pattern.arrow else []))
+            self.fail(rule, at=at, got=got, fix=again, advice=f"{self.name} works along a divided dimension")
         turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
         said = ["before this call"] if fix else []
         said += [] if meant is None else [f'"{meant.short}" in this string']
         if (again := self.with_slashes()) is not None:
             said, fix = [f"or {fix} before this call, if each device needs the whole array"] if fix else [], again
         self.fail(
-            f'{label} holds "{have.short}", and is read as "{written.short}".',
-            at=layout.dims[position].span,
-            got=[f'"{have.short}": {origin}', self.frame.describe()],
+            rule,
+            at=at,
+            got=got,
             fix=fix,
             advice="in place of this call, whose sides are swapped" if turned else "; or ".join(said) or None,
         )
+
+    @if_possible
+    def _too_few(self, have: Layout, wanted: Layout) -> str | None:
+        """Why a dimension of a kernel's argument cannot be split."""
+        for dim, other in zip(have.dims, wanted.dims, strict=True):
+            size = None if dim.composite or dim.axes == other.axes else self.frame.known.get(dim.atoms[0].name)
+            fault = size and indivisible(dim.atoms[0].name, size.size, other.axes, self.mesh)
+            if fault:
+                return fault.rule
+        return None
+
+    @if_possible
+    def _keyword(self, dim: Dim, have: tuple[str, ...], fix: Fix | None) -> str | None:
+        """Advice for an array that is divided otherwise than a keyword of this call says. A layer hands its own on."""
+        text = self.written.source[slice(*dim.span)]
+        others = {axis for one in self.pattern.layouts for axis in one.axes} - {*dim.axes}
+        for known, layout in zip(self.held, self.pattern.inputs, strict=False):
+            have_dims = () if known is None else known.layout.dims
+            dims = () if known is None else _written_out(layout, known.layout).dims
+            others |= {
+                axis for one, lie in zip(dims, have_dims, strict=False) if one.names != dim.names for axis in lie.axes
+            }
+        keyword = None if others & {*have} else keyword_for(text, self.said, dim.axes, have)
+        if keyword is None:
+            return None
+        alone = f", if {'/'.join(have)} divides it everywhere; or else {fix} before {layer_now() or 'this call'}"
+        return f"{keyword}, the keyword that says how {text} is divided{alone if fix and len(self.held) < 2 else ''}"
+
+    def _along(self, layout: Layout, have: Layout) -> bool:
+        """Whether this call works along each dimension of its one array that lies otherwise than its string says."""
+        wrong = [dim for dim, lies in zip(layout.dims, have.dims, strict=True) if dim.axes != lies.axes]
+        kept = {name for one in self.pattern.outputs for name in one.names} if self.pattern.arrow else None
+        return (
+            self.name not in _MOVES and len(self.pattern.inputs) == 1 and all(works_along(one, kept) for one in wrong)
+        )
+
+    @if_possible
+    def _rather(self, fix: Fix | None, have: Layout, index: int, axes: set[str]) -> str | None:
+        """Advice in place of a fix that sends what an argument of a layer holds. Not so if the axis divides other data:
+        then it is that of a weight at rest."""
+        layer = layer_now() if fix and fix.verb in ("all_gather", "all_to_all", "relayout") else None
+        others = [one for i, one in enumerate(self.held) if one is not None and i != index]
+        if layer is None or any(axes & {*one.layout.axes} for one in others):
+            return None
+        return rather_told(layer, have.short, str(fix))
 
     # --- results ------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
-import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 
 from spmd import _jax_errors
+from spmd._callers import layers_of
 from spmd._jax_errors import Carry
 from spmd.checker._source import is_outside, line_of_error
 from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
@@ -155,19 +155,10 @@ def carried_axes(error: Exception) -> frozenset[str]:
 
 
 def _layers(error: SpmdError) -> tuple[str, ...]:
-    """The functions of `spmd.nn` and `spmd.parallel` that an error comes from, innermost first: the user called those,
-    and not the verb that failed."""
-    found: list[str] = []
-    for here, _ in traceback.walk_tb(error.__traceback__):
-        name = here.f_code.co_name
-        if here.f_globals.get("__name__", "").startswith(_ROOMS):
-            rooms = (room for room in _ROOMS if name in getattr(sys.modules.get(room), "__all__", ()))
-            found += [f"{room.removeprefix('spmd.')}.{name}" for room in rooms]
+    """The layers that an error comes from, innermost first."""
+    found = layers_of(here.f_code for here, _ in traceback.walk_tb(error.__traceback__))
     own = found and (error.fault.call or "").startswith(f"{found[-1].partition('.')[2]}(")
     return tuple(reversed(found[:-1] if own else found))
-
-
-_ROOMS = ("spmd.nn", "spmd.parallel")
 
 
 def shorten(error: BaseException | None) -> None:
