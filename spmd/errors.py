@@ -261,6 +261,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like this one; None where none is close."""
     names = [str(one) for one in known]
     folded = {one.lower(): one for one in reversed(names)}
+    turned = [one for key, one in folded.items() if sorted(key) == sorted(name.lower())]
+    if turned:  # "pd" is dp, and not tp
+        return turned[0]
     cutoff = 0.5 if len(name) <= 3 else 0.6
     near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
     return folded[near[0]] if near else None

@@ -67,6 +67,9 @@ def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[
     if have is not None and verb_for(have, layout) != "split":
         return _lies_otherwise(walk, eqn, state, have, place)
     rule = f"{says}, but every device along {along} holds the same block."
+    if any(one.kind == "layout" for one in walk.findings) and not walk.history.gathers(eqn.invars[0], axes[0]):
+        first = "a string before it says that it is whole: mend that one first"
+        return _at_marker(walk, eqn, rule, span, (), None, first)
     fix = None if place is None else _as_it_says(walk, eqn, place)
     return _at_marker(walk, eqn, rule, span, (), fix, None if fix else _block_of_what(walk, eqn, state, axes))
 
@@ -144,7 +147,9 @@ def hidden_in_ellipsis(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -
     at = next((dim.span for dim in layout.dims if dim.ellipsis), None)
     rule = f'"..." stands for a dimension that is divided over {along}, and the string uses {along} elsewhere.'
     got = [f'the value lies as "{shown_dims(state)}"', *reasons(walk, eqn.invars[0], axes)]
-    advice = f"the keyword of a ready-made layer for {along}; in a string of yours name the dimension, or gather it first"
+    advice = (
+        f"the keyword of a ready-made layer for {along}; in a string of yours name the dimension, or gather it first"
+    )
     return _at_marker(walk, eqn, rule, at, got, None, advice)
 
 
@@ -601,34 +606,37 @@ def _at_marker(
 @if_possible
 def _rather(walk: Any, eqn: Any, fix: Fix | None) -> str | None:
     """Advice in place of a fix that sends more than is needed, or that nobody can write into a layer."""
-    layout, place = eqn.params["layout"], _place(walk, eqn)
+    layout = eqn.params["layout"]
     have = lying(walk.known[eqn.invars[0]]).like(layout)
-    wrong = [] if have is None else [(d, h) for d, h in zip(layout.dims, have.dims, strict=True) if d.axes != h.axes]
+    if have is not None and (told := _in_the_string(eqn, layout, have, fix)) is not None:
+        return told
+    place, layers = _place(walk, eqn), layers_of(code for code, _ in _compat.call_stack(eqn))
+    sends = fix is not None and fix.verb in ("all_gather", "all_to_all", "relayout")
+    if fix is None or not layers or (not sends and place is not None and place.name is not None):
+        return None
+    shown = "one" if have is None else _text(eqn, have.without_brackets())
+    return rather_told(layers[-1], shown, str(fix)) if sends else f"{fix} of the array that {layers[-1]} is given"
+
+
+def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> str | None:
+    """What the string of a call, or a keyword of it, should say of a value that lies otherwise."""
+    wrong = [(d, h) for d, h in zip(layout.dims, have.dims, strict=True) if d.axes != h.axes]
     for dim, lies in wrong:
+        if lies.axes and dim.short == "_":
+            return f'names for what is divided, as "{_text(eqn, have)}" says; or "..." for all dimensions'
         text = (layout.source or "")[slice(*dim.span)]
         keyword = None if dim.axes else keyword_for(text, axes_in(text), (), lies.axes)
         if keyword is not None and not {*lies.axes} & {*layout.axes}:
             return f"{keyword}, the keyword that says how {text} is divided"
-    if fix is None:
-        return None
     call = eqn.params["call"]
-    after = Pattern(call.pattern).outputs if "->" in call.pattern else ()
-    if have is not None and after and [dim.axes for dim in have.dims] == [dim.axes for dim in after[0].dims]:
-        return f"leave {call.verb} out: the value lies as its right side says"
-    kept = {name for one in after for name in one.names}
-    if (
-        have is not None
-        and fix.verb == "all_gather"
-        and all(works_along(dim, kept if after else None) for dim, _ in wrong)
-    ):
+    after = Pattern(call.pattern).outputs if "->" in call.pattern else None
+    if fix is not None and after and call.verb in ("all_gather", "all_to_all", "relayout", "split"):
+        same = [dim.axes for dim in have.dims] == [dim.axes for dim in after[0].dims]
+        return f"leave {call.verb} out: the value lies as its right side says" if same else None
+    kept = None if after is None else {name for one in after for name in one.names}
+    if fix is not None and fix.verb == "all_gather" and all(works_along(dim, kept) for dim, _ in wrong):
         return f'"{_text(eqn, have)}" in this string: {call.verb} works along a divided dimension'
-    sends = fix.verb in ("all_gather", "all_to_all", "relayout")
-    named = place is not None and place.name is not None
-    layers = layers_of(code for code, _ in _compat.call_stack(eqn))
-    if not layers or (named and not sends):
-        return None
-    shown = "one" if have is None else _text(eqn, have.without_brackets())
-    return rather_told(layers[-1], shown, str(fix)) if sends else f"{fix} of the array that {layers[-1]} is given"
+    return None
 
 
 def _value(walk: Any, eqn: Any) -> list[str]:
@@ -667,11 +675,24 @@ def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
 
 def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
     """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
+    first = _completed_first(walk, eqn, axes)
+    if _sent_in_a_byte(walk, eqn, axes):
+        bits = 'a sum that is sent in few bits: spmd.per_shard("each device rounds its own term") around it'
+        return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_joined(bits, first, "\n"))
     lines = lines_in_place(walk, eqn, walk.callers) or (() if _instead(eqn) else _reduced(walk, eqn, axes)) or ()
     if lines and not any(ARRAY in str(line) for line in lines):
         return Fault(rule, walk.kernel, None, None, _where(walk, eqn), fix=lines)
-    told = ";\n".join(map(str, lines)) or _instead(eqn) or _completed_first(walk, eqn, axes)
+    told = ";\n".join(map(str, lines)) or _instead(eqn) or first
     return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=told)
+
+
+@if_possible
+def _sent_in_a_byte(walk: Any, eqn: Any, axes: Sequence[str]) -> bool:
+    """Whether a partial sum is rounded to one byte: to sum first would send what the rounding spares."""
+    parts = {atom for atom in eqn.invars if not isinstance(atom, Literal) and walk.known[atom].partial & {*axes}}
+    made = (one for one, _, _ in walk.history.made.values() if one.primitive.name == "convert_element_type")
+    bytes_ = (one for one in made if rounds(one) and one.params["new_dtype"].itemsize == 1)
+    return any(not parts.isdisjoint(walk.history.behind(one.invars[0], lambda _: False)) for one in bytes_)
 
 
 @if_possible

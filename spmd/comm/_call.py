@@ -147,6 +147,7 @@ def open_call(
         raise LayoutError(replace(error.fault, call=text)) from None
     call = Call(name, text, written, placed, frame)
     call.arrays, call.names, call.held = len(arrays), shown, tuple(map(tag_of, arrays))
+    call.shapes = tuple(getattr(one, "shape", None) for one in arrays)
     call.also, call.given, call.said = also, sizes, tuple(axes)
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     if not call.mesh.keys() >= set(placed.axis_names):
@@ -181,6 +182,7 @@ class Call:
         self.held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
         self.names: tuple[str, ...] | None = None  # how messages call the arrays, where not x, y and so on
         self.also: Mapping[str, Any] | None = None
+        self.shapes: tuple[tuple[int, ...] | None, ...] = ()  # of the arrays, here
         self.given: Mapping[str, int] = {}  # the sizes among its keywords
         self.said: tuple[str, ...] = ()  # the axes of its string that keywords bind
         self.gather: Gather | None = None
@@ -291,9 +293,10 @@ class Call:
         if len(self.held) != len(pattern.inputs):
             return None
         placed: dict[str, tuple[str, ...]] = {}
-        for known, layout in zip(self.held, pattern.inputs, strict=True):
+        for known, layout, shape in zip(self.held, pattern.inputs, self.shapes, strict=True):
             have = None if known is None or known.layout.unreduced else known.layout
             dims = None if have is None else with_axes_of(_written_out(layout, have), have)
+            dims = self._by_signature(layout, shape) if known is None else dims
             if dims is None:
                 return None
             for atom in (atom for dim in dims for atom in dim.atoms if atom.named):
@@ -307,6 +310,16 @@ class Call:
         except LayoutError:  # two names of one array on one mesh axis
             return None
         return self.paste(*(sides if pattern.arrow else sides[:1]))
+
+    def _by_signature(self, layout: Layout, shape: tuple[int, ...] | None) -> tuple[Dim, ...] | None:
+        """The dimensions of an array, divided as the names of the signature are, if their sizes here fit."""
+        dims: list[Dim] = []
+        for dim, size in zip(layout.dims, shape or (), strict=False):
+            first = self.frame.known.get(dim.atoms[0].name) if len(dim.atoms) == 1 else None
+            if first is None or size * axes_product(first.axes, self.mesh) != first.size:
+                return None
+            dims.append(replace(dim, atoms=(replace(dim.atoms[0], axes=first.axes),)))
+        return tuple(dims) if len(dims) == len(layout.dims) == len(shape or ()) else None
 
     def _text(self, *layouts: Layout) -> str:
         """The layouts of one side as text. Under a mapping a bare name is placed, so whole dimensions say that they
@@ -378,7 +391,11 @@ class Call:
         if isinstance(fault, NotProduct):
             names = [name for name, _ in fault.factors]
             got = [*got, *(f"{name} = {size}: {self.sizes[name].origin}" for name, size in fault.factors if size)]
-        advice.append(another_name(name for name in self.frame.known if name in names))
+        if other := another_name(name for name in self.frame.known if name in names):
+            advice += [
+                other,
+                "@spmd.scope on a function that is called for several dimensions gives it names of its own",
+            ]
         self.fail(
             f"{fault.rule}.",
             at=fault.span,
@@ -402,11 +419,13 @@ class Call:
     def _gather_block(self, fault: Unequal) -> str | None:
         """Advice if the array has the size of a block over an axis that the string does not name."""
         used = {axis for layout in self.pattern.layouts for axis in layout.axis_names}
-        axis = next((axis for axis in fault.blocks if axis not in used), (*fault.blocks, None)[0])
-        if axis is None:
+        free = [axis for axis in fault.blocks if axis in (fault.first.axes or fault.blocks)]
+        free.sort(key=lambda axis: axis in used and axis not in fault.first.axes)
+        if not free:
             return None
         whole = "/".join([fault.name, *fault.axes])
-        return f'as a block it would be {whole}/{axis}: gather what stays divided, "{whole}/{axis} -> {whole}"'
+        block = f"{whole}/{free[0]}"
+        return f'as a block it is {block}: write "{block}" here if it stays divided; or gather it, "{block} -> {whole}"'
 
     def index_dtype(self, size: int, name: str, at: Span = None) -> Any:
         """The dtype of positions along `size` elements: int32, or int64 if they need it and JAX has it."""
@@ -565,6 +584,8 @@ class Call:
             if wanted is None or _misaligned(have, layout)
             else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
         )
+        if (named := self._named(have, layout)) is not None:
+            self.fail(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
         if fix is not None and fix.verb == "split" and (short := self._too_few(have, wanted or have)) is not None:
             self.fail(rule, at=at, got=[*got, short])
         told = self._keyword(layout.dims[position], have.dims[position].axes, fix)
@@ -587,6 +608,22 @@ class Call:
             fix=fix,
             advice="in place of this call, whose sides are swapped" if turned else "; or ".join(said) or None,
         )
+
+    @if_possible
+    def _named(self, have: Layout, layout: Layout) -> Fix | None:
+        """This call with the names of an array that it has as unnamed, and that is divided there."""
+        wrong = [dim.short for dim, lies in zip(layout.dims, have.dims, strict=True) if dim.axes != lies.axes]
+        if self.name not in _MOVES or any(one != "_" for one in wrong):
+            return None
+        sides = [
+            Layout.from_dims(
+                [lies if dim.short == "_" else dim for dim, lies in zip(one.dims, have.dims, strict=True)],
+                one.unreduced,
+                one.reduced,
+            )
+            for one in (self.pattern.inputs[0], self.pattern.outputs[0])
+        ]
+        return self.paste(*sides)
 
     @if_possible
     def _too_few(self, have: Layout, wanted: Layout) -> str | None:
