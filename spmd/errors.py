@@ -9,12 +9,13 @@ shows values of arrays.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
     "CommunicationError",
@@ -28,11 +29,15 @@ __all__ = [
     "SizeError",
     "SpmdError",
     "did_you_mean",
+    "if_possible",
     "is_int",
     "nearest",
     "not_one_of",
     "warn",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _WIDTH = 120  # a longer line wraps in a terminal, and its carets then point nowhere
 
@@ -192,6 +197,23 @@ class Fault:
         return "\n".join(lines)
 
 
+def if_possible(make: Callable[P, T]) -> Callable[P, T | None]:
+    """Decorate what makes a fix or an advice: if it fails, it gives None, and the message is told without it."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return _make(make, *args, **kwargs)
+        except Exception:
+            return None
+
+    return made
+
+
+def _make(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return make(*args, **kwargs)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'tp'?"` for the nearest known name, or an empty string.
 
@@ -239,6 +261,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like this one; None where none is close."""
     names = [str(one) for one in known]
     folded = {one.lower(): one for one in reversed(names)}
+    turned = [one for key, one in folded.items() if sorted(key) == sorted(name.lower())]
+    if turned:  # "pd" is dp, and not tp
+        return turned[0]
     cutoff = 0.5 if len(name) <= 3 else 0.6
     near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
     return folded[near[0]] if near else None

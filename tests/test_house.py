@@ -43,6 +43,7 @@ FLOORS = {
     "_table.py": 0,
     "_topologies.py": 2,
     "_annotations.py": 2,
+    "_callers.py": 2,
     "_leaves.py": 2,
     "_trees.py": 2,
     "_units.py": 0,

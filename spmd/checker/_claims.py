@@ -12,6 +12,7 @@ import spmd.checker._places as lying
 import spmd.checker._report as report
 from spmd._facts import per_shard_reason
 from spmd.checker._engine import Engine
+from spmd.checker._rows import by_device
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -118,6 +119,10 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
         kind = "partial" if all(p.kind == "term" for p in pending) else "pending"
         walk.note(eqn, kind, report.pending_claimed(walk, eqn, pending), where=first)
         return
+    terms = state.divided & claim.unreduced
+    if terms and by_device(walk, eqn.invars[0], terms):  # devices leave it out by their number: no blocks of a whole
+        dims = tuple(hidden(size_of(d)) if terms.intersection(axes_of_dim(d)) else d for d in state.dims)
+        state = state._replace(dims=dims, different=state.different | terms)
     if places is not None:
         wrong = _wrong_dims(walk, state, claim, places, scope, role)
         if wrong:
@@ -198,6 +203,8 @@ def _about_dims(walk: Engine, eqn: Any, state: State, wrong: list[tuple[int, Axe
         return report.claimed_divided(walk, eqn, state, index, said)
     gone = [a for _, s, h in wrong for a in h if a not in s]
     gained = [a for _, s, h in wrong for a in s if a not in h]
+    if gone and not gained and {*gone} <= {*eqn.params["layout"].unreduced}:
+        return report.blocks_claimed_partial(walk, eqn, state, gone)
     if gone and not gained and len(wrong) == 1:
         return report.unexpected_difference(walk, eqn, state, list(dict.fromkeys(gone)))
     return report.lies_otherwise(walk, eqn, state)

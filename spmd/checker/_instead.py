@@ -19,7 +19,7 @@ from spmd._jaxprs import call_of, opened, shape_of
 from spmd.checker._made import lying
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax
-from spmd.errors import Fix
+from spmd.errors import Fix, if_possible
 from spmd.language import axes_product
 
 Lines = tuple[str | Fix, ...]
@@ -37,6 +37,7 @@ _OF_OPTAX = {
 }
 
 
+@if_possible
 def in_place_of_optax(eqn: Any) -> str | None:
     """What to call in place of a function of optax that made an equation, if there is one. Nobody can write a
     collective inside of it."""
@@ -108,6 +109,7 @@ _LINES: dict[str, Callable[[Reduced], Lines]] = {
 }
 
 
+@if_possible
 def lines_in_place(walk: Any, eqn: Any, callers: Sequence[Any]) -> Lines:
     """The lines that mean what the user's call of a function of JAX means, whose equation this is; none if unsure."""
     inside = {one.params.get("name") for one in callers}  # a cached jit was traced at another call

@@ -70,7 +70,11 @@ class States(Recording, Dataflow):
     rules: ClassVar[Mapping[str, Rule]] = {name: _kept(rule) for name, rule in Dataflow.rules.items()}
 
     def shown(self, values: Sequence[State]) -> Sequence[State | None]:
-        return values if self.active else [value.left[0] if value.left else None for value in values]
+        """A loop stacks what a body gave, and slices it: then it is no longer what left that body."""
+        if self.active:
+            return values
+        left = [(value, value.left[0] if value.left else None) for value in values]
+        return [one if one is not None and len(one.dims) == len(value.dims) else None for value, one in left]
 
 
 class Names(Recording):

@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from spmd import _compat
+from spmd._callers import layers_of, rather_told
 from spmd._jaxprs import opened, shape_of
 from spmd.checker._history import Origin, shown_spec
 from spmd.checker._instead import ARRAY, lines_in_place, reduced
@@ -16,8 +18,9 @@ from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax, line_of
 from spmd.checker._state import HIDDEN, STEP, Dim, Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
-from spmd.errors import Fault, Fix
-from spmd.language import Layout, verb_for
+from spmd.comm._keywords import axes_in, keyword_for, works_along
+from spmd.errors import Fault, Fix, if_possible
+from spmd.language import Layout, Pattern, verb_for
 
 _MEANT = 'spmd.per_shard("why") if each shard is meant'
 _SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
@@ -64,6 +67,9 @@ def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[
     if have is not None and verb_for(have, layout) != "split":
         return _lies_otherwise(walk, eqn, state, have, place)
     rule = f"{says}, but every device along {along} holds the same block."
+    if any(one.kind == "layout" for one in walk.findings) and not walk.history.gathers(eqn.invars[0], axes[0]):
+        first = "a string before it says that it is whole: mend that one first"
+        return _at_marker(walk, eqn, rule, span, (), None, first)
     fix = None if place is None else _as_it_says(walk, eqn, place)
     return _at_marker(walk, eqn, rule, span, (), fix, None if fix else _block_of_what(walk, eqn, state, axes))
 
@@ -169,7 +175,7 @@ def hidden_in_ellipsis(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -
     rule = f'"..." stands for a dimension that is divided over {along}, and the string uses {along} elsewhere.'
     got = [f'the value lies as "{shown_dims(state)}"', *reasons(walk, eqn.invars[0], axes)]
     advice = (
-        f"gather over {along} first, or name the dimension in the string; a ready-made layer has an argument for it"
+        f"the keyword of a ready-made layer for {along}; in a string of yours name the dimension, or gather it first"
     )
     return _at_marker(walk, eqn, rule, at, got, None, advice)
 
@@ -190,7 +196,7 @@ def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
     fix, place = _made_whole(walk, eqn), _place(walk, eqn)
     advice = _completed(walk, pending)
     if place is not None and place.made is not None and {place.made.op} == {p.kind for p in pending}:
-        advice = f"{_what_it_may_be(eqn, [pending[0].axis], place)}; {_MEANT}"
+        advice = _joined(_what_it_may_be(eqn, [pending[0].axis], place), _MEANT)
     return _at_marker(walk, eqn, rule, _span(layout), _pieces(walk, pending), fix, None if fix else advice)
 
 
@@ -222,6 +228,7 @@ def returned_otherwise(walk: Any, eqn: Any, index: int, state: State, spec: Any)
     return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
 
 
+@if_possible
 def _made_whole(walk: Any, eqn: Any) -> Fix | None:
     place = _place(walk, eqn)
     return None if place is None else _as_it_says(walk, eqn, place)
@@ -243,6 +250,7 @@ def _pieces(walk: Any, pending: Sequence[Pending]) -> list[str]:
     return list(lines)
 
 
+@if_possible
 def _completed(walk: Any, pending: Sequence[Pending]) -> str:
     kinds = {p.kind for p in pending}
     along = _and(list(dict.fromkeys(p.axis for p in pending)))
@@ -498,6 +506,7 @@ def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, plac
     return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
 
 
+@if_possible
 def _place(walk: Any, eqn: Any) -> Place | None:
     """How the operand of a layout's marker lies, and what it was made by."""
     atom = eqn.invars[0]
@@ -508,6 +517,7 @@ def _place(walk: Any, eqn: Any) -> Place | None:
 # --- what mends a value ---------------------------------------------------------------------------------------
 
 
+@if_possible
 def _as_it_says(walk: Any, eqn: Any, place: Place) -> Fix | None:
     """The call that makes a value whose place is known lie as its layout says; None where no call is sure to."""
     layout = eqn.params["layout"].without_brackets()
@@ -526,6 +536,7 @@ def _as_it_says(walk: Any, eqn: Any, place: Place) -> Fix | None:
     return Fix("reduce", (made.name,), f"{_text(eqn, made.layout)} -> {_text(eqn, result)}", {"op": made.op})
 
 
+@if_possible
 def _between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) -> Fix | None:
     """The verb from one layout to another, on the value of a marker."""
     verb = verb_for(have, wanted)
@@ -535,6 +546,7 @@ def _between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) ->
     return Fix(verb, (shown,), f"{_text(eqn, have)} -> {_text(eqn, wanted)}")
 
 
+@if_possible
 def _iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
     """The positions of the whole array, where the arange is as long as a block."""
     aval, layout = eqn.invars[0].aval, eqn.params["layout"]
@@ -549,6 +561,7 @@ def _iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
     return Fix("iota", (), layout.without_brackets().short, size)
 
 
+@if_possible
 def _block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> str:
     """Advice for equal values that stand where blocks are meant: where they became equal, or how blocks are made."""
     gathers = [line_of(o.eqn, o.callers) for axis in axes for o in walk.history.gathers(eqn.invars[0], axis)]
@@ -562,11 +575,12 @@ def _block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> st
     )
 
 
+@if_possible
 def _what_it_may_be(eqn: Any, axes: Sequence[str], place: Place | None) -> str:
     """Advice for a value that differs: what can be ruled out is not offered."""
     layout = eqn.params["layout"].without_brackets()
     plain = _text(eqn, layout)
-    axes = [a for a in axes if a not in (*layout.axes, *layout.reduced)]
+    axes = [a for a in axes if a not in (*layout.axes, *layout.unreduced, *layout.reduced)]
     if not axes:
         return "the axis divides another dimension than the layout says"
     total = f'psum(x, "{_text(eqn, changed(layout, unreduced={*layout.unreduced, *axes}))} -> {plain}")'
@@ -630,9 +644,47 @@ def _at_marker(
     advice: str | None = None,
 ) -> Fault:
     source = eqn.params["layout"].source
+    if (told := _rather(walk, eqn, fix)) is not None:
+        fix, advice = None, told
     written = source is not None and source in eqn.params["call"] and span is not None and span[1] > span[0]
     shown = (source, span) if written else (None, None)
     return Fault(rule, eqn.params["call"], *shown, (*_value(walk, eqn), *got), fix, advice)
+
+
+@if_possible
+def _rather(walk: Any, eqn: Any, fix: Fix | None) -> str | None:
+    """Advice in place of a fix that sends more than is needed, or that nobody can write into a layer."""
+    layout = eqn.params["layout"]
+    have = lying(walk.known[eqn.invars[0]]).like(layout)
+    if have is not None and (told := _in_the_string(eqn, layout, have, fix)) is not None:
+        return told
+    place, layers = _place(walk, eqn), layers_of(code for code, _ in _compat.call_stack(eqn))
+    sends = fix is not None and fix.verb in ("all_gather", "all_to_all", "relayout")
+    if fix is None or not layers or (not sends and place is not None and place.name is not None):
+        return None
+    shown = "one" if have is None else _text(eqn, have.without_brackets())
+    return rather_told(layers[-1], shown, str(fix)) if sends else f"{fix} of the array that {layers[-1]} is given"
+
+
+def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> str | None:
+    """What the string of a call, or a keyword of it, should say of a value that lies otherwise."""
+    wrong = [(d, h) for d, h in zip(layout.dims, have.dims, strict=True) if d.axes != h.axes]
+    for dim, lies in wrong:
+        if lies.axes and dim.short == "_":
+            return f'names for what is divided, as "{_text(eqn, have)}" says; or "..." for all dimensions'
+        text = (layout.source or "")[slice(*dim.span)]
+        keyword = None if dim.axes else keyword_for(text, axes_in(text), (), lies.axes)
+        if keyword is not None and not {*lies.axes} & {*layout.axes}:
+            return f"{keyword}, the keyword that says how {text} is divided"
+    call = eqn.params["call"]
+    after = Pattern(call.pattern).outputs if "->" in call.pattern else None
+    if fix is not None and after and call.verb in ("all_gather", "all_to_all", "relayout", "split"):
+        same = [dim.axes for dim in have.dims] == [dim.axes for dim in after[0].dims]
+        return f"leave {call.verb} out: the value lies as its right side says" if same else None
+    kept = None if after is None else {name for one in after for name in one.names}
+    if fix is not None and fix.verb == "all_gather" and all(works_along(dim, kept) for dim, _ in wrong):
+        return f'"{_text(eqn, have)}" in this string: {call.verb} works along a divided dimension'
+    return None
 
 
 def _value(walk: Any, eqn: Any) -> list[str]:
@@ -671,13 +723,27 @@ def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
 
 def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
     """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
-    lines = lines_in_place(walk, eqn, walk.callers) or (() if _instead(eqn) else _reduced(walk, eqn, axes))
+    first = _completed_first(walk, eqn, axes)
+    if _sent_in_a_byte(walk, eqn, axes):
+        bits = 'a sum that is sent in few bits: spmd.per_shard("each device rounds its own term") around it'
+        return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=_joined(bits, first, "\n"))
+    lines = lines_in_place(walk, eqn, walk.callers) or (() if _instead(eqn) else _reduced(walk, eqn, axes)) or ()
     if lines and not any(ARRAY in str(line) for line in lines):
         return Fault(rule, walk.kernel, None, None, _where(walk, eqn), fix=lines)
-    told = ";\n".join(map(str, lines)) or _instead(eqn) or _completed_first(walk, eqn, axes)
+    told = ";\n".join(map(str, lines)) or _instead(eqn) or first
     return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=told)
 
 
+@if_possible
+def _sent_in_a_byte(walk: Any, eqn: Any, axes: Sequence[str]) -> bool:
+    """Whether a partial sum is rounded to one byte: to sum first would send what the rounding spares."""
+    parts = {atom for atom in eqn.invars if not isinstance(atom, Literal) and walk.known[atom].partial & {*axes}}
+    made = (one for one, _, _ in walk.history.made.values() if one.primitive.name == "convert_element_type")
+    bytes_ = (one for one in made if rounds(one) and one.params["new_dtype"].itemsize == 1)
+    return any(not parts.isdisjoint(walk.history.behind(one.invars[0], lambda _: False)) for one in bytes_)
+
+
+@if_possible
 def _reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> tuple[Fix, ...]:
     """The mean or the sum over the whole dimension, in place of that of each device's own block."""
     ops = _parts(walk, eqn, axes)
@@ -694,6 +760,7 @@ def _parts(walk: Any, eqn: Any, axes: Sequence[str]) -> set[Any]:
     return {operation_of(walk, atom) for atom in operands if walk.known[atom].partial & set(axes)}
 
 
+@if_possible
 def _completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
     """Advice for a partial sum that is used before it is complete. To psum a mean of pieces would add up the means."""
     total = f'psum(<the partial sum>, "... {_mark(axes)} -> ...") before it, and not after'
@@ -710,7 +777,7 @@ def on_pieces_too(walk: Any, fault: Fault, pending: Sequence[Pending]) -> Fault:
         return fault
     fixes = (fault.fix,) if isinstance(fault.fix, str | Fix) else fault.fix or ()
     told = fault.advice or ";\n".join(map(str, fixes))
-    advice = f"{told}; and {_completed(walk, pending)}"
+    advice = _joined(told, _completed(walk, pending), " and ")
     return replace(fault, got=(*fault.got, *_pieces(walk, pending)), fix=None, advice=advice)
 
 
@@ -727,6 +794,7 @@ _INSTEAD = {
 }
 
 
+@if_possible
 def _instead(eqn: Any) -> str | None:
     """What to call in place of the function of JAX that made an equation."""
     names = (name for name in _INSTEAD if name != "norm" or eqn.primitive.name == "sqrt")  # other orders than 2
@@ -816,6 +884,11 @@ def describe(origin: Origin) -> str:
     if origin.kind == "spmd_layout":
         return f'made from a value divided by "{origin.eqn.params["layout"]}"{at}'
     return f"made from {_name(origin.kind)} over {origin.axis}{at}"
+
+
+def _joined(one: str | None, other: str | None, between: str = " ") -> str | None:
+    """Two pieces of advice, of which some could not be made."""
+    return f";{between}".join(filter(None, (one, other))) or None
 
 
 def _and(names: Sequence[str]) -> str:

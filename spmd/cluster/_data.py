@@ -288,8 +288,26 @@ class Batches(Iterator[Any]):
         whole = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.size, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype)), sample
         )
+        try:
+            return self._place(whole)
+        except SpmdError as error:
+            self._check_single(sample)
+            raise error
+
+    def _place(self, tree: Any) -> Any:
         with mode("explicit"):
-            return shard(whole, self._layouts, mesh=self._mesh, mapping=self._mapping)
+            return shard(tree, self._layouts, mesh=self._mesh, mapping=self._mapping)
+
+    def _check_single(self, sample: Any) -> None:
+        """Complain if a sample fits the layouts of a batch."""
+        try:
+            self._place(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), sample))
+        except SpmdError:
+            return
+        rule = "source[i] is one sample, and this one has the layout of a whole batch."
+        got = [f"shapes: {[x.shape for x in jax.tree.leaves(sample)]}"]
+        advice = "a source that is not batched; or, of one that is, spmd.shard(batch, layouts) for each batch"
+        raise SizeError(rule, call="batches(source, layouts)", got=got, advice=advice)
 
     def _read(self, index: int) -> Any:
         samples = self.order.samples(index * self.size, self.size)

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat, _lax
+from spmd._callers import layer_now, rather_told
 from spmd._facts import CallName, Gather, one_line
 from spmd._leaves import kind_of
-from spmd.comm._keywords import as_array, call_text, operand_names, resolve, split_keywords
+from spmd.comm._keywords import as_array, call_text, keyword_for, operand_names, resolve, split_keywords, works_along
 from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
@@ -32,6 +33,7 @@ from spmd.errors import (
     SizeError,
     SpmdError,
     did_you_mean,
+    if_possible,
     not_one_of,
 )
 from spmd.language import (
@@ -145,7 +147,8 @@ def open_call(
         raise LayoutError(replace(error.fault, call=text)) from None
     call = Call(name, text, written, placed, frame)
     call.arrays, call.names, call.held = len(arrays), shown, tuple(map(tag_of, arrays))
-    call.also, call.given = also, sizes
+    call.shapes = tuple(getattr(one, "shape", None) for one in arrays)
+    call.also, call.given, call.said = also, sizes, tuple(axes)
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     if not call.mesh.keys() >= set(placed.axis_names):
         call.no_axis()
@@ -179,7 +182,9 @@ class Call:
         self.held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
         self.names: tuple[str, ...] | None = None  # how messages call the arrays, where not x, y and so on
         self.also: Mapping[str, Any] | None = None
-        self.given: Mapping[str, int] = {}
+        self.shapes: tuple[tuple[int, ...] | None, ...] = ()  # of the arrays, here
+        self.given: Mapping[str, int] = {}  # the sizes among its keywords
+        self.said: tuple[str, ...] = ()  # the axes of its string that keywords bind
         self.gather: Gather | None = None
         self.to = "varying"
 
@@ -241,6 +246,7 @@ class Call:
         shown = {"call": self.text, "source": self.written.source, "span": span}
         raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
 
+    @if_possible
     def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
         """Another call of the same arrays, to paste. It has the sizes that the user gave for names of the pattern. If
         it is the same operation, it has its other arguments too, and is None if those are unknown."""
@@ -248,19 +254,24 @@ class Call:
         shown = self.shown if name in (None, self.name) else self.shown or ("x",)
         return None if also is None else self._fix(name or self.name, shown, sides, {**also, **keywords})
 
+    @if_possible
     def first(self, verb: str, *sides: Layout | str, index: int = 0, of: str | None = None) -> Fix:
         """A call that turns one operand into what this call wants. `of` names the kernel's argument, if it is one."""
         return self._fix(verb, (of or self._shown(index),), sides, {})
 
-    def around(self, first: Fix, *sides: Layout | str, index: int = 0) -> Fix | tuple[Fix | str, ...]:
+    @if_possible
+    def around(self, first: Fix | None, *sides: Layout | str, index: int = 0) -> Fix | tuple[Fix | str, ...] | None:
         """This call again with another pattern, of an operand that the call `first` makes. If the other arguments are
         unknown, there are two fixes: that call and the pattern."""
+        if first is None:
+            return None
         again = self._fix(self.name, self.shown, sides, dict(self.also or {}))
         if self.also is None:
             return first, f'"{again.pattern}"'
         return replace(again, operands=(*again.operands[:index], first, *again.operands[index + 1 :]))
 
-    def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...]:
+    @if_possible
+    def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...] | None:
         """This call of an operand that a psum has completed."""
         inputs, outputs = self.pattern.inputs, self.pattern.outputs
         marked = inputs[index]
@@ -270,6 +281,7 @@ class Call:
         first = self.first("psum", marked, whole, index=index)
         return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
 
+    @if_possible
     def with_slashes(self, pattern: Pattern | None = None) -> Fix | None:
         """This call with each name divided as the arrays are, where no name of its string is. None if nobody knows how
         they lie, or if the string moves data and says by its slashes where."""
@@ -281,9 +293,10 @@ class Call:
         if len(self.held) != len(pattern.inputs):
             return None
         placed: dict[str, tuple[str, ...]] = {}
-        for known, layout in zip(self.held, pattern.inputs, strict=True):
+        for known, layout, shape in zip(self.held, pattern.inputs, self.shapes, strict=True):
             have = None if known is None or known.layout.unreduced else known.layout
             dims = None if have is None else with_axes_of(_written_out(layout, have), have)
+            dims = self._by_signature(layout, shape) if known is None else dims
             if dims is None:
                 return None
             for atom in (atom for dim in dims for atom in dim.atoms if atom.named):
@@ -297,6 +310,16 @@ class Call:
         except LayoutError:  # two names of one array on one mesh axis
             return None
         return self.paste(*(sides if pattern.arrow else sides[:1]))
+
+    def _by_signature(self, layout: Layout, shape: tuple[int, ...] | None) -> tuple[Dim, ...] | None:
+        """The dimensions of an array, divided as the names of the signature are, if their sizes here fit."""
+        dims: list[Dim] = []
+        for dim, size in zip(layout.dims, shape or (), strict=False):
+            first = self.frame.known.get(dim.atoms[0].name) if len(dim.atoms) == 1 else None
+            if first is None or size * axes_product(first.axes, self.mesh) != first.size:
+                return None
+            dims.append(replace(dim, atoms=(replace(dim.atoms[0], axes=first.axes),)))
+        return tuple(dims) if len(dims) == len(layout.dims) == len(shape or ()) else None
 
     def _text(self, *layouts: Layout) -> str:
         """The layouts of one side as text. Under a mapping a bare name is placed, so whole dimensions say that they
@@ -368,7 +391,11 @@ class Call:
         if isinstance(fault, NotProduct):
             names = [name for name, _ in fault.factors]
             got = [*got, *(f"{name} = {size}: {self.sizes[name].origin}" for name, size in fault.factors if size)]
-        advice.append(another_name(name for name in self.frame.known if name in names))
+        if other := another_name(name for name in self.frame.known if name in names):
+            advice += [
+                other,
+                "@spmd.scope on a function that is called for several dimensions gives it names of its own",
+            ]
         self.fail(
             f"{fault.rule}.",
             at=fault.span,
@@ -378,6 +405,7 @@ class Call:
             error=LayoutError if isinstance(fault, WrongRank) else SizeError,
         )
 
+    @if_possible
     def _without_its_margin(self, fault: Unequal) -> str | None:
         """Advice if the array would fit without the margin that the string has."""
         dim = next((d for layout in self.pattern.layouts for d in layout.dims if d.span == fault.span), None)
@@ -387,14 +415,17 @@ class Call:
         bare = replace(dim, margin=(0, 0)).short
         return f"the array is {bare}, without a margin: jnp.pad makes room for one,\nstencil.halo copies the neighbours"
 
+    @if_possible
     def _gather_block(self, fault: Unequal) -> str | None:
         """Advice if the array has the size of a block over an axis that the string does not name."""
         used = {axis for layout in self.pattern.layouts for axis in layout.axis_names}
-        axis = next((axis for axis in fault.blocks if axis not in used), (*fault.blocks, None)[0])
-        if axis is None:
+        free = [axis for axis in fault.blocks if axis in (fault.first.axes or fault.blocks)]
+        free.sort(key=lambda axis: axis in used and axis not in fault.first.axes)
+        if not free:
             return None
         whole = "/".join([fault.name, *fault.axes])
-        return f'as a block it would be {whole}/{axis}: gather what stays divided, "{whole}/{axis} -> {whole}"'
+        block = f"{whole}/{free[0]}"
+        return f'as a block it is {block}: write "{block}" here if it stays divided; or gather it, "{block} -> {whole}"'
 
     def index_dtype(self, size: int, name: str, at: Span = None) -> Any:
         """The dtype of positions along `size` elements: int32, or int64 if they need it and JAX has it."""
@@ -474,6 +505,7 @@ class Call:
                 rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
                 self.fail(rule, at=dim.span, error=LayoutError)
 
+    @if_possible
     def _spaced(self) -> Fix | None:
         """The call with a space between the letters of each name, if all its strings are written as NumPy's are."""
         names = [dim.short for one in self.written.layouts for dim in one.dims]
@@ -538,30 +570,105 @@ class Call:
                 f'{label} holds "{have.short}": blocks over {", ".join(blocks)}, which are not terms of a sum.',
                 at=self.mark_span("{U:"),
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
-                advice=f"{gather} makes it whole; leave out the mark",
+                advice=f"{gather} makes it whole; leave out the mark" if gather else "leave out the mark",
             )
         written, layout = layout, _written_out(layout, have)
         if same_axes(have, layout, marks=False) is not False:
             return
         position = next(i for i, (a, b) in enumerate(zip(layout.dims, have.dims, strict=True)) if a.axes != b.axes)
+        rule, at = f'{label} holds "{have.short}", and is read as "{written.short}".', layout.dims[position].span
+        got = [f'"{have.short}": {origin}', self.frame.describe()]
         wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
         fix = (
             None
             if wanted is None or _misaligned(have, layout)
             else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
         )
+        if (named := self._named(have, layout)) is not None:
+            self.fail(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
+        if fix is not None and fix.verb == "split" and (short := self._too_few(have, wanted or have)) is not None:
+            self.fail(rule, at=at, got=[*got, short])
+        told = self._keyword(layout.dims[position], have.dims[position].axes, fix)
+        told = told or self._rather(fix, have, index, {*have.axes} - {*layout.axes})
+        if told is not None:
+            self.fail(rule, at=at, got=got, advice=told)
+        if meant is not None and fix and fix.verb == "all_gather" and self._along(layout, have):
+            left = ", ".join(meant.short if i == index else one.short for i, one in enumerate(self.pattern.inputs))
+            again = self.paste(left, *([self._text(*self.pattern.outputs)] if self.pattern.arrow else []))
+            self.fail(rule, at=at, got=got, fix=again, advice=f"{self.name} works along a divided dimension")
         turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
         said = ["before this call"] if fix else []
         said += [] if meant is None else [f'"{meant.short}" in this string']
         if (again := self.with_slashes()) is not None:
             said, fix = [f"or {fix} before this call, if each device needs the whole array"] if fix else [], again
         self.fail(
-            f'{label} holds "{have.short}", and is read as "{written.short}".',
-            at=layout.dims[position].span,
-            got=[f'"{have.short}": {origin}', self.frame.describe()],
+            rule,
+            at=at,
+            got=got,
             fix=fix,
             advice="in place of this call, whose sides are swapped" if turned else "; or ".join(said) or None,
         )
+
+    @if_possible
+    def _named(self, have: Layout, layout: Layout) -> Fix | None:
+        """This call with the names of an array that it has as unnamed, and that is divided there."""
+        wrong = [dim.short for dim, lies in zip(layout.dims, have.dims, strict=True) if dim.axes != lies.axes]
+        if self.name not in _MOVES or any(one != "_" for one in wrong):
+            return None
+        sides = [
+            Layout.from_dims(
+                [lies if dim.short == "_" else dim for dim, lies in zip(one.dims, have.dims, strict=True)],
+                one.unreduced,
+                one.reduced,
+            )
+            for one in (self.pattern.inputs[0], self.pattern.outputs[0])
+        ]
+        return self.paste(*sides)
+
+    @if_possible
+    def _too_few(self, have: Layout, wanted: Layout) -> str | None:
+        """Why a dimension of a kernel's argument cannot be split."""
+        for dim, other in zip(have.dims, wanted.dims, strict=True):
+            size = None if dim.composite or dim.axes == other.axes else self.frame.known.get(dim.atoms[0].name)
+            fault = size and indivisible(dim.atoms[0].name, size.size, other.axes, self.mesh)
+            if fault:
+                return fault.rule
+        return None
+
+    @if_possible
+    def _keyword(self, dim: Dim, have: tuple[str, ...], fix: Fix | None) -> str | None:
+        """Advice for an array that is divided otherwise than a keyword of this call says. A layer hands its own on."""
+        text = self.written.source[slice(*dim.span)]
+        others = {axis for one in self.pattern.layouts for axis in one.axes} - {*dim.axes}
+        for known, layout in zip(self.held, self.pattern.inputs, strict=False):
+            have_dims = () if known is None else known.layout.dims
+            dims = () if known is None else _written_out(layout, known.layout).dims
+            others |= {
+                axis for one, lie in zip(dims, have_dims, strict=False) if one.names != dim.names for axis in lie.axes
+            }
+        keyword = None if others & {*have} else keyword_for(text, self.said, dim.axes, have)
+        if keyword is None:
+            return None
+        alone = f", if {'/'.join(have)} divides it everywhere; or else {fix} before {layer_now() or 'this call'}"
+        return f"{keyword}, the keyword that says how {text} is divided{alone if fix and len(self.held) < 2 else ''}"
+
+    def _along(self, layout: Layout, have: Layout) -> bool:
+        """Whether this call works along each dimension of its one array that lies otherwise than its string says."""
+        wrong = [dim for dim, lies in zip(layout.dims, have.dims, strict=True) if dim.axes != lies.axes]
+        kept = {name for one in self.pattern.outputs for name in one.names} if self.pattern.arrow else None
+        return (
+            self.name not in _MOVES and len(self.pattern.inputs) == 1 and all(works_along(one, kept) for one in wrong)
+        )
+
+    @if_possible
+    def _rather(self, fix: Fix | None, have: Layout, index: int, axes: set[str]) -> str | None:
+        """Advice in place of a fix that sends what an argument of a layer holds. Not so if the axis divides other data:
+        then it is that of a weight at rest."""
+        layer = layer_now() if fix and fix.verb in ("all_gather", "all_to_all", "relayout") else None
+        others = [one for i, one in enumerate(self.held) if one is not None and i != index]
+        if layer is None or any(axes & {*one.layout.axes} for one in others):
+            return None
+        return rather_told(layer, have.short, str(fix))
 
     # --- results ------------------------------------------------------------------------------------------
 

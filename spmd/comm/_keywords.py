@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NoReturn
 
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from spmd._facts import CallName
 from spmd._leaves import foreign_kind, kind_of, not_int
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
-from spmd.language import AxisMapping, Pattern
+from spmd.language import AxisMapping, Dim, Pattern
 
 
 def _axis_keyword(value: Any) -> bool:
@@ -48,6 +50,41 @@ def split_keywords(text: str, pattern: Pattern, binds: Mapping[str, Any]) -> tup
         if key in sizes and (fault := not_int(f"the size of {key}", value, 1)):
             raise SizeError(fault, call=text, source=pattern.source)
     return sizes, axes
+
+
+def keyword_for(text: str, said: Collection[str], read: Sequence[str], have: Sequence[str]) -> str | None:
+    """The keyword of a dimension whose array is divided otherwise than the keyword says.
+
+    Args:
+      text: The dimension as the string has it.
+      said: The axes of the string that keywords bind.
+      read: The axes that divide it by these keywords.
+      have: Those that divide the array.
+
+    >>> keyword_for("f/tp", ("tp",), (), ("model",))
+    'tp="model"'
+    """
+    names = [name for name in axes_in(text) if name in said]
+    if not names or not have or tuple(read) == tuple(have):
+        return None
+    [first, *others] = names
+    axes = f'"{have[0]}"' if len(have) == 1 else repr(tuple(have)).replace("'", '"')
+    return f"{first}={axes}" if not others else " and ".join(f"{name}=" for name in names)
+
+
+def works_along(dim: Dim, kept: AbstractSet[str] | None) -> bool:
+    """Whether an operation works along a dimension, divided or not: one in brackets, or one that its result lacks.
+
+    Args:
+      dim: The dimension.
+      kept: The names on the right side, if the pattern has an arrow.
+    """
+    return dim.bracket or (kept is not None and bool(dim.names) and kept.isdisjoint(dim.names))
+
+
+def axes_in(text: str) -> list[str]:
+    """The axes that a dimension names in a string: not the 1 of `d/1`."""
+    return re.findall(r"/\s*([A-Za-z_]\w*)", text)
 
 
 def as_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> jax.Array:

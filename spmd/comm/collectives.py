@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._marks import same_axes
 from spmd.errors import Fix, LayoutError
-from spmd.language import Layout, factors_of, verb_for
+from spmd.language import Layout, factors_of, verb_for, with_axes_of
 
 __all__ = ["all_gather", "all_to_all", "defer", "psum", "psum_scatter", "split"]
 
@@ -45,7 +46,7 @@ def check_sides(call: Call) -> None:
         )
     if call.written.inputs == call.written.outputs:
         rule = f"both sides are the same, so {call.name} moves nothing under any mapping."
-        call.fail(rule, advice=f"leave the line out{_unmarked(call, src)}")
+        _same_sides(call, src, rule)
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
         mark = f"{{U:{','.join(new)}}}"
@@ -55,6 +56,18 @@ def check_sides(call: Call) -> None:
             got=[call.frame.describe()],
             advice=f'leave out {mark}; einsum and reduce leave partial sums, "b/dp d -> d {{U:dp}}"',
         )
+
+
+def _same_sides(call: Call, src: Layout, rule: str) -> NoReturn:
+    """Complain of two equal sides. Where the array is divided otherwise, the left one is not how it lies."""
+    [known] = call.held if len(call.held) == 1 else [None]
+    have = None if known is None else known.layout
+    if have is None or same_axes(have, src, marks=False) is not False:
+        left = ', or write on the left how the array lies, as in "d/tp -> d"' if call.name == "all_gather" else ""
+        call.fail(rule, advice=f"leave the line out{_unmarked(call, src)}{left}")
+    wanted = with_axes_of(have, src)
+    fix = None if wanted is None else call.first(verb_for(have, after := Layout.from_dims(wanted)), have, after)
+    call.fail(rule, got=[f'the array holds "{have.short}"'], fix=fix)
 
 
 def _unmarked(call: Call, src: Layout) -> str:

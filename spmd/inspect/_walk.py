@@ -527,7 +527,7 @@ _MOST = 4096  # entries of an array that is followed as integers
 def _is_index(aval: Any) -> bool:
     """Whether an array may be a part of what chooses a branch: few integers or truth values."""
     dtype = getattr(aval, "dtype", None)
-    return getattr(dtype, "kind", "") in "iub" and math.prod(aval.shape) <= _MOST
+    return getattr(dtype, "kind", "-") in "iub" and math.prod(aval.shape) <= _MOST
 
 
 def _integers_of(value: Any) -> Any:

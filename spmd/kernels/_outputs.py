@@ -98,7 +98,7 @@ class Outputs:
     def _check_tags(self, arrays: Sequence[Any], signature: Signature) -> None:
         wrong: list[str] = []
         fixes: list[Fix] = []
-        line = ""
+        line, unnamed = "", False
         for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
             known = tag_of(x)
             if known is None:
@@ -109,14 +109,18 @@ class Outputs:
                 fixes += _moved(have, layout, known.name or path)
             elif same_axes(have, layout, marks=False) is False:
                 wrong.append(f'{path} holds "{have.short}" ({known.origin}); declared "{layout.short}"')
-                fixes += _moved(have, layout, known.name or path)
+                unnamed = unnamed or any(
+                    d.axes and h.short == "_" for d, h in zip(layout.dims, have.dims, strict=False)
+                )
+                fixes += [] if unnamed else _moved(have, layout, known.name or path)
             else:
                 continue
             line = line or line_of(known)
         if wrong:
             rule = "a result does not have the layout that the right side declares."
             call, source, fix = signature.text, signature.source, tuple(dict.fromkeys(fixes))
-            error = ReplicationError(rule, call=call, source=source, got=wrong, fix=fix)
+            advice = 'names where it is made: "_" is whole, and "..." stands for any dimensions' if unnamed else None
+            error = ReplicationError(rule, call=call, source=source, got=wrong, fix=fix, advice=advice)
             raise early(error, line)
 
     def explained(self, unequal: Unequal, signature: Signature, frame: Frame) -> SpmdError:

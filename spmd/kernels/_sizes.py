@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -41,4 +42,16 @@ def bind_sizes(
     span = (start, end) if 0 <= start < end <= len(source or "") else None
     twice = [one.name for one in bound.faults if isinstance(one, Unequal) and not one.blocks]
     error = LayoutError if any(isinstance(one, WrongRank) for one in bound.faults) else SizeError
-    raise error(replace(fault, span=span, advice=fault.advice or another_name(twice)))
+    fix = spaced(source) if all(isinstance(one, WrongRank) and one.advice for one in bound.faults) else None
+    raise error(replace(fault, span=span, fix=fix, advice=fault.advice or another_name(twice)))
+
+
+def spaced(source: str | None) -> str | None:
+    """A string in NumPy's manner, `bd,df->bf`, with a space between its names, in quotes; None for another one.
+
+    >>> spaced("bd,df->bf")
+    '"b d,d f->b f"'
+    """
+    if source is None or not re.fullmatch(r"[A-Za-z\s,]+->[A-Za-z\s,]+", source):
+        return None
+    return f'"{re.sub("[A-Za-z]+", lambda name: " ".join(name[0]), source)}"'

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
-import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 
 from spmd import _jax_errors
+from spmd._callers import layers_of
 from spmd._jax_errors import Carry
 from spmd.checker._source import is_outside, line_of_error
 from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
@@ -116,8 +116,11 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         return ModeError(rule, **shown, got=got, advice=advice)
     rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
     kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
-    advice = f'spmd.opaque(fn, "in -> out"), with out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})'
-    return ModeError(rule, **shown, got=got, advice=advice)
+    fix = f"out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})"
+    frames = (here.f_code for here, _ in traceback.walk_tb(error.__traceback__))
+    wrapped = any(code.co_qualname.startswith("opaque.") and not is_outside(code.co_filename) for code in frames)
+    advice = None if wrapped else 'spmd.opaque(fn, "in -> out") around a function that calls it, with this out_shape'
+    return ModeError(rule, **shown, got=got, fix=fix, advice=advice)
 
 
 def _unbound(axis: str | None, got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:
@@ -155,19 +158,10 @@ def carried_axes(error: Exception) -> frozenset[str]:
 
 
 def _layers(error: SpmdError) -> tuple[str, ...]:
-    """The functions of `spmd.nn` and `spmd.parallel` that an error comes from, innermost first: the user called those,
-    and not the verb that failed."""
-    found: list[str] = []
-    for here, _ in traceback.walk_tb(error.__traceback__):
-        name = here.f_code.co_name
-        if here.f_globals.get("__name__", "").startswith(_ROOMS):
-            rooms = (room for room in _ROOMS if name in getattr(sys.modules.get(room), "__all__", ()))
-            found += [f"{room.removeprefix('spmd.')}.{name}" for room in rooms]
+    """The layers that an error comes from, innermost first."""
+    found = layers_of(here.f_code for here, _ in traceback.walk_tb(error.__traceback__))
     own = found and (error.fault.call or "").startswith(f"{found[-1].partition('.')[2]}(")
     return tuple(reversed(found[:-1] if own else found))
-
-
-_ROOMS = ("spmd.nn", "spmd.parallel")
 
 
 def shorten(error: BaseException | None) -> None:

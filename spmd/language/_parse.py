@@ -41,6 +41,11 @@ class Parser:
     def fixed(self, start: int, end: int, text: str) -> str:
         return fixed(self.source, start, end, text)
 
+    def closed(self) -> str:
+        """The whole string without spaces around its slashes."""
+        text = re.sub(r"\s*/\s*", "/", self.source)
+        return f'"{text}"'
+
     def spaced(self) -> str:
         """The rest, with a space between dimensions that touch; parentheses and marks stay as they are."""
         text, depth = self.source[self.token.start :], 0
@@ -156,6 +161,7 @@ class Parser:
         if token.kind in ("/", "+") and before is not None:
             after = self.tokens[self.index + 1]
             fix = self.fixed(before.end, after.start if after.kind in ("name", "int") else token.end, token.text)
+            fix = self.closed() if token.kind == "/" else fix
             raise fault(f"No space stands before or after '{token.text}'.", (before.end, token.end), fix)
         if token.kind == "/":
             raise fault("A dimension comes before '/': 'b/dp' is b divided over dp.", token.span)
@@ -294,8 +300,7 @@ class Parser:
     def no_factor(self, token: Token, atoms: list[Atom]) -> NoReturn:
         """Something other than a name among the factors of a composite."""
         if token.kind == "/" and atoms:
-            fix = self.fixed(atoms[-1].span[1], self.token.start, "/")
-            raise fault("No space stands before or after '/'.", token.span, fix)
+            raise fault("No space stands before or after '/'.", token.span, self.closed())
         if token.kind == "{":
             self.braces(token)
         if token.kind == "(":
@@ -356,7 +361,7 @@ class Parser:
             raise fault(
                 "No space stands before or after '/'.",
                 (slash.start, token.start),
-                self.fixed(slash.end, token.start, ""),
+                self.closed(),
             )
         raise fault("'/' takes the name of a mesh axis, or 1 for whole.", slash.span)
 

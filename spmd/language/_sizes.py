@@ -28,10 +28,11 @@ class Dims(Protocol):
 
 
 class Size(NamedTuple):
-    """The size of a name, and where it came from."""
+    """The size of a name, where it came from, and the axes that divide it in any array."""
 
     size: int
     origin: str
+    axes: tuple[str, ...] = ()
 
 
 class Bound(NamedTuple):
@@ -270,9 +271,12 @@ def _bind_one(
         bound.faults.append(NotLiteral(where, dim.span, atom.size, size))
     if atom.named:
         first = bound.sizes.setdefault(atom.name, Size(size, where))
+        if first.size == size and not {*dim.axes} <= {*first.axes}:
+            bound.sizes[atom.name] = first._replace(axes=(*first.axes, *(a for a in dim.axes if a not in first.axes)))
         if first.size != size:
             here = size // axes_product(dim.axes, mesh) if local else None
             over = [a for a, n in mesh.items() if local and size * n == first.size and a not in dim.axes]
+            over.sort(key=lambda a: a not in first.axes)
             bound.faults.append(Unequal(where, dim.span, atom.name, size, first, dim.axes, tuple(over), here, layout))
 
 

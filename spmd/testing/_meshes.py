@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import _compat
+from spmd._jax_errors import first_line
 from spmd._jaxprs import opened
 from spmd._leaves import described, is_array
 from spmd._table import Table
@@ -198,6 +199,10 @@ class _Program:
             with jax.set_mesh(mesh), mode("explicit"), jax.default_matmul_precision("highest"):
                 return self._run(mesh)
         except Exception as error:
+            if self.grad and not isinstance(error, SpmdError) and self._is_traced_without_gradients(mesh):
+                rule = "JAX does not differentiate this program, and gradients are compared too."
+                got = [f"{type(error).__name__}: {first_line(error)}"]
+                raise SpmdError(rule, call=_CALL, got=got, fix="grad=False") from error
             if first:
                 error.add_note(f"So it is on the mesh given to assert_same_on_any_mesh: {_shown(mesh)}.")
                 raise
@@ -205,11 +210,24 @@ class _Program:
             lines = [rule, f"{type(error).__name__}: {error}"]
             raise Mismatch("\n".join(lines + ([] if self.builds else [f"advice: {_BUILD}"]))) from error
 
-    def _run(self, mesh: Mesh) -> _Run:
-        fn = _made(self.kernel, mesh)
+    def _is_traced_without_gradients(self, mesh: Mesh) -> bool:
+        try:
+            with jax.set_mesh(mesh), mode("explicit"):
+                fn, args, kwargs = self._placed(mesh)
+                program, arrays = pulled(fn, args, kwargs, grad=False, static=self.static)
+                jax.eval_shape(program, *arrays)
+        except Exception:
+            return False
+        return True
+
+    def _placed(self, mesh: Mesh) -> tuple[Any, Any, Any]:
+        """The program on a mesh, with its arguments there."""
         leaves, structure = jax.tree.flatten(self.given)
         placed = [_placed(x, spec, mesh) for x, spec in zip(leaves, self.specs, strict=True)]
-        args, kwargs = jax.tree.unflatten(structure, placed)
+        return (_made(self.kernel, mesh), *jax.tree.unflatten(structure, placed))
+
+    def _run(self, mesh: Mesh) -> _Run:
+        fn, args, kwargs = self._placed(mesh)
         if self.builds or self.kernel.signature.check != "error":
             _check_divergent(fn, args, kwargs)
         program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.checker import wrong_programs
 from tests.checker.harness import AXES, SHAPE, check, mark, mesh, message, rows, varying
-from tests.errors.registry import Pasted, fixes_of
+from tests.errors.registry import Pasted, facts_of, fixes_of
 
 MESSAGES = pathlib.Path(__file__).parent / "messages.txt"
 WRONG = {n: f for n, f in vars(wrong_programs).items() if getattr(f, "__module__", "") == wrong_programs.__name__}
@@ -33,6 +33,19 @@ def test_message(name: str) -> None:
 
 def test_every_wrong_program_has_a_message() -> None:
     assert set(WRONG) == set(GOLDEN)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_finding_is_told_where_every_advice_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong and what was got stay; of the advice at most a sentence that nothing has to be found out for."""
+
+    def fails(make, *args, **kwargs):
+        raise LookupError
+
+    monkeypatch.setattr("spmd.errors._make", fails)
+    said = message(getattr(wrong_programs, name))
+    assert facts_of(said) == facts_of(GOLDEN[name])
+    assert set(fixes_of(said)) <= {'spmd.psum(result, "... {U:tp} -> ...")'}
 
 
 # --- the lines that messages offer ----------------------------------------------------------------------------

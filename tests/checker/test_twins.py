@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
+from tests.checker.pasting import mended, sent
 from tests.checker.twins.registry import (  # fmt: skip
     MISSED,
     Pair,
@@ -53,6 +55,14 @@ REFUSED_INSIDE = {"row_after_row_with_the_one_before"}
 SHARED = share(PAIRS, always=[pair for pair in PAIRS if pair.name in ALONE])
 a_share = pytest.mark.parametrize("pair", SHARED, ids=named)
 some_pairs = pytest.mark.parametrize("pair", SAMPLE, ids=named)
+
+
+@a_share
+def test_a_pasted_fix_sends_no_more_than_the_right_body(pair: Pair) -> None:
+    names, args = list(inspect.signature(pair.mistaken).parameters), pair.arguments()
+    body, lines = mended(pair.kernel, pair.mistaken, names, args)
+    if body is not None and lines:
+        assert sent(pair.kernel(body), args, lines) <= sent(pair.kernel(pair.correct), args)
 
 
 @a_share

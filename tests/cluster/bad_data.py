@@ -22,6 +22,12 @@ def batches_of_samples_of_different_shapes(mesh):
 
 
 @bad
+def batches_of_batches(mesh):
+    """As a data set of grain after `.batch(4)`."""
+    spmd.cluster.batches([X[:4], X[4:]], "b/dp d", batch=4, mesh=mesh)
+
+
+@bad
 def batches_without_samples(mesh):
     spmd.cluster.batches([], "b/dp d", batch=2, mesh=mesh)
 

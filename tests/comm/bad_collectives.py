@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -233,3 +234,94 @@ def permutation_that_is_no_list_of_pairs(mesh):
 def permutation_that_is_no_list_of_pairs_fixed(mesh):
     out = body(SAME, lambda x: spmd.ppermute(x, "[b/dp] d", [(0, 1), (1, 0)]), mesh)
     np.testing.assert_array_equal(out, np.roll(X, 4, 0))
+
+
+def einsum_of_blocks(x):
+    return spmd.einsum(x, x, "b/dp d/tp, b/dp d/tp -> b/dp {U:tp}")
+
+
+@bad
+def psum_of_rows_without_a_name(mesh):
+    """Their axis is another one than the sum's, and `_` is whole."""
+    body("b/dp d/tp -> b/dp", lambda x: psum(einsum_of_blocks(x), "_ {U:tp} -> _"), mesh)
+
+
+@fixed
+def psum_of_rows_without_a_name_fixed(mesh, fix):
+    np.testing.assert_allclose(body("b/dp d/tp -> b/dp", lambda x: fix(x=einsum_of_blocks(x)), mesh), (X * X).sum(1))
+
+
+@bad
+def psum_of_computed_rows_without_a_name(mesh):
+    body("b/dp d/tp -> b/dp", lambda x: 2 * psum((x * x).sum(1), "_ {U:tp} -> _"), mesh)
+
+
+@bad
+def result_without_a_name(mesh):
+    body("b/dp d/tp -> b/dp", lambda x: psum((x * x).sum(1), "_ {U:tp} -> _"), mesh)
+
+
+@fixed
+def result_without_a_name_fixed(mesh):
+    found = body("b/dp d/tp -> b/dp", lambda x: psum((x * x).sum(1), "... {U:tp} -> ..."), mesh)
+    np.testing.assert_allclose(found, (X * X).sum(1))
+
+
+@bad
+def gather_that_does_not_say_what_it_gathers(mesh):
+    body("b/dp d/tp -> b/dp d", lambda x: all_gather(x, "b/dp d -> b/dp d"), mesh)
+
+
+@fixed
+def gather_that_does_not_say_what_it_gathers_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d/tp -> b/dp d", lambda x: fix(x=x), mesh), X)
+
+
+@bad
+def spaces_before_slashes(mesh):
+    body("b/dp d -> b d", lambda x: all_gather(x, "b /dp d -> b /1 d"), mesh)
+
+
+@fixed
+def spaces_before_slashes_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: all_gather(x, fix(), to="invarying"), mesh), X)
+
+
+def sent_in_a_byte(total):
+    scale = jax.lax.pmax(jnp.abs(total).max(), "dp") / 127
+    summed = jax.lax.psum(jnp.round(total / scale).astype(jnp.int8).astype(jnp.int32), "dp")
+    return summed.astype(total.dtype) * scale
+
+
+@bad
+def sum_that_is_sent_in_a_byte(mesh):
+    """To sum before the rounding would send all bytes, which the rounding spares."""
+    body("b/dp d -> d", lambda x: sent_in_a_byte(x.sum(0)), mesh)
+
+
+@fixed
+def sum_that_is_sent_in_a_byte_fixed(mesh):
+    def meant(total):
+        with spmd.per_shard("each device rounds its own term"):
+            return sent_in_a_byte(total)
+
+    found = body("b/dp d -> d", lambda x: meant(x.sum(0)), mesh)
+    np.testing.assert_allclose(found, X.sum(0), rtol=0.02)
+
+
+@bad
+def one_name_for_two_dimensions_in_a_helper(mesh):
+    def total(x):
+        return reduce(x, "h d -> d")
+
+    body("h d, n d -> d", lambda x, y: total(x) + total(y), mesh, X, X[:4])
+
+
+@fixed
+def one_name_for_two_dimensions_in_a_helper_fixed(mesh):
+    @spmd.scope
+    def total(x):
+        return reduce(x, "h d -> d")
+
+    found = body("h d, n d -> d", lambda x, y: total(x) + total(y), mesh, X, X[:4])
+    np.testing.assert_array_equal(found, X.sum(0) + X[:4].sum(0))

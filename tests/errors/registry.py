@@ -4,6 +4,7 @@ runs them as the message says, and compares the numbers with plain JAX on one de
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,12 @@ def fixes_of(message: str) -> list[str]:
             found[-1] += "\n" + line[5:]
         open_fix = line.startswith("fix: ") or (open_fix and line.startswith("     "))
     return found
+
+
+def facts_of(message: str) -> list[str]:
+    """The lines of a message but those of its fixes and its advice."""
+    rest = re.sub(r"^(fix|advice): .*(\n +.*)*\n?", "", message, flags=re.M)
+    return [re.sub("^got: ", "- ", line) for line in rest.split("\n") if line and line != "got:"]
 
 
 def read(text: str) -> tuple[str, Any]:

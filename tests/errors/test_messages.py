@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from tests.errors.registry import BAD, FIXED, Pasted, X, fixes_of, read
+from tests.errors.registry import BAD, FIXED, Pasted, X, facts_of, fixes_of, read
 from tests.sampler import share
 
 TESTS = Path(__file__).parents[1]
@@ -103,6 +103,15 @@ def test_each_fix_is_code_and_is_run(name):
         read(line)  # a SyntaxError where it is not Python
         assert "..." not in re.sub(r'"[^"]*"', "", line), "a blank to fill in is not a line to paste"
     assert bool(fixes_of(text)) == (name in FIXED and takes_the_fix(name))
+
+
+@pytest.mark.parametrize("name", share([name for name, text in golden().items() if fixes_of(text)]))
+def test_the_fault_is_told_where_every_advice_fails(name, mesh, monkeypatch):
+    def fails(make, *args, **kwargs):
+        raise LookupError
+
+    monkeypatch.setattr("spmd.errors._make", fails)
+    assert set(facts_of(golden()[name])) <= set(facts_of(_raised(name, mesh)))
 
 
 OF_ONE = [

@@ -423,3 +423,12 @@ def test_no_devices_are_asked(monkeypatch):
     gathers = [c for c in view.collectives if c.axes == ("dp",) and c.kind == "all_gather" and c.phase == "forward"]
     assert {c.bytes for c in gathers} == {4 * 768 * 128 // 64 * 255 // 256}
     assert view.arguments_bytes == 4 * (2 * 2 * 768 + 3 * 2 + 2 * 3) == view.outputs_bytes
+
+
+def test_what_is_printed_has_no_result():
+    def told(x):
+        jax.debug.print("{} of {}", jax.lax.axis_index("dp"), 2)
+        return x
+
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2))(told)
+    assert not spmd.explain(kernel, jnp.ones((4, 2))).collectives

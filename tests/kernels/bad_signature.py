@@ -36,6 +36,16 @@ def pattern_without_arrow(mesh):
 
 
 @bad
+def names_without_spaces(mesh):
+    body("bd,df->bf", lambda x, w: x @ w, mesh, X, X.T)
+
+
+@fixed
+def names_without_spaces_fixed(mesh, fix):
+    np.testing.assert_allclose(body(fix(), lambda x, w: x @ w, mesh, X, X.T), X @ X.T, rtol=1e-5)
+
+
+@bad
 def axis_used_twice(mesh):
     spmd.kernel("b/dp d/dp -> b/dp", mesh=mesh)(lambda x: x)
 

@@ -14,11 +14,17 @@ from tests.errors.registry import X, bad, body, fixed
 SAME = "b/dp d -> b/dp d"
 
 
-def pallas_call(x, **kind):
+def pallas_call(x, out_shape=None):
     def twice(x_ref, out_ref):
         out_ref[...] = 2 * x_ref[...]
 
-    return pl.pallas_call(twice, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, **kind), interpret=True)(x)
+    out_shape = out_shape or jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(twice, out_shape=out_shape, interpret=True)(x)
+
+
+def typed(x):
+    kind = jax.typeof(x).manual_axis_type
+    return pallas_call(x, jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind))
 
 
 @bad
@@ -27,16 +33,26 @@ def pallas_call_without_a_type(mesh):
 
 
 @fixed
-def pallas_call_without_a_type_fixed(mesh):
-    typed = lambda x: pallas_call(x, manual_axis_type=jax.typeof(x).manual_axis_type)
-    kernel = spmd.kernel(SAME, mesh=mesh)(lambda x: spmd.opaque(typed, SAME, reference=lambda x: 2 * x)(x))
+def pallas_call_without_a_type_fixed(mesh, fix):
+    mended = lambda x: pallas_call(x, **fix(x=x))
+    kernel = spmd.kernel(SAME, mesh=mesh)(lambda x: spmd.opaque(mended, SAME, reference=lambda x: 2 * x)(x))
     for run in (kernel, kernel.auto, kernel.reference):
         np.testing.assert_array_equal(run(X), 2 * X)
 
 
 @bad
+def pallas_call_without_a_type_or_a_wrapper(mesh):
+    body(SAME, pallas_call, mesh)
+
+
+@fixed
+def pallas_call_without_a_type_or_a_wrapper_fixed(mesh, fix):
+    wrapped = spmd.opaque(lambda x: pallas_call(x, **fix(x=x)), SAME)
+    np.testing.assert_array_equal(body(SAME, wrapped, mesh), 2 * X)
+
+
+@bad
 def pallas_call_that_is_interpreted(mesh):
-    typed = lambda x: pallas_call(x, manual_axis_type=jax.typeof(x).manual_axis_type)
     spmd.kernel(SAME, mesh=mesh)(typed).trace(X)
 
 

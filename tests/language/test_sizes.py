@@ -17,20 +17,33 @@ def bound(*arrays, **how):
 
 def test_sizes_come_with_where_they_came_from():
     found = bound(("x", (8, 12), "b/dp (h k)/tp"), ("y", (3, 5), "k _"))
-    assert found.sizes == {"b": (8, "x, dimension 0"), "k": (3, "y, dimension 0"), "h": (4, "x, dimension 1")}
+    told = {"b": (8, "x, dimension 0"), "k": (3, "y, dimension 0"), "h": (4, "x, dimension 1")}
+    assert {name: one[:2] for name, one in found.sizes.items()} == told
     assert not found.faults
+
+
+def test_a_size_knows_the_axes_that_divide_its_name_in_some_array():
+    found = bound(("x", (8, 4), "b d"), ("y", (8,), "b/dp"), ("z", (8,), "b/tp"))
+    assert {name: one.axes for name, one in found.sizes.items()} == {"b": ("dp", "tp"), "d": ()}
+
+
+def test_the_block_is_one_of_an_axis_that_divides_the_name_elsewhere():
+    mesh = {"x": 2, "y": 2}
+    sizes = bind([("a", (8,), Layout("k/y"))], mesh).sizes
+    [fault] = bind([("b", (4,), Layout("k"))], mesh, known=sizes, local=True).faults
+    assert fault.blocks == ("y", "x")
 
 
 def test_shards_say_the_sizes_of_the_whole():
     found = bound(("x", (4, 3), "b/dp 1+x/tp+1"), local=True)
-    assert {name: size for name, (size, _) in found.sizes.items()} == {"b": 8, "x": 4}
+    assert {name: one.size for name, one in found.sizes.items()} == {"b": 8, "x": 4}
     assert [size for _, size in found.dims[0]] == [8, 4]
 
 
 def test_what_is_known_is_not_changed():
     known = {"d": Size(4, "before")}
     assert bound(("x", (8, 4), "b d"), known=known).sizes.keys() == {"d", "b"}
-    assert known == {"d": (4, "before")}
+    assert known == {"d": Size(4, "before")}
 
 
 def test_a_size_may_be_unknown():
@@ -50,7 +63,7 @@ def test_dimensions_of_an_ellipsis_are_one_arrays_own_or_shared():
 def test_all_faults_are_found_and_are_facts():
     faults = bound(("x", (8, 8), "b/dp d"), ("y", (3,), "b/dp d"), ("z", (4, 6), "b (d n)")).faults
     assert [type(fault) for fault in faults] == [WrongRank, Unequal, NotProduct]
-    assert (faults[1].name, faults[1].size, faults[1].first) == ("b", 4, (8, "x, dimension 0"))
+    assert (faults[1].name, faults[1].size, faults[1].first) == ("b", 4, Size(8, "x, dimension 0", ("dp",)))
     assert [fault.where for fault in faults] == ["y of shape (3,)", "z, dimension 0", "z, dimension 1"]
     assert faults[2].factors == (("d", 8), ("n", None))
     assert faults[2].rule == "the size 6 does not divide by d=8"

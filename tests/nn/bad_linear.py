@@ -10,6 +10,7 @@ import spmd
 from tests.errors.registry import X, bad, body, fixed
 
 I, KEY = np.arange(8), jax.random.key(0)
+W = np.arange(64, dtype=np.float32).reshape(4, 16)
 
 
 @bad
@@ -115,9 +116,40 @@ def norm_of_a_scale_that_rests_divided(mesh):
 
 
 @fixed
-def norm_of_a_scale_that_rests_divided_fixed(mesh, fix):
-    out = body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, fix(scale=scale), eps=0), mesh, X, X[0])
+def norm_of_a_scale_that_rests_divided_fixed(mesh):
+    whole = lambda scale: spmd.all_gather(scale, "d/dp -> d")
+    out = body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, whole(scale), eps=0), mesh, X, X[0])
     np.testing.assert_allclose(out, X / np.sqrt((X**2).mean(1, keepdims=True)) * X[0], rtol=1e-5)
+
+
+@bad
+def column_linear_without_its_keyword(mesh):
+    """A gather of the weight would be accepted, and would send more than the layer, which sends nothing."""
+    body("b/dp d, d f/tp -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w), mesh, X, W)
+
+
+@fixed
+def column_linear_without_its_keyword_fixed(mesh):
+    out = body("b/dp d, d f/tp -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, W)
+    np.testing.assert_allclose(out, X @ W, rtol=1e-5)
+
+
+@bad
+def column_linear_of_computed_weights_without_its_keyword(mesh):
+    body("b/dp d, d f/tp -> b/dp", lambda x, w: spmd.nn.column_linear(x, 2 * w).sum(1), mesh, X, W)
+
+
+@bad
+def column_linear_with_the_keyword_of_another_axis(mesh):
+    fn = lambda x, w: spmd.nn.column_linear(x, w, tp="dp")
+    body("b/dp d, d f/tp -> b/dp f/tp", fn, mesh, X, W)
+
+
+@bad
+def column_linear_of_a_weight_at_rest(mesh):
+    """Nobody knows of a weight alone whether it rests so, or whether a keyword is missing."""
+    fn = lambda x, w: spmd.nn.column_linear(x, w, tp="tp")
+    body("b/dp d, d/dp f/tp -> b/dp f/tp", fn, mesh, X, W)
 
 
 @bad

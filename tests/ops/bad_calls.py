@@ -408,3 +408,14 @@ def an_operand_of_objects(mesh):
 @bad
 def positions_beyond_int32(mesh):
     spmd.from_function(lambda i: i, "x/dp", x=2**40, mesh=mesh)
+
+
+@bad
+def reduce_over_a_dimension_that_is_divided(mesh):
+    """A gather before it would send the whole array, and the reduction takes a divided dimension."""
+    body("b/dp d/tp -> b/dp", lambda x: spmd.reduce(x, "b/dp d -> b/dp"), mesh)
+
+
+@fixed
+def reduce_over_a_dimension_that_is_divided_fixed(mesh, fix):
+    np.testing.assert_allclose(body("b/dp d/tp -> b/dp", lambda x: fix(x=x), mesh), X.sum(1))

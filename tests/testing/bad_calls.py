@@ -230,3 +230,15 @@ def an_array_in_place_of_a_kernel(mesh):
 @fixed
 def an_array_in_place_of_a_kernel_fixed(mesh):
     assert_same_on_any_mesh(gather(mesh), X)
+
+
+@bad
+def any_mesh_of_what_has_no_gradient(mesh):
+    """JAX has no derivative of a pmax."""
+    assert_same_on_any_mesh(spmd.kernel("b/dp d -> d", mesh=mesh)(lambda x: jax.lax.pmax(x.max(0), "dp")), X)
+
+
+@fixed
+def any_mesh_of_what_has_no_gradient_fixed(mesh, fix):
+    kernel = spmd.kernel("b/dp d -> d", mesh=mesh)(lambda x: jax.lax.pmax(x.max(0), "dp"))
+    assert_same_on_any_mesh(kernel, X, **fix())

@@ -1,0 +1,67 @@
+"""Paste the fixes of a message into the wrong body, again and again until nothing is said: what a user would do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+from spmd.errors import SpmdError
+from tests.errors.registry import fixes_of
+
+SENDS = ("all_gather", "all_to_all", "relayout")
+
+
+def said(kernel: Any, args: Sequence[Any]) -> str:
+    """What is said of a kernel: the error of its first call, or the findings of `spmd.check`."""
+    try:
+        jax.eval_shape(kernel, *args)
+    except SpmdError as error:
+        return str(error)
+    except (TypeError, ValueError) as error:  # JAX's own
+        return repr(error)
+    found = spmd.check(kernel, *args)
+    return str(found) if found else ""
+
+
+def mended(make: Callable[[Any], Any], body: Any, names: Sequence[str], args: Sequence[Any]) -> tuple[Any, list[str]]:
+    """The body with each fix that is a call on one of its arguments in place of the argument, and these fixes. None in
+    place of the body where they do not mend it."""
+    pasted: list[str] = []
+    for _ in range(4):
+        text = said(make(body), args)
+        lines = _on_arguments(text, names)
+        if not text or not lines:
+            return (body if not text else None), pasted
+        body, pasted = _with(body, names, lines), [*pasted, *lines.values()]
+    return None, pasted
+
+
+def _on_arguments(text: str, names: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in fixes_of(text):
+        call = re.match(r"spmd\.[\w.]+\((\w+), ", line)
+        if call and call[1] in names:
+            found.setdefault(call[1], line)
+    return found
+
+
+def _with(body: Any, names: Sequence[str], lines: dict[str, str]) -> Any:
+    def new(*args: Any) -> Any:
+        known = dict(zip(names, args, strict=True))
+        made = {name: eval(line, {"spmd": spmd, "jnp": jnp, **known}) for name, line in lines.items()}
+        return body(*(made.get(name, known[name]) for name in names))
+
+    return new
+
+
+def sent(kernel: Any, args: Sequence[Any], of: Sequence[str] = ()) -> int:
+    """The bytes that a kernel sends forward; those of some lines, if they are given."""
+    calls = [line.removeprefix("spmd.") for line in of]
+    lines = spmd.explain(kernel, *args, compiled=False).collectives
+    patterns = [re.findall(r'"([^"]*)"', call)[0] for call in calls]
+    return sum(one.bytes * one.count for one in lines if not of or any(f'"{p}"' in one.text for p in patterns))
