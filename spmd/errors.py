@@ -20,6 +20,7 @@ __all__ = [
     "CommunicationError",
     "Fault",
     "Fix",
+    "Impossible",
     "LayoutError",
     "MeshError",
     "ModeError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Never, NoReturn
@@ -17,7 +18,6 @@ from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
-from spmd.drawing._picture import Drawn
 from spmd.errors import CommunicationError, LayoutError, SizeError, not_one_of
 from spmd.language import Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
@@ -82,7 +82,7 @@ class Step:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Drawn):
+class Plan:
     """The steps of a relayout, what they send, and the least that any method must send. It prints as a table.
 
     Attributes:
@@ -174,6 +174,10 @@ class Plan(Drawn):
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_svg_(self) -> str:
+        """A notebook shows the picture. It stands on this room, so it is found by the door of the package."""
+        return sys.modules["spmd"].visualize(self).svg
 
     def __repr__(self) -> str:
         kinds = ", ".join(step.kind for step in self.steps) or "nothing to do"
