@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Never, NoReturn
+from typing import Any, Literal, Never, NoReturn, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,8 @@ _EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
 
 __all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan", "summary"]
 
-PREFER = ("collectives", "bytes", "latency")
+Prefer = Literal["collectives", "bytes", "latency"]
+PREFER = get_args(Prefer)
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def plan(
     sizes: Mapping[str, int] | None = None,
     mesh: Any = None,
     dtype: Any = "float32",
-    prefer: str = "collectives",
+    prefer: Prefer = "collectives",
     hardware: str | Hardware | None = None,
     **names: Any,
 ) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def dot_product_attention(
     scale: float | None = None,
     softcap: float | None = None,
     tp: Axes = None,
-    kv_heads: str = "divided",
+    kv_heads: Literal["divided", "whole"] = "divided",
     implementation: str | None = None,
 ) -> jax.Array:
     """Softmax attention over a whole sequence: multi-head, grouped-query (g < h) or multi-query (g = 1).
@@ -202,7 +202,7 @@ def multi_head_attention(
     tp: Axes = None,
     sp: Axes = None,
     cp: Axes = None,
-    kv_heads: str = "divided",
+    kv_heads: Literal["divided", "whole"] = "divided",
     overlap: bool = False,
     **options: Any,
 ) -> jax.Array:
