@@ -8,88 +8,87 @@ operation.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from spmd import fft, linalg, random, stencil
-from spmd._topologies import topology_devices
-from spmd._trees import layouts
-from spmd.accelerators import Hardware, Link, hardware
-from spmd.checker import Finding, Findings, check
-from spmd.comm import (
-    Plan,
-    Step,
-    all_gather,
-    all_to_all,
-    defer,
-    plan,
-    ppermute,
-    psum,
-    psum_scatter,
-    relayout,
-    shift,
-    split,
-)
-from spmd.drawing import Picture
-from spmd.drawing._picture import draws
-from spmd.errors import (
-    CommunicationError,
-    Impossible,
-    LayoutError,
-    MeshError,
-    ModeError,
-    PlacementError,
-    ReplicationError,
-    SizeError,
-    SpmdError,
-)
-from spmd.kernels import Kernel, VmapWarning, kernel
-from spmd.language import AxisMapping, Layout, Pattern
-from spmd.mesh import make_mesh, use_cpu_devices
-from spmd.modes import axis_mapping, mode, scope
-from spmd.ops import (
-    annotate,
-    argmax,
-    argsort,
-    assert_equal,
-    axis_index,
-    axis_size,
-    cond,
-    cumsum,
-    custom_vjp,
-    debug_print,
-    einsum,
-    exchange,
-    flip,
-    full,
-    fused,
-    grad,
-    iota,
-    linspace,
-    local,
-    local_size,
-    meshgrid,
-    offset,
-    ones,
-    opaque,
-    per_shard,
-    rearrange,
-    reduce,
-    repeat,
-    roll,
-    scatter_add,
-    size,
-    softmax,
-    sort,
-    take,
-    top_k,
-    typeof,
-    value_and_grad,
-    zeros,
-)
-from spmd.placement import from_function, from_process_local, init, shard
+from spmd._rooms import dir_of, no_such_name
 
 if TYPE_CHECKING:
-    from spmd import cluster, haliax, inspect, nn, parallel, searcher, testing
+    from spmd import cluster, fft, haliax, inspect, linalg, nn, parallel, random, searcher, stencil, testing
+    from spmd._topologies import topology_devices
+    from spmd._trees import layouts
+    from spmd.accelerators import Hardware, Link, hardware
+    from spmd.checker import Finding, Findings, check
+    from spmd.comm import (
+        Plan,
+        Step,
+        all_gather,
+        all_to_all,
+        defer,
+        plan,
+        ppermute,
+        psum,
+        psum_scatter,
+        relayout,
+        shift,
+        split,
+    )
+    from spmd.drawing import Picture
+    from spmd.errors import (
+        CommunicationError,
+        Impossible,
+        LayoutError,
+        MeshError,
+        ModeError,
+        PlacementError,
+        ReplicationError,
+        SizeError,
+        SpmdError,
+    )
     from spmd.inspect._explain import explain
     from spmd.inspect._picture import visualize
+    from spmd.kernels import Kernel, VmapWarning, kernel
+    from spmd.language import AxisMapping, Layout, Pattern
+    from spmd.mesh import make_mesh, use_cpu_devices
+    from spmd.modes import axis_mapping, mode, scope
+    from spmd.ops import (
+        annotate,
+        argmax,
+        argsort,
+        assert_equal,
+        axis_index,
+        axis_size,
+        cond,
+        cumsum,
+        custom_vjp,
+        debug_print,
+        einsum,
+        exchange,
+        flip,
+        full,
+        fused,
+        grad,
+        iota,
+        linspace,
+        local,
+        local_size,
+        meshgrid,
+        offset,
+        ones,
+        opaque,
+        per_shard,
+        rearrange,
+        reduce,
+        repeat,
+        roll,
+        scatter_add,
+        size,
+        softmax,
+        sort,
+        take,
+        top_k,
+        typeof,
+        value_and_grad,
+        zeros,
+    )
+    from spmd.placement import from_function, from_process_local, init, shard
     from spmd.searcher._search import search
 
 __version__ = "0.1.0"
@@ -194,22 +193,30 @@ __all__ = [
     "zeros",
 ]
 
-# What is written with the names above loads at its first use: a third of the time that `import spmd` would take.
-_ROOMS = ("cluster", "haliax", "inspect", "nn", "parallel", "searcher", "testing")
-_TOOLS = {
-    "explain": "spmd.inspect._explain",
-    "search": "spmd.searcher._search",
-    "visualize": "spmd.inspect._picture",
+# A room loads when one of its names is used, because all of them take as long as JAX does. A name is in the lowest room
+# whose `__all__` has it; a few are in modules that stand in no room, or below one.
+_ROOMS = (
+    *("errors", "language", "drawing", "accelerators", "mesh", "modes"),
+    *("comm", "ops", "placement", "kernels", "checker", "fft", "linalg", "random", "stencil"),
+    *("nn", "parallel", "inspect", "cluster", "haliax", "searcher", "testing"),
+)
+_HOMES = {
+    "explain": "inspect._explain",
+    "layouts": "_trees",
+    "search": "searcher._search",
+    "topology_devices": "_topologies",
+    "visualize": "inspect._picture",
 }
 
 
 def _loaded(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"spmd.{name}")
-    if name in _TOOLS:
-        globals()[name] = getattr(import_module(_TOOLS[name]), name)
-        return globals()[name]
-    raise AttributeError(f"module 'spmd' has no attribute {name!r}")
+    if name not in __all__:
+        no_such_name(__name__, name)
+    home = _HOMES.get(name) or next(room for room in _ROOMS if name in import_module(f"spmd.{room}").__all__)
+    globals()[name] = getattr(import_module(f"spmd.{home}"), name)
+    return globals()[name]
 
 
 if not TYPE_CHECKING:  # to type checkers, every misspelt name would be one that loads
@@ -217,8 +224,4 @@ if not TYPE_CHECKING:  # to type checkers, every misspelt name would be one that
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-# A notebook shows a plan also where nobody has named `spmd.visualize`.
-draws(Plan, lambda plan: _loaded("visualize")(plan))
+    return dir_of(globals())

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, run_rules, run_search, run_show
-from spmd._compat import installed
-from spmd.comm.plans import PREFER
-from spmd.errors import SpmdError
-from spmd.searcher._search import search as search_meshes
+from spmd import __version__
 
+_VERSION = f"spmd {__version__}"
 _EXAMPLES = """examples:
   python -m spmd plan "a/x b -> a b/x" --mesh x=4 --size a=4096,b=4096 --dtype bf16
   python -m spmd plan "a/x/y b -> a/y b/x" --mesh x=2 --mesh y=4 --size a=64 --size b=64 --picture
@@ -44,8 +41,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES.replace("python -m spmd", _called()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"spmd {installed('spmd') or '(not installed)'}")
+    parser.add_argument("--version", action="version", version=_VERSION)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    from spmd.comm.plans import PREFER
 
     plan = _command(
         commands,
@@ -136,6 +135,8 @@ def _add_programs(commands: Any) -> None:
 
 
 def _add_search(commands: Any) -> None:
+    from spmd import search as search_meshes
+
     search = _command(
         commands,
         "search",
@@ -195,22 +196,33 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-_RUN = {
-    "plan": run_plan,
-    "show": run_show,
-    "explain": run_explain,
-    "check": run_check,
-    "search": run_search,
-    "info": run_info,
-    "rules": run_rules,
-    "launch": run_launch,
-}
+def _run(options: argparse.Namespace) -> int:
+    """Run the command that was parsed."""
+    from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, run_rules, run_search, run_show
+
+    run = {
+        "plan": run_plan,
+        "show": run_show,
+        "explain": run_explain,
+        "check": run_check,
+        "search": run_search,
+        "info": run_info,
+        "rules": run_rules,
+        "launch": run_launch,
+    }
+    return run[options.command](options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. The exit status is 0, 2 if the words are wrong, or 130 after Ctrl-C."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words == ["--version"]:  # at once: what follows loads JAX
+        print(_VERSION)
+        return 0
+    from spmd.errors import SpmdError
+
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(words)
     if rest:
         apart = all("=" in one and not one.startswith("-") for one in rest)
         advice = "; commas join them, as in --size b=8,d=16" if apart else ""
@@ -221,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a pipe gets each line as it comes
     try:
-        return _RUN[options.command](options)
+        return _run(options)
     except SpmdError as error:
         print(error.fault, file=sys.stderr)
         return 2

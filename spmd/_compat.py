@@ -62,6 +62,11 @@ def on_cpu() -> bool:
     return device is None or device.device_kind == "cpu"
 
 
+def may_run_on_gpu() -> bool:
+    """Whether the mesh around the caller is not known to be none of GPUs; without a mesh, whether JAX has a GPU."""
+    return not on_cpu() if jax.sharding.get_abstract_mesh().shape else jax.default_backend() == "gpu"
+
+
 def _manual_type(x: Any) -> Any:
     return getattr(jax.typeof(x), "manual_axis_type", None)
 

@@ -21,6 +21,7 @@ __all__ = [
     "CommunicationError",
     "Fault",
     "Fix",
+    "Impossible",
     "LayoutError",
     "MeshError",
     "ModeError",

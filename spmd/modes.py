@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -40,8 +40,10 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MODES = ("explicit", "auto", "reference")
-CONSTRAIN = ("all", "signature")
+Mode = Literal["explicit", "auto", "reference"]
+MODES = get_args(Mode)
+Constrain = Literal["all", "signature"]
+CONSTRAIN = get_args(Constrain)
 _CALLERS = object()  # the mapping of whoever calls
 
 _mode = Ambient("mode", ("explicit", "all"))
@@ -174,7 +176,7 @@ def current_frame(who: str) -> Frame:
 
 
 @contextlib.contextmanager
-def mode(name: str, *, constrain: str = "all") -> Iterator[None]:
+def mode(name: Mode, *, constrain: Constrain = "all") -> Iterator[None]:
     """Run the kernels that are called inside the block in another mode.
 
     The mode is part of JAX's own trace cache key, so a `jax.jit`ted step that is called in one mode and then in another

@@ -317,7 +317,5 @@ def test_a_closed_pipe_is_no_error():
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"spmd {metadata.version('spmd')}\n"
+def test_version(run):
+    assert run("--version") == (0, f"spmd {metadata.version('spmd')}\n", "")

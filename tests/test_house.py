@@ -40,6 +40,7 @@ FLOORS = {
     "_progress.py": 0,
     "_recent.py": 0,
     "_replicas.py": 2,
+    "_rooms.py": 0,
     "_table.py": 0,
     "_topologies.py": 2,
     "_annotations.py": 2,

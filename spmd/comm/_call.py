@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ from spmd.modes import EVERYWHERE, Frame, current_frame, place
 Span = tuple[int, int] | None
 
 # The operations that change the layout and nothing else. If their sides are swapped, the fix replaces the call.
+To = Literal["varying", "invarying"]  # JAX's type of a gathered copy
 _MOVES = ("all_gather", "all_to_all", "psum", "psum_scatter", "relayout", "split")
 
 
@@ -186,13 +187,13 @@ class Call:
         self.given: Mapping[str, int] = {}  # the sizes among its keywords
         self.said: tuple[str, ...] = ()  # the axes of its string that keywords bind
         self.gather: Gather | None = None
-        self.to = "varying"
+        self.to: To = "varying"
 
     def type_copies(self, to: Any) -> None:
         """Decide JAX's type of what this call gathers: what the user says, or else what the kernel chose for this
         place. Where the kernel is traced again, what is traced in `scope` knows the call."""
         if to not in (None, "varying", "invarying"):
-            self.fail(not_one_of("to", to, ("varying", "invarying")), error=LayoutError)
+            self.fail(not_one_of("to", to, get_args(To)), error=LayoutError)
         frame = self.frame
         if frame.explicit and (frame.diagnosing or frame.invarying):
             where = place() if to is None else None

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from spmd import _compat, _lax
-from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
 from spmd.errors import Fix, LayoutError
 from spmd.language import Layout, factors_of, verb_for, with_axes_of
@@ -192,7 +192,7 @@ def _verb(
 # --- the verbs ----------------------------------------------------------------------------------------------
 
 
-def all_gather(x: T, pattern: str, /, *, to: str | None = None, **names: Any) -> T:
+def all_gather(x: T, pattern: str, /, *, to: To | None = None, **names: Any) -> T:
     """Make divided dimensions whole: every device gets the other devices' blocks.
 
     The axes that leave are the minor-most of their dimension (`"b/dp/tp -> b/dp"`). Several dimensions may lose axes in

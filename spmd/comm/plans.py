@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Never, NoReturn
+from typing import Any, Literal, Never, NoReturn, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
-from spmd.drawing._picture import Drawn
 from spmd.errors import CommunicationError, LayoutError, SizeError, not_one_of
 from spmd.language import Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
@@ -27,7 +27,8 @@ _EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
 
 __all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan", "summary"]
 
-PREFER = ("collectives", "bytes", "latency")
+Prefer = Literal["collectives", "bytes", "latency"]
+PREFER = get_args(Prefer)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Step:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Drawn):
+class Plan:
     """The steps of a relayout, what they send, and the least that any method must send. It prints as a table.
 
     Attributes:
@@ -175,6 +176,10 @@ class Plan(Drawn):
     def __str__(self) -> str:
         return self.table()
 
+    def _repr_svg_(self) -> str:
+        """A notebook shows the picture. It stands on this room, so it is found by the door of the package."""
+        return sys.modules["spmd"].visualize(self).svg
+
     def __repr__(self) -> str:
         kinds = ", ".join(step.kind for step in self.steps) or "nothing to do"
         return f'Plan("{self.source.short} -> {self.target.short}": {kinds}; {self.bytes} bytes)'
@@ -187,7 +192,7 @@ def plan(
     sizes: Mapping[str, int] | None = None,
     mesh: Any = None,
     dtype: Any = "float32",
-    prefer: str = "collectives",
+    prefer: Prefer = "collectives",
     hardware: str | Hardware | None = None,
     **names: Any,
 ) -> Plan:

@@ -9,13 +9,13 @@ import jax
 
 from spmd import _compat
 from spmd.accelerators import Hardware
-from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides
 from spmd.comm.planner._reshard import uneven
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._run import run
-from spmd.comm.plans import check_prefer
+from spmd.comm.plans import Prefer, check_prefer
 from spmd.language import Atom, Dim, Layout
 
 __all__ = ["relayout"]
@@ -29,8 +29,8 @@ def relayout(
     pattern: str,
     /,
     *,
-    to: str | None = None,
-    prefer: str = "collectives",
+    to: To | None = None,
+    prefer: Prefer = "collectives",
     hardware: str | Hardware | None = None,
     **names: Any,
 ) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from spmd._table import Line, plain, rich_lines, shown_width
@@ -18,21 +17,6 @@ class Drawing(Protocol):
     def lines(self, width: int) -> list[Line]: ...
     def svg(self) -> str: ...
     def to_dict(self) -> dict[str, Any]: ...
-
-
-_DRAWERS: dict[type, Callable[[Any], Picture]] = {}
-
-
-def draws(kind: type, drawer: Callable[[Any], Picture]) -> None:
-    """Let a notebook show values of a class as pictures. Rooms below cannot import the one that draws them."""
-    _DRAWERS[kind] = drawer
-
-
-class Drawn:
-    """A value that a notebook shows as the picture that `draws` has for its class."""
-
-    def _repr_svg_(self) -> str:
-        return _DRAWERS[type(self)](self).svg
 
 
 class Picture:

@@ -10,6 +10,7 @@ silently: a name that is not in the mapping, a missing mesh or mapping, and a bi
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from spmd._rooms import open_room
 from spmd.haliax._jit import fsdp, named_jit
 from spmd.haliax._placement import WholeArrayWarning, auto_sharded, shard, shard_with_axis_mapping
 from spmd.haliax._queries import (
@@ -39,3 +40,5 @@ __all__ = [
     "shard_with_axis_mapping",
     "sharding_for_axis",
 ]
+
+open_room(globals())

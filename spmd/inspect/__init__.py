@@ -1,5 +1,6 @@
 """Seeing what a program does: its collectives as written and as compiled, with axes, bytes, lines and cost."""
 
+from spmd._rooms import open_room
 from spmd.inspect._collectives import Collective, CollectiveReport, collectives
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._match import Communication
@@ -21,3 +22,5 @@ __all__ = [
     "WrittenCollective",
     "collectives",
 ]
+
+open_room(globals())

@@ -295,7 +295,10 @@ def _memory_rows(memory: Memory, machine: Hardware | None) -> list[Row]:
     estimated = memory.temporaries is None and memory.estimated is not None
     temporaries, total = (memory.estimated, memory.peak) if estimated else (memory.temporaries, memory.total)
     parts = [("arguments", memory.arguments), ("outputs", memory.outputs), ("temporaries", temporaries)]
-    remarks = {"temporaries": f"estimated; {bytes_text(memory.unfused or 0)} if nothing is fused"} if estimated else {}
+    kernels = memory.opened not in (None, memory.estimated)
+    without = f"{bytes_text(memory.opened or 0)} without kernels, " if kernels else ""
+    unfused = f"estimated; {without}{bytes_text(memory.unfused or 0)} if nothing is fused"
+    remarks = {"temporaries": unfused} if estimated else {}
     rows = [Row((name, bytes_text(size), remarks.get(name, ""))) for name, size in parts if size is not None]
     if memory.aliased:
         rows.append(Row(("donated", bytes_text(memory.aliased), "of the outputs lie in arguments")))

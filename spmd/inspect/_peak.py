@@ -8,6 +8,9 @@ once. A result has a place of its own, where other values stand before it is mad
 What stands is a kernel, and kernels run in the order of XLA's compiler for CPUs: those that are ready first, first. So
 all readers of a value run before what reads their results, and more stands than in the order of the trace. A compiler
 that looks for the order with the least memory, as those for GPUs and TPUs do, needs less.
+
+What `spmd.fused` says is one kernel is one here too, if asked for: nothing of what is inside stands. Its backward pass
+makes that again, from the arguments and the results, which it keeps in place of what the program keeps from inside.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spmd._compat import BRANCHES_WRITE_IN_PLACE, REDUCTIONS_REPEAT
+from spmd._compat import BRANCHES_WRITE_IN_PLACE, REDUCTIONS_REPEAT, is_backward, name_stack
+from spmd._facts import FusedName
 from spmd._jaxprs import Held, shape_of
 from spmd._walker import Domain, walk
 from spmd.inspect._records import PRIMITIVES
@@ -98,6 +102,7 @@ class Node:
       transposed: Whether it is a transposition of what it is made of.
       spread: Whether it repeats what it is made of.
       joined: How a concatenation is cut into what it is made of, and that.
+      results: Of what is inside a kernel: the results of the kernel, which its backward pass reads in place of this.
       again: Whether each chain that reads it computes it again, though it stands for another reader.
       stuck: Whether some reader that needs it whole takes it in this shape. If none does, all readers compute it again.
     """
@@ -123,6 +128,7 @@ class Node:
     again: bool = False
     stuck: bool = False
     joined: tuple[Any, ...] = ()
+    results: list[Node] | None = None
 
     def read(self, tick: Tick, *, whole: bool) -> None:
         self.read_in.append(tick)
@@ -139,11 +145,17 @@ class Peak(Domain):
 
     Args:
       outside: Bytes on one device of a variable outside kernels.
+      kernels: Whether what `spmd.fused` says is one kernel is one.
     """
 
-    def __init__(self, outside: Callable[[Any], float]) -> None:
+    def __init__(self, outside: Callable[[Any], float], *, kernels: bool = False) -> None:
         super().__init__()
         self._outside = outside
+        self._kernels = kernels
+        self._names: tuple[tuple[str, str], ...] = ()  # around the equation that the walk is at
+        self._entered: list[Node] = []  # the results of the kernel that the walk has entered last
+        self._enters = False  # whether the walk is where arrays enter one
+        self._hidden: list[Node] | None = None  # the same where the walk is inside of one
         self._nodes: list[Node] = []
         self._stacks: dict[Any, Node] = {}  # of the loop that the walk is in, by what is stacked
         self._copies: dict[Any, Node] = {}  # of constants and of what is broadcast, in that loop
@@ -183,6 +195,8 @@ class Peak(Domain):
     def _made(self, var: Any, sources: Sequence[Node] | None, *, dear: bool = False, reuses: bool = False) -> Node:
         node = self._new(size_bytes(var.aval) if self._inside else self._outside(var), sources, dear=dear)
         node.reuses = reuses
+        if self._hidden is not None:
+            node.size, node.results = 0, self._hidden
         return node
 
     def _read(self, nodes: Iterable[Node], *, whole: bool = True) -> None:
@@ -231,10 +245,43 @@ class Peak(Domain):
     def may_not_run(self, value: Node, start: Node) -> Node:
         return value
 
+    # --- kernels of `spmd.fused` --------------------------------------------------------------------------
+
+    def equation(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
+        if not self._kernels:
+            return super().equation(eqn, operands)
+        before = self._names, self._hidden
+        self._names = (*self._names, *name_stack(eqn))
+        inside = any(isinstance(name, FusedName) for _, name in self._names)
+        self._hidden = self._entered if inside else None
+        outs = super().equation(eqn, operands)
+        if inside and is_backward(self._names):
+            for result in (result for node in operands for result in node.results or ()):
+                result.read(self._now, whole=False)
+        self._names, self._hidden = before
+        self._enters &= eqn.primitive.name == "spmd_fused"
+        return outs
+
+    def _marked(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
+        """An array that enters or leaves a kernel. A kernel inside of one is a part of it."""
+        if not self._kernels or self._hidden is not None:
+            return operands
+        self._read(operands)
+        if eqn.params["role"].startswith("enter"):
+            if not self._enters:
+                self._entered, self._enters = [], True
+            return operands
+        node = self._made(eqn.outvars[0], None)
+        if operands[0].results is not None:
+            operands[0].results.append(node)
+        return [node]
+
     # --- equations ----------------------------------------------------------------------------------------
 
     def step(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
         name = eqn.primitive.name
+        if name == "spmd_fused":
+            return self._marked(eqn, operands)
         if name in RENAMES or _only_reshapes(eqn):
             return operands[: len(eqn.outvars)]
         if name == "convert_element_type" and operands[0].number is not None:
@@ -388,16 +435,20 @@ class Peak(Domain):
 
     def sliced(self, value: Node, operand: Any) -> Node:
         node = self._made(operand, (value,))
-        node.size /= max(operand.aval.shape[0], 1)
-        node.again = True
+        node.size = 0 if value.results is not None else node.size / max(operand.aval.shape[0], 1)
+        node.again, node.results = True, value.results
         return node
 
     def stacked(self, value: Node, result: Any) -> Node:
-        """The compiler keeps one stack of what a body returns twice, but not in a loop in a loop."""
+        """The compiler keeps one stack of what a body returns twice, but not in a loop in a loop. Of what is inside a
+        kernel it keeps one of the kernel's results."""
         value.read(value.tick, whole=False)
-        key = (value, result) if self._loops > 1 else value
+        hidden = value.results is not None and self._hidden is None
+        key: Any = id(value.results) if hidden else (value, result) if self._loops > 1 else value
         if key not in self._stacks:
-            self._stacks[key] = self._made(result, None)
+            self._stacks[key] = stack = self._made(result, None)
+            if hidden:
+                stack.size, stack.results = sum(one.size for one in value.results or ()) * result.aval.shape[0], [stack]
         return self._stacks[key]
 
 

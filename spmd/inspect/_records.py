@@ -168,7 +168,8 @@ class Written:
       donated_bytes: The part of them that can lie in donated arguments.
       standing_bytes: The most bytes of other arrays that stand at one time on one device, as far as the jaxpr tells:
         what loops keep for the backward pass, and what is being worked on.
-      unfused_bytes: The same if no elementwise chain is fused.
+      opened_bytes: The same if what `spmd.fused` says is one kernel is not.
+      unfused_bytes: The same if no elementwise chain is fused either.
       work: What is spent, the branches apart.
     """
 
@@ -187,6 +188,7 @@ class Written:
     outputs_bytes: int = 0
     donated_bytes: int = 0
     standing_bytes: int = 0
+    opened_bytes: int = 0
     unfused_bytes: int = 0
     work: Work = field(default_factory=Work, repr=False)
 

@@ -51,6 +51,34 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Inside:
+    """What is known of a value that does not leave a kernel.
+
+    Attributes:
+      kernel: The name that `spmd.fused` was given.
+      dtype: The type of the numbers that enter it, in which it multiplies.
+      backward: Whether the kernel is that of a backward pass.
+      products: The products of the forward pass that the value is made of, by number.
+    """
+
+    kernel: str
+    dtype: Any = None
+    backward: bool = False
+    products: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(values: Iterable[Value]) -> Inside | None:
+        """That of what is made of some values, with the narrowest type."""
+        found = [value.inside for value in values if value.inside is not None]
+        if not found:
+            return None
+        types = [one.dtype for one in found if one.dtype is not None]
+        products = frozenset[int]().union(*(one.products for one in found))
+        dtype = min(types, key=lambda dtype: dtype.itemsize, default=None)
+        return Inside(found[0].kernel, dtype, any(one.backward for one in found), products)
+
+
+@dataclass(frozen=True, slots=True)
 class Value:
     """What is known of an array.
 
@@ -60,7 +88,7 @@ class Value:
       sliced: How many dimensions it lacks as a slice of the argument, in a scan over it.
       buffers: What it is computed from, itself if it stands in memory.
       chain: Whether it is computed from them when it is used.
-      inside: The kernel that it does not leave, by the name that `spmd.fused` was given; else nothing.
+      inside: The kernel that it does not leave, if `spmd.fused` says so.
       table: Its integers on each device and in each round of the loops around it, if they are known.
     """
 
@@ -69,7 +97,7 @@ class Value:
     sliced: int = 0
     buffers: frozenset[Buffer] = frozenset()
     chain: bool = False
-    inside: str = ""
+    inside: Inside | None = None
     table: Any = None
 
 

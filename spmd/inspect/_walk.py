@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from spmd.inspect._records import PRIMITIVES, Boundary, Constraint, Island, PerS
 from spmd.inspect._values import (
     WINDOWS,
     Buffer,
+    Inside,
     Value,
     chained,
     ending_bytes,
@@ -96,6 +98,9 @@ class Walk(Domain):
         self._rounds: dict[str, int] = {}  # how many rounds the loops have that the walk is in, as axes of tables
         self._constants: Mapping[Any, Any] = {}
         self._exact = True
+        self.has_kernels = False  # as `spmd.fused` says
+        self._products: dict[int, tuple[str, float]] = {}  # of kernels, those that no backward pass has made again
+        self._numbers = itertools.count()
 
     def read(self, jaxpr: Any, arguments: Sequence[Value], constants: Mapping[Any, Any]) -> list[Value]:
         """Walk over a whole program with its constants, and return what is known of its results."""
@@ -109,7 +114,7 @@ class Walk(Domain):
         [size] = self._sizes([var], [self.known.get(var, Value())])
         return size
 
-    def written(self, *, arguments: int, outputs: int, donated: int, standing: tuple[int, int]) -> Written:
+    def written(self, *, arguments: int, outputs: int, donated: int, standing: tuple[int, int, int]) -> Written:
         """All that was found."""
         return Written(
             collectives=tuple(self._collectives),
@@ -128,7 +133,8 @@ class Walk(Domain):
             outputs_bytes=outputs,
             donated_bytes=donated,
             standing_bytes=standing[0],
-            unfused_bytes=standing[1],
+            opened_bytes=standing[1],
+            unfused_bytes=standing[2],
         )
 
     # --- values -------------------------------------------------------------------------------------------
@@ -395,14 +401,35 @@ class Walk(Domain):
     # --- memory -------------------------------------------------------------------------------------------
 
     def step(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        dtype, flops = flops_of(eqn)
-        if flops:
-            self._work.count(dtype, flops * self._share * self.site.times, matmul=is_matmul(eqn))
-        inside = _inside_of(operands) or self._fused_around(eqn)
-        outs = self._results(eqn, operands, inside)
+        inside = Inside.of(operands) or self._fused_around(eqn)
+        inside = self._counted(eqn, inside)
+        outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
         outs = [replace(value, inside=inside) for value in outs] if inside else outs
         tables = self._tables(eqn, operands)
         return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, tables, strict=True)]
+
+    def _counted(self, eqn: Any, inside: Inside | None) -> Inside | None:
+        """Count the work of an equation; returns what is known of its results.
+
+        A kernel multiplies numbers of the type that enters it. That of a backward pass makes again what it needs of the
+        forward pass, once.
+        """
+        dtype, flops = flops_of(eqn)
+        flops, matmul = flops * self._share * self.site.times, is_matmul(eqn)
+        if inside is not None and inside.backward and inside.products:
+            for number in inside.products:
+                if number in self._products:
+                    self._work.count(*self._products.pop(number), matmul=True)
+            inside = replace(inside, products=frozenset())
+        if flops and matmul and inside is not None:
+            dtype = dtype if inside.dtype is None else inside.dtype.name
+            if not inside.backward:
+                number = next(self._numbers)
+                inside = replace(inside, products=inside.products | {number})
+                self._products[number] = dtype, flops
+        if flops:
+            self._work.count(dtype, flops, matmul=matmul)
+        return inside
 
     def _results(self, eqn: Any, operands: Sequence[Value], inside: str) -> list[Value]:
         """What the results are computed from. What is read and written for them is counted."""
@@ -427,6 +454,7 @@ class Walk(Domain):
     def _fused(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         """An array that enters or leaves a kernel. The kernel reads it, or writes it. That of the backward pass knows
         cotangents only: it also reads the array whose cotangent it is."""
+        self.has_kernels = True
         [value], [size] = operands, self._sizes(eqn.invars, operands)
         what, role = eqn.params["what"], eqn.params["role"]
         if around := self._fused_around(eqn):  # a kernel inside of a kernel is a part of it
@@ -435,12 +463,14 @@ class Walk(Domain):
         self._work.moved(nbytes)
         self._work.moved(-nbytes, what)
         if role.startswith("enter"):
-            return [replace(value, inside=what)]
-        return self._stand(eqn.outvars, [replace(value, inside="")])
+            dtype = eqn.invars[0].aval.dtype
+            known = dtype if jax.numpy.issubdtype(dtype, jax.numpy.inexact) else None
+            return [replace(value, inside=Inside(what, known, role.endswith("back")))]
+        return self._stand(eqn.outvars, [replace(value, inside=None)])
 
-    def _fused_around(self, eqn: Any) -> str:
+    def _fused_around(self, eqn: Any) -> Inside | None:
         """The kernel that an equation belongs to by its names. One that is made of nothing has no operand inside."""
-        return next((name for _, name in self._names(eqn) if isinstance(name, FusedName)), "")
+        return next((Inside(name) for _, name in self._names(eqn) if isinstance(name, FusedName)), None)
 
     def _moves(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
@@ -480,8 +510,8 @@ class Walk(Domain):
         found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
         outside = ending_bytes(one for one in found.values() if not one[0].inside)
         self._work.moved(outside * self.site.times)
-        if inside := _inside_of(values):
-            self._work.moved((ending_bytes(found.values()) - outside) * self.site.times, inside)
+        if inside := Inside.of(values):
+            self._work.moved((ending_bytes(found.values()) - outside) * self.site.times, inside.kernel)
         return [
             value if not value.chain else self._stand([atom], [value])[0]
             for atom, value in zip(atoms, values, strict=True)
@@ -514,11 +544,6 @@ Walk.rules = {
     "spmd_layout": Walk._marked,
     "spmd_fused": Walk._fused,
 }
-
-
-def _inside_of(values: Sequence[Value]) -> str:
-    """The kernel that some of the values do not leave."""
-    return next((value.inside for value in values if value.inside), "")
 
 
 _MOST = 4096  # entries of an array that is followed as integers

@@ -74,8 +74,16 @@ def written(
         arguments=sum(size for _, size in given),
         outputs=sum(size for _, size in made),
         donated=sum(shared),
-        standing=Peak(walk.local_bytes).most(jaxpr, [size > 0 for size in shared]),
+        standing=_standing(jaxpr, walk, [size > 0 for size in shared]),
     )
+
+
+def _standing(jaxpr: Any, walk: Walk, in_arguments: list[bool]) -> tuple[int, int, int]:
+    """Bytes that stand: with what `spmd.fused` says is a kernel as one, as it is written, and if nothing is fused."""
+    opened = Peak(walk.local_bytes).most(jaxpr, in_arguments)
+    if not walk.has_kernels:
+        return opened[0], *opened
+    return Peak(walk.local_bytes, kernels=True).most(jaxpr, in_arguments)[0], *opened
 
 
 def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]]) -> list[int]:

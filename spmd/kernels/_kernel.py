@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args, overload
 
 import jax
 
@@ -36,6 +36,9 @@ P = ParamSpec("P")  # the parameters of a body,
 R = TypeVar("R")  # what it returns,
 S = TypeVar("S")  # and, of a method, whose it is
 Q = ParamSpec("Q")
+
+Boundary = Literal["move", "error"]
+Check = Literal["error", "warn", "off"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,8 +353,8 @@ def kernel(
     axes: Mapping[str, Any] | None = None,
     static: str | Sequence[str] = (),
     donate: str | Sequence[str] = (),
-    boundary: str = "move",
-    check: str = "error",
+    boundary: Boundary = "move",
+    check: Check = "error",
     **sizes: int,
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a per-shard body into a function on whole arrays: `jit(shard_map(body))`, cached.
@@ -414,9 +417,9 @@ def kernel(
       https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
     if boundary not in ("move", "error"):
-        raise PlacementError(not_one_of("boundary", boundary, ("move", "error")), call="kernel(...)")
+        raise PlacementError(not_one_of("boundary", boundary, get_args(Boundary)), call="kernel(...)")
     if check not in ("error", "warn", "off"):
-        raise ModeError(not_one_of("check", check, ("error", "warn", "off")), call="kernel(...)")
+        raise ModeError(not_one_of("check", check, get_args(Check)), call="kernel(...)")
     check_mesh(mesh, "kernel(...)")
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(

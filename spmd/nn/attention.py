@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from spmd import LayoutError, SizeError, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
+from spmd import LayoutError, SizeError, _compat, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
 from spmd.comm._marks import numbered, ordered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
@@ -41,7 +41,7 @@ def dot_product_attention(
     scale: float | None = None,
     softcap: float | None = None,
     tp: Axes = None,
-    kv_heads: str = "divided",
+    kv_heads: Literal["divided", "whole"] = "divided",
     implementation: str | None = None,
 ) -> jax.Array:
     """Softmax attention over a whole sequence: multi-head, grouped-query (g < h) or multi-query (g = 1).
@@ -50,7 +50,7 @@ def dot_product_attention(
     that sees no key gets zeros. Each device works on its own heads. It uses plain einsums, or
     `jax.nn.dot_product_attention` if `implementation` asks for its kernels (mainly "cudnn" on GPUs). These kernels skip
     what is hidden if the only masks are causal masks and windows. `explain` and `search` take it for one kernel (see
-    `spmd.fused`), whose scores are neither written nor read, unless `implementation` is "xla".
+    `spmd.fused`), whose scores are neither kept nor written nor read, unless `implementation` is "xla".
 
     Layouts: q `"... s h/tp k"`, k and v `"... t g/tp k"`, result `"... s h/tp k"`. If there are fewer key heads than
     devices in tp, pass whole keys and values, `"... t g k"`, and `kv_heads="whole"`: each device then picks the heads
@@ -80,7 +80,8 @@ def dot_product_attention(
       tp: The mesh axes that divide the heads.
       kv_heads: "divided" like the query heads, or "whole".
       implementation: None for plain einsums; "xla" or "cudnn" for that implementation of
-        `jax.nn.dot_product_attention`.
+        `jax.nn.dot_product_attention`. On a mesh of CPUs, or of no devices, "cudnn" is plain einsums too, so that a
+        program for GPUs can be planned and tested there.
 
     Returns:
       The mixed values, an array like q.
@@ -121,6 +122,8 @@ def dot_product_attention(
     counted = (causal or window is not None) and positions is None
     if counted:
         _check_counted(q, k)
+    if implementation == "cudnn" and not _compat.may_run_on_gpu():
+        implementation = None  # the same numbers, and in plans the same kernel
     known = implementation is not None and mask is None and segments is None and positions is None
 
     def attend(q: Any, k: Any, v: Any, bias: Any, mask: Any, positions: Any, segments: Any) -> Any:
@@ -202,7 +205,7 @@ def multi_head_attention(
     tp: Axes = None,
     sp: Axes = None,
     cp: Axes = None,
-    kv_heads: str = "divided",
+    kv_heads: Literal["divided", "whole"] = "divided",
     overlap: bool = False,
     **options: Any,
 ) -> jax.Array:

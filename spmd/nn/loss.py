@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 
 Axes = str | tuple[str, ...] | None
 
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
 
 
 @scope(mapping=None)
@@ -31,7 +32,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore: int | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     tp: Axes = None,
     cp: Axes = None,
     dp: Axes = None,
@@ -104,7 +105,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore: int | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     tp: Axes = None,
     sp: Axes = None,
     cp: Axes = None,
@@ -257,7 +258,7 @@ def _reduced(losses: Any, weights: Any, reduction: str, dp: Axes, cp: Axes) -> A
     return jnp.where(count == 0, 0.0, _over_all(losses, "sum", dp, cp) / jnp.where(count == 0, 1.0, count))
 
 
-def _over_all(x: Any, op: str, dp: Axes, cp: Axes) -> Any:
+def _over_all(x: Any, op: Literal["sum", "mean"], dp: Axes, cp: Axes) -> Any:
     """The sum or mean over the tokens of all devices.
 
     dp may divide any of the leading dimensions, and nobody says which. They are merged, and on each device they hold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -14,12 +14,13 @@ __all__ = ["embedding", "unembedding"]
 
 Axes = str | tuple[str, ...] | None
 
-PARTS = ("vocabulary", "features")
+Part = Literal["vocabulary", "features"]
+PARTS = get_args(Part)
 
 
 @scope(mapping=None)
 def embedding(
-    ids: Any, table: Any, *, over: str = "vocabulary", tp: Axes = None, sp: Axes = None, cp: Axes = None
+    ids: Any, table: Any, *, over: Part = "vocabulary", tp: Axes = None, sp: Axes = None, cp: Axes = None
 ) -> jax.Array:
     """Look up the vectors of tokens in a table that is divided over its vocabulary or over its features.
 

@@ -80,8 +80,8 @@ def cg(
       M. R. Hestenes and E. Stiefel, Methods of conjugate gradients for solving linear systems, Journal of Research of
       the National Bureau of Standards 49, 1952.
     """
-    known = system("cg", layout, b, {"apply(b)": apply, "precondition(b)": precondition}, x0, names)
-    call, b = known.call, known.b
+    known = system("cg", layout, b, apply, precondition, x0, names)
+    call, apply, precondition, b, x0 = known.call, known.apply, known.precondition, known.b, known.x0
     most = 10 * known.size if maxiter is None else maxiter
     steps = _Steps(apply, precondition, known.axes, most, tol, atol)
     how: dict[str, Any] = {"symmetric": not any(map(jnp.iscomplexobj, jax.tree.leaves(b))), "has_aux": True}

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat
-from spmd.comm._call import Call, Factor, open_call
+from spmd.comm._call import Call, Factor, To, open_call
 from spmd.comm._keywords import check_array
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Dim, Layout
 
 
-def zeros(layout: str, /, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
+def zeros(layout: str, /, dtype: Any = None, *, to: To | None = None, **names: Any) -> jax.Array:
     """Zeros of this layout: `zeros("b/dp d")`, for accumulators and for carries of loops.
 
     Sizes come from the kernel's signature or from keywords. JAX types the value varying along the axes that the layout
@@ -52,7 +52,7 @@ def zeros(layout: str, /, dtype: Any = None, *, to: str | None = None, **names: 
     return _filled("zeros", layout, 0, float if dtype is None else dtype, to, names)
 
 
-def ones(layout: str, /, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
+def ones(layout: str, /, dtype: Any = None, *, to: To | None = None, **names: Any) -> jax.Array:
     """Ones of this layout: `ones("b/dp d")`.
 
     Works as `zeros`, but a `{U:}` mark is an error, because the sum of n ones is n.
@@ -81,7 +81,7 @@ def ones(layout: str, /, dtype: Any = None, *, to: str | None = None, **names: A
     return _filled("ones", layout, 1, float if dtype is None else dtype, to, names)
 
 
-def full(layout: str, /, value: Any, dtype: Any = None, *, to: str | None = None, **names: Any) -> jax.Array:
+def full(layout: str, /, value: Any, dtype: Any = None, *, to: To | None = None, **names: Any) -> jax.Array:
     """An array of this layout with one value everywhere: `full("b/dp q", -jnp.inf)`.
 
     Communication: none forward. Backward the gradient of `value` is a psum over the axes of the layout.

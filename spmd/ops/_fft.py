@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
 
 from spmd import _lax
 from spmd._leaves import not_int
-from spmd.comm._call import Call, open_call
+from spmd.comm._call import Call, To, open_call
 from spmd.comm.resharding import relayout
 from spmd.errors import LayoutError, not_one_of
 from spmd.modes import inner
@@ -22,11 +22,12 @@ from spmd.ops._fft_route import Job, Stage, route
 from spmd.ops._fft_walls import TYPES, Wall
 from spmd.ops._local import local
 
-NORMS = ("backward", "ortho", "forward")
+Norm = Literal["backward", "ortho", "forward"]
+NORMS = get_args(Norm)
 _relayout, _local = inner(relayout), inner(local)
 
 
-def fft(x: Any, pattern: str, /, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
+def fft(x: Any, pattern: str, /, *, norm: Norm = "backward", to: To | None = None, **names: Any) -> jax.Array:
     """The discrete Fourier transform along each renamed dimension: `fft(x, "x/a y z -> kx ky/a kz")`.
 
     Dimensions match by position. One that has another name on the right is transformed. The right side says where the
@@ -71,7 +72,7 @@ def fft(x: Any, pattern: str, /, *, norm: str = "backward", to: str | None = Non
     return _transform("fft.fft", x, pattern, _How(norm, to), names)
 
 
-def ifft(x: Any, pattern: str, /, *, norm: str = "backward", to: str | None = None, **names: Any) -> jax.Array:
+def ifft(x: Any, pattern: str, /, *, norm: Norm = "backward", to: To | None = None, **names: Any) -> jax.Array:
     """The inverse of `fft` along each renamed dimension: `ifft(f, "kx ky/a kz -> x/a y z")`.
 
     Layouts, communication and memory as in `fft`.
@@ -103,7 +104,7 @@ def ifft(x: Any, pattern: str, /, *, norm: str = "backward", to: str | None = No
 
 
 def rfft(
-    x: Any, pattern: str, /, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
+    x: Any, pattern: str, /, *, pad: bool = False, norm: Norm = "backward", to: To | None = None, **names: Any
 ) -> jax.Array:
     """The Fourier transform of a real array: the last renamed dimension keeps its n // 2 + 1 frequencies from 0 up.
 
@@ -143,7 +144,7 @@ def rfft(
 
 
 def irfft(
-    x: Any, pattern: str, /, *, pad: bool = False, norm: str = "backward", to: str | None = None, **names: Any
+    x: Any, pattern: str, /, *, pad: bool = False, norm: Norm = "backward", to: To | None = None, **names: Any
 ) -> jax.Array:
     """The inverse of `rfft`, to a real array: `irfft(f, "kx ky/a kz -> x/a y z", z=64)`.
 
@@ -184,8 +185,8 @@ def dct(
     /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
-    norm: str = "backward",
-    to: str | None = None,
+    norm: Norm = "backward",
+    to: To | None = None,
     **names: Any,
 ) -> jax.Array:
     """The discrete cosine transform along each renamed dimension: `dct(u, "x/a y z -> kx y/a z")`.
@@ -238,8 +239,8 @@ def idct(
     /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
-    norm: str = "backward",
-    to: str | None = None,
+    norm: Norm = "backward",
+    to: To | None = None,
     **names: Any,
 ) -> jax.Array:
     """The inverse of `dct` of the same type: `idct(f, "kx y/a z -> x/a y z")`.
@@ -279,8 +280,8 @@ def dst(
     /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
-    norm: str = "backward",
-    to: str | None = None,
+    norm: Norm = "backward",
+    to: To | None = None,
     **names: Any,
 ) -> jax.Array:
     """The discrete sine transform along each renamed dimension: `dst(u, "x/a y z -> kx y/a z")`.
@@ -331,8 +332,8 @@ def idst(
     /,
     *,
     type: int = 2,  # noqa: A002 - as in scipy
-    norm: str = "backward",
-    to: str | None = None,
+    norm: Norm = "backward",
+    to: To | None = None,
     **names: Any,
 ) -> jax.Array:
     """The inverse of `dst` of the same type: `idst(f, "kx y/a z -> x/a y z")`.
@@ -373,7 +374,7 @@ class _How(NamedTuple):
     """The keywords of a transform."""
 
     norm: str
-    to: str | None
+    to: To | None
     pad: bool = False
     type: int = 2
 
@@ -448,7 +449,8 @@ class _Walk:
     """
 
     def __init__(self, call: Call, job: Job, named: Job, names: tuple[str, ...], how: _How, wall: Wall | None) -> None:
-        self.call, self.job, self.named, self.norm, self.to = call, job, named, how.norm, call.to
+        self.call, self.job, self.named, self.norm = call, job, named, how.norm
+        self.to: To = call.to
         self.wall = wall
         self.names = names
         self.order = tuple(range(len(names)))  # which dimension each axis of the array is

@@ -20,14 +20,15 @@ R = TypeVar("R")
 def fused(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """State that a function is one kernel on an accelerator, for `explain` and `search`: `@spmd.fused("attention")`.
 
-    They then count its arguments and results as memory traffic, and nothing of what is inside. The attention layers
-    say this of their scores, for which GPUs and TPUs have kernels. The program itself stays the same: it computes what
-    the function says, and on a CPU, or where the compiler finds no such kernel, it does write what is inside.
+    They then count its arguments and results as memory and as memory traffic, and nothing of what is inside. The
+    attention layers say this of their scores, for which GPUs and TPUs have kernels. The program itself stays the same:
+    it computes what the function says, and on a CPU, or where the compiler finds no such kernel, it does write what is
+    inside. `Memory.opened` is what it then needs.
 
     The backward pass is one kernel too, as in flash attention: it reads the arguments, the results and the cotangents
     of the results, and writes the cotangents of the arguments. What the forward pass keeps for it from inside counts
-    nothing, neither written nor read. Work is counted as it is written, forward and backward, and so is memory: the
-    estimated peak keeps what the program keeps.
+    nothing: the kernel makes it again, and the products for that are counted once more. All its products count in the
+    type of the numbers that enter it.
 
     What the function reads from outside must be an argument; what it closes over is taken for computed inside. What
     has no gradient, such as a mask, is not counted again backward. One such function inside another is a part of it.

@@ -95,8 +95,8 @@ def gmres(
       the others twice, each time with one sum: L. Giraud, J. Langou and M. Rozloznik, The loss of orthogonality in the
       Gram-Schmidt orthogonalization process, Computers and Mathematics with Applications 50, 2005.
     """
-    known = system("gmres", layout, b, {"apply(b)": apply, "precondition(b)": precondition}, x0, names)
-    call, b = known.call, known.b
+    known = system("gmres", layout, b, apply, precondition, x0, names)
+    call, apply, precondition, b, x0 = known.call, known.apply, known.precondition, known.b, known.x0
     if restart < 1:
         call.fail("gmres takes at least one step before it restarts.", got=[f"restart={restart}"], error=SizeError)
     most = 10 * known.size if maxiter is None else maxiter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from spmd.ops._partial_sums import Landing, factors_by_name, finish, land, place
 Axes = tuple[str, ...]
 Dims = tuple[int, ...]
 
+Op = Literal["sum", "mean", "max", "min", "prod", "any", "all", "logsumexp"]
 LINEAR = ("sum", "mean")
 
 
-def reduce(x: Any, pattern: str, /, op: str = "sum", **names: Any) -> jax.Array:
+def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     """Reduce the dimensions that the right side leaves out, over the whole array.
 
     `reduce(x, "b/dp s d -> s d", "mean")` is the mean over all of b, whatever divides it. The right side says what
@@ -231,7 +232,7 @@ def _logsumexp(x: Any, job: _Job) -> Any:
     return job.land_whole(job.place(jnp.log(total) + top))
 
 
-RUN: dict[str, Callable[[Any, _Job], Any]] = {
+RUN: dict[Op, Callable[[Any, _Job], Any]] = {
     "sum": _sum,
     "mean": _mean,
     "max": functools.partial(_extreme, "max"),

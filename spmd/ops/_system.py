@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, open_call
@@ -28,8 +30,11 @@ class System:
       call: The call.
       calls: The same for each array of the right side, which has its own sizes.
       lies: The layout of the right side.
+      apply: The function; see `_held`.
+      precondition: The same, or None.
       b: The right side, an array or a pytree of arrays, with the type that a solution has: it varies wherever what the
         functions return does.
+      x0: Where the steps begin, typed alike, or None.
       axes: The mesh axes that divide the vector. None if each device has it whole.
       size: How many elements the whole vector has.
     """
@@ -37,7 +42,10 @@ class System:
     call: Call
     calls: tuple[Call, ...]
     lies: Layout
+    apply: Apply
+    precondition: Apply | None
     b: Any
+    x0: Any
     axes: tuple[str, ...]
     size: int
 
@@ -55,11 +63,12 @@ def system(
     name: str,
     layout: str,
     b: Any,
-    functions: Mapping[str, Apply | None],
+    apply: Apply,
+    precondition: Apply | None,
     x0: Any,
     names: Mapping[str, Any],
 ) -> System:
-    """Read a call: `functions` by the names that messages give to what they return."""
+    """Read a call."""
     example = f'{name}(apply, b, "x/a y")'
     call = open_call(f"linalg.{name}", layout, names, arrays=(b,), arrow=False, example=example, shown=("b",))
     [lies] = call.pattern.inputs
@@ -78,7 +87,31 @@ def system(
         call.fail("b is one vector: all its arrays have one type.", got=[", ".join(kinds)], error=LayoutError)
     axes = tuple(axis for factor in operands[0].factors for axis in factor.axes) if call.frame.explicit else ()
     size = sum(math.prod(factor.size for factor in operand.factors) for operand in operands)
-    return System(call, calls, lies, _typed(call, functions, jax.tree.map(jnp.asarray, b), x0), axes, size)
+    b = _typed(call, {"apply(b)": apply, "precondition(b)": precondition}, jax.tree.map(jnp.asarray, b), x0)
+    held = (_held(apply, b), precondition and _held(precondition, b))
+    return System(call, calls, lies, *held, b, typed(x0, varying(b)), axes, size)
+
+
+def _held(fn: Apply, like: Any) -> Apply:
+    """`fn`, closing over arrays that JAX types as varying where its argument does. It takes them as what they were.
+
+    `lax.custom_linear_solve` gives all its arrays one type. A function in it that has taken one of them for another, as
+    any does that works with an array that is whole, then fails in a `shard_map`, forward or backward.
+    """
+    traced, shape = jax.make_jaxpr(fn, return_shape=True)(like)
+    axes, tree = varying(like), jax.tree.structure(shape)
+    more = [tuple(axis for axis in axes if axis not in _compat.varying_axes(x)) for x in traced.consts]
+    less = [tuple(axis for axis in _compat.varying_axes(x) if axis not in axes) for x in traced.consts]
+    alike = zip(traced.consts, more, less, strict=True)
+    held = [_lax.retype(_compat.pvary(jnp.asarray(x), added), hidden, "hidden") for x, added, hidden in alike]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # so that a transpose keeps the arrays, not their other types
+    def run(held: Any, x: Any) -> Any:
+        were = zip(held, more, less, strict=True)
+        consts = [_lax.to_invarying(_lax.retype(x, hidden, "shown"), added) for x, added, hidden in were]
+        return tree.unflatten(jaxpr_as_fun(traced.replace(consts=consts))(*jax.tree.leaves(x)))
+
+    return functools.partial(run, held)
 
 
 def _typed(call: Call, functions: Mapping[str, Apply | None], b: Any, x0: Any) -> Any:

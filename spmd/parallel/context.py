@@ -13,7 +13,7 @@ from spmd.language import axes_tuple
 from spmd.nn import dot_product_attention
 from spmd.nn.masks import check_heads, check_positive
 from spmd.parallel._ring import Ring, attend_in_ring
-from spmd.parallel.sequence import check_placement
+from spmd.parallel.sequence import Placement, check_placement
 
 __all__ = ["ring_attention", "ulysses_attention"]
 
@@ -31,7 +31,7 @@ def ring_attention(
     causal: bool = False,
     window: int | None = None,
     segments: Any = None,
-    placement: str = "contiguous",
+    placement: Placement = "contiguous",
     scale: float | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
@@ -149,7 +149,7 @@ def ulysses_attention(
     causal: bool = False,
     window: int | None = None,
     segments: Any = None,
-    placement: str = "contiguous",
+    placement: Placement = "contiguous",
     scale: float | None = None,
     softcap: float | None = None,
     chunk: int | None = None,

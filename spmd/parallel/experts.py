@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ def router(
     w: Any,
     *,
     k: int,
-    scores: str = "softmax",
+    scores: Literal["softmax", "sigmoid"] = "softmax",
     normalize: bool = True,
     scale: float = 1.0,
     bias: Any = None,

@@ -28,7 +28,7 @@ from spmd.parallel.pipelining import (
     passed_on,
     without_keys,
 )
-from spmd.parallel.schedule import PipelineSchedule, check_order
+from spmd.parallel.schedule import Order, PipelineSchedule, check_order
 
 __all__ = ["pipeline_loss"]
 
@@ -46,7 +46,7 @@ def pipeline_loss(
     pp: Axes,
     data: Axes = None,
     repeats: int | None = None,
-    order: str = "1f1b",
+    order: Order = "1f1b",
 ) -> jax.Array:
     """The sum of `loss(head, y, target)` over micro-batches, y being x after all stages, by 1F1B or ZB-H1.
 

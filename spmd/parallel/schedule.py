@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from spmd import LayoutError, SizeError
 from spmd._leaves import not_int
@@ -17,7 +17,8 @@ from spmd.parallel._timetable import Work, timetable
 
 __all__ = ["PipelineSchedule", "pipeline_schedule"]
 
-ORDERS = ("forward", "1f1b", "eager-1f1b", "zb-h1")
+Order = Literal["forward", "1f1b", "eager-1f1b", "zb-h1"]
+ORDERS = get_args(Order)
 _STEPS = {"forward": 1, "1f1b": 2, "eager-1f1b": 2, "zb-h1": 3}  # of one micro-batch in one stage
 
 
@@ -169,7 +170,7 @@ class _Drawn:
         return Cell((f"{done.part}{text}" if steps > 1 else text,), colour % len(FILLS))
 
 
-def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: str = "forward") -> PipelineSchedule:
+def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: Order = "forward") -> PipelineSchedule:
     """What a pipeline does in each tick, and how much of its time is a bubble.
 
     A micro-batch enters the first stage and moves on by one stage in each tick. After the last stage it is done, or

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,13 @@ from spmd.errors import not_one_of
 
 __all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
 
-PLACEMENTS = ("contiguous", "zigzag", "striped")
+Placement = Literal["contiguous", "zigzag", "striped"]
+PLACEMENTS = get_args(Placement)
 
 Axes = str | tuple[str, ...] | None
 
 
-def sequence_order(length: int, parts: int, placement: str) -> np.ndarray:
+def sequence_order(length: int, parts: int, placement: Placement) -> np.ndarray:
     """The order of a sequence that is then divided in equal blocks, for data on the host.
 
     Under a causal mask a late token has more work than an early one. With "contiguous" blocks the last block has about
@@ -54,7 +55,7 @@ def sequence_order(length: int, parts: int, placement: str) -> np.ndarray:
 
 
 @scope(mapping=None)
-def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) -> jax.Array:
+def sequence_positions(length: int, placement: Placement = "contiguous", *, cp: Axes) -> jax.Array:
     """The positions of the tokens on this device, for rotary embeddings and masks of a divided sequence.
 
     Layouts: result `"s/cp"`.
@@ -90,7 +91,7 @@ def sequence_positions(length: int, placement: str = "contiguous", *, cp: Axes) 
 
 
 @scope(mapping=None)
-def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax.Array:
+def place_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) -> jax.Array:
     """Bring a sequence from contiguous blocks into the placement: activations, tokens, labels.
 
     The tokens are the same, in the order of `sequence_order`. It is better to put data from the host into this order on
@@ -139,7 +140,7 @@ def place_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax.A
 
 
 @scope(mapping=None)
-def restore_sequence(x: Any, placement: str, *, cp: Axes, axis: int = -2) -> jax.Array:
+def restore_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) -> jax.Array:
     """Undo `place_sequence`: bring the tokens back into the order of the sequence.
 
     Layouts, communication and arguments are those of `place_sequence`. A mean over tokens needs no restoring, because

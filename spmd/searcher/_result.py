@@ -182,9 +182,15 @@ class Search:
         rest = f"what was not traced takes at least {least}" if least else "all were traced"
         sure = f"{which} the best: {rest}" if self.proven else f"others may be better: {rest}"
         kernels = sorted({name for row in self.rows for name in row.time.kernels})
-        assumed = [f"counted as one kernel: {', '.join(kernels)}"] if kernels else []
+        assumed = [f"counted as one kernel: {', '.join(kernels)}{self._without()}"] if kernels else []
         notes = [*assumed, "* no row is quicker and smaller"]
         return [kept, *(f"  {reason}" for reason in self._found.reasons()), sure, *notes]
+
+    def _without(self) -> str:
+        """What the best row needs if what counts as a kernel is none."""
+        memory = self.best.memory
+        more = (memory.opened or 0) - (memory.estimated or 0)
+        return f"; if it is none, row 1 needs {bytes_text(memory.peak + more)}" if more > 0 else ""
 
     def _lines(self, width: int) -> list[Line]:
         width = max(width, 40)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from spmd._leaves import kind_of, not_int
 from spmd._table import Table
@@ -27,7 +27,7 @@ def assert_collectives(
     bytes: int | None = None,  # noqa: A002 - what it is
     kwargs: Mapping[str, Any] | None = None,
     mesh: Any = None,
-    view: str = "compiled",
+    view: Literal["compiled", "written"] = "compiled",
     at_most: bool = False,
 ) -> None:
     """Assert which collectives a program runs, over which mesh axes, how often, and with how many bytes.

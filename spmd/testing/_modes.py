@@ -13,14 +13,14 @@ from spmd._table import Table
 from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import LayoutError, ModeError, not_one_of
 from spmd.mesh import check_arguments_alive
-from spmd.modes import MODES, mode
+from spmd.modes import MODES, Mode, mode
 from spmd.testing._mismatch import Mismatch
 
 
 def assert_modes_agree(
     fn: Callable[..., Any],
     *args: Any,
-    modes: Sequence[str] = MODES,
+    modes: Sequence[Mode] = MODES,
     rtol: float = 1e-5,
     atol: float = 1e-5,
     grad: bool = True,
@@ -77,8 +77,8 @@ def assert_modes_agree(
         raise Mismatch("\n".join([rule, Table(rows, head, right=(4, 5, 6)).text()]))
 
 
-def _checked(modes: Sequence[str]) -> list[str]:
-    names = [modes] if isinstance(modes, str) else list(modes)
+def _checked(modes: Sequence[Mode]) -> list[Mode]:
+    names: list[Any] = [modes] if isinstance(modes, str) else list(modes)
     for name in names:
         if name not in MODES:
             raise ModeError(not_one_of("mode", name, MODES), call="assert_modes_agree(...)")

@@ -31,6 +31,21 @@ def test_a_query_that_sees_nothing_gets_zeros(implementation):
         assert np.isfinite(gradient).all()
 
 
+def test_a_program_for_cudnn_can_be_planned_and_tested_without_a_gpu():
+    """On a mesh of CPUs it gives the same numbers, and on one of no devices the same plan."""
+    q, k, v = normal(2, 5, 4, 3), normal(2, 5, 2, 3), normal(2, 5, 2, 3)
+
+    def layer(implementation, mesh):
+        attend = lambda *args: nn.dot_product_attention(*args, causal=True, implementation=implementation)
+        return spmd.kernel("b s h k, b s g k, b s g k -> b s h k", mesh=mesh)(attend)
+
+    here, nowhere = spmd.make_mesh(x=1), spmd.make_mesh(x=1, abstract=True)
+    np.testing.assert_array_equal(layer("cudnn", here)(q, k, v), layer(None, here)(q, k, v))
+    plans = [spmd.explain(layer(one, nowhere), q, k, v, hardware="h100") for one in ("cudnn", None)]
+    assert plans[0].time == plans[1].time and plans[0].memory == plans[1].memory
+    assert plans[0].time.kernels == ("attention",)
+
+
 def test_positions_say_what_stands_where():
     """A permuted sequence, queries that are fewer than keys, and keys that are padding."""
     q, k, v = normal(2, 6, 4, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 3)

@@ -39,6 +39,56 @@ def traffic(fn, *args):
     return written(fn, args, {}, ABSTRACT).hbm_bytes
 
 
+# --- memory and work ---------------------------------------------------------------------------------------------
+
+SCORES = 4 * B * H * S * S
+
+
+def standing(fn, *args):
+    """The bytes that stand with kernels, and as the program is written."""
+    found = written(fn, args, {}, ABSTRACT)
+    return found.standing_bytes, found.opened_bytes
+
+
+def test_nothing_inside_a_kernel_stands():
+    """Forward, and with gradients: what is kept is the result, which the product behind it needs too."""
+    kernel, opened = standing(layer(causal=True), *HEADS)
+    assert kernel == 0 and SCORES <= opened <= 2 * SCORES + Q
+
+    def loss(q, k, v, w):
+        return jnp.tanh(attend(q, k, v) @ w).sum()
+
+    attend = layer(causal=True)
+    w = jax.ShapeDtypeStruct((K, K), jnp.float32)
+    kernel, opened = standing(jax.grad(loss, (0, 1, 2, 3)), *HEADS, w)
+    assert Q <= kernel <= 4 * Q and opened >= 2 * SCORES
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loop_keeps_the_results_of_a_kernel_and_not_its_scores(again):
+    attend = layer(causal=True)
+    step = lambda x, _: (jnp.sin(attend(x, x[:, :, :G], x[:, :, G:])), None)
+    step = jax.checkpoint(step) if again else step
+
+    def run(times, x):
+        return jax.grad(lambda x: jax.lax.scan(step, x, length=times)[0].sum())(x)
+
+    (nine, opened), (five, less) = (standing(functools.partial(run, times), HEADS[0]) for times in (9, 5))
+    # The carry; else the operands and the result of the kernel, and what the sine needs.
+    assert nine - five == 4 * (Q if again else ONCE + Q)
+    assert again or opened - less >= 4 * SCORES
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backward_pass_makes_the_scores_again_and_multiplies_what_enters(dtype):
+    """Two products forward and five backward, of numbers of the type of the queries, as in flash attention."""
+    heads = [jax.ShapeDtypeStruct(x.shape, dtype) for x in HEADS]
+    product = 2.0 * B * H * S * S * K
+    attend = layer(causal=True)
+    assert dict(written(attend, heads, {}, ABSTRACT).matmul_flops) == {dtype: 2 * product}
+    assert dict(written(both(attend), (*heads, heads[0]), {}, ABSTRACT).matmul_flops) == {dtype: 7 * product}
+
+
 # --- bytes -------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from spmd import _lax
 from spmd.errors import CommunicationError, LayoutError
 from spmd.modes import MODES
 from spmd.ops import reduce
+from spmd.ops._reduce import RUN, Op
 from tests import simulator
 from tests.ops.harness import backward_counts, close, communicates, counts, frame, make_mesh, pulled, run
 from tests.sampler import Sampler, seeds, share
@@ -351,3 +353,7 @@ def test_the_comparison_can_fail() -> None:
     x = jnp.arange(16.0).reshape(2, 8)
     with pytest.raises(AssertionError):
         close(wrong(x), x.max(1))
+
+
+def test_type_checkers_know_the_operations_that_there_are():
+    assert set(get_args(Op)) == set(RUN)

@@ -11,12 +11,12 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import spmd
-from spmd import _compat
+from spmd import _compat, einsum
 from spmd.linalg import cg, cholesky, gmres, qr
 from spmd.modes import MODES
 from spmd.ops._system import System, system
-from tests.ops.harness import close, make_mesh, run
-from tests.sampler import Sampler
+from tests.ops.harness import close, make_mesh, pulled, run
+from tests.sampler import Sampler, seeds
 
 
 def test_axes_and_size_of_a_vector_in_every_mode() -> None:
@@ -24,7 +24,7 @@ def test_axes_and_size_of_a_vector_in_every_mode() -> None:
     seen: dict[str, System] = {}
 
     def body(b: Any, mode: str) -> Any:
-        seen[mode] = known = system("cg", "x/a y/b", b, {"apply(b)": lambda x: 2 * x}, None, {})
+        seen[mode] = known = system("cg", "x/a y/b", b, lambda x: 2 * x, None, None, {})
         return known.b
 
     for mode in MODES:
@@ -35,7 +35,7 @@ def test_axes_and_size_of_a_vector_in_every_mode() -> None:
 
 def test_the_right_side_varies_wherever_the_functions_make_it_vary() -> None:
     def body(b: Any, w: Any) -> Any:
-        known = system("cg", "x", b, {"apply(b)": lambda x: x * w.sum()}, None, {})
+        known = system("cg", "x", b, lambda x: x * w.sum(), None, None, {})
         assert set(_compat.varying_axes(known.b)) == {"a"}
         return w
 
@@ -126,3 +126,42 @@ def test_nothing_to_solve_or_decompose() -> None:
     for mode in MODES:
         found = run(body, {"a": 4}, ins, outs, mode)(*given)
         assert [x.shape for x in found] == [(8, 0), (8, 0), (8, 0), (0, 0), *[(0, 4, 4)] * 3]
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("solve", [cg, gmres], ids=lambda solve: solve.__name__)
+def test_gradients_of_arrays_that_are_whole_or_divided_over_other_axes(solve: Any, seed: int) -> None:
+    """Each row of b is a system of its own: a whole matrix, one over an axis that b does not have, and a whole list of
+    places, which the preconditioner closes over too. JAX gives all of them one type."""
+    sampler = Sampler(seed)
+    whole, b, own = (np.asarray(sampler.array(shape)) / 4 for shape in ((6, 6), (4, 6), (8, 6)))
+    places = np.asarray([1, 0, 3, 2, 4, 5], np.int32)
+
+    def body(b: Any, whole: Any, own: Any, places: Any) -> Any:
+        def apply(u: Any) -> Any:
+            near = einsum(einsum(u, own, "r/a n, k/b n -> r/a k/b"), own, "r/a k/b, k/b n -> r/a n")
+            return 2 * u + near + (u[:, places] @ whole @ whole.T)[:, jnp.argsort(places)]
+
+        close_by = lambda r: r / (2 + jnp.diag(whole @ whole.T))[places][None]
+        return solve(apply, b, "r/a n", precondition=close_by, x0=b * whole[0, 0], tol=1e-7)[0]
+
+    def expected(b: Any, whole: Any, own: Any) -> Any:
+        order = jnp.eye(6)[places]
+        return jnp.linalg.solve(2 * jnp.eye(6) + own.T @ own + (order.T @ whole @ whole.T @ order), b.T).T
+
+    wanted = pulled(expected, *map(jnp.asarray, (b, whole, own)))
+    for mode in MODES:
+        fn = run(body, {"a": 2, "b": 2}, ["r/a n", "m n", "k/b n", "n"], "r/a n", mode)
+        found = pulled(lambda *args, fn=fn: fn(*args, places), *map(jnp.asarray, (b, whole, own)))
+        jax.tree.map(lambda x, y: close(x, y, 1e-4), found, wanted)
+
+
+@pytest.mark.parametrize("solve", [cg, gmres], ids=lambda solve: solve.__name__)
+def test_second_derivatives_of_a_whole_array(solve: Any) -> None:
+    b, scale = jnp.asarray(Sampler(1).array((4, 3))), jnp.float32(1.5)
+
+    def norm(fn: Any) -> Any:
+        return jax.grad(jax.grad(lambda scale: (fn(b, scale) ** 2).sum()))(scale)
+
+    body = lambda b, scale: solve(lambda u: scale**2 * u, b, "r/a n", tol=1e-7)[0]
+    close(norm(run(body, {"a": 2}, ["r/a n", "scalar"], "r/a n")), norm(lambda b, scale: b / scale**2), 1e-4)

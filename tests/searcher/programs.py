@@ -34,6 +34,29 @@ def mlp(mesh: Any, dtype: str = "float32", sizes: Any = None) -> tuple[Any, tupl
     return forward, tuple(map(argument, LAYOUTS))
 
 
+def attending(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A training step of the attention layers of a model of 70 billion parameters, as the book has it."""
+    layouts = {"q": "l d/fsdp h/tp k", "k": "l d/fsdp g/tp k", "v": "l d/fsdp g/tp k", "o": "l h/tp k d/fsdp"}
+    sizes = {"l": 80, "d": 8192, "h": 64, "g": 8, "k": 128, "b": 512, "s": 8192}
+    gathers = {name: f"{text[2:]} -> {text[2:].replace('/fsdp', '')}" for name, text in layouts.items()}
+
+    def argument(text: str) -> jax.ShapeDtypeStruct:
+        layout = spmd.Layout(text)
+        return jax.ShapeDtypeStruct([sizes[n] for n in layout.names], "bfloat16", sharding=layout.sharding(mesh))
+
+    @jax.checkpoint
+    def layer(x: Any, weights: Any) -> tuple[Any, None]:
+        q, k, v, o = (all_gather(weights[name], gathers[name]) for name in "qkvo")
+        return x + spmd.nn.multi_head_attention(x, q, k, v, o, causal=True, tp="tp", sp="tp"), None
+
+    @spmd.kernel(in_layouts=(layouts, "b/fsdp s/tp d"), out_layouts=layouts, mesh=mesh)
+    def step(weights: Any, x: Any) -> Any:
+        last = lambda weights: jax.lax.scan(layer, x, weights)[0].astype("float32")
+        return spmd.grad(lambda weights: spmd.reduce(last(weights), "b/fsdp s/tp d -> scalar", "mean"))(weights)
+
+    return step, (jax.tree.map(argument, layouts), argument("b/fsdp s/tp d"))
+
+
 def flops(mesh: Any) -> float:
     """What the MLP computes on one device."""
     return 4 * SIZES["b"] * SIZES["s"] * SIZES["d"] * SIZES["f"] / mesh.size

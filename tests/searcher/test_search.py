@@ -11,7 +11,7 @@ import pytest
 import spmd
 from spmd.inspect import collectives
 from spmd.searcher._meshes import factorisations
-from tests.searcher.programs import FLAT, SIZES, bounded, mlp
+from tests.searcher.programs import FLAT, SIZES, attending, bounded, mlp
 
 AXES = ("dp", "fsdp", "tp")
 
@@ -30,6 +30,15 @@ def test_every_mesh_of_eight_devices_sends_the_predicted_bytes(every):
         for one in collectives(fn, *args):
             found["/".join(one.axes)] = found.get("/".join(one.axes), 0) + one.total_bytes
         assert found == {axes: size for axes, size in row.bytes_by_axis.items() if size}, row.name
+
+
+def test_scores_of_attention_exclude_no_mesh_that_a_kernel_of_it_fits():
+    found = spmd.search(
+        attending, devices=512, axes=("fsdp", "tp"), hardware="h100", where=lambda mesh: mesh["tp"] <= 8
+    )
+    assert len(found.rows) == 4 and found.best.peak < 40e9
+    assert found.best.memory.opened > 2 * found.best.memory.estimated
+    assert "counted as one kernel: attention; if it is none, row 1 needs" in " ".join(str(found).split())
 
 
 def test_two_searches_are_the_same(every):

@@ -71,6 +71,15 @@ def tools(x: jax.Array) -> None:
     assert_type(spmd.shard(x, "b/dp s", mesh=mesh), jax.Array)
     assert_type(spmd.nn.column_linear(x, (x, x), tp="tp"), tuple[jax.Array, jax.Array])
     spmd.sofmax(x, "b/dp [s]")  # type: ignore[attr-defined]
+    spmd.nn.layernorm(x, x)  # type: ignore[attr-defined]
+    spmd.reduce(x, "b/dp s -> s", "avg")  # type: ignore[arg-type]
+    spmd.all_gather(x, "b/dp s -> b s", to="varing")  # type: ignore[arg-type]
+    spmd.relayout(x, "b/dp s -> b s/dp", prefer="speed")  # type: ignore[arg-type]
+    spmd.fft.fft(x, "b/dp s -> b/dp k", norm="unitary")  # type: ignore[arg-type]
+    spmd.kernel("b/dp s -> b/dp s", boundary="forbid")  # type: ignore[arg-type]
+    spmd.kernel("b/dp s -> b/dp s", check="on")  # type: ignore[arg-type]
+    with spmd.mode("automatic"):  # type: ignore[arg-type]
+        spmd.nn.cross_entropy(x, x, reduction="avg")  # type: ignore[arg-type]
     layout: spmd.Layout = spmd.Layout("b/dp s")
     found = spmd.check(mlp, x, x, x)
     text: str = str(found) + str(layout)
