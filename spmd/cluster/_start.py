@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from spmd import _jax_errors
-from spmd._agreement import disagreements
+from spmd._agreement import disagreements, first_difference
 from spmd._compat import installed
 from spmd._processes import Task, tasks
 from spmd._replicas import compare_replicas
@@ -111,7 +111,8 @@ def same_program(lowered: Any) -> None:
 
     What differs, a constant, a shape, a mesh, would otherwise show as a hang or as wrong numbers. A lowered program has
     the sizes of its mesh and not the order of the devices, which `batches` compares. Communication: an all-gather of
-    one hash over the processes.
+    one hash over the processes. Where the hashes differ, some twenty more find the first line that does, and no process
+    gets the program of another.
 
     Args:
       lowered: `jax.jit(step).lower(*args)`, or `kernel.lower(*args)`.
@@ -126,12 +127,9 @@ def same_program(lowered: Any) -> None:
     if not hasattr(lowered, "as_text"):
         rule = f"same_program takes what `.lower(...)` gives, not {type(lowered).__name__}."
         raise MeshError(rule, advice="as in same_program(jax.jit(step).lower(state, batch))")
-    text = lowered.as_text()
-    found = disagreements({f"line {i:05}": line for i, line in enumerate(text.splitlines(), start=1)})
-    if found:
-        more = [f"and {len(found) - 1} more lines"] if len(found) > 1 else []
+    if found := first_difference(lowered.as_text().splitlines()):
         rule = "the processes have not lowered the same program."
-        raise MeshError(rule, call="same_program(...)", got=[found[0], *more], advice=_SAME)
+        raise MeshError(rule, call="same_program(...)", got=[found], advice=_SAME)
 
 
 _SAME = (
