@@ -265,8 +265,13 @@ class Checkpoints:
             raise SpmdError("these checkpoints are closed.", call=call, advice="checkpoints(path) opens them again")
 
     def _new_writer(self) -> Any:
-        how = self._orbax.AsyncOptions(timeout_secs=self._timeout)
-        return self._orbax.AsyncCheckpointer(self._orbax.CompositeCheckpointHandler(), async_options=how)
+        orbax, all_of_them = self._orbax, set(range(jax.process_count()))
+        # by name, the processes meet at JAX's coordinator; else on devices, of which each must have the same number
+        processes = orbax.options.MultiprocessingOptions(active_processes=all_of_them)
+        parts = orbax.CompositeOptions(multiprocessing_options=processes)
+        handler = orbax.CompositeCheckpointHandler(composite_options=parts)
+        how = orbax.AsyncOptions(timeout_secs=self._timeout)
+        return orbax.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=processes)
 
     def _folder(self, step: int) -> Any:
         return self.path / "steps" / str(step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
 import platform
 import re
 import site
+import socket
 import sys
 import sysconfig
 import time
@@ -22,6 +24,7 @@ from spmd._agreement import disagreements, first_difference
 from spmd._compat import installed
 from spmd._processes import Task, tasks
 from spmd._replicas import compare_replicas
+from spmd.cluster._stopping import asked
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -99,7 +102,9 @@ def initialize(
             "shutdown_timeout_seconds": shutdown_timeout_seconds,
             **options,
         }
+        asked.watch_early()
         _join(found, options, cpu_devices)
+        asked.joined()
     if jax.process_count() > 1:
         _end_at_once(jax.process_index(), jax.process_count())
         _compare(ignore)
@@ -188,7 +193,37 @@ def _address(task: Task) -> dict[str, Any]:
         rule = "nothing says where process 0 listens."
         advice = 'initialize("host:port", ...), or MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE'
         raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
-    return {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}
+    found = {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}
+    host, _, port = (task.coordinator or os.environ["JAX_COORDINATOR_ADDRESS"]).rpartition(":")
+    local = host in _LOCAL
+    if local and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        found["coordinator_bind_address"] = f"{host}:{port}"  # else it listens on every address of this machine
+    if task.rank == 0 and port.isdecimal() and _in_use(int(port), local):
+        rule = f"port {port} of this host is in use, so process 0 cannot listen there."
+        advice = "another port: coordinator_address, MASTER_PORT, or --coordinator of launch"
+        raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
+    return found
+
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def _in_use(port: int, local: bool) -> bool:
+    """Whether another program listens on a port; some versions of JAX crash there."""
+    for family, host in (
+        (socket.AF_INET, "127.0.0.1" if local else ""),
+        (socket.AF_INET6, "::1" if local else "::"),
+    ):
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended does not count
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return True
+    return False
 
 
 def _join(found: Task, options: dict[str, Any], cpu_devices: int | None) -> None:

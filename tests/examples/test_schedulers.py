@@ -115,6 +115,17 @@ def test_the_script_for_slurm_is_bash():
     subprocess.run(["bash", "-n", str(SLURM)], check=True)
 
 
+@pytest.mark.parametrize(
+    ("code", "again"), [(0, False), (1, False), (75, True), (138, True), (143, True), (137, False)]
+)
+def test_a_signal_in_the_first_seconds_is_queued_again_too(tmp_path, code, again):
+    """Before Python has loaded JAX, SIGUSR1 ends the processes; the job was lost."""
+    variables = cluster(tmp_path)
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\nexit {code}\n")
+    found = subprocess.run(["bash", str(SLURM)], cwd=ROOT, env=variables, capture_output=True, check=False)
+    assert found.returncode == code and (tmp_path / "queue").exists() == again
+
+
 @exhaustive
 def test_a_job_of_slurm_is_stopped_queued_again_and_goes_on(tmp_path):
     """JAX finds the processes by the variables of SLURM."""
