@@ -324,7 +324,7 @@ class Batches(Iterator[Any]):
             leaves, found = jax.tree.flatten(self._source[index])
         except StopIteration as error:  # it would end the loop over the batches, as if all were read
             rule = f"the source raised StopIteration for sample {index}."
-            raise SpmdError(rule, call="batches(source, ...)", got=[f"{error}"]) from error
+            raise SpmdError(rule, call="batches(source, ...)") from error
         leaves = [np.asarray(x) for x in leaves]
         shapes = [x.shape for x in leaves]
         if found != structure or shapes != [one.shape[1:] for one in structs]:
