@@ -121,6 +121,14 @@ def test_without_a_launcher_the_others_of_a_stopped_process_end():
 
 
 @exhaustive
+def test_a_process_that_sleeps_is_not_noticed():
+    """As the page says: its heartbeat goes on, so the others wait for it."""
+    found = joined([[FAULTY, "sleep"]] * 2, [{"HEARTBEAT": "3"}] * 2)
+    assert [one.code for one in found] == [0, 0] and all("done" in one.out for one in found)
+    assert after_the_fault(found[1], time.time()) > 11
+
+
+@exhaustive
 def test_a_rank_that_is_never_started_is_waited_for_so_long():
     [found] = joined([[FAULTY, "none"]], [{"WORLD_SIZE": "2", "INITIALIZATION": "5"}])
     assert found.code not in (0, None) and 5 <= found.seconds < 25
