@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("--gradient", action="store_true", help="compare the gradient with a difference")
     parser.add_argument("--explain", action="store_true", help="print what a step sends")
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--picture", type=Path, default=Path(tempfile.gettempdir()) / "particle_mesh.png")
+    parser.add_argument("--picture", type=Path, default=Path(tempfile.mkdtemp()) / "particle_mesh.png")
     o = parser.parse_args()
     spmd.use_cpu_devices(max(8, o.a * o.b))
     mesh = spmd.make_mesh(a=o.a, b=o.b)

@@ -4,7 +4,8 @@
 #     sbatch examples/slurm.sh --steps 100000 --batch 256
 #
 # Two minutes before its time is over, SLURM sends SIGUSR1 to all processes. They save, and end with exit code 75. The
-# job is then queued again under its number, and goes on from its checkpoint. So it does after a node has failed.
+# job is then queued again under its number, and goes on from its checkpoint. So it does after a node has failed, or if
+# the signal comes while Python still loads JAX: it then ends the processes with 128 plus its number, and nothing is lost.
 
 #SBATCH --job-name=train_lm
 #SBATCH --partition=gpu         # yours
@@ -23,7 +24,7 @@ checkpoint=${CHECKPOINT:-$PWD/runs/$SLURM_JOB_ID}  # a folder that all nodes rea
 srun --kill-on-bad-exit=1 \
     python examples/train_lm.py --devices all --checkpoint "$checkpoint" --every 500 --stopped 75 "$@"
 code=$?
-if [ "$code" -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+case "$code" in
+75 | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; # saved; SIGUSR1 or SIGTERM in the first seconds
+esac
 exit "$code"

@@ -90,7 +90,7 @@ class Config:
     every: int = option(100, "steps from one checkpoint to the next")
     stopped: int = option(0, "exit code of a run that a signal has stopped and that is saved")
     json: str = option("", "write the results to this file")
-    plot: str = option("", "save the loss curve here; by default in the folder for temporary files")
+    plot: str = option("", "save the loss curve here; by default in a new folder for temporary files")
 
     @property
     def dtype(self) -> Any:
@@ -491,7 +491,6 @@ def run(c: Config, mesh: Any) -> dict[str, Any]:
     state, first = saved.restore(make, key, data=data) if saved else (make(key), 0)
     parameters = show_parameters(state["parameters"])
 
-    cluster.stopping(first)  # from here on a signal ends the run in order; compiling may take minutes
     step, timings = compile_step(state, data[first], c, c.mode)
     collectives = spmd.inspect.collectives(step)
     console.print(f"[bold]the collectives of one step, {c.mode} mode[/bold]")
@@ -537,6 +536,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     c = read_flags(argv)
     began = time.perf_counter()
     cluster.initialize(cpu_devices=None if c.devices == "all" else int(c.devices))  # joins the other processes, if any
+    cluster.stopping(0)  # from here on a signal ends the run in order
     console.quiet = jax.process_index() != 0
     mesh = choose_mesh(c)
     console.print(f"mesh: {dict(mesh.shape)} of {mesh.devices.flat[0].platform} devices, {c.mode} mode")
@@ -556,13 +556,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def write(results: dict[str, Any], c: Config) -> None:
-    """What stays of a run: files, and its times."""
-    plot = Path(c.plot or Path(tempfile.gettempdir()) / "train_lm.png")
-    save_curve(plot, results)
-    if c.json:
-        Path(c.json).write_text(json.dumps(results))
+    """What stays of a run: files, and its times. The run is over, so a file that cannot be written does not fail it."""
     console.print(", ".join(f"{name} {value:,.4g}" for name, value in results["timings"].items()))
-    console.print(f"loss curve: {plot}")
+    try:
+        if c.json:
+            Path(c.json).write_text(json.dumps(results))
+        plot = Path(c.plot or Path(tempfile.mkdtemp(prefix="train_lm-")) / "loss.png")
+        save_curve(plot, results)
+        console.print(f"loss curve: {plot}", soft_wrap=True)
+    except OSError as error:
+        console.print(f"[red]not written: {escape(str(error))}[/red]", soft_wrap=True)
 
 
 if __name__ == "__main__":

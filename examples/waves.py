@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--b", type=int, default=4, help="devices that y is divided over (4)")
     parser.add_argument("--mode", choices=(*MODES, "all"), default="explicit", help="all: one after another, compared")
     parser.add_argument("--scaling", action="store_true", help="print what a step sends on 1 to 8 devices")
-    parser.add_argument("--picture", type=Path, default=Path(tempfile.gettempdir()) / "waves.png")
+    parser.add_argument("--picture", type=Path, default=Path(tempfile.mkdtemp()) / "waves.png")
     o = parser.parse_args()
     spmd.use_cpu_devices(max(8, o.a * o.b))
     box = Box(o.nx, o.ny, spmd.make_mesh(a=o.a, b=o.b))

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.experimental.multihost_utils as multihost
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd import _jax_errors
 
 T = TypeVar("T")
 
-_BYTES = 32  # the length of a hash
+_LINE = 160  # characters of a line that processes have differently
 
 
 def disagreements(facts: Mapping[str, Any]) -> list[str]:
@@ -29,12 +29,11 @@ def disagreements(facts: Mapping[str, Any]) -> list[str]:
     if jax.process_count() == 1:
         return []
     text = json.dumps(facts, sort_keys=True, default=str).encode()
-    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
-    if len(np.unique(multihost.process_allgather(digest).reshape(-1, _BYTES), axis=0)) == 1:
+    if _alike(text):
         return []
-    everyone = [json.loads(one) for one in _gather(text)]
-    names = list(dict.fromkeys(name for one in everyone for name in one))
-    lines = [_difference(name, [one.get(name) for one in everyone]) for name in names]
+    all_facts = [json.loads(one) for one in _gather(text)]
+    names = list(dict.fromkeys(name for one in all_facts for name in one))
+    lines = [_difference(name, [one.get(name) for one in all_facts]) for name in names]
     return [line for line in lines if line]
 
 
@@ -45,10 +44,59 @@ def conflicts(facts: Mapping[str, Any]) -> list[str]:
     """
     if jax.process_count() == 1:
         return []
-    everyone = [json.loads(one) for one in _gather(json.dumps(facts, sort_keys=True).encode())]
-    names = list(dict.fromkeys(name for one in everyone for name in one))
-    lines = [_held(name, {rank: one[name] for rank, one in enumerate(everyone) if name in one}) for name in names]
+    all_facts = everyone(facts)
+    names = list(dict.fromkeys(name for one in all_facts for name in one))
+    lines = [_held(name, {rank: one[name] for rank, one in enumerate(all_facts) if name in one}) for name in names]
     return [line for line in lines if line]
+
+
+def first_difference(lines: Sequence[str]) -> str:
+    """The first line that processes have differently, with the ranks; empty where all have the same.
+
+    Communication: an all-gather of 32 bytes per process; where the lines differ, one for each halving of their number,
+    and the beginning of that line.
+    """
+    if jax.process_count() == 1 or _alike("\n".join(lines).encode()):
+        return ""
+    same, other = 0, int(gathered(np.array([len(lines)], np.int32)).max())
+    while other - same > 1:
+        middle = (same + other) // 2
+        same, other = (middle, other) if _alike("\n".join(lines[:middle]).encode()) else (same, middle)
+    [line] = lines[same : same + 1] or [None]
+    if line is not None and len(line) > _LINE:  # of a large constant, say
+        line = f"{line[:_LINE]}... #{hashlib.sha256(line.encode()).hexdigest()[:8]}"
+    return _held(f"line {same + 1:05}", dict(enumerate(everyone(line))))
+
+
+def everyone(value: Any) -> list[Any]:
+    """The values of all processes, which JSON can write, by rank; all of them call it.
+
+    Communication: in several processes, an all-gather of the values.
+    """
+    return [json.loads(one) for one in _gather(json.dumps(value).encode())]
+
+
+def gathered(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The rows of all processes, by rank. JAX's own `process_allgather` wants as many devices in each of them."""
+    if jax.process_count() == 1:
+        return row[None]
+    first = {one.process_index: one for one in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[rank] for rank in sorted(first)]), ("processes",))
+    split, copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("processes",), ()))
+    rows = jax.make_array_from_process_local_data(split, row[None], (len(first), *row.shape))
+    with jax.set_mesh(mesh):  # the program's own one has other devices
+        whole = jax.jit(_itself, out_shardings=copied)(rows)
+    return np.asarray(whole.addressable_data(0))
+
+
+def _itself(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _alike(text: bytes) -> bool:
+    """Whether all processes have the same bytes."""
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+    return len(np.unique(gathered(digest), axis=0)) == 1
 
 
 def anywhere(*faults: str) -> list[str]:
@@ -73,11 +121,10 @@ def in_all(step: Callable[[], T], *errors: type[Exception]) -> tuple[T | None, s
 
 def _gather(payload: bytes) -> list[bytes]:
     """The bytes of each process, which may be of different length."""
-    lengths = multihost.process_allgather(np.array([len(payload)], np.int32)).reshape(-1)
+    lengths = gathered(np.array([len(payload)], np.int32)).reshape(-1)
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    rows = multihost.process_allgather(padded).reshape(len(lengths), -1)
-    return [row[:n].tobytes() for row, n in zip(rows, lengths, strict=True)]
+    return [row[:n].tobytes() for row, n in zip(gathered(padded), lengths, strict=True)]
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -12,18 +15,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import jax
-import jax.experimental.multihost_utils as multihost
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd import _jax_errors
-from spmd._agreement import anywhere, in_all
+from spmd._agreement import anywhere, everyone, gathered, in_all
 from spmd._compat import installed
+from spmd._leaves import kind_of
 from spmd.cluster._data import Batches
+from spmd.cluster._lease import Lease
+from spmd.cluster._places import in_a_bucket
 from spmd.errors import PlacementError, SpmdError, is_int, nearest
 
 T = TypeVar("T")
@@ -50,26 +56,31 @@ def checkpoints(
 ) -> Checkpoints:
     """The checkpoints of a program in a folder: saved and restored by one line each.
 
-    Orbax saves them, asynchronously and atomically (`pip install "spmd[cluster]"`). Beside the arrays lie their
-    layouts, the mesh, versions, where the data are, and checksums: each process writes one for each array, of the
+    Orbax saves them, asynchronously and atomically (`pip install "spmd[cluster]"`). Beside the arrays of a step lie
+    their layouts, the mesh, versions, where the data are, and checksums: each process writes one for each array, of the
     blocks that it saves. They add up to the checksum of the array, however it is cut. So a restore onto another mesh or
-    another number of processes verifies what it reads, and reads nothing more for that.
+    another number of processes verifies what it reads, and reads nothing more for that. A step is one folder, which can
+    be copied.
 
     Where a disk is full, training goes on: all processes report the save, with the path and the free bytes, and the
-    next one is tried.
+    next one is tried. If the first save of a run fails, or its last one, it is an error: `close` raises it.
+
+    One program at a time saves into a folder. A second one gets an error at its first save, and may read before. If the
+    first one was killed on another host, this takes half a minute to notice.
 
     Args:
-      path: A folder that all processes reach.
-      keep: How many of the last checkpoints stay; None keeps all.
+      path: A folder that all processes reach, or `gs://bucket/folder` (`pip install gcsfs`).
+      keep: How many of the last checkpoints stay; None keeps all. One that is known to be damaged does not count, and
+        is deleted when a later one is saved.
       strict: Whether a save that failed ends the program; otherwise it is reported, and the next one is tried.
       timeout_seconds: For how many seconds a process that has written its part waits for the others to write theirs.
         If a disk is full before the end of a save, the other processes report it after this time.
 
     Returns:
-      The `Checkpoints`, with `save`, `restore`, `wait` and `close`.
+      The `Checkpoints`, with `save`, `restore`, `wait` and `close`. `with checkpoints(...) as saved:` closes them.
 
     Raises:
-      SpmdError: Orbax is not installed, or an argument is wrong.
+      SpmdError: Orbax is not installed, an argument is wrong, or the folder cannot be made.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd, tempfile
@@ -86,25 +97,37 @@ def checkpoints(
         raise SpmdError(f"keep is a positive integer or None, not {keep!r}.", call="checkpoints(path)")
     if not is_int(timeout_seconds, 1):
         raise SpmdError(f"timeout_seconds is a positive integer, not {timeout_seconds!r}.", call="checkpoints(path)")
-    return Checkpoints(Path(path).absolute(), keep, strict, timeout_seconds)
+    return Checkpoints(path, keep, strict, timeout_seconds)
 
 
 class Checkpoints:
     """The checkpoints in a folder. `checkpoints` makes it."""
 
-    def __init__(self, path: Path, keep: int | None, strict: bool, timeout_seconds: int) -> None:
+    def __init__(self, path: str | Path, keep: int | None, strict: bool, timeout_seconds: int) -> None:
         try:
             import orbax.checkpoint as orbax
+            from etils import epath
         except ImportError as error:
             advice = 'pip install "spmd[cluster]"'
             raise SpmdError("checkpoints are saved by Orbax, which is not installed.", advice=advice) from error
-        self.path, self._strict, self._orbax = path, strict, orbax
-        writing = orbax.AsyncOptions(timeout_secs=timeout_seconds)
-        self._options = orbax.CheckpointManagerOptions(max_to_keep=keep, async_options=writing)
-        self._manager = orbax.CheckpointManager(path / "steps", options=self._options)
-        self._damaged: set[int] = set()  # steps that could not be restored, and are saved again
-        self._thread = ThreadPoolExecutor(1, "checksums")
-        self._writing: tuple[int, Future[None]] | None = None  # the step that is being saved, and its checksums
+        self._local = not in_a_bucket(path, ("gs",), "checkpoints(path)")
+        self.path: Any = Path(path).absolute() if self._local else epath.Path(path)
+        self._orbax, self._keep, self._strict, self._timeout = orbax, keep, strict, timeout_seconds
+        try:
+            (self.path / "steps").mkdir(parents=True, exist_ok=True)
+        except (OSError, ImportError, RuntimeError) as error:
+            got = [f"path: {self.path}", _jax_errors.first_line(error)]
+            advice = None if self._local else "pip install gcsfs"
+            raise SpmdError("this folder cannot be made.", call="checkpoints(path)", got=got, advice=advice) from error
+        self._writer = self._new_writer()
+        self._lease = Lease(epath.Path(self.path))
+        self._steps: set[int] | None = None  # that are there, the same in all processes
+        self._damaged: set[int] = set()  # of them, those that could not be restored; they are saved again
+        self._writing: tuple[int, BaseException | None] | None = None  # the step that is being saved, or was not begun
+        self._failure: SpmdError | None = None  # of the last save
+        self._any, self._closed = False, False  # whether a save of this run succeeded
+        self._deleter, self._deleting = ThreadPoolExecutor(1, "retention"), Future[None]()
+        self._deleting.set_result(None)
 
     def save(self, step: int, state: Any, *, data: Batches | None = None) -> None:
         """Save a state after `step` steps. It returns as soon as the arrays are copied; a thread writes them.
@@ -120,43 +143,44 @@ class Checkpoints:
           data: The batches, whose place is saved too.
 
         Raises:
-          SpmdError: A leaf is not an array; or, where `strict`, the save before this one failed.
+          SpmdError: A leaf is not an array; another program saves into the folder; the save before this one failed, and
+            was the first, or `strict` is set.
         """
+        self._check_open(f"save({step!r}, state)")
         if not is_int(step, 0):
             raise SpmdError(f"step is an integer that is not negative, not {step!r}.", call="save(step, state)")
-        leaves = _named(state)
-        wrong = [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]
-        if wrong:
-            raise SpmdError("a state consists of arrays.", call="save(step, state)", got=wrong)
-        refused = self._settle(sum(x.nbytes for x in leaves.values()))
-        if int(step) in self._damaged:
-            self._manager.delete(int(step))
-            self._damaged.discard(int(step))
-        if int(step) in self._manager.all_steps():
+        step, leaves = int(step), _checked(_named(state))
+        refused = self._settle(sum(x.nbytes for x in leaves.values()), step)
+        if step in self._known() - self._damaged:
+            self._any, self._failure = True, None
             return
         if refused:
             self._failed(step, refused)
             return
         about = {
+            "step": step,
             "leaves": {path: _described(x) for path, x in leaves.items()},
             "versions": _versions(),
             "processes": jax.process_count(),
             "data": None if data is None else data.state,
         }
-        args = self._orbax.args
+        full = {path: x for path, x in leaves.items() if x.size}  # Orbax does not write what is empty
+        items = {_STATE: self._orbax.args.StandardSave(full)} if full else {}
+        items[_ABOUT] = _beside(self._orbax)(about, _blocks(full))
+        failure = None
         try:
-            self._manager.save(int(step), args=args.Composite(**{_STATE: args.StandardSave(leaves)}), force=True)
-            writing = self._thread.submit(self._write_about, int(step), about, _blocks(leaves))
+            composite = self._orbax.args.Composite(**items)
+            self._writer.save(self._folder(step), args=composite, force=step in self._damaged)
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            writing = Future()
-            writing.set_exception(error)  # the others may be writing; all report it when they wait
-        self._writing = int(step), writing
+            failure = error  # the others may be writing; all report it when they wait
+        self._writing = step, failure
 
     def restore(self, init: Any, *args: Any, data: Batches | None = None, cast: bool = False) -> Restored:
         """The last state that was saved whole, placed as `init` places it; a new one if none was saved.
 
-        A step that is damaged or was not finished is named, and the one before it is taken. Each process reads what its
-        devices hold. Communication: the sums of the checksums.
+        All processes restore the same step. Where the listing of one host is old, it reads what the others list. A step
+        that is damaged or was not finished is named, and the one before it is taken. Each process reads what its
+        devices hold. Communication: the numbers of the steps, and the sums of the checksums.
 
         Args:
           init: What `spmd.init(...)` gives: it makes the state, and its `abstract` says shapes and layouts.
@@ -169,13 +193,22 @@ class Checkpoints:
 
         Raises:
           PlacementError: The saved arrays are not those of `init`, with all differences; or every step is damaged.
+          SpmdError: `init` is not what `spmd.init` gives.
         """
+        self._check_open("restore(init, ...)")
+        if not hasattr(init, "abstract"):
+            rule, advice = f"restore takes what spmd.init(...) gives, not {kind_of(init)}.", "spmd.init(fn, layouts)"
+            raise SpmdError(rule, call="restore(init, ...)", advice=advice)
         self.wait()
         wanted = init.abstract(*args)
-        failures = []
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        self._steps, failures = None, []
+        if jax.process_index() == 0:
+            self._lease.holder()  # who is silent from here to the first save has ended
+        for step in sorted(self._known(), reverse=True):
             try:
-                return Restored(self._read(step, wanted, data, cast), step)
+                found = Restored(self._read(step, wanted, data, cast), step)
+                self._damaged.discard(step)
+                return found
             except _Damaged as damage:
                 self._damaged.add(step)
                 failures.append(f"step {step}: {damage}")
@@ -189,44 +222,136 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until what was saved is written; all processes call it.
 
-        A save that failed in one of them is reported in all; where `strict`, it is an error.
+        A save that failed in one of them is reported in all. It is an error where it was the first of the run, or
+        `strict` is set.
 
         Communication: in several processes an all-gather of 32 bytes.
         """
         if self._writing is not None:
             self._settle()
+        self._deleting.result()
 
     def close(self) -> None:
-        """Wait, then release Orbax's threads."""
-        self.wait()
-        self._thread.shutdown()
-        self._manager.close()
+        """Wait, then release Orbax's threads, and the folder for other programs. Once closed, it stays closed.
+
+        Raises:
+          SpmdError: The last save failed.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._deleter.shutdown()
+            self._writer.close()
+            self._lease.release()
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or jax.process_count() == 1:  # the others do not wait for a process that has failed
+            self.close()
 
     # --- inside ---
 
-    def _settle(self, size: int = 0) -> str:
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise SpmdError("these checkpoints are closed.", call=call, advice="checkpoints(path) opens them again")
+
+    def _new_writer(self) -> Any:
+        orbax, all_of_them = self._orbax, set(range(jax.process_count()))
+        # by name, the processes meet at JAX's coordinator; else on devices, of which each must have the same number
+        processes = orbax.options.MultiprocessingOptions(active_processes=all_of_them)
+        parts = orbax.CompositeOptions(multiprocessing_options=processes)
+        handler = orbax.CompositeCheckpointHandler(composite_options=parts)
+        how = orbax.AsyncOptions(timeout_secs=self._timeout)
+        return orbax.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=processes)
+
+    def _folder(self, step: int) -> Any:
+        return self.path / "steps" / str(step)
+
+    def _known(self) -> set[int]:
+        """The steps that are there, as any process sees them."""
+        if self._steps is None:
+            here, told = in_all(lambda: self._orbax.utils.checkpoint_steps(self.path / "steps"), OSError)
+            if told:
+                raise PlacementError("the checkpoints cannot be listed.", got=[f"path: {self.path}", told])
+            self._steps = {int(step) for one in everyone(list(map(int, here or []))) for step in one}
+        return self._steps
+
+    def _settle(self, size: int = 0, step: int | None = None) -> str:
         """Wait until what was saved is written, and report it if it is not. Why the disk would not take `size` more
         bytes, the same in all processes: where Orbax fails in one of them, the others wait for it."""
-        (step, writing), self._writing = self._writing or (None, None), None
-        failure: BaseException | None = None
+        (saved, failure), self._writing = self._writing or (None, None), None
         try:
-            self._manager.wait_until_finished()
-            if writing is not None:
-                writing.result()
+            self._writer.wait_until_finished()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            failure = _jax_errors.refused_by_the_system(error)
-            if failure is None:
-                raise
-        told, refused = anywhere("" if failure is None else _jax_errors.first_line(failure), self._refusal(size))
+            failure = failure or error
+        refused_by = _jax_errors.refused_by_the_system(failure)
+        if failure is not None and refused_by is None:
+            raise failure
+        other, refused = ("", "") if step is None else self._admitted(size)
+        told, refused, other = anywhere(
+            "" if refused_by is None else _jax_errors.first_line(refused_by), refused, other
+        )
+        if other:
+            advice = "give each program a folder of its own, or wait until that one has ended"
+            got = [f"path: {self.path}", other]
+            rule = "another program saves into this folder."
+            raise SpmdError(rule, call=f"save({step}, state)", got=got, advice=advice)
         if told:
-            if jax.process_count() > 1:  # half of Orbax's threads may still wait for the others
-                self._manager = self._orbax.CheckpointManager(self.path / "steps", options=self._options)
-            self._failed(step, told, failure)
+            self._writer = self._new_writer()  # half of Orbax's threads may still wait for the others
+            self._remove_parts()
+            self._failed(saved, told, refused_by)
+        elif saved is not None:
+            self._any, self._failure = True, None
+            self._known().add(saved)
+            self._damaged.discard(saved)
+            self._retain()
         return refused
+
+    def _admitted(self, size: int) -> tuple[str, str]:
+        """Which other program saves into the folder, and why the disk would not take so many bytes."""
+        other = ""
+        try:
+            if jax.process_index() == 0:
+                first, other = not self._lease.held, self._lease.take()
+                if first and not other:
+                    self._remove_parts()
+        except OSError as error:
+            return "", f"{error}"
+        return other, self._refusal(size)
+
+    def _remove_parts(self) -> None:
+        """Remove what saves that failed have left, of this run or of one that was killed."""
+        if jax.process_index() == 0:
+            self._remove([one for one in (self.path / "steps").iterdir() if self._orbax.utils.is_tmp_checkpoint(one)])
+
+    def _remove(self, folders: Sequence[Any]) -> None:
+        for folder in folders:
+            with contextlib.suppress(OSError):  # what is still there is removed with the next ones
+                shutil.rmtree(folder) if self._local else folder.rmtree()
+
+    def _retain(self) -> None:
+        """Let the last good steps stay, and the damaged ones that nothing better has followed."""
+        good = sorted(self._known() - self._damaged)
+        if self._keep is None or not good:
+            return
+        old = {step for step in self._known() if step < good[-1]} - set(good[-self._keep :])
+        self._steps = self._known() - old
+        self._damaged -= old
+        if jax.process_index() == 0 and old:
+            self._deleting = self._deleter.submit(self._remove, [self._folder(step) for step in sorted(old)])
 
     def _refusal(self, size: int) -> str:
         """Why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
-        if size == 0 or jax.process_count() == 1:
+        if not self._local or jax.process_count() == 1:
             return ""
         try:
             probe = self.path / f"probe{jax.process_index()}"
@@ -237,38 +362,23 @@ class Checkpoints:
             return f"{error}"
 
     def _failed(self, step: int | None, told: str, error: BaseException | None = None) -> None:
-        """Report that the disk refused a save, and go on."""
-        free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
+        """Report that the disk refused a save, and go on if there is one to go back to."""
+        free = f", {shutil.disk_usage(self.path).free} bytes free" if self._local and self.path.exists() else ""
         rule = "a checkpoint could not be saved."
-        got = [f"path: {self.path}, {free} bytes free", told]
-        found = SpmdError(rule, call="save(...)" if step is None else f"save({step}, state)", got=got)
-        if self._strict:
-            raise found from error
-        print(found, file=sys.stderr)
-
-    def _write_about(self, step: int, about: Mapping[str, Any], blocks: _Blocks) -> None:
-        """Write what lies beside the arrays: a file of each process with its checksums; that of the first has the rest.
-        It runs in a thread, beside the training, so it does not communicate."""
-        rank = jax.process_index()
-        sums = {path: sum(block_checksum(*one) for one in several) % 2**32 for path, several in blocks.items()}
-        content = {"sums": sums, **(about if rank == 0 else {})}
-        folder = self.path / _ABOUT
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{step}-{rank}.part"
-        part.write_text(json.dumps({"digest": _digest(content), "content": content}))
-        part.rename(part.with_suffix(".json"))
-        if rank == 0:
-            kept = {str(one) for one in self._manager.all_steps()} | {str(step)}
-            for old in folder.glob("*.json"):
-                if old.stem.partition("-")[0] not in kept:
-                    old.unlink(missing_ok=True)
+        call = "save(...)" if step is None else f"save({step}, state)"
+        self._failure = SpmdError(rule, call=call, got=[f"path: {self.path}{free}", told])
+        self._failure.__cause__ = error
+        if self._strict or not self._any:
+            raise self._failure
+        print(self._failure, file=sys.stderr)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
         about = self._together(lambda: self._about(step, 0))
         _check_same(about["leaves"], _named(wanted), cast)
-        sums = self._sums(step, about["processes"], list(about["leaves"]))
+        sums = self._sums(step, about["processes"], [path for path, x in _named(wanted).items() if x.size])
         asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in _named(wanted).items()}
-        leaves = self._together(lambda: self._arrays(step, asked))
+        full = {path: x for path, x in asked.items() if x.size}
+        leaves = self._together(lambda: self._arrays(step, full)) if full else {}
         wrong = [path for path, found in jax.device_get(_checksums(leaves)).items() if int(found) != sums[path]]
         if wrong:
             raise _Damaged(f"the numbers of {', '.join(wrong[:5])} are not those that were saved")
@@ -278,14 +388,15 @@ class Checkpoints:
                     "the checkpoint does not say where the data were.", call="restore(init, ..., data=data)"
                 )
             data.state = about["data"]
+        leaves |= {path: _empty(x) for path, x in asked.items() if not x.size}
         placed = [_cast(leaves[path], x.dtype) for path, x in _named(wanted).items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
     def _about(self, step: int, rank: int) -> Any:
         """What the process of this rank wrote beside the arrays."""
         try:
-            found = json.loads((self.path / _ABOUT / f"{step}-{rank}.json").read_text())
-            if found["digest"] == _digest(found["content"]):
+            found = json.loads((self._folder(step) / _ABOUT / f"{rank}.json").read_text())
+            if found["digest"] == _digest(found["content"]) and found["content"]["step"] == step:
                 return found["content"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Damaged("its checksums were not written") from error
@@ -295,9 +406,11 @@ class Checkpoints:
         """The checksum of each array, from the files of the processes that saved it; each is read once."""
         ranks = range(jax.process_index(), count, jax.process_count())
         mine = self._together(lambda: [self._about(step, rank)["sums"] for rank in ranks])
-        here = np.array([sum(one[path] for one in mine) % 2**32 for path in paths], np.uint32)
-        total = np.sum(multihost.process_allgather(here).reshape(-1, here.size), axis=0, dtype=np.uint32)
-        return dict(zip(paths, total.tolist(), strict=True))
+        here = [sum(one[path] for one in mine) % 2**32 for path in paths]
+        rows = gathered(np.array([step, *here], np.uint32))
+        if len(set(rows[:, 0].tolist())) > 1:
+            raise _Damaged("the processes read different steps")
+        return dict(zip(paths, np.sum(rows[:, 1:], axis=0, dtype=np.uint32).tolist(), strict=True))
 
     def _arrays(self, step: int, asked: Mapping[str, Any]) -> Any:
         """The arrays of a step. Each process reads for itself: where one cannot, Orbax's own restore lets the others
@@ -308,7 +421,7 @@ class Checkpoints:
         handler, how = self._orbax.StandardCheckpointHandler(), self._orbax.args.StandardRestore(asked)
         try:
             with self._orbax.Checkpointer(handler, multiprocessing_options=options) as reader:
-                return reader.restore(self.path / "steps" / str(step) / _STATE, how)
+                return reader.restore(self._folder(step) / _STATE, how)
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
             raise _Damaged(f"{_STATE}: {type(error).__name__}: {_jax_errors.first_line(error)}") from error
 
@@ -434,9 +547,68 @@ def _digest(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
+@functools.cache
+def _beside(orbax: Any) -> Any:
+    """The arguments with which Orbax saves what lies beside the arrays, so that a step has both or is not there.
+
+    Each process writes a file with its checksums, which a thread computes; that of the first has the rest.
+    """
+    from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+    class Handler(orbax.AsyncCheckpointHandler):
+        async def async_save(self, directory: Any, args: Any) -> list[Any]:
+            return [CommitFutureAwaitingContractedSignals(write(directory, args), name=_ABOUT)]
+
+        def save(self, directory: Any, args: Any) -> None:
+            raise NotImplementedError
+
+        restore = save
+
+    async def write(directory: Any, args: Any) -> None:
+        rank = jax.process_index()
+        sums = {path: sum(block_checksum(*one) for one in several) % 2**32 for path, several in args.blocks.items()}
+        content = {"step": args.about["step"], "sums": sums, **(args.about if rank == 0 else {})}
+        (directory / f"{rank}.json").write_text(json.dumps({"digest": _digest(content), "content": content}))
+
+    @orbax.args.register_with_handler(Handler, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class Beside(orbax.args.CheckpointArgs):
+        about: Mapping[str, Any]
+        blocks: _Blocks
+
+    return Beside
+
+
 def _named(tree: Any) -> dict[str, Any]:
     """The leaves by their paths."""
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    found = dict(leaves)
+    if len(found) < len(leaves):
+        twice = sorted(path for path, n in collections.Counter(path for path, _ in leaves).items() if n > 1)
+        rule = "two leaves of the state have the same name: a key is known by its repr."
+        raise SpmdError(rule, call="save(step, state)", got=twice, advice="make the keys strings or numbers")
+    return found
+
+
+def _checked(leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    """The leaves, if they can be saved."""
+    call = "save(step, state)"
+    if any(isinstance(x, jax.core.Tracer) for x in leaves.values()):
+        raise SpmdError("save runs outside jit.", call=call, advice="return the state, and save the result")
+    if wrong := [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]:
+        raise SpmdError("a state consists of arrays.", call=call, got=wrong)
+    if gone := [path for path, x in leaves.items() if x.is_deleted()]:
+        rule = "arrays of the state are gone: they were deleted, or donated to a step."
+        raise SpmdError(rule, call=call, got=gone, advice="save the state that the step has returned")
+    if jax.process_count() > 1 and (own := [path for path, x in leaves.items() if x.is_fully_addressable]):
+        rule = "arrays of the state belong to one process alone."
+        raise SpmdError(rule, call=call, got=own, advice='spmd.shard(x, "a b") gives all processes one array')
+    return leaves
+
+
+def _empty(x: Any) -> jax.Array:
+    """An array without elements."""
+    return cast(jax.Array, jax.jit(lambda: jax.lax.full(x.shape, 0, x.dtype), out_shardings=x.sharding)())
 
 
 def _described(x: Any) -> dict[str, Any]:

@@ -230,7 +230,11 @@ class Batches(Iterator[Any]):
             found = self._read(self._next)
         else:
             self._read_ahead()
-            found = self._ahead.popleft().result()
+            try:
+                found = self._ahead.popleft().result()
+            except BaseException:
+                self._forget_ahead()  # who catches it and goes on gets this batch
+                raise
         self._next += 1
         return found
 
@@ -256,9 +260,7 @@ class Batches(Iterator[Any]):
             rule = "the state belongs to other batches: samples would be lost or come twice."
             raise SpmdError(rule, call="batches.state = ...", got=wrong, advice="batches(...) with those arguments")
         self._next = int(state["next"])
-        for one in self._ahead:
-            one.cancel()
-        self._ahead.clear()
+        self._forget_ahead()
 
     def _check_same(self) -> None:
         """Processes that read different batches would train on rows of both. An all-gather of one hash."""
@@ -272,6 +274,11 @@ class Batches(Iterator[Any]):
             raise SizeError(rule, call="batches(source, layouts)", got=wrong, advice=advice)
 
     # --- reading ---
+
+    def _forget_ahead(self) -> None:
+        for one in self._ahead:
+            one.cancel()
+        self._ahead.clear()
 
     def _read_ahead(self) -> None:
         if self._thread is None:
@@ -331,7 +338,11 @@ class Batches(Iterator[Any]):
         return jax.tree.unflatten(structure, arrays)
 
     def _sample(self, index: int, structs: Sequence[Any], structure: Any) -> list[np.ndarray]:
-        leaves, found = jax.tree.flatten(self._source[index])
+        try:
+            leaves, found = jax.tree.flatten(self._source[index])
+        except StopIteration as error:  # it would end the loop over the batches, as if all were read
+            rule = f"the source raised StopIteration for sample {index}."
+            raise SpmdError(rule, call="batches(source, ...)") from error
         leaves = [np.asarray(x) for x in leaves]
         shapes = [x.shape for x in leaves]
         if found != structure or shapes != [one.shape[1:] for one in structs]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd._agreement import in_all
+from spmd._units import bytes_text
+from spmd.cluster._places import in_a_bucket
 from spmd.errors import PlacementError, SpmdError
 from spmd.language import Layout
 from spmd.mesh import mesh_for, outside_trace
@@ -34,19 +38,22 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
     block, or an equal part of it of at most 64 MiB, so no two processes write one chunk. Each chunk has a checksum.
 
     What is not complete has another name: the array is written beside its place, as `density.zarr.part`, and renamed
-    when all processes have written all chunks. TensorStore writes it (`pip install "spmd[cluster]"`). All processes
-    call this function, and it returns when the array is there.
+    when all processes have written all chunks. In a bucket, which knows no renaming, the file that says the shape comes
+    last, and without it there is no array. TensorStore writes it (`pip install "spmd[cluster]"`). All processes call
+    this function, and it returns when the array is there.
 
     Communication: none between devices. In several processes, a few all-gathers of 32 bytes.
 
     Args:
-      path: A folder that does not exist, on a disk that all processes reach.
+      path: A folder that does not exist, on a disk that all processes reach; or `gs://bucket/density.zarr`, or
+        `s3://bucket/density.zarr`.
       x: The array, of numbers or booleans.
       names: The names of its dimensions, `"x y z"`. Where they lie is read off the array.
       overwrite: Whether to replace what is there.
 
     Raises:
       LayoutError: If the names are not those of its dimensions.
+      SpmdError: If the path is another URL.
       PlacementError: If there is something at the path already, a process cannot write its blocks or writes them
         elsewhere, or the array holds random keys or is traced.
 
@@ -64,43 +71,31 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
     """
     call = f'write_zarr("{path}", x, "{names}")'
     layout = _written_as(x, names, call)
-    final, first = Path(path).absolute(), jax.process_index() == 0
-    part, chunk = _part(final), _chunk(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+    place, chunk = _place(path, call), _chunk(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
     metadata = _metadata(x, layout, chunk)
 
-    def begin() -> None:
-        if final.exists() and not overwrite:
-            raise FileExistsError("there is something at this path already: overwrite=True replaces it")
-        if first:
-            shutil.rmtree(part, ignore_errors=True)
-            _opened(part, metadata=metadata, create=True)
-
     def write() -> None:
-        store = _opened(part, metadata=metadata, open=True, assume_metadata=True)
+        store = _opened(place.part, metadata=metadata, open=True, assume_metadata=True)
         blocks = [one for one in x.addressable_shards if one.replica_id == 0]
         for writing in [store[one.index].write(np.asarray(one.data)) for one in blocks]:
             writing.result()
 
     def end() -> None:
-        if not first:
-            return
-        chunks = math.prod(n // c for n, c in zip(x.shape, chunk, strict=True)) if x.size else 0
-        found = sum(one.is_file() for one in part.rglob("*")) - 1  # and what says the shape
-        if found != chunks:
-            raise OSError(f"process 0 finds {found} chunks of {chunks}: do all processes reach this disk?")
-        before = final.with_name(f"{final.name}.old")
-        shutil.rmtree(before, ignore_errors=True)
-        if final.exists():
-            final.rename(before)
-        part.rename(final)
-        shutil.rmtree(before, ignore_errors=True)
+        if jax.process_index() == 0:
+            place.end(metadata, math.prod(n // c for n, c in zip(x.shape, chunk, strict=True)) if x.size else 0)
 
-    for step in (begin, write, end):
+    for step in (lambda: place.begin(metadata, overwrite), write, end):
         _in_all(step, "the array could not be written.", call)
 
 
 def read_zarr(
-    path: str | Path, layout: str | None = None, *, mesh: Any = None, mapping: Any = None, dtype: Any = None
+    path: str | Path,
+    layout: str | None = None,
+    *,
+    mesh: Any = None,
+    mapping: Any = None,
+    dtype: Any = None,
+    rename: Mapping[str, str] | None = None,
 ) -> jax.Array:
     """Read an array from Zarr: `read_zarr("density.zarr", "x/a y/b z", mesh=mesh)`.
 
@@ -112,18 +107,20 @@ def read_zarr(
     Communication: none between devices. In several processes, an all-gather of 32 bytes.
 
     Args:
-      path: The folder of the array.
-      layout: How it is to lie. By default as it lay when it was written, if `write_zarr` has written it.
+      path: The folder of the array, or its URL, as for `write_zarr`.
+      layout: How it is to lie. By default as it lay when it was written, if `write_zarr` has written it. Its names are
+        those of the array, where it has some; `_` stands for any.
       mesh: The mesh. By default it is that of `jax.set_mesh`.
       mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
       dtype: A floating type to which floating numbers are cast, on the host. By default they stay as they are.
+      rename: What its dimensions are called in the layout: `{"lon": "x"}`.
 
     Returns:
       The array, placed.
 
     Raises:
-      PlacementError: If there is no array, or one that is not complete; a chunk is missing or damaged; JAX does not
-        hold its type, or `dtype` is of another kind.
+      PlacementError: If there is no array, or one that is not complete; a chunk is missing or damaged; its dimensions
+        have other names; it does not fit into the memory; JAX does not hold its type, or `dtype` is of another kind.
       SizeError: If the array does not fit the layout.
       MeshError: If there is no mesh, or an axis is unknown.
 
@@ -137,11 +134,11 @@ def read_zarr(
     References:
       https://zarr-specs.readthedocs.io/en/latest/v3/core/
     """
-    final = Path(path).absolute()
     call = f'read_zarr("{path}"' + (f', "{layout}")' if layout is not None else ")")
     if not outside_trace():
         raise PlacementError("read_zarr runs outside jit.", call=call, advice="pass it as an argument")
-    about = _about(final, call)
+    place = _place(path, call)
+    about = _about(place, call)
     if layout is None:
         if _ABOUT not in about["attributes"]:
             rule = "the array does not say how it lay, because something else wrote it."
@@ -151,6 +148,7 @@ def read_zarr(
     wanted = _held_by_jax(stored, dtype, call)
     mesh = mesh_for(mesh, [], call)
     [found] = placements(jax.ShapeDtypeStruct(shape, wanted), layout, mesh, mapping, call)
+    _check_names(about, Layout(str(layout)), rename or {}, call)
     sharding = cast(NamedSharding, found)  # what is not an array has none
     reference, whole = ambient_mode()[0] == "reference", (slice(None),) * len(shape)
 
@@ -158,9 +156,10 @@ def read_zarr(
         return tuple(part.indices(n)[:2] for part, n in zip(where, shape, strict=True))
 
     def read() -> dict[tuple[Any, ...], np.ndarray[Any, Any]]:
-        store = _opened(final, open=True, fill_missing_data_reads=_ABOUT not in about["attributes"])
+        store = _opened(place.whole, open=True, fill_missing_data_reads=_ABOUT not in about["attributes"])
         held = [whole] if reference else sharding.addressable_devices_indices_map(shape).values()
         blocks = {key(where): where for where in held if where is not None}
+        _check_memory(sum(math.prod(stop - start for start, stop in one) for one in blocks) * stored.itemsize)
         futures = {at: store[where].read() for at, where in blocks.items()}
         return {where: np.asarray(one.result()).astype(wanted, copy=False) for where, one in futures.items()}
 
@@ -186,9 +185,81 @@ def _written_as(x: Any, names: str, call: str) -> Layout:
     return layout
 
 
-def _part(path: Path) -> Path:
-    """Where an array is that is not complete."""
-    return path.with_name(f"{path.name}.part")
+def _place(path: str | Path, call: str) -> _Folder | _Bucket:
+    return _Bucket(str(path).rstrip("/")) if in_a_bucket(path, ("gs", "s3"), call) else _Folder(Path(path).absolute())
+
+
+class _Folder:
+    """An array in a folder. It is written beside its place, and renamed when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.whole, self.part = path, path.with_name(f"{path.name}.part")
+
+    def begin(self, metadata: Mapping[str, Any], overwrite: bool) -> None:
+        if self.whole.exists() and not overwrite:
+            raise FileExistsError(_THERE)
+        if jax.process_index() == 0:
+            shutil.rmtree(self.part, ignore_errors=True)
+            _opened(self.part, metadata=metadata, create=True)
+
+    def end(self, metadata: Mapping[str, Any], chunks: int) -> None:
+        _check_chunks(sum(one.is_file() for one in self.part.rglob("*")) - 1, chunks)  # one file says the shape
+        before = self.whole.with_name(f"{self.whole.name}.old")
+        shutil.rmtree(before, ignore_errors=True)
+        if self.whole.exists():
+            self.whole.rename(before)
+        self.part.rename(self.whole)
+        shutil.rmtree(before, ignore_errors=True)
+
+    def about(self) -> str | bytes:
+        if not self.whole.exists() and self.part.exists():
+            raise OSError("it was not written to its end: a part of its chunks is beside it, as .part")
+        if not (self.whole / _NAME).exists() and any((self.whole / f".z{kind}").exists() for kind in _KINDS):
+            raise OSError(_VERSION_2)
+        return (self.whole / _NAME).read_text()
+
+
+class _Bucket:
+    """An array in a bucket, where nothing can be renamed. What says the shape is deleted first and written last."""
+
+    def __init__(self, url: str) -> None:
+        self.whole = self.part = url
+
+    def begin(self, metadata: Mapping[str, Any], overwrite: bool) -> None:
+        files = self._files()
+        if not overwrite and files.read(_NAME).result().state == "value":
+            raise FileExistsError(_THERE)
+        if jax.process_index() == 0:
+            files.delete_range(_tensorstore().KvStore.KeyRange(_NAME, f"{_NAME}\0")).result()
+            files.delete_range(_tensorstore().KvStore.KeyRange()).result()
+
+    def end(self, metadata: Mapping[str, Any], chunks: int) -> None:
+        files = self._files()
+        _check_chunks(len(files.list().result()), chunks)
+        drawn = _opened("memory://", metadata=metadata, create=True).kvstore
+        files.write(_NAME, drawn.read(_NAME).result().value).result()
+
+    def about(self) -> str | bytes:
+        files = self._files()
+        found = files.read(_NAME).result()
+        if found.state == "value":
+            return cast(bytes, found.value)
+        version_2 = any(files.read(f".z{kind}").result().state == "value" for kind in _KINDS)
+        raise OSError(_VERSION_2 if version_2 else "nothing is there, or it was not written to its end")
+
+    def _files(self) -> Any:
+        return _tensorstore().KvStore.open(f"{self.whole}/").result()
+
+
+_NAME = "zarr.json"  # what says the shape
+_KINDS = ("array", "group")
+_THERE = "there is something at this path already: overwrite=True replaces it"
+_VERSION_2 = "it is written in version 2 of Zarr, and version 3 is read"
+
+
+def _check_chunks(found: int, chunks: int) -> None:
+    if found != chunks:
+        raise OSError(f"process 0 finds {found} chunks of {chunks}: do all processes reach this disk?")
 
 
 def _chunk(block: Sequence[int], item: int) -> list[int]:
@@ -201,38 +272,83 @@ def _chunk(block: Sequence[int], item: int) -> list[int]:
 
 
 def _metadata(x: jax.Array, layout: Layout, chunk: Sequence[int]) -> dict[str, Any]:
-    named = [" ".join(str(a.name) for a in d.atoms) if all(a.named for a in d.atoms) else None for d in layout.dims]
     mesh = getattr(x.sharding, "mesh", None)
     return {
         "shape": x.shape,
         "data_type": x.dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-        "dimension_names": named,
+        "dimension_names": _names(layout),
         "attributes": {_ABOUT: {"layout": layout.short, "mesh": dict(mesh.shape) if mesh is not None else {}}},
     }
 
 
-def _opened(path: Path, **how: Any) -> Any:
+def _names(layout: Layout) -> list[str | None]:
+    """What the dimensions are called; None for those without a name."""
+    return [" ".join(str(a.name) for a in d.atoms) if all(a.named for a in d.atoms) else None for d in layout.dims]
+
+
+def _check_names(about: Mapping[str, Any], layout: Layout, rename: Mapping[str, str], call: str) -> None:
+    """Complain about dimensions that have other names in the layout than the array says."""
+    stored: list[str | None] = about.get("dimension_names") or [None] * len(about["shape"])
+    if unknown := [name for name in rename if name not in stored]:
+        raise PlacementError(f"the array has no dimension {unknown[0]!r}.", call=call, got=[_listed(stored)])
+    wanted = [None if name is None else rename.get(name, name) for name in stored]
+    here = _names(layout.with_rank(len(stored)))
+    wrong = {old: new for old, name, new in zip(stored, wanted, here, strict=True) if name != new and name and new}
+    if wrong:
+        rule = "the names of the layout are not those of the array."
+        got = [f"the array: {_listed(stored)}", f"here: {_listed(here)}"]
+        advice = f"write its names, in its order; or rename={json.dumps({**rename, **wrong})} if they mean the same"
+        raise PlacementError(rule, call=call, got=got, advice=advice)
+
+
+def _listed(names: Sequence[str | None]) -> str:
+    return " ".join("_" if name is None else f"({name})" if " " in name else name for name in names)
+
+
+def _check_memory(needed: int) -> None:
+    """Complain about numbers that this machine cannot hold, for which TensorStore would end the process."""
+    if needed > (held := _memory()):
+        told = f"this process needs {bytes_text(needed)} of memory, and this machine has {bytes_text(int(held))}"
+        raise OSError(f"{told}: divide the array over devices of more hosts")
+
+
+def _memory() -> float:
+    """The memory of this machine, or what its container may take of it."""
+    found = [float("inf")]
+    for one in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            found.append(int(Path(one).read_text()))
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not on Windows
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(found)
+
+
+def _tensorstore() -> Any:
     try:
         import tensorstore
     except ImportError as error:
         rule = 'TensorStore, which reads and writes Zarr, is not installed: pip install "spmd[cluster]"'
         raise SpmdError(rule) from error
+    return tensorstore
+
+
+def _spec(path: Path | str, **how: Any) -> dict[str, Any]:
+    where = {"driver": "file", "path": f"{path}/"} if isinstance(path, Path) else f"{path}/"
     whole = {"store_data_equal_to_fill_value": True} if "metadata" in how else {}
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, **whole, **how}
-    return tensorstore.open(spec).result()
+    return {"driver": "zarr3", "kvstore": where, **whole, **how}
 
 
-def _about(path: Path, call: str) -> dict[str, Any]:
+def _opened(path: Path | str, **how: Any) -> Any:
+    return _tensorstore().open(_spec(path, **how)).result()
+
+
+def _about(place: _Folder | _Bucket, call: str) -> dict[str, Any]:
     """What an array says of itself."""
 
     def read() -> dict[str, Any]:
-        if not path.exists() and _part(path).exists():
-            raise OSError("it was not written to its end: a part of its chunks is beside it, as .part")
-        if not (path / "zarr.json").exists() and any((path / f".z{kind}").exists() for kind in ("array", "group")):
-            raise OSError("it is written in version 2 of Zarr, and version 3 is read")
-        about = json.loads((path / "zarr.json").read_text())
+        about = json.loads(place.about())
         if about["node_type"] != "array":
             raise OSError("it is a group of arrays: read one of them")
         return {"attributes": {}, **about}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
 import platform
 import re
 import site
+import socket
 import sys
 import sysconfig
 import time
@@ -18,10 +20,11 @@ from typing import Any
 import jax
 
 from spmd import _jax_errors
-from spmd._agreement import disagreements
+from spmd._agreement import disagreements, first_difference
 from spmd._compat import installed
 from spmd._processes import Task, tasks
 from spmd._replicas import compare_replicas
+from spmd.cluster._stopping import asked
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -99,7 +102,9 @@ def initialize(
             "shutdown_timeout_seconds": shutdown_timeout_seconds,
             **options,
         }
+        asked.watch_early()
         _join(found, options, cpu_devices)
+        asked.joined()
     if jax.process_count() > 1:
         _end_at_once(jax.process_index(), jax.process_count())
         _compare(ignore)
@@ -111,7 +116,8 @@ def same_program(lowered: Any) -> None:
 
     What differs, a constant, a shape, a mesh, would otherwise show as a hang or as wrong numbers. A lowered program has
     the sizes of its mesh and not the order of the devices, which `batches` compares. Communication: an all-gather of
-    one hash over the processes.
+    one hash over the processes. Where the hashes differ, some twenty more find the first line that does, and no process
+    gets the program of another.
 
     Args:
       lowered: `jax.jit(step).lower(*args)`, or `kernel.lower(*args)`.
@@ -126,12 +132,9 @@ def same_program(lowered: Any) -> None:
     if not hasattr(lowered, "as_text"):
         rule = f"same_program takes what `.lower(...)` gives, not {type(lowered).__name__}."
         raise MeshError(rule, advice="as in same_program(jax.jit(step).lower(state, batch))")
-    text = lowered.as_text()
-    found = disagreements({f"line {i:05}": line for i, line in enumerate(text.splitlines(), start=1)})
-    if found:
-        more = [f"and {len(found) - 1} more lines"] if len(found) > 1 else []
+    if found := first_difference(lowered.as_text().splitlines()):
         rule = "the processes have not lowered the same program."
-        raise MeshError(rule, call="same_program(...)", got=[found[0], *more], advice=_SAME)
+        raise MeshError(rule, call="same_program(...)", got=[found], advice=_SAME)
 
 
 _SAME = (
@@ -190,7 +193,37 @@ def _address(task: Task) -> dict[str, Any]:
         rule = "nothing says where process 0 listens."
         advice = 'initialize("host:port", ...), or MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE'
         raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
-    return {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}
+    found = {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}
+    host, _, port = (task.coordinator or os.environ["JAX_COORDINATOR_ADDRESS"]).rpartition(":")
+    local = host in _LOCAL
+    if local and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        found["coordinator_bind_address"] = f"{host}:{port}"  # else it listens on every address of this machine
+    if task.rank == 0 and port.isdecimal() and _in_use(int(port), local):
+        rule = f"port {port} of this host is in use, so process 0 cannot listen there."
+        advice = "another port: coordinator_address, MASTER_PORT, or --coordinator of launch"
+        raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
+    return found
+
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def _in_use(port: int, local: bool) -> bool:
+    """Whether another program listens on a port; some versions of JAX crash there."""
+    for family, host in (
+        (socket.AF_INET, "127.0.0.1" if local else ""),
+        (socket.AF_INET6, "::1" if local else "::"),
+    ):
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended does not count
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return True
+    return False
 
 
 def _join(found: Task, options: dict[str, Any], cpu_devices: int | None) -> None:

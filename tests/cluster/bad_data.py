@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 import spmd
-from tests.errors.registry import X, bad
+from tests.errors.registry import X, bad, fixed
 
 
 @bad
@@ -80,3 +82,76 @@ def a_checkpoint_of_something_else(mesh):
             saved.save(1, {"w": jnp.ones(3), "name": "a"})
         finally:
             saved.close()
+
+
+@contextlib.contextmanager
+def opened():
+    """Checkpoints in a folder of their own."""
+    with tempfile.TemporaryDirectory() as folder, spmd.cluster.checkpoints(folder) as saved:
+        yield saved
+
+
+@bad
+def a_checkpoint_inside_jit(mesh):
+    with opened() as saved:
+        jax.jit(lambda x: saved.save(1, {"w": x}))(X)
+
+
+@bad
+def a_checkpoint_of_donated_arrays(mesh):
+    with opened() as saved:
+        x = jnp.ones(8)
+        x.delete()
+        saved.save(1, {"w": x})
+
+
+@bad
+def a_checkpoint_restored_with_a_function(mesh):
+    with opened() as saved:
+        saved.restore(lambda key: {"w": jnp.ones(8)}, jax.random.key(0))
+
+
+@fixed
+def a_checkpoint_restored_with_a_function_fixed(mesh):
+    with opened() as saved:
+        assert saved.restore(spmd.init(lambda key: {"w": jnp.ones(8)}, "d", mesh=mesh), jax.random.key(0)).step == 0
+
+
+@bad
+def a_checkpoint_of_keys_with_one_text(mesh):
+    class Key:
+        __lt__ = lambda self, other: id(self) < id(other)
+        __repr__ = lambda self: "layer"
+
+    with opened() as saved:
+        saved.save(1, {Key(): jnp.ones(8), Key(): jnp.zeros(8)})
+
+
+@bad
+def checkpoints_that_are_closed(mesh):
+    with opened() as saved:
+        saved.close()
+        saved.save(1, {"w": jnp.ones(8)})
+
+
+@bad
+def checkpoints_at_another_url(mesh):
+    spmd.cluster.checkpoints("s3://bucket/run")
+
+
+@bad
+def checkpoints_of_two_programs_in_one_folder(mesh):
+    taken = "process 4711 on node-7"
+    with opened() as saved, mock.patch.multiple(saved, path="run", _lease=mock.Mock(take=lambda: taken)):
+        saved.save(1, {"w": jnp.ones(8)})
+
+
+@bad
+def a_source_that_ends(mesh):
+    class Source:
+        __len__ = lambda self: 8
+
+        def __getitem__(self, index):
+            return next(iter([X[0]] if index == 0 else []))
+
+    next(spmd.cluster.batches(Source(), "b/dp d", batch=2, shuffle=False, mesh=mesh))

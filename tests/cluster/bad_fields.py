@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 
 import spmd
 from spmd.cluster import read_zarr, write_zarr
-from tests.errors.registry import bad
+from tests.errors.registry import bad, fixed
 
 
 @contextlib.contextmanager
@@ -62,6 +63,36 @@ def a_field_that_was_not_written_to_its_end(mesh):
     with written(mesh):
         Path("u.zarr").rename("u.zarr.part")
         read_zarr("u.zarr", mesh=mesh)
+
+
+@bad
+def a_field_with_its_names_exchanged(mesh):
+    with written(mesh):
+        read_zarr("u.zarr", "y/dp x/tp", mesh=mesh)
+
+
+@fixed
+def a_field_with_its_names_exchanged_fixed(mesh):
+    with written(mesh):
+        found = read_zarr("u.zarr", "y/dp x/tp", mesh=mesh, rename={"x": "y", "y": "x"})
+    assert found.shape == (4, 8)
+
+
+@bad
+def a_field_with_a_name_that_it_does_not_have(mesh):
+    with written(mesh):
+        read_zarr("u.zarr", "x/dp y", mesh=mesh, rename={"lon": "x"})
+
+
+@bad
+def a_field_far_too_large(mesh):
+    with written(mesh), mock.patch("spmd.cluster._fields._memory", lambda: 64.0):
+        read_zarr("u.zarr", mesh=mesh)
+
+
+@bad
+def a_field_at_another_url(mesh):
+    write_zarr("ftp://host/u.zarr", jnp.ones(8), "x")
 
 
 @bad

@@ -14,6 +14,7 @@ from tests.errors.registry import bad, fixed
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "2"}
 LAUNCHED = {"SPMD_RANK": "0", "SPMD_PROCESSES": "2", "SPMD_COORDINATOR": "localhost:1"}
+WHERE = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 
 
 def told(*variables):
@@ -30,6 +31,12 @@ def processes_that_did_not_join(mesh):
 def processes_that_did_not_join_fixed(mesh):
     with told(LAUNCHED):
         assert spmd.make_mesh(dp=2, alone=True).size == 2
+
+
+@bad
+def a_port_that_is_in_use(mesh):
+    with mock.patch("spmd.cluster._start._in_use", lambda *_: True), told({**TORCH, "RANK": "0"}, WHERE):
+        spmd.cluster.initialize()
 
 
 @bad

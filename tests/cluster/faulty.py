@@ -37,6 +37,8 @@ def fault(kind: str, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(3 * int(os.environ["HEARTBEAT"]) + 3)
         case "term":
             os.kill(os.getpid(), signal.SIGTERM)
 

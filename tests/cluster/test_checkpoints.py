@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
+import resource
+import shutil
+import signal
 import subprocess
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +22,13 @@ from spmd.cluster import _checkpoints, batches, checkpoints
 from spmd.cluster._checkpoints import _Damaged, _named, block_checksum, checksum
 from spmd.errors import PlacementError, SpmdError
 from tests.cluster.full_disk import TIMEOUT
-from tests.cluster.harness import alone, exhaustive, launched
+from tests.cluster.harness import alone, end, exhaustive, launched, start
 from tests.sampler import first_seed, share
 
 # Orbax leaves a coroutine behind where a read fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
+STALE = "tests/cluster/stale.py"
 LAYOUTS = {"w": "d/dp f/tp", "b": "f/tp", "count": "scalar", "half": "d/dp/tp"}
 
 
@@ -101,7 +107,7 @@ def test_the_last_ones_are_kept(saved):
     assert found.step == 5
     same(found.state, make(jax.random.key(5)))
     assert sorted(one.name for one in (saved.path / "steps").iterdir() if one.name.isdigit()) == ["3", "4", "5"]
-    assert {one.name for one in (saved.path / "about").iterdir()} <= {f"{step}-0.json" for step in (2, 3, 4, 5)}
+    assert sorted(one.name for one in saved.path.iterdir()) == ["lease.json", "steps"]
 
 
 def test_what_is_saved_may_be_donated_at_once(saved):
@@ -158,7 +164,7 @@ def forget(path):
 
 def orbax_alone(saved, make):
     """The last step as it is restored with the guards off: no checksums, and no step before it."""
-    return saved._arrays(saved._manager.latest_step(), _named(make.abstract(jax.random.key(0))))
+    return saved._arrays(max(saved._known()), _named(make.abstract(jax.random.key(0))))
 
 
 @pytest.mark.parametrize("damage", [cut, forget])
@@ -214,7 +220,7 @@ def test_a_damaged_step_is_saved_again(saved):
 
 def test_a_step_without_checksums_was_not_finished(saved, capsys):
     make = two_steps(saved)
-    (saved.path / "about" / "2-0.json").unlink()
+    (saved.path / "steps" / "2" / "about" / "0.json").unlink()
     assert saved.restore(make, jax.random.key(0)).step == 1
 
 
@@ -222,7 +228,7 @@ def test_damage_beside_the_arrays_never_changes_the_data(saved, mesh, capsys):
     """Of what we write ourselves: a flipped bit could say that other samples come next."""
     new_data = lambda: batches(np.arange(40), "b/dp", batch=4, seed=3, mesh=mesh)
     make = two_steps(saved, data=new_data())
-    path, dice = saved.path / "about" / "2-0.json", np.random.default_rng(first_seed())
+    path, dice = saved.path / "steps" / "2" / "about" / "0.json", np.random.default_rng(first_seed())
     content = path.read_bytes()
 
     def restored():
@@ -417,3 +423,224 @@ def test_the_checksums_of_blocks_add_up(dtype, shape):
     parts = itertools.product(*[(slice(0, i), slice(i, n)) for i, n in zip(at, shape, strict=True)])
     found = [block_checksum(np.asarray(x[part]), [one.start for one in part]) for part in parts]
     assert sum(found) % 2**32 == wanted
+
+
+# --- processes that see other steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "step"), [("listing", 15), ("hidden", 10)])
+def test_all_processes_restore_one_step_where_one_has_an_old_listing(tmp_path, how, step):
+    """Rank 0 restored step 15 and rank 1 step 10, without a word."""
+    run = tmp_path / "run"
+    assert launched(2, STALE, str(run), "save").code == 0
+    found = launched(2, STALE, str(run), how)
+    assert found.code == 0, found.err
+    lines = dict(re.findall(r"\[(\d)\] restored (.*)", found.out))
+    right = jax.random.normal(jax.random.key(step), (8,)).reshape(2, 4)
+    for rank in range(2):
+        number, numbers = lines[f"{rank}"].split(" ", 1)
+        assert int(number) == step, found.out
+        np.testing.assert_allclose(json.loads(numbers), right[rank], rtol=1e-6)
+    assert found.out.count("done") == (2 if how == "listing" else 0)
+
+
+# --- a run whose saves fail ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full():
+    """No file grows beyond a few bytes."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1][1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+
+
+def left_behind(saved):
+    return [one.name for one in (saved.path / "steps").iterdir() if not one.name.isdigit()]
+
+
+def test_a_run_whose_last_save_failed_ends_with_an_error(tmp_path, capsys):
+    saved, make = checkpoints(tmp_path / "run"), maker()
+    saved.save(1, make(jax.random.key(1)))
+    saved.wait()
+    with full():
+        saved.save(2, make(jax.random.key(2)))
+        with pytest.raises(SpmdError, match="could not be saved"):
+            saved.close()
+    assert "save(2, state)" in capsys.readouterr().err
+
+
+def test_a_run_whose_first_save_failed_ends_with_an_error(tmp_path):
+    saved, make = checkpoints(tmp_path / "run"), maker()
+    with full(), pytest.raises(SpmdError, match="could not be saved"), saved:
+        saved.save(1, make(jax.random.key(1)))
+
+
+def test_a_failed_save_that_a_later_one_made_good_is_no_error(tmp_path, capsys):
+    saved, make = checkpoints(tmp_path / "run"), maker()
+    saved.save(1, make(jax.random.key(1)))
+    saved.wait()
+    with full():
+        saved.save(2, make(jax.random.key(2)))
+        saved.wait()
+    assert "could not be saved" in capsys.readouterr().err
+    assert left_behind(saved) == []  # on a disk that is full
+    saved.save(2, make(jax.random.key(2)))
+    saved.close()
+    assert checkpoints(tmp_path / "run").restore(make, jax.random.key(0)).step == 2
+
+
+def test_what_a_killed_save_left_behind_is_removed(tmp_path):
+    saved, make = checkpoints(tmp_path / "run"), maker()
+    (saved.path / "steps" / "7.orbax-checkpoint-tmp-1").mkdir(parents=True)
+    with saved:
+        saved.save(1, make(jax.random.key(1)))
+    assert left_behind(saved) == []
+
+
+def test_the_example_ends_with_another_code_if_its_last_save_failed(tmp_path):
+    """It said "which is saved in" and ended with the code that queues it again, and nothing was saved."""
+    found = launched(2, "tests/cluster/unsaved.py", str(tmp_path), devices=4)
+    assert found.code == 1, (found.out, found.err)
+    assert "stopped after" not in found.out and "a checkpoint could not be saved" in found.err
+
+
+# --- which steps stay ------------------------------------------------------------------------------------------------
+
+
+def steps(saved):
+    return sorted(int(one.name) for one in (saved.path / "steps").iterdir() if one.name.isdigit())
+
+
+def test_a_damaged_step_does_not_take_the_place_of_a_good_one(tmp_path, capsys):
+    make = maker()
+    with checkpoints(tmp_path / "run", keep=2) as saved:
+        two_steps(saved, make)
+        for path in files(saved, 2):
+            forget(path)
+        assert saved.restore(make, jax.random.key(0)).step == 1
+        saved.save(3, make(jax.random.key(3)))
+        saved.wait()
+        assert steps(saved) == [1, 3]
+        for path in files(saved, 3):
+            forget(path)
+        assert saved.restore(make, jax.random.key(0)).step == 1
+
+
+def test_each_step_has_all_that_it_needs(saved, tmp_path):
+    """Losing a folder beside the steps made every step unreadable."""
+    make = two_steps(saved)
+    for one in saved.path.iterdir():
+        if one.name != "steps":
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+    assert saved.restore(make, jax.random.key(0)).step == 2
+    (tmp_path / "copy" / "steps").mkdir(parents=True)
+    shutil.copytree(saved.path / "steps" / "1", tmp_path / "copy" / "steps" / "1")
+    with checkpoints(tmp_path / "copy") as other:
+        assert other.restore(make, jax.random.key(0)).step == 1
+
+
+def test_a_step_under_another_name_is_not_taken_for_it(saved, capsys):
+    make = two_steps(saved)
+    (saved.path / "steps" / "2").rename(saved.path / "steps" / "9")
+    with checkpoints(saved.path) as other:
+        assert other.restore(make, jax.random.key(0)).step == 1
+    assert "step 9 is damaged" in capsys.readouterr().err
+
+
+# --- what is saved ---------------------------------------------------------------------------------------------------
+
+
+def test_empty_arrays_and_empty_states(saved):
+    def new(key):
+        return {"w": jnp.ones((8, 4)), "none": jnp.zeros((0, 3), jnp.bfloat16), "keys": jax.random.split(key, 0)}
+
+    make = spmd.init(new, {"w": "a/dp b", "none": "a b", "keys": "a"}, mesh=spmd.make_mesh(dp=8))
+    state = make(jax.random.key(0))
+    saved.save(1, state)
+    found = saved.restore(make, jax.random.key(1))
+    assert found.step == 1 and found.state["none"].shape == (0, 3) and found.state["keys"].shape == (0,)
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding), found.state) == jax.tree.map(
+        lambda x: (x.dtype, x.sharding), state
+    )
+    make = spmd.init(lambda key: {}, {}, mesh=spmd.make_mesh(dp=8))
+    saved.save(2, {})
+    assert saved.restore(make, jax.random.key(1)) == ({}, 2)
+
+
+class Odd:
+    """A key whose text does not tell which one it is."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __lt__(self, other):
+        return self.rank < other.rank
+
+    def __repr__(self):
+        return "key"
+
+
+def test_what_cannot_be_saved_is_said(saved):
+    with pytest.raises(SpmdError, match="outside jit"):
+        jax.jit(lambda x: saved.save(1, {"w": x}))(jnp.ones(8))
+    with pytest.raises(SpmdError, match="same name"):
+        saved.save(1, {Odd(0): jnp.ones(8), Odd(1): jnp.zeros(8)})
+    gone = jnp.ones(8)
+    gone.delete()
+    with pytest.raises(SpmdError, match="donated"):
+        saved.save(1, {"w": gone})
+    with pytest.raises(SpmdError, match=r"spmd\.init"):
+        saved.restore(lambda key: jnp.ones(8), jax.random.key(0))
+    assert steps(saved) == []
+
+
+def test_what_is_closed_stays_closed(tmp_path):
+    make = maker()
+    with checkpoints(tmp_path / "run") as saved:
+        saved.save(1, make(jax.random.key(1)))
+    saved.close()
+    for call in (lambda: saved.save(2, make(jax.random.key(1))), lambda: saved.restore(make, jax.random.key(0))):
+        with pytest.raises(SpmdError, match="closed"):
+            call()
+
+    def fails():
+        with checkpoints(tmp_path / "run") as saved:
+            saved.save(2, make(jax.random.key(2)))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert steps(saved) == [1, 2]
+
+
+@pytest.mark.parametrize("path", ["ftp://host/run", "s4://bucket/run", "gs://", "http://host/run"])
+def test_places_that_nobody_writes_to_are_refused_at_once(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpmdError, match="bucket"):
+        checkpoints(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- two programs in one folder --------------------------------------------------------------------------------------
+
+
+def test_a_second_program_in_the_folder_is_an_error(tmp_path):
+    folder, since = tmp_path / "run", time.monotonic()
+    first = start(["tests/cluster/tenant.py", str(folder)])
+    assert first.stdout.readline() == "saved\n"
+    found = alone("tests/cluster/tenant.py", str(folder))
+    assert found.code == 1 and "another program saves into this folder" in found.err
+    assert f"process {first.pid} on" in found.err
+    assert "restored 1" in found.out  # reading disturbs nobody
+    first.kill()
+    end(first, since)
+    again = start(["tests/cluster/tenant.py", str(folder)])
+    assert [again.stdout.readline() for _ in range(2)] == ["restored 1\n", "saved\n"]
+    assert time.monotonic() - since < 90
+    again.kill()
+    end(again, since)

@@ -176,6 +176,34 @@ def test_what_the_source_raises_reaches_the_caller(mesh, prefetch):
         next(data)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("error", [OSError, StopIteration, KeyboardInterrupt])
+def test_no_batch_is_lost_after_an_error_that_the_caller_caught(mesh, prefetch, error):
+    """With two that are read ahead they were 0, 1, 2, the error, 4, 5, 5, 6."""
+
+    class Once(Counted):
+        broken = True
+
+        def __getitem__(self, index):
+            if index == 13 and self.broken:
+                self.broken = False
+                raise error("disk gone")
+            return super().__getitem__(index)
+
+    data = batches(Once(np.arange(40)), "b/dp", batch=4, shuffle=False, mesh=mesh, prefetch=prefetch)
+    found = []
+    while len(found) < 9:
+        state = data.state["next"]
+        try:
+            found.append(int(next(data)[0]) // 4)
+        except (OSError, SpmdError, KeyboardInterrupt) as caught:
+            assert "disk gone" in str(caught) or "for sample 13" in str(caught)
+            found.append("error")
+            assert data.state["next"] == state == 3
+    assert found == [0, 1, 2, "error", 3, 4, 5, 6, 7]
+    assert data.state["next"] == 8
+
+
 def test_samples_of_another_shape_are_named(mesh):
     rows = [np.zeros(4)] * 6 + [np.zeros(5)] * 6
     data = batches(rows, "b/dp s", batch=8, shuffle=False, mesh=mesh)

@@ -13,8 +13,9 @@ import pytest
 
 import spmd
 from spmd.cluster import _fields, read_zarr, write_zarr
-from spmd.errors import PlacementError
+from spmd.errors import PlacementError, SpmdError
 from tests import simulator
+from tests.cluster.bucket import serving
 from tests.sampler import Sampler, seeds
 
 MESH = {"a": 2, "b": 4}
@@ -200,3 +201,107 @@ def test_arrays_of_others(tmp_path):
         read_zarr(tmp_path / "u", "x/a y/b", mesh=mesh)
     with jax.enable_x64(True):
         assert read_zarr(tmp_path / "u", "x/a y/b", mesh=mesh).dtype == jnp.float64
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["y/a x/b", "y x", "x/a z/b", "(x y)/a z", "... x"])
+def test_other_names_than_those_of_the_array_are_refused(tmp_path, layout):
+    """The array came back with its names exchanged."""
+    write_zarr(tmp_path / "u", placed(), "x y")
+    with pytest.raises(PlacementError, match="names"):
+        read_zarr(tmp_path / "u", layout, mesh=spmd.make_mesh(**MESH))
+
+
+@pytest.mark.parametrize("layout", ["x/a y/b", "... y/b", "x ...", "...", "_/a _", "x/a _", "8 12/b"])
+def test_names_that_are_those_of_the_array_or_none(tmp_path, layout):
+    write_zarr(tmp_path / "u", placed(), "x y")
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", layout, mesh=spmd.make_mesh(**MESH)), X)
+
+
+def test_dimensions_that_are_called_otherwise_here(tmp_path):
+    mesh = spmd.make_mesh(**MESH)
+    write_zarr(tmp_path / "u", placed(), "x y")
+    found = read_zarr(tmp_path / "u", "lon/a lat/b", mesh=mesh, rename={"x": "lon", "y": "lat"})
+    np.testing.assert_array_equal(found, X)
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", "y/a x/b", mesh=mesh, rename={"x": "y", "y": "x"}), X)
+    with pytest.raises(PlacementError, match="has no dimension 'lon'"):
+        read_zarr(tmp_path / "u", "lon/a y", mesh=mesh, rename={"lon": "x"})
+
+
+# --- buckets and other places ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    with serving() as (address, objects):
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+        yield objects
+
+
+def test_an_array_in_a_bucket(bucket, tmp_path, monkeypatch):
+    """It was written into a folder `gs:` of this machine."""
+    monkeypatch.chdir(tmp_path)
+    mesh, url = spmd.make_mesh(**MESH), "gs://bucket/runs/u.zarr"
+    with pytest.raises(PlacementError, match="no complete array"):
+        read_zarr(url, "x y", mesh=mesh)
+    write_zarr(url, placed(), "x y")
+    assert list(tmp_path.iterdir()) == []
+    chunks = {f"runs/u.zarr/c/{i}/{j}" for i in range(2) for j in range(4)}
+    assert set(bucket) == {"runs/u.zarr/zarr.json", *chunks}
+    np.testing.assert_array_equal(read_zarr(url, mesh=mesh), X)
+    np.testing.assert_array_equal(read_zarr(url, "x y/b", mesh=mesh), X)
+    with pytest.raises(PlacementError, match="overwrite=True"):
+        write_zarr(url, placed(), "x y")
+    write_zarr(url, placed("x/a y", -X), "x y", overwrite=True)
+    assert set(bucket) == {f"runs/u.zarr/{name}" for name in ("zarr.json", "c/0/0", "c/1/0")}
+    np.testing.assert_array_equal(read_zarr(url, mesh=mesh), -X)
+    del bucket["runs/u.zarr/c/1/0"]
+    with pytest.raises(PlacementError, match="missing"):
+        read_zarr(url, mesh=mesh)
+
+
+def test_a_write_to_a_bucket_that_is_torn_is_no_array(bucket, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    write_zarr("gs://bucket/u", placed(), "x y")
+    monkeypatch.setattr(_fields._Bucket, "end", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_zarr("gs://bucket/u", placed(), "x y", overwrite=True)
+    with pytest.raises(PlacementError, match="no complete array"):
+        read_zarr("gs://bucket/u", mesh=spmd.make_mesh(**MESH))
+
+
+def test_what_is_in_a_bucket_of_s3_is_asked_of_s3():
+    """No server here speaks its language; the driver is the same as that for a folder."""
+    import tensorstore
+
+    spec = tensorstore.Spec(_fields._spec("s3://bucket/u.zarr"))
+    assert spec.to_json()["kvstore"]["driver"] == "s3" and spec.to_json()["kvstore"]["path"] == "u.zarr/"
+
+
+def test_other_places_are_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("ftp://bucket/u.zarr", "gs://", Path("gs://bucket/u.zarr")):
+        for call in (lambda path=path: write_zarr(path, placed(), "x y"), lambda path=path: read_zarr(path)):
+            with pytest.raises(SpmdError, match="bucket/folder"):
+                call()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- arrays that are far too large -----------------------------------------------------------------------------------
+
+
+def test_an_array_far_too_large_is_an_error(tmp_path):
+    """It aborted the process."""
+    about = {
+        "shape": [2**40, 2**20],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1024, 1024]}},
+    }
+    _fields._opened(tmp_path / "u", metadata=about, create=True)
+    with pytest.raises(PlacementError, match=r"this process needs \S+ TiB of memory"):
+        read_zarr(tmp_path / "u", "x/a y/b", mesh=spmd.make_mesh(**MESH))

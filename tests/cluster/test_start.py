@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -120,6 +121,14 @@ def test_without_a_launcher_the_others_of_a_stopped_process_end():
 
 
 @exhaustive
+def test_a_process_that_sleeps_is_not_noticed():
+    """As the page says: its heartbeat goes on, so the others wait for it."""
+    found = joined([[FAULTY, "sleep"]] * 2, [{"HEARTBEAT": "3"}] * 2)
+    assert [one.code for one in found] == [0, 0] and all("done" in one.out for one in found)
+    assert after_the_fault(found[1], time.time()) > 11
+
+
+@exhaustive
 def test_a_rank_that_is_never_started_is_waited_for_so_long():
     [found] = joined([[FAULTY, "none"]], [{"WORLD_SIZE": "2", "INITIALIZATION": "5"}])
     assert found.code not in (0, None) and 5 <= found.seconds < 25
@@ -218,3 +227,38 @@ def test_with_the_guard_off_another_program_in_one_process_is_not_found(tmp_path
     commands = [[path, "shape-constant", "--lr", str(i)] for i, path in enumerate(programs(tmp_path))]
     found = joined(commands, [{"GUARD": "off"}] * 2)
     assert [one.code for one in found] == [0, 0] and all("done" in one.out for one in found)
+
+
+# --- hosts that are not alike ----------------------------------------------------------------------------------------
+
+
+def test_hosts_with_unequal_numbers_of_devices(tmp_path):
+    """Six devices as four and two: JAX's own all-gather of the processes reshapes them to two rows."""
+    counts = [{"JAX_NUM_CPU_DEVICES": "4"}, {"JAX_NUM_CPU_DEVICES": "2"}]
+    found = joined([["tests/cluster/unequal.py", str(tmp_path)]] * 2, counts)
+    assert [one.code for one in found] == [0, 0], found
+    assert all("done" in one.out for one in found)
+
+
+# --- the coordinator -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says who listens where")
+def test_the_coordinator_of_a_local_launch_listens_on_this_machine_only():
+    found = launched(2, "tests/cluster/listening.py")
+    [said] = re.findall(r"\[0\] listens (.*)", found.out)
+    here = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # 127.0.0.1, ::1
+    assert said and set(said.split()) <= here, (said, found.err)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_port_in_use_is_named_at_once(family):
+    """Process 0 died of SIGSEGV, or said that an RPC server failed to start."""
+    with socket.socket(family) as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        told = {"WORLD_SIZE": "2", "MASTER_PORT": str(port), "INITIALIZATION": "5"}
+        [found] = joined([[FAULTY, "none"]], [told])
+    assert found.code == 1 and found.seconds < 30
+    assert f"port {port} of this host is in use" in found.err and "MASTER_PORT" in found.err

@@ -9,6 +9,8 @@ import pytest
 
 from spmd.cluster import _stopping, stopping
 from spmd.errors import SpmdError
+from tests.cluster.harness import alone, joined
+from tests.sampler import share
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -16,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 @pytest.fixture(autouse=True)
 def _as_at_the_start(monkeypatch):
     before = [signal.getsignal(number) for number in SIGNALS]
-    monkeypatch.setattr(_stopping, "_asked", _stopping._Asked())
+    monkeypatch.setattr(_stopping, "asked", _stopping._Asked())
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
         signal.signal(number, handler)
@@ -40,3 +42,22 @@ def test_steps_that_cannot_be():
     for wrong in (-1, 1.5, True, "3"):
         with pytest.raises(SpmdError):
             stopping(wrong)
+
+
+PROGRAM = "tests/cluster/signalled.py"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_more_signals_during_the_exit_change_nothing(number):
+    """Python gives its handlers back before it ends, and the exit code was that of the signal: 16 of 16."""
+    found = alone(PROGRAM, str(int(number)), "loop")
+    assert found.code == 75 and "stopped" in found.out, found
+
+
+@pytest.mark.parametrize(
+    ("number", "when"), share([(number, when) for when in ("join", "loop") for number in SIGNALS[:2]], always=[])
+)
+def test_more_signals_to_several_processes_change_nothing(number, when):
+    """One that came while a process waited for the others to join ended it."""
+    found = joined([[PROGRAM, str(int(number)), when]] * 2)
+    assert [one.code for one in found] == [75, 75], found

@@ -76,9 +76,32 @@ def test_a_pod_that_was_stopped_is_replaced_and_does_not_count_as_failed(parts):
     rules = job["podFailurePolicy"]["rules"]
     assert all(rule["action"] == "Ignore" for rule in rules)
     stopped = rules[0]["onExitCodes"]
-    assert stopped["values"] == [75] and stopped["containerName"] == pod["containers"][0]["name"]
+    assert stopped["values"] == [75, 143] and stopped["containerName"] == pod["containers"][0]["name"]
     mounts = {one["name"] for one in pod["containers"][0]["volumeMounts"]}
     assert mounts == {one["name"] for one in pod["volumes"]}
+
+
+def test_a_condition_of_a_pod_has_a_status(parts):
+    """Kubernetes 1.29 to 1.34 refuse the file without."""
+    rules = parts["Job"]["spec"]["podFailurePolicy"]["rules"]
+    conditions = [one for rule in rules for one in rule.get("onPodConditions", [])]
+    assert conditions and all(one == {"type": "DisruptionTarget", "status": "True"} for one in conditions)
+
+
+def crashes_that_are_left(job: dict[str, Any], pods: int) -> int:
+    """How many crashes of one process a job survives, each of which fails all of its pods, as Kubernetes counts them:
+    against the limit of its index, or, where there is none, against one limit for all (6 by default)."""
+    by_index = job.get("backoffLimitPerIndex")
+    return int(job.get("backoffLimit", 6) // pods if by_index is None else by_index)
+
+
+@pytest.mark.parametrize("pods", [2, 11, 2000])
+def test_one_crash_does_not_end_a_large_job(parts, pods):
+    """With one limit of 10 for all, the first crash ended a job of 11 pods."""
+    job = parts["Job"]["spec"]
+    assert crashes_that_are_left(job, pods) >= 10
+    assert job["podReplacementPolicy"] == "Failed"  # what Kubernetes demands beside podFailurePolicy
+    assert job["maxFailedIndexes"] == 0  # the others are not trained for without one
 
 
 # --- the script for SLURM, run ---------------------------------------------------------------------------------------
@@ -113,6 +136,17 @@ def cluster(folder: Path) -> dict[str, str]:
 
 def test_the_script_for_slurm_is_bash():
     subprocess.run(["bash", "-n", str(SLURM)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "again"), [(0, False), (1, False), (75, True), (138, True), (143, True), (137, False)]
+)
+def test_a_signal_in_the_first_seconds_is_queued_again_too(tmp_path, code, again):
+    """Before Python has loaded JAX, SIGUSR1 ends the processes; the job was lost."""
+    variables = cluster(tmp_path)
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\nexit {code}\n")
+    found = subprocess.run(["bash", str(SLURM)], cwd=ROOT, env=variables, capture_output=True, check=False)
+    assert found.returncode == code and (tmp_path / "queue").exists() == again
 
 
 @exhaustive

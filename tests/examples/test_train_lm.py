@@ -184,6 +184,20 @@ def test_the_whole_run(lm, tmp_path, capsys):
         assert text in shown
 
 
+def test_files_that_cannot_be_written_do_not_change_how_a_run_ends(lm, tmp_path, capsys, monkeypatch):
+    """A plot that could not be written turned exit code 75 into 1, and its default was one file for all users."""
+    results = {"first": 0, "losses": [5.0, 4.0], "timings": {"step": 1.0}}
+    lm.write(results, dataclasses.replace(lm.Config(), plot=str(tmp_path / "none" / "a.png"), json=str(tmp_path / "j")))
+    said = capsys.readouterr().out
+    assert "not written: " in said and "none/a.png" in said and "loss curve" not in said
+    assert json.loads((tmp_path / "j").read_text()) == results
+    monkeypatch.setattr(lm.tempfile, "tempdir", str(tmp_path))
+    for _ in range(2):
+        lm.write(results, lm.Config())
+    assert len(list(tmp_path.glob("*/loss.png"))) == 2
+    assert all(one.stat().st_mode & 0o077 == 0 for one in tmp_path.glob("train_lm-*"))
+
+
 def test_ctrl_c_ends_with_the_score_so_far_and_a_sample(lm, capsys, monkeypatch):
     stopping = lm.cluster.stopping
 

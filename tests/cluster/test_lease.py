@@ -1,0 +1,108 @@
+"""A lease: who holds a folder, until when, and what others hear. Two real programs are in `test_checkpoints.py`."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from etils import epath
+
+from spmd.cluster import _lease
+from spmd.cluster._lease import Lease
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(_lease, "BEAT", 1.1)  # files tell whole seconds
+    monkeypatch.setattr(_lease, "PATIENCE", 2.3)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Makes what follows another program, on another host."""
+
+    def move(name="b"):
+        monkeypatch.setattr(_lease, "_ME", name)
+        monkeypatch.setattr(_lease, "_system", lambda: name)
+
+    return move
+
+
+def written(folder, **more):
+    content = {"holder": "x", "host": "there", "process": "1", "system": "another", **more}
+    (folder / "lease.json").write_text(json.dumps(content))
+
+
+def test_who_holds_it_goes_on_until_the_release(tmp_path):
+    lease, other = Lease(epath.Path(tmp_path)), Lease(epath.Path(tmp_path))
+    assert not lease.held and lease.take() == "" and lease.held
+    assert other.take() == ""  # of the same process
+    lease.release()
+    assert not lease.held
+    other.release()
+    assert list(tmp_path.iterdir()) == []
+    lease.release()
+
+
+def test_who_lives_is_named_and_who_is_silent_is_not_waited_for(tmp_path, elsewhere):
+    first, second = Lease(epath.Path(tmp_path)), Lease(epath.Path(tmp_path))
+    assert first.take() == ""
+    content = (tmp_path / "lease.json").read_text()
+    mine = _lease._ME
+    elsewhere()
+    assert json.loads(content)["holder"] == mine
+    # the thread of the first one is in this process, so its words are written by hand
+    first._ended.set()
+    since = time.monotonic()
+    assert second.take() == "" and 2.3 <= time.monotonic() - since < 6
+    assert json.loads((tmp_path / "lease.json").read_text())["holder"] == "b"
+    second.release()
+
+
+def test_a_word_while_one_waits(tmp_path, monkeypatch):
+    written(tmp_path)
+    slept = time.sleep
+
+    def meanwhile(seconds):
+        slept(1.1)
+        written(tmp_path)
+
+    monkeypatch.setattr(_lease.time, "sleep", meanwhile)
+    assert Lease(epath.Path(tmp_path)).take() == "process 1 on there"
+
+
+def test_who_was_looked_at_before_is_not_waited_for_again(tmp_path):
+    written(tmp_path)
+    lease = Lease(epath.Path(tmp_path))
+    assert lease.holder()["host"] == "there"
+    time.sleep(2.4)
+    since = time.monotonic()
+    assert lease.take() == "" and time.monotonic() - since < 1
+    lease.release()
+
+
+def test_a_program_that_ended_on_this_system_is_not_waited_for(tmp_path):
+    if _lease._system():
+        written(tmp_path, system=_lease._system(), process="999999999")
+        assert Lease(epath.Path(tmp_path)).holder() is None
+        written(tmp_path, system=_lease._system(), process="1")
+        assert Lease(epath.Path(tmp_path)).holder() is not None
+
+
+def test_a_lease_that_was_taken_meanwhile_is_noticed(tmp_path):
+    """As by a process that stood still for longer than the others wait."""
+    lease = Lease(epath.Path(tmp_path))
+    assert lease.take() == ""
+    written(tmp_path)
+    assert lease.take() == "process 1 on there"
+    lease.release()
+    assert (tmp_path / "lease.json").exists()  # the other one's
+
+
+def test_a_file_that_says_nothing(tmp_path):
+    (tmp_path / "lease.json").write_text("{")
+    lease = Lease(epath.Path(tmp_path))
+    assert lease.holder()["host"] == "another host"
+    assert lease.take() == ""
+    lease.release()
