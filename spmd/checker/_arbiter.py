@@ -86,14 +86,15 @@ def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mappi
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
+    found = Trial(sizes)
     for grad in (True, False):  # some programs have no derivative
         try:
             return _Program(fn, arrays, mesh, sizes, grad).tried()
         except _Failed as error:
-            why = str(error)
+            found = Trial(sizes, why=f"{error}")
         except NotSimulated as error:
-            return Trial(sizes, why=str(error), fails=isinstance(error, _FailsWhole))
-    return Trial(sizes, why=why)
+            return Trial(sizes, why=f"{error}", fails=isinstance(error, _FailsWhole))
+    return found
 
 
 class _FailsWhole(NotSimulated):
@@ -152,10 +153,10 @@ class _Program:
                     if other != form:
                         raise _Failed(f"a result has another shape on {_shown(one)}")
                 if jaxpr:
-                    return jaxpr, str(first) if one and max(one.values()) > 1 else ""
+                    return jaxpr, f"{first}" if one and max(one.values()) > 1 else ""
             except _Failed as error:
                 first = first or error
-        raise _FailsWhole(str(first))
+        raise _FailsWhole(f"{first}")
 
     def _numbers(self, draw: Any) -> list[Array]:
         _, given = pulled(self.fn, draw, grad=self.grad)

@@ -12,7 +12,6 @@ import spmd.checker._places as lying
 import spmd.checker._report as report
 from spmd._facts import per_shard_reason
 from spmd.checker._engine import Engine
-from spmd.checker._rows import by_device
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -119,10 +118,6 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
         kind = "partial" if all(p.kind == "term" for p in pending) else "pending"
         walk.note(eqn, kind, report.pending_claimed(walk, eqn, pending), where=first)
         return
-    terms = state.divided & claim.unreduced
-    if terms and by_device(walk, eqn.invars[0], terms):  # devices leave it out by their number: no blocks of a whole
-        dims = tuple(hidden(size_of(d)) if terms.intersection(axes_of_dim(d)) else d for d in state.dims)
-        state = state._replace(dims=dims, different=state.different | terms)
     if places is not None:
         wrong = _wrong_dims(walk, state, claim, places, scope, role)
         if wrong:

@@ -136,7 +136,10 @@ def walk_closed(dataflow: Dataflow, jaxpr: Any, operands: Sequence[State] | None
     if operands is None:
         operands = [dataflow.kept(State(tuple(map(plain, shape_of(v))))) for v in inner.invars]
     outs = _walker.walk(jaxpr, list(map(dataflow.kept, operands)), dataflow)
-    for eqn in _walker.equations(jaxpr):
+    others = [one for one in dataflow.findings if one.kind != "gradient"]
+    if others:  # they say more than a sum, or a type, that comes of them
+        dataflow.findings[:] = others
+    for eqn in _walker.equations(jaxpr) if not dataflow.findings else ():
         if eqn.primitive.name == "shard_map":
             _check_types(dataflow, eqn)
     return outs

@@ -673,10 +673,11 @@ class Call:
 
     # --- results ------------------------------------------------------------------------------------------
 
-    def closing(self, x: Any, layout: Layout, axes: tuple[str, ...]) -> Any:
-        """The operand of an operation that makes its result equal along axes which the string does not name. The check
-        after the trace refuses it where it does not know that the operand is equal there."""
-        return layout_p.bind(x, layout=layout, call=self.text, role="closed", closes=axes) if axes else x
+    def closing(self, x: Any, layout: Layout, axes: tuple[str, ...]) -> None:
+        """Note that the result is made equal along axes which the string does not name. The check after the trace
+        refuses it where it does not know that `x` is equal there: before its own layout was said, which is believed."""
+        if axes:
+            layout_p.bind(x, layout=layout, call=self.text, role="closed", closes=axes)
 
     def factor(self, atom: Atom) -> Factor:
         """The factor that an atom of the right side stands for."""

@@ -92,9 +92,9 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
         landing=landing,
         copies=copies,
     )
-    array = call.closing(operand.x, src, copies)
+    call.closing(x, src, copies)
     with call.scope():
-        out = RUN[op](array, job)
+        out = RUN[op](operand.x, job)
     return call.result(out)
 
 
