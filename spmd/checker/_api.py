@@ -77,7 +77,7 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
     if not walk.sizes:
-        none = Verdict("", [f"{name} calls no kernel, and has no jax.shard_map"])
+        none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
         return Findings((), partial(listing, jaxpr, name), none)
     trial = tried(run, arrays, mesh_of_bodies(jaxpr), walk.sizes)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name)

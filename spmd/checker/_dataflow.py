@@ -15,7 +15,7 @@ from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
-from spmd.checker._source import is_differentiated
+from spmd.checker._source import is_differentiated, is_ours
 from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
 from spmd.language import axes_tuple
 
@@ -155,7 +155,8 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
             if not isinstance(state, State) or held(eqn) or eqn.primitive.name.startswith("spmd_"):
                 continue
             typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
-            if axes := [a for a in walk.sizes if a in (state.axes & own) - typed]:
+            axes = [a for a in walk.sizes if a in (state.axes & own) - typed]
+            if axes and not is_ours(eqn):
                 made = walk.history.producer(var)
                 callers = made[1] if made else ()
                 walk.note(eqn, "type", report.mistyped(eqn, callers, axes), where=(eqn, callers))

@@ -122,7 +122,7 @@ def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: st
       why: Why no numbers were compared, if some findings are not certain for that reason.
     """
     every = dict.fromkeys(findings)
-    unsure = [one for one in every if not one.certain] if how == "error" else []
+    unsure = [one for one in every if not one.certain] if how == "error" and why else []
     if unsure:
         warn(f"{Findings(unsure)}\nIt may be meant: no numbers were compared, because {why}.", UserWarning)
     unique = Findings(one for one in every if one not in unsure)

@@ -288,10 +288,38 @@ def _counted(eqn: Any, lead: int, *_: Array) -> Array:
     return np.broadcast_to(numbers, (1,) * lead + shape)
 
 
-def _product(eqn: Any, lead: int, x: Array, y: Array) -> Array:
+def _dot(eqn: Any, lead: int, x: Array, y: Array) -> Array:
+    return _product(x, y, lead, eqn.params["dimension_numbers"], wide_dtype(eqn.outvars[0].aval.dtype))
+
+
+def _grouped(eqn: Any, lead: int, x: Array, y: Array, sizes: Array) -> Array:
+    """A `ragged_dot_general`: rows of one group meet the matrix of that group, or are summed among themselves."""
+    how = eqn.params["ragged_dot_dimension_numbers"]
+    numbers, dtype = how.dot_dimension_numbers, wide_dtype(eqn.outvars[0].aval.dtype)
+    [ragged] = how.lhs_ragged_dimensions
+    ends = np.cumsum(sizes, -1)
+    places = np.arange(x.shape[lead + ragged])
+    outs = []
+    for group in range(sizes.shape[-1]):
+        first = ends[..., group : group + 1] - sizes[..., group : group + 1]
+        own = (places >= first) & (places < ends[..., group : group + 1])
+        shape = [*own.shape[:lead], *(own.shape[-1] if d == ragged else 1 for d in range(x.ndim - lead))]
+        rows = np.where(own.reshape(shape), x, 0)
+        matrix = y.take(group, lead + how.rhs_group_dimensions[0]) if how.rhs_group_dimensions else y
+        outs.append(_product(rows, matrix, lead, _without_group(numbers, how.rhs_group_dimensions), dtype))
+    return sum(outs[1:], outs[0]) if how.rhs_group_dimensions else np.stack(outs, lead)
+
+
+def _without_group(numbers: Any, groups: Sequence[int]) -> Any:
+    """The dimensions of a product, where that of the groups is gone from the right."""
+    fewer = lambda dims: tuple(d - sum(d > g for g in groups) for d in dims)
+    (left, right), (left_batch, right_batch) = numbers
+    return (left, fewer(right)), (left_batch, fewer(right_batch))
+
+
+def _product(x: Array, y: Array, lead: int, numbers: Any, dtype: Any) -> Array:
     """A `dot_general`: batch dimensions, then those of the left, then those of the right."""
-    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    dtype = wide_dtype(eqn.outvars[0].aval.dtype)
+    (left, right), (left_batch, right_batch) = numbers
 
     def arranged(z: Array, batch: Sequence[int], summed: Sequence[int], behind: bool) -> tuple[Array, tuple[int, ...]]:
         free = [d for d in range(z.ndim - lead) if d not in (*batch, *summed)]
@@ -496,7 +524,8 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "dynamic_slice": _window,
     "dynamic_update_slice": _written,
     "iota": _counted,
-    "dot_general": _product,
+    "dot_general": _dot,
+    "ragged_dot_general": _grouped,
     "fft": _transformed,
     "threefry2x32": _each(_threefry),
     "stack": _stacked,

@@ -73,6 +73,12 @@ def frames_of(eqn: Any) -> list[Frame]:
     return found
 
 
+def is_ours(eqn: Any) -> bool:
+    """Whether this package called JAX's function that made an equation, and not the user."""
+    files = (code.co_filename for code, _ in _compat.call_stack(eqn))
+    return next((file.startswith(_PACKAGE) for file in files if not _compat.in_jax(file)), False)
+
+
 def gradient_line(eqn: Any) -> LineName:
     """The user's line that took the gradient which made an equation; its own line where nobody knows."""
     for frame in frames_of(eqn):

@@ -43,8 +43,9 @@ class Verdict:
     reasons: Sequence[str] = ()
 
     def __str__(self) -> str:
-        head = self.kind if self.kind == "wrong" else f"no findings: {self.kind}" if self.kind else "no findings"
-        return ". ".join([head, *self.reasons])
+        if not self.kind:
+            return ". ".join(self.reasons) or "no findings"
+        return ". ".join([self.kind if self.kind == "wrong" else f"no findings: {self.kind}", *self.reasons])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -86,6 +87,7 @@ def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str) -> list[Fi
         return [one for one in kept if one.kind == "closed"]
     if trial.meant:  # whole arrays would be in another order, too
         return [one for one in kept if one.kind in ("closed", "order")]
+    kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more
     if trial.why and not trial.fails:
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
     if trial.wrong and not any(one.certain for one in kept):

@@ -404,7 +404,7 @@ def test_numbers_can_tell() -> None:
 
 def test_unit_axes_are_like_any_other() -> None:
     check(gathered_softmax, m=mesh(1, 1))
-    check(grad_inside, m=mesh(1, 4))
+    check(softmax_by_hand, m=mesh(1, 4))
 
 
 def test_results_on_unit_axes_are_believed() -> None:

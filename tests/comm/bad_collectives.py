@@ -252,11 +252,6 @@ def psum_of_rows_without_a_name_fixed(mesh, fix):
 
 
 @bad
-def psum_of_computed_rows_without_a_name(mesh):
-    body("b/dp d/tp -> b/dp", lambda x: 2 * psum((x * x).sum(1), "_ {U:tp} -> _"), mesh)
-
-
-@bad
 def result_without_a_name(mesh):
     body("b/dp d/tp -> b/dp", lambda x: psum((x * x).sum(1), "_ {U:tp} -> _"), mesh)
 
