@@ -13,7 +13,7 @@ from spmd import _compat
 from spmd._facts import Gather, gather_around
 from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
-from spmd.checker._arbiter import Trial, collecting, mesh_of_bodies, tried
+from spmd.checker._arbiter import Trial, collecting, first_body, tried
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, report
@@ -79,7 +79,7 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     if not walk.sizes:
         none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
         return Findings((), partial(listing, jaxpr, name), none)
-    trial = tried(run, arrays, mesh_of_bodies(jaxpr), walk.sizes)
+    trial = tried(run, arrays, first_body(jaxpr).params["mesh"], walk.sizes)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name)
     return Findings(findings, partial(listing, jaxpr, name), judge(findings, trial, unknown_lines(walk, jaxpr)))
 
@@ -131,7 +131,7 @@ def _report(kernel: str, findings: Iterable[Finding], how: str, ask: Callable[[]
         report(kernel, found, how)
         return
     trial = ask()
-    report(kernel, confirmed(found, trial, kernel), how, trial.why)
+    report(kernel, confirmed(found, trial, kernel, whole=False), how, trial.why)
 
 
 class InState(NamedTuple):

@@ -27,7 +27,8 @@ from spmd.checker._draws import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated
 from spmd.checker._simulator import Fault, Parted, held_number, simulate
-from spmd.mesh import resized, with_sizes
+from spmd.checker._source import line_of_body
+from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
@@ -48,6 +49,7 @@ class Trial:
       differences: How results and gradients differ there from those on a mesh of ones.
       faults: What went wrong there: devices that part, copies that are not equal.
       gradients: Whether gradients were compared.
+      line: Where its first body begins.
       meant: Whether they differ in reference mode as well, where arrays are whole and axes have their sizes: then the
         program means to depend on these.
       why: Why nothing was compared; "" where something was.
@@ -58,6 +60,7 @@ class Trial:
     differences: tuple[Difference, ...] = ()
     faults: tuple[Fault, ...] = ()
     gradients: bool = False
+    line: str = ""
     meant: bool = False
     why: str = ""
     fails: bool = False
@@ -133,7 +136,8 @@ class _Program:
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
-            trial = Trial(sizes, tuple(differences), tuple(faults), self.gradients)
+            line = line_of_body(first_body(ours))
+            trial = Trial(sizes, tuple(differences), tuple(faults), self.gradients, line)
             if faults or not self._same_on_whole_arrays(form, found, numbers):
                 return trial
             meant = replace(trial, meant=True)
@@ -172,12 +176,15 @@ class _Program:
             held.append(tree)
             return leaves
 
-        try:
-            with collecting(True), resized(tuple(sizes.items())), mode(how):
-                with jax.sharding.use_abstract_mesh(with_sizes(self.mesh, sizes)):
+        around = [jax.sharding.use_abstract_mesh(with_sizes(self.mesh, sizes)), no_mesh()]
+        while True:  # some programs read their mesh off the context, and a `shard_map` may have another one
+            try:
+                with collecting(True), resized(tuple(sizes.items())), mode(how), no_mesh(), around.pop(0):
                     jaxpr = jax.make_jaxpr(flat)(*self.structs)
-        except Exception as error:  # of the program, which may raise anything
-            raise _Failed(f"it fails on {_shown(sizes)}: {type(error).__name__}") from error
+                break
+            except Exception as error:  # of the program, which may raise anything
+                if not around or not isinstance(error, ValueError):
+                    raise _Failed(f"it fails on {_shown(sizes)}: {type(error).__name__}") from error
         _check_testable(jaxpr, sizes)
         return jaxpr, _Form(held[-1], tuple(one.shape for one in jaxpr.out_avals))
 
@@ -252,6 +259,6 @@ def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:
     return [scaled(x) for x in drawn([one(x) for x in arrays], seed)]
 
 
-def mesh_of_bodies(jaxpr: Any) -> Any:
-    """The mesh of the first body in a program; None if it has none."""
-    return next((eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"), None)
+def first_body(jaxpr: Any) -> Any:
+    """The equation of the first body in a program; None if it has none."""
+    return next((eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"), None)

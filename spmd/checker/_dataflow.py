@@ -149,15 +149,22 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
     """JAX types some results equal that are not, such as those of a sort whose keys differ and whose payload does not.
     Only the first of them is told: what is made of it has the wrong type, too."""
     own = frozenset(_compat.made_manual(entry)) & (walk.wanted or frozenset(walk.sizes))
+
+    def mistyped(var: Any) -> list[str]:
+        state = walk.known.get(var) if not hasattr(var, "val") else None
+        typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
+        return [] if state is None else [a for a in walk.sizes if a in (state.axes & own) - typed]
+
     for eqn in _walker.equations(entry.params["jaxpr"]):
-        for var in eqn.outvars:
-            state = walk.known.get(var)
-            if not isinstance(state, State) or held(eqn) or eqn.primitive.name.startswith("spmd_"):
-                continue
-            typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
-            axes = [a for a in walk.sizes if a in (state.axes & own) - typed]
-            if axes and not is_ours(eqn):
-                made = walk.history.producer(var)
-                callers = made[1] if made else ()
-                walk.note(eqn, "type", report.mistyped(eqn, callers, axes), where=(eqn, callers))
-                return
+        wrong = [] if held(eqn) or eqn.primitive.name.startswith("spmd_") else [v for v in eqn.outvars if mistyped(v)]
+        if not wrong or any(map(mistyped, eqn.invars)) or is_ours(eqn):
+            continue
+        made = walk.history.producer(wrong[0])
+        walk.callers, before = list(made[1] if made else ()), walk.callers
+        if not walk.silent(eqn):
+            walk.note(
+                eqn, "type", report.mistyped(eqn, walk.callers, mistyped(wrong[0])), where=(eqn, tuple(walk.callers))
+            )
+        walk.callers = before
+        if walk.findings:
+            return

@@ -481,7 +481,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
         for name, fn in {
             "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient,
             "rem": _remainder, "neg": np.negative, "sign": _sign, "abs": np.abs, "exp": np.exp, "exp2": np.exp2,
-            "expm1": np.expm1, "log": np.log, "log2": np.log2, "log1p": np.log1p, "sqrt": np.sqrt,
+            "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "sqrt": np.sqrt,
             "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "square": np.square, "pow": np.power, "sin": np.sin,
             "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
             "atan2": np.arctan2, "sinh": np.sinh, "cosh": np.cosh, "tanh": np.tanh, "asinh": np.arcsinh,

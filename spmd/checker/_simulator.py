@@ -312,12 +312,8 @@ def _reduces(fn: Callable[..., Array]) -> Rule:
         names = _named(machine, eqn)
         if groups := eqn.params.get("axis_index_groups"):
             return [_within(machine, x, names, groups, fn) for x in operands]
-        dims = tuple(d + machine.lead for d in eqn.params.get("axes", ()) if isinstance(d, int))
-        outs = []
-        for x in operands:
-            out = fn(machine.full(x, names), axis=tuple(map(machine.place, names)), keepdims=True)
-            outs.append(fn(out, axis=dims) if dims else out)
-        return outs
+        at = tuple(map(machine.place, names))
+        return [fn(machine.full(x, names), axis=at, keepdims=True) for x in operands]
 
     return run
 

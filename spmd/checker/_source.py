@@ -73,6 +73,15 @@ def frames_of(eqn: Any) -> list[Frame]:
     return found
 
 
+def line_of_body(eqn: Any) -> LineName:
+    """The line where the function begins that a `shard_map` maps, as `line_of` writes it."""
+    made_of = getattr(eqn.params["jaxpr"], "debug_info", None)
+    if made_of is None or not is_users(made_of.func_filename or "<"):
+        return line_of(eqn)
+    file, number = made_of.func_filename, made_of.func_lineno
+    return LineName(f"{short_file(file)}:{number} ({made_of.func_name})", file, number)
+
+
 def is_ours(eqn: Any) -> bool:
     """Whether this package called JAX's function that made an equation, and not the user."""
     files = (code.co_filename for code, _ in _compat.call_stack(eqn))

@@ -65,7 +65,7 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
     if trial.why:
         return Verdict("not tested", [trial.why])
     lines = [*unknown[:_SHOWN], *(["..."] if len(unknown) > _SHOWN else [])]
-    lost = [f"types lose a value at {', '.join(lines)}"] if unknown else []
+    lost = [f"Types lose a value at {', '.join(lines)}"] if unknown else []
     return Verdict("tested" if unknown else "proved", [_compared(trial), *lost])
 
 
@@ -76,11 +76,18 @@ def _compared(trial: Trial) -> str:
     return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}"
 
 
-def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str) -> list[Finding]:
+def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str, *, whole: bool = True) -> list[Finding]:
     """What is left of what types suspect when numbers have spoken, and what only numbers show.
 
     Where they could not be had, what contradicts a string is certain, and everything else is not. A call that closes an
-    axis which its string does not name moves what nobody wrote, so it is an error even where numbers agree.
+    axis which its string does not name moves what nobody wrote, so it is an error even where numbers agree. What JAX
+    types wrongly is wrong where devices then hold different copies.
+
+    Args:
+      suspicions: What types suspect.
+      trial: What the numbers say.
+      name: The program, for messages.
+      whole: Whether numbers were asked of a whole program, and not because of these suspicions alone.
     """
     kept = list(suspicions)
     if trial.agrees:
@@ -90,7 +97,9 @@ def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str) -> list[Fi
     kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more
     if trial.why and not trial.fails:
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
-    if trial.wrong and not any(one.certain for one in kept):
+    copies = any(fault.kind == "copies" for fault in trial.faults)
+    kept = [one for one in kept if one.kind != "type" or copies or not trial.wrong]
+    if trial.wrong and whole and not any(one.certain for one in kept):
         kept.append(_by_numbers(trial, name))
     return kept
 
@@ -108,7 +117,7 @@ def _by_numbers(trial: Trial, name: str) -> Finding:
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
     advice = advice or "spmd.check(...).source() shows the layout of every value beside its line"
-    return found(Fault(rule, got=(*got, on), advice=advice), "numbers", called_at())
+    return found(Fault(rule, got=(*got, on), advice=advice), "numbers", trial.line or called_at())
 
 
 def _row(one: Difference, cause: Any) -> str:

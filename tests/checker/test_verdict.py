@@ -1,0 +1,126 @@
+"""What `spmd.check` ends in, and what is left of suspicions when numbers have spoken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.checker import Trial
+from spmd.checker._finding import found
+from spmd.checker._verdict import Verdict, confirmed, judge
+from spmd.errors import Fault
+
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+SIZES = {"dp": 2, "tp": 4}
+
+
+def kernel(pattern: str, body: Any, **how: Any) -> Any:
+    return spmd.kernel(pattern, mesh=spmd.make_mesh(**SIZES), **how)(body)
+
+
+def norms(x: Any) -> Any:
+    return jnp.sqrt(lax.psum((x * x).sum(1), "tp"))
+
+
+PROGRAMS = {
+    "proved": kernel("b/dp d/tp -> b/dp", norms),
+    "tested": kernel("d/tp -> d/tp", lambda x: jnp.sort(x)[jnp.argsort(jnp.argsort(x))]),  # each element is back
+    "wrong": kernel("b/dp d/tp -> b/dp", lambda x: lax.psum(jnp.sqrt((x * x).sum(1)), "tp")),
+    "not tested": jax.shard_map(norms, mesh=None, in_specs=P("dp", "tp"), out_specs=P("dp")),
+}
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_each_verdict(kind: str) -> None:
+    with jax.set_mesh(spmd.make_mesh(**SIZES)):
+        found = spmd.check(PROGRAMS[kind], X[0] if kind == "tested" else X)
+    assert found.verdict.kind == kind
+    assert found.to_dict()["verdict"] == {"kind": kind, "reasons": list(found.verdict.reasons)}
+    assert bool(found) == (kind == "wrong")
+
+
+def test_what_each_says() -> None:
+    agrees, differs = Trial(SIZES, gradients=True), Trial(SIZES, differences=(object(),))
+    assert str(judge([], agrees, [])) == (
+        "no findings: proved. On dp=2, tp=4 the results and gradients are those of one device"
+    )
+    assert str(judge([], agrees, ["a.py:1 (f)", "b", "c", "d"])) == (
+        "no findings: tested. On dp=2, tp=4 the results and gradients are those of one device. "
+        "Types lose a value at a.py:1 (f), b, c, ..."
+    )
+    assert str(judge([], Trial(SIZES, why="it has no end"), [])) == "no findings: not tested. it has no end"
+    meant = Trial(SIZES, differences=(object(),), meant=True)
+    assert "whole arrays, which depend on the sizes of axes too" in str(judge([], meant, []))
+    one = found(Fault("A rule."), "layout", "a.py:1 (f)")
+    assert str(judge([one], differs, [])) == "wrong. On dp=2, tp=4 the results differ from those of one device"
+    assert str(judge([one], Trial(SIZES, why="it has no end"), [])) == "wrong. not tested: it has no end"
+    assert str(Verdict("")) == "no findings"
+
+
+def test_numbers_decide_what_is_left() -> None:
+    claim, curve = (found(Fault("A rule."), kind, "a.py:1 (f)") for kind in ("layout", "nonlinear"))
+    order, closed = (found(Fault("A rule."), kind, "a.py:1 (f)") for kind in ("order", "closed"))
+    assert confirmed([claim, curve, order], Trial(SIZES), "f") == []
+    assert confirmed([claim, closed], Trial(SIZES), "f") == [closed], "nobody wrote what it moves"
+    assert confirmed([claim, order], Trial(SIZES, differences=(object(),), meant=True), "f") == [order]
+    untested = confirmed([claim, curve], Trial(SIZES, why="it has no end"), "f")
+    assert [(one.kind, one.certain) for one in untested] == [("layout", True), ("nonlinear", False)]
+    fails = confirmed([claim, curve], Trial(SIZES, why="it fails on dp=1", fails=True), "f")
+    assert [one.certain for one in fails] == [True, True]
+
+
+def test_a_size_of_a_shard_names_spmd_size() -> None:
+    for body, result in ((lambda x: x / x.shape[0], "b/dp d"), (lambda x: x.shape[0], "scalar")):
+        [one] = spmd.check(kernel(f"b/dp d -> {result}", body), X)
+        assert one.kind == "numbers" and "spmd.size" in str(one) and "the size of dp" in str(one)
+    whole = kernel("b/dp d -> b/dp d", lambda x: x / spmd.size("b"))
+    assert spmd.check(whole, X).verdict.kind == "proved"
+
+
+def test_the_message_of_numbers() -> None:
+    def local(x):
+        return x - x.shape[0]
+
+    [one] = spmd.check(kernel("b/dp d -> b/dp d", local), X)
+    assert str(one).splitlines()[:3] == [
+        "local computes something else on several devices than on one.",
+        "got:",
+        "- result: 128 of 128 numbers differ, by up to 4",
+    ]
+    assert one.line.endswith("(local)")
+
+
+def test_copies_that_differ_are_told() -> None:
+    own = jnp.array([0, 1, 1, 0])
+
+    def loss(x):
+        order = jnp.argsort(jnp.where(own == lax.axis_index("dp"), 0, 1))
+        return lax.psum(jnp.where(own[order] == lax.axis_index("dp"), x[order] ** 2, 0.0).sum(), "dp")
+
+    program = kernel("n -> scalar", loss, check="off")
+    [one] = spmd.check(program, jnp.arange(1.0, 5.0))
+    assert one.kind == "type" and 'jax.lax.pcast(<the result>, "dp", to="varying")' in one.advice
+    with pytest.raises(spmd.ReplicationError, match="gradients follow JAX's type"):
+        kernel("n -> scalar", loss)(jnp.arange(1.0, 5.0))
+
+    def mended(x):
+        order = lax.pcast(jnp.argsort(jnp.where(own == lax.axis_index("dp"), 0, 1)), "dp", to="varying")
+        return lax.psum(jnp.where(own[order] == lax.axis_index("dp"), x[order] ** 2, 0.0).sum(), "dp")
+
+    np.testing.assert_allclose(jax.grad(kernel("n -> scalar", mended))(jnp.arange(1.0, 5.0)), [2, 4, 6, 8])
+
+
+def test_what_a_first_call_cannot_test_is_a_warning() -> None:
+    def body(x):
+        y = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return lax.psum(jnp.sqrt((x * x).sum(1)), "tp") + 0 * lax.psum(lax.pcast(y, (), to="varying").sum(1), "tp")
+
+    with pytest.warns(UserWarning, match="It may be meant: no numbers were compared, because pure_callback"):
+        kernel("b/dp d/tp -> b/dp", body).trace(X)
