@@ -638,10 +638,9 @@ def stencils(c: Choices) -> Program:
     plain, wide = halos.texts(places, margins)
     inside = lambda u: [k - sum(m) for k, m in zip(u.shape, margins, strict=True)]
     fn = lambda u: halos.neighbourhood(u, margins, inside(u))
-    overlap = bool(c.below(2))
-    step = spmd.stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=overlap)
+    step = spmd.stencil.stencil(fn, f"{wide} -> {plain}", edge=edge)
     return Program(
-        text=f"stencil {mesh} {wide} {shape} {edge} overlap={overlap}",
+        text=f"stencil {mesh} {wide} {shape} {edge}",
         args=(np.asarray(halos.numbers(c.seed, shape)),),
         runs=modes_of(spmd.kernel(f"{plain} -> {plain}", mesh=harness.make_mesh(mesh))(step)),
         plain=lambda x: fn(halos.padded(x, margins, edges)),
