@@ -91,7 +91,8 @@ def halo(x: T, pattern: str, /, *, edge: Any = "periodic", corners: bool = True,
             # without a NaN nothing would show that a corner was read, so the corners are filled
             if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
                 return own.result(_framed(operand.x, margins, corners=False))
-            return own.result(widened(operand.x, margins))
+            framed = all(one.sent for one in margins)
+            return own.result(_framed(operand.x, margins, corners=True) if framed else widened(operand.x, margins))
 
     return jax.tree.map(leaf, x)
 
@@ -112,9 +113,7 @@ def margins_of(call: Call, operand: Operand, src: Layout, dst: Layout, edges: Ed
 
 
 def widened(x: Any, margins: list[Margins]) -> Any:
-    """The block with its margins, corners too."""
-    if all(one.sent for one in margins):
-        return _framed(x, margins, corners=True)
+    """The block with its margins, corners too, which are joined to it one dimension after another."""
     return functools.reduce(lambda out, one: one.added(out), margins, x)
 
 
