@@ -12,7 +12,7 @@ of refraction n = 1.5:
     n^2 d2u/dt2 = laplace u
 
 The Laplacian reads one neighbour on each side, as its string says: "1+x/a+1 1+y/b+1 -> x/a y/b". Only the halos are
-sent. With `overlap` the inside of a block is computed while its borders travel.
+sent.
 
 The time integration is the leapfrog, with u at whole steps and v = du/dt halfway between. Except for rounding, it
 conserves the energy (the sum of n^2 v^2 - u+ L u over 2, with u and u+ before and after the half step). The run prints
@@ -49,7 +49,7 @@ def five_points(u):
     return u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
 
 
-laplace = stencil(five_points, "1+x/a+1 1+y/b+1 -> x/a y/b", edge="zero", overlap=True, corners=False)
+laplace = stencil(five_points, "1+x/a+1 1+y/b+1 -> x/a y/b", edge="zero", corners=False)
 
 
 class Box:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from spmd.ops import (
         annotate,
         argmax,
+        argmin,
         argsort,
         assert_equal,
         axis_index,
@@ -119,6 +120,7 @@ __all__ = [
     "all_to_all",
     "annotate",
     "argmax",
+    "argmin",
     "argsort",
     "assert_equal",
     "axis_index",

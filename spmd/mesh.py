@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Never, overload
 
@@ -203,7 +204,7 @@ def _pool(devices: Any, call: str) -> list[Any]:
     if wrong:
         rule = f"devices are jax.Device objects, and one is of type {type(wrong[0]).__name__}."
         raise MeshError(rule, call=call, advice="as in devices=jax.devices()[:8]")
-    twice = [str(device) for device in dict.fromkeys(found) if found.count(device) > 1]
+    twice = [str(device) for device, count in Counter(found).items() if count > 1]
     if twice:
         rule = "each device has one place in a mesh."
         got = [f"more than once: {', '.join(twice[:3])}{', ...' * (len(twice) > 3)}"]

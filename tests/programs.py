@@ -435,8 +435,20 @@ def _topmost(x: Any, axis: int, k: int) -> Any:
 
 @family(5)
 def along_a_dimension(c: Choices) -> Program:
-    """softmax, cumsum, argmax, top_k, sort, argsort, flip, roll: along one dimension, whole or divided."""
-    every = ["softmax", "cumsum", "argmax", "top_k", "sort", "payload", "argsort", "flip", "roll", "traced roll"]
+    """softmax, cumsum, argmax, argmin, top_k, sort, argsort, flip, roll: along one dimension, whole or divided."""
+    every = [
+        "softmax",
+        "cumsum",
+        "argmax",
+        "argmin",
+        "top_k",
+        "sort",
+        "payload",
+        "argsort",
+        "flip",
+        "roll",
+        "traced roll",
+    ]
     sampler, name = Sampler(c), c.choice(every)
     mesh, dims = sampler.mesh(), c.choice(["s", "s d", "b s d"])
     layout = sampler.layout(dims, mesh, used=0.9)
@@ -453,7 +465,8 @@ def along_a_dimension(c: Choices) -> Program:
     body, plain, out = {
         "softmax": (lambda x: ops.softmax(x, bracketed), lambda x: jax.nn.softmax(x, axis), layout),
         "cumsum": (lambda x: ops.cumsum(x, bracketed), lambda x: jnp.cumsum(x, axis, dtype=x.dtype), layout),
-        "argmax": (lambda x: ops.argmax(x, bracketed), lambda x: jnp.argmax(x, axis).astype(jnp.int32), without),
+        "argmax": (lambda x: ops.argmax(x, bracketed), lambda x: jnp.argmax(x, axis), without),
+        "argmin": (lambda x: ops.argmin(x, bracketed), lambda x: jnp.argmin(x, axis), without),
         "top_k": (best, lambda x: _topmost(x, axis, k), test_top_k.without(layout, along)),
         "sort": (
             lambda x: ops.sort(x, bracketed, descending=down),
@@ -638,10 +651,9 @@ def stencils(c: Choices) -> Program:
     plain, wide = halos.texts(places, margins)
     inside = lambda u: [k - sum(m) for k, m in zip(u.shape, margins, strict=True)]
     fn = lambda u: halos.neighbourhood(u, margins, inside(u))
-    overlap = bool(c.below(2))
-    step = spmd.stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=overlap)
+    step = spmd.stencil.stencil(fn, f"{wide} -> {plain}", edge=edge)
     return Program(
-        text=f"stencil {mesh} {wide} {shape} {edge} overlap={overlap}",
+        text=f"stencil {mesh} {wide} {shape} {edge}",
         args=(np.asarray(halos.numbers(c.seed, shape)),),
         runs=modes_of(spmd.kernel(f"{plain} -> {plain}", mesh=harness.make_mesh(mesh))(step)),
         plain=lambda x: fn(halos.padded(x, margins, edges)),

@@ -381,6 +381,11 @@ def softmax(array: np.ndarray, layout: str) -> np.ndarray:
     return (powers / powers.sum(axis=axes, keepdims=True)).astype(array.dtype)
 
 
+def argmin(array: np.ndarray, layout: str) -> np.ndarray:
+    """The place of the least along the dimension in brackets."""
+    return argmax(-array, layout)
+
+
 def argmax(array: np.ndarray, layout: str) -> np.ndarray:
     """Over the one bracketed dimension, the first of equals."""
     (axis,) = bracketed(layout)

@@ -57,14 +57,10 @@ class Inside:
     Attributes:
       kernel: The name that `spmd.fused` was given.
       dtype: The type of the numbers that enter it, in which it multiplies.
-      backward: Whether the kernel is that of a backward pass.
-      products: The products of the forward pass that the value is made of, by number.
     """
 
     kernel: str
     dtype: Any = None
-    backward: bool = False
-    products: frozenset[int] = frozenset()
 
     @staticmethod
     def of(values: Iterable[Value]) -> Inside | None:
@@ -73,9 +69,7 @@ class Inside:
         if not found:
             return None
         types = [one.dtype for one in found if one.dtype is not None]
-        products = frozenset[int]().union(*(one.products for one in found))
-        dtype = min(types, key=lambda dtype: dtype.itemsize, default=None)
-        return Inside(found[0].kernel, dtype, any(one.backward for one in found), products)
+        return Inside(found[0].kernel, min(types, key=lambda dtype: dtype.itemsize, default=None))
 
 
 @dataclass(frozen=True, slots=True)

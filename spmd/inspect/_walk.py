@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -99,8 +98,6 @@ class Walk(Domain):
         self._constants: Mapping[Any, Any] = {}
         self._exact = True
         self.has_kernels = False  # as `spmd.fused` says
-        self._products: dict[int, tuple[str, float]] = {}  # of kernels, those that no backward pass has made again
-        self._numbers = itertools.count()
 
     def read(self, jaxpr: Any, arguments: Sequence[Value], constants: Mapping[Any, Any]) -> list[Value]:
         """Walk over a whole program with its constants, and return what is known of its results."""
@@ -402,34 +399,15 @@ class Walk(Domain):
 
     def step(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         inside = Inside.of(operands) or self._fused_around(eqn)
-        inside = self._counted(eqn, inside)
+        dtype, flops = flops_of(eqn)
+        if flops:
+            matmul = is_matmul(eqn)
+            dtype = inside.dtype.name if matmul and inside and inside.dtype is not None else dtype
+            self._work.count(dtype, flops * self._share * self.site.times, matmul=matmul)
         outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
         outs = [replace(value, inside=inside) for value in outs] if inside else outs
         tables = self._tables(eqn, operands)
         return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, tables, strict=True)]
-
-    def _counted(self, eqn: Any, inside: Inside | None) -> Inside | None:
-        """Count the work of an equation; returns what is known of its results.
-
-        A kernel multiplies numbers of the type that enters it. That of a backward pass makes again what it needs of the
-        forward pass, once.
-        """
-        dtype, flops = flops_of(eqn)
-        flops, matmul = flops * self._share * self.site.times, is_matmul(eqn)
-        if inside is not None and inside.backward and inside.products:
-            for number in inside.products:
-                if number in self._products:
-                    self._work.count(*self._products.pop(number), matmul=True)
-            inside = replace(inside, products=frozenset())
-        if flops and matmul and inside is not None:
-            dtype = dtype if inside.dtype is None else inside.dtype.name
-            if not inside.backward:
-                number = next(self._numbers)
-                inside = replace(inside, products=inside.products | {number})
-                self._products[number] = dtype, flops
-        if flops:
-            self._work.count(dtype, flops, matmul=matmul)
-        return inside
 
     def _results(self, eqn: Any, operands: Sequence[Value], inside: str) -> list[Value]:
         """What the results are computed from. What is read and written for them is counted."""
@@ -465,7 +443,7 @@ class Walk(Domain):
         if role.startswith("enter"):
             dtype = eqn.invars[0].aval.dtype
             known = dtype if jax.numpy.issubdtype(dtype, jax.numpy.inexact) else None
-            return [replace(value, inside=Inside(what, known, role.endswith("back")))]
+            return [replace(value, inside=Inside(what, known))]
         return self._stand(eqn.outvars, [replace(value, inside=None)])
 
     def _fused_around(self, eqn: Any) -> Inside | None:

@@ -414,7 +414,7 @@ class Parser:
         marks[kind.text] = axes
 
     def mark_axes(self, opening: Token, kind: str, spans: dict[str, Span]) -> tuple[str, ...]:
-        axes: list[str] = []
+        axes: dict[str, None] = {}
         while True:
             token = self.token
             if token.kind in ("->", "end"):
@@ -426,7 +426,7 @@ class Parser:
                     f"A mesh axis occurs once in a layout, but '{token.text}' is twice in {{{kind}:...}}.",
                     token.span,
                 )
-            axes.append(token.text)
+            axes[token.text] = None
             spans[token.text] = token.span
             self.advance()
             closing = self.token

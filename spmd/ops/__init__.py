@@ -14,7 +14,7 @@ from spmd.ops._reduce import reduce
 from spmd.ops._roll import flip, roll
 from spmd.ops._scatter_add import scatter_add
 from spmd.ops._sizes import axis_index, axis_size, local_size, offset, size
-from spmd.ops._softmax import argmax, cumsum, softmax
+from spmd.ops._softmax import argmax, argmin, cumsum, softmax
 from spmd.ops._sort import argsort, sort
 from spmd.ops._take import take
 from spmd.ops._top_k import top_k
@@ -22,6 +22,7 @@ from spmd.ops._top_k import top_k
 __all__ = [
     "annotate",
     "argmax",
+    "argmin",
     "argsort",
     "assert_equal",
     "axis_index",

@@ -27,8 +27,8 @@ def fused(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     The backward pass is one kernel too, as in flash attention: it reads the arguments, the results and the cotangents
     of the results, and writes the cotangents of the arguments. What the forward pass keeps for it from inside counts
-    nothing: the kernel makes it again, and the products for that are counted once more. All its products count in the
-    type of the numbers that enter it.
+    nothing: the kernel makes it again. Work is counted as it is written, forward and backward, with the products in the
+    type of the numbers that enter the kernel. A kernel that skips what a causal mask hides makes half of the products.
 
     What the function reads from outside must be an argument; what it closes over is taken for computed inside. What
     has no gradient, such as a mask, is not counted again backward. One such function inside another is a part of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,8 +90,9 @@ def halo(x: T, pattern: str, /, *, edge: Any = "periodic", corners: bool = True,
         with call.scope():
             # without a NaN nothing would show that a corner was read, so the corners are filled
             if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
-                return own.result(_crossed(operand.x, margins))
-            return own.result(widened(operand.x, margins))
+                return own.result(_framed(operand.x, margins, corners=False))
+            framed = all(one.sent for one in margins)
+            return own.result(_framed(operand.x, margins, corners=True) if framed else widened(operand.x, margins))
 
     return jax.tree.map(leaf, x)
 
@@ -111,7 +113,7 @@ def margins_of(call: Call, operand: Operand, src: Layout, dst: Layout, edges: Ed
 
 
 def widened(x: Any, margins: list[Margins]) -> Any:
-    """The block with its margins, corners too."""
+    """The block with its margins, corners too, which are joined to it one dimension after another."""
     return functools.reduce(lambda out, one: one.added(out), margins, x)
 
 
@@ -174,19 +176,41 @@ def _check_mirrors(one: Margins, dim: Dim) -> None:
             one.call.fail(rule, at=dim.span, got=[one.call.frame.describe()], error=SizeError)
 
 
-def _crossed(x: Any, margins: list[Margins]) -> Any:
-    """The block with margins on its sides, each made without the others."""
-    nothing = jnp.asarray(jnp.nan, x.dtype)
-    out, widths = x, [(0, 0)] * x.ndim
+def _framed(x: Any, margins: list[Margins], *, corners: bool) -> Any:
+    """The block, padded once, with its margins written into the frame: the array itself is copied once and not for each
+    dimension. Without corners each margin is made without the others, and the corners are NaN.
+    """
+    sides: list[tuple[Margins, Any, Any]] = []
     for one in margins:
-        wide, d = one.added(x), one.dim
-        before, after = one.wider
-        low = lax.slice_in_dim(wide, 0, before, axis=d)
-        high = lax.slice_in_dim(wide, before + x.shape[d], wide.shape[d], axis=d)
-        low, high = (jnp.pad(side, widths, constant_values=nothing) for side in (low, high))
-        out = lax.concatenate([low, out, high], d)
-        widths[d] = (before, after)
+        x = one.known(x)
+
+    def part(one: Margins, start: int, stop: int) -> Any:
+        """Elements of a dimension, with the margins that the array has by now."""
+        piece = lax.slice_in_dim(x, start, stop, axis=one.dim)
+        for other, *both in sides if corners else []:
+            low, high = (lax.slice_in_dim(side, start, stop, axis=one.dim) for side in both)
+            piece = lax.concatenate([low, piece, high], other.dim)
+        return piece
+
+    for one in margins:
+        sides.append((one, *one.sides(x, functools.partial(part, one))))
+    widths = {one.dim: one.wider for one in margins}
+    frame = [(*widths.get(i, (0, 0)), 0) for i in range(x.ndim)]
+    out = lax.pad(x, jnp.asarray(0 if corners else jnp.nan, x.dtype), frame)
+    outside = {one.dim for one, *_ in sides}
+    for one, low, high in sides:
+        start = [before if not corners or i in outside else 0 for i, (before, *_) in enumerate(frame)]
+        outside.discard(one.dim)
+        for side, at in ((low, 0), (high, frame[one.dim][0] + x.shape[one.dim])):
+            start[one.dim] = at
+            out = lax.dynamic_update_slice(out, side, start) if side.size else out
+    for one in margins:
+        out = one.known(out, one.want[0])
     return out
+
+
+def _part(x: Any, dim: int, start: int, stop: int) -> Any:
+    return lax.slice_in_dim(x, start, stop, axis=dim)
 
 
 @dataclass(frozen=True)
@@ -215,6 +239,36 @@ class Margins:
     @property
     def periodic(self) -> bool:
         return self.low.kind == "periodic"
+
+    @property
+    def sent(self) -> bool:
+        """Whether both margins are elements of the array or zeros, each of them once."""
+        kinds = {self.low.kind, self.high.kind}
+        few = self.blocks > 1 or max(self.want) <= self.size
+        return self.call.frame.explicit and kinds <= {"periodic", "zero"} and few
+
+    def known(self, x: Any, before: int | None = None) -> Any:
+        """The array, which begins so many elements before the block; as it was given if no number is."""
+        before = self.have[0] if before is None else before
+        return placed(x, self.dim, self, -before, around=self.periodic, anew=True) if self.blocks > 1 else x
+
+    def sides(self, x: Any, part: Callable[[int, int], Any]) -> tuple[Any, Any]:
+        """What is added before and after; `part(start, stop)` gives elements of the array."""
+        before, length = self.wider[0], x.shape[self.dim]
+        if not self.sent:
+            wide = self.added(x)
+            bounds = ((0, before), (before + length, wide.shape[self.dim]))
+            low, high = (lax.slice_in_dim(wide, *both, axis=self.dim) for both in bounds)
+        elif self.blocks > 1:
+            low, high = self.received_from(part, *self.want)
+            low = placed(low, self.dim, self, -self.want[0], around=self.periodic)
+            high = placed(high, self.dim, self, self.local + self.have[1], around=self.periodic)
+        else:
+            end = self.have[0] + self.size
+            low = part(end - self.want[0], end - self.have[0])
+            high = part(self.have[0] + self.have[1], self.have[0] + self.want[1])
+            low, high = (low, high) if self.periodic else (jnp.zeros_like(low), jnp.zeros_like(high))
+        return low, high
 
     def added(self, x: Any) -> Any:
         if not self.call.frame.explicit or self.blocks == 1:
@@ -255,10 +309,15 @@ class Margins:
     def exchanged(self, x: Any, before: int, after: int) -> Any:
         """The block between the pieces of the devices before and after it. Beyond the ends there are zeros unless it is
         periodic."""
-        low = [self.received(x, -hop, near, far) for hop, near, far in self.hops(self.have[0], before)]
-        high = [self.received(x, hop, near, far) for hop, near, far in self.hops(self.have[1], after)]
-        parts = [*reversed(low), x, *high]
-        return lax.concatenate(parts, self.dim) if len(parts) > 1 else x
+        low, high = self.received_from(functools.partial(_part, x, self.dim), before, after)
+        return lax.concatenate([low, x, high], self.dim)
+
+    def received_from(self, part: Callable[[int, int], Any], before: int, after: int) -> tuple[Any, Any]:
+        """The pieces of the devices before and after, as far as the array does not have them."""
+        low = [self.received(part, -hop, near, far) for hop, near, far in self.hops(self.have[0], before)]
+        high = [self.received(part, hop, near, far) for hop, near, far in self.hops(self.have[1], after)]
+        first, last = (lax.concatenate(one, self.dim) if one else part(0, 0) for one in (low[::-1], high))
+        return first, last
 
     def hops(self, have: int, want: int) -> list[tuple[int, int, int]]:
         """The pieces of a margin, the nearest first: how many blocks away each lies, and which of that block's
@@ -269,10 +328,10 @@ class Margins:
             pieces.append((hop, max(have - start, 0), min(want - start, self.local)))
         return pieces
 
-    def received(self, x: Any, hop: int, near: int, far: int) -> Any:
+    def received(self, part: Callable[[int, int], Any], hop: int, near: int, far: int) -> Any:
         """The elements `near` to `far` of the block `hop` places away, from the side that faces here."""
         start = self.have[0] + (self.local - far if hop < 0 else near)
-        piece = lax.slice_in_dim(x, start, start + far - near, axis=self.dim)
+        piece = part(start, start + far - near)
         n = self.blocks
         if self.periodic:
             pairs = [((i + hop) % n, i) for i in range(n)]

@@ -108,7 +108,7 @@ def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict
 
 
 def _check_kind(call: Call, x: Any, op: str) -> None:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and op in ("max", "min", "logsumexp"):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and op in ("max", "min"):
         call.fail(f"{op} needs numbers that are ordered, and the array is {x.dtype}.", error=LayoutError)
 
 
@@ -165,7 +165,7 @@ def _mean(x: Any, job: _Job) -> Any:
         part = jnp.sum(x, axis=job.dims, dtype=jnp.float32) / job.divisor
         return job.land_sum(job.place(part.astype(x.dtype)))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jnp.result_type(float))
+        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     return job.land_sum(job.place(jnp.sum(x, axis=job.dims))) / job.divisor
 
 
@@ -222,12 +222,12 @@ def _prod(x: Any, job: _Job) -> Any:
 
 def _logsumexp(x: Any, job: _Job) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jnp.result_type(float))
+        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     axes = (*job.axes, *job.copies)
     if not axes:
         return job.place(jax.scipy.special.logsumexp(x, axis=job.dims))
-    top = _lax.pmax(jax.lax.stop_gradient(jnp.max(x, axis=job.dims)), axes)
-    top = jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top))
+    top = _lax.pmax(jax.lax.stop_gradient(jnp.max(x.real, axis=job.dims)), axes)
+    top = jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top)).astype(x.dtype)
     total = _lax.psum(jnp.sum(jnp.exp(x - jnp.expand_dims(top, job.dims)), axis=job.dims) / job.copy_count, axes)
     return job.land_whole(job.place(jnp.log(total) + top))
 

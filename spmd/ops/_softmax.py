@@ -1,4 +1,4 @@
-"""`softmax`, `argmax` and `cumsum`, along dimensions in brackets."""
+"""`softmax`, `argmax`, `argmin` and `cumsum`, along dimensions in brackets."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def softmax(x: Any, layout: str, /, *, where: Any = None, **names: Any) -> jax.A
     """
     one = along("softmax", x, layout, names)
     mask = None if where is None else _mask(one, where, jnp.shape(x))
-    value = one.x if jnp.issubdtype(one.x.dtype, jnp.inexact) else one.x.astype(jnp.result_type(float))
-    return one.result(
-        whole=lambda: jax.nn.softmax(value, axis=one.dims, where=mask),
-        divided=lambda: _divided_softmax(value, mask, one.dims, one.axes),
-    )
+    value = one.x if jnp.issubdtype(one.x.dtype, jnp.inexact) else one.x.astype(jax.eval_shape(jnp.exp, one.x).dtype)
+    ours = jnp.iscomplexobj(value)  # of which JAX has no gradient
+    whole = lambda: jax.nn.softmax(value, axis=one.dims, where=mask)
+    alone = lambda: _divided_softmax(value, mask, one.dims, ())
+    return one.result(alone if ours else whole, lambda: _divided_softmax(value, mask, one.dims, one.axes))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _divided_softmax(x: Any, mask: Any, dims: tuple[int, ...], axes: Axes) -> Any:
     seen = x if mask is None else jnp.where(mask, x, jnp.full_like(x, -jnp.inf))
-    powers = jnp.exp(seen - _lax.pmax(jnp.max(seen, axis=dims, keepdims=True), axes))
+    powers = jnp.exp(seen - _lax.pmax(jnp.max(seen.real, axis=dims, keepdims=True), axes).astype(x.dtype))
     out = powers / _lax.psum(jnp.sum(powers, axis=dims, keepdims=True), axes)
     return out if mask is None else jnp.where(mask, out, jnp.zeros_like(out))
 
@@ -96,7 +96,7 @@ def argmax(x: Any, pattern: str, /, **names: Any) -> jax.Array:
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
-      Positions as int32, equal on the axes of that dimension.
+      Positions, int32 or what `jnp.argmax` gives under `jax_enable_x64`, equal on the axes of that dimension.
 
     Raises:
       CommunicationError: If the right side places a dimension otherwise.
@@ -109,37 +109,75 @@ def argmax(x: Any, pattern: str, /, **names: Any) -> jax.Array:
       >>> print(best(jnp.eye(8)[2:5]))
       [2 3 4]
     """
-    example = 'argmax(x, "b/dp [d] -> b/dp")'
-    one = along("argmax", x, pattern, names, most=1, ordered=True, arrow=True, example=example)
-    layout, order = _kept(one)
+    return _place_of("argmax", x, pattern, names)
+
+
+def argmin(x: Any, pattern: str, /, **names: Any) -> jax.Array:
+    """The position of the smallest element along the dimension in brackets, counted in the whole of it.
+
+    `argmin(x, "b [v/tp]")`, or with the result spelled out: `argmin(x, "b [v/tp] -> b")`. The first of equals wins,
+    whichever device it lies on, and NaN counts as the smallest, as in `jnp.argmin`. It has no gradient.
+
+    Communication: that of `argmax`.
+
+    Args:
+      x: The array.
+      pattern: Its layout with one dimension in brackets. `-> layout` may follow, with the others in any order.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      Positions as in `argmax`.
+
+    Raises:
+      CommunicationError: If the right side places a dimension otherwise.
+      LayoutError: On a malformed pattern.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=4)
+      >>> least = spmd.kernel("b v/tp -> b", mesh=mesh)(lambda x: spmd.argmin(x, "b [v/tp]"))
+      >>> print(least(-jnp.eye(8)[2:5]))
+      [2 3 4]
+    """
+    return _place_of("argmin", x, pattern, names)
+
+
+def _place_of(name: str, x: Any, pattern: str, names: Any) -> jax.Array:
+    """`argmax` and `argmin`: the least place of those whose key is the largest."""
+    example, least = f'{name}(x, "b/dp [d] -> b/dp")', name == "argmin"
+    one = along(name, x, pattern, names, most=1, ordered=True, arrow=True, example=example)
+    layout, order = _kept(one, name)
     value = lax.stop_gradient(one.x)
-    local = jnp.argmax(value, axis=one.dim).astype(jnp.int32)
+    local = (jnp.argmin if least else jnp.argmax)(value, axis=one.dim).astype(jnp.int32)
+    dtype = jnp.result_type(int)  # that of jnp, though what is sent is int32 where that is enough
 
     def divided() -> Any:
-        key = _order_key(jnp.squeeze(jnp.take_along_axis(value, jnp.expand_dims(local, one.dim), one.dim), one.dim))
-        start = one.call.start(one.factor)
+        best = jnp.squeeze(jnp.take_along_axis(value, jnp.expand_dims(local, one.dim), one.dim), one.dim)
+        key, start = _order_key(best, least=least), one.call.start(one.factor)
         place = local.astype(start.dtype) + start
         last = jnp.full_like(place, np.iinfo(place.dtype).max)
-        best = _lax.pmax(key, one.axes)
-        return _lax.pmin(jnp.where(key == best, place, last), one.axes).transpose(order)
+        first = _lax.pmin(jnp.where(key == _lax.pmax(key, one.axes), place, last), one.axes)
+        return first.transpose(order).astype(dtype)
 
-    return one.result(lambda: local.transpose(order), divided, layout)
+    return one.result(lambda: local.transpose(order).astype(dtype), divided, layout)
 
 
-def _order_key(x: Any) -> Any:
-    """Integers in the order of `x`, which pmax compares reliably: all NaNs are largest, and the two zeros are equal."""
+def _order_key(x: Any, *, least: bool = False) -> Any:
+    """Integers in the order of `x`, or in the reverse if the least is looked for. pmax compares them reliably: all NaNs
+    are largest either way, and the two zeros are equal."""
     if x.dtype == jnp.bool_:
-        return x.astype(jnp.int32)
+        x = x.astype(jnp.int32)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
+        return ~x if least else x
     wide, word = (x, jnp.int64) if x.dtype == jnp.float64 else (x.astype(jnp.float32), jnp.int32)
     # Floats of one sign have the order of their bits; for negative numbers it runs backwards.
     bits = lax.bitcast_convert_type(jnp.where(wide == 0, jnp.zeros_like(wide), wide), word)
     largest = jnp.asarray(jnp.iinfo(word).max, word)
-    return jnp.where(jnp.isnan(wide), largest, jnp.where(bits < 0, bits ^ largest, bits))
+    bits = jnp.where(bits < 0, bits ^ largest, bits)
+    return jnp.where(jnp.isnan(wide), largest, ~bits if least else bits)
 
 
-def _kept(one: Along) -> tuple[Layout, tuple[int, ...]]:
+def _kept(one: Along, who: str) -> tuple[Layout, tuple[int, ...]]:
     """The layout of the result, without the dimension in brackets, and the order of the axes that are left."""
     call, operand = one.call, one.operand
     rest = [name for i, name in enumerate(operand.names) if i != one.dim]
@@ -152,14 +190,14 @@ def _kept(one: Along) -> tuple[Layout, tuple[int, ...]]:
     names = [n for d in dst.dims for n in (dots if d.ellipsis else d.names)]
     if sorted(names) != sorted(rest):
         shown = ", ".join(n for n in rest if not n.startswith("...")) or "scalar"
-        rule = f"argmax keeps the dimensions that are not in brackets: {shown}."
+        rule = f"{who} keeps the dimensions that are not in brackets: {shown}."
         call.fail(rule, got=[f"right: {dst.short}"], error=LayoutError)
     have = factors_by_name(operand)
     for atom in dst.atoms:
         factor = have[atom.name]
         if factor.axes != (atom.axes or ()):
             left, right = placed(factor.name, factor.axes), placed(factor.name, atom.axes or ())
-            rule = f"argmax keeps the placement of the other dimensions: {left} on the left is {right} on the right."
+            rule = f"{who} keeps the placement of the other dimensions: {left} on the left is {right} on the right."
             call.fail(rule, at=atom.span, advice="all_gather, split or relayout the result in a line of its own")
     return dst, tuple(rest.index(name) for name in names)
 
@@ -189,7 +227,7 @@ def cumsum(x: Any, layout: str, /, *, reverse: bool = False, **names: Any) -> ja
       [ 0  1  3  6 10 15 21 28]
     """
     one = along("cumsum", x, layout, names, most=1, linear=True)
-    value = one.x.astype(jnp.int32) if one.x.dtype == jnp.bool_ else one.x
+    value = one.x.astype(jnp.result_type(int)) if one.x.dtype == jnp.bool_ else one.x
     sums = lax.cumsum(value, axis=one.dim, reverse=reverse)
     return one.result(whole=lambda: sums, divided=lambda: sums + _before(one, sums, reverse))
 

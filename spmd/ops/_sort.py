@@ -40,7 +40,7 @@ def sort(x: Any, layout: str, /, *, descending: bool = False, payload: Any = Non
     reverse, with the elements' bytes. Every device has as many elements after a sort as before.
 
     Args:
-      x: The array, of numbers or booleans.
+      x: The array, of numbers or booleans. Complex numbers go by their real parts, then by their imaginary parts.
       layout: Its layout, with one dimension in brackets.
       descending: Whether the largest comes first.
       payload: An array or a pytree of arrays that are put in the same order. They have the dimensions of `x`, and may
@@ -51,7 +51,7 @@ def sort(x: Any, layout: str, /, *, descending: bool = False, payload: Any = Non
       The sorted array, in the same layout. With a payload the pair of both.
 
     Raises:
-      LayoutError: On a malformed layout, not exactly one bracket, or complex numbers.
+      LayoutError: On a malformed layout, or not exactly one bracket.
       SizeError: If the payload does not have the sizes of the array.
 
     Example:
@@ -71,7 +71,7 @@ def sort(x: Any, layout: str, /, *, descending: bool = False, payload: Any = Non
       3, 5.2.2 algorithm M, and exercise 5.3.4-38 for blocks in the place of elements. T. Leighton, Tight bounds on the
       complexity of parallel sorting, IEEE Transactions on Computers C-34, 1985, for columnsort.
     """
-    one = along("sort", x, layout, names, most=1, ordered=True)
+    one = along("sort", x, layout, names, most=1)
     if payload is None:
         alone = lambda x: (jnp.sort(x, axis=one.dim, descending=descending),)
         [found] = _sorted(one, (one.x,), alone, lambda blocks: (blocks.run(one.x),), descending)
@@ -105,16 +105,16 @@ def argsort(x: Any, layout: str, /, *, descending: bool = False, **names: Any) -
     gradient.
 
     Args:
-      x: The array, of numbers or booleans.
+      x: The array, of numbers or booleans. Complex numbers go by their real parts, then by their imaginary parts.
       layout: Its layout, with one dimension in brackets.
       descending: Whether the largest comes first.
       **names: Sizes or mesh axes of names in the layout.
 
     Returns:
-      The places, int32, in the same layout.
+      The places, int32 or what `jnp.argsort` gives under `jax_enable_x64`, in the same layout.
 
     Raises:
-      LayoutError: On a malformed layout, not exactly one bracket, or complex numbers.
+      LayoutError: On a malformed layout, or not exactly one bracket.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -123,11 +123,12 @@ def argsort(x: Any, layout: str, /, *, descending: bool = False, **names: Any) -
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.argsort(x, "[s/cp]"))(x))
       [3 1 5 7 0 6 2 4]
     """
-    one = along("argsort", x, layout, names, most=1, ordered=True)
+    one = along("argsort", x, layout, names, most=1)
     x = lax.stop_gradient(one.x)
-    dtype = one.call.index_dtype(one.factor.size, one.factor.name, one.factor.span)
+    one.call.index_dtype(one.factor.size, one.factor.name, one.factor.span)  # whether they can be counted
+    dtype = jnp.result_type(int)
     whole = lambda x: (jnp.argsort(x, axis=one.dim, stable=True, descending=descending).astype(dtype),)
-    blocks = lambda blocks: (blocks.decoded(blocks.ordered((x, blocks.places(x, stable=True)), 2)[1]),)
+    blocks = lambda blocks: (blocks.decoded(blocks.ordered((x, blocks.places(x, stable=True)), 2)[1]).astype(dtype),)
     return _sorted(one, (x,), whole, blocks, descending)[0]
 
 
@@ -259,12 +260,14 @@ def _chosen(mask: Any, a: Any, b: Any) -> Any:
 
 
 def _before(a: Held, b: Held) -> Any:
-    """Whether an element of `a` is lower than that of `b`. NaN is above all, and of equals the first is the lower."""
+    """Whether an element of `a` is lower than that of `b`. NaN is above all, and equals go by what comes next."""
     lower = _lower(a[0], b[0])
-    return lower | (~_lower(b[0], a[0]) & (a[1] < b[1])) if len(a) > 1 else lower
+    return lower | (~_lower(b[0], a[0]) & _before(a[1:], b[1:])) if len(a) > 1 else lower
 
 
 def _lower(a: Any, b: Any) -> Any:
+    if jnp.issubdtype(a.dtype, jnp.complexfloating):
+        return _before((a.real, a.imag), (b.real, b.imag))
     return (a < b) | (jnp.isnan(b) & ~jnp.isnan(a)) if jnp.issubdtype(a.dtype, jnp.inexact) else a < b
 
 

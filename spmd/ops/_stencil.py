@@ -12,14 +12,13 @@ from jax import lax
 from spmd._leaves import kind_of
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError, SizeError
-from spmd.language import Dim, Layout
-from spmd.modes import current_frame, inner
+from spmd.language import Layout
+from spmd.modes import inner
 from spmd.ops._along import along
 from spmd.ops._edges import Edges, read_edges
 from spmd.ops._halo import halo, with_margins, without_margins
 from spmd.ops._local import local
 
-Ranges = dict[str, tuple[int, int]]
 _halo, _local = inner(halo), inner(local)
 
 R = TypeVar("R")
@@ -31,7 +30,6 @@ def stencil(
     /,
     *,
     edge: Any = "periodic",
-    overlap: bool = False,
     corners: bool = True,
     **names: Any,
 ) -> Callable[..., R]:
@@ -41,16 +39,12 @@ def stencil(
     part, as it would from a whole padded array. The right side says what that is. Margins on the right are left for a
     second step.
 
-    Communication: the halos, if two or more devices hold the dimension; see `halo`. Backward the same in reverse. With
-    `overlap`, the part that needs no neighbour is computed without waiting, and then the borders, as wide as the
-    margins. In explicit mode `fn` then runs on 1 + 2d pieces for d divided dimensions, and a compiler that overlaps
-    communication finds work that does not depend on it.
+    Communication: the halos, if two or more devices hold the dimension; see `halo`. Backward the same in reverse.
 
     Args:
       fn: A function from the padded arrays to one array. It must not depend on its place in the array.
       pattern: `"layout, ... -> layout"`, with margins on the left where `fn` reads neighbours.
       edge: As in `halo`, for all arrays. If they differ, call `halo` on each array.
-      overlap: Whether the inner part is computed apart.
       corners: As in `halo`: False if `fn` reads no diagonal neighbours.
       **names: Sizes or mesh axes of names in the pattern.
 
@@ -83,8 +77,7 @@ def stencil(
         example = 'stencil.stencil(fn, "1+x/a+1 -> x/a")(u)'
         call = open_call("stencil.stencil", pattern, names, arrays=arrays, inputs=None, example=example)
         wide = [d for layout in call.pattern.inputs for d in layout.dims if any(d.margin)]
-        job = _Job(call, fn, read_edges(call, edge, call.pattern.inputs, wide), corners)
-        return job.in_parts(arrays) if overlap else job.at_once(arrays)
+        return _applied(call, fn, read_edges(call, edge, call.pattern.inputs, wide), corners, arrays)
 
     return run
 
@@ -224,90 +217,17 @@ def _opened(operand: Operand, x: Any) -> Any:
     return x.reshape(operand.x.shape)
 
 
-class _Job:
-    """One application of a stencil."""
-
-    def __init__(self, call: Call, fn: Callable[..., Any], edge: Edges, corners: bool) -> None:
-        self.call, self.fn, self.edge, self.corners = call, fn, edge, corners
-        self.inputs, [self.output] = call.pattern.inputs, call.pattern.outputs
-        self.reach: dict[str, tuple[int, int]] = {}  # how far each dimension is read, before and after
-        for layout in self.inputs:
-            for dim in layout.dims:
-                if any(dim.margin):
-                    low, high = self.reach.get(dim.atoms[0].name, (0, 0))
-                    self.reach[dim.atoms[0].name] = max(low, dim.margin[0]), max(high, dim.margin[1])
-
-    # --- without overlap -----------------------------------------------------------------------------------
-
-    def at_once(self, arrays: tuple[Any, ...]) -> Any:
-        return self.checked(self.fn(*self.padded(arrays)))
-
-    def padded(self, arrays: tuple[Any, ...], only: Callable[[Dim], bool] = lambda dim: True) -> list[Any]:
-        """The arrays with the margins of the dimensions that `only` picks."""
-        out = []
-        for x, layout in zip(arrays, self.inputs, strict=True):
-            wide = {i: d.margin for i, d in enumerate(layout.dims) if any(d.margin) and only(d)}
-            bare = without_margins(layout)
-            self.call.operand(x, layout=bare)  # sizes, from the arrays
-            text = f"{bare.short} -> {with_margins(bare, wide).short}"
-            parts = _parts_of(self.call, bare)
-            out.append(_halo(x, text, edge=self.edge, corners=self.corners, **parts) if wide else x)
-        return out
-
-    def checked(self, out: Any) -> Any:
-        wanted = self.call.local_shape(self.output)
-        if jnp.shape(out) != wanted:
-            rule = f'fn returns what "{self.output.short}" says, of shape {wanted} here.'
-            self.call.fail(rule, got=[f"fn returned shape {jnp.shape(out)}"], error=SizeError)
-        return self.call.result(out, self.output)
-
-    # --- with overlap --------------------------------------------------------------------------------------
-
-    def in_parts(self, arrays: tuple[Any, ...]) -> Any:
-        split = self.apart(arrays)
-        if not split:
-            return self.at_once(arrays)
-        # Whole dimensions get their margins first, which costs nothing; then there are two versions of each array.
-        here = self.padded(arrays, only=lambda d: d.atoms[0].name not in split)
-        there = self.padded(arrays)
-        sizes = {name: self.call.sizes[name][0] // self.parts(name) for name in split}
-        inner = {n: (self.reach[n][0], sizes[n] - self.reach[n][1]) for n in split}
-        out = self.fn(*(self.cut(x, layout, inner, padded=False) for x, layout in zip(here, self.inputs, strict=True)))
-        names = list(split)
-        for k in reversed(range(len(names))):
-            name, n = names[k], sizes[names[k]]
-            low, high = inner[name]
-            axis = next(i for i, d in enumerate(self.output.dims) if d.atoms[0].name == name)
-            sides = []
-            for start, stop in ((0, low), (high, n)):
-                ranges = {**{m: inner[m] for m in names[:k]}, name: (start, stop)}
-                ranges |= {m: (0, sizes[m]) for m in names[k + 1 :]}
-                parts = [self.cut(x, layout, ranges, padded=True) for x, layout in zip(there, self.inputs, strict=True)]
-                sides.append(self.fn(*parts) if stop > start else None)
-            pieces = [sides[0], out, sides[1]]
-            out = lax.concatenate([p for p in pieces if p is not None], axis)
-        return self.checked(out)
-
-    def parts(self, name: str) -> int:
-        dim = next(d for layout in self.inputs for d in layout.dims if any(a.name == name for a in d.atoms))
-        return self.call.frame.axis_size(dim.axes) if dim.axes else 1
-
-    def apart(self, arrays: tuple[Any, ...]) -> list[str]:
-        """The dimensions whose inner part is computed by itself: divided ones with margins, wide enough."""
-        plain = all(not d.ellipsis and len(d.atoms) == 1 for layout in (*self.inputs, self.output) for d in layout.dims)
-        if not current_frame("spmd.stencil").explicit or not plain or any(any(d.margin) for d in self.output.dims):
-            return []
-        for x, layout in zip(arrays, self.inputs, strict=True):
-            self.call.operand(x, layout=without_margins(layout))
-        found = [d.atoms[0].name for d in self.output.dims if d.atoms[0].name in self.reach]
-        return [n for n in found if self.parts(n) > 1 and self.call.sizes[n][0] // self.parts(n) > sum(self.reach[n])]
-
-    def cut(self, x: Any, layout: Layout, ranges: Ranges, *, padded: bool) -> Any:
-        """What `fn` reads of an array to compute these ranges. `padded` says whether its margins are there."""
-        for i, dim in enumerate(layout.dims):
-            if dim.atoms[0].name in ranges:
-                start, stop = ranges[dim.atoms[0].name]
-                low, high = dim.margin
-                shift = 0 if padded else -low
-                x = lax.slice_in_dim(x, start + shift, stop + low + high + shift, axis=i)
-        return x
+def _applied(call: Call, fn: Callable[..., Any], edge: Edges, corners: bool, arrays: tuple[Any, ...]) -> Any:
+    """`fn` of the arrays with their margins, checked."""
+    padded = []
+    for x, layout in zip(arrays, call.pattern.inputs, strict=True):
+        bare = without_margins(layout)
+        call.operand(x, layout=bare)  # sizes, from the arrays
+        text, wide = f"{bare.short} -> {layout.short}", any(any(d.margin) for d in layout.dims)
+        padded.append(_halo(x, text, edge=edge, corners=corners, **_parts_of(call, bare)) if wide else x)
+    out, [output] = fn(*padded), call.pattern.outputs
+    wanted = call.local_shape(output)
+    if jnp.shape(out) != wanted:
+        rule = f'fn returns what "{output.short}" says, of shape {wanted} here.'
+        call.fail(rule, got=[f"fn returned shape {jnp.shape(out)}"], error=SizeError)
+    return call.result(out, output)

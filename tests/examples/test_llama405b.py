@@ -100,7 +100,9 @@ def test_the_bound_of_a_mesh_is_just_below_its_trace(example, mesh, ticks):
     assert 0.9 < example.least(plan).seconds(found.best.mesh, spmd.hardware("h100")) / found.best.seconds <= 1
     assert found.best.peak < 0.9 * 80e9
     if "pp" in mesh:  # docs/pages/which-mesh.md has these figures
-        assert found.best.seconds == pytest.approx(7.23, rel=0.01) and found.best.mfu == pytest.approx(0.361, rel=0.01)
+        assert found.best.seconds == pytest.approx(7.15, rel=0.005) and found.best.mfu == pytest.approx(
+            0.365, rel=0.005
+        )
 
 
 def test_layers_are_rounds_of_the_pipeline(example):

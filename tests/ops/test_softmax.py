@@ -11,7 +11,7 @@ import pytest
 
 from spmd.errors import CommunicationError, LayoutError, SpmdError
 from spmd.modes import MODES
-from spmd.ops import argmax, cumsum, softmax
+from spmd.ops import argmax, argmin, argsort, cumsum, reduce, softmax
 from tests import simulator
 from tests.ops.harness import backward_counts, close, counts, frame, pulled, run
 from tests.sampler import Sampler, seeds, share
@@ -25,7 +25,7 @@ def bracket(layout: str, *names: str) -> str:
 
 
 @pytest.mark.parametrize("seed", seeds(4))
-@pytest.mark.parametrize("name", ["softmax", "argmax", "cumsum"])
+@pytest.mark.parametrize("name", ["softmax", "argmax", "argmin", "cumsum"])
 def test_random_calls_equal_numpy(name: str, seed: int) -> None:
     sampler = Sampler(seed)
     mesh = sampler.mesh()
@@ -35,10 +35,10 @@ def test_random_calls_equal_numpy(name: str, seed: int) -> None:
     shape = [sizes[n] for n in simulator.read(layout).names]
     x = sampler.array(shape, sampler.dtype(kinds="f" if name == "softmax" else "fi"))
     marked = bracket(layout, along)
-    out = layout if name != "argmax" else " ".join(w for w in layout.split() if w.split("/")[0] != along)
-    op = {"softmax": softmax, "argmax": argmax, "cumsum": cumsum}[name]
+    out = layout if not name.startswith("arg") else " ".join(w for w in layout.split() if w.split("/")[0] != along)
+    op = {"softmax": softmax, "argmax": argmax, "argmin": argmin, "cumsum": cumsum}[name]
     expected = getattr(simulator, name)(x, marked)
-    expected = expected.astype(np.int32) if name == "argmax" else expected
+    expected = expected.astype(np.int32) if name.startswith("arg") else expected
     for mode in ("explicit", "reference"):
         found = run(lambda x: op(x, marked), mesh, [layout], out, mode)(jnp.asarray(x))
         close(found, expected, 0.03 if x.itemsize == 2 else 1e-5)
@@ -111,9 +111,10 @@ def test_argmax_is_that_of_numpy_for_ties_nans_and_signed_zeros(dtype: str) -> N
             [-inf] * 8,
         ]
     x = jnp.asarray(rows).astype(dtype)
-    expected = jnp.argmax(x, axis=1).astype(jnp.int32)
-    for mode in ("explicit", "reference"):
-        close(run(lambda x: argmax(x, "b [v/tp]"), MESH, ["b v/tp"], "b", mode)(x), expected)
+    for ours, theirs in ((argmax, jnp.argmax), (argmin, jnp.argmin)):
+        for mode in MODES:
+            found = run(lambda x, ours=ours: ours(x, "b [v/tp]"), MESH, ["b v/tp"], "b", mode)(x)
+            close(found, theirs(x, axis=1).astype(jnp.int32))
 
 
 def test_argmax_over_two_axes_with_the_result_spelled_out() -> None:
@@ -122,6 +123,51 @@ def test_argmax_over_two_axes_with_the_result_spelled_out() -> None:
         fn = run(lambda x: argmax(x, "a b [v/tp/dp] -> b a"), MESH, ["a b v/tp/dp"], "b a", mode)
         close(fn(x), jnp.argmax(x, axis=2).astype(jnp.int32).T)
     assert counts(lambda x: argmax(x, "a b [v/tp/dp]"), MESH, ["a b v/tp/dp"], "a b", x) == {"psum dp,tp": 2}
+
+
+def test_argmin_has_no_gradient_and_sends_what_argmax_does() -> None:
+    x = jnp.asarray(Sampler(7).array((2, 8), whole=False))
+    fn = run(lambda x: x * argmin(x, "b [v/tp]")[:, None].astype(x.dtype), MESH, ["b v/tp"], "b v/tp")
+    close(jax.grad(lambda x: fn(x).sum())(x), jnp.broadcast_to(jnp.argmin(x, 1)[:, None], x.shape).astype(x.dtype))
+    assert counts(lambda x: argmin(x, "b [v/tp]"), MESH, ["b v/tp"], "b", x) == {"psum tp": 2}
+    mapped = run(jax.vmap(lambda x: argmin(x, "[v/tp]")), MESH, ["b v/tp"], "b")
+    close(mapped(x), jnp.argmin(x, 1).astype(jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+def test_numbers_have_the_types_of_jnp_under_x64(dtype: str) -> None:
+    """Whole and divided."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(Sampler(8).array((8,)), "float32").astype(dtype)
+        calls = [
+            (lambda x: argmax(x, "[v/tp]"), jnp.argmax, "scalar"),
+            (lambda x: argmin(x, "[v/tp]"), jnp.argmin, "scalar"),
+            (lambda x: argsort(x, "[v/tp]"), jnp.argsort, "v/tp"),
+            (lambda x: cumsum(x, "[v/tp]"), jnp.cumsum, "v/tp"),
+            (lambda x: reduce(x, "v/tp -> scalar", "mean"), jnp.mean, "scalar"),
+            (lambda x: reduce(x, "v/tp -> scalar", "sum"), jnp.sum, "scalar"),
+            (lambda x: reduce(x, "v/tp -> scalar", "logsumexp"), jax.nn.logsumexp, "scalar"),
+            *([] if dtype == "bool" else [(lambda x: softmax(x, "[v/tp]"), jax.nn.softmax, "v/tp")]),
+        ]
+        for ours, theirs, out in calls:
+            for mode in ("explicit", "reference"):
+                found, wanted = run(ours, MESH, ["v/tp"], out, mode)(x), theirs(x)
+                assert found.dtype == wanted.dtype
+                np.testing.assert_allclose(found, wanted, 1e-5)
+
+
+def test_softmax_and_logsumexp_of_complex_numbers() -> None:
+    x = jnp.asarray(Sampler(9).array((3, 8)) + 1j * Sampler(10).array((3, 8)), jnp.complex64)
+    total = lambda x: reduce(x, "b v/tp -> b", "logsumexp")
+    for ours, theirs, out in (
+        (lambda x: softmax(x, "b [v/tp]"), lambda x: jnp.exp(x) / jnp.exp(x).sum(1, keepdims=True), "b v/tp"),
+        (total, lambda x: jnp.log(jnp.exp(x).sum(1)), "b"),
+    ):
+        wanted, gradients = pulled(theirs, x)
+        for mode in MODES:
+            found, pulls = pulled(run(ours, MESH, ["b v/tp"], out, mode), x)
+            close(jnp.exp(found), jnp.exp(wanted), 1e-4)  # a logarithm has many values
+            close(pulls[0], gradients[0], 1e-4)
 
 
 def test_argmax_within_a_differentiated_loss() -> None:

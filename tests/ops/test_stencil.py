@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +12,13 @@ import pytest
 import spmd
 from spmd import stencil
 from spmd.modes import MODES
-from tests.ops.halos import EDGES, inner_body, neighbourhood, numbers, padded, sample, texts
+from tests.ops.halos import EDGES, neighbourhood, numbers, padded, sample, texts
 from tests.ops.harness import close, make_mesh, pulled
 from tests.sampler import seeds, share
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", seeds())
-def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
+def test_a_stencil_and_its_gradient(seed: int) -> None:
     mesh, places, shape, margins, edges, edge, _ = sample(seed + 1000)
     plain, wide = texts(places, margins)
     x, by = numbers(seed, shape), numbers(seed + 1, shape)
@@ -26,10 +27,8 @@ def test_a_stencil_and_its_gradient(seed: int, overlap: bool) -> None:
         return neighbourhood(u, margins, [k - sum(m) for k, m in zip(u.shape, margins, strict=True)])
 
     want, (gradient,) = pulled(lambda x: fn(padded(x, margins, edges)), x, by=by)
-    run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(
-        stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=overlap)
-    )
-    for mode in MODES[:1] if overlap else MODES:  # only explicit mode has parts
+    run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(stencil.stencil(fn, f"{wide} -> {plain}", edge=edge))
+    for mode in MODES:
         out, (found,) = pulled(getattr(run, mode), x, by=by)
         close(out, want)
         close(found, gradient)
@@ -85,7 +84,7 @@ def test_under_a_mapping_of_the_kernel_and_renamed_axes() -> None:
 
 def test_a_loop_of_steps_under_vmap_and_remat() -> None:
     mesh = make_mesh({"a": 4})
-    step = stencil.stencil(lambda u: (u[2:] + u[:-2]) / 2, "1+x/a+1 -> x/a", overlap=True)
+    step = stencil.stencil(lambda u: (u[2:] + u[:-2]) / 2, "1+x/a+1 -> x/a")
 
     def body(u):
         advance = jax.checkpoint(lambda u, _: (jax.vmap(step)(u), None))
@@ -117,7 +116,7 @@ def test_without_corners(seed: int) -> None:
     x, by = numbers(seed, shape), numbers(seed + 1, shape)
     fn = lambda u: star(u, margins, [k - sum(m) for k, m in zip(u.shape, margins, strict=True)])
     want, (gradient,) = pulled(lambda x: fn(padded(x, margins, edges)), x, by=by)
-    step = stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, overlap=bool(seed % 2), corners=False)
+    step = stencil.stencil(fn, f"{wide} -> {plain}", edge=edge, corners=False)
     run = spmd.kernel(f"{plain} -> {plain}", mesh=make_mesh(mesh))(step)
     for mode in MODES:
         out, (found,) = pulled(getattr(run, mode), x, by=by)
@@ -221,26 +220,33 @@ def test_convolve_of_other_numbers_and_beside_composites() -> None:
     close(changes(positive), np.diff(positive, append=positive[-1]))
 
 
-def test_overlapped_work_does_not_wait() -> None:
-    """In the compiled program some call of the stencil reads nothing that was sent; without overlap all do."""
-    mesh = make_mesh({"a": 4})
-    x = spmd.shard(jnp.ones((32, 6)), "x/a y", mesh=mesh)
+@pytest.fixture
+def optimized():
+    """The compiler as users have it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
-    def waits(overlap: bool) -> list[bool]:
-        step = stencil.stencil(lambda u: jnp.sin(u[2:]) + u[:-2], "1+x/a+1 y -> x/a y", overlap=overlap)
-        jaxpr = spmd.kernel("x/a y -> x/a y", mesh=mesh)(step).trace(x).jaxpr
-        found: list[bool] = []
-        sent: set = set()
-        for eqn in inner_body(jaxpr).eqns:
-            reads = any(v in sent for v in eqn.invars if not hasattr(v, "val"))
-            if eqn.primitive.name == "ppermute" or reads:
-                sent |= set(eqn.outvars)
-            if eqn.primitive.name == "sin":
-                found.append(reads)
-        return found
 
-    assert waits(overlap=False) == [True]
-    assert sorted(waits(overlap=True)) == [False, True, True]
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("corners", [True, False])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+def test_memory_is_that_of_one_padded_block(sizes: tuple[int, int, int], corners: bool) -> None:
+    """In a loop, 7 points need the block with its margins and what is sent, and no copy for each dimension."""
+    n, mesh = 32, make_mesh(dict(zip("abc", sizes, strict=True)))
+    x = spmd.shard(np.ones((n, n, n), np.float32), "x/a y/b z/c", mesh=mesh)
+    whole = lambda u, i, d: u[tuple(slice(1 + d, u.shape[j] - 1 + d) if i == j else slice(1, -1) for j in range(3))]
+    seven = lambda u: sum(whole(u, i, d) for i in range(3) for d in (-1, 1)) - 6 * whole(u, 0, 0)
+
+    step = stencil.stencil(seven, "1+x/a+1 1+y/b+1 1+z/c+1 -> x/a y/b z/c", corners=corners)
+    kernel = spmd.kernel("x/a y/b z/c -> x/a y/b z/c", mesh=mesh)(step)
+    close(kernel(x), kernel.reference(x))
+    loop = spmd.kernel("x/a y/b z/c -> x/a y/b z/c", mesh=mesh)(
+        lambda u: jax.lax.fori_loop(0, 5, lambda _, u: step(u), u)
+    )
+    block = 4 * math.prod(n // k + 2 for k in sizes)
+    assert loop.lower(x).compile().memory_analysis().temp_size_in_bytes <= 1.5 * block
 
 
 def test_no_more_permutes_than_the_compiler_needs() -> None:
