@@ -18,7 +18,7 @@ import numpy as np
 from spmd import _compat
 from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, opened, shape_of
 from spmd._walker import Domain, Rule, equations, walk
-from spmd.checker._primitives import Array, NotSimulated, compute, generator, wide_dtype
+from spmd.checker._primitives import Array, NotSimulated, compute, wide_dtype
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
 
@@ -413,40 +413,20 @@ def _same(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array
 
 def _ragged(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
     """Rows from anywhere to anywhere: each device says from where, how many, to where, and how many it gets."""
-    [axis] = _plain(machine, eqn)
-    at = machine.place(axis)
-    front = np.broadcast_shapes(*(machine.full(x, [axis]).shape[: machine.lead] for x in operands))
+    names = _plain(machine, eqn)
+    order = [a for a in machine.sizes if a in names]  # JAX numbers devices in the order of the mesh
+    at = [machine.place(a) for a in order]
+    front = np.broadcast_shapes(*(machine.full(x, order).shape[: machine.lead] for x in operands))
     rows, out, begins, sizes, targets, _ = (np.broadcast_to(x, front + x.shape[machine.lead :]) for x in operands)
-    out = out.copy()
+    out, peers = out.copy(), list(np.ndindex(*(machine.sizes[a] for a in order)))
     for place in np.ndindex(front):
-        for peer in range(machine.sizes[axis]):
-            there = (*place[:at], peer, *place[at + 1 :])
+        for peer, coordinates in enumerate(peers):
+            there = list(place)
+            for i, c in zip(at, coordinates, strict=True):
+                there[i] = c
             begin, n, target = int(begins[place][peer]), int(sizes[place][peer]), int(targets[place][peer])
-            out[there][target : target + n] = rows[place][begin : begin + n]
+            out[tuple(there)][target : target + n] = rows[place][begin : begin + n]
     return [out]
-
-
-def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
-    """Numbers, or other keys, made of keys: the generator's own steps, traced and interpreted."""
-    p = eqn.params
-    known = eqn.params.get("impl") or generator(eqn.invars[0].aval.dtype, machine.generators)
-    run: Any = {
-        "random_bits": lambda key: known.random_bits(key, p["bit_width"], p["shape"]),
-        "random_split": lambda key: known.split(key, p["shape"]),
-        "random_fold_in": known.fold_in,
-        "random_seed": known.seed,
-    }[eqn.primitive.name]
-    rank = len(shape_of(eqn.invars[0]))
-    for _ in range(rank):
-        run = jax.vmap(run)
-    structs = [jax.ShapeDtypeStruct(x.shape[machine.lead :], x.dtype) for x in operands]
-    return walk(jax.make_jaxpr(run)(*structs), operands, machine)
-
-
-def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
-    """Keys are held as their words. What makes numbers of them is kept by their type."""
-    machine.generators[eqn.outvars[0].aval.dtype] = eqn.params["impl"]
-    return list(operands)
 
 
 _SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast

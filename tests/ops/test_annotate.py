@@ -17,6 +17,7 @@ from spmd.language import Layout
 from spmd.mesh import make_mesh
 from spmd.modes import MODES, mode
 from spmd.ops._annotate import ValueType, annotate, assert_equal, debug_print, per_shard, typeof
+from tests.checker.harness import suspicions
 
 X = np.arange(48, dtype=np.float32).reshape(8, 6)
 
