@@ -330,8 +330,9 @@ class Checkpoints:
 
     def _remove_parts(self) -> None:
         """Remove what saves that failed have left, of this run or of one that was killed."""
-        if jax.process_index() == 0:
-            self._remove([one for one in (self.path / "steps").iterdir() if self._orbax.utils.is_tmp_checkpoint(one)])
+        steps = self.path / "steps"  # which is no folder of a bucket before something is in it
+        if jax.process_index() == 0 and steps.exists():
+            self._remove([one for one in steps.iterdir() if self._orbax.utils.is_tmp_checkpoint(one)])
 
     def _remove(self, folders: Sequence[Any]) -> None:
         for folder in folders:

@@ -21,6 +21,7 @@ import spmd
 from spmd.cluster import _checkpoints, batches, checkpoints
 from spmd.cluster._checkpoints import _Damaged, _named, block_checksum, checksum
 from spmd.errors import PlacementError, SpmdError
+from tests.cluster.bucket import serving
 from tests.cluster.full_disk import TIMEOUT
 from tests.cluster.harness import alone, end, exhaustive, launched, start
 from tests.sampler import first_seed, share
@@ -644,3 +645,26 @@ def test_a_second_program_in_the_folder_is_an_error(tmp_path):
     assert time.monotonic() - since < 90
     again.kill()
     end(again, since)
+
+
+# --- in a bucket -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_in_a_bucket(tmp_path, monkeypatch):
+    """They were saved in a folder `gs:` of this machine, or failed at the save."""
+    monkeypatch.chdir(tmp_path)
+    make = maker()
+    with serving() as (address, objects):
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+        with checkpoints("gs://bucket/run", keep=2) as saved:
+            for step in (1, 2, 3):
+                saved.save(step, make(jax.random.key(step)))
+            found = saved.restore(make, jax.random.key(0))
+            assert found.step == 3 and "run/lease.json" in objects
+            same(found.state, make(jax.random.key(3)))
+        assert {one.split("/")[2] for one in objects} == {"2", "3"}
+        del objects["run/steps/3/about/0.json"]
+        with checkpoints("gs://bucket/run") as saved:
+            assert saved.restore(make, jax.random.key(0)).step == 2
+    assert list(tmp_path.iterdir()) == []
