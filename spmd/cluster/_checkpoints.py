@@ -374,10 +374,10 @@ class Checkpoints:
         print(self._failure, file=sys.stderr)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
-        about = self._together(lambda: self._about(step, 0))
-        _check_same(about["leaves"], _named(wanted), cast)
-        sums = self._sums(step, about["processes"], [path for path, x in _named(wanted).items() if x.size])
-        asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in _named(wanted).items()}
+        about, named = self._together(lambda: self._about(step, 0)), _named(wanted, "restore(init, ...)")
+        _check_same(about["leaves"], named, cast)
+        sums = self._sums(step, about["processes"], [path for path, x in named.items() if x.size])
+        asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in named.items()}
         full = {path: x for path, x in asked.items() if x.size}
         leaves = self._together(lambda: self._arrays(step, full)) if full else {}
         wrong = [path for path, found in jax.device_get(_checksums(leaves)).items() if int(found) != sums[path]]
@@ -390,7 +390,7 @@ class Checkpoints:
                 )
             data.state = about["data"]
         leaves |= {path: _empty(x) for path, x in asked.items() if not x.size}
-        placed = [_cast(leaves[path], x.dtype) for path, x in _named(wanted).items()]
+        placed = [_cast(leaves[path], x.dtype) for path, x in named.items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
     def _about(self, step: int, rank: int) -> Any:
@@ -580,14 +580,14 @@ def _beside(orbax: Any) -> Any:
     return Beside
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _named(tree: Any, call: str = "save(step, state)") -> dict[str, Any]:
     """The leaves by their paths."""
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
     found = dict(leaves)
     if len(found) < len(leaves):
         twice = sorted(path for path, n in collections.Counter(path for path, _ in leaves).items() if n > 1)
         rule = "two leaves of the state have the same name: a key is known by its repr."
-        raise SpmdError(rule, call="save(step, state)", got=twice, advice="make the keys strings or numbers")
+        raise SpmdError(rule, call=call, got=twice, advice="make the keys strings or numbers")
     return found
 
 
