@@ -61,6 +61,9 @@ class Lease:
             if self.holder() and self._heard[0] != word:
                 return _named(other)
         self._say()
+        time.sleep(BEAT / 50)
+        if other := self.holder():  # which took it in the same moment
+            return _named(other)
         self._ended = threading.Event()
         threading.Thread(target=self._go_on, args=(self._ended,), daemon=True).start()
         return ""

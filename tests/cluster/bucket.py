@@ -30,7 +30,7 @@ class Files(fsspec.AbstractFileSystem):
     objects: dict[str, bytes]
 
     def ls(self, path: str, detail: bool = True, **more: Any) -> list[Any]:
-        path = self._strip_protocol(path)
+        path = str(self._strip_protocol(path))
         names = [f"{BUCKET}/{one}" for one in list(self.objects)]
         if path in names:
             found = {path: "file"}
@@ -43,7 +43,7 @@ class Files(fsspec.AbstractFileSystem):
         return [{"name": n, "type": t, "size": sizes[n], "mtime": 0} for n, t in found.items()] if detail else [*found]
 
     def _open(self, path: str, mode: str = "rb", **more: Any) -> io.BytesIO:
-        objects, name = self.objects, self._strip_protocol(path).removeprefix(f"{BUCKET}/")
+        objects, name = self.objects, str(self._strip_protocol(path)).removeprefix(f"{BUCKET}/")
 
         class Written(io.BytesIO):
             def close(self) -> None:
@@ -58,7 +58,7 @@ class Files(fsspec.AbstractFileSystem):
         return io.BytesIO(objects[name])
 
     def _rm(self, path: str) -> None:
-        self.objects.pop(self._strip_protocol(path).removeprefix(f"{BUCKET}/"), None)
+        self.objects.pop(str(self._strip_protocol(path)).removeprefix(f"{BUCKET}/"), None)
 
     def mkdir(self, path: str, create_parents: bool = True, **more: Any) -> None:
         pass
