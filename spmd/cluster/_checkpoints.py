@@ -213,7 +213,7 @@ class Checkpoints:
                 self._damaged.add(step)
                 failures.append(f"step {step}: {damage}")
                 if jax.process_index() == 0:
-                    print(f"checkpoint {self.path}, step {step} is damaged: {damage}", file=sys.stderr)
+                    _say(f"checkpoint {self.path}, step {step} is damaged: {damage}")
         if failures:
             rule = "no checkpoint can be restored."
             raise PlacementError(rule, call="restore(init, ...)", got=[str(self.path), *failures])
@@ -255,8 +255,14 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or jax.process_count() == 1:  # the others do not wait for a process that has failed
+        if kind is not None and jax.process_count() > 1:
+            return  # the others do not wait for a process that has failed
+        try:
             self.close()
+        except SpmdError as failure:
+            if kind is None:
+                raise
+            _say(failure)  # what ended the block is raised
 
     # --- inside ---
 
@@ -354,10 +360,12 @@ class Checkpoints:
         """Why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
         if not self._local or jax.process_count() == 1:
             return ""
+        probe = self.path / f"probe{jax.process_index()}"
         try:
-            probe = self.path / f"probe{jax.process_index()}"
-            probe.write_bytes(bytes(_PROBE))
-            probe.unlink()
+            try:
+                probe.write_bytes(bytes(_PROBE))
+            finally:
+                probe.unlink(missing_ok=True)
             return os.strerror(errno.ENOSPC) if shutil.disk_usage(self.path).free < size else ""
         except OSError as error:
             return f"{error}"
@@ -371,7 +379,7 @@ class Checkpoints:
         self._failure.__cause__ = error
         if self._strict or not self._any:
             raise self._failure
-        print(self._failure, file=sys.stderr)
+        _say(self._failure)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
         about, named = self._together(lambda: self._about(step, 0)), _named(wanted, "restore(init, ...)")
@@ -432,6 +440,11 @@ class Checkpoints:
         if told:
             raise _Damaged(told)
         return cast(T, found)
+
+
+def _say(text: object) -> None:
+    with contextlib.suppress(OSError):  # the log may be a file on the disk that is full
+        print(text, file=sys.stderr, flush=True)
 
 
 class _Damaged(Exception):

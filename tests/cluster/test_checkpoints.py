@@ -481,6 +481,18 @@ def test_a_run_whose_first_save_failed_ends_with_an_error(tmp_path):
         saved.save(1, make(jax.random.key(1)))
 
 
+def test_what_ended_a_block_is_raised_and_a_failed_save_is_said(tmp_path, capsys):
+    def fails():
+        with full(), checkpoints(tmp_path / "run") as saved:
+            saved._settle = lambda *_: saved._failed(1, "no space")
+            saved._writing = 1, None
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert "a checkpoint could not be saved" in capsys.readouterr().err
+
+
 def test_a_failed_save_that_a_later_one_made_good_is_no_error(tmp_path, capsys):
     saved, make = checkpoints(tmp_path / "run"), maker()
     saved.save(1, make(jax.random.key(1)))
@@ -508,6 +520,10 @@ def test_the_example_ends_with_another_code_if_its_last_save_failed(tmp_path):
     found = launched(2, "tests/cluster/unsaved.py", str(tmp_path), devices=4)
     assert found.code == 1, (found.out, found.err)
     assert "stopped after" not in found.out and "a checkpoint could not be saved" in found.err
+    left = {one.name for one in (tmp_path / "saved").iterdir()} | {
+        one.name for one in (tmp_path / "saved/steps").iterdir()
+    }
+    assert left == {"steps", "2"} | (left & {"lease.json"}), left
 
 
 # --- which steps stay ------------------------------------------------------------------------------------------------
