@@ -80,10 +80,14 @@ def gathered(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The rows of all processes, by rank. JAX's own `process_allgather` wants as many devices in each of them."""
     if jax.process_count() == 1:
         return row[None]
-    first = {one.process_index: one for one in reversed(jax.devices())}
-    mesh = Mesh(np.array([first[rank] for rank in sorted(first)]), ("processes",))
+    of_process: dict[int, list[Any]] = collections.defaultdict(list)
+    for one in jax.devices():
+        of_process[one.process_index].append(one)
+    least = min(map(len, of_process.values()))
+    devices = np.array([of_process[rank][:least] for rank in sorted(of_process)])
+    mesh = Mesh(devices, ("processes", "devices"))
     split, copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("processes",), ()))
-    rows = jax.make_array_from_process_local_data(split, row[None], (len(first), *row.shape))
+    rows = jax.make_array_from_process_local_data(split, row[None], (len(devices), *row.shape))
     with jax.set_mesh(mesh):  # the program's own one has other devices
         whole = jax.jit(_itself, out_shardings=copied)(rows)
     return np.asarray(whole.addressable_data(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ def check_replicas(values: Iterable[tuple[str, Any]], mesh: Any, call: str) -> N
     """
     if not compared(mesh) or not outside_trace():
         return
-    found = {path: fingerprint(x) for path, x in values if _is_local(x)}
+    found = {path: fingerprint(x) for path, x in _apart(values) if _is_local(x)}
     if found and (wrong := disagreements(found)):
         rule = "every process gives the whole array, and not all give the same one."
         raise PlacementError(rule, call=call, got=wrong, advice=_SAME)
@@ -56,6 +57,7 @@ def check_parts(arrays: Sequence[tuple[str, Any]], call: str) -> None:
     Raises:
       PlacementError: With the arrays and blocks that differ, and the ranks.
     """
+    arrays = _apart(arrays)
     if wrong := disagreements({path: f"{x.dtype.name}{list(x.shape)}" for path, x in arrays}):
         rule = "the parts of the processes do not make up one array: each process has another global shape."
         raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
@@ -63,6 +65,16 @@ def check_parts(arrays: Sequence[tuple[str, Any]], call: str) -> None:
     if wrong := conflicts({name: fingerprint(data) for name, data in blocks.items()}):
         rule = "processes that hold copies of one block have given different ones."
         raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
+
+
+def _apart(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Values with names of their own: keys of a tree may have one repr."""
+    counts: collections.Counter[str] = collections.Counter()
+    found = []
+    for name, x in named:
+        counts[name] += 1
+        found.append((f"{name} ({counts[name]})" if counts[name] > 1 else name, x))
+    return found
 
 
 def _where(index: Sequence[slice], shape: Sequence[int]) -> str:

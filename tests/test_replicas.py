@@ -56,6 +56,17 @@ def test_only_what_other_processes_have_themselves_is_compared(several):
         check_parts([("x", jnp.ones(3))], "call")
 
 
+def test_values_with_one_name_are_all_compared(several, monkeypatch):
+    """Keys of a tree that have one repr: the last one was compared, and no other."""
+    seen = []
+    monkeypatch.setattr(_replicas, "disagreements", lambda facts: seen.append(facts) or [])
+    monkeypatch.setattr(_replicas, "conflicts", lambda facts: seen.append(facts) or [])
+    check_replicas([("a", np.ones(2)), ("a", np.zeros(3)), ("b", 1.0)], several, "call")
+    assert list(seen[0]) == ["a", "a (2)", "b"] and len(set(seen[0].values())) == 3
+    check_parts([("a", jnp.ones(2)), ("a", jnp.zeros(3))], "call")
+    assert list(seen[1]) == ["a", "a (2)"] and list(seen[2]) == ["a[0:2]", "a (2)[0:3]"]
+
+
 @pytest.mark.parametrize("call", ["shard", "kernel", "warm kernel", "init", "parts"])
 def test_who_compares(several, call):
     x = np.ones((8, 4), np.float32)

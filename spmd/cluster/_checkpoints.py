@@ -213,7 +213,7 @@ class Checkpoints:
                 self._damaged.add(step)
                 failures.append(f"step {step}: {damage}")
                 if jax.process_index() == 0:
-                    print(f"checkpoint {self.path}, step {step} is damaged: {damage}", file=sys.stderr)
+                    _say(f"checkpoint {self.path}, step {step} is damaged: {damage}")
         if failures:
             rule = "no checkpoint can be restored."
             raise PlacementError(rule, call="restore(init, ...)", got=[str(self.path), *failures])
@@ -255,8 +255,14 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or jax.process_count() == 1:  # the others do not wait for a process that has failed
+        if kind is not None and jax.process_count() > 1:
+            return  # the others do not wait for a process that has failed
+        try:
             self.close()
+        except SpmdError as failure:
+            if kind is None:
+                raise
+            _say(failure)  # what ended the block is raised
 
     # --- inside ---
 
@@ -330,8 +336,9 @@ class Checkpoints:
 
     def _remove_parts(self) -> None:
         """Remove what saves that failed have left, of this run or of one that was killed."""
-        if jax.process_index() == 0:
-            self._remove([one for one in (self.path / "steps").iterdir() if self._orbax.utils.is_tmp_checkpoint(one)])
+        steps = self.path / "steps"  # which is no folder of a bucket before something is in it
+        if jax.process_index() == 0 and steps.exists():
+            self._remove([one for one in steps.iterdir() if self._orbax.utils.is_tmp_checkpoint(one)])
 
     def _remove(self, folders: Sequence[Any]) -> None:
         for folder in folders:
@@ -353,10 +360,12 @@ class Checkpoints:
         """Why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
         if not self._local or jax.process_count() == 1:
             return ""
+        probe = self.path / f"probe{jax.process_index()}"
         try:
-            probe = self.path / f"probe{jax.process_index()}"
-            probe.write_bytes(bytes(_PROBE))
-            probe.unlink()
+            try:
+                probe.write_bytes(bytes(_PROBE))
+            finally:
+                probe.unlink(missing_ok=True)
             return os.strerror(errno.ENOSPC) if shutil.disk_usage(self.path).free < size else ""
         except OSError as error:
             return f"{error}"
@@ -370,13 +379,13 @@ class Checkpoints:
         self._failure.__cause__ = error
         if self._strict or not self._any:
             raise self._failure
-        print(self._failure, file=sys.stderr)
+        _say(self._failure)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
-        about = self._together(lambda: self._about(step, 0))
-        _check_same(about["leaves"], _named(wanted), cast)
-        sums = self._sums(step, about["processes"], [path for path, x in _named(wanted).items() if x.size])
-        asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in _named(wanted).items()}
+        about, named = self._together(lambda: self._about(step, 0)), _named(wanted, "restore(init, ...)")
+        _check_same(about["leaves"], named, cast)
+        sums = self._sums(step, about["processes"], [path for path, x in named.items() if x.size])
+        asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in named.items()}
         full = {path: x for path, x in asked.items() if x.size}
         leaves = self._together(lambda: self._arrays(step, full)) if full else {}
         wrong = [path for path, found in jax.device_get(_checksums(leaves)).items() if int(found) != sums[path]]
@@ -389,7 +398,7 @@ class Checkpoints:
                 )
             data.state = about["data"]
         leaves |= {path: _empty(x) for path, x in asked.items() if not x.size}
-        placed = [_cast(leaves[path], x.dtype) for path, x in _named(wanted).items()]
+        placed = [_cast(leaves[path], x.dtype) for path, x in named.items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
     def _about(self, step: int, rank: int) -> Any:
@@ -431,6 +440,11 @@ class Checkpoints:
         if told:
             raise _Damaged(told)
         return cast(T, found)
+
+
+def _say(text: object) -> None:
+    with contextlib.suppress(OSError):  # the log may be a file on the disk that is full
+        print(text, file=sys.stderr, flush=True)
 
 
 class _Damaged(Exception):
@@ -579,14 +593,14 @@ def _beside(orbax: Any) -> Any:
     return Beside
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _named(tree: Any, call: str = "save(step, state)") -> dict[str, Any]:
     """The leaves by their paths."""
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
     found = dict(leaves)
     if len(found) < len(leaves):
         twice = sorted(path for path, n in collections.Counter(path for path, _ in leaves).items() if n > 1)
         rule = "two leaves of the state have the same name: a key is known by its repr."
-        raise SpmdError(rule, call="save(step, state)", got=twice, advice="make the keys strings or numbers")
+        raise SpmdError(rule, call=call, got=twice, advice="make the keys strings or numbers")
     return found
 
 

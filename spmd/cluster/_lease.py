@@ -30,11 +30,11 @@ class Lease:
     def holder(self) -> dict[str, str] | None:
         """The other program that holds it; None where nobody does, or one that is known to have ended."""
         try:
-            found = json.loads(self._file.read_text())
-            word = found["holder"], self._file.stat().mtime
+            text = self._file.read_text()
+            found, word = json.loads(text), (text, self._file.stat().mtime)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):  # the disk was full when it was written
+        except ValueError:  # the disk was full when it was written
             found, word = {"holder": "", "host": "another host", "process": "", "system": ""}, ("", 0)
         if found["holder"] == _ME or (found["system"] == _system() != "" and not _lives(found["process"])):
             return None
@@ -61,6 +61,9 @@ class Lease:
             if self.holder() and self._heard[0] != word:
                 return _named(other)
         self._say()
+        time.sleep(BEAT / 50)
+        if other := self.holder():  # which took it in the same moment
+            return _named(other)
         self._ended = threading.Event()
         threading.Thread(target=self._go_on, args=(self._ended,), daemon=True).start()
         return ""
@@ -90,6 +93,7 @@ class Lease:
         except (OSError, ValueError, KeyError):  # it is not there, is another's, or is in the cloud
             pass
         content = {"holder": _ME, "host": socket.gethostname(), "process": str(os.getpid()), "system": _system()}
+        content["time"] = f"{time.time()}"  # another word each time, where files have no times
         self._file.write_text(json.dumps(content))
 
 

@@ -53,7 +53,8 @@ def initialize(
     it does nothing, so the same program runs alone.
 
     From then on an exception that nobody catches ends its process at once, with its rank. Without that, a process
-    waits minutes for the others, and they for it.
+    waits minutes for the others, and they for it. SIGTERM and SIGUSR1 that come while it joins them are kept for
+    `stopping`. If all processes are on this machine, at `localhost`, no other one can connect to them.
 
     Communication: an all-gather of one hash over the processes: the versions of Python, JAX and spmd, the arguments of
     the command, and the program's own files. It starts JAX's devices.
@@ -80,8 +81,8 @@ def initialize(
       **options: Further arguments of `jax.distributed.initialize`, such as `local_device_ids`.
 
     Raises:
-      MeshError: Two sources disagree on the processes; one is not complete; JAX runs already; or the processes do not
-        run the same program, with the ranks that differ.
+      MeshError: Two sources disagree on the processes; one is not complete; JAX runs already; the port of process 0 is
+        in use; or the processes do not run the same program, with the ranks that differ.
 
     Example:
       >>> import spmd

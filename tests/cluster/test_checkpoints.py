@@ -21,6 +21,7 @@ import spmd
 from spmd.cluster import _checkpoints, batches, checkpoints
 from spmd.cluster._checkpoints import _Damaged, _named, block_checksum, checksum
 from spmd.errors import PlacementError, SpmdError
+from tests.cluster.bucket import serving
 from tests.cluster.full_disk import TIMEOUT
 from tests.cluster.harness import alone, end, exhaustive, launched, start
 from tests.sampler import first_seed, share
@@ -480,6 +481,18 @@ def test_a_run_whose_first_save_failed_ends_with_an_error(tmp_path):
         saved.save(1, make(jax.random.key(1)))
 
 
+def test_what_ended_a_block_is_raised_and_a_failed_save_is_said(tmp_path, capsys):
+    def fails():
+        with full(), checkpoints(tmp_path / "run") as saved:
+            saved._settle = lambda *_: saved._failed(1, "no space")
+            saved._writing = 1, None
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert "a checkpoint could not be saved" in capsys.readouterr().err
+
+
 def test_a_failed_save_that_a_later_one_made_good_is_no_error(tmp_path, capsys):
     saved, make = checkpoints(tmp_path / "run"), maker()
     saved.save(1, make(jax.random.key(1)))
@@ -507,6 +520,10 @@ def test_the_example_ends_with_another_code_if_its_last_save_failed(tmp_path):
     found = launched(2, "tests/cluster/unsaved.py", str(tmp_path), devices=4)
     assert found.code == 1, (found.out, found.err)
     assert "stopped after" not in found.out and "a checkpoint could not be saved" in found.err
+    left = {one.name for one in (tmp_path / "saved").iterdir()} | {
+        one.name for one in (tmp_path / "saved/steps").iterdir()
+    }
+    assert left == {"steps", "2"} | (left & {"lease.json"}), left
 
 
 # --- which steps stay ------------------------------------------------------------------------------------------------
@@ -644,3 +661,26 @@ def test_a_second_program_in_the_folder_is_an_error(tmp_path):
     assert time.monotonic() - since < 90
     again.kill()
     end(again, since)
+
+
+# --- in a bucket -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_in_a_bucket(tmp_path, monkeypatch):
+    """They were saved in a folder `gs:` of this machine, or failed at the save."""
+    monkeypatch.chdir(tmp_path)
+    make = maker()
+    with serving() as (address, objects):
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+        with checkpoints("gs://bucket/run", keep=2) as saved:
+            for step in (1, 2, 3):
+                saved.save(step, make(jax.random.key(step)))
+            found = saved.restore(make, jax.random.key(0))
+            assert found.step == 3 and "run/lease.json" in objects
+            same(found.state, make(jax.random.key(3)))
+        assert {one.split("/")[2] for one in objects} == {"2", "3"}
+        del objects["run/steps/3/about/0.json"]
+        with checkpoints("gs://bucket/run") as saved:
+            assert saved.restore(make, jax.random.key(0)).step == 2
+    assert list(tmp_path.iterdir()) == []

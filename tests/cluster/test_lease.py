@@ -72,6 +72,12 @@ def test_a_word_while_one_waits(tmp_path, monkeypatch):
     assert Lease(epath.Path(tmp_path)).take() == "process 1 on there"
 
 
+def test_of_two_that_take_it_in_one_moment_the_last_word_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(_lease.time, "sleep", lambda seconds: written(tmp_path))
+    lease = Lease(epath.Path(tmp_path))
+    assert lease.take() == "process 1 on there" and not lease.held
+
+
 def test_who_was_looked_at_before_is_not_waited_for_again(tmp_path):
     written(tmp_path)
     lease = Lease(epath.Path(tmp_path))
