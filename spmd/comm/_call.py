@@ -387,7 +387,7 @@ class Call:
         advice = [fault.advice if not fix or isinstance(fault, WrongRank) else None]
         if isinstance(fault, Unequal):
             bare = self._without_its_margin(fault)
-            names, advice = [] if bare else [fault.name], [bare or self._gather_block(fault)]
+            names, advice = [] if bare else [fault.name], [bare or self._gather_block(fault) or fault.own]
         if isinstance(fault, NotProduct):
             names = [name for name, _ in fault.factors]
             got = [*got, *(f"{name} = {size}: {self.sizes[name].origin}" for name, size in fault.factors if size)]

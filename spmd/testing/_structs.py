@@ -78,7 +78,7 @@ def shrunk(
     known = {name: Size(size, "") for name, size in kernel.signature.sizes}
     arrays = [(one.path, np.shape(x), one.layout) for one, x in zip(plan.leaves, leaves, strict=True)]
     read = bind(arrays, plan.sizes, known=known)
-    sizes = {name: size for name, (size, _) in read.sizes.items()}
+    sizes = {name: one.size for name, one in read.sizes.items()}
     if read.faults:
         return plan.rebuild(leaves), {}  # the run says what is wrong
     given = [dims for x, dims in zip(leaves, read.dims, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)]
