@@ -53,6 +53,7 @@ from spmd.language import (
     indivisible,
     verb_for,
     with_axes_of,
+    with_axis,
 )
 from spmd.modes import EVERYWHERE, Frame, current_frame, place
 
@@ -358,11 +359,13 @@ class Call:
         """Complain about a mesh axis of the pattern that the mesh does not have."""
         known = self.frame.axis_names
         axis = next(axis for axis in self.pattern.axis_names if axis not in known)
-        hint = did_you_mean(axis, (*known, *(name for name, _ in self.frame.renames)))
+        names = (*known, *(name for name, _ in self.frame.renames))
+        hint = did_you_mean(axis, names)
         self.fail(
             f"the mesh has no axis {axis!r}{hint or '.'}",
             at=axis_span(self.written.source, axis),
             got=[self.frame.describe()],
+            fix=with_axis(self.written.source, axis, names),
             error=MeshError,
         )
 
