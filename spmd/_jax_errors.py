@@ -11,9 +11,11 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+
 from spmd import _compat
 
-Kind = Literal["carry", "branches", "placement", "pallas", "axis"]
+Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,10 @@ class Told:
 
     Attributes:
       kind: "carry" (a loop changes the type of its carry), "branches" (those of a cond give different types),
-        "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes) or "axis" (a
-        collective names an axis that is not bound).
-      axis: The axis that is not bound, where JAX says it.
+        "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes), "axis" (a
+        collective names an axis that is not bound), "decision" (Python decides by a value), "layout" or "pattern" (a
+        call lacks its string).
+      axis: The axis that is not bound, where JAX says it; the function that lacks a layout.
       carries: The parts of the carry.
     """
 
@@ -55,6 +58,11 @@ def of_shapes(error: Exception) -> bool:
 def told(error: Exception) -> Told | None:
     """What an error that a trace raised is about. None for all other errors, which may be the user's own."""
     text = str(error)
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return Told("decision")
+    lacks = re.match(r"(\w+)\(\) missing 1 required positional argument: '(layout|pattern)'", text)
+    if lacks and isinstance(error, TypeError):
+        return Told("layout" if lacks[2] == "layout" else "pattern", lacks[1])
     if "manual axis types do not match" in text and "carry" in text:
         return Told("carry", carries=_carries(text))
     if "manual axis types do not match" in text and text.startswith(("cond branches", "switch branches")):

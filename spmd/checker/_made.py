@@ -110,8 +110,9 @@ def lying(state: State) -> Place:
 
 def _whole(walk: Any, atom: Any) -> bool:
     """Whether an equal value is as large as whole arguments. Of another shape, as noise, it may be a block."""
-    made = (walk.history.made.get(var) for var in walk.history.behind(atom, lambda eqn: False))
-    return all(one is None or _keeps_sizes(one[0]) for one in made)
+    made = [(var, walk.history.made.get(var)) for var in walk.history.behind(atom, lambda eqn: False)]
+    argument = lambda var: var in walk.history.arguments or bool(walk.history.made_of.get(var))
+    return all(argument(var) if one is None else _keeps_sizes(one[0]) for var, one in made)
 
 
 def _keeps_sizes(eqn: Any) -> bool:

@@ -126,7 +126,7 @@ def unexpected_difference(walk: Any, eqn: Any, state: State, axes: Sequence[str]
         return _lies_otherwise(walk, eqn, state, have, place)
     rule = f'"{shown}" says that the value is equal on {along}, but it differs along {along}.'
     fix = None if place is None else _as_it_says(walk, eqn, place)
-    advice = None if fix else _what_it_may_be(eqn, axes, place)
+    advice = None if fix else _reshaped(state, axes) or _what_it_may_be(eqn, axes, place)
     return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
 
 
@@ -155,6 +155,13 @@ def _is_row(walk: Any, eqn: Any, axis: str) -> bool:
     return state is not None and (
         any(p.axis == axis and p.kind == STEP for p in state.pending) or any(axis in axes_of_dim(d) for d in mapped)
     )
+
+
+def _reshaped(state: State, axes: Sequence[str]) -> str | None:
+    """Advice for dimensions of a block that a reshape made one."""
+    merged = [dim for dim in state.dims if sum(bool(axes_of_dim((factor,))) for factor in dim) > 1]
+    told = f"a reshape made one dimension of blocks along {_and(axes)}: gather the inner ones before it"
+    return f'{told}; or spmd.rearrange, which names what it joins, "(b d)"' if merged else None
 
 
 def lies_otherwise(walk: Any, eqn: Any, state: State) -> Fault:
@@ -285,6 +292,8 @@ COMPLETED = {
     "recurrence": "gather the sequence over {along}, or divide another dimension",
     "pairs": "gather one of the two over {along}, or pass its blocks around",
     "term": "lax.psum_scatter over {along} in place of the slice",
+    "slice": "this slices each device's own block: gather it over {along} first, or spmd.take the rows of the whole",
+    "concatenate": "this joins each device's own blocks: gather them over {along} first, or stack on a new dimension",
     "index": "spmd.take, or the index less where this device's block begins",
 }
 
@@ -446,10 +455,19 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
         if not why and not noise and _counts(walk, atom):
             got.append(f"operand {number}: made from numbers that begin at 0 on each device, as those of jnp.arange")
             advice = f'spmd.iota("<name>/{axes[0]}"), which goes on from block to block; or split the other array'
+        if not why and _is_constant(walk, atom):
+            got.append(f"operand {number}: an array of the program itself, as NumPy's random numbers: equal everywhere")
+            advice = f"{_OWN_NOISE}; or an argument of the kernel, which is divided"
         if (rank := _rank_before_broadcasting(walk, atom)) is not None:
             got.append(f"operand {number}: rank {rank}, and broadcasting gives it rank {len(shape_of(atom))}")
             advice = f'keep a reduced dimension as 1, "b d/tp -> b 1" or keepdims=True; or else {advice}'
     return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=advice)
+
+
+def _is_constant(walk: Any, atom: Any) -> bool:
+    """Whether a value is made of arrays that the program closed over, and of nothing else."""
+    ends = [var for var in walk.history.behind(atom, lambda _: False) if not walk.history.operands(var)]
+    return bool(ends) and all(var not in walk.history.made and var not in walk.history.arguments for var in ends)
 
 
 def _counts(walk: Any, atom: Any) -> bool:

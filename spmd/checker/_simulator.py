@@ -429,6 +429,29 @@ def _ragged(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arr
     return [out]
 
 
+def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """Numbers, or other keys, made of keys: the generator's own steps, traced and interpreted."""
+    p = eqn.params
+    known = eqn.params.get("impl") or generator(eqn.invars[0].aval.dtype, machine.generators)
+    run: Any = {
+        "random_bits": lambda key: known.random_bits(key, p["bit_width"], p["shape"]),
+        "random_split": lambda key: known.split(key, p["shape"]),
+        "random_fold_in": known.fold_in,
+        "random_seed": known.seed,
+    }[eqn.primitive.name]
+    rank = len(shape_of(eqn.invars[0]))
+    for _ in range(rank):
+        run = jax.vmap(run)
+    structs = [jax.ShapeDtypeStruct(x.shape[machine.lead :], x.dtype) for x in operands]
+    return walk(jax.make_jaxpr(run)(*structs), operands, machine)
+
+
+def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """Keys are held as their words. What makes numbers of them is kept by their type."""
+    machine.generators[eqn.outvars[0].aval.dtype] = eqn.params["impl"]
+    return list(operands)
+
+
 _SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
     copy_p stop_gradient name reduce_precision spmd_layout spmd_assert_equal spmd_block spmd_fused spmd_retype"""

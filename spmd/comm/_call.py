@@ -53,6 +53,7 @@ from spmd.language import (
     indivisible,
     verb_for,
     with_axes_of,
+    with_axis,
 )
 from spmd.modes import EVERYWHERE, Frame, current_frame, place
 
@@ -359,11 +360,13 @@ class Call:
         """Complain about a mesh axis of the pattern that the mesh does not have."""
         known = self.frame.axis_names
         axis = next(axis for axis in self.pattern.axis_names if axis not in known)
-        hint = did_you_mean(axis, (*known, *(name for name, _ in self.frame.renames)))
+        names = (*known, *(name for name, _ in self.frame.renames))
+        hint = did_you_mean(axis, names)
         self.fail(
             f"the mesh has no axis {axis!r}{hint or '.'}",
             at=axis_span(self.written.source, axis),
             got=[self.frame.describe()],
+            fix=with_axis(self.written.source, axis, names),
             error=MeshError,
         )
 
@@ -388,7 +391,7 @@ class Call:
         advice = [fault.advice if not fix or isinstance(fault, WrongRank) else None]
         if isinstance(fault, Unequal):
             bare = self._without_its_margin(fault)
-            names, advice = [] if bare else [fault.name], [bare or self._gather_block(fault)]
+            names, advice = [] if bare else [fault.name], [bare or self._gather_block(fault) or fault.own]
         if isinstance(fault, NotProduct):
             names = [name for name, _ in fault.factors]
             got = [*got, *(f"{name} = {size}: {self.sizes[name].origin}" for name, size in fault.factors if size)]

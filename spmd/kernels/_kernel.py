@@ -291,6 +291,8 @@ class Kernel(ByName, Generic[P, R]):
             chain = isinstance(value, tuple) and any(isinstance(one, tuple) for one in value)  # of optax
             advice = f"of an optimizer's state: spmd.parallel.state_layouts({name}, params, <the layouts of params>)"
             rule = f"{name} does not have the structure of its layouts."
+            if isinstance(value, list) and all(map(is_number, jax.tree.leaves(value))):
+                self.signature.fail(rule, got=["a list of numbers"], advice=f"numpy.asarray({name}) makes it an array")
             self.signature.fail(rule, got=faults, advice=advice if chain else None)
         return found
 

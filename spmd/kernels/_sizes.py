@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spmd.errors import LayoutError, SizeError
-from spmd.language import Layout, Size, Unequal, WrongRank, another_name, as_fault, bind
+from spmd.language import Layout, NotProduct, Size, Unequal, WrongRank, another_name, as_fault, bind
 
 
 def bind_sizes(
@@ -42,8 +42,13 @@ def bind_sizes(
     span = (start, end) if 0 <= start < end <= len(source or "") else None
     twice = [one.name for one in bound.faults if isinstance(one, Unequal) and not one.blocks]
     error = LayoutError if any(isinstance(one, WrongRank) for one in bound.faults) else SizeError
-    fix = spaced(source) if all(isinstance(one, WrongRank) and one.advice for one in bound.faults) else None
-    raise error(replace(fault, span=span, fix=fix, advice=fault.advice or another_name(twice)))
+    unspaced = [isinstance(one, WrongRank) and one.advice for one in bound.faults]
+    fix, advice = spaced(source) if all(unspaced) else None, fault.advice or another_name(twice)
+    if advice is None and local and any(isinstance(one, NotProduct) for one in bound.faults):
+        advice = "what the body reshapes is each device's own block: gather what is divided first"
+    if advice is None and any(layout.is_scalar and shape == (2,) for _, shape, layout in leaves):
+        advice = "a key of jax.random.PRNGKey has shape (2,), and that of jax.random.key(seed) is a scalar"
+    raise error(replace(fault, span=span, fix=fix, advice=advice))
 
 
 def spaced(source: str | None) -> str | None:

@@ -21,7 +21,7 @@ from spmd import _jax_errors
 from spmd._callers import layers_of
 from spmd._jax_errors import Carry
 from spmd.checker._source import is_outside, line_of_error
-from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
 from spmd.kernels._signature import Signature
 from spmd.language import Layout
 from spmd.modes import Frame
@@ -114,6 +114,16 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays, and these are shards."
         advice = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
         return ModeError(rule, **shown, got=got, advice=advice)
+    if fact.kind == "decision":
+        rule = "Python decides by a value (if, while, and, or, bool), and it is known when the kernel runs only."
+        advice = "spmd.cond(predicate, true_fn, false_fn, *operands); jnp.where(predicate, a, b) computes both"
+        return ModeError(rule, **shown, got=[*got, frame.describe()], advice=advice)
+    if fact.kind in ("layout", "pattern"):
+        rule = f"{fact.axis} takes a string after its arrays. It names their dimensions, which axis= would number."
+        advice = f'as in {fact.axis}(x, "b/dp [d]"), for the last of two'
+        if fact.kind == "pattern":
+            advice = 'the layouts before and after, as in "b/dp d/tp -> b/dp d"'
+        return LayoutError(rule, **shown, got=got, advice=advice)
     rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
     kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
     fix = f"out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})"

@@ -49,7 +49,7 @@ def _candidates(plan: Any, leaves: Sequence[Any], mesh: Any) -> Iterator[list[An
     read = read_sizes(plan, leaves)
     if not read.faults:
         fixed = {name for name, _ in plan.signature.sizes}
-        sizes = {name: size for name, (size, *_) in read.sizes.items()}
+        sizes = {name: one.size for name, one in read.sizes.items()}
         free = {name: size for name, size in sizes.items() if name not in fixed}
         blocks = blocks_of(plan, read, [mesh])
         least = {**sizes, **distinct(free, blocks, {sizes[name] for name in fixed & sizes.keys()})}

@@ -1,6 +1,6 @@
 """The layout language: strings that say shape, placement and communication. Pure Python."""
 
-from spmd.language._axes import axes_product, axes_tuple, axis_span, check_axes, mesh_text
+from spmd.language._axes import axes_product, axes_tuple, axis_span, check_axes, mesh_text, with_axis
 from spmd.language._layout import AxisMapping, Layout, with_axes_of
 from spmd.language._pattern import Pattern
 from spmd.language._sizes import (
@@ -43,4 +43,5 @@ __all__ = [
     "verb_for",
     "verb_of",
     "with_axes_of",
+    "with_axis",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 
-from spmd.errors import MeshError, did_you_mean
+from spmd.errors import MeshError, did_you_mean, nearest
 
 
 def axes_tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -36,6 +37,18 @@ def axis_span(source: str, axis: str) -> tuple[int, int] | None:
     return None if found is None else found.span(1)
 
 
+def with_axis(source: str, axis: str, known: Iterable[str]) -> str | None:
+    """A string with a known axis in place of an unknown one that is surely meant for it, in quotes; None if none is.
+
+    >>> with_axis("b/pd d", "pd", ["dp", "tp"]), with_axis("e/ep", "ep", ["dp", "tp"])
+    ('"b/dp d"', None)
+    """
+    near = nearest(axis, known)
+    sure = near and (sorted(near) == sorted(axis) or difflib.SequenceMatcher(None, axis, near).ratio() > 0.7)
+    text = sure and near and re.sub(rf"((?:/|[:,]\s*)){re.escape(axis)}\b", rf"\g<1>{near}", source)
+    return None if not text or text == source or "\n" in text else f'"{text}"'
+
+
 def check_axes(
     axes: Iterable[str], sizes: Mapping[str, int], *, call: str | None = None, source: str | None = None
 ) -> None:
@@ -54,4 +67,5 @@ def check_axes(
         if axis not in sizes:
             rule = f"the mesh has no axis {axis!r}{did_you_mean(axis, sizes) or '.'}"
             span = None if source is None else axis_span(source, axis)
-            raise MeshError(rule, call=call, source=source, span=span, got=[mesh_text(sizes)])
+            fix = None if source is None else with_axis(source, axis, sizes)
+            raise MeshError(rule, call=call, source=source, span=span, got=[mesh_text(sizes)], fix=fix)

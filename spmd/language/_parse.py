@@ -83,9 +83,11 @@ class Parser:
                 )
             return left, [], empty_left, True
         if self.token.kind != "->":
+            have = self.source.strip()
             raise fault(
                 "A pattern has two sides with '->' between them: what you have -> what you want.",
                 (0, len(self.source)),
+                advice=f'"{have} -> ..." with what you want in place of the dots' if have else None,
             )
         self.advance()
         right, empty_right = self.side()

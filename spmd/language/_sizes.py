@@ -131,9 +131,21 @@ class Unequal(Misfit):
         return f"{self.name} has two sizes: {self.size} here{part}, and {self.first.size} from {self.first.origin}"
 
     @property
+    def own(self) -> str | None:
+        """What a dimension of another size may be, whose name is divided."""
+        if self.local is None or not self.first.axes:
+            return None
+        return (
+            f"{self.name} is divided over {'/'.join(self.first.axes)}: what the body slices, reshapes or concatenates\n"
+            "is each device's own block; gather it first, or say what becomes of the blocks"
+        )
+
+    @property
     def advice(self) -> str | None:
         if not self.blocks or self.layout is None:
-            return None
+            return self.own
+        if self.first.axes and self.blocks[0] not in self.first.axes:
+            return self.own
         block, label = "/".join([self.name, *self.axes, self.blocks[0]]), self.where.rpartition(", ")[0]
         have = " ".join(block if dim.span == self.span else dim.short for dim in self.layout.dims)
         here = self.size if self.local is None else self.local

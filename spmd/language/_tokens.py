@@ -85,6 +85,9 @@ def _bad(source: str, at: int) -> NoReturn:
             "A layout has no '*'; any number of dimensions is '...', a product of two is '(h k)'.",
             (at, at + 1),
         )
+    if rest[0] in ";|":
+        fix = fixed(source, at, at + 1, ",")
+        raise fault("Layouts are separated by ','.", (at, at + 1), fix)
     if rest[0].isidentifier():
         raise fault(f"Names consist of ASCII letters, digits and '_', and '{shown}' is not one of them.", (at, at + 1))
     raise fault(f"A layout has no character '{shown}'.", (at, at + 1))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spmd import _compat, _lax
 from spmd.comm._call import Call, Factor, open_call
-from spmd.errors import LayoutError, not_one_of
+from spmd.errors import Fix, LayoutError, not_one_of
 from spmd.ops._partial_sums import Landing, factors_by_name, finish, land, placed, plain_dims, right_names
 
 Axes = tuple[str, ...]
@@ -65,6 +65,9 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
       >>> print(mean, largest)
       [3. 4.] 7.0
     """
+    if isinstance(op, str) and "->" in op and pattern in RUN:
+        fix = Fix("reduce", ("x",), op, {} if pattern == "sum" else {"op": pattern})
+        raise LayoutError("the pattern comes before the operation.", call="reduce(x, ...)", fix=fix)
     also = {} if op == "sum" else {"op": op} if isinstance(op, str) else None
     call = open_call("reduce", pattern, names, arrays=(x,), example='reduce(x, "b/dp d -> d", "mean")', also=also)
     if not isinstance(op, str) or op not in RUN:

@@ -43,7 +43,7 @@ def shrunk(
     kernel = build(meshes[0])
     plan, leaves = kernel.prepared(args, kwargs)
     read = read_sizes(plan, leaves)
-    sizes = {name: size for name, (size, _) in read.sizes.items()}
+    sizes = {name: one.size for name, one in read.sizes.items()}
     if read.faults:
         return plan.rebuild(leaves), {}  # the run says what is wrong
     given = [dims for x, dims in zip(leaves, read.dims, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)]

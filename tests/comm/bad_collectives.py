@@ -164,6 +164,11 @@ def unknown_axis_in_a_verb(mesh):
     body("b/dp d -> b d", lambda x: all_gather(x, "b/dpp d -> b d"), mesh)
 
 
+@fixed
+def unknown_axis_in_a_verb_fixed(mesh, fix):
+    np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: all_gather(x, fix(), to="invarying"), mesh), X)
+
+
 @bad
 def keyword_that_is_not_in_the_pattern(mesh):
     body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", tq="tp"), mesh)
@@ -208,6 +213,12 @@ def partial_sum_out_of_nothing(mesh):
 def unknown_name_of_a_renamed_axis(mesh):
     fn = lambda x: all_gather(x, "b/dat d -> b d", to="invarying")
     body("b/data d -> b d", fn, mesh, axes={"data": "dp"})
+
+
+@fixed
+def unknown_name_of_a_renamed_axis_fixed(mesh, fix):
+    fn = lambda x: all_gather(x, fix(), to="invarying")
+    np.testing.assert_array_equal(body("b/data d -> b d", fn, mesh, axes={"data": "dp"}), X)
 
 
 @bad

@@ -166,6 +166,13 @@ def test_the_example_of_each_verb_is_a_call_that_it_takes(verb, mesh):
     assert found
 
 
+def test_two_of_three_messages_say_what_to_type():
+    """As README says."""
+    says = [bool(re.search("^(fix|advice): ", text, re.M)) for text in golden().values()]
+    assert sum(says) / len(says) >= 2 / 3
+    assert "Two of three also say" in (TESTS.parent / "README.md").read_text()
+
+
 def test_advice_that_is_run_is_in_the_message():
     texts = golden()
     words = ("advice: ", "pad it", "numpy.asarray", "jax.ShapeDtypeStruct", "did you mean")

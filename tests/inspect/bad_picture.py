@@ -31,6 +31,11 @@ def picture_with_an_unknown_axis(mesh):
     spmd.visualize("b/pd d", (8, 4), mesh)
 
 
+@fixed
+def picture_with_an_unknown_axis_fixed(mesh, fix):
+    assert str(spmd.visualize(fix(), (8, 4), mesh)) == str(spmd.visualize("b/dp d", (8, 4), mesh))
+
+
 @bad
 def picture_of_sizes_that_do_not_divide(mesh):
     spmd.visualize("b/dp d/tp", (7, 6), mesh)

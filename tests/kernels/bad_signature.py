@@ -71,8 +71,8 @@ def unknown_mesh_axis(mesh):
 
 
 @fixed
-def unknown_mesh_axis_fixed(mesh):
-    np.testing.assert_array_equal(body("b/dp d -> b/dp d", lambda x: x, mesh), X)
+def unknown_mesh_axis_fixed(mesh, fix):
+    np.testing.assert_array_equal(body(fix(), lambda x: x, mesh), X)
 
 
 @bad

@@ -755,6 +755,7 @@ GOLDEN = [
             'Pattern("a b")',
             "         ^^^",
             "A pattern has two sides with '->' between them: what you have -> what you want.",
+            'advice: "a b -> ..." with what you want in place of the dots',
         ],
     ),
     (
