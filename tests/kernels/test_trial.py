@@ -1,0 +1,72 @@
+"""What numbers say of a kernel at its first call, where types suspect something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd.kernels import _plan
+from spmd.kernels._trial import trial_of
+
+BIG = jax.ShapeDtypeStruct((4096, 8192), "float32")
+
+
+def trial(body: Any, *args: Any, pattern: str = "b/dp d/tp -> b/dp", **sizes: int) -> Any:
+    kernel = spmd.kernel(pattern, mesh=spmd.make_mesh(**(sizes or {"dp": 2, "tp": 4})))(body)
+    return trial_of(*kernel.prepared(args, {}))
+
+
+def norms(x: Any) -> Any:
+    return jnp.sqrt(lax.psum((x * x).sum(1), "tp"))
+
+
+def wrong(x: Any) -> Any:
+    return lax.psum(jnp.sqrt((x * x).sum(1)), "tp")
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 4}, {"dp": 2, "tp": 1}, {"dp": 1, "tp": 1}])
+def test_large_arrays_and_small_meshes(sizes: dict[str, int]) -> None:
+    """Names get small sizes, and an axis with one device has two."""
+    assert trial(norms, BIG, **sizes).agrees
+    found = trial(wrong, BIG, **sizes)
+    assert found.wrong and all(n > 1 for n in found.sizes.values())
+
+
+def test_sizes_that_a_body_needs_are_kept() -> None:
+    def body(x):
+        return norms(x.reshape(x.shape[0], -1, 3).sum(2))  # columns by threes
+
+    assert trial(body, jax.ShapeDtypeStruct((8, 24), "float32")).agrees
+    fixed = lambda x: norms(x) if x.shape == (4, 6) else 1 / 0
+    assert trial(fixed, jax.ShapeDtypeStruct((8, 24), "float32")).why == "it fails on dp=1 tp=1: ZeroDivisionError"
+
+
+def test_numbers_are_asked_once_and_only_where_types_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(_plan, "trial_of", lambda *args: asked.append(args) or trial_of(*args))
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    kernel = spmd.kernel("b/dp d/tp -> b/dp", mesh=spmd.make_mesh(dp=2, tp=4))
+    right = kernel(norms)
+    right(x)
+    assert not asked
+    mean = kernel(lambda x: lax.psum(norms(x), "tp") / lax.axis_size("tp"))  # a sum of copies, and then a mean
+    mean(x)
+    mean(x)
+    assert len(asked) == 1
+    with pytest.raises(spmd.ReplicationError):
+        kernel(wrong)(x)
+
+
+def test_a_mean_by_hand_is_accepted() -> None:
+    """`lax.pmean` is no more than this."""
+    x = jnp.arange(6.0)
+    kernel = spmd.kernel("d -> d", mesh=spmd.make_mesh(dp=4))
+    np.testing.assert_allclose(kernel(lambda x: lax.psum(x, "dp") / lax.axis_size("dp"))(x), x)
+    with pytest.raises(spmd.ReplicationError, match="4 times as large"):
+        kernel(lambda x: lax.psum(x, "dp"))(x)
