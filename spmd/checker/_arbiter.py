@@ -26,7 +26,7 @@ from spmd._walker import equations
 from spmd.checker._draws import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated
-from spmd.checker._simulator import Fault, Parted, held_number, simulate
+from spmd.checker._simulator import Fault, NoSuchDevice, Parted, held_number, simulate
 from spmd.checker._source import line_of_body
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import mode
@@ -96,7 +96,7 @@ def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mappi
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except NotSimulated as error:
-            return Trial(sizes, why=f"{error}", fails=isinstance(error, _FailsWhole))
+            return Trial(sizes, why=f"{error}", fails=isinstance(error, _FailsWhole | NoSuchDevice))
     return found
 
 

@@ -43,6 +43,10 @@ class Fault(NamedTuple):
     output: int = 0
 
 
+class NoSuchDevice(NotSimulated):
+    """A permutation names a device that the axis does not have: its numbers are those of another mesh."""
+
+
 class Parted(NotSimulated):
     """Devices that differ do not all reach a collective. On a mesh of devices the program would never end."""
 
@@ -382,7 +386,7 @@ def _permutes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[A
     at, outs = [machine.place(a) for a in order], []
     count = math.prod(machine.sizes[a] for a in order)
     if any(max(pair) >= count for pair in eqn.params["perm"]):
-        raise NotSimulated("a permutation names a device that the axis does not have")
+        raise NoSuchDevice("a permutation names a device that the axis does not have")
     for x in operands:
         front = np.moveaxis(machine.full(x, order), at, range(len(at)))
         flat = front.reshape((count, *front.shape[len(at) :]))

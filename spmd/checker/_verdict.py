@@ -20,6 +20,10 @@ from spmd.language import mesh_text
 # What may be meant, or undone later: no string says otherwise.
 _SUSPICIONS = frozenset(("nonlinear", "mixed", "pending", "copies", "disagree", "order", "gradient", "type"))
 
+# A call that closes an axis which its string does not name moves what nobody wrote; and other arguments than those that
+# were drawn may let devices part.
+_ALWAYS = ("closed", "divergent")
+
 _SHOWN = 3  # lines, or arrays, that a text lists
 
 
@@ -79,9 +83,8 @@ def _compared(trial: Trial) -> str:
 def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str, *, whole: bool = True) -> list[Finding]:
     """What is left of what types suspect when numbers have spoken, and what only numbers show.
 
-    Where they could not be had, what contradicts a string is certain, and everything else is not. A call that closes an
-    axis which its string does not name moves what nobody wrote, so it is an error even where numbers agree. What JAX
-    types wrongly is wrong where devices then hold different copies.
+    Where they could not be had, what contradicts a string is certain, and everything else is not. What JAX types wrongly
+    is wrong where devices then hold different copies.
 
     Args:
       suspicions: What types suspect.
@@ -91,9 +94,9 @@ def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str, *, whole: 
     """
     kept = list(suspicions)
     if trial.agrees:
-        return [one for one in kept if one.kind == "closed"]
+        return [one for one in kept if one.kind in _ALWAYS]
     if trial.meant:  # whole arrays would be in another order, too
-        return [one for one in kept if one.kind in ("closed", "order")]
+        return [one for one in kept if one.kind in (*_ALWAYS, "order")]
     kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more
     if trial.why and not trial.fails:
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]

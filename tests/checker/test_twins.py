@@ -160,8 +160,9 @@ def test_what_is_around_a_body_changes_nothing(pair: Pair, around: str) -> None:
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.raw], ids=named)
 def test_raw_code_is_checked_too(pair: Pair) -> None:
+    """Its mesh stands in it, so no numbers are compared, and only what contradicts a spec is certain."""
     assert not why_missed(pair, raw=True)
-    assert not findings(pair, pair.correct, raw=True)
+    assert not any(one.certain for one in findings(pair, pair.correct, raw=True))
 
 
 @some_pairs

@@ -21,7 +21,7 @@ def square(w, x):
 @wrong(STEP)
 def gradient_of_a_local_mean(w, x):
     """JAX adds the devices' gradients up: twice too much."""
-    return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: scale
+    return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: gradient
 
 
 @gradient_of_a_local_mean.right
@@ -36,7 +36,7 @@ def _(w, x):
 
 @wrong(STEP)
 def step_on_a_local_mean(w, x):
-    g = jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: scale
+    g = jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: gradient
     return w - 0.1 * g
 
 
@@ -56,9 +56,9 @@ def gradient_of_a_copied_loss(w, x):
 
     def loss(w):
         rows = lax.all_gather(x, "dp", tiled=True)
-        return (jnp.sin(rows @ w) ** 2).mean()  # wrong: scale or copies
+        return (jnp.sin(rows @ w) ** 2).mean()
 
-    return jax.grad(loss)(w)
+    return jax.grad(loss)(w)  # wrong: gradient
 
 
 @gradient_of_a_copied_loss.right
@@ -166,7 +166,7 @@ def mean_of_micro_batches(w, x):
 
     v = lax.pcast(w, "dp", to="varying")
     total, _ = lax.scan(step, jnp.zeros_like(v), x)
-    return lax.psum(total / x.shape[0], "dp")  # wrong: scale
+    return lax.psum(total / x.shape[0], "dp")  # wrong: numbers
 
 
 @mean_of_micro_batches.right

@@ -156,7 +156,7 @@ def _(x):
 @wrong(WHOLE)
 def sum_divided_by_the_local_count(x):
     """Four times the mean: the count is that of a block."""
-    return lax.psum(x.sum(-1), "tp") / x.shape[1]  # wrong: scale
+    return lax.psum(x.sum(-1), "tp") / x.shape[1]  # wrong: numbers
 
 
 @sum_divided_by_the_local_count.right
@@ -171,7 +171,7 @@ def _(x):
 
 @wrong(WHOLE)
 def sum_of_means(x):
-    return lax.psum(x.mean(-1), "tp")  # wrong: scale
+    return lax.psum(x.mean(-1), "tp")  # wrong: numbers
 
 
 @sum_of_means.right
@@ -186,7 +186,7 @@ def _(x):
 
 @wrong(WHOLE)
 def mean_of_sums(x):
-    return lax.pmean(x.sum(-1), "tp")  # wrong: scale
+    return lax.pmean(x.sum(-1), "tp")  # wrong: numbers
 
 
 @mean_of_sums.right

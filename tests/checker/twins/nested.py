@@ -211,7 +211,7 @@ def scaled_down(w, x):
 
 def back(kept, g):
     w, x = kept
-    return x.T @ g / x.shape[0], g @ w.T  # wrong: scale
+    return x.T @ g / x.shape[0], g @ w.T  # wrong: numbers
 
 
 scaled_down.defvjp(lambda w, x: (x @ w, (w, x)), back)

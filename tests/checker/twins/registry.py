@@ -249,13 +249,14 @@ class Said:
     text: str
     kind: str | None = None
     line: str | None = None
+    certain: bool = True
 
 
 def findings(pair: Pair, body: Callable[..., Any], *, raw: bool = False) -> list[Said]:
     run = jax.jit(pair.shard_map(body)) if raw else pair.kernel(body)
     args = pair.arguments()
     try:
-        return [Said(str(found), found.kind, found.line) for found in spmd.check(run, *args)]
+        return [Said(str(one), one.kind, one.line, one.certain) for one in spmd.check(run, *args)]
     except spmd.SpmdError as error:
         return [Said(str(error))]
     except Exception as error:
@@ -272,6 +273,8 @@ def why_missed(pair: Pair, *, raw: bool = False) -> str:
     if all(one.kind is None for one in said):  # an error at the trace
         return ""
     kinds = [one for one in said if one.kind in pair.kinds]
+    if not kinds and all(one.kind == "numbers" for one in said):  # they say that it is wrong, and not where
+        return ""
     if not kinds:
         return f"found as {', '.join(sorted({str(one.kind) for one in said}))}"
     if not any(pair.place in str(one.line) for one in kinds):

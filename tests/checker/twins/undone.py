@@ -108,7 +108,7 @@ def _(x, labels):
 @wrong("s/tp d, s/tp -> scalar")
 def sum_of_means_of_picked_scores(x, labels):
     scores = jax.nn.log_softmax(x)
-    return lax.psum(-scores[jnp.arange(len(labels)), labels % x.shape[1]].mean(), "tp")  # wrong: scale
+    return lax.psum(-scores[jnp.arange(len(labels)), labels % x.shape[1]].mean(), "tp")  # wrong: disagree
 
 
 @sum_of_means_of_picked_scores.right
