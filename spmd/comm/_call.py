@@ -599,7 +599,8 @@ class Call:
         if meant is not None and fix and fix.verb == "all_gather" and self._along(layout, have):
             left = ", ".join(meant.short if i == index else one.short for i, one in enumerate(self.pattern.inputs))
             again = self.paste(left, *([self._text(*self.pattern.outputs)] if self.pattern.arrow else []))
-            self.fail(rule, at=at, got=got, fix=again, advice=f"{self.name} works along a divided dimension")
+            string = "" if again else f'"{meant.short}" in this string: '
+            self.fail(rule, at=at, got=got, fix=again, advice=f"{string}{self.name} works along a divided dimension")
         turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
         said = ["before this call"] if fix else []
         said += [] if meant is None else [f'"{meant.short}" in this string']
