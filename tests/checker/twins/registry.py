@@ -272,9 +272,9 @@ def why_missed(pair: Pair, *, raw: bool = False) -> str:
         return "no finding"
     if all(one.kind is None for one in said):  # an error at the trace
         return ""
-    kinds = [one for one in said if one.kind in pair.kinds]
-    if not kinds and all(one.kind == "numbers" for one in said):  # they say that it is wrong, and not where
+    if all(one.kind == "numbers" for one in said):  # they say that it is wrong, and not where
         return ""
+    kinds = [one for one in said if one.kind in pair.kinds]
     if not kinds:
         return f"found as {', '.join(sorted({str(one.kind) for one in said}))}"
     if not any(pair.place in str(one.line) for one in kinds):
