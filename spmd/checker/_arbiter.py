@@ -11,6 +11,7 @@ it then depends on them as well, so what differs from a mesh of ones is compared
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from spmd.modes import mode
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
 _MOST = 200_000_000  # numbers that one run computes
+_DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
 # How large random arguments are where an array begins, and where it ends. A branch or a maximum may hide a mistake from
 # numbers that are alike on all devices.
@@ -89,6 +91,8 @@ def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mappi
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
+    if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
+        return Trial(sizes, why="its arguments have too many numbers: smaller structs can be compared")
     found = Trial(sizes)
     for grad in (True, False):  # some programs have no derivative
         try:

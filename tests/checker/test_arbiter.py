@@ -151,3 +151,9 @@ def test_the_first_body() -> None:
     jaxpr = jax.make_jaxpr(jax.jit(kernel("b/dp -> b/dp", jnp.sin)))(X[:, 0])
     assert dict(first_body(jaxpr).params["mesh"].shape) == SIZES
     assert first_body(jax.make_jaxpr(jnp.sin)(1.0)) is None
+
+
+def test_too_many_numbers_are_not_drawn() -> None:
+    large = jax.ShapeDtypeStruct((2**13, 2**13), "float32")
+    found = tried(kernel("b/dp d -> b/dp d", jnp.sin), (large,), spmd.make_mesh(**SIZES), SIZES)
+    assert found.why == "its arguments have too many numbers: smaller structs can be compared"
