@@ -14,13 +14,14 @@ from spmd import _compat
 from spmd._facts import Gather, gather_around
 from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
+from spmd._walker import equations
 from spmd.checker._arbiter import Trial, collecting, first_body, tried
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, report
 from spmd.checker._lines import listing
 from spmd.checker._report import describe
-from spmd.checker._source import called_at, line_of, line_of_error
+from spmd.checker._source import called_at, is_transposed, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
 from spmd.checker._verdict import Verdict, confirmed, judge, unknown_lines
 from spmd.errors import ReplicationError
@@ -80,7 +81,8 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     if not walk.sizes:
         none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
         return Findings((), partial(listing, jaxpr, name), none)
-    trial = tried(run, arrays, first_body(jaxpr).params["mesh"], walk.sizes)
+    backward = any(map(is_transposed, equations(jaxpr)))
+    trial = tried(run, arrays, first_body(jaxpr).params["mesh"], walk.sizes, gradients=not backward)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name)
     return Findings(findings, partial(listing, jaxpr, name), judge(findings, trial, unknown_lines(walk, jaxpr)))
 

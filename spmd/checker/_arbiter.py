@@ -80,7 +80,9 @@ class _Failed(Exception):
     """The program raises an error where it is traced."""
 
 
-def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int]) -> Trial:
+def tried(
+    fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], *, gradients: bool = True
+) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
     Args:
@@ -88,13 +90,14 @@ def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mappi
       arrays: Its arguments: arrays, or structs of arrays.
       mesh: The mesh of its bodies, for one that reads it off its arguments.
       sizes: The sizes of all mesh axes.
+      gradients: Whether gradients are compared, where there are any; not those of a program that takes some itself.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return Trial(sizes, why="its arguments have too many numbers: smaller structs can be compared")
     found = Trial(sizes)
-    for grad in (True, False):  # some programs have no derivative
+    for grad in (True, False) if gradients else (False,):  # some programs have no derivative
         try:
             return _Program(fn, arrays, mesh, sizes, grad).tried()
         except _Failed as error:

@@ -140,9 +140,8 @@ def walk_closed(dataflow: Dataflow, jaxpr: Any, operands: Sequence[State] | None
     others = [one for one in dataflow.findings if one.kind != "gradient"]
     if others:  # they say more than a sum, or a type, that comes of them
         dataflow.findings[:] = others
-    for eqn in _walker.equations(jaxpr) if not dataflow.findings else ():
-        if eqn.primitive.name == "shard_map":
-            _check_types(dataflow, eqn)
+    for entry, _ in dataflow.outputs if not dataflow.findings else ():
+        _check_types(dataflow, entry)
     return outs
 
 
@@ -153,9 +152,13 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
 
     def mistyped(var: Any) -> list[str]:
         state = walk.known.get(var) if not hasattr(var, "val") else None
+        if state is None or not state.axes:
+            return []
         typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
-        return [] if state is None else [a for a in walk.sizes if a in (state.axes & own) - typed]
+        return [a for a in walk.sizes if a in (state.axes & own) - typed]
 
+    if not any(map(mistyped, walk.known)):  # nearly always, and this is quick
+        return
     for eqn in _walker.equations(entry.params["jaxpr"]):
         wrong = [] if held(eqn) or eqn.primitive.name.startswith("spmd_") else [v for v in eqn.outvars if mistyped(v)]
         if not wrong or any(map(mistyped, eqn.invars)):
