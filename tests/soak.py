@@ -41,7 +41,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.checker import truth
+from tests.checker import random_programs, truth
 from tests.checker.test_soundness import called_equal
 from tests.kernels import test_sampled_calls
 from tests.programs import FAMILIES, Program, attempt
@@ -121,6 +121,12 @@ def soundness(choices: Choices) -> Result:
     return Result("checker", choices.seed, "a random body", ("explicit",))
 
 
+def inside(choices: Choices) -> Result:
+    """Loops over divided dimensions, gradients inside, sizes of shards: what is wrong must be a finding."""
+    text, outcome = random_programs.judged(choices)
+    return Result("inside", choices.seed, text, (outcome,))
+
+
 def layouts(choices: Choices) -> Result:
     """A body by hand: each layout that the checker infers, against what the devices hold."""
     verdict = truth.judged(choices)
@@ -180,6 +186,7 @@ ALONE: dict[str, tuple[Callable[[Choices], Result], int]] = {
     "calls": (call, 2),
     "checker": (soundness, 1),
     "layouts": (layouts, 2),
+    "inside": (inside, 2),
     "sampled": (sampled, 1),
 }
 

@@ -215,6 +215,12 @@ def _broadcast(eqn: Any, lead: int, x: Array, *_: Array) -> Array:
     return np.broadcast_to(x.reshape((*x.shape[:lead], *inner)), (*x.shape[:lead], *shape))
 
 
+def _reshaped(eqn: Any, lead: int, x: Array, *_: Array) -> Array:
+    order = eqn.params["dimensions"]  # in which the dimensions are read
+    x = x if order is None else x.transpose((*range(lead), *(lead + d for d in order)))
+    return x.reshape(x.shape[:lead] + shape_of(eqn.outvars[0]))
+
+
 def _joined(eqn: Any, lead: int, *parts: Array) -> Array:
     front = np.broadcast_shapes(*(x.shape[:lead] for x in parts))
     return np.concatenate([np.broadcast_to(x, front + x.shape[lead:]) for x in parts], eqn.params["dimension"] + lead)
@@ -513,7 +519,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
                          "cumlogsumexp": np.logaddexp}.items()
     },
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda eqn, lead, x, *_: x.reshape(x.shape[:lead] + shape_of(eqn.outvars[0])),
+    "reshape": _reshaped,
     "squeeze": lambda eqn, lead, x: x.reshape(x.shape[:lead] + shape_of(eqn.outvars[0])),
     "transpose": lambda eqn, lead, x: x.transpose((*range(lead), *(lead + d for d in eqn.params["permutation"]))),
     "rev": lambda eqn, lead, x: np.flip(x, tuple(lead + d for d in eqn.params["dimensions"])),

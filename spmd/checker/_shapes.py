@@ -90,6 +90,12 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Merge runs of dimensions into one list of factors, and take it apart again."""
     operand = operands[0]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    order = eqn.params.get("dimensions")
+    if order is not None:  # in which the dimensions are read
+        operand, old = (
+            operand._replace(dims=tuple(operand.dims[d] for d in order), places=()),
+            tuple(old[d] for d in order),
+        )
     if 0 in old:
         return [walk.kept(State(tuple(map(hidden, new)), different=operand.axes, zero=operand.zero))]
     dims: list[Dim] = [free(n) for n in new]

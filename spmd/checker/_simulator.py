@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -204,7 +204,7 @@ class Simulator(Domain):
         self.sizes = before
         return outs
 
-    def _leaving(self, eqn: Any, x: Array, index: int, spec: Any, rank: int, own: Sequence[str]) -> Array:
+    def _leaving(self, eqn: Any, x: Array, index: int, spec: Any, rank: int, own: Collection[str]) -> Array:
         summed = tuple(getattr(spec, "unreduced", ()) or ())
         for axis in summed:
             x = self.full(x, [axis]).sum(self.place(axis), keepdims=True)

@@ -83,8 +83,8 @@ def _compared(trial: Trial) -> str:
 def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str, *, whole: bool = True) -> list[Finding]:
     """What is left of what types suspect when numbers have spoken, and what only numbers show.
 
-    Where they could not be had, what contradicts a string is certain, and everything else is not. What JAX types wrongly
-    is wrong where devices then hold different copies.
+    Where they could not be had, what contradicts a string is certain, and everything else is not. What JAX types
+    wrongly is wrong where devices then hold different copies.
 
     Args:
       suspicions: What types suspect.

@@ -648,7 +648,7 @@ ALONE: dict[str, Callable[..., Any]] = {
     "eq_to": compared(lambda s: s == 0), "lt_to": compared(lambda s: s < 0), "le_to": compared(lambda s: s <= 0),
     "broadcast_in_dim": broadcast, "slice": sliced, "split": parted, "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update, "pad": padded, "gather": gather, "iota": iota,
-    "reshape": lambda eqn, x: x.reshape(eqn.params["new_sizes"]),
+    "reshape": lambda eqn, x: x.transpose(eqn.params["dimensions"] or range(x.ndim)).reshape(eqn.params["new_sizes"]),
     "transpose": lambda eqn, x: x.transpose(eqn.params["permutation"]),
     "squeeze": lambda eqn, x: x.squeeze(tuple(eqn.params["dimensions"])),
     "rev": lambda eqn, x: np.flip(x, eqn.params["dimensions"]),

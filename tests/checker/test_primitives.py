@@ -55,7 +55,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (X,),
     ),
     "shapes": (
-        lambda x: (x[:, None], x.reshape(4, 18), x[:, :1].squeeze(1), x.transpose(2, 0, 1), x[::-1, :, ::-1]),
+        lambda x: (x[:, None], x.reshape(4, 18), lax.reshape(x, (8, 9), (2, 0, 1)), x[:, :1].squeeze(1), x.transpose(2, 0, 1), x[::-1, :, ::-1]),
         (X,),
     ),
     "joined": (lambda x, y: (jnp.concatenate([x, y[:, :2]], 1), jnp.stack([x, y], 2), jnp.tile(x, (1, 2, 1))), (X, Y)),

@@ -66,7 +66,7 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "permutes": lambda x: (
         lax.ppermute(x, "tp", AROUND),
         lax.ppermute(x, BOTH, [(i, (i + 3) % 8) for i in range(7)]),
-        lax.ppermute(x, TURNED, [(0, 5), (5, 1)]),
+        lax.ppermute(x, BOTH, [(0, 5), (5, 1)]),
     ),
     "places": lambda x: (varying(lax.axis_index("dp")), varying(lax.axis_index(TURNED))),
 }

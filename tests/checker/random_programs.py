@@ -1,0 +1,280 @@
+"""Random bodies with loops over divided dimensions, gradients inside, and sizes of shards, each beside plain JAX.
+
+Nobody says of a body whether it is right: it is run on all devices by `devices.py`, which knows nothing of the checker,
+and compared with plain JAX on whole arrays. Where they differ, the first call or `spmd.check` must say so; where they
+agree, the first call must not refuse the body, and `spmd.check` must not call it wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import spmd
+from spmd._compat import partitions
+from tests.checker.devices import Hang, Machine, shards, stacked, wide
+from tests.sampler import Choices
+
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": jnp.sum,
+    "mean": jnp.mean,
+    "max": jnp.max,
+    "min": jnp.min,
+    "prod": jnp.prod,
+    "logsumexp": jax.scipy.special.logsumexp,
+}
+RAW = {"psum": jnp.sum, "pmean": jnp.mean, "pmax": jnp.max, "pmin": jnp.min}
+LOOPS = ("map", "scan", "vmap", "named vmap")
+
+
+class Random(NamedTuple):
+    """A body with its pattern, and what it means on whole arrays."""
+
+    text: str
+    pattern: str
+    body: Callable[..., Any]
+    plain: Callable[..., Any]
+    args: tuple[np.ndarray, ...]
+    mesh: dict[str, int]
+
+
+def around(loop: str, axis: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of a row as one of all rows."""
+    if loop == "map":
+        return lambda x: lax.map(fn, x)
+    if loop == "scan":
+        return lambda x: lax.scan(lambda carry, row: (carry, fn(row)), 0, x)[1]
+    return jax.vmap(fn, spmd_axis_name=axis if loop == "named vmap" and axis else None)
+
+
+def loops(c: Choices) -> Random:
+    """A reduction inside a loop or a map, over a dimension that is divided or not."""
+    mesh = {"e": int(c.choice((2, 1, 4))), "b": int(c.choice((2, 1)))}
+    rows, inner = c.choice(("e/e", "e")), c.choice(("b/b", "b"))
+    loop, op = c.choice(LOOPS), c.choice([*REDUCTIONS, *RAW])
+    whole, keeps = c.choice((False, True)), c.choice((False, True))
+    axis = "e" if rows == "e/e" else ""
+
+    if op in RAW:
+        axes = "b" if inner == "b/b" else ("b",)
+        fn = RAW[op]
+        local = lambda row: fn(row)
+
+        def one(row: Any) -> Any:
+            part = local(row)
+            missing = tuple(a for a in ("b",) if a not in jax.typeof(part).manual_axis_type.varying)
+            return row * getattr(lax, op)(lax.pcast(part, missing, to="varying") if missing else part, axes)
+
+        meant = fn
+    else:
+        target = "scalar" if not keeps else "1"
+        one = lambda row: row * spmd.reduce(row, f"{inner} -> {target}", op)
+        meant = REDUCTIONS[op]
+    run = around(loop, axis, one)
+    if whole and op in REDUCTIONS:  # the same before the loop, and that is right
+        run = lambda x: x * spmd.reduce(x, f"{rows} {inner} -> {rows} 1", op)
+    plain = lambda x: x * meant(x, axis=1, keepdims=True)
+    x = normal(c, 4 * mesh["e"], 3 * mesh["b"])
+    text = f"loop {loop} over {rows}, {op} of {inner}{', before the loop' * whole}"
+    return Random(text, f"{rows} {inner} -> {rows} {inner}", run, plain, (x,), mesh)
+
+
+def gradients(c: Choices) -> Random:
+    """A step by a gradient that is taken inside."""
+    mesh = {"dp": int(c.choice((2, 1, 4))), "tp": int(c.choice((1, 2)))}
+    how = c.choice(("mean", "sum", "psum", "pmean", "reduce", "spmd.grad", "partial", "deferred"))
+    curve = c.choice((lambda e: e**2, jnp.sin, lambda e: e))
+    rows = c.choice(("b/dp", "b"))
+    total = c.choice((jnp.mean, jnp.sum))
+
+    def errors(w: Any, x: Any, t: Any) -> Any:
+        return curve(x @ w - t)
+
+    def body(w: Any, x: Any, t: Any) -> Any:
+        def loss(w: Any) -> Any:
+            e = errors(w, x, t)
+            if how in ("mean", "sum", "partial", "deferred"):
+                return {"mean": jnp.mean, "sum": jnp.sum}.get(how, jnp.sum)(e)
+            if how in ("psum", "pmean"):
+                part = total(e)
+                missing = tuple(a for a in ("dp",) if a not in jax.typeof(part).manual_axis_type.varying)
+                return getattr(lax, how)(lax.pcast(part, missing, to="varying") if missing else part, "dp")
+            return spmd.reduce(e, f"{rows} -> scalar", "mean" if total is jnp.mean else "sum")
+
+        if how == "spmd.grad":
+            return w - spmd.grad(loss)(w)
+        if how == "partial":
+            mark = "{U:dp}" if rows == "b/dp" else ""
+            return w - spmd.grad(loss, loss=mark)(w)
+        if how == "deferred":
+            g = jax.grad(loss)(spmd.defer(w, "d -> d {R:dp}"))
+            return w - (spmd.psum(g, "d {U:dp} -> d") if rows == "b/dp" else g)
+        return w - jax.grad(loss)(w)
+
+    def plain(w: Any, x: Any, t: Any) -> Any:
+        summed = how in ("sum", "partial", "deferred") or (how != "mean" and total is jnp.sum)
+        return w - jax.grad(lambda w: (jnp.sum if summed else jnp.mean)(errors(w, x, t)))(w)
+
+    args = normal(c, 3), normal(c, 4 * mesh["dp"], 3), normal(c, 4 * mesh["dp"])
+    text = f"a gradient inside, {how} of {rows}"
+    return Random(text, f"d, {rows} d, {rows} -> d", body, plain, args, mesh)
+
+
+def per_sample(c: Choices) -> Random:
+    """Something of the gradients of single rows."""
+    mesh = {"a": int(c.choice((2, 1, 4)))}
+    how, rows = c.choice(("raw", "deferred", "spmd.grad")), c.choice(("s/a", "s"))
+    power, closes = c.choice((2, 1)), c.choice((True, False))
+    score = c.choice((lambda f, s: jnp.sin(f @ s), lambda f, s: (f @ s) ** 2))
+    loop = c.choice(("vmap", "map"))
+
+    def body(f: Any, s: Any) -> Any:
+        if how == "deferred":
+            f = spmd.defer(f, "p -> p {R:a}")
+        grad = spmd.grad(score, loss="{U:a}") if how == "spmd.grad" and rows == "s/a" else jax.grad(score)
+        each = jax.vmap(grad, (None, 0))(f, s) if loop == "vmap" else lax.map(lambda row: grad(f, row), s)
+        total = (each**power).sum(0)
+        missing = tuple(a for a in ("a",) if a not in jax.typeof(total).manual_axis_type.varying)
+        if rows == "s":
+            return (
+                total
+                if missing
+                else spmd.all_gather(total, "p -> p", to="invarying")
+                if False
+                else lax.pmean(total, "a")
+            )
+        if closes or not missing:
+            return lax.psum(lax.pcast(total, missing, to="varying") if missing else total, "a")
+        return total
+
+    plain = lambda f, s: (jax.vmap(jax.grad(score), (None, 0))(f, s) ** power).sum(0)
+    args = normal(c, 3), normal(c, 2 * mesh["a"], 3)
+    return Random(f"gradients of rows, {how} of {rows} by {loop}", f"p, {rows} p -> p", body, plain, args, mesh)
+
+
+def sizes(c: Choices) -> Random:
+    """A number of rows from a shape, or from `spmd.size`."""
+    mesh = {"dp": int(c.choice((2, 1, 4))), "tp": int(c.choice((1, 2)))}
+    rows, result = c.choice(("b/dp", "b")), c.choice(("scaled", "alone", "sum", "mean", "indices"))
+    source = c.choice(("shape", "len", "size", "local_size"))
+    number = {
+        "shape": lambda x: x.shape[0],
+        "len": len,
+        "size": lambda x: spmd.size("b"),
+        "local_size": lambda x: spmd.local_size(rows),
+    }[source]
+
+    def body(x: Any) -> Any:
+        n = number(x)
+        if result == "scaled":
+            return x / n
+        if result == "indices":
+            return x * jnp.arange(n)[-1].astype(x.dtype)
+        if result == "alone":
+            return jnp.float32(n)
+        return spmd.reduce(x, f"{rows} d -> d", result) / n
+
+    def plain(x: Any) -> Any:
+        n = x.shape[0]
+        if result == "scaled":
+            return x / n
+        if result == "indices":
+            return x * (n - 1)
+        return jnp.float32(n) if result == "alone" else (x.sum(0) if result == "sum" else x.mean(0)) / n
+
+    target = {"alone": "scalar", "sum": "d", "mean": "d"}.get(result, f"{rows} d")
+    x = normal(c, 3 * mesh["dp"], 5)
+    return Random(f"a size by {source}, {result} of {rows}", f"{rows} d -> {target}", body, plain, (x,), mesh)
+
+
+FAMILIES = (loops, gradients, per_sample, sizes)
+
+
+def normal(c: Choices, *shape: int) -> np.ndarray:
+    return np.random.default_rng(c.seed).normal(size=shape).astype(np.float32)
+
+
+def held(one: Random) -> tuple[list[np.ndarray], bool]:
+    """What all devices hold in the end, put together as the pattern says, and whether copies are equal."""
+    pattern = spmd.language.Pattern(one.pattern)
+    kernel = spmd.kernel(one.pattern, mesh=spmd.make_mesh(**one.mesh), check="off")(one.body)
+    jaxpr = kernel.trace(*one.args).jaxpr
+    entry = next(eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == "shard_map")
+    machine = Machine(one.mesh)
+    cut = [
+        shards(wide(x), axes_of(layout, x.ndim), machine) for x, layout in zip(one.args, pattern.inputs, strict=True)
+    ]
+    live = list(range(len(machine.places)))
+    assert len(cut) == len(entry.invars), "a body without constants of its own"
+    outs = machine.run(entry.params["jaxpr"], cut, live)
+    found, equal = [], True
+    for out, spec, var in zip(outs, entry.params["out_specs"], entry.outvars, strict=True):
+        every = stacked(out, machine)
+        names, local = list(one.mesh), every.ndim - len(one.mesh)
+        entries = [(e,) if isinstance(e, str) else e or () for e in partitions(spec, len(var.aval.shape))]
+        used = [a for e in entries for a in e]
+        for i, axis in reversed(list(enumerate(names))):
+            if axis not in used:
+                equal &= bool(np.allclose(every, every.take([0], i), rtol=1e-6, atol=1e-6))
+                every = every.take(0, i)
+        left = [a for a in names if a in used]
+        order = [p for d in range(local) for p in (*(left.index(a) for a in entries[d]), len(left) + d)]
+        found.append(every.transpose(order).reshape(var.aval.shape))
+    return found, equal
+
+
+def all_equations(jaxpr: Any) -> Any:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        inner = eqn.params.get("jaxpr")
+        if inner is not None and eqn.primitive.name != "shard_map":
+            yield from all_equations(inner)
+
+
+def axes_of(layout: Any, rank: int) -> list[tuple[str, ...]]:
+    return [tuple(dim.axes) for dim in layout.with_rank(rank).dims]
+
+
+def judged(c: Choices) -> tuple[str, str]:
+    """What a random program is, and what became of it: "right", "refused while traced", or by whom it was found.
+
+    Raises:
+      AssertionError: If other numbers are no finding, or right numbers are one.
+    """
+    one = c.choice(FAMILIES)(c)
+    wanted = [np.asarray(y, np.float64) for y in jax.tree.leaves(one.plain(*map(jnp.asarray, one.args)))]
+    try:
+        got, equal = held(one)
+    except spmd.SpmdError:
+        return one.text, "refused while traced"
+    except Hang:
+        got, equal = [], False
+    scale = [max(1.0, float(np.abs(y).max(initial=0))) for y in wanted]
+    same = (
+        equal
+        and len(got) == len(wanted)
+        and all(
+            x.shape == y.shape and np.allclose(x, y, rtol=1e-4, atol=1e-4 * n)
+            for x, y, n in zip(got, wanted, scale, strict=True)
+        )
+    )
+    kernel = spmd.kernel(one.pattern, mesh=spmd.make_mesh(**one.mesh))(one.body)
+    try:
+        kernel.trace(*one.args)
+        first = ""
+    except spmd.ReplicationError as error:
+        first = ", ".join(finding.kind for finding in error.findings)
+    findings = [finding.kind for finding in spmd.check(kernel, *one.args)]
+    if same:
+        meant = {"closed"}  # nobody wrote what it moves, and that its numbers are right is an accident
+        assert set(filter(None, first.split(", "))) <= meant and set(findings) <= meant, (
+            f"{one.text}: an alarm, {first or findings}"
+        )
+        return one.text, "closed" if first else "right"
+    assert first or findings, f"{one.text}: other numbers, and no finding"
+    return one.text, "first call" if first else "check"

@@ -1,0 +1,35 @@
+"""Random loops, gradients inside and sizes of shards: other numbers are a finding, and right ones are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checker import random_programs
+from tests.checker.random_programs import FAMILIES, judged
+from tests.sampler import Choices, seeds
+
+
+@pytest.mark.parametrize("seed", seeds(times=6))
+def test_other_numbers_are_a_finding(seed: int) -> None:
+    judged(Choices(seed))
+
+
+def test_each_family_has_right_and_wrong_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in FAMILIES:
+        monkeypatch.setattr(random_programs, "FAMILIES", (family,))
+        outcomes = {judged(Choices(seed))[1] for seed in range(24)}
+        assert "right" in outcomes and outcomes & {"first call", "check"}, family.__name__
+
+
+def test_a_judge_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checker, wrong programs have no finding; and with one that says too much, right ones have."""
+    monkeypatch.setattr(random_programs, "FAMILIES", (random_programs.sizes,))
+    seed = next(seed for seed in range(50) if judged(Choices(seed))[1] == "check")
+    right = next(seed for seed in range(50) if judged(Choices(seed))[1] == "right")
+    monkeypatch.setattr(random_programs.spmd, "check", lambda *args: [])
+    with pytest.raises(AssertionError, match="no finding"):
+        judged(Choices(seed))
+    finding = type("Finding", (), {"kind": "layout"})
+    monkeypatch.setattr(random_programs.spmd, "check", lambda *args: [finding])
+    with pytest.raises(AssertionError, match="an alarm"):
+        judged(Choices(right))
