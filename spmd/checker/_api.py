@@ -30,8 +30,8 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
 
     The function is traced and not run. The layout of each value is inferred, line by line, from the layouts of the
-    arguments. Then the program is interpreted in NumPy, on its mesh and on a mesh of ones, and results and gradients are
-    compared. A finding is a place where the program does not do what it does on one device. It has the line, the
+    arguments. Then the program is interpreted in NumPy, on its mesh and on a mesh of ones, and results and gradients
+    are compared. A finding is a place where the program does not do what it does on one device. It has the line, the
     layout, how the layout came to be, and what mends it.
 
     Communication: none. No device is needed. The program is traced twice more, for the comparison.

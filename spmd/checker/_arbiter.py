@@ -11,6 +11,7 @@ it then depends on them as well, so what differs from a mesh of ones is compared
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -111,6 +112,8 @@ class _Program:
         self, fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], grad: bool
     ) -> None:
         self.mesh, self.sizes, self.grad = mesh, dict(sizes), grad
+        if len(_SCALES) * sum(math.prod(np.shape(x)) for x in arrays) > _MOST:  # before they are drawn
+            raise NotSimulated("there are too many numbers to compute")
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
         self.run, (moving, fixed) = pulled(fn, self.draws[0], grad=grad)

@@ -151,3 +151,9 @@ def test_the_first_body() -> None:
     jaxpr = jax.make_jaxpr(jax.jit(kernel("b/dp -> b/dp", jnp.sin)))(X[:, 0])
     assert dict(first_body(jaxpr).params["mesh"].shape) == SIZES
     assert first_body(jax.make_jaxpr(jnp.sin)(1.0)) is None
+
+
+def test_arguments_that_no_memory_holds_are_not_drawn() -> None:
+    x = jax.ShapeDtypeStruct((2**20, 2**20), np.float32)
+    found = trial("b/dp d/tp -> b/dp", lambda x: lax.psum(x.sum(1), "tp"), x)
+    assert found.why == "there are too many numbers to compute" and not found.agrees and not found.wrong
