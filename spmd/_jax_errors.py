@@ -15,7 +15,7 @@ import jax
 
 from spmd import _compat
 
-Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern"]
+Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,18 @@ class Told:
       kind: "carry" (a loop changes the type of its carry), "branches" (those of a cond give different types),
         "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes), "axis" (a
         collective names an axis that is not bound), "decision" (Python decides by a value), "layout" or "pattern" (a
-        call lacks its string).
+        call lacks its string), "mixed" (a reduction over axes of which the value varies on some only).
       axis: The axis that is not bound, where JAX says it; the function that lacks a layout.
       carries: The parts of the carry.
+      varying: Of the axes of a reduction, those on which its value varies.
+      equal: Those on which it is equal.
     """
 
     kind: Kind
     axis: str | None = None
     carries: tuple[Carry, ...] = ()
+    varying: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
 
 
 def of_shapes(error: Exception) -> bool:
@@ -71,6 +75,11 @@ def told(error: Exception) -> Told | None:
         return Told("placement")
     if "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be" in text:
         return Told("pallas")
+    mixed = re.search(r"can only accept axis_name which .* Got input type: (\S+), axes: \(([^)]*)\)", text)
+    if mixed:
+        varies = {axis for found in re.findall(r"V:\(?([\w,]+)", mixed[1]) for axis in found.split(",")}
+        axes = re.findall(r"'(\w+)'", mixed[2])
+        return Told("mixed", None, (), tuple(a for a in axes if a in varies), tuple(a for a in axes if a not in varies))
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
     if unbound or (isinstance(error, AssertionError) and not text and raised_by_jax(error)):
         return Told("axis", unbound[1] if unbound else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,13 +126,16 @@ def check_jaxpr(
 
 
 def _report(kernel: str, findings: Iterable[Finding], how: str, ask: Callable[[], Trial] | None) -> None:
-    """Raise what types suspect, if numbers say so too; all of it where nobody can ask them."""
-    found = dict.fromkeys(findings)
-    if not found or ask is None:
+    """Raise what types suspect, if numbers say so too; all of it where nobody can ask them.
+
+    With SPMD_CHECK=full numbers are asked of each kernel, whatever types say.
+    """
+    found, full = dict.fromkeys(findings), os.environ.get("SPMD_CHECK") == "full"
+    if ask is None or not (found or full):
         report(kernel, found, how)
         return
     trial = ask()
-    report(kernel, confirmed(found, trial, kernel, whole=False), how, trial.why)
+    report(kernel, confirmed(found, trial, kernel, whole=full), how, trial.why)
 
 
 class InState(NamedTuple):

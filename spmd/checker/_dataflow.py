@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -157,11 +158,12 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
 
     for eqn in _walker.equations(entry.params["jaxpr"]):
         wrong = [] if held(eqn) or eqn.primitive.name.startswith("spmd_") else [v for v in eqn.outvars if mistyped(v)]
-        if not wrong or any(map(mistyped, eqn.invars)) or is_ours(eqn):
+        if not wrong or any(map(mistyped, eqn.invars)):
             continue
         made = walk.history.producer(wrong[0])
         walk.callers, before = list(made[1] if made else ()), walk.callers
-        if not walk.silent(eqn):
+        inside = itertools.takewhile(lambda one: one.primitive.name != "shard_map", reversed(walk.callers))
+        if not walk.silent(eqn) and not any(map(is_ours, (eqn, *inside))):
             walk.note(
                 eqn, "type", report.mistyped(eqn, walk.callers, mistyped(wrong[0])), where=(eqn, tuple(walk.callers))
             )

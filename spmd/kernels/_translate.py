@@ -110,6 +110,8 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         rule = "the branches give values of different types: equal on an axis in one, varying on it in another."
         fix = "spmd.cond(predicate, true_fn, false_fn, *operands)"
         return ReplicationError(rule, **shown, got=[*got, frame.describe()], fix=fix)
+    if fact.kind == "mixed":
+        return _mixed(fact, got, shown, frame)
     if fact.kind == "placement":
         rule = "jax.device_put, reshard and with_sharding_constraint place whole arrays, and these are shards."
         advice = 'annotate(x, "b/dp d") to state a layout, relayout(x, "b/dp d -> b d/dp") to change it'
@@ -131,6 +133,17 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
     wrapped = any(code.co_qualname.startswith("opaque.") and not is_outside(code.co_filename) for code in frames)
     advice = None if wrapped else 'spmd.opaque(fn, "in -> out") around a function that calls it, with this out_shape'
     return ModeError(rule, **shown, got=got, fix=fix, advice=advice)
+
+
+def _mixed(fact: Any, got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:
+    """A reduction over axes of which the value varies on some only: on the others its copies would be counted."""
+    varies, equal = ", ".join(fact.varying), ", ".join(fact.equal)
+    rule = (
+        f"a jax.lax reduction over {varies}, {equal} of a value that differs along {varies} and is equal along {equal}."
+    )
+    names = [f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes)) for axes in (fact.varying, fact.equal)]
+    advice = f'lax.psum(x, {names[0]}) sums what differs; lax.pcast(x, {names[1]}, to="varying") before it counts the copies too'
+    return ReplicationError(rule, **shown, got=[*got, frame.describe()], advice=advice)
 
 
 def _unbound(axis: str | None, got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:

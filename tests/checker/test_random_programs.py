@@ -17,8 +17,13 @@ def test_other_numbers_are_a_finding(seed: int) -> None:
 def test_each_family_has_right_and_wrong_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in FAMILIES:
         monkeypatch.setattr(random_programs, "FAMILIES", (family,))
-        outcomes = {judged(Choices(seed))[1] for seed in range(24)}
-        assert "right" in outcomes and outcomes & {"first call", "check"}, family.__name__
+        outcomes: set[str] = set()
+        for seed in range(200):
+            outcomes.add(judged(Choices(seed))[1])
+            if "right" in outcomes and outcomes & {"first call", "check"}:
+                break
+        else:
+            pytest.fail(f"{family.__name__}: {outcomes}")
 
 
 def test_a_judge_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,3 +110,15 @@ def raw_collective_with_a_typo(mesh):
 @bad
 def raw_collective_in_auto_mode(mesh):
     spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x + jax.lax.psum(x.sum(), "dp")).auto(X)
+
+
+@bad
+def sum_over_an_axis_along_which_a_value_is_equal(mesh):
+    body("b/dp d -> scalar", lambda x: jax.lax.psum(x.sum(), ("dp", "tp")), mesh)
+
+
+@fixed
+def sum_over_an_axis_along_which_a_value_is_equal_fixed(mesh):
+    np.testing.assert_allclose(
+        body("b/dp d -> scalar", lambda x: jax.lax.psum(x.sum(), "dp"), mesh), X.sum(), rtol=1e-5
+    )

@@ -70,3 +70,14 @@ def test_a_mean_by_hand_is_accepted() -> None:
     np.testing.assert_allclose(kernel(lambda x: lax.psum(x, "dp") / lax.axis_size("dp"))(x), x)
     with pytest.raises(spmd.ReplicationError, match="4 times as large"):
         kernel(lambda x: lax.psum(x, "dp"))(x)
+
+
+def test_every_kernel_may_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What types do not see is then an error at the first call."""
+    x = jnp.ones((4, 8))
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2))
+    kernel(lambda x: x / x.shape[0])(x)
+    monkeypatch.setenv("SPMD_CHECK", "full")
+    with pytest.raises(spmd.ReplicationError, match="spmd.size"):
+        kernel(lambda x: x / x.shape[0])(x)
+    kernel(lambda x: x / spmd.size("b"))(x)
