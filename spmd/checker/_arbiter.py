@@ -35,6 +35,7 @@ from spmd.modes import mode
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
 _MOST = 200_000_000  # numbers that one run computes
+_DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
 # How large random arguments are where an array begins, and where it ends. A branch or a maximum may hide a mistake from
 # numbers that are alike on all devices.
@@ -90,6 +91,8 @@ def tried(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mappi
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
+    if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
+        return Trial(sizes, why="its arguments have too many numbers: smaller structs can be compared")
     found = Trial(sizes)
     for grad in (True, False):  # some programs have no derivative
         try:
@@ -112,8 +115,6 @@ class _Program:
         self, fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], grad: bool
     ) -> None:
         self.mesh, self.sizes, self.grad = mesh, dict(sizes), grad
-        if len(_SCALES) * sum(math.prod(np.shape(x)) for x in arrays) > _MOST:  # before they are drawn
-            raise NotSimulated("there are too many numbers to compute")
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
         self.run, (moving, fixed) = pulled(fn, self.draws[0], grad=grad)

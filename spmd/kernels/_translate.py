@@ -142,7 +142,10 @@ def _mixed(fact: Any, got: list[str], shown: dict[str, Any], frame: Frame) -> Sp
         f"a jax.lax reduction over {varies}, {equal} of a value that differs along {varies} and is equal along {equal}."
     )
     names = [f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes)) for axes in (fact.varying, fact.equal)]
-    advice = f'lax.psum(x, {names[0]}) sums what differs; lax.pcast(x, {names[1]}, to="varying") before it counts the copies too'
+    advice = (
+        f"lax.psum(x, {names[0]}) sums what differs; "
+        f'lax.pcast(x, {names[1]}, to="varying") before it counts the copies too'
+    )
     return ReplicationError(rule, **shown, got=[*got, frame.describe()], advice=advice)
 
 

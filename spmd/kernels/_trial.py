@@ -14,19 +14,22 @@ from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_arra
 from spmd.mesh import resized, with_sizes
 from spmd.modes import ambient_mode
 
+_DEVICES = 64  # that are taken as they are
 _SMALL = 2**14  # numbers in arguments that are taken as they are
 
 
 def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
     """What the numbers of a kernel say: forward and backward, on its mesh and where nothing is divided.
 
-    An axis with one device has two here, because a program is right on all meshes or on none.
+    An axis with one device has two here, because a program is right on all meshes or on none; and one of a large mesh
+    has four.
 
     Args:
       plan: The kernel.
       leaves: Its arguments, or what has their shapes.
     """
-    mesh = with_sizes(plan.mesh, {axis: max(n, 2) for axis, n in plan.sizes.items()})
+    most = 4 if math.prod(plan.sizes.values()) > _DEVICES else math.inf
+    mesh = with_sizes(plan.mesh, {axis: int(min(max(n, 2), most)) for axis, n in plan.sizes.items()})
 
     def run(*arrays: Any) -> Any:
         other = plan.again(with_sizes(mesh, dict(resized.value)), ambient_mode()[0])

@@ -153,7 +153,7 @@ def test_the_first_body() -> None:
     assert first_body(jax.make_jaxpr(jnp.sin)(1.0)) is None
 
 
-def test_arguments_that_no_memory_holds_are_not_drawn() -> None:
-    x = jax.ShapeDtypeStruct((2**20, 2**20), np.float32)
-    found = trial("b/dp d/tp -> b/dp", lambda x: lax.psum(x.sum(1), "tp"), x)
-    assert found.why == "there are too many numbers to compute" and not found.agrees and not found.wrong
+def test_too_many_numbers_are_not_drawn() -> None:
+    large = jax.ShapeDtypeStruct((2**13, 2**13), "float32")
+    found = tried(kernel("b/dp d -> b/dp d", jnp.sin), (large,), spmd.make_mesh(**SIZES), SIZES)
+    assert found.why == "its arguments have too many numbers: smaller structs can be compared"

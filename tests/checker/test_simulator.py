@@ -13,14 +13,16 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from spmd._compat import varying_type
 from spmd._lax import to_invarying
-from spmd._walker import equations
+from spmd._walker import equations, walk
 from spmd.checker import _simulator
 from spmd.checker._primitives import NotSimulated
 from spmd.checker._simulator import Parted, held_number, simulate
+from tests.checker import test_primitives
 from tests.checker.harness import mesh, varying
 from tests.checker.twins.registry import load
-from tests.sampler import share
+from tests.sampler import rare, share
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 BOTH = ("dp", "tp")
@@ -241,3 +243,38 @@ def test_a_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_simulator.Simulator, "rules", wrong)
     with pytest.raises(AssertionError):
         agrees(mapped(functools.partial(lax.psum, axis_name="tp")), X)
+
+
+class Typed(_simulator.Simulator):
+    """A run that keeps the primitives whose results differ where JAX types them equal."""
+
+    def equation(self, eqn: Any, operands: Any) -> Any:
+        outs = super().equation(eqn, operands)
+        for var, x in zip(eqn.outvars, outs, strict=True) if self.sizes and "jaxpr" not in eqn.params else ():
+            differs = x.shape[0] > 1 and not np.allclose(x, x[:1], equal_nan=True)
+            if differs and "d" not in varying_type(var.aval):
+                self.mistyped = {*getattr(self, "mistyped", ()), eqn.primitive.name}
+        return outs
+
+
+@rare
+def test_only_a_sort_is_typed_equal_where_it_differs() -> None:
+    """Of every primitive that the simulator knows, with each operand differing alone."""
+    one = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    found: set[str] = set()
+    for name in test_primitives.ON_DEVICES:
+        fn, args = test_primitives.PROGRAMS[name]
+        for own in range(len(args)):
+            stacked = [np.stack([x, x[::-1]]) if i == own else x for i, x in enumerate(args)]
+
+            def body(*given: Any, own: int = own, fn: Any = fn) -> Any:
+                outs = fn(*(x[0] if i == own else x for i, x in enumerate(given)))
+                return [varying(y, "d")[None] for y in jax.tree.leaves(outs)]
+
+            specs = tuple(P("d") if i == own else P() for i in range(len(args)))
+            jaxpr = jax.make_jaxpr(jax.shard_map(body, mesh=one, in_specs=specs, out_specs=P("d")))(*stacked)
+            machine = Typed(10**8)
+            with _simulator._arithmetic():
+                walk(jaxpr, [held_number(x) for x in stacked], machine)
+            found |= getattr(machine, "mistyped", set())
+    assert found == {"sort"}

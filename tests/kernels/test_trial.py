@@ -38,6 +38,14 @@ def test_large_arrays_and_small_meshes(sizes: dict[str, int]) -> None:
     assert found.wrong and all(n > 1 for n in found.sizes.values())
 
 
+def test_a_large_mesh_is_made_small() -> None:
+    mesh = spmd.make_mesh(dp=128, tp=8, abstract=True)
+    for body, right in ((norms, True), (wrong, False)):
+        kernel = spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(body)
+        found = trial_of(*kernel.prepared((BIG,), {}))
+        assert found.agrees == right and found.wrong != right and found.sizes == {"dp": 4, "tp": 4}
+
+
 def test_sizes_that_a_body_needs_are_kept() -> None:
     def body(x):
         return norms(x.reshape(x.shape[0], -1, 3).sum(2))  # columns by threes
