@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd import _compat
@@ -167,6 +168,15 @@ def _split_batch(args: Any, dims: Any, *, dim: int, parts: int, axis: str) -> An
 _split_p = _compat.linear_primitive(
     "spmd_split", abstract=_split_shape, run=_split_run, transpose=_split_transpose, batch=_split_batch
 )
+
+
+def argsort(x: Any, axis: int = -1, *, descending: bool = False) -> Any:
+    """A stable `jnp.argsort`. Its places are varying where `x` is; JAX types those of `jnp.argsort` as equal."""
+    axis %= x.ndim
+    turned = (lambda y: jnp.flip(y, axis)) if descending else (lambda y: y)  # twice: equal ones keep their order
+    places = lax.broadcasted_iota(np.int32 if x.shape[axis] < 2**31 else np.int64, x.shape, axis)
+    places = _compat.pvary(places, sorted(_compat.varying_axes(x)))
+    return turned(lax.sort((turned(x), turned(places)), dimension=axis, num_keys=1)[1])
 
 
 def to_invarying(x: Any, axes: Axes) -> Any:

@@ -1,7 +1,7 @@
-"""Layouts as types: every value's layout is inferred, and compared with what strings claim of it.
+"""Types propose, and numbers decide. Each value's layout is inferred, and compared with what strings claim of it.
 
-It walks over the traced jaxpr once and evaluates nothing. docs/pages/checker.md says what it knows and what it does
-not.
+What types suspect is asked of the numbers: the traced jaxpr is interpreted in NumPy, on its mesh and on a mesh of ones.
+docs/pages/checker.md says what is proved and what is not.
 """
 
 from __future__ import annotations

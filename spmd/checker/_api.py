@@ -32,11 +32,11 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
 
     The function is traced and not run. The layout of each value is inferred, line by line, from the layouts of the
-    arguments. A finding is a place where the program does not do what it does on one device. It has the line, the
+    arguments. Then the program is interpreted in NumPy, on its mesh and on a mesh of ones, and results and gradients
+    are compared. A finding is a place where the program does not do what it does on one device. It has the line, the
     layout, how the layout came to be, and what mends it.
 
-    Communication: none. Nothing is compiled. The program is traced once more for each mesh axis, with one device along
-    it: a result that grows with the axis is a finding too.
+    Communication: none. No device is needed. The program is traced twice more, for the comparison.
 
     Args:
       fn: A kernel, or any function: a training step, `jax.grad` of a kernel, a function with `jax.shard_map` in it.
@@ -44,9 +44,9 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
       **kwargs: Keyword arguments.
 
     Returns:
-      The findings, in the order of the program; empty and falsy if there are none. A raw `shard_map` may mean one
-      result per device, so what only a string could contradict is not `certain` there. `.source()` is the program
-      with the layout of each value beside its line.
+      The findings, in the order of the program; empty and falsy if there are none. `.verdict` is proved, tested, wrong
+      or not tested. A raw `shard_map` may mean one result per device, so what only a string could contradict is not
+      `certain` there. `.source()` is the program with the layout of each value beside its line.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd

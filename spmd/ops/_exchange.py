@@ -239,7 +239,7 @@ class _Job:
         """
         bits = (self.slots - 1).bit_length()
         if (self.blocks + 1) << bits > _PACKED:
-            return jnp.argsort(key, stable=True)
+            return _lax.argsort(key)
         slots = _numbers(self.slots)
         return lax.sort(key << bits | slots, is_stable=False) & ((1 << bits) - 1)
 

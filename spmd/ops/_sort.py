@@ -83,7 +83,7 @@ def sort(x: Any, layout: str, /, *, descending: bool = False, payload: Any = Non
     ]
 
     def whole(x: Any, *payload: Any) -> Held:
-        order = jnp.argsort(x, axis=one.dim, stable=True, descending=descending)
+        order = _lax.argsort(x, one.dim, descending=descending)
         return tuple(_picked(y, order, one.dim) for y in (x, *payload))
 
     def blocks(blocks: _Blocks) -> Held:
@@ -127,7 +127,7 @@ def argsort(x: Any, layout: str, /, *, descending: bool = False, **names: Any) -
     x = lax.stop_gradient(one.x)
     one.call.index_dtype(one.factor.size, one.factor.name, one.factor.span)  # whether they can be counted
     dtype = jnp.result_type(int)
-    whole = lambda x: (jnp.argsort(x, axis=one.dim, stable=True, descending=descending).astype(dtype),)
+    whole = lambda x: (_lax.argsort(x, one.dim, descending=descending).astype(dtype),)
     blocks = lambda blocks: (blocks.decoded(blocks.ordered((x, blocks.places(x, stable=True)), 2)[1]).astype(dtype),)
     return _sorted(one, (x,), whole, blocks, descending)[0]
 

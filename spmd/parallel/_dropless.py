@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd import all_gather, all_to_all, annotate, axis_size, psum_scatter, rearrange, split
+from spmd import _lax, all_gather, all_to_all, annotate, axis_size, psum_scatter, rearrange, split
 from spmd.language import axes_tuple
 from spmd.modes import current_frame
 from spmd.ops._ragged import Route, travelled, without_gaps
@@ -66,7 +66,7 @@ def _in_order(experts: Any, e: int) -> tuple[Any, Any]:
     """The choices `"t k"` of one block in the order of their experts, and how many each expert has."""
     choices = experts.T.reshape(-1)
     counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
-    return jnp.argsort(choices, stable=True).astype(jnp.int32), counts
+    return _lax.argsort(choices).astype(jnp.int32), counts
 
 
 def _experts(x: Any, weights: tuple[Any, Any, Any], each: Any, activation: Callable[[Any], Any], at: Axes) -> Any:
@@ -181,7 +181,7 @@ class Exchange(NamedTuple):
         to = experts.T.reshape(-1) // (self.e // self.parts)
         wanted = jnp.sum(counts.reshape(self.parts, -1), axis=1, dtype=jnp.int32)
         starts = jnp.cumsum(wanted) - wanted
-        at = jnp.argsort(order).astype(jnp.int32)
+        at = _lax.argsort(order).astype(jnp.int32)
         rank = at - starts[to]
         kept = rank < sent[to]
         if self.ragged:

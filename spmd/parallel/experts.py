@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import (
+    _lax,
     all_gather,
     all_to_all,
     annotate,
@@ -388,10 +389,10 @@ def _plan(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
 def _plan_of_group(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
     """The plan of one group: choices are sorted by expert, stably, so first choices come before second ones."""
     choices = experts.T.reshape(-1)
-    order = jnp.argsort(choices, stable=True).astype(jnp.int32)
+    order = _lax.argsort(choices).astype(jnp.int32)
     counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
-    rank = jnp.argsort(order).astype(jnp.int32) - starts[choices]
+    rank = _lax.argsort(order).astype(jnp.int32) - starts[choices]
     kept = rank < c
     ranks = jnp.arange(c, dtype=jnp.int32)[None]
     filled = ranks < counts[:, None]

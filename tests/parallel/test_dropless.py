@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 import spmd
 from spmd import Layout, parallel
+from spmd.kernels import _plan
 from tests.ops.harness import ragged_all_to_all
 from tests.parallel.test_experts import B, E, K, S, arguments
 from tests.sampler import share
@@ -144,6 +146,16 @@ def test_on_other_hardware_rows_have_no_gaps() -> None:
     for platform in ("cuda", "tpu"):
         assert traced.lower(lowering_platforms=(platform,)).as_text().count("@ragged_all_to_all") == 4
     assert "ragged_all_to_all" not in str(jax.make_jaxpr(dropless(mesh, tokens, axes))(*args))  # not on CPUs
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("mesh", "tokens", "axes"), share(LAYERS))
+def test_types_suspect_nothing(mesh, tokens, axes, ragged) -> None:
+    """So no numbers are asked of a large model: the order of the choices differs where the choices do."""
+    asked = mock.Mock(side_effect=AssertionError)
+    with mock.patch.object(_plan, "trial_of", asked):
+        jax.make_jaxpr(dropless(mesh, tokens, axes, rows=30, ragged=ragged))(*arguments())
+    assert not asked.called
 
 
 def test_without_a_capacity_no_expert_gets_every_token() -> None:
