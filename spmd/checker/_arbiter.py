@@ -30,7 +30,7 @@ from spmd.checker._primitives import Array, NotSimulated
 from spmd.checker._simulator import Fault, NoSuchDevice, Parted, held_number, simulate
 from spmd.checker._source import line_of_body
 from spmd.mesh import no_mesh, resized, with_sizes
-from spmd.modes import mode
+from spmd.modes import Mode, mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
@@ -174,7 +174,7 @@ class _Program:
         with jax.ensure_compile_time_eval():
             return [held_number(x) for x in jax.tree.leaves(given)]
 
-    def _traced(self, sizes: Mapping[str, int], how: str = "explicit") -> tuple[Any, _Form]:
+    def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
         """The program on a mesh of these sizes, and the form of its results."""
         held: list[Any] = []
 

@@ -118,6 +118,10 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
         kind = "partial" if all(p.kind == "term" for p in pending) else "pending"
         walk.note(eqn, kind, report.pending_claimed(walk, eqn, pending), where=first)
         return
+    terms = state.divided & claim.unreduced if state.loose else frozenset()
+    if terms:  # what devices leave out by their number is a term of a sum, and a block of a whole with zeros
+        dims = tuple(hidden(size_of(d)) if terms.intersection(axes_of_dim(d)) else d for d in state.dims)
+        state = state._replace(dims=dims, different=state.different | terms)
     if places is not None:
         wrong = _wrong_dims(walk, state, claim, places, scope, role)
         if wrong:

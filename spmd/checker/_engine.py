@@ -337,7 +337,7 @@ class Engine(Domain):
             pending = frozenset(p for p in ((pending | given.pending) - given.done) | told if p.axis not in different)
             released = {p.axis for p in given.pending} - {p.axis for p in pending}
             different |= released.difference(held, partial)
-        loose = given.loose or _loose(m, labels)
+        loose = given.loose or _loose(m, labels) or _left_out(eqn, operands)
         rest = partial, different, pending, given.done, zero, given.number
         known_places = any(o.places for o in operands)
         lie = [places.passed(m, operands, len(dims)) if known_places else () for dims in result]
@@ -668,6 +668,17 @@ def _factors_meet(operands: Sequence[State], one: Dim, other: Dim) -> bool:
         return False
     made = {axis for o in operands if whole in o.dims for kind, axis, _ in o.pending if kind == "linear algebra"}
     return made.issuperset(axes)
+
+
+def _left_out(eqn: Any, operands: Sequence[State]) -> bool:
+    """Whether some devices, by their number, leave out what others have. It is zero there, so the rest may be a term of
+    a sum."""
+    name = eqn.primitive.name
+    if name == "select_n":
+        chooses, *cases = operands
+        return chooses.table is not None and bool(chooses.table.axes) and any(case.zero for case in cases)
+    tables = (one.table for one in operands if one.table is not None) if name == "mul" else ()
+    return any(table.axes and not table.entries.all() for table in tables)
 
 
 def _loose(m: Map, labels: Mapping[int, Dim]) -> bool:

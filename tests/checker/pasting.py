@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,9 @@ SENDS = ("all_gather", "all_to_all", "relayout")
 def said(kernel: Any, args: Sequence[Any]) -> str:
     """What is said of a kernel: the error of its first call, or the findings of `spmd.check`."""
     try:
-        jax.eval_shape(kernel, *args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what no numbers can be had
+            jax.eval_shape(kernel, *args)
     except SpmdError as error:
         return str(error)
     except (TypeError, ValueError) as error:  # JAX's own

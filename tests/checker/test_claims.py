@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import spmd
 from spmd.checker._claims import OVERLAP, claim_of
 from spmd.checker._state import axes_of_dim
 from spmd.language import Layout
@@ -73,3 +74,15 @@ def test_layouts_are_taken_apart():
     assert claim.ellipsis and claim.named == {"dp", "tp"} and claim.unreduced == {"cp"}
     assert claim.at(5, ()) == [0, 3, 4] and claim.at(6, (0,)) == [1, 4, 5] and claim.at(2, ()) is None
     assert claim_of(Layout("a b")).at(3, ()) is None
+
+
+def test_what_devices_leave_out_by_their_number_is_a_term_of_a_sum() -> None:
+    """A broadcast from one device, by a choice and by a factor. Blocks of a whole are not terms of a sum."""
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    kernel = spmd.kernel("m/x k/y -> m/x", mesh=spmd.make_mesh(x=2, y=4))
+    first = lambda: spmd.axis_index("y") == 0
+    for chosen in (lambda a: jnp.where(first(), a, 0), lambda a: a * first().astype(a.dtype)):
+        body = lambda a, chosen=chosen: spmd.psum(chosen(a), "m/x _ {U:y} -> m/x _").sum(1)
+        np.testing.assert_allclose(kernel(body)(x), x[:, :2].sum(1), rtol=1e-5)
+    with pytest.raises(spmd.SpmdError, match="not terms of a sum"):
+        kernel(lambda a: spmd.psum(a * 1.0, "m/x _ {U:y} -> m/x _").sum(1))(x)
