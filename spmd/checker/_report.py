@@ -207,19 +207,6 @@ def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
     return _at_marker(walk, eqn, rule, _span(layout), _pieces(walk, pending), fix, None if fix else advice)
 
 
-def scaled(eqn: Any, axis: str, times: float | None, where: tuple[Any, tuple[Any, ...]] | None) -> Fault:
-    """A result that grows with the mesh."""
-    if times is None:
-        rule = f"The result depends on how many devices there are along {axis}: a part of it grows with them."
-    else:
-        how = f"{times:g} times too large" if times > 1 else f"{1 / times:g} times too small"
-        rule = f"The result is {how}: it depends on how many devices there are along {axis}."
-    place = "" if where is None else line_of(*where)
-    got = (f"{_name(where[0])} at {place}",) if where and place else ()
-    advice = f'a mean over {axis} is reduce(..., "mean") or lax.pmean; a number of terms is that of the whole array'
-    return Fault(rule, eqn.params["call"], None, None, got, advice=advice)
-
-
 def pending_returned(walk: Any, eqn: Any, index: int, pending: Sequence[Pending], spec: Any) -> Fault:
     """What was done to pieces leaves a raw `shard_map`."""
     rule = f"{_done_to_pieces(pending)}, and the results are put together."
