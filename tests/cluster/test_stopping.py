@@ -9,7 +9,7 @@ import pytest
 
 from spmd.cluster import _stopping, stopping
 from spmd.errors import SpmdError
-from tests.cluster.harness import alone, joined
+from tests.cluster.harness import alone, exhaustive, joined
 from tests.sampler import share
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -55,7 +55,11 @@ def test_more_signals_during_the_exit_change_nothing(number):
 
 
 @pytest.mark.parametrize(
-    ("number", "when"), share([(number, when) for when in ("join", "loop") for number in SIGNALS[:2]], always=[])
+    ("number", "when"),
+    [
+        *share([(number, "loop") for number in SIGNALS[:2]], always=[]),
+        *(pytest.param(number, "join", marks=exhaustive) for number in SIGNALS[:2]),
+    ],
 )
 def test_more_signals_to_several_processes_change_nothing(number, when):
     """One that came while a process waited for the others to join ended it."""
