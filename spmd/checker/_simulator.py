@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spmd import _compat
-from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, opened, shape_of
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, shape_of
 from spmd._walker import Domain, Rule, equations, walk
 from spmd.checker._primitives import Array, NotSimulated, compute, generator, wide_dtype
 from spmd.language import axes_tuple
@@ -69,8 +69,7 @@ def simulate(jaxpr: Any, args: Sequence[Array], most: int) -> tuple[list[Array],
     """
     machine = Simulator(most)
     with _arithmetic():
-        consts = opened(jaxpr)[1]
-        outs = walk(jaxpr, [np.asarray(x) for x in args], machine) if consts is not None else []
+        outs = walk(jaxpr, [np.asarray(x) for x in args], machine)
     return outs, machine.faults
 
 

@@ -63,10 +63,9 @@ def loops(c: Choices) -> Random:
     if op in RAW:
         axes = "b" if inner == "b/b" else ("b",)
         fn = RAW[op]
-        local = lambda row: fn(row)
 
         def one(row: Any) -> Any:
-            part = local(row)
+            part = fn(row)
             missing = tuple(a for a in ("b",) if a not in jax.typeof(part).manual_axis_type.varying)
             return row * getattr(lax, op)(lax.pcast(part, missing, to="varying") if missing else part, axes)
 
@@ -141,13 +140,7 @@ def per_sample(c: Choices) -> Random:
         total = (each**power).sum(0)
         missing = tuple(a for a in ("a",) if a not in jax.typeof(total).manual_axis_type.varying)
         if rows == "s":
-            return (
-                total
-                if missing
-                else spmd.all_gather(total, "p -> p", to="invarying")
-                if False
-                else lax.pmean(total, "a")
-            )
+            return total if missing else lax.pmean(total, "a")
         if closes or not missing:
             return lax.psum(lax.pcast(total, missing, to="varying") if missing else total, "a")
         return total
