@@ -76,8 +76,8 @@ def frames_of(eqn: Any) -> list[Frame]:
 def line_of_body(eqn: Any) -> LineName:
     """The line where the function begins that a `shard_map` maps, as `line_of` writes it."""
     made_of = getattr(eqn.params["jaxpr"], "debug_info", None)
-    file = made_of and made_of.func_filename  # None for what Python has no source of (`functools.partial`)
-    if not file or not is_users(file):
+    file = getattr(made_of, "func_filename", None)  # None too for what Python has no source of (`functools.partial`)
+    if made_of is None or not file or not is_users(file):
         return line_of(eqn)
     number = made_of.func_lineno
     return LineName(f"{short_file(file)}:{number} ({made_of.func_name})", file, number)
