@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import spmd.checker._integers as integers
 import spmd.checker._order as orders
-import spmd.checker._places as lying
 import spmd.checker._report as report
 from spmd._facts import per_shard_reason
 from spmd.checker._engine import Engine
@@ -127,8 +125,6 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
         if wrong:
             kind = "noise" if walk.random(eqn.invars[0], state) else "layout"
             walk.note(eqn, kind, _about_dims(walk, eqn, state, wrong))
-            return
-        if _misplaced(walk, eqn, state, claim, places, scope):
             return
         if claim.ellipsis and _hidden_axes(walk, eqn, state, claim, places, scope):
             return
@@ -276,7 +272,6 @@ def _believed(
             state.zero,
             state.number,
             table,
-            block=state.block,
             order=orders.kept([state], dims),
         )
     )
@@ -312,68 +307,9 @@ def assert_equal_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> li
     return [walk.kept(equal_along(o, axes)._replace(left=None, loose=False)) for o in operands]
 
 
-def _misplaced(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int], scope: frozenset[str]) -> bool:
-    """Neighbours' elements that do not lie beside a block as they do inside of it."""
-    if not state.places:
-        return False
-    for place, factors in zip(places, [*claim.before, *claim.behind], strict=True):
-        one = state.places[place]
-        if one is None or not scope.issuperset(one.axes) or walk.tracked(sum(factors, ())) != one.axes:
-            continue
-        if (found := lying.misplaced(one)) is not None:
-            walk.note(eqn, "order", report.misplaced(walk, eqn, one.axes, found), where=walk.made_pending[found.at])
-            return True
-    return False
-
-
-def block_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Which block each device holds, against what was said of the same block before it moved."""
-    if "order" in eqn.params:
-        return _ordered(walk, eqn, operands[0])
-    if len(operands) == 1:
-        return _placed(walk, eqn, operands[0])
-    state, number = operands
-    axes = walk.tracked(eqn.params["axes"])
-    if not axes:
-        return [state]
-    number = _before_a_mark(walk, eqn.invars[1], number)
-    said = None if number.table is None else integers.flat(number.table)
-    if not walk.active or not walk.checked.issuperset(axes) or per_shard_reason(eqn, walk.callers):
-        pass
-    elif not set(axes) & number.axes or (said and integers.all_differ(said, axes) is False):
-        walk.note(eqn, "layout", report.one_number(walk, eqn, axes))
-    elif said and state.block and said != state.block:
-        walk.note(eqn, "order", report.another_block(walk, eqn, axes, state.block, said))
-    return [walk.kept(state._replace(block=said))]
-
-
-def _before_a_mark(walk: Engine, atom: Any, number: State) -> State:
-    """A number as it was before a layout said how it lies: what is equal may be called divided, and is equal still."""
-    made = None if number.table is not None else walk.history.producer(atom)
-    if made is None or made[0].primitive.name != "spmd_layout":
-        return number
-    return walk.known.get(made[0].invars[0], number)
-
-
-def _placed(walk: Engine, eqn: Any, state: State) -> list[State]:
-    """Where the elements of a block lie, against what an operation of ours says of its result."""
-    p, axes = eqn.params, walk.tracked(eqn.params["axes"])
-    local, first = p["local"], p["first"]
-    dim = [d for d in range(len(state.dims)) if d not in p.get("mapped", ())][p["dim"]]
-    if not axes or not walk.active or not walk.checked.issuperset(axes):
-        return [state]
-    known = [lying.of(state, d) for d in range(len(state.dims))]
-    one = known[dim]
-    if not p["anew"] and one is not None and one[:2] == (axes, local):
-        wrong = lying.differs(one, first, p["around"])
-        if wrong is not None:
-            walk.note(eqn, "order", report.placed_otherwise(walk, eqn, axes, first, wrong))
-    known[dim] = lying.from_place(axes, local, size_of(state.dims[dim]), first) if p["anew"] else None
-    return [walk.kept(state._replace(places=lying.kept(known)))]
-
-
-def _ordered(walk: Engine, eqn: Any, state: State) -> list[State]:
+def order_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """In which order a value is, against the order that it came in. What is said here is believed."""
+    [state] = operands
     axes = walk.tracked(eqn.params["axes"])
     if not axes or not walk.active:
         return [state]

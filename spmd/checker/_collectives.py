@@ -6,9 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import spmd.checker._integer_rules as integer_rules
-import spmd.checker._places as places
-from spmd._facts import per_shard_reason
 from spmd._jaxprs import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report import (
@@ -102,7 +99,6 @@ def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name
             pending=pending,
             done=done,
             table=None,
-            places=(),
         )
     )
 
@@ -130,7 +126,7 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     tiled = eqn.params.get("tiled")
     if not axes:
         dims = operand.dims if tiled else (*operand.dims[:dim], free(1), *operand.dims[dim:])
-        return walk.counted(eqn, operands, [walk.kept(operand._replace(dims=dims, table=None, places=()))])
+        return walk.counted(eqn, operands, [walk.kept(operand._replace(dims=dims, table=None))])
     out = _joined(walk, eqn, operand, axes, dim) if tiled else _listed(walk, operand, axes, dim, shape[dim])
     return walk.counted(eqn, operands, [out])
 
@@ -147,7 +143,6 @@ def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> Sta
             pending=pending,
             done=done,
             table=None,
-            places=(),
         )
     )
 
@@ -268,7 +263,7 @@ def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     lost = operand.divided.difference(*map(axes_of_dim, dims))
     different = operand.different | lost | (NONE if known else set(axes) - operand.partial)
     loose = operand.loose or constant
-    return [walk.kept(operand._replace(dims=dims, different=different, table=None, loose=loose, places=()))]
+    return [walk.kept(operand._replace(dims=dims, different=different, table=None, loose=loose))]
 
 
 def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -303,7 +298,7 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
     dims = list(operand.dims)
     if operand.number and operand.axes.isdisjoint(axes) and all(here is FREE for _, here in dims[split]):
         dims[concat], dims[split] = normal([(count, FREE), *dims[concat]]), free(shape[split])
-        return walk.kept(operand._replace(dims=tuple(dims), table=None, places=()))
+        return walk.kept(operand._replace(dims=tuple(dims), table=None))
     joined = _joined_dim(dims[concat], axes, count)
     if joined is None:  # the blocks of another dimension come to lie around this one
         found = [(d, left) for d, dim in enumerate(dims) if (left := _without(dim, axes)) is not None]
@@ -319,7 +314,7 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
         return None
     dims[concat], dims[split] = joined, cut
     pending = frozenset(p for p in operand.pending if p.axis not in axes)
-    return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None, places=()))
+    return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None))
 
 
 def _came_around(dim: Dim) -> bool:
@@ -342,22 +337,17 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     complete = len(eqn.params.get("perm", ())) == count
     outs = []
     for operand in operands:
-        block = operand.block and complete and integer_rules.evaluate(eqn, [operand.block], walk.sizes)[0]
         if not axes or (complete and not set(axes) & operand.axes):
-            outs.append(walk.kept(operand._replace(block=block or None)))
+            outs.append(operand)
             continue
         over = frozenset(axes)
         dims = hide(operand.dims, axes)
         lost = operand.divided.difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in operand.pending if p.axis not in over)
         done = operand.done | (operand.pending - pending)
-        meant = not operand.dims or per_shard_reason(eqn, walk.callers)
-        lie = () if meant else places.permuted(eqn, operand, axes, walk.sizes, walk.number(eqn))
-        changed = operand._replace(
-            dims=dims, partial=operand.partial - over, different=operand.different | over | lost,
-            pending=pending, done=done, table=None, block=block or None, places=lie,
-        )  # fmt: skip
-        outs.append(walk.kept(changed))
+        different, partial = operand.different | over | lost, operand.partial - over
+        known = {"partial": partial, "different": different, "pending": pending, "done": done}
+        outs.append(walk.kept(operand._replace(dims=dims, table=None, **known)))
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 

@@ -11,7 +11,7 @@ from spmd import _compat, _walker
 from spmd._facts import kernel_around
 from spmd._jaxprs import Held, held, opened, shape_of
 from spmd._walker import Rule
-from spmd.checker._claims import assert_equal_marker, block_marker, layout_marker
+from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
@@ -38,7 +38,7 @@ class Dataflow(Engine):
         "pallas_call": _pallas,
         "spmd_layout": layout_marker,
         "spmd_assert_equal": assert_equal_marker,
-        "spmd_block": block_marker,
+        "spmd_order": order_marker,
     }
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[State]) -> Sequence[State]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import jax.core
 import numpy as np
 
-import spmd.checker._integer_rules as integer_rules
-import spmd.checker._integers as integers
 import spmd.checker._order as orders
-import spmd.checker._places as places
 import spmd.checker._report as report
+import spmd.checker._tables as tables
 from spmd import _compat
 from spmd._facts import CallName, GradientName, PerShardName, one_line
-from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, opened, shape_of
+from spmd._jaxprs import COMMUNICATES, Held, axes_of, held, is_unknown, shape_of
 from spmd._walker import Domain, Rule, equations
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
@@ -54,9 +51,6 @@ from spmd.language import Layout
 Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
 
 RANDOM = ("random_bits", "threefry2x32", "random_gamma", "rng_bit_generator")
-
-# A loop is walked round by round if all its rounds together have at most so many equations.
-MOST_IN_TURN = 4000
 
 # These read what another equation wrote. A walk over values does not know when that was.
 OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
@@ -279,21 +273,21 @@ class Engine(Domain):
         """The results, with the integers that each device holds where shapes and `axis_index` decide them."""
         if any(o.table is None for o in operands):
             return outs
-        tables = integer_rules.evaluate(eqn, [o.table for o in operands], self.sizes)
-        pairs = zip(outs, tables, strict=True)
+        found = tables.evaluate(eqn, [o.table for o in operands], self.sizes)
+        pairs = zip(outs, found, strict=True)
         return [out if table is None else self._placed(out, table) for out, table in pairs]
 
     def _placed(self, state: State, table: Any) -> State:
         """A state with the integers that each device holds, which tell how the dimensions lie."""
         clear = bool(table.axes) and ONE not in state.dims  # else it may be this dimension that they divide
-        blocks = (integers.blocks_of(table, self.sizes) if clear else None) or ()
+        blocks = (tables.blocks_of(table, self.sizes) if clear else None) or ()
         dims, divided = list(state.dims), state.divided
         for i, (dim, axes) in enumerate(zip(state.dims, blocks, strict=False)):
             if axes and divided.isdisjoint(axes):  # else the numbers go on from block to block of another dimension
                 dims[i] = normal([(size_of(dim), tuple(axes))])
         if not table.axes:  # equal blocks, and equal elements along some dimensions
-            along = zip(dims, table.steps, table.counts, strict=True)
-            dims = [free(size_of(d)) if d and d[0][1] is HIDDEN and not step and n == 1 else d for d, step, n in along]
+            constant = lambda i, dim: dim[0][1] is HIDDEN and tables.is_constant(table, i)
+            dims = [free(size_of(dim)) if constant(i, dim) else dim for i, dim in enumerate(dims)]
         different = frozenset(table.axes).difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in state.pending if p.axis in table.axes and p.axis not in different)
         known = {"zero": state.zero, "number": True, "table": table, "order": state.order}
@@ -339,11 +333,8 @@ class Engine(Domain):
             different |= released.difference(held, partial)
         loose = given.loose or _loose(m, labels) or _left_out(eqn, operands)
         rest = partial, different, pending, given.done, zero, given.number
-        known_places = any(o.places for o in operands)
-        lie = [places.passed(m, operands, len(dims)) if known_places else () for dims in result]
         order = self._ordered(m, eqn, operands, result[0]) if any(o.order for o in operands) else NONE
-        pairs = zip(result, lie, strict=True)
-        return [self.kept(State(dims, *rest, loose=loose, places=p, order=order)) for dims, p in pairs]
+        return [self.kept(State(dims, *rest, loose=loose, order=order)) for dims in result]
 
     def _ordered(self, m: Map, eqn: Any, operands: Sequence[State], dims: Sequence[Dim]) -> frozenset[Any]:
         """In which order the elements of the result lie. Those that are combined should lie in one order."""
@@ -469,8 +460,7 @@ class Engine(Domain):
         axes = tuple(filter(self.wide, axes))
         order = enumerate(axes) if axes and len(value.dims[0]) == 1 else ((NESTED, a) for a in axes)
         steps = {Pending(STEP, a, self._step(i)) for i, a in order if a not in value.different}
-        pending, lie = value.pending | steps, places.kept(value.places[1:])
-        return self.kept(value._replace(dims=value.dims[1:], pending=pending, table=None, places=lie))
+        return self.kept(value._replace(dims=value.dims[1:], pending=value.pending | steps, table=None))
 
     def _step(self, place: int) -> int:
         """What tells the steps of the loop that the walk is in from those of loops around it, and the place of the axis
@@ -499,36 +489,13 @@ class Engine(Domain):
         alike = not axes and value.number and value.table is None and self._uniform[-1]
         dims = (hidden(length) if alike else leading, *value.dims)
         loose = value.loose or alike
-        lie = places.kept((None, *value.places))
-        return self.kept(
-            value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose, places=lie)
-        )
+        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose))
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         self.enter_loop(eqn, body, operands)
-        short = test is None and _moves_blocks(eqn, body)
-        outs = self._in_turn(eqn, body, operands) if short else super().loop(eqn, body, test, operands)
-        outs = list(map(self.carried, outs))
+        outs = list(map(self.carried, super().loop(eqn, body, test, operands)))
         self.leave_loop()
         return outs
-
-    def settle(self, once: Callable[[Sequence[State]], list[State]], carry: Sequence[State]) -> list[State]:
-        def watched(given: Sequence[State]) -> list[State]:
-            outs = once(given)
-            if self.active and not self.silent(self._loops[-1]):
-                for before, after in zip(given, outs, strict=False):
-                    self._carried_on(before, after)
-            return outs
-
-        return super().settle(watched, carry)
-
-    def _carried_on(self, given: State, out: State) -> None:
-        """A carry that comes in as a block of the whole is given on as one."""
-        for one, wrong in places.carried_on(given, out) if out.places else ():
-            if self.checked.issuperset(one.axes):
-                loop = self._loops[-1]
-                fault = report.carried_misplaced(self, loop, one.axes, wrong)
-                self.note(loop, "order", fault, where=self.made_pending[wrong.at])
 
     def enter_loop(self, eqn: Any, body: Held, operands: Sequence[State]) -> None:
         self._loops.append(eqn)
@@ -543,27 +510,6 @@ class Engine(Domain):
         """Those of the last round. What an earlier one found is told where the last one knows too little to find it."""
         first = {(one.kind, one.line): one for one in reversed(earlier)}
         return last or list(first.values())[::-1]
-
-    def _in_turn(self, eqn: Any, body: Held, operands: Sequence[State]) -> list[State]:
-        """The results of a short loop, round by round: in each, blocks have moved on, and counters are other ones."""
-        count, length = len(body.stacked) - sum(body.stacked), eqn.params["length"]
-        whole = list(zip(body.of(operands), body.of(eqn.invars), body.sliced, strict=True))
-        first = len(whole) - sum(body.sliced) - count
-        carry = [value for value, _, _ in whole[first : first + count]]
-        made: list[list[State]] = []
-        for at in range(length)[:: -1 if eqn.params["reverse"] else 1]:
-            given = [self._row(value, atom, at) if sliced else value for value, atom, sliced in whole]
-            outs = self.run(eqn, body, [*given[:first], *carry, *given[first + count :]])
-            carry = list(map(self.carried, outs[:count]))
-            made.append(outs[count:])
-        joined = [functools.reduce(self.join, every) for every in zip(*made, strict=True)]
-        stacks = [self.stacked(value, var) for value, var in zip(joined, eqn.outvars[count:], strict=True) if made]
-        return [*carry, *(stacks or self.unknown(eqn, ())[count:])]
-
-    def _row(self, value: State, operand: Any, at: int) -> State:
-        """What a loop slices, in one round."""
-        one = self.sliced(value, operand)
-        return one if value.table is None else self._placed(one, integers.row_of(value.table, at))
 
     def carried(self, value: State) -> State:
         """A carry that went through a piece was not given what the other pieces hold."""
@@ -583,7 +529,7 @@ class Engine(Domain):
             rows = [unify(v, p, value.different, predicate.different) or hidden(size_of(v)) for v, p in pairs]
             dims = (*rows, *value.dims[len(rows) :])
             lost = value.divided.difference(*map(axes_of_dim, dims))
-            value = self.kept(value._replace(dims=dims, different=value.different | lost, table=None, places=()))
+            value = self.kept(value._replace(dims=dims, different=value.different | lost, table=None))
         if not predicate.axes:
             return value
         unknown = NONE if self._diverged else {p.axis for p in predicate.pending}  # a fault is told once
@@ -614,16 +560,6 @@ class Engine(Domain):
         if axes:
             along = [a for a in self.sizes if a in axes]
             self.note(eqn, "divergent", report.divergent(self, eqn, list(found), along))
-
-
-def _moves_blocks(eqn: Any, body: Held) -> bool:
-    """Whether a loop says in each round which blocks it has, and is short enough to be walked round by round."""
-    eqns = opened(body.jaxpr)[0].eqns
-    return eqn.params["length"] * len(eqns) <= MOST_IN_TURN and any(map(_numbers_blocks, eqns))
-
-
-def _numbers_blocks(eqn: Any) -> bool:
-    return eqn.primitive.name == "spmd_block" and len(eqn.invars) > 1
 
 
 # All that a state holds besides its dimensions and the axes along which it differs, where nothing more is known.
@@ -677,8 +613,8 @@ def _left_out(eqn: Any, operands: Sequence[State]) -> bool:
     if name == "select_n":
         chooses, *cases = operands
         return chooses.table is not None and bool(chooses.table.axes) and any(case.zero for case in cases)
-    tables = (one.table for one in operands if one.table is not None) if name == "mul" else ()
-    return any(table.axes and not table.entries.all() for table in tables)
+    factors = (one.table for one in operands if one.table is not None) if name == "mul" else ()
+    return any(table.axes and not table.values.all() for table in factors)
 
 
 def _loose(m: Map, labels: Mapping[int, Dim]) -> bool:
@@ -704,6 +640,6 @@ def constant_state(value: Any) -> State:
             free(n) if n == 1 or not size or (elements == elements.take([0], axis=d)).all() else plain(n)
             for d, n in enumerate(shape)
         )
-        return State(dims, zero=zero, number=True, table=integers.constant(elements))
+        return State(dims, zero=zero, number=True, table=tables.constant(elements))
     except (TypeError, ValueError, RuntimeError):  # keys, deleted buffers
         return State(tuple(map(plain, shape)))

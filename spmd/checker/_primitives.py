@@ -45,7 +45,7 @@ def compute(eqn: Any, lead: int, operands: Sequence[Array], generators: dict[Any
       generators: For each type of keys that was met, what makes numbers of them.
     """
     keys = any(is_key_type(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars))
-    known = None if keys else _KNOWN.get(eqn.primitive.name)
+    known = None if keys else NUMPY.get(eqn.primitive.name)
     if known is None:
         return _asked(eqn, lead, operands, generators)
     outs = known(eqn, lead, *operands)
@@ -187,9 +187,14 @@ _by_element = lambda fn: np.vectorize(fn, otypes=[np.float64])
 # --- dimensions --------------------------------------------------------------------------------------------------
 
 
-def _reduced(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _reduced(fn: np.ufunc) -> Callable[..., Any]:
     def run(eqn: Any, lead: int, x: Array) -> Array:
-        return fn(x, axis=tuple(d + lead for d in eqn.params["axes"]))
+        axes = tuple(d + lead for d in eqn.params["axes"])
+        if x.size or fn.identity is not None:
+            return fn.reduce(x, axis=axes)
+        bounds = (-np.inf, np.inf) if x.dtype.kind == "f" else (False, True)
+        least, largest = (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max) if x.dtype.kind in "iu" else bounds
+        return fn.reduce(x, axis=axes, initial=least if fn is np.maximum else largest)
 
     return run
 
@@ -481,7 +486,7 @@ def _leading(eqn: Any, lead: int, x: Array) -> list[Array]:
     return [np.take_along_axis(x, order, axis), order]
 
 
-_KNOWN: dict[str, Callable[..., Any]] = {
+NUMPY: dict[str, Callable[..., Any]] = {
     **{
         name: _each(fn)
         for name, fn in {
@@ -508,8 +513,8 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "bitcast_convert_type": _bits,
     **{
         f"reduce_{name}": _reduced(fn)
-        for name, fn in {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod, "and": np.all,
-                         "or": np.any, "xor": np.bitwise_xor.reduce}.items()
+        for name, fn in {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply,
+                         "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}.items()
     },
     "argmax": _largest(np.argmax),
     "argmin": _largest(np.argmin),

@@ -37,7 +37,6 @@ _KNOWN_AS = {
     "add_any": "add",
     "select_n": "where",
     "dot_general": "matmul",
-    "spmd_block": "block",
 }
 
 
@@ -344,57 +343,6 @@ def gathered_out_of_order(walk: Any, eqn: Any, state: State, dim: int, axes: Seq
     return Fault(rule, walk.kernel, None, None, got, advice=f"gather {'/'.join(have[::-1][:1])} first, the innermost")
 
 
-def one_number(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
-    """Blocks of a ring that have one number."""
-    rule = f"Each device along {_and(axes)} holds another block, but the numbers of these blocks are not all different."
-    return Fault(rule, walk.kernel, None, None, _where(walk, eqn), advice=f"count the devices along {_and(axes)}")
-
-
-def another_block(walk: Any, eqn: Any, axes: Sequence[str], have: Any, said: Any) -> Fault:
-    """A block that moved, and is taken for another one."""
-    rule = f"A block that moved along {_and(axes)} is taken for another one than it is."
-    shown = [", ".join(map(str, one.entries.ravel().tolist())) for one in (said, have)]
-    got = (*_where(walk, eqn), f"numbers as said here: {shown[0]}", f"as the blocks moved: {shown[1]}")
-    return Fault(rule, walk.kernel, None, None, got, advice="send by as many places as the numbers change")
-
-
-def misplaced(walk: Any, eqn: Any, axes: Sequence[str], wrong: Any) -> Fault:
-    """Elements beside a block that are not those which the neighbour has there."""
-    layout = eqn.params["layout"]
-    rule = f'"{_text(eqn, layout)}" is claimed of the whole array, and {_beside(axes)}.'
-    return _at_marker(walk, eqn, rule, _span(layout), _put_there(walk, wrong), advice=f"{_NEIGHBOURS}; {_MEANT}")
-
-
-def carried_misplaced(walk: Any, eqn: Any, axes: Sequence[str], wrong: Any) -> Fault:
-    """The same in what a loop carries."""
-    rule = f"A loop carries blocks of a whole array, and {_beside(axes)}."
-    got = (*_put_there(walk, wrong), *_where(walk, eqn))
-    return Fault(rule, walk.kernel, None, None, got, advice=f"{_NEIGHBOURS}; {_MEANT}")
-
-
-def _beside(axes: Sequence[str]) -> str:
-    return f"what was put beside a block along {_and(axes)} does not belong there"
-
-
-def _put_there(walk: Any, wrong: Any) -> list[str]:
-    blamed, callers = walk.made_pending[wrong.at]
-    line = line_of(blamed, callers)
-    return [
-        f"{_name(blamed)} at {line}" if line else f"{_name(blamed)} in {walk.kernel}",
-        f"element {wrong.place} of each block comes from {_away(wrong.distance)}, unlike the others",
-    ]
-
-
-_NEIGHBOURS = "stencil.halo adds the last elements of the previous block in front, and the first of the next behind"
-
-
-def placed_otherwise(walk: Any, eqn: Any, axes: Sequence[str], first: int, distance: int) -> Fault:
-    """An operation of ours whose blocks did not go where it says."""
-    rule = f"A block that moved along {_and(axes)} is taken for another one than it is."
-    got = (*_where(walk, eqn), f"as said here: {_away(first)}", f"as the blocks moved: {_away(distance)}")
-    return Fault(rule, walk.kernel, None, None, got, advice="send to the devices that the result is said to lie on")
-
-
 def orders_differ(walk: Any, eqn: Any, axes: Sequence[str], one: Any, other: Any) -> Fault:
     """Elements in one order are combined with elements in another one."""
     rule = f"{_name(eqn)} of two arrays whose elements lie in different orders along {_and(axes)}."
@@ -416,13 +364,6 @@ def _in_order(walk: Any, order: Any) -> str:
 
 
 _ONE_ORDER = "give the same placement= in place_sequence, sequence_positions and attention"
-
-
-def _away(distance: int) -> str:
-    if not distance:
-        return "its own place"
-    places = abs(int(distance))  # one of a table's numbers
-    return f"{places} place{'s' * (places != 1)} {'before' if distance < 0 else 'after'} it"
 
 
 def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[tuple[Dim, Dim]], noise: bool) -> Fault:

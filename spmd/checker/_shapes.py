@@ -8,9 +8,8 @@ from typing import Any
 
 from jax import lax
 
-import spmd.checker._integers as integers
 import spmd.checker._order as orders
-import spmd.checker._places as places
+import spmd.checker._tables as tables
 from spmd._facts import per_shard_reason
 from spmd._jaxprs import shape_of
 from spmd.checker._engine import Engine
@@ -48,7 +47,6 @@ def _made(
     pieces: Iterable[tuple[str, str]] = (),
     others: Sequence[State] = (),
     linear: tuple[frozenset[str], frozenset[str], bool] | None = None,
-    lie: tuple[places.Places | None, ...] = (),
 ) -> State:
     """The state of a result with these dims. `pieces` are (kind, axis) of what was done to a piece."""
     partial, lost, zero = linear or passes(walk, eqn, [operand, *others])
@@ -71,8 +69,7 @@ def _made(
     number = operand.number and all(o.number for o in others)
     done = NONE.union(operand.done, *(o.done for o in others))
     loose = operand.loose or any(o.loose for o in others)
-    lie = lie if lie and not per_shard_reason(eqn, walk.callers) else ()
-    known = {"loose": loose, "places": lie, "order": orders.kept([operand, *others], dims)}
+    known = {"loose": loose, "order": orders.kept([operand, *others], dims)}
     return walk.kept(State(tuple(dims), partial - different, different | gone, pending, done, zero, number, **known))
 
 
@@ -93,7 +90,7 @@ def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     order = eqn.params.get("dimensions")
     if order is not None:  # in which the dimensions are read
         operand, old = (
-            operand._replace(dims=tuple(operand.dims[d] for d in order), places=()),
+            operand._replace(dims=tuple(operand.dims[d] for d in order)),
             tuple(old[d] for d in order),
         )
     if 0 in old:
@@ -179,20 +176,18 @@ def _slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         every = _every(dim, n, start, stride)
         dims.append(every or _piece_of(dim, n))
         pieces += [] if every else [("slice", a) for a in axes_of_dim(dim)]
-    lie = places.sliced(operand, starts, out) if set(strides) == {1} else ()
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, lie=lie)])
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces)])
 
 
 def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Each result has some elements of one dimension; the others pass."""
     [operand], axis = operands, eqn.params["axis"]
     pieces = [("slice", a) for a in axes_of_dim(operand.dims[axis])]
-    outs, starts = [], [0] * len(operand.dims)
+    outs = []
     for var in eqn.outvars:
         n = shape_of(var)[axis]
         dims = [_piece_of(dim, n) if d == axis else dim for d, dim in enumerate(operand.dims)]
-        outs.append(_made(walk, eqn, operand, dims, pieces, lie=places.sliced(operand, starts, shape_of(var))))
-        starts[axis] += n
+        outs.append(_made(walk, eqn, operand, dims, pieces))
     return outs
 
 
@@ -239,7 +234,7 @@ def _own_block(walk: Engine, operand: State, dim: Dim, size: int, start: Any) ->
 
 def _starts(walk: Engine, table: Any, size: int, whole: int) -> Axes | None:
     """The axes of which each device takes its own block of the whole."""
-    axes = None if table is None else integers.starts_of(table, size, walk.sizes)
+    axes = None if table is None else tables.starts_of(table, size, walk.sizes)
     return axes if axes and size * math.prod(walk.sizes[a] for a in axes) == whole else None
 
 
@@ -273,7 +268,7 @@ def _concatenate(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Stat
     along, shape = eqn.params["dimension"], shape_of(eqn.outvars[0])
     [out] = walk.counted(eqn, operands, _joined(walk, eqn, operands, along, shape))
     constant = all(axes is FREE for o in operands for _, axes in o.dims[along])
-    if constant and out.table is not None and integers.is_constant(out.table, along):
+    if constant and out.table is not None and tables.is_constant(out.table, along):
         dims = (*out.dims[:along], free(shape[along]), *out.dims[along + 1 :])
         return [walk.kept(out._replace(dims=dims))]
     return [out]
@@ -304,16 +299,13 @@ def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: 
     linear = sums(walk, eqn, operands)
     held = {a for dim in dims for a in axes_of_dim(dim)}.union(a for _, a in pieces)
     others = [_beside(o, held | o.partial)._replace(number=False) for o in operands[1:]]
-    lie = places.joined(operands, along, walk.number(eqn)) if any(o.places for o in operands) else ()
-    return [_made(walk, eqn, first, dims, pieces, others, linear, lie)]
+    return [_made(walk, eqn, first, dims, pieces, others, linear)]
 
 
 def _stack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Arrays along a dimension of their own."""
     at, shape = eqn.params["axis"], shape_of(eqn.outvars[0])
-    widened = [
-        walk.kept(o._replace(dims=(*o.dims[:at], free(1), *o.dims[at:]), table=None, places=())) for o in operands
-    ]
+    widened = [walk.kept(o._replace(dims=(*o.dims[:at], free(1), *o.dims[at:]), table=None)) for o in operands]
     [out] = _joined(walk, eqn, widened, at, shape)
     return walk.counted(eqn, operands, [out])
 
@@ -322,9 +314,8 @@ def _unstack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Each result is one element of a dimension."""
     [operand], at = operands, eqn.params["axis"]
     pieces = [("slice", a) for a in axes_of_dim(operand.dims[at])]
-    lie = places.kept([one for d, one in enumerate(operand.places) if d != at])
     dims = (*operand.dims[:at], *operand.dims[at + 1 :])
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, lie=lie)] * len(eqn.outvars))
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces)] * len(eqn.outvars))
 
 
 def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -347,8 +338,7 @@ def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         dims.append(hidden(n) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(n))
         pieces += [("pad", a) for a in axes_of_dim(dim)]
     linear = sums(walk, eqn, [operand, value])
-    lie = places.padded(eqn, operand)
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, [value], linear, lie)])
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, [value], linear)])
 
 
 # --- indices ----------------------------------------------------------------------------------------------------
@@ -360,7 +350,7 @@ def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any, before
         return None
     [d] = numbers.start_index_map
     dim, n = operand.dims[d], before[d]
-    axes = integers.rows_of(indices.table, n, walk.sizes)
+    axes = tables.rows_of(indices.table, n, walk.sizes)
     if axes is None or len(dim) > 1 or dim[0][1] in (FREE, HIDDEN) or not operand.axes.isdisjoint(axes):
         return None
     size = math.prod(indices.table.shape)
@@ -378,10 +368,10 @@ def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[
         return {}
     starts = indices.table
     while len(starts.shape) > 1:
-        starts = integers.row_of(starts, 0)
+        starts = tables.row_of(starts, 0)
     numbers, found = eqn.params["dimension_numbers"], {}
     for k, d in enumerate(numbers.start_index_map):
-        block = _own_block(walk, operand, operand.dims[d], eqn.params["slice_sizes"][d], integers.row_of(starts, k))
+        block = _own_block(walk, operand, operand.dims[d], eqn.params["slice_sizes"][d], tables.row_of(starts, k))
         if block is not None:
             found[d] = block
     return found

@@ -457,7 +457,7 @@ def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arra
 
 _SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
-    copy_p stop_gradient name reduce_precision spmd_layout spmd_assert_equal spmd_block spmd_fused spmd_retype"""
+    copy_p stop_gradient name reduce_precision spmd_layout spmd_assert_equal spmd_order spmd_fused spmd_retype"""
 
 Simulator.rules = {
     **dict.fromkeys(_SAME.split(), _same),

@@ -50,8 +50,6 @@ class State(NamedTuple):
       loose: Whether it may lie otherwise, though it is equal: constants were written over a constant, or put beside
         one, or are rows of a loop; or it is a device's block of a dimension along which it is constant, or was summed
         over one, which may have been such a block: then it is a term of a sum.
-      block: The number of the block that each device holds, an integer on each, where our markers say so.
-      places: For each dimension which elements lie there, where slices and permutations say so; see `_places`.
       order: In which order the elements of divided dimensions lie, where our markers say so; see `_order`.
       left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
     """
@@ -66,8 +64,6 @@ class State(NamedTuple):
     table: Any = None
     left: Any = None
     loose: bool = False
-    block: Any = None
-    places: tuple[Any, ...] = ()
     order: frozenset[Any] = NONE
 
     @property
@@ -285,8 +281,6 @@ def join(one: State, two: State) -> State:
         one.number and two.number,
         one.table if one.table == two.table else None,
         loose=one.loose or two.loose,
-        block=one.block if one.block == two.block else None,
-        places=one.places if one.places == two.places else (),
         order=one.order & two.order if one.order else NONE,
     )
 
@@ -302,6 +296,4 @@ def equal_along(state: State, axes: frozenset[str]) -> State:
     lost = state.divided.difference(axes, *map(axes_of_dim, dims))
     pending = frozenset(p for p in state.pending if p.axis not in axes)
     different = (state.different - axes) | lost
-    return state._replace(
-        dims=dims, partial=state.partial - axes, different=different, pending=pending, table=None, places=()
-    )
+    return state._replace(dims=dims, partial=state.partial - axes, different=different, pending=pending, table=None)

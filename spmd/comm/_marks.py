@@ -18,7 +18,7 @@ from spmd.modes import Frame, try_frame
 
 layout_p = _compat.identity_primitive("spmd_layout")
 assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
-block_p = _compat.identity_primitive("spmd_block")
+order_p = _compat.identity_primitive("spmd_order")
 
 
 def _retraced(cotangent: Any, *, what: str, role: str) -> Any:
@@ -108,52 +108,6 @@ def mark(
     return tag(x, layout, text, name if role == "argument" else None)
 
 
-def numbered(x: Any, number: Any, axes: str | tuple[str, ...] | None) -> Any:
-    """Say which block of a whole each device holds: `numbered(keys, (here - hop) % n, "cp")`, in a ring of n devices.
-
-    The check after the trace follows the numbers as blocks move from device to device, and compares them with what is
-    said of the same blocks later. No two devices along `axes` have the same number. In auto and reference mode, where
-    arrays are whole, nothing is said.
-
-    Args:
-      x: The block, or a pytree of blocks with one number.
-      number: An integer on each device, of any shape.
-      axes: The mesh axes along which the blocks lie; None for one block.
-
-    Returns:
-      The same values.
-    """
-    frame = try_frame()
-    if not axes or frame is None or not frame.explicit:
-        return x
-    return jax.tree.map(lambda one: block_p.bind(one, number, axes=axes_tuple(axes)), x)
-
-
-def placed(x: Any, dim: int, factor: Any, first: int = 0, *, around: bool = True, anew: bool = False) -> Any:
-    """Say which elements a block holds: element j of dimension `dim` is element `first + j` of the block here.
-
-    The check after the trace follows slices and permutations of blocks from where an operation says this `anew`, and
-    compares what it finds with what the operation says of its result. Blocks are of `local` elements, and one beyond
-    the end of a block is one of the next. In auto and reference mode, where arrays are whole, nothing is said.
-
-    Args:
-      x: The block.
-      dim: The dimension.
-      factor: Its `axes`, its size on the whole array, and the `local` one, without margins.
-      first: Where the first element belongs, 0 where the block begins.
-      around: Whether what leaves at one end comes in at the other.
-      anew: Whether this is said of an operand.
-
-    Returns:
-      The same values.
-    """
-    frame = try_frame()
-    if not factor.axes or frame is None or not frame.explicit:
-        return x
-    size = factor.size if around else 0
-    return block_p.bind(x, dim=dim, axes=factor.axes, local=factor.local, first=first, around=size, anew=anew)
-
-
 def ordered(x: Any, placement: str, axes: str | tuple[str, ...] | None, *, anew: bool = False) -> Any:
     """Say in which order the elements lie along a dimension that `axes` divide: `ordered(tokens, "zigzag", "cp")`.
 
@@ -174,7 +128,7 @@ def ordered(x: Any, placement: str, axes: str | tuple[str, ...] | None, *, anew:
         return x
 
     def say(one: Any) -> Any:
-        said, known = block_p.bind(one, axes=axes_tuple(axes), order=placement, anew=anew), tag_of(one)
+        said, known = order_p.bind(one, axes=axes_tuple(axes), order=placement, anew=anew), tag_of(one)
         return said if known is None else tag(said, known.layout, known.origin, known.name)
 
     return jax.tree.map(say, x)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from spmd import _compat, _lax
 from spmd._leaves import not_int
 from spmd.comm._call import Call, Operand, open_call
-from spmd.comm._marks import placed
 from spmd.errors import Fix, LayoutError
 from spmd.language import Layout
 
@@ -169,25 +168,13 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
             out = jnp.zeros_like(operand.x)
         elif call.frame.explicit:
             with call.scope():
-                out = _moved(operand, i, perm, call) if axes else operand.x
+                out = _lax.ppermute(operand.x, axes, dict(call.frame.sizes), perm) if axes else operand.x
         else:
             with call.scope():
                 out = _global(operand, i, blocks, perm)
         return own.result(out, plain)
 
     return jax.tree.map(leaf, x)
-
-
-def _moved(operand: Operand, dim: int, perm: list[tuple[int, int]], call: Call) -> Any:
-    """The permutation of blocks. Where all go equally far, the check is told where they are then."""
-    factor, sizes = operand.factors[dim], dict(call.frame.sizes)
-    blocks = call.frame.axis_size(factor.axes)
-    around = {(j - i) % blocks for i, j in perm}
-    if len(around) > 1:
-        return _lax.ppermute(operand.x, factor.axes, sizes, perm)
-    wraps, by = len({j - i for i, j in perm}) > 1, perm[0][1] - perm[0][0]
-    moved = _lax.ppermute(placed(operand.x, dim, factor, anew=True), factor.axes, sizes, perm)
-    return placed(moved, dim, factor, -by * factor.local, around=wraps)
 
 
 def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spmd.accelerators import Hardware
-from spmd.checker._integers import Table
+from spmd.checker._tables import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,9 @@ def turns_of(index: Table | None, mesh: Collection[str], count: int) -> Turns | 
       count: The number of branches.
     """
     values = None if index is None else index.values
-    if index is None or values is None or index.shape:
+    if index is None or index.shape:
         return None
+    values = index.values
     rounds = [i for i, axis in enumerate(index.axes) if axis not in mesh]
     devices = [i for i, axis in enumerate(index.axes) if axis in mesh]
     sizes = [values.shape[i] for i in rounds]

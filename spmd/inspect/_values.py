@@ -29,7 +29,7 @@ RENAMES = frozenset(
     str.split(
         """
         reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient optimization_barrier
-        spmd_layout spmd_assert_equal spmd_block spmd_retype spmd_fused
+        spmd_layout spmd_assert_equal spmd_order spmd_retype spmd_fused
         """
     )
 )

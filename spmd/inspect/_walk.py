@@ -17,8 +17,7 @@ from spmd._facts import CallName, FusedName, KernelName, LayoutName, PerShardNam
 from spmd._jaxprs import COMMUNICATES, Held, Role, axes_of, opened, shape_of
 from spmd._units import sent_bytes
 from spmd._walker import Domain, walk
-from spmd.checker import _integer_rules as integer_rules
-from spmd.checker import _integers as integers
+from spmd.checker import _tables as tables
 from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._branches import Switch, Turns, Work, turns_of
@@ -158,7 +157,7 @@ class Walk(Domain):
         return value
 
     def sliced(self, value: Value, operand: Any) -> Value:
-        table = None if value.table is None else integers.by_rounds(value.table, [*self._rounds][-1])
+        table = None if value.table is None else tables.by_rounds(value.table, [*self._rounds][-1])
         return replace(sliced(value), table=table)
 
     def stacked(self, value: Value, result: Any) -> Value:
@@ -406,8 +405,8 @@ class Walk(Domain):
             self._work.count(dtype, flops * self._share * self.site.times, matmul=matmul)
         outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
         outs = [replace(value, inside=inside) for value in outs] if inside else outs
-        tables = self._tables(eqn, operands)
-        return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, tables, strict=True)]
+        found = self._tables(eqn, operands)
+        return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, found, strict=True)]
 
     def _results(self, eqn: Any, operands: Sequence[Value], inside: str) -> list[Value]:
         """What the results are computed from. What is read and written for them is counted."""
@@ -424,10 +423,10 @@ class Walk(Domain):
     def _tables(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Any]:
         """The integers of the results, where those of all operands are known: the index of a `cond` is made of such."""
         aval = eqn.outvars[0].aval if eqn.outvars else None
-        tables = [value.table for value in operands if isinstance(value.table, integers.Table)]
-        if not _is_index(aval) or len(tables) < len(operands):
+        known = [value.table for value in operands if isinstance(value.table, tables.Table)]
+        if not _is_index(aval) or len(known) < len(operands):
             return [None] * len(eqn.outvars)
-        return integer_rules.evaluate(eqn, tables, {**self.sizes, **self._rounds})
+        return tables.evaluate(eqn, known, {**self.sizes, **self._rounds})
 
     def _fused(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
         """An array that enters or leaves a kernel. The kernel reads it, or writes it. That of the backward pass knows
@@ -537,7 +536,7 @@ def _integers_of(value: Any) -> Any:
     """A constant of integers as a table, or as it is if it is too large for one: its rows may be smaller."""
     if not isinstance(value, bool | int) and getattr(getattr(value, "dtype", None), "kind", "-") not in "iub":
         return None
-    table = integers.constant(value)
+    table = tables.constant(value)
     return np.asarray(value) if table is None and isinstance(value, np.ndarray | jax.Array) else table
 
 

@@ -13,7 +13,7 @@ _FREE = frozenset(
         broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice
         concatenate pad rev iota convert_element_type bitcast_convert_type copy copy_p select_n stop_gradient
         device_put gather pvary pcast sharding_constraint reshard split name optimization_barrier is_finite real
-        imag reduce_precision sort spmd_layout spmd_assert_equal spmd_block spmd_split spmd_roll spmd_move spmd_retype
+        imag reduce_precision sort spmd_layout spmd_assert_equal spmd_order spmd_split spmd_roll spmd_move spmd_retype
         spmd_fused
         """
     )

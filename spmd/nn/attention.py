@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError, _compat, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
-from spmd.comm._marks import numbered, ordered
+from spmd.comm._marks import ordered
 from spmd.errors import not_one_of
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
@@ -184,7 +184,7 @@ def spread_heads(heads: T, *, tp: Axes) -> T:
         groups = x.shape[-2]
         copies = math.lcm(groups, parts)
         head = iota("n/tp", n=copies, tp=tp)
-        which = numbered(head, head, tp) * groups // copies
+        which = head * groups // copies
         return take(x, which, "... [g] k, n/tp -> ... n/tp k", tp=tp)
 
     return jax.tree.map(spread, heads)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, axis_size, einsum, full, fused, iota, rearrange, scope, size, softmax, zeros
-from spmd.comm._marks import numbered
 from spmd.nn.dtypes import wide
 from spmd.nn.masks import attention_mask, check_positive
 
@@ -140,7 +139,7 @@ def kv_cache_append(
         write = jax.vmap(write, in_axes=(0, 0, None, None))
     write = jax.vmap(write, in_axes=(0, 0 if tokens == "striped" else None, 0, None))
     here = iota("c/cp", c=blocks, cp=cp)
-    opened = write(opened, new, numbered(here, here, cp), blocks)
+    opened = write(opened, new, here, blocks)
     out = {}
     for name, x in opened.items():
         more, where = _heads(name, tp)

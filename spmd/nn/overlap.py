@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import LayoutError, axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
-from spmd.comm._marks import numbered
 from spmd.nn.dtypes import wide
 
 T = TypeVar("T")  # an array of weights, or a tree of them
@@ -239,14 +238,12 @@ def _circulate(tp: Axes, n: int, block: Any, visit: Callable[[Any, Any, Any], An
     """
     here = iota("c/tp", c=n, tp=tp)
     from_behind, from_ahead = n // 2, (n - 1) // 2  # hops in each direction: each other device once
-    block = numbered(block, here, tp)
     behind = _send(tp, block, 1) if from_behind else None
     ahead = _send(tp, block, -1) if from_ahead else None
     state = visit(None, block, here)
 
     def meet(state: Any, block: Any, number: Any) -> Any:
-        number = number % n
-        return visit(state, numbered(block, number, tp), number)
+        return visit(state, block, number % n)
 
     def both(state: Any, behind: Any, ahead: Any, hop: Any) -> Any:
         return meet(meet(state, behind, here - hop), ahead, here + hop)
@@ -276,13 +273,11 @@ def _collect(tp: Axes, n: int, part: Callable[[Any], Any], dtype: Any) -> Any:
     to_ahead, to_behind = n // 2, (n - 1) // 2
 
     def begun(target: Any) -> Any:
-        target = target % n
-        return numbered(part(target).astype(dtype), target, tp)
+        return part(target % n).astype(dtype)
 
     def add(total: Any, by: int, target: Any) -> Any:
-        target = target % n
-        arrived, own = numbered(_send(tp, total, by), target, tp), part(target)
-        return numbered((arrived.astype(own.dtype) + own).astype(dtype), target, tp)
+        arrived, own = _send(tp, total, by), part(target % n)
+        return (arrived.astype(own.dtype) + own).astype(dtype)
 
     def turn(totals: Any, hop: Any) -> tuple[Any, None]:
         up, down = totals
@@ -297,7 +292,7 @@ def _collect(tp: Axes, n: int, part: Callable[[Any], Any], dtype: Any) -> Any:
         up = add(up, 1, here + to_behind)
     down = begun(here - to_behind)
     (up, down), _ = lax.scan(turn, (up, down), jnp.arange(to_behind - 1, 0, -1, dtype=jnp.int32))
-    arrived = numbered((_send(tp, up, 1), _send(tp, down, -1)), here, tp)
+    arrived = _send(tp, up, 1), _send(tp, down, -1)
     total = part(here)
     return (arrived[0].astype(total.dtype) + arrived[1].astype(total.dtype) + total).astype(dtype)
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd import _compat
 from spmd.comm._call import Call, open_call
-from spmd.comm._marks import constrain, placed
+from spmd.comm._marks import constrain
 from spmd.errors import LayoutError
 from spmd.language import Layout
 from spmd.ops._edges import Edges, read_edges
@@ -92,12 +92,8 @@ def _narrowed(x: Any, margins: list[Margins]) -> Any:
     narrow = x
     for one in margins:
         low, high = one.wider
-        x = placed(x, one.dim, one, -one.want[0], anew=True) if one.blocks > 1 else x
         narrow = lax.slice_in_dim(narrow, low, narrow.shape[one.dim] - high, axis=one.dim)
-    out = jax.linear_transpose(lambda y: widened(_gathered(y, margins), margins), narrow)(x)[0]
-    for one in margins:
-        out = placed(out, one.dim, one, -one.have[0], around=one.periodic) if one.blocks > 1 else out
-    return out
+    return jax.linear_transpose(lambda y: widened(_gathered(y, margins), margins), narrow)(x)[0]
 
 
 def _gathered(x: Any, margins: list[Margins]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +15,6 @@ from jax import lax
 from spmd import _lax
 from spmd._leaves import is_int, not_int
 from spmd.comm._call import Call, Factor, Operand, open_call
-from spmd.comm._marks import numbered, placed
 from spmd.comm.permute import roll_p
 from spmd.errors import CommunicationError, LayoutError
 from spmd.language import Dim, Layout
@@ -192,8 +191,7 @@ class _Job:
         if not self.divided:
             return _numbers(self.blocks)
         axes = self.factor.axes
-        here = jnp.asarray(_lax.axis_index(axes, dict(self.call.frame.sizes)), jnp.int32)[None]
-        return numbered(here, here, axes)
+        return jnp.asarray(_lax.axis_index(axes, dict(self.call.frame.sizes)), jnp.int32)[None]
 
     def run(self, operands: list[Operand], owner: Any) -> tuple[list[Any], Any, Any]:
         """The rows of each operand, their owners, and how many stayed."""
@@ -328,10 +326,9 @@ class _Job:
         """The places of all blocks, `by` blocks further."""
         if not self.divided:
             return roll_p.bind(x, by=by, axis=0)
-        n, axes, block = self.blocks, self.factor.axes, replace(self.factor, local=1, size=self.blocks)
+        n = self.blocks
         pairs = [(i, (i + by) % n) for i in range(n)]
-        x = _lax.ppermute(placed(x, 0, block, anew=True), axes, dict(self.call.frame.sizes), pairs)
-        return placed(x, 0, block, -by)
+        return _lax.ppermute(x, self.factor.axes, dict(self.call.frame.sizes), pairs)
 
 
 def _numbers(n: int) -> Any:

@@ -13,7 +13,6 @@ from jax import lax
 
 from spmd import _lax
 from spmd.comm._call import Call, Operand, open_call
-from spmd.comm._marks import placed
 from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Dim, Layout
 from spmd.ops._edges import EDGES, Edge, Edges, read_edges
@@ -181,8 +180,6 @@ def _framed(x: Any, margins: list[Margins], *, corners: bool) -> Any:
     dimension. Without corners each margin is made without the others, and the corners are NaN.
     """
     sides: list[tuple[Margins, Any, Any]] = []
-    for one in margins:
-        x = one.known(x)
 
     def part(one: Margins, start: int, stop: int) -> Any:
         """Elements of a dimension, with the margins that the array has by now."""
@@ -204,8 +201,6 @@ def _framed(x: Any, margins: list[Margins], *, corners: bool) -> Any:
         for side, at in ((low, 0), (high, frame[one.dim][0] + x.shape[one.dim])):
             start[one.dim] = at
             out = lax.dynamic_update_slice(out, side, start) if side.size else out
-    for one in margins:
-        out = one.known(out, one.want[0])
     return out
 
 
@@ -247,11 +242,6 @@ class Margins:
         few = self.blocks > 1 or max(self.want) <= self.size
         return self.call.frame.explicit and kinds <= {"periodic", "zero"} and few
 
-    def known(self, x: Any, before: int | None = None) -> Any:
-        """The array, which begins so many elements before the block; as it was given if no number is."""
-        before = self.have[0] if before is None else before
-        return placed(x, self.dim, self, -before, around=self.periodic, anew=True) if self.blocks > 1 else x
-
     def sides(self, x: Any, part: Callable[[int, int], Any]) -> tuple[Any, Any]:
         """What is added before and after; `part(start, stop)` gives elements of the array."""
         before, length = self.wider[0], x.shape[self.dim]
@@ -261,8 +251,6 @@ class Margins:
             low, high = (lax.slice_in_dim(wide, *both, axis=self.dim) for both in bounds)
         elif self.blocks > 1:
             low, high = self.received_from(part, *self.want)
-            low = placed(low, self.dim, self, -self.want[0], around=self.periodic)
-            high = placed(high, self.dim, self, self.local + self.have[1], around=self.periodic)
         else:
             end = self.have[0] + self.size
             low = part(end - self.want[0], end - self.have[0])
@@ -279,8 +267,7 @@ class Margins:
             after = max(after, self.want[0] - self.local + self.low.skipped)
         if high and self.high.mirrored:
             before = max(before, self.want[1] - self.local + self.high.skipped)
-        x = placed(x, self.dim, self, -self.have[0], anew=True)
-        wide = placed(self.exchanged(x, before, after), self.dim, self, -before, around=self.periodic)
+        wide = self.exchanged(x, before, after)
         sent = all(edge.kind in ("periodic", "zero") for edge in (self.low, self.high))
         return wide if sent else self.filled(wide, before)
 

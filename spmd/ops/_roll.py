@@ -12,7 +12,6 @@ from jax import lax
 from spmd import _lax
 from spmd._leaves import not_int
 from spmd.comm._call import Call, Factor
-from spmd.comm._marks import placed
 from spmd.comm.permute import roll_p
 from spmd.errors import LayoutError
 from spmd.language import Layout
@@ -82,14 +81,13 @@ def _divided(call: Call, x: Any, dim: int, factor: Factor, by: int) -> Any:
     """Two pieces of each block travel: one lands in one block, and the rest in the next."""
     n = factor.size // factor.local
     blocks, rest = divmod(by, factor.local)
-    x = placed(x, dim, factor, anew=True)
     stays = lax.slice_in_dim(x, 0, factor.local - rest, axis=dim)
     stays = _sent(call, stays, factor.axes, blocks % n, n)
     if not rest:
-        return placed(stays, dim, factor, -by)
+        return stays
     crosses = lax.slice_in_dim(x, factor.local - rest, factor.local, axis=dim)
     crosses = _sent(call, crosses, factor.axes, (blocks + 1) % n, n)
-    return placed(lax.concatenate([crosses, stays], dim), dim, factor, -by)
+    return lax.concatenate([crosses, stays], dim)
 
 
 def _by_traced(one: Along, x: Any, dim: int, factor: Factor, by: Any) -> Any:

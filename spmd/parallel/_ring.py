@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import einsum, fused, iota, shift, take
-from spmd.comm._marks import numbered
 from spmd.nn import attention_mask
 from spmd.nn.dtypes import wide
 from spmd.parallel.sequence import block_positions
@@ -60,7 +59,7 @@ def attend_in_ring(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> Any:
 
 def _forward(ring: Ring, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, Any]:
     hop = functools.partial(_hop, ring, tuple(q), segments)
-    keys = numbered((k, v), _here(ring), ring.cp)
+    keys = k, v
     state = hop(None, keys, 0, first=True)
     if ring.hops:
         # The next block travels while this one is worked on: the hop does not depend on the product.
@@ -162,7 +161,6 @@ def _meetings(
     """The visits of one hop, with queries and keys, their positions, and their segments if any."""
     block = _here(ring)
     source = (block - number) % ring.blocks
-    keys = numbered(keys, source, ring.cp)
     length = ring.parts * q[0].shape[-2]
 
     def at(number: Any) -> tuple[Any, ...]:

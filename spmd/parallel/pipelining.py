@@ -13,7 +13,6 @@ from jax import lax
 import spmd
 from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
 from spmd._leaves import is_array, is_key, not_int
-from spmd.comm._marks import numbered
 from spmd.errors import Fix, ReplicationError, not_one_of
 from spmd.modes import current_frame
 from spmd.parallel._parameter_moves import paths
@@ -124,7 +123,7 @@ def pipeline(
         out = jax.vmap(run, in_axes=(0 if repeats is None else 1, 0, 0))(params, turn, given)
         check_result(given, out)
         # The stage before this one worked on it.
-        arrived = numbered(passed_on(numbered(out, here, pp), pp), (here - 1) % schedule.stages, pp)
+        arrived = passed_on(out, pp)
         held, fresh = _exchanged(held, arrived, put, take)
         given = jax.tree.map(lambda new, old: jnp.where(_along(here == 0, old), new, old), fresh, arrived)
         return (given, held), None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, rearrange, scope, size
-from spmd.comm._marks import numbered, ordered
+from spmd.comm._marks import ordered
 from spmd.errors import not_one_of
 
 __all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
@@ -86,7 +86,7 @@ def sequence_positions(length: int, placement: Placement = "contiguous", *, cp: 
     blocks = axis_size(cp) if cp else 1
     check_placement(placement, f"sequence_positions({length}, {placement!r})", length, blocks)
     block = iota("c/cp", c=blocks, cp=cp)
-    at = block_positions(numbered(block, block, cp), length // blocks, blocks, placement)
+    at = block_positions(block, length // blocks, blocks, placement)
     return ordered(rearrange(at, "c/cp l -> (c l)/cp", cp=cp), placement, cp, anew=True)
 
 
@@ -126,11 +126,10 @@ def place_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) ->
     x = ordered(x, "contiguous", cp)
     if placement == "zigzag":
         even, odd = _rounds(blocks)
-        swap, chunks, placed = _chunks(blocks, cp)
         x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
-        first = ppermute(numbered(x[0], chunks[0], cp), "[c/cp] l ...", even, cp=cp)
-        second = ppermute(numbered(x[1], chunks[1], cp), "[c/cp] l ...", odd, cp=cp)
-        x = _by_parity(swap, numbered(first, placed[0], cp), numbered(second, placed[1], cp))
+        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
+        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
+        x = _by_parity(_is_odd(blocks, cp), first, second)
         x = rearrange(x, "z c/cp l ... -> (c z l)/cp ...", cp=cp)
     if placement == "striped":
         x = rearrange(x, "(c l j)/cp ... -> c/cp l j ...", c=blocks, j=blocks, cp=cp)
@@ -170,12 +169,11 @@ def restore_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) 
     x = ordered(x, placement, cp)
     if placement == "zigzag":
         even, odd = ([(j, i) for i, j in pairs] for pairs in _rounds(blocks))
-        swap, chunks, placed = _chunks(blocks, cp)
         x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
-        x = _by_parity(swap, x[0], x[1])
-        first = ppermute(numbered(x[0], placed[0], cp), "[c/cp] l ...", even, cp=cp)
-        second = ppermute(numbered(x[1], placed[1], cp), "[c/cp] l ...", odd, cp=cp)
-        x = jnp.stack([numbered(first, chunks[0], cp), numbered(second, chunks[1], cp)])
+        x = _by_parity(_is_odd(blocks, cp), x[0], x[1])
+        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
+        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
+        x = jnp.stack([first, second])
         x = rearrange(x, "z c/cp l ... -> (c z l)/cp ...", cp=cp)
     if placement == "striped":
         x = rearrange(x, "(j c l)/cp ... -> c l j/cp ...", c=blocks, j=blocks, cp=cp)
@@ -251,14 +249,9 @@ def _rounds(blocks: int) -> list[list[tuple[int, int]]]:
     return [[(c, to[2 * c + z]) for c in range(blocks)] for z in (0, 1)]
 
 
-def _chunks(blocks: int, cp: Axes) -> tuple[Any, tuple[Any, Any], tuple[Any, Any]]:
-    """Which blocks are odd, and which of 2n chunks each block has, first the even one: in order, and in zig-zag.
-
-    The early chunk of block c is chunk c, and its late chunk is 2n-1-c.
-    """
-    block = iota("c/cp", c=blocks, cp=cp)
-    swap, late = block % 2 == 1, 2 * blocks - 1 - block
-    return swap, (2 * block, 2 * block + 1), (jnp.where(swap, late, block), jnp.where(swap, block, late))
+def _is_odd(blocks: int, cp: Axes) -> Any:
+    """Tell which blocks are odd: of chunks c and 2n-1-c of an odd block, the late one is even."""
+    return iota("c/cp", c=blocks, cp=cp) % 2 == 1
 
 
 def _by_parity(swap: Any, even: Any, odd: Any) -> Any:

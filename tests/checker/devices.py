@@ -343,7 +343,7 @@ def near_floor(x: np.ndarray) -> np.ndarray:
 
 IDENTITIES = """copy copy_p stop_gradient name sharding_constraint pvary pbroadcast pcast preduced reduced_vary_cast
     reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p reduce_precision mesh_cast layout_constraint
-    spmd_layout spmd_assert_equal spmd_retype spmd_block spmd_fused device_put reshard random_clone"""
+    spmd_layout spmd_assert_equal spmd_retype spmd_order spmd_fused device_put reshard random_clone"""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "neg": np.negative, "real": np.real, "imag": np.imag, "conj": np.conj, "add": np.add, "add_any": np.add,
     "sub": np.subtract, "complex": lambda x, y: x + 1j * y, "mul": np.multiply, "div": divided, "abs": np.abs,

@@ -49,7 +49,7 @@ def test_many_values_are_compared() -> None:
 
 # Those that no body of a `shard_map` has: names of other versions of JAX, what belongs outside, what has no NumPy here.
 ELSEWHERE = [
-    "spmd_block",
+    "spmd_order",
     "copy_p",
     "pvary",
     "pbroadcast",

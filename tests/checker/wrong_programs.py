@@ -168,21 +168,3 @@ def rounding_of_some_bits(x, w):
 
 def quotient_of_whole_numbers(x, w):
     return lax.psum(lax.div(mark(x.astype(jnp.int32).sum(), "{U:dp,tp}", "result"), jnp.int32(3)), AXES)
-
-
-def edge_of_the_wrong_neighbour(x, w):
-    edge = lax.ppermute(x[-1:], "dp", [(1, 0)])
-    return mark(jnp.concatenate([edge, x[:-1]]), "a/dp b/tp", "output", "a/dp b/tp -> a/dp b/tp")
-
-
-def own_edge_beside_a_block(x, w):
-    before = lax.ppermute(x[-1:], "dp", [(0, 1)])
-    v = jnp.concatenate([before, x, x[:1]])
-    return mark(v[2:] - v[:-2], "a/dp b/tp", "output", "a/dp b/tp -> a/dp b/tp")
-
-
-def edge_of_the_wrong_neighbour_in_a_loop(x, w):
-    def step(_, x):
-        return x - 0.1 * jnp.concatenate([lax.ppermute(x[-1:], "dp", [(1, 0)]), x[:-1]])
-
-    return lax.fori_loop(0, 3, step, x)

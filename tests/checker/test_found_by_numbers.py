@@ -1,0 +1,240 @@
+"""Mistakes that no rule about one primitive can know: `spmd.check` finds each by its numbers, and passes its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+
+DP = spmd.make_mesh(dp=4)
+BOTH = spmd.make_mesh(dp=2, tp=4)
+
+
+def shifted(x: Any, by: int) -> Any:
+    """The value of the device `by` places before this one, of as many as the mesh has."""
+    n = lax.axis_size("dp")
+    return lax.ppermute(x, "dp", [(i, (i + by) % n) for i in range(n)])
+
+
+class Pair(NamedTuple):
+    right: Callable[..., Any]
+    wrong: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def kernel(pattern: str, fn: Callable[..., Any], mesh: Any = DP) -> Any:
+    return spmd.kernel(pattern, mesh=mesh)(fn)
+
+
+# --- halos by hand -----------------------------------------------------------------------------------------------
+
+
+def previous(by: int) -> Any:
+    def body(x: Any) -> Any:
+        return jnp.concatenate([shifted(x[-1:], by), x[:-1]])
+
+    return kernel("a/dp b -> a/dp b", body)
+
+
+def difference(after: Callable[[Any], Any]) -> Any:
+    def body(x: Any) -> Any:
+        wide = jnp.concatenate([shifted(x[-1:], 1), x, after(x)])
+        return wide[2:] - wide[:-2]
+
+    return kernel("a/dp b -> a/dp b", body)
+
+
+def in_a_loop(by: int) -> Any:
+    def step(_: Any, x: Any) -> Any:
+        return x - 0.1 * jnp.concatenate([shifted(x[-1:], by), x[:-1]])
+
+    return kernel("a/dp b -> a/dp b", lambda x: lax.fori_loop(0, 3, step, x))
+
+
+def smoothed(width: int) -> Any:
+    """Two steps of a stencil on a block with so many neighbours' elements: one is too few."""
+
+    def body(x: Any) -> Any:
+        wide = jnp.concatenate([shifted(x[-width:], 1), x, shifted(x[:width], -1)])
+        for _ in range(2):
+            wide = (jnp.roll(wide, 1) + wide + jnp.roll(wide, -1)) / 3
+        return wide[width:-width]
+
+    return kernel("a/dp -> a/dp", body)
+
+
+# --- rings -------------------------------------------------------------------------------------------------------
+
+
+def ring_product(sign: int) -> Any:
+    """The product with a whole matrix of which one block of columns is here at a time."""
+
+    def body(x: Any, w: Any) -> Any:
+        n, here = lax.axis_size("dp"), lax.axis_index("dp")
+        out = lax.pcast(jnp.zeros((x.shape[0], n * w.shape[1])), ("dp",), to="varying")
+        for hop in range(n):
+            out = lax.dynamic_update_slice(out, x @ w, (0, (here + sign * hop) % n * w.shape[1]))
+            w = shifted(w, 1)
+        return out
+
+    return kernel("b/dp d, d f/dp -> b/dp f", body)
+
+
+def ring_attention(rescaled: bool) -> Any:
+    """Softmax over keys that arrive block by block. The sums so far must follow the largest score."""
+
+    def body(q: Any, k: Any, v: Any) -> Any:
+        scores = q @ k.T
+        peak = scores.max(1, keepdims=True)
+        weights = jnp.exp(scores - peak)
+        total, mixed = weights.sum(1, keepdims=True), weights @ v
+        for _ in range(lax.axis_size("dp") - 1):
+            k, v = shifted((k, v), 1)
+            scores = q @ k.T
+            largest = jnp.maximum(peak, scores.max(1, keepdims=True))
+            weights, factor = jnp.exp(scores - largest), jnp.exp(peak - largest) if rescaled else 1.0
+            total, mixed = total * factor + weights.sum(1, keepdims=True), mixed * factor + weights @ v
+            peak = largest
+        return mixed / total
+
+    return kernel("q/dp d, k/dp d, k/dp d -> q/dp d", body)
+
+
+# --- numbers that are a device's own -----------------------------------------------------------------------------
+
+
+def contrastive(offset: bool) -> Any:
+    def body(a: Any, t: Any) -> Any:
+        logits = a @ spmd.all_gather(t, "b/dp d -> b d").T
+        labels = jnp.arange(a.shape[0]) + (lax.axis_index("dp") * a.shape[0] if offset else 0)
+        own = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
+        return spmd.psum(own.sum(), "{U:dp} -> scalar")
+
+    return kernel("b/dp d, b/dp d -> scalar", body)
+
+
+def counted(size: Callable[[Any], Any]) -> Any:
+    return kernel("b/dp -> b/dp", lambda x: x * size(x))
+
+
+def behind_a_loop(how: Callable[[Any], Any]) -> Any:
+    return kernel("b/dp d -> scalar", lambda x: how(lax.map(lambda row: jnp.sin(row).sum(), x)))
+
+
+def sorted_by_expert(typed: bool) -> Any:
+    """The rows of this device's experts first. JAX types what `argsort` gives equal, though its keys differ."""
+
+    def body(x: Any) -> Any:
+        mine = jnp.arange(8) * 5 % 8 * lax.axis_size("dp") // 8 == lax.axis_index("dp")
+        order = jnp.argsort(jnp.where(mine, 0, 1))
+        own = lax.pcast(x, ("dp",), to="varying") if typed else x
+        return spmd.psum(jnp.where(mine[order], own[order] ** 2, 0.0).sum(), "{U:dp} -> scalar")
+
+    return kernel("n -> scalar", body)
+
+
+# --- caches ------------------------------------------------------------------------------------------------------
+
+
+def appended(guarded: bool) -> Any:
+    """A cache divided by position: JAX clamps a write past this device's block to its last place."""
+
+    def body(cache: Any, row: Any, at: Any) -> Any:
+        n = cache.shape[0]
+        here = at - lax.axis_index("dp") * n
+        written = lax.dynamic_update_slice(cache, row[None], (here, 0))
+        return jnp.where((here >= 0) & (here < n), written, cache) if guarded else written
+
+    return kernel("s/dp d, d, scalar -> s/dp d", body)
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+def completed_by(rule: Callable[[Any], Any]) -> Any:
+    """A sum over devices whose backward rule is written by hand."""
+
+    @jax.custom_vjp
+    def scaled(w: Any, x: Any) -> Any:
+        return x * w[None]
+
+    scaled.defvjp(
+        lambda w, x: (scaled(w, x), (w, x)), lambda kept, ct: (rule((ct * kept[1]).sum(0)), ct * kept[0][None])
+    )
+    return kernel("d, b/dp d -> b/dp d", lambda w, x: scaled(w, x))
+
+
+def per_sample(deferred: bool) -> Any:
+    def loss(w: Any, s: Any) -> Any:
+        return jnp.sin(w @ s)
+
+    def body(w: Any, s: Any) -> Any:
+        own = spmd.defer(w, "p -> p {R:dp}") if deferred else w
+        squares = (jax.vmap(jax.grad(loss), (None, 0))(own, s) ** 2).sum(0)
+        return spmd.psum(squares, "p {U:dp} -> p") if deferred else squares
+
+    return kernel("p, s/dp p -> p", body)
+
+
+def decayed(every: bool) -> Any:
+    """A scan over a divided sequence, block by block in a ring: the state before a block is decayed by the block."""
+
+    def body(x: Any) -> Any:
+        own = lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (jnp.full_like(x, 0.5), x))
+        last = spmd.all_gather(own[1][-1:], "c/dp -> c")
+        n, here = x.shape[0], lax.axis_index("dp")
+        before = sum(
+            jnp.where(i < here, last[i] * (0.5 ** (n * (here - 1 - i).astype(x.dtype)) if every else 1.0), 0.0)
+            for i in range(lax.axis_size("dp"))
+        )
+        return own[1] + own[0] * before
+
+    return kernel("s/dp -> s/dp", body)
+
+
+SQUARE = (struct(8, 4),)
+PAIRS: dict[str, Pair] = {
+    "edge of the wrong neighbour": Pair(previous(1), previous(-1), SQUARE),
+    "own edge": Pair(difference(lambda x: shifted(x[:1], -1)), difference(lambda x: x[:1]), SQUARE),
+    "wrong edge in a loop": Pair(in_a_loop(1), in_a_loop(-1), SQUARE),
+    "halo of one for a stencil of two": Pair(smoothed(2), smoothed(1), (struct(16),)),
+    "another block of a ring": Pair(ring_product(-1), ring_product(1), (struct(8, 4), struct(4, 12))),
+    "sums of a ring not rescaled": Pair(ring_attention(True), ring_attention(False), (struct(8, 4),) * 3),
+    "labels without an offset": Pair(contrastive(True), contrastive(False), (struct(8, 4),) * 2),
+    "a number from .shape": Pair(counted(lambda x: spmd.size("b")), counted(lambda x: x.shape[0]), (struct(8),)),
+    "a mean behind a loop": Pair(
+        behind_a_loop(lambda y: lax.pmean(y.mean(), "dp")), behind_a_loop(lambda y: lax.psum(y.mean(), "dp")), SQUARE
+    ),
+    "argsort of keys that differ": Pair(sorted_by_expert(True), sorted_by_expert(False), (struct(8),)),
+    "a cache written past its block": Pair(appended(True), appended(False), (struct(8, 4), struct(4), np.int32(5))),
+    "pmean for psum in a backward rule": Pair(
+        completed_by(lambda ct: lax.psum(ct, "dp")),
+        completed_by(lambda ct: lax.pmean(ct, "dp")),
+        (struct(4), struct(8, 4)),
+    ),
+    "per-sample gradients": Pair(per_sample(True), per_sample(False), (struct(4), struct(8, 4))),
+    "a state without its decay": Pair(decayed(True), decayed(False), (struct(16),)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_right_one_passes(name: str) -> None:
+    found = spmd.check(PAIRS[name].right, *PAIRS[name].args)
+    assert not found and found.verdict.kind in ("proved", "tested"), found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_wrong_one_is_wrong(name: str) -> None:
+    found = spmd.check(PAIRS[name].wrong, *PAIRS[name].args)
+    assert found and found.verdict.kind == "wrong", found.verdict
