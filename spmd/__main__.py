@@ -122,10 +122,11 @@ def _add_programs(commands: Any) -> None:
         "check",
         "where a program does not mean what its layouts say",
         "The findings of the checker for a whole program. It is traced, not run. PROGRAM as in explain.\n"
-        "Exits with 1 if there are findings.",
+        "Exits with 1 if there are findings; with --strict, with 3 if numbers could not be compared.",
     )
     check.add_argument("--source", action="store_true", help="print the program with the layout of each line")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
+    check.add_argument("--strict", action="store_true", help="fail unless the program is proved or tested")
     for parser in (explain, check):
         parser.add_argument("program", metavar="PROGRAM", help="a file and a name in it: train.py:step")
         _add_mesh_and_sizes(parser, needed=False)

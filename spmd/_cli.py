@@ -181,7 +181,10 @@ def run_search(options: Any) -> int:
 
 
 def run_check(options: Any) -> int:
-    """`check`: the findings of a program, or JSON, and its lines with their layouts. It returns 1 if there are any."""
+    """`check`: the findings of a program, or JSON, and its lines with their layouts.
+
+    It returns 1 if there are any, and with `--strict` 3 if numbers could not be compared.
+    """
     fn, args = _program(options)
     with shown_if_slow(f"checking {options.program}"):
         found = check(fn, *args)
@@ -190,7 +193,8 @@ def run_check(options: Any) -> int:
         _print(json.dumps(found.to_dict() | source, indent=2))
     else:
         _print("\n\n".join([*source.values(), str(found)]))
-    return 1 if found else 0
+    untested = options.strict and found.verdict.kind not in ("proved", "tested")
+    return 1 if found else 3 if untested else 0
 
 
 def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:

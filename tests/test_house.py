@@ -588,7 +588,8 @@ def left_behind(sources: list[Source]) -> list[str]:
             match part:
                 case ast.FunctionDef(name=name, decorator_list=[]) | ast.ClassDef(name=name, decorator_list=[]):
                     own = any(name in other for other in (*names[:i], *names[i + 1 :]))
-                    if not own and (module_name(source.path), name) not in read and not name.startswith("__"):
+                    called = name.startswith(("__", "pytest_"))  # by Python, and by pytest
+                    if not own and not called and (module_name(source.path), name) not in read:
                         found.append(f"{source.path}: {name}")
     return found
 

@@ -15,20 +15,21 @@ from spmd._facts import Gather, gather_around
 from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
 from spmd._walker import equations
-from spmd.checker._arbiter import Trial, collecting, first_body, tried
+from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, report
 from spmd.checker._lines import listing
 from spmd.checker._report import describe
+from spmd.checker._shrinking import fewer_devices, smaller
 from spmd.checker._source import called_at, is_transposed, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
 from spmd.checker._verdict import Verdict, confirmed, judge, unknown_lines
-from spmd.errors import ReplicationError
+from spmd.errors import ReplicationError, SpmdError
 from spmd.language import Layout
 
 
-def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
+def check(fn: Callable[..., Any], *args: Any, strict: bool = False, **kwargs: Any) -> Findings:
     """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
 
     The function is traced and not run. The layout of each value is inferred, line by line, from the layouts of the
@@ -36,17 +37,22 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
     are compared. A finding is a place where the program does not do what it does on one device. It has the line, the
     layout, how the layout came to be, and what mends it.
 
-    Communication: none. No device is needed. The program is traced twice more, for the comparison.
+    Communication: none. No device is needed. The program is traced once more, where nothing is divided.
 
     Args:
       fn: A kernel, or any function: a training step, `jax.grad` of a kernel, a function with `jax.shard_map` in it.
       *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s. What is not an array stays as it is.
+      strict: Whether anything but a program that is proved or tested is an error.
       **kwargs: Keyword arguments.
 
     Returns:
       The findings, in the order of the program; empty and falsy if there are none. `.verdict` is proved, tested, wrong
       or not tested. A raw `shard_map` may mean one result per device, so what only a string could contradict is not
       `certain` there. `.source()` is the program with the layout of each value beside its line.
+
+    Raises:
+      ReplicationError: With `strict`, if there are findings.
+      SpmdError: With `strict`, if nothing could be compared, or there is nothing to check.
 
     Example:
       >>> import jax, jax.numpy as jnp, spmd
@@ -58,9 +64,19 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
       >>> finding.kind, finding.rule
       ('nonlinear', 'sqrt is not linear, so the sqrt of the parts of a sum {U:tp} is not part of its sqrt.')
     """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    findings = _checked(fn, name, args, kwargs)
+    if strict:
+        report(name, findings)
+        if findings.verdict.kind not in ("proved", "tested"):
+            rule = "strict=True asks for proof or test, and there is neither."
+            raise SpmdError(rule, call=f"spmd.check({name}, ..., strict=True)", got=[str(findings.verdict)])
+    return findings
+
+
+def _checked(fn: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Findings:
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_array(x)]
-    name = getattr(fn, "__name__", type(fn).__name__)
 
     def run(*given: Any) -> Any:
         rest = iter(given)
@@ -69,7 +85,7 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
 
     with collecting(True):
         try:
-            jaxpr = jax.make_jaxpr(run)(*arrays)
+            jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays)
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
             told = [one for one in error.findings if isinstance(one, Finding)]
             told = told or [found(error.fault, "layout", line_of_error(error) or called_at())]
@@ -82,9 +98,26 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Findings:
         none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
         return Findings((), partial(listing, jaxpr, name), none)
     backward = any(map(is_transposed, equations(jaxpr)))
-    trial = tried(run, arrays, first_body(jaxpr).params["mesh"], walk.sizes, gradients=not backward)
+    trial = _tried(run, arrays, Traced(jaxpr, jax.tree.structure(shapes)), walk.sizes, gradients=not backward)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name)
     return Findings(findings, partial(listing, jaxpr, name), judge(findings, trial, unknown_lines(walk, jaxpr)))
+
+
+def _tried(
+    run: Callable[..., Any], arrays: Sequence[Any], traced: Traced, sizes: Mapping[str, int], *, gradients: bool
+) -> Trial:
+    """What numbers say of a program: as it is, or where that is too much, at small sizes on a mesh of few devices."""
+    mesh, found = first_body(traced.jaxpr).params["mesh"], Trial(sizes, why=TOO_LARGE)
+    if fewer_devices(sizes) == sizes:
+        found = tried(run, arrays, mesh, sizes, gradients=gradients, traced=traced)
+    for most in (4, 2):
+        if found.why != TOO_LARGE:
+            break
+        fewer = fewer_devices(sizes, most)
+        allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
+        given = smaller(traced.jaxpr, arrays, sizes, fewer, allowed)
+        found = tried(run, given, mesh, fewer, gradients=gradients)
+    return found
 
 
 def check_jaxpr(

@@ -11,29 +11,33 @@ it then depends on them as well, so what differs from a mesh of ones is compared
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat
 from spmd._ambient import Ambient
 from spmd._facts import per_shard_reason
+from spmd._jax_errors import first_line
 from spmd._walker import equations
 from spmd.checker._draws import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated
-from spmd.checker._simulator import Fault, NoSuchDevice, Parted, held_number, simulate
+from spmd.checker._simulator import Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
 from spmd.checker._source import line_of_body
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import Mode, mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
+TOO_LARGE = "there are too many numbers: smaller structs can be compared"
 _MOST = 200_000_000  # numbers that one run computes
 _DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
@@ -56,6 +60,7 @@ class Trial:
         program means to depend on these.
       why: Why nothing was compared; "" where something was.
       fails: Whether that is because the program raises an error where nothing is divided.
+      along: How it differs on other meshes: `along(sizes)`, where something differs.
     """
 
     sizes: Mapping[str, int]
@@ -66,6 +71,7 @@ class Trial:
     meant: bool = False
     why: str = ""
     fails: bool = False
+    along: Callable[[Mapping[str, int]], Sequence[Difference] | None] = field(default=lambda _: None, compare=False)
 
     @property
     def wrong(self) -> bool:
@@ -75,13 +81,25 @@ class Trial:
     def agrees(self) -> bool:
         return not (self.differences or self.faults or self.why)
 
+    def by_axis(self) -> dict[str, Sequence[Difference]]:
+        """How it differs where one axis alone has several devices, if there are several axes and it can be told."""
+        wide = [axis for axis, n in self.sizes.items() if n > 1]
+        found = {axis: self.along({a: n if a == axis else 1 for a, n in self.sizes.items()}) for axis in wide}
+        return {axis: one for axis, one in found.items() if one is not None} if len(wide) > 1 else {}
+
 
 class _Failed(Exception):
     """The program raises an error where it is traced."""
 
 
 def tried(
-    fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], *, gradients: bool = True
+    fn: Callable[..., Any],
+    arrays: Sequence[Any],
+    mesh: Any,
+    sizes: Mapping[str, int],
+    *,
+    gradients: bool = True,
+    traced: Traced | None = None,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -91,46 +109,67 @@ def tried(
       mesh: The mesh of its bodies, for one that reads it off its arguments.
       sizes: The sizes of all mesh axes.
       gradients: Whether gradients are compared, where there are any; not those of a program that takes some itself.
+      traced: The program as it was traced on its mesh, if it was.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
-        return Trial(sizes, why="its arguments have too many numbers: smaller structs can be compared")
-    found = Trial(sizes)
+        return Trial(sizes, why=TOO_LARGE)
+    program, found = _Program(fn, arrays, mesh, sizes, traced), Trial(sizes)
     for grad in (True, False) if gradients else (False,):  # some programs have no derivative
         try:
-            return _Program(fn, arrays, mesh, sizes, grad).tried()
+            return program.tried(grad)
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
+        except TooLarge:
+            return Trial(sizes, why=TOO_LARGE)
         except NotSimulated as error:
             return Trial(sizes, why=f"{error}", fails=isinstance(error, _FailsWhole | NoSuchDevice))
     return found
+
+
+def is_traced(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int]) -> bool:
+    """Tell whether a program can be traced with these arguments, on its mesh and where nothing is divided."""
+    structs = _structs_of(arrays)
+    try:
+        for one in (sizes, dict.fromkeys(sizes, 1)):
+            _on_mesh(mesh, one, "explicit", fn, structs)
+    except _Failed:
+        return False
+    return True
 
 
 class _FailsWhole(NotSimulated):
     """The program raises an error where nothing is divided, and not on its mesh."""
 
 
+class Traced(NamedTuple):
+    """A program of flat arrays, and the structure of what it returns."""
+
+    jaxpr: Any
+    tree: Any
+
+    def __call__(self, *arrays: Any) -> Any:
+        return jax.tree.unflatten(self.tree, jaxpr_as_fun(self.jaxpr)(*arrays))
+
+
 class _Program:
-    """A program of arrays to results and gradients, traced on one mesh after another."""
+    """A program of arrays to results and gradients, traced once for each mesh. The trace is differentiated."""
 
     def __init__(
-        self, fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], grad: bool
+        self, fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], traced: Traced | None
     ) -> None:
-        self.mesh, self.sizes, self.grad = mesh, dict(sizes), grad
+        self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
-        self.run, (moving, fixed) = pulled(fn, self.draws[0], grad=grad)
-        self.gradients = grad and bool(moving)
-        leaves, self.structure = jax.tree.flatten((moving, fixed))
-        self.structs = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves]
-        self.fn = fn
-        self.whole: Any = None
+        self.structs = _structs_of(self.draws[0])
+        self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
-    def tried(self) -> Trial:
-        sizes = self.sizes
+    def tried(self, grad: bool) -> Trial:
+        self.grad, sizes = grad, self.sizes
         ours, form = self._traced(sizes)
         base, unknown = self._base(form)
+        gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
         for draw in self.draws:
             numbers = self._numbers(draw)
@@ -144,11 +183,23 @@ class _Program:
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
             line = line_of_body(first_body(ours))
-            trial = Trial(sizes, tuple(differences), tuple(faults), self.gradients, line)
+            trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line)
+            trial = replace(trial, along=functools.partial(self._along, form, base, numbers))
             if faults or not self._same_on_whole_arrays(form, found, numbers):
                 return trial
             meant = replace(trial, meant=True)
-        return meant or Trial(sizes, gradients=self.gradients, why=unknown, fails=bool(unknown))
+        return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown))
+
+    def _along(
+        self, form: _Form, base: Any, numbers: Sequence[Array], sizes: Mapping[str, int]
+    ) -> list[Difference] | None:
+        """How the program differs on another mesh; None where that cannot be told."""
+        try:
+            jaxpr, other = self._traced(sizes)
+            found, _ = simulate(jaxpr, numbers, _MOST)
+        except (_Failed, NotSimulated):
+            return None
+        return self._differences(form, found, simulate(base, numbers, _MOST)[0]) if other == form else None
 
     def _base(self, form: _Form) -> tuple[Any, str]:
         """The program where nothing is divided, or as little as it allows; then equal numbers prove nothing, and the
@@ -170,36 +221,26 @@ class _Program:
         raise _FailsWhole(f"{first}")
 
     def _numbers(self, draw: Any) -> list[Array]:
-        _, given = pulled(self.fn, draw, grad=self.grad)
+        _, given = pulled(lambda: None, draw, grad=self.grad)
         with jax.ensure_compile_time_eval():
             return [held_number(x) for x in jax.tree.leaves(given)]
 
     def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
-        """The program on a mesh of these sizes, and the form of its results."""
-        held: list[Any] = []
-
-        def flat(*given: Any) -> Any:
-            leaves, tree = jax.tree.flatten(self.run(*jax.tree.unflatten(self.structure, given)))
-            held.append(tree)
-            return leaves
-
-        around = [jax.sharding.use_abstract_mesh(with_sizes(self.mesh, sizes)), no_mesh()]
-        while True:  # some programs read their mesh off the context, and a `shard_map` may have another one
-            try:
-                with collecting(True), resized(tuple(sizes.items())), mode(how), no_mesh(), around.pop(0):
-                    jaxpr = jax.make_jaxpr(flat)(*self.structs)
-                break
-            except Exception as error:  # of the program, which may raise anything
-                if not around or not isinstance(error, ValueError):
-                    raise _Failed(f"it fails on {_shown(sizes)}: {type(error).__name__}") from error
-        _check_testable(jaxpr, sizes)
-        return jaxpr, _Form(held[-1], tuple(one.shape for one in jaxpr.out_avals))
+        """Results and gradients on a mesh of these sizes, and their form."""
+        key = (*sizes.items(), how)
+        if key not in self.forward:
+            self.forward[key] = _on_mesh(self.mesh, sizes, how, self.fn, self.structs)
+        run, (moving, fixed) = pulled(self.forward[key], self.draws[0], grad=self.grad)
+        leaves, structure = jax.tree.flatten((moving, fixed))
+        flat = lambda *given: run(*jax.tree.unflatten(structure, given))
+        found = _on_mesh(self.mesh, sizes, how, flat, _structs_of(leaves))
+        _check_testable(found.jaxpr, sizes)
+        return found.jaxpr, _Form(found.tree, tuple(one.shape for one in found.jaxpr.out_avals))
 
     def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], numbers: Sequence[Array]) -> bool:
-        if self.whole is None:
-            self.whole = self._on_whole_arrays(form)
+        whole = self._on_whole_arrays(form)
         with contextlib.suppress(NotSimulated):
-            return bool(self.whole) and not self._differences(form, found, simulate(self.whole, numbers, _MOST)[0])
+            return bool(whole) and not self._differences(form, found, simulate(whole, numbers, _MOST)[0])
         return False
 
     def _on_whole_arrays(self, form: _Form) -> Any:
@@ -220,11 +261,28 @@ class _Program:
         return compared(found, wanted, allowed)
 
 
+def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., Any], structs: Sequence[Any]) -> Traced:
+    """A function traced on a mesh of these sizes."""
+    around = [jax.sharding.use_abstract_mesh(with_sizes(mesh, sizes)), no_mesh()]
+    while True:  # some programs read their mesh off the context, and a `shard_map` may have another one
+        try:
+            with collecting(True), resized(tuple(sizes.items())), mode(how), no_mesh(), around.pop(0):
+                jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*structs)
+            return Traced(jaxpr, jax.tree.structure(shapes))
+        except Exception as error:  # of the program, which may raise anything
+            if not around or not isinstance(error, ValueError):
+                raise _Failed(f"it fails on {_shown(sizes)}: {type(error).__name__}: {first_line(error)}") from error
+
+
 class _Form(NamedTuple):
     """The structure of a program's results, and their shapes."""
 
     tree: Any
     shapes: tuple[Any, ...]
+
+
+def _structs_of(arrays: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in arrays]
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

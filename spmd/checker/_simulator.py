@@ -43,6 +43,10 @@ class Fault(NamedTuple):
     output: int = 0
 
 
+class TooLarge(NotSimulated):
+    """There are more numbers to compute than the caller allows."""
+
+
 class NoSuchDevice(NotSimulated):
     """A permutation names a device that the axis does not have: its numbers are those of another mesh."""
 
@@ -142,7 +146,7 @@ class Simulator(Domain):
     def _spend(self, eqn: Any) -> None:
         self._left -= 50 + sum(math.prod(shape_of(v)) for v in eqn.outvars) * math.prod(self.sizes.values())
         if self._left < 0:
-            raise NotSimulated("there are too many numbers to compute")
+            raise TooLarge("there are too many numbers to compute")
 
     # --- the axes in front ------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,15 +112,30 @@ def _by_numbers(trial: Trial, name: str) -> Finding:
     on = mesh_text(trial.sizes)
     if trial.faults:
         return _of_fault(trial.faults[0], name, on)
-    causes = {one.path: cause_of([(trial.sizes, one.factor)]) for one in trial.differences}
+    alone = trial.by_axis()
+    causes = {one.path: cause_of(_factors(one, trial, alone)) for one in trial.differences}
     results_first = sorted(trial.differences, key=lambda one: one.path[0].key != "result")
     got = [_row(one, causes[one.path]) for one in results_first[:_SHOWN]]
     more = len(trial.differences) - _SHOWN
-    got += [f"and {more} more arrays"] if more > 0 else []
+    got += [f"and {more} more array{'s' * (more > 1)}"] if more > 0 else []
+    guilty = [axis for axis, differences in alone.items() if differences]
+    if guilty and len(guilty) < len(alone):
+        got.append(f"it differs where {', '.join(guilty)} has several devices, and nowhere else")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
     advice = advice or "spmd.check(...).source() shows the layout of every value beside its line"
     return found(Fault(rule, got=(*got, on), advice=advice), "numbers", trial.line or called_at())
+
+
+def _factors(
+    one: Difference, trial: Trial, alone: Mapping[str, Sequence[Difference]]
+) -> list[tuple[Mapping[str, int], float | None]]:
+    """By which factor an array differs on each mesh: 1 where it does not."""
+    found: list[tuple[Mapping[str, int], float | None]] = [(trial.sizes, one.factor)]
+    for axis, differences in alone.items():
+        same = next((other.factor for other in differences if other.path == one.path), 1.0)
+        found.append(({a: n if a == axis else 1 for a, n in trial.sizes.items()}, same))
+    return found
 
 
 def _row(one: Difference, cause: Any) -> str:

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from spmd.checker import Trial, tried
-from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_array
+from spmd.checker._shrinking import distinct, resized_array
+from spmd.kernels._resizing import blocks_of, read_sizes
 from spmd.mesh import resized, with_sizes
 from spmd.modes import ambient_mode
 

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.checker._shrinking import distinct, halved, resized_array
 from spmd.errors import SizeError
 from spmd.kernels._kernel import Kernel
-from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_array
+from spmd.kernels._resizing import blocks_of, read_sizes
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _NUMBERS = 2**26  # numbers that are drawn
@@ -81,13 +82,13 @@ def _smallest(
     free = {name: sizes[name] for name in blocks}
     used = {size for name, size in sizes.items() if name not in free}
     small = {name: n for name, n in distinct(free, blocks, used, least).items() if n < free[name]}
-    found = _smaller(sizes, small, allowed)
+    found = halved(sizes, small, allowed)
     # What is divided in the body only, or is a multiple of another name, or has two halves: more of them fit together.
     for start in (every, 2 * every):
         kept = {name: size for name, size in free.items() if found[name] == size}
         steps = {name: start << i for i, name in enumerate(sorted(kept, key=kept.__getitem__))}
         targets = {name: max(n, -(-least // n) * n) for name, n in steps.items()}
-        found = _smaller(found, {name: n for name, n in targets.items() if n < kept[name]}, allowed)
+        found = halved(found, {name: n for name, n in targets.items() if n < kept[name]}, allowed)
     return found
 
 
@@ -95,23 +96,6 @@ def _largest(x: Any) -> int:
     """The largest number of an array of signed integers, which may be an index."""
     indices = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.signedinteger) and x.size
     return int(np.max(x)) if indices else -1
-
-
-def _smaller(sizes: Mapping[str, int], targets: Mapping[str, int], allowed: Callable[[Any], bool]) -> dict[str, int]:
-    """The sizes, as many as possible of them at their targets: all, else one half and then the other."""
-    found = dict(sizes)
-
-    def take(names: Sequence[str]) -> None:
-        trial = found | {name: targets[name] for name in names}
-        if allowed(trial):
-            found.update(trial)
-        elif len(names) > 1:
-            take(names[: len(names) // 2])
-            take(names[len(names) // 2 :])
-
-    if targets:
-        take(list(targets))
-    return found
 
 
 def _check_drawable(kernel: Kernel, values: Sequence[Any], sizes: Mapping[str, int]) -> None:

@@ -76,7 +76,10 @@ def test_what_means_to_depend_on_the_sizes_of_axes() -> None:
 def test_what_fails_where_nothing_is_divided() -> None:
     found = trial("b/dp d/tp -> b/dp d/tp", lambda x: x.reshape(4, 4) * 2.0 if x.shape == (4, 4) else 1 / 0)
     assert found.fails and "fails on dp=1 tp=1: ZeroDivisionError" in found.why
-    assert trial("b/dp -> b/dp", lambda x: 1 / 0, X[:, 0]).why == "it fails on dp=2 tp=4: ZeroDivisionError"
+    assert (
+        trial("b/dp -> b/dp", lambda x: 1 / 0, X[:, 0]).why
+        == "it fails on dp=2 tp=4: ZeroDivisionError: division by zero"
+    )
 
 
 def test_stages_of_a_pipeline_are_compared_on_whole_arrays() -> None:
@@ -156,4 +159,4 @@ def test_the_first_body() -> None:
 def test_too_many_numbers_are_not_drawn() -> None:
     large = jax.ShapeDtypeStruct((2**13, 2**13), "float32")
     found = tried(kernel("b/dp d -> b/dp d", jnp.sin), (large,), spmd.make_mesh(**SIZES), SIZES)
-    assert found.why == "its arguments have too many numbers: smaller structs can be compared"
+    assert found.why == "there are too many numbers: smaller structs can be compared"

@@ -15,7 +15,7 @@ import spmd
 from spmd.checker import Trial
 from spmd.checker._finding import found
 from spmd.checker._verdict import Verdict, confirmed, judge
-from spmd.errors import Fault
+from spmd.errors import Fault, SpmdError
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 SIZES = {"dp": 2, "tp": 4}
@@ -95,6 +95,31 @@ def test_the_message_of_numbers() -> None:
         "- result: 128 of 128 numbers differ, by up to 4",
     ]
     assert one.line.endswith("(local)")
+
+
+def test_the_axis_to_blame() -> None:
+    def sums(x):
+        return lax.psum(x.sum(1), "tp") * x.shape[0]
+
+    mesh = spmd.make_mesh(dp=2, tp=2)  # of one size, so that one mesh alone does not tell
+    [one] = spmd.check(spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(sums), X)
+    assert "- it differs where dp has several devices, and nowhere else" in str(one).splitlines()
+    assert "2 times too small: the size of dp" in str(one)
+
+
+def test_strict_asks_for_proof_or_test() -> None:
+    def twice(x):
+        return x * x.shape[0]
+
+    assert spmd.check(kernel("b/dp d -> b/dp d", jnp.sin), X, strict=True).verdict.kind == "proved"
+    with pytest.raises(spmd.ReplicationError, match="computes something else"):
+        spmd.check(kernel("b/dp d -> b/dp d", twice), X, strict=True)
+    with pytest.raises(SpmdError, match=r"strict=True asks for proof or test[\s\S]*nothing to check"):
+        spmd.check(jnp.sin, X, strict=True)
+    called = kernel("b/dp d -> b/dp d", lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    assert spmd.check(called, X).verdict.kind == "not tested"
+    with pytest.raises(SpmdError, match="pure_callback"):
+        spmd.check(called, X, strict=True)
 
 
 def test_copies_that_differ_are_told() -> None:

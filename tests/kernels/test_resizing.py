@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 import spmd
-from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_array
+from spmd.checker._shrinking import distinct, resized_array
+from spmd.kernels._resizing import blocks_of, read_sizes
 
 X = jnp.ones((64, 32, 24))
 
