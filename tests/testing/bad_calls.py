@@ -203,18 +203,23 @@ def any_mesh_with_a_number(mesh):
 
 
 @bad
-def any_mesh_for_a_plain_function(mesh):
-    assert_same_on_any_mesh(lambda x, w: gather(mesh)(x @ w), X, X, mesh=mesh)
+def any_mesh_without_all_arguments(mesh):
+    assert_same_on_any_mesh(lambda x, w: gather(mesh)(x @ w), X, mesh=mesh)
 
 
 @fixed
-def any_mesh_for_a_plain_function_fixed(mesh):
-    assert_same_on_any_mesh(lambda mesh: lambda x, w: gather(mesh)(x @ w), X, X.T, mesh=mesh)
+def any_mesh_without_all_arguments_fixed(mesh):
+    assert_same_on_any_mesh(lambda x, w: gather(mesh)(x @ w), X, X.T, mesh=mesh)
 
 
 @bad
 def any_mesh_with_a_build_of_nothing(mesh):
-    assert_same_on_any_mesh(lambda mesh: None, X, mesh=mesh)
+    assert_same_on_any_mesh(lambda mesh: None, X, X, mesh=mesh)
+
+
+@bad
+def any_mesh_of_a_function_without_results(mesh):
+    assert_same_on_any_mesh(lambda x: None, X, mesh=mesh)
 
 
 @bad

@@ -380,10 +380,10 @@ def test_the_findings_of_check_are_asked_for(monkeypatch):
     found = types.SimpleNamespace(kind="scale")
     monkeypatch.setattr(spmd, "check", lambda fn, *args, **kwargs: [found], raising=False)
     build = lambda mesh: jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
-    assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2))
+    assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2), devices=True)
     found.kind = "divergent"
     with pytest.raises(spmd.ReplicationError, match="divergent"):
-        assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2))
+        assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2), devices=True)
 
 
 def test_tolerances(mesh):
@@ -398,16 +398,16 @@ def test_tolerances(mesh):
         return body
 
     x = jnp.linspace(1, 2, 8)
-    assert_same_on_any_mesh(rounded("bfloat16"), x, meshes=())
+    assert_same_on_any_mesh(rounded("bfloat16"), x, meshes=(), devices=True)
     for options in ({"rtol": 1e-4}, {"rtol": {"bfloat16": 1e-4}}):
         with pytest.raises(Mismatch):
-            assert_same_on_any_mesh(rounded("bfloat16"), x, meshes=(), **options)
+            assert_same_on_any_mesh(rounded("bfloat16"), x, meshes=(), devices=True, **options)
     with pytest.raises(Mismatch):
-        assert_same_on_any_mesh(rounded("float32"), x, meshes=())
+        assert_same_on_any_mesh(rounded("float32"), x, meshes=(), devices=True)
     for options in ({"rtol": 0.01}, {"atol": 0.01}, {"rtol": {"float32": 0.01}}):
-        assert_same_on_any_mesh(rounded("float32"), x, meshes=(), **options)
+        assert_same_on_any_mesh(rounded("float32"), x, meshes=(), devices=True, **options)
     with pytest.raises(Mismatch):
-        assert_same_on_any_mesh(rounded("float32"), x, meshes=(), rtol={"bfloat16": 0.01})
+        assert_same_on_any_mesh(rounded("float32"), x, meshes=(), devices=True, rtol={"bfloat16": 0.01})
 
 
 def test_what_rounding_changes_is_allowed(mesh):
@@ -422,10 +422,10 @@ def test_what_rounding_changes_is_allowed(mesh):
         return body
 
     x = np.asarray(np.random.default_rng(0).normal(size=(8, 64)), np.float32)
-    assert_same_on_any_mesh(steep(0), x, meshes=())
+    assert_same_on_any_mesh(steep(0), x, meshes=(), devices=True)
     for program, options in ((steep(0), {"rtol": 2e-5}), (steep(0.05), {})):
         with pytest.raises(Mismatch):
-            assert_same_on_any_mesh(program, x, meshes=(), **options)
+            assert_same_on_any_mesh(program, x, meshes=(), devices=True, **options)
 
 
 def test_gradients_can_be_left_out(mesh):
@@ -433,3 +433,35 @@ def test_gradients_can_be_left_out(mesh):
     assert_same_on_any_mesh(*program, grad=False)
     with pytest.raises(Mismatch, match="gradient of w"):
         assert_same_on_any_mesh(*program)
+
+
+def step_of(mesh, mean="mean"):
+    """A function that calls kernels: it takes no mesh."""
+
+    @spmd.kernel("d f/tp, b/dp d -> scalar", mesh=mesh)
+    def loss(w, x):
+        return spmd.reduce(jnp.tanh(x @ w), "b/dp f/tp -> scalar", mean) / (1 if mean == "mean" else x.size)
+
+    return lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+
+
+@pytest.mark.parametrize("devices", [False, True])
+def test_a_function_that_calls_kernels_is_not_built(mesh, devices):
+    args = struct(6, 12), struct(8, 6)
+    assert_same_on_any_mesh(step_of(mesh), *args, mesh=mesh, devices=devices)
+    with pytest.raises(Mismatch, match="the size of dp"):
+        assert_same_on_any_mesh(step_of(mesh, "sum"), *args, mesh=mesh, devices=devices)
+
+
+def test_what_cannot_be_interpreted_is_run(mesh):
+    def shifted(by):
+        @spmd.kernel("b, c/dp -> c/dp", mesh=mesh)
+        def body(x, y):
+            own = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            return y * own.sum() + by * spmd.axis_size("dp")
+
+        return body
+
+    assert_same_on_any_mesh(shifted(0.0), struct(8), struct(4), grad=False)
+    with pytest.raises(Mismatch):
+        assert_same_on_any_mesh(shifted(1.0), struct(8), struct(4), grad=False)
