@@ -389,7 +389,7 @@ def _permutes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[A
     at, outs = [machine.place(a) for a in order], []
     count = math.prod(machine.sizes[a] for a in order)
     if any(max(pair) >= count for pair in eqn.params["perm"]):
-        raise NoSuchDevice("a permutation names a device that the axis does not have")
+        raise NoSuchDevice("a permutation is written for one number of devices, and lax.axis_size does not count them")
     for x in operands:
         front = np.moveaxis(machine.full(x, order), at, range(len(at)))
         flat = front.reshape((count, *front.shape[len(at) :]))
