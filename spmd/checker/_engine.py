@@ -252,20 +252,25 @@ class Engine(Domain):
         same = _unchanged(operands) if entry.says == "elementwise" else None
         if same is not None:
             return [same]
-        for operand in operands:
-            if operand.table is None:
-                break
-        else:
-            if operands:
-                return self.counted(eqn, operands, self._apply(entry, eqn, operands))
-        told = (*map(eqn.params.get, entry.params), shape_of(eqn.outvars[0])) if entry.params else ()
-        key = name, tuple(map(id, operands)), told
-        known = self._memo.get(key)
+        counted = bool(operands) and None not in [o.table for o in operands]
+        params = eqn.params if counted else entry.params
+        told = (*map(eqn.params.get, params), shape_of(eqn.outvars[0])) if params else ()
+        key: Any = name, tuple(map(id, operands)), told
+        try:
+            known = self._memo.get(key)
+        except TypeError:  # a parameter has no hash
+            key, known = None, None
         if known is not None:
             return known[1]
         found = len(self.findings)
         outs = self._apply(entry, eqn, operands)
-        if len(self.findings) == found and not any(o.partial for o in operands) and not any(o.pending for o in outs):
+        outs = self.counted(eqn, operands, outs) if counted else outs
+        if (
+            key
+            and len(self.findings) == found
+            and not any(o.partial for o in operands)
+            and not any(o.pending for o in outs)
+        ):
             self._memo[key] = operands, outs
         return outs
 
