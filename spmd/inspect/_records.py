@@ -51,12 +51,12 @@ class WrittenCollective:
     text: str
     where: str
     phase: str
-    recomputed: bool
-    implicit: bool
-    branch: str
     dtype: str
     shape: tuple[int, ...]
-    primitive: str
+    recomputed: bool = False
+    implicit: bool = False
+    branch: str = ""
+    primitive: str = ""
 
     @property
     def total_bytes(self) -> int:
