@@ -160,7 +160,7 @@ def run_explain(options: Any) -> int:
 
 
 def run_search(options: Any) -> int:
-    """`search`: the meshes that suit a program best, or JSON, and a picture."""
+    """`search`: the meshes that suit a program best, or JSON."""
     _check_choice("--hardware", options.hardware, PRESETS)
     choices = {}
     for word in options.choice:
@@ -174,8 +174,6 @@ def run_search(options: Any) -> int:
     words = {"devices": options.devices, "axes": axes, "hardware": options.hardware, **limits}
     with shown_if_slow(f"searching {options.program}") as progress:
         found = search(builder(options.program), **words, choices=choices, overlap=overlap, progress=progress)
-    if options.svg:
-        _save(found.plot(), options.svg)
     _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
     return 0
 

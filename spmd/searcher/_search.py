@@ -75,7 +75,7 @@ def search(
       progress: Called with how many candidates are done and how many there are.
 
     Returns:
-      A `spmd.searcher.Search`: `.best`, `.rows`, `.why(mesh)`, `.plot()`.
+      A `spmd.searcher.Search`: `.best`, `.rows`, `.why(mesh)`.
 
     Raises:
       MeshError: If no mesh is left, or an axis is named twice.
