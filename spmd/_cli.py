@@ -29,7 +29,7 @@ from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free
 from spmd.comm.plans import PREFER, plan
 from spmd.drawing import Picture
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
-from spmd.inspect._explain import explain
+from spmd.inspect._explanation import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern
 from spmd.mesh import crossing, make_mesh, use_cpu_devices

@@ -17,8 +17,6 @@ from spmd.comm._marks import placed
 from spmd.errors import Fix, LayoutError
 from spmd.language import Layout
 
-__all__ = ["ppermute", "roll_p", "shift"]
-
 T = TypeVar("T")
 
 

@@ -13,7 +13,7 @@ from spmd._facts import CallName
 from spmd._units import sent_bytes
 from spmd.inspect._collectives import Collective
 from spmd.inspect._hlo import names_of_parts, shape_bytes
-from spmd.inspect._placement import ONE_DEVICE
+from spmd.inspect._program import ONE_DEVICE
 from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
 
 # The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.

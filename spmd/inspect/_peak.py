@@ -26,8 +26,7 @@ from spmd._compat import BRANCHES_WRITE_IN_PLACE, is_backward, name_stack
 from spmd._facts import FusedName
 from spmd._jaxprs import Held
 from spmd._walker import Domain, walk
-from spmd.inspect._values import ELEMENTWISE, RENAMES, WINDOWS
-from spmd.inspect._work import size_bytes
+from spmd.inspect._values import ELEMENTWISE, RENAMES, WINDOWS, size_bytes
 
 _FUSED = ELEMENTWISE | WINDOWS
 _FUSED |= {"broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota", "pad", "rev", "transpose"}

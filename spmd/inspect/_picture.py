@@ -14,13 +14,34 @@ from spmd._leaves import kind_of
 from spmd._table import Line
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
-from spmd.drawing._grid import Grid
-from spmd.drawing._picture import Drawing, Picture
-from spmd.drawing._svg import below, caption, card, flow, grid_box
-from spmd.drawing._text import grid_lines, heading, sentences
+from spmd.drawing._picture import (
+    Drawing,
+    Grid,
+    Picture,
+    below,
+    caption,
+    card,
+    flow,
+    grid_box,
+    grid_lines,
+    heading,
+    sentences,
+)
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
-from spmd.inspect._blocks import Holdings, known_sizes, no_arrow, of_indices, of_layout
-from spmd.inspect._grid import MOST_DEVICES, block_grids, device_grid, facts, is_summary, mesh_grid, tints
+from spmd.inspect._blocks import (
+    MOST_DEVICES,
+    Holdings,
+    block_grids,
+    device_grid,
+    facts,
+    is_summary,
+    known_sizes,
+    mesh_grid,
+    no_arrow,
+    of_indices,
+    of_layout,
+    tints,
+)
 from spmd.inspect._picture_plan import PlanDrawing
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, sizes_for

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.errors import SizeError
 from spmd.kernels._kernel import Kernel
-from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_array
+from spmd.kernels._trial import blocks_of, distinct, read_sizes, resized_array
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _NUMBERS = 2**26  # numbers that are drawn

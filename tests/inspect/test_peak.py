@@ -11,7 +11,7 @@ from jax import lax
 import spmd
 from spmd._compat import BRANCHES_WRITE_IN_PLACE
 from spmd.inspect._peak import Peak
-from spmd.inspect._work import size_bytes
+from spmd.inspect._values import size_bytes
 from tests.benchmarks.memory import BOUNDS, PROGRAMS, QUICK, compared, example, same_order
 from tests.conftest import FULL_CASES, case_count
 from tests.sampler import rare

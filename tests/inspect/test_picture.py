@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.drawing import _svg
+from spmd.drawing import _picture as _svg
 from spmd.language import Layout
 from tests.conftest import case_count
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 import spmd
-from spmd.kernels._resizing import blocks_of, distinct, read_sizes, resized_array
+from spmd.kernels._trial import blocks_of, distinct, read_sizes, resized_array
 
 X = jnp.ones((64, 32, 24))
 
