@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         SizeError,
         SpmdError,
     )
-    from spmd.inspect._explain import explain
+    from spmd.inspect._explanation import explain
     from spmd.inspect._picture import visualize
     from spmd.kernels import Kernel, VmapWarning, kernel
     from spmd.language import AxisMapping, Layout, Pattern
@@ -203,7 +203,7 @@ _ROOMS = (
     *("nn", "parallel", "inspect", "cluster", "haliax", "searcher", "testing"),
 )
 _HOMES = {
-    "explain": "inspect._explain",
+    "explain": "inspect._explanation",
     "layouts": "_trees",
     "search": "searcher._search",
     "topology_devices": "_topologies",

@@ -159,7 +159,7 @@ def _add_search(commands: Any) -> None:
     top = default["top"]
     search.add_argument("--top", type=_positive, default=top, help=f"how many rows are certain (default {top})")
     search.add_argument("--most", type=_positive, help="the most meshes to trace")
-    _add_output(search)
+    search.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_launch(commands: Any) -> None:

@@ -29,7 +29,7 @@ from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free
 from spmd.comm.plans import PREFER, plan
 from spmd.drawing import Picture
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
-from spmd.inspect._explain import explain
+from spmd.inspect._explanation import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern
 from spmd.mesh import crossing, make_mesh, use_cpu_devices
@@ -160,7 +160,7 @@ def run_explain(options: Any) -> int:
 
 
 def run_search(options: Any) -> int:
-    """`search`: the meshes that suit a program best, or JSON, and a picture."""
+    """`search`: the meshes that suit a program best, or JSON."""
     _check_choice("--hardware", options.hardware, PRESETS)
     choices = {}
     for word in options.choice:
@@ -174,8 +174,6 @@ def run_search(options: Any) -> int:
     words = {"devices": options.devices, "axes": axes, "hardware": options.hardware, **limits}
     with shown_if_slow(f"searching {options.program}") as progress:
         found = search(builder(options.program), **words, choices=choices, overlap=overlap, progress=progress)
-    if options.svg:
-        _save(found.plot(), options.svg)
     _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
     return 0
 

@@ -24,10 +24,6 @@ _JAX = str(Path(jax.__file__).parent) + os.sep
 # What `jax.jit(inline=...)` takes for a function whose equations are to stand in the caller's jaxpr.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
-# Whether the CPU compiler lets a reduction write its result as often as the broadcast behind it repeats it. It did in
-# 0.10.2, and does not in 0.12.0.
-REDUCTIONS_REPEAT = jax.__version_info__ < (0, 12)
-
 # Whether the compilers let a branch write its result into a carry of the loop around it.
 BRANCHES_WRITE_IN_PLACE = jax.__version_info__ >= (0, 12)
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, NoReturn
 
-__all__ = ["ELSEWHERE", "dir_of", "no_such_name", "open_room"]
-
 _OPS = ("sum", "mean", "max", "min", "prod", "any", "all", "logsumexp")
 
 # What other libraries call it, and how it is written here.

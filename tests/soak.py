@@ -50,7 +50,7 @@ from tests.sampler import Choices
 BATCH = 8  # programs in one compilation
 LIFE = 1500  # programs that one child process runs
 MEMORY = 3 << 30  # bytes after which it ends early
-SHRINKING = 25.0  # seconds for each failure
+SHRINKING = 25.0  # seconds of this process for each failure, so that a busy machine finds the same
 HERE = Path(__file__).parent
 
 
@@ -241,7 +241,7 @@ def alike(error: Exception) -> str:
 
 def smaller(family: str, choices: Choices, error: Exception, seconds: float = SHRINKING) -> tuple[list[int], Result]:
     """The simplest choices found that fail in the same way: zeros from some place on, then one zero or half at a time."""
-    best, text, until = list(choices.drawn), None, time.monotonic() + seconds
+    best, text, until = list(choices.drawn), None, time.process_time() + seconds
 
     def fails(tried: list[int]) -> bool:
         nonlocal text, best
@@ -253,13 +253,13 @@ def smaller(family: str, choices: Choices, error: Exception, seconds: float = SH
         return True
 
     keep = len(best)
-    while keep and time.monotonic() < until:
+    while keep and time.process_time() < until:
         keep = keep // 2
         if not fails(best[:keep]):
             break
     for i in range(len(best)):
         for value in (0, best[i] // 2) if i < len(best) and best[i] else ():
-            if time.monotonic() > until or (value < best[i] and fails([*best[:i], value, *best[i + 1 :]])):
+            if time.process_time() > until or (value < best[i] and fails([*best[:i], value, *best[i + 1 :]])):
                 break
     return best, text or run_one(family, Choices(choices.seed, best))[0]
 

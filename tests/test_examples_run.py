@@ -49,7 +49,7 @@ def run_doctests(module: object) -> tuple[int, str]:
 
 def test_an_example_does_not_keep_the_signals():
     before = signal.getsignal(signal.SIGTERM)
-    failed, _ = run_doctests(importlib.import_module("spmd.cluster._stopping"))
+    failed, _ = run_doctests(importlib.import_module("spmd.cluster._start"))
     assert not failed and signal.getsignal(signal.SIGTERM) is before
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import spmd
 from spmd._notebook import shown_file
-from spmd.drawing._svg import FILLS
+from spmd.drawing._picture import FILLS
 
 CELL = """import spmd, jax
 @spmd.kernel("b/dp -> b", mesh=mesh)

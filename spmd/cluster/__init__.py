@@ -8,8 +8,7 @@ from spmd._rooms import open_room
 from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints
 from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._fields import read_zarr, write_zarr
-from spmd.cluster._start import initialize, same_program
-from spmd.cluster._stopping import stopping
+from spmd.cluster._start import initialize, same_program, stopping
 
 __all__ = [
     "Batches",

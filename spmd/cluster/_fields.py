@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,35 @@ from jax.sharding import NamedSharding
 
 from spmd._agreement import in_all
 from spmd._units import bytes_text
-from spmd.cluster._places import in_a_bucket
 from spmd.errors import PlacementError, SpmdError
 from spmd.language import Layout
 from spmd.mesh import mesh_for, outside_trace
 from spmd.modes import ambient_mode
 from spmd.placement import placements, shard
+
+# --- where programs write: a folder, or a bucket of a cloud -----------------------------------------------------------
+
+
+def in_a_bucket(path: str | Path, schemes: Sequence[str], call: str) -> bool:
+    """Whether a path is one in a bucket, `gs://bucket/folder`, and not a folder of this machine.
+
+    Args:
+      path: The path.
+      schemes: Those that are known here, such as "gs".
+      call: The call, for the error.
+
+    Raises:
+      SpmdError: It is another URL, which would become a folder of that name.
+    """
+    found = re.match(r"([a-zA-Z][\w+.-]*):/+(.*)", str(path))  # a Path has only one slash left
+    if found is None:
+        return False
+    scheme, rest = found.groups()
+    if isinstance(path, str) and scheme in schemes and path.startswith(f"{scheme}://") and rest.strip("/"):
+        return True
+    known = " or ".join(f'"{one}://bucket/folder"' for one in schemes)
+    raise SpmdError(f"nothing is written to {str(path)!r}.", call=call, advice=f"a folder, or {known}, as a string")
+
 
 _MOST = 2**26  # bytes of a chunk
 _ABOUT = "spmd"  # the attribute that says how the array lay

@@ -13,8 +13,6 @@ from spmd.comm._marks import same_axes
 from spmd.errors import Fix, LayoutError
 from spmd.language import Layout, factors_of, verb_for, with_axes_of
 
-__all__ = ["all_gather", "all_to_all", "defer", "psum", "psum_scatter", "split"]
-
 T = TypeVar("T")
 Axes = tuple[str, ...]
 Changes = list[tuple[int, Axes, Axes]]  # the position of each factor that changes, the axes lost and those gained

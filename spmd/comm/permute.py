@@ -16,8 +16,6 @@ from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import Fix, LayoutError
 from spmd.language import Layout
 
-__all__ = ["ppermute", "roll_p", "shift"]
-
 T = TypeVar("T")
 
 

@@ -25,7 +25,6 @@ from spmd.modes import Frame, ambient_mapping, try_frame
 
 _EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
 
-__all__ = ["PREFER", "Plan", "Step", "check_prefer", "plan", "summary"]
 
 Prefer = Literal["collectives", "bytes", "latency"]
 PREFER = get_args(Prefer)

@@ -12,13 +12,10 @@ from spmd.accelerators import Hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides
-from spmd.comm.planner._reshard import uneven
 from spmd.comm.planner._route import Request
-from spmd.comm.planner._run import run
+from spmd.comm.planner._run import run, uneven
 from spmd.comm.plans import Prefer, check_prefer
 from spmd.language import Atom, Dim, Layout
-
-__all__ = ["relayout"]
 
 T = TypeVar("T")
 Axes = tuple[str, ...]

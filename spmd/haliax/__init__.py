@@ -12,12 +12,15 @@ from typing import TypeAlias
 
 from spmd._rooms import open_room
 from spmd.haliax._jit import fsdp, named_jit
-from spmd.haliax._placement import WholeArrayWarning, auto_sharded, shard, shard_with_axis_mapping
-from spmd.haliax._queries import (
+from spmd.haliax._placement import (
+    WholeArrayWarning,
+    auto_sharded,
     physical_axis_name,
     physical_axis_size,
     pspec_for,
     round_axis_for_partitioning,
+    shard,
+    shard_with_axis_mapping,
     sharding_for_axis,
 )
 from spmd.modes import axis_mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from spmd import _compat
@@ -13,56 +13,31 @@ from spmd._facts import CallName
 from spmd._units import sent_bytes
 from spmd.inspect._collectives import Collective
 from spmd.inspect._hlo import names_of_parts, shape_bytes
-from spmd.inspect._placement import ONE_DEVICE
+from spmd.inspect._program import ONE_DEVICE
 from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
 
 # The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.
 _PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
+_NOT_PLAIN = ("compiled", "sent", "primitive")  # of a communication
 
 
 @dataclass(frozen=True, slots=True)
-class Communication:
+class Communication(WrittenCollective):
     """One collective of a program, as somebody wrote it and as the compiler made it.
 
+    Its attributes are those of `WrittenCollective`, and these. Of what nobody wrote, `count` is as compiled, `text` is
+    the likely cause, and `where` is empty where the compiler does not say.
+
     Attributes:
-      kind: `all_gather`, `psum` (any all-reduce), `psum_scatter`, `all_to_all`, `ppermute`.
-      axes: The mesh axes it runs over, in mesh order.
-      bytes: Bytes that one device sends, one execution; as `spmd.inspect.Collective` counts them.
-      count: How often one call runs it: as written, loops multiplied out; of what nobody wrote, as compiled.
       runs: How often the compiled program runs it; None where nothing was compiled.
-      exact: Whether `count` is certain; see `spmd.inspect.Collective`.
-      text: The user's call, or for what nobody wrote the likely cause.
-      where: `file.py:12`, the user's line; empty where the compiler does not say.
-      phase: "forward" or "backward".
       written: Whether the program says it. False is the compiler's own.
-      implicit: Whether no verb says it: a reduction over a name that a string drops, or one that JAX adds to a
-        gradient.
-      recomputed: Whether a `jax.checkpoint` runs it again in the backward pass.
-      branch: Of a collective in a branch, which.
-      dtype: The operand's dtype.
-      shape: The operand's local shape.
-      group_size: Devices per group.
       compiled: The compiled collectives that do it.
       note: What the compiler changed.
       sent: Bytes that one device sends in one call.
     """
 
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    count: int
-    runs: int | None
-    exact: bool
-    text: str
-    where: str
-    phase: str
-    written: bool
-    implicit: bool
-    recomputed: bool
-    branch: str
-    dtype: str
-    shape: tuple[int, ...]
-    group_size: int
+    runs: int | None = None
+    written: bool = True
     compiled: tuple[Collective, ...] = field(default=(), repr=False)
     note: str = ""
     sent: int = 0
@@ -74,8 +49,7 @@ class Communication:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        names = [name for name in self.__slots__ if name not in ("compiled", "sent")]
-        plain = {name: getattr(self, name) for name in names}
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_PLAIN}
         return {**plain, "axes": list(self.axes), "shape": list(self.shape), "total_bytes": self.sent}
 
 
@@ -319,22 +293,8 @@ def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Com
     else:
         sent = sum(piece.bytes * piece.of.count for piece in pieces)
     return Communication(
-        kind=row.kind,
-        axes=row.axes,
-        bytes=row.bytes,
-        count=row.count,
+        **{one.name: getattr(row, one.name) for one in fields(row)},
         runs=runs,
-        exact=row.exact,
-        text=row.text,
-        where=row.where,
-        phase=row.phase,
-        written=True,
-        implicit=row.implicit,
-        recomputed=row.recomputed,
-        branch=row.branch,
-        dtype=row.dtype,
-        shape=row.shape,
-        group_size=row.group_size,
         compiled=tuple({id(piece.of): piece.of for piece in pieces}.values()),
         note=note,
         sent=sent,
@@ -373,9 +333,6 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
         where=one.where,
         phase="backward" if _compat.BACKWARD in one.op_name else "forward",
         written=False,
-        implicit=False,
-        recomputed=False,
-        branch="",
         dtype=dtype,
         shape=shape,
         group_size=one.group_size,

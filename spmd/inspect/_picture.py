@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,13 +14,34 @@ from spmd._leaves import kind_of
 from spmd._table import Line
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
-from spmd.drawing._grid import Grid
-from spmd.drawing._picture import Drawing, Picture
-from spmd.drawing._svg import below, caption, card, flow, grid_box
-from spmd.drawing._text import grid_lines, heading, sentences
+from spmd.drawing._picture import (
+    Drawing,
+    Grid,
+    Picture,
+    below,
+    caption,
+    card,
+    flow,
+    grid_box,
+    grid_lines,
+    heading,
+    sentences,
+)
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
-from spmd.inspect._blocks import Holdings, Piece, Side, known_sizes, no_arrow, of_indices, of_layout
-from spmd.inspect._grid import MOST_DEVICES, block_grids, device_grid, facts, is_summary, mesh_grid, tints
+from spmd.inspect._blocks import (
+    MOST_DEVICES,
+    Holdings,
+    block_grids,
+    device_grid,
+    facts,
+    is_summary,
+    known_sizes,
+    mesh_grid,
+    no_arrow,
+    of_indices,
+    of_layout,
+    tints,
+)
 from spmd.inspect._picture_plan import PlanDrawing
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, sizes_for
@@ -234,10 +253,13 @@ def _of_tracer(x: Any) -> Drawing:
         return _Drawn(_of_typed(x, call))
     if known is not None:
         return _Drawn(_of_tagged(x, known[0], frame, call))
-    if frame.explicit:
-        return _Drawn(_of_type(x, frame))
-    where = "where it lies is the compiler's choice" if frame.mode == "auto" else "it lies on one device"
-    sentence = f"no layout is known of it; in {frame.mode} mode it is whole, and {where}"
+    axes = ", ".join(frame.in_mesh_order(_compat.varying_axes(x)))
+    said = {
+        "explicit": f"its shards differ along {axes}" if axes else "its shards are equal",
+        "auto": "it is whole, and where it lies is the compiler's choice",
+        "reference": "it is whole, and lies on one device",
+    }
+    sentence = f'no layout is known of it, and annotate(x, "...") states one; in {frame.mode} mode {said[frame.mode]}'
     return _Said(f"a traced value   {_kind(x)}", sentence)
 
 
@@ -259,27 +281,6 @@ def _of_tagged(x: Any, layout: Layout, frame: Frame, call: str) -> Holdings:
         kind=f"{x.dtype}[{','.join(map(str, shape))}]",
         itemsize=_itemsize(x.dtype),
         notes=notes,
-    )
-
-
-def _of_type(x: Any, frame: Frame) -> Holdings:
-    """A value without a layout: JAX's type says along which axes shards may differ, not which dimension is divided."""
-    axes = frame.in_mesh_order(_compat.varying_axes(x))
-    layout = Layout("/".join(("shards", *axes)) if axes else "scalar")
-    held = of_layout(layout, {}, _frame_mesh(frame), call="visualize(x)")
-    places = itertools.product(*(range(size) for axis, size in held.mesh if axis in axes))
-    texts = [" ".join(f"{axis}={n}" for axis, n in zip(axes, place, strict=True)) for place in places]
-    blocks = tuple((Piece("", text),) for text in texts)
-    return replace(
-        held,
-        title="a traced value",
-        kind=_kind(x),
-        sides=(Side(f"differs along {', '.join(axes)}", None, blocks),) if axes else (),
-        unreduced=frame.in_mesh_order(_compat.unreduced_axes(x)),
-        reduced=frame.in_mesh_order(_compat.reduced_axes(x)),
-        local_shape=tuple(x.shape),
-        itemsize=_itemsize(x.dtype),
-        notes=('no layout is known of this value, only that shards differ; annotate(x, "...") states one',),
     )
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from spmd._table import Line
 from spmd._units import bytes_text, seconds_text
 from spmd.comm.plans import Plan, Step, summary
-from spmd.drawing._svg import (
+from spmd.drawing._picture import (
     EDGES,
     FAINT,
     FILLS,
@@ -26,12 +26,13 @@ from spmd.drawing._svg import (
     card,
     element,
     grid_box,
+    grid_lines,
+    heading,
     paragraph,
+    sentences,
     text,
 )
-from spmd.drawing._text import grid_lines, heading, sentences
-from spmd.inspect._blocks import Holdings, of_layout
-from spmd.inspect._grid import block_grids, device_runs, is_summary, tints
+from spmd.inspect._blocks import Holdings, block_grids, device_runs, is_summary, of_layout, tints
 from spmd.language import Dim, Layout, mesh_text
 
 _MOST_ARROWS = 12  # that the text lists

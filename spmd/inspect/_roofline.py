@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd.accelerators import Hardware
-from spmd.inspect._branches import Price, price
-from spmd.inspect._groups import axes_text
+from spmd.inspect._collectives import axes_text
 from spmd.inspect._match import Communication
-from spmd.inspect._records import Written
+from spmd.inspect._records import Price, Written, price
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,8 @@ from spmd._walker import Domain, walk
 from spmd.checker import _tables as tables
 from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
-from spmd.inspect._branches import Switch, Turns, Work, turns_of
-from spmd.inspect._groups import axes_of_pairs
-from spmd.inspect._placement import (
+from spmd.inspect._collectives import axes_of_pairs
+from spmd.inspect._program import (
     ANYWHERE,
     Placement,
     local_count,
@@ -33,20 +32,37 @@ from spmd.inspect._placement import (
     text_of,
     with_others,
 )
-from spmd.inspect._records import PRIMITIVES, Boundary, Constraint, Island, PerShard, Written, WrittenCollective
+from spmd.inspect._records import (
+    PRIMITIVES,
+    Boundary,
+    Constraint,
+    Island,
+    PerShard,
+    Switch,
+    Turns,
+    Work,
+    Written,
+    WrittenCollective,
+    turns_of,
+)
 from spmd.inspect._values import (
     WINDOWS,
     Buffer,
     Inside,
     Value,
     chained,
+    dtype_name,
     ending_bytes,
+    flops_of,
+    is_matmul,
+    memory_of,
+    size_bytes,
     sliced,
     stacked,
     through,
     typed_place,
+    writes_results,
 )
-from spmd.inspect._work import dtype_name, flops_of, is_matmul, memory_of, size_bytes, writes_results
 from spmd.language import Layout, axes_product, mesh_text
 
 _KINDS = {primitive: kind for kind, primitives in PRIMITIVES.items() for primitive in primitives}

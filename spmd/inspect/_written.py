@@ -15,12 +15,10 @@ from spmd._jaxprs import opened
 from spmd._leaves import is_array
 from spmd.errors import SpmdError
 from spmd.inspect._peak import Peak
-from spmd.inspect._placement import ANYWHERE, local_count, of_sharding
-from spmd.inspect._program import meshes_of_jaxpr, of_arrays, stage
+from spmd.inspect._program import ANYWHERE, local_count, meshes_of_jaxpr, of_arrays, of_sharding, stage
 from spmd.inspect._records import Written
-from spmd.inspect._values import Value
+from spmd.inspect._values import Value, size_bytes
 from spmd.inspect._walk import Walk
-from spmd.inspect._work import size_bytes
 from spmd.kernels import Kernel
 
 

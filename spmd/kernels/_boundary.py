@@ -7,13 +7,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd.errors import Fault, PlacementError, warn
-from spmd.kernels._plan import Plan
-from spmd.language import Layout, axes_tuple
+from spmd._replicas import check_replicas, put
+from spmd.checker import check_body, in_states_of
+from spmd.comm._marks import same_axes, tag_of
+from spmd.comm.planner import move
+from spmd.errors import Fault, MeshError, PlacementError, warn
+from spmd.kernels._outputs import Unequal
+from spmd.kernels._plan import Plan, typed
+from spmd.kernels._trial import trial_of
+from spmd.language import Layout, axes_product, axes_tuple, mesh_text
+from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
+from spmd.modes import Frame, current_frame, inside_kernel, no_frame
 
 
 class VmapWarning(UserWarning):
@@ -115,3 +123,151 @@ def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -
     if strict:
         raise PlacementError(f'{rule[:-1]}, and boundary="error" forbids moving it.', **shown)
     warn(str(Fault(rule, **shown)), VmapWarning)
+
+
+# --- the arguments of a kernel brought where its plan can use them ----------------------------------------------------
+
+
+def arrived(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
+    """The arguments of a call, those moved that `jit` would refuse or the compiler would not survive."""
+    check_alive(zip(plan.paths, leaves, strict=True), plan.signature.text)
+    if jax.ShapeDtypeStruct in map(type, leaves):
+        plan.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", advice=".trace(...) or .lower(...)")
+    if plan.mode == "reference":
+        return [x if lies_whole(x, plan.mesh) else made_whole(x, plan.mesh) for x in leaves]
+    check_replicas(zip(plan.paths, leaves, strict=True), plan.mesh, plan.signature.text)
+    out = []
+    for x, layout in zip(leaves, plan.layouts, strict=True):
+        x = _brought(plan, x, layout) if plan.uneven else x
+        out.append(put(x, _wanted(plan, x, layout)) if _foreign(plan, x) else x)
+    return out
+
+
+def _wanted(plan: Plan, leaf: Any, layout: Layout) -> NamedSharding:
+    return NamedSharding(plan.mesh, plan.spec(layout, leaf.ndim))
+
+
+def _foreign(plan: Plan, leaf: Any) -> bool:
+    """Whether `jit` refuses an array: its type names another mesh, or it was put on other devices.
+
+    The order of the devices counts. A trace around the call takes the array as a constant, wherever it lies.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not isinstance(plan.mesh, Mesh):
+        return False
+    lies, devices = leaf.sharding, list(plan.mesh.devices.flat)
+    if not isinstance(lies, NamedSharding):
+        return leaf.committed and lies.device_set != set(devices) and outside_trace()
+    if lies.mesh == plan.mesh:
+        return False
+    if AxisType.Explicit in lies.mesh.axis_types:
+        return True
+    return isinstance(lies.mesh, Mesh) and list(lies.mesh.devices.flat) != devices and outside_trace()
+
+
+def _brought(plan: Plan, leaf: Any, layout: Layout) -> Any:
+    """An argument that lies otherwise on this mesh, moved by the planned steps: the compiler may not survive it."""
+    held = getattr(_compat.concrete(leaf), "sharding", None)
+    ranked = layout.has_ellipsis or len(layout.dims) == leaf.ndim
+    if not (isinstance(held, NamedSharding) and held.mesh == plan.mesh and ranked):
+        return leaf
+    wanted = _wanted(plan, leaf, layout)
+    parts = [axes_product(axes_tuple(e), plan.sizes) for e in wanted.spec]
+    fits = all(n % k == 0 for n, k in zip(leaf.shape, parts, strict=False))
+    moved = move(leaf, wanted) if fits and not held.is_equivalent_to(wanted, leaf.ndim) else None
+    return leaf if moved is None else moved
+
+
+# --- a kernel that is called where some of its axes are manual: in another kernel, or in the user's own `shard_map` ---
+
+
+def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
+    """The results where all of the kernel's axes are manual: arguments are shards, and nothing moves."""
+    outer = current_frame("a kernel inside another one")
+    here = dict(outer.sizes)
+    if any(here.get(a) != n for a, n in plan.sizes.items()):
+        plan.signature.fail(
+            "this kernel runs inside another one (or inside your shard_map), on another mesh.",
+            got=[outer.describe(), mesh_text(plan.sizes)],
+            error=MeshError,
+        )
+    _check_tags(plan, leaves)
+    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying")
+    frame = plan.frame(leaves, local=outer.explicit, **{name: getattr(outer, name) for name in names})
+    if outer.explicit and not inside_kernel():
+        out = _checked(plan, frame, leaves)
+    else:
+        out = plan.run(frame, leaves, local=outer.explicit, role="operand")
+    return plan.outputs.returned(plan.outputs.build(out))
+
+
+def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
+    """The flat results of the body on the shards of somebody else's `shard_map`, after the pass."""
+
+    def body(*shards: Any) -> Any:
+        return plan.run(frame, shards, local=True, role="operand")
+
+    pairs = list(zip(shards, plan.leaves, strict=True))
+    with no_frame():
+        inner = plan.jit(body, inline=True)
+        check_body(
+            inner.trace(*shards).jaxpr,
+            in_states_of(shards),
+            mesh_axes=frame.axis_names,
+            kernel=plan.signature.text,
+            axis_sizes=dict(frame.sizes),
+            how=plan.signature.check,
+            ask=lambda: trial_of(plan, [_grown(x, s.layout, s.layout.axes, plan.sizes) for x, s in pairs]),
+        )
+        return inner(*shards)
+
+
+def _check_tags(plan: Plan, leaves: Sequence[Any]) -> None:
+    wrong = []
+    for leaf, spec in zip(leaves, plan.leaves, strict=True):
+        known = tag_of(leaf)
+        if known is not None and same_axes(known.layout, spec.layout) is False:
+            wrong.append(f'{spec.path} holds "{known.layout.short}" ({known.origin}); wanted "{spec.layout.short}"')
+    if wrong:
+        plan.signature.fail(
+            "inside a kernel, another kernel takes its arguments as they are: shards, which it does not move.",
+            got=wrong,
+            advice="all_gather, split or relayout before the call",
+        )
+
+
+def nested(plan: Plan, manual: Sequence[str], leaves: Sequence[Any]) -> Any:
+    """The results where only some of the kernel's axes are manual: a `shard_map` over the others."""
+    here = jax.sharding.get_abstract_mesh()
+    missing = [a for a, n in plan.sizes.items() if here.shape.get(a) != n]
+    if missing:
+        lacking = ", ".join(missing)
+        plan.signature.fail(
+            f"the surrounding shard_map's mesh lacks the kernel's axis {lacking}, or has another size there.",
+            got=[mesh_text(here.shape), mesh_text(plan.sizes)],
+            error=MeshError,
+        )
+    pairs = list(zip(leaves, plan.leaves, strict=True))
+    whole = [_grown(x, s.layout, manual, plan.sizes) for x, s in pairs]
+    frame = plan.frame(whole)
+    specs = tuple(plan.spec(s.layout.without(*manual), x.ndim) for x, s in pairs)
+    rest = [a for a in plan.sizes if a not in manual]
+    kinds = dict(zip(here.axis_names, here.axis_types, strict=True))
+    if any(kinds[a] is AxisType.Explicit for a in rest):
+        free = [a for a in plan.sizes if a in manual or kinds[a] is not AxisType.Explicit]
+        leaves = [typed(x, s.layout.without(*free), here) for x, s in pairs]
+    out_specs: list[P] = []
+
+    def body(*shards: Any) -> Any:
+        return plan.outputs.leaving(_checked(plan, frame, shards), frame, out_specs, without=tuple(manual))
+
+    mapped = jax.shard_map(body, mesh=here, in_specs=specs, out_specs=out_specs, axis_names=frozenset(rest))
+    try:
+        return plan.outputs.returned(plan.outputs.build(mapped(*leaves)))
+    except Unequal as unequal:
+        raise plan.outputs.explained(unequal, plan.signature, frame) from None
+
+
+def _grown(x: Any, layout: Layout, manual: Sequence[str], sizes: dict[str, int]) -> Any:
+    """The shape that a shard over `manual` has when those axes are put together again."""
+    only = layout.without(*(a for a in layout.axes if a not in manual))
+    return jax.ShapeDtypeStruct(only.with_rank(x.ndim).global_shape(x.shape, sizes), x.dtype)

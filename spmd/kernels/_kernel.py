@@ -17,9 +17,7 @@ from spmd._recent import Recent
 from spmd._table import Table, html_page
 from spmd._trees import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
-from spmd.kernels._arguments import arrived
-from spmd.kernels._boundary import check_boundary, check_mapped
-from spmd.kernels._inside import inlined, nested
+from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inlined, nested
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, read

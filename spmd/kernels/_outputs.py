@@ -17,8 +17,7 @@ from spmd._trees import matched
 from spmd.checker import early, line_of
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
-from spmd.kernels._signature import Signature
-from spmd.kernels._sizes import bind_sizes
+from spmd.kernels._signature import Signature, bind_sizes
 from spmd.language import Layout, verb_for, with_axes_of
 from spmd.modes import Frame
 

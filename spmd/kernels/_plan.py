@@ -23,8 +23,7 @@ from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
 from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
-from spmd.kernels._signature import Signature
-from spmd.kernels._sizes import bind_sizes
+from spmd.kernels._signature import Signature, bind_sizes
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.kernels._trial import trial_of
 from spmd.language import AxisMapping, Layout, Size, check_axes, mesh_text

@@ -1,6 +1,5 @@
 """The layout language: strings that say shape, placement and communication. Pure Python."""
 
-from spmd.language._axes import axes_product, axes_tuple, axis_span, check_axes, mesh_text, with_axis
 from spmd.language._layout import AxisMapping, Layout, with_axes_of
 from spmd.language._pattern import Pattern
 from spmd.language._sizes import (
@@ -12,8 +11,14 @@ from spmd.language._sizes import (
     WrongRank,
     another_name,
     as_fault,
+    axes_product,
+    axes_tuple,
+    axis_span,
     bind,
+    check_axes,
     indivisible,
+    mesh_text,
+    with_axis,
 )
 from spmd.language._syntax import Atom, Dim
 from spmd.language._verbs import factors_of, verb_for, verb_of

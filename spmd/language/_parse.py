@@ -14,8 +14,7 @@ import re
 from dataclasses import replace
 from typing import NoReturn
 
-from spmd.language._syntax import Atom, Dim, Parsed, Span, check_rules, fault, normal
-from spmd.language._tokens import Token, fixed, tokenize
+from spmd.language._syntax import Atom, Dim, Parsed, Span, Token, check_rules, fault, fixed, normal, tokenize
 
 _MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large
 

@@ -1,16 +1,13 @@
 """Layers as functions on arrays: weights in, mesh axes by keyword, the communication in the docstring."""
 
 from spmd._rooms import open_room
-from spmd.nn.attention import dot_product_attention, multi_head_attention, spread_heads
+from spmd.nn.attention import attention_mask, dot_product_attention, multi_head_attention, spread_heads
 from spmd.nn.cache import cached_attention, kv_cache, kv_cache_append
 from spmd.nn.latent import LatentWeights, cached_latent_attention, latent_attention
 from spmd.nn.linear import column_linear, gated_mlp, mlp, qkv_linear, row_linear
-from spmd.nn.loss import cross_entropy, linear_cross_entropy
-from spmd.nn.masks import attention_mask
-from spmd.nn.norm import layer_norm, rms_norm
-from spmd.nn.regularization import dropout
+from spmd.nn.loss import cross_entropy, embedding, linear_cross_entropy, unembedding
+from spmd.nn.norm import dropout, layer_norm, rms_norm
 from spmd.nn.rope import rotary_embedding, rotary_frequencies
-from spmd.nn.vocabulary import embedding, unembedding
 
 __all__ = [
     "LatentWeights",

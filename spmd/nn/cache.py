@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd import LayoutError, axis_size, einsum, full, fused, iota, rearrange, scope, size, softmax, zeros
+from spmd.nn.attention import attention_mask, check_positive
 from spmd.nn.dtypes import wide
-from spmd.nn.masks import attention_mask, check_positive
-
-__all__ = ["cached_attention", "kv_cache", "kv_cache_append"]
 
 Axes = str | tuple[str, ...] | None
 Cache = dict[str, Any]

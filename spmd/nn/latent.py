@@ -15,15 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from spmd import all_gather, defer, einsum, fused, iota, scope, size, softmax
-from spmd.nn.attention import dot_product_attention
+from spmd.nn.attention import attention_mask, dot_product_attention
 from spmd.nn.cache import Cache, kv_cache_append
 from spmd.nn.dtypes import wide
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.masks import attention_mask
 from spmd.nn.norm import rms_norm
 from spmd.nn.rope import rotary_embedding
-
-__all__ = ["LatentWeights", "cached_latent_attention", "latent_attention"]
 
 Axes = str | tuple[str, ...] | None
 

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 
 from spmd import SizeError, all_gather, annotate, axis_size, defer, einsum, scope
 from spmd.errors import LayoutError
+from spmd.nn.dtypes import with_rank
 from spmd.nn.overlap import einsum_scatter, ring_columns
-from spmd.nn.rank import with_rank
 
 T = TypeVar("T")  # an array of weights, or a tree of them
 
-__all__ = ["column_linear", "gated_mlp", "mlp", "qkv_linear", "row_linear"]
 
 Axes = str | tuple[str, ...] | None
 

@@ -21,7 +21,6 @@ from spmd.nn.dtypes import wide
 
 T = TypeVar("T")  # an array of weights, or a tree of them
 
-__all__ = ["einsum_scatter", "gather_einsum", "ring_columns"]
 
 Axes = str | tuple[str, ...] | None
 

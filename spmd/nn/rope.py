@@ -10,10 +10,7 @@ import jax.numpy as jnp
 
 from spmd import LayoutError, SizeError
 from spmd.errors import did_you_mean
-from spmd.nn.dtypes import wide
-from spmd.nn.rank import with_rank
-
-__all__ = ["rotary_embedding", "rotary_frequencies"]
+from spmd.nn.dtypes import wide, with_rank
 
 SCALINGS = ("linear", "ntk", "llama3")
 

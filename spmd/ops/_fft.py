@@ -15,11 +15,9 @@ from spmd.comm._call import Call, To, open_call
 from spmd.comm.resharding import relayout
 from spmd.errors import LayoutError, not_one_of
 from spmd.modes import inner
-from spmd.ops._fft_job import job_of, renamed_dims
-from spmd.ops._fft_line import factors, in_two_factors, transformed
-from spmd.ops._fft_moves import JOINED, cut, joined, transposed
+from spmd.ops._fft_job import JOINED, cut, job_of, joined, renamed_dims, transposed
 from spmd.ops._fft_route import Job, Stage, route
-from spmd.ops._fft_walls import TYPES, Wall
+from spmd.ops._fft_walls import TYPES, Wall, factors, in_two_factors, transformed
 from spmd.ops._local import local
 
 Norm = Literal["backward", "ortho", "forward"]

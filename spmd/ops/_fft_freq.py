@@ -11,9 +11,8 @@ from spmd._leaves import not_int
 from spmd.comm._call import Call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom
-from spmd.ops._create import iota
 from spmd.ops._partial_sums import plain_dims
-from spmd.ops._sizes import one_dimension
+from spmd.ops._sizes import iota, one_dimension
 
 
 def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:

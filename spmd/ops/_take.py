@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from spmd import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
-from spmd.comm._local import rearranged
-from spmd.errors import LayoutError
-from spmd.ops._einsum import factors_that_agree
+from spmd.comm._marks import rearranged
+from spmd.errors import LayoutError, not_one_of
+from spmd.language import Atom, Layout
+from spmd.ops._einsum import factors_that_agree, marked_axes, owner_of_axes
 from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
 
 
@@ -155,3 +158,150 @@ def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str,
                     f"or gather the table",
                 )
     return {name: factor for name, factor in have.items() if name != rows.names[dim]}
+
+
+# --- `scatter_add`: rows are added where numbers say. The mirror of `take` --------------------------------------------
+
+
+_EXAMPLE = 'scatter_add(rows, ids, "n/dp d, n/dp -> [v/dp] d", v=1024)'
+Ids = Any  # integers, or a tuple of them
+
+
+@overload
+def scatter_add(
+    rows: Any, ids: Ids, pattern: str, /, *, outside: Literal["count"] = "count", **names: Any
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: Literal["drop"], **names: Any) -> jax.Array: ...
+def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count", **names: Any) -> Any:
+    """Add rows to a table by number: `scatter_add(x, ids, "n/a d, n/a -> [v/a] d", v=1024)`.
+
+    Row i is added at place `ids[i]` of the dimension in brackets, which counts in the whole table. The table begins
+    with zeros. Each device adds its own rows, and the right side says what becomes of the parts, as in `einsum`. If an
+    axis divides the rows, it is summed, or scattered onto the table or its features if it is their minor-most axis
+    there, or left in `{U:}`. If it divides only the table, each device adds the rows that belong to its own block.
+
+    Several dimensions may be in brackets, as those of a grid: `scatter_add(mass, (i, j), "n/a, n/a -> [x/a] [y]")`.
+
+    Communication: none if no axis divides the rows. Otherwise, for a partial table of S bytes, a psum_scatter
+    (S(n-1)/n bytes) or a psum (2S(n-1)/n); backward a psum_scatter costs an all-gather and a psum costs nothing. S does
+    not depend on the number of rows: a few rows for a large table are cheaper with `exchange`, to their devices. The
+    count is a psum of 4 bytes, if it is used. The gradient of rows that are equal by JAX's own type on an axis that
+    divides the table costs one psum.
+
+    Args:
+      rows: What is added, of numbers. It has the dimensions of the ids and those of the table that are not in brackets.
+      ids: Integers of any rank. If several dimensions are in brackets, a tuple with an array for each.
+      pattern: `"rows, ids -> table"`, with one dimension or more of the table in brackets.
+      outside: What becomes of rows whose number is not in the table. They are added nowhere. "count" also returns how
+        many they are. "drop" does not.
+      **names: Sizes or mesh axes of names in the pattern: the kernel's signature or a keyword says how large the
+        bracketed dimensions are.
+
+    Returns:
+      The table. With `outside="count"` also the number of ids that are not in the table: a scalar, equal on all
+      devices.
+
+    Raises:
+      CommunicationError: If a dimension has two placements, or the right side asks for a gather, a slice or a relayout.
+      LayoutError: On a malformed pattern, numbers that are not integers, rows of booleans, or an unknown `outside`.
+      SizeError: If the size of a dimension in brackets is not known.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> @spmd.kernel("n/a, n/a -> v/a, scalar", mesh=mesh, v=4)
+      ... def histogram(weight, ids):
+      ...     return spmd.scatter_add(weight, ids, "n/a, n/a -> [v/a]")
+      >>> table, outside = histogram(jnp.ones(8), jnp.array([3, 0, 1, 3, 3, 9, 1, 0]))
+      >>> print(table, outside)
+      [2. 2. 0. 3.] 1
+    """
+    every = ids if isinstance(ids, tuple) else (ids,)
+    also = {"outside": "drop"} if outside == "drop" else None
+    shown, given = ("rows", "ids"), (rows, *every[:1])
+    call = open_call("scatter_add", pattern, names, arrays=given, inputs=2, example=_EXAMPLE, also=also, shown=shown)
+    if outside not in ("count", "drop"):
+        call.fail(not_one_of("outside", outside, ("count", "drop")), error=LayoutError)
+    for layout in (*call.pattern.inputs, *call.pattern.outputs):
+        plain_dims(call, layout)
+    added = call.operand(rows, 0, name="rows")
+    numbers = [call.operand(one, 1, name="ids") for one in every]
+    have = factors_that_agree(call, [added, numbers[0]])
+    owners = owner_of_axes(call, have, call.pattern.outputs[0].names)
+    keys = _keys(call, owners, added, numbers)
+    rest = [name for name in added.names if name not in numbers[0].names]
+    known = {name: have[name] for name in rest} | {key.name: key for key in keys}
+    right = right_names(call, call.pattern.outputs[0], known)
+    if missing := [name for name in known if name not in right]:
+        gone = have[missing[0]]
+        rule = f"the table has the dimensions of the rows that the ids lack, and {gone.name} is on the left only."
+        call.fail(rule, at=gone.span, error=LayoutError)
+    summed = {axis: f"{placed(f.name, f.axes)} is added up" for f in numbers[0].factors for axis in f.axes}
+    landing = land(call, known, marked_axes(call, [added], owners) | summed, right)
+    with call.scope():
+        table, lost = _table(call, added, numbers, keys, rest)
+        table = finish(rearranged(table, [[name] for name in known], [[name] for name in right]), landing)
+        lost = _lax.psum(lost, call.frame.in_mesh_order(summed)) if call.frame.explicit else lost
+    table = call.result(table, call.pattern.outputs[0].without_brackets())
+    return (table, call.result(lost, Layout("scalar"))) if outside == "count" else table
+
+
+def _keys(call: Call, owners: dict[str, Factor], added: Operand, numbers: list[Operand]) -> tuple[Factor, ...]:
+    """The dimensions of the table that the ids count, as large as the table is before its parts are summed: divided by
+    the axes in front that divide no rows."""
+    dst, first = call.pattern.outputs[0], numbers[0]
+    marked = [dim for dim in dst.dims if dim.bracket]
+    if len(marked) != len(numbers) or any(len(dim.atoms) != 1 for dim in marked):
+        rule = "scatter_add has an array of ids for each dimension of the table in brackets, which has one name."
+        count = lambda n, what: f"{n} {what}{'s' * (n != 1)}"
+        got = [count(len(numbers), "array") + " of ids", count(len(marked), "dimension") + " in brackets"]
+        call.fail(rule, got=got, advice=f"as in {_EXAMPLE}", error=LayoutError)
+    if fault := next((one.x.dtype for one in numbers if not jnp.issubdtype(one.x.dtype, jnp.integer)), None):
+        call.fail(f"ids are integers, not {fault}.", error=LayoutError)
+    if added.x.dtype == jnp.bool_:
+        call.fail("scatter_add adds numbers, and the rows are booleans.", error=LayoutError)
+    if first.layout.unreduced:
+        call.fail("ids are complete: a partial sum of numbers points to no row.", error=LayoutError)
+    if alone := [factor for factor in first.factors if factor.name not in added.names]:
+        rule = f"each row has its number, and {alone[0].name} is in the ids only."
+        call.fail(rule, at=alone[0].span, error=LayoutError)
+    atoms = [dim.atoms[0] for dim in marked]
+    if both := [atom for atom in atoms if atom.name in (*added.names, *first.names)]:
+        rule = f"{both[0].name} is in brackets, and it is on the left too: scatter_add has no batch dimensions."
+        call.fail(rule, at=both[0].span, advice="jax.vmap over it", error=LayoutError)
+    taken = {*owners, *added.layout.unreduced}
+    return tuple(_key(call, atom, taken) for atom in atoms)
+
+
+def _key(call: Call, atom: Atom, taken: set[str]) -> Factor:
+    size = call.factor(atom).size
+    axes: tuple[str, ...] = ()
+    for axis in atom.axes or ():
+        if axis in taken:
+            break
+        axes = (*axes, axis)
+    return Factor(atom.name, axes, call.local(size, axes, atom.name, atom.span), size, True, atom.span)
+
+
+def _table(call: Call, rows: Operand, numbers: list[Operand], keys: tuple[Factor, ...], rest: list[str]) -> Any:
+    """This device's rows in a table of `rest` and `keys`, and how many of its ids are outside."""
+    names = [*numbers[0].names, *rest]
+    x = jnp.transpose(rows.x, [rows.names.index(name) for name in names])
+    places, mine, inside = [], jnp.bool_(True), jnp.bool_(True)
+    for number, key in zip(numbers, keys, strict=True):
+        ids = _lax.at_least_int32(number.x)
+        here, own = nearby(call, ids, key)
+        places.append(here)
+        mine &= own
+        inside &= (ids >= 0) & (ids < key.size)
+    shape, more = [key.local for key in keys], x.shape[numbers[0].x.ndim :]
+    size = math.prod(shape)
+    if size < jnp.iinfo(jnp.int32).max:  # one number for each place: XLA adds by several in up to six times the time
+        places = [jnp.where(mine, place, 0).astype(jnp.int32) for place in places]
+        places = [functools.reduce(lambda at, one: at * one[0] + one[1], zip(shape, places, strict=True), 0)]
+    beyond = [size] if len(places) == 1 else shape
+    at = tuple(jnp.where(mine, place, end) for place, end in zip(places, beyond, strict=True))  # no row is added there
+    table = jnp.zeros([*beyond, *more], x.dtype).at[at].add(x, mode="drop").reshape(*shape, *more)
+    order = [*range(len(keys), table.ndim), *range(len(keys))]
+    return jnp.transpose(table, order), jnp.sum(~inside, dtype=jnp.int32)

@@ -7,12 +7,11 @@ from spmd.parallel.experts import MoEReport, Routing, balance_bias, moe, router
 from spmd.parallel.fully_sharded import fsdp, scan_layers
 from spmd.parallel.layouts import FSDPLayouts, ZeroLayouts, fsdp_layouts, mapped_layouts, state_layouts
 from spmd.parallel.microbatches import accumulate
-from spmd.parallel.optimizer import ClipByGlobalNorm, clip_by_global_norm, global_norm
 from spmd.parallel.pipeline_training import pipeline_loss
 from spmd.parallel.pipelining import pipeline
 from spmd.parallel.schedule import PipelineSchedule, pipeline_schedule
 from spmd.parallel.sequence import place_sequence, restore_sequence, sequence_order, sequence_positions
-from spmd.parallel.weights import gather, reduce_gradients
+from spmd.parallel.weights import ClipByGlobalNorm, clip_by_global_norm, gather, global_norm, reduce_gradients
 
 __all__ = [
     "ClipByGlobalNorm",

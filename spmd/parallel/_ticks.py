@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.parallel._timetable import Step, Work, before
-from spmd.parallel.schedule import PipelineSchedule
+from spmd.parallel.schedule import PipelineSchedule, Step, Work, before
 
 # What a device does: a backward step of the weights is alone where the backward step is cut in two. The step with the
 # loss is the last stage's backward step, or its forward step where the backward step is cut.

@@ -11,11 +11,9 @@ from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rear
 from spmd.comm._marks import ordered
 from spmd.language import axes_tuple
 from spmd.nn import dot_product_attention
-from spmd.nn.masks import check_heads, check_positive
+from spmd.nn.attention import check_heads, check_positive
 from spmd.parallel._ring import Ring, attend_in_ring
 from spmd.parallel.sequence import Placement, check_placement
-
-__all__ = ["ring_attention", "ulysses_attention"]
 
 Axes = str | tuple[str, ...] | None
 

@@ -37,10 +37,7 @@ from spmd._leaves import not_int
 from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
 from spmd.language import axes_tuple
 from spmd.nn.dtypes import wide
-from spmd.parallel._dropless import exchange_of, without_capacity
-from spmd.parallel._rows import Moves, collected, dispatched
-
-__all__ = ["MoEReport", "Routing", "balance_bias", "moe", "router"]
+from spmd.parallel._dropless import Moves, collected, dispatched, exchange_of, without_capacity
 
 Axes = str | tuple[str, ...] | None
 

@@ -13,15 +13,22 @@ from jax import lax
 
 import spmd
 from spmd.errors import LayoutError, SizeError, not_one_of
-from spmd.parallel._parameter_moves import Axes, Move, is_array, moves, paths
-from spmd.parallel._rematerialize import SAVE, Layer, differentiable, without_integers
+from spmd.parallel._rematerialize import (
+    SAVE,
+    Axes,
+    Layer,
+    Move,
+    differentiable,
+    is_array,
+    moves,
+    paths,
+    without_integers,
+)
 from spmd.parallel.weights import gather_leaf, scatter_leaf, sum_leaf
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-__all__ = ["fsdp", "scan_layers"]
 
 
 @dataclass(frozen=True, eq=False)

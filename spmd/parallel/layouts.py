@@ -15,9 +15,7 @@ from spmd._table import Table, shown_width
 from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_product, check_axes, mesh_text
 from spmd.mesh import sizes_for
-from spmd.parallel._parameter_moves import Axes, axes_by_dim, checked_axes, is_array, layout_leaves, paths, text_of
-
-__all__ = ["FSDPLayouts", "ZeroLayouts", "fsdp_layouts", "mapped_layouts", "state_layouts"]
+from spmd.parallel._rematerialize import Axes, axes_by_dim, checked_axes, is_array, layout_leaves, paths, text_of
 
 
 class ZeroLayouts(NamedTuple):

@@ -11,12 +11,10 @@ from jax import lax
 
 import spmd
 from spmd.errors import LayoutError, ReplicationError, SizeError
-from spmd.parallel._parameter_moves import Axes, checked_axes, is_array, moves
+from spmd.parallel._rematerialize import Axes, checked_axes, is_array, moves
 from spmd.parallel.weights import gather_leaf, reduce_leaf
 
 T = TypeVar("T")
-
-__all__ = ["accumulate"]
 
 
 def accumulate(

@@ -14,8 +14,8 @@ import spmd
 from spmd import LayoutError, ReplicationError, SizeError, _compat, axis_size, iota, repeat, scope, typeof
 from spmd._leaves import not_int
 from spmd.modes import current_frame
-from spmd.parallel._parameter_moves import checked_axes
-from spmd.parallel._split_stage import SplitStage
+from spmd.parallel._cut import SplitStage
+from spmd.parallel._rematerialize import checked_axes
 from spmd.parallel._ticks import Ticks
 from spmd.parallel.pipelining import (
     Axes,
@@ -29,8 +29,6 @@ from spmd.parallel.pipelining import (
     without_keys,
 )
 from spmd.parallel.schedule import Order, PipelineSchedule, check_order
-
-__all__ = ["pipeline_loss"]
 
 _CALL = "pipeline_loss(stage, loss, params, head, x, targets, ...)"
 

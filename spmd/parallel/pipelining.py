@@ -15,10 +15,8 @@ from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat,
 from spmd._leaves import is_array, is_key, not_int
 from spmd.errors import Fix, ReplicationError, not_one_of
 from spmd.modes import current_frame
-from spmd.parallel._parameter_moves import paths
+from spmd.parallel._rematerialize import paths
 from spmd.parallel.schedule import PipelineSchedule
-
-__all__ = ["pipeline"]
 
 Axes = str | tuple[str, ...] | None
 Tree = Any

@@ -12,8 +12,6 @@ from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, 
 from spmd.comm._marks import ordered
 from spmd.errors import not_one_of
 
-__all__ = ["PLACEMENTS", "place_sequence", "restore_sequence", "sequence_order", "sequence_positions"]
-
 Placement = Literal["contiguous", "zigzag", "striped"]
 PLACEMENTS = get_args(Placement)
 

@@ -1,4 +1,4 @@
-"""What a search found: its rows as a table and a picture, and why a mesh is not the best."""
+"""What a search found: its rows as a table, and why a mesh is not the best."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from spmd._table import Line, Table, html_page, plain, rich_lines, shown_width, 
 from spmd._table import Row as Texts
 from spmd._units import bytes_text, seconds_text
 from spmd.accelerators import Hardware
-from spmd.drawing import Picture
 from spmd.errors import MeshError
 from spmd.searcher._rows import HEAD, Row, cells, marked, name_of
-from spmd.searcher._scatter import Scatter
 
 _KINDS = {
     "where": "left out by where=",
@@ -137,10 +135,6 @@ class Search:
                 return f"{name} was not traced: it takes at least {bound}, and the best takes {best}."
         advice = f"axes {', '.join(self.axes)} with the product {self.devices:,}"
         raise MeshError(f"the search did not consider {name}.", call=f"why({dict(mesh)!r})", advice=advice)
-
-    def plot(self) -> Picture:
-        """The rows as points: seconds to the right, memory upwards. The best and those marked are named."""
-        return Picture(Scatter(self._heading(), self.rows))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

@@ -10,8 +10,7 @@ from spmd._units import bytes_text, seconds_text
 from spmd.accelerators import Hardware
 from spmd.inspect import Explanation, Memory, Time
 from spmd.inspect._roofline import estimate, priced
-from spmd.searcher._bounds import Bound, compute_seconds
-from spmd.searcher._meshes import Sizes, laid
+from spmd.searcher._meshes import Bound, Sizes, compute_seconds, laid
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from spmd._units import bytes_text
 from spmd.accelerators import Hardware
 from spmd.accelerators import hardware as _hardware
 from spmd.errors import Impossible, MeshError, SizeError, SpmdError
-from spmd.inspect._explain import explain
+from spmd.inspect._explanation import explain
 from spmd.mesh import make_mesh
-from spmd.searcher._bounds import Bound, bytes_at_rest, undivided
-from spmd.searcher._meshes import Sizes, factorisations
+from spmd.searcher._meshes import Bound, Sizes, bytes_at_rest, factorisations, undivided
 from spmd.searcher._result import Found, Search, Untraced, key_of
 from spmd.searcher._rows import Row, name_of, row_of
 
@@ -75,7 +74,7 @@ def search(
       progress: Called with how many candidates are done and how many there are.
 
     Returns:
-      A `spmd.searcher.Search`: `.best`, `.rows`, `.why(mesh)`, `.plot()`.
+      A `spmd.searcher.Search`: `.best`, `.rows`, `.why(mesh)`.
 
     Raises:
       MeshError: If no mesh is left, or an axis is named twice.

@@ -9,8 +9,7 @@ from spmd._leaves import kind_of, not_int
 from spmd._table import Table
 from spmd._units import bytes_text
 from spmd.errors import MeshError, SpmdError, did_you_mean, not_one_of
-from spmd.inspect._explain import explain
-from spmd.inspect._explanation import Explanation
+from spmd.inspect._explanation import Explanation, explain
 from spmd.inspect._match import Communication
 from spmd.language import check_axes
 from spmd.testing._mismatch import Mismatch

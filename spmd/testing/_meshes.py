@@ -173,7 +173,7 @@ class _Run:
       moved: How much each array moves where the arguments are rounded; on a mesh of ones.
     """
 
-    mesh: Mesh
+    mesh: Any
     arrays: dict[str, Any]
     dtype: str
     moved: dict[Any, float]
@@ -191,7 +191,7 @@ class _Program:
       seed: Draws the values.
     """
 
-    def __init__(self, kernel: Any, made: Any, mesh: Mesh, given: tuple[Any, Any], grad: bool, seed: int) -> None:
+    def __init__(self, kernel: Any, made: Any, mesh: Any, given: tuple[Any, Any], grad: bool, seed: int) -> None:
         self.kernel, self.grad, self.mesh = kernel, grad, mesh
         self.name = getattr(made, "__name__", type(made).__name__)
         self.builds = not isinstance(kernel, Kernel)
@@ -485,7 +485,7 @@ def _scale(*arrays: np.ndarray) -> float:
 
 
 def _text(
-    program: _Program, base: Mesh, found: Mapping[Mesh, list[Difference]], sizes: Mapping[str, tuple[int, int]]
+    program: _Program, base: Any, found: Mapping[Any, list[Difference]], sizes: Mapping[str, tuple[int, int]]
 ) -> Iterator[str]:
     at = {(one.path, mesh): one for mesh, ones in found.items() for one in ones}
     paths = sorted(dict.fromkeys(path for path, _ in at), key=lambda path: path[0].key != "result")

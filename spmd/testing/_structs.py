@@ -13,7 +13,7 @@ import numpy as np
 from spmd.checker._shrinking import distinct, halved, resized_array
 from spmd.errors import SizeError
 from spmd.kernels._kernel import Kernel
-from spmd.kernels._resizing import blocks_of, read_sizes
+from spmd.kernels._trial import blocks_of, read_sizes
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _NUMBERS = 2**26  # numbers that are drawn

@@ -8,14 +8,14 @@ import time
 import pytest
 from etils import epath
 
-from spmd.cluster import _lease
-from spmd.cluster._lease import Lease
+from spmd.cluster import _checkpoints
+from spmd.cluster._checkpoints import Lease
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(_lease, "BEAT", 1.1)  # files tell whole seconds
-    monkeypatch.setattr(_lease, "PATIENCE", 2.3)
+    monkeypatch.setattr(_checkpoints, "BEAT", 1.1)  # files tell whole seconds
+    monkeypatch.setattr(_checkpoints, "PATIENCE", 2.3)
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def elsewhere(monkeypatch):
     """Makes what follows another program, on another host."""
 
     def move(name="b"):
-        monkeypatch.setattr(_lease, "_ME", name)
-        monkeypatch.setattr(_lease, "_system", lambda: name)
+        monkeypatch.setattr(_checkpoints, "_ME", name)
+        monkeypatch.setattr(_checkpoints, "_system", lambda: name)
 
     return move
 
@@ -49,7 +49,7 @@ def test_who_lives_is_named_and_who_is_silent_is_not_waited_for(tmp_path, elsewh
     first, second = Lease(epath.Path(tmp_path)), Lease(epath.Path(tmp_path))
     assert first.take() == ""
     content = (tmp_path / "lease.json").read_text()
-    mine = _lease._ME
+    mine = _checkpoints._ME
     elsewhere()
     assert json.loads(content)["holder"] == mine
     # the thread of the first one is in this process, so its words are written by hand
@@ -68,12 +68,12 @@ def test_a_word_while_one_waits(tmp_path, monkeypatch):
         slept(1.1)
         written(tmp_path)
 
-    monkeypatch.setattr(_lease.time, "sleep", meanwhile)
+    monkeypatch.setattr(_checkpoints.time, "sleep", meanwhile)
     assert Lease(epath.Path(tmp_path)).take() == "process 1 on there"
 
 
 def test_of_two_that_take_it_in_one_moment_the_last_word_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_lease.time, "sleep", lambda seconds: written(tmp_path))
+    monkeypatch.setattr(_checkpoints.time, "sleep", lambda seconds: written(tmp_path))
     lease = Lease(epath.Path(tmp_path))
     assert lease.take() == "process 1 on there" and not lease.held
 
@@ -89,10 +89,10 @@ def test_who_was_looked_at_before_is_not_waited_for_again(tmp_path):
 
 
 def test_a_program_that_ended_on_this_system_is_not_waited_for(tmp_path):
-    if _lease._system():
-        written(tmp_path, system=_lease._system(), process="999999999")
+    if _checkpoints._system():
+        written(tmp_path, system=_checkpoints._system(), process="999999999")
         assert Lease(epath.Path(tmp_path)).holder() is None
-        written(tmp_path, system=_lease._system(), process="1")
+        written(tmp_path, system=_checkpoints._system(), process="1")
         assert Lease(epath.Path(tmp_path)).holder() is not None
 
 

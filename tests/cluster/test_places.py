@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.cluster._places import in_a_bucket
+from spmd.cluster._fields import in_a_bucket
 from spmd.errors import SpmdError
 
 

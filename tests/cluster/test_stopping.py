@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from spmd.cluster import _stopping, stopping
+from spmd.cluster import _start, stopping
 from spmd.errors import SpmdError
 from tests.cluster.harness import alone, exhaustive, joined
 from tests.sampler import share
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 @pytest.fixture(autouse=True)
 def _as_at_the_start(monkeypatch):
     before = [signal.getsignal(number) for number in SIGNALS]
-    monkeypatch.setattr(_stopping, "asked", _stopping._Asked())
+    monkeypatch.setattr(_start, "asked", _start._Asked())
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
         signal.signal(number, handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmd.comm._local import rearranged
+from spmd.comm._marks import rearranged
 
 X = np.arange(24).reshape(2, 3, 4)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from spmd.drawing._grid import Cell, Grid
+from spmd.drawing._picture import Cell, Grid
 
 
 def numbered(rows: int, columns: int) -> Grid:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
-from spmd.drawing._svg import EDGES, FILLS, WIDTH, Box, below, beside, card, element, flow, paragraph, text
+from spmd.drawing._picture import EDGES, FILLS, WIDTH, Box, below, beside, card, element, flow, paragraph, text
 
 
 def test_attributes_and_text_are_escaped():

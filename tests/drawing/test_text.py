@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spmd._table import plain
-from spmd.drawing._grid import Cell, Grid
-from spmd.drawing._text import grid_lines, heading, sentences
+from spmd.drawing._picture import Cell, Grid, grid_lines, heading, sentences
 
 GRID = Grid(
     rows=("0:2", "2:4"),

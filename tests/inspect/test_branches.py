@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import parallel
-from spmd.inspect._branches import Turns, Work, price, turns_of
+from spmd.inspect._records import Turns, Work, price, turns_of
 
 D, B = 64, 32
 ONE = 2 * B * D * D  # the FLOPs of one product
@@ -173,7 +173,7 @@ def test_turns_of_what_is_not_known():
 
 def test_a_price_has_the_dearest_of_those_that_run_together():
     """Two rounds: in one a device runs branch 1, in the other all run branch 0."""
-    from spmd.inspect._branches import Switch
+    from spmd.inspect._records import Switch
 
     parts = Work(matmul_flops={"float32": ONE}), Work(matmul_flops={"float32": 3 * ONE}, collectives={0: 2})
     turns = Turns((((0, 1), 0.5), ((0,), 0.5)), (0.75, 0.25), (1.0, 0.5))

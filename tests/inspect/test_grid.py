@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.inspect._blocks import of_layout
-from spmd.inspect._grid import block_grids, device_runs, facts, is_summary, mesh_grid, tints
+from spmd.inspect._blocks import block_grids, device_runs, facts, is_summary, mesh_grid, of_layout, tints
 from spmd.language import Layout
 from tests.inspect.drawings import expected_index
 from tests.sampler import Sampler, seeds

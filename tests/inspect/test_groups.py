@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd.errors import SpmdError
-from spmd.inspect._groups import axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
+from spmd.inspect._collectives import axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
 
 
 def sets(groups):

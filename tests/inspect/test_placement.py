@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.inspect._placement import (
+from spmd.inspect._program import (
     ANYWHERE,
     ONE_DEVICE,
     local_count,

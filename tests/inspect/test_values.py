@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from spmd.inspect._placement import ANYWHERE
+from spmd.inspect._program import ANYWHERE
 from spmd.inspect._values import Buffer, Value, chained, ending_bytes, sliced, stacked, through
 
 X = jnp.ones((4, 6))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd.checker._shrinking import distinct, resized_array
-from spmd.kernels._resizing import blocks_of, read_sizes
+from spmd.kernels._trial import blocks_of, read_sizes
 
 X = jnp.ones((64, 32, 24))
 

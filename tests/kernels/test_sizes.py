@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spmd.errors import LayoutError, SizeError
-from spmd.kernels._sizes import bind_sizes
+from spmd.kernels._signature import bind_sizes
 from spmd.language import Layout, Size
 
 MESH = {"dp": 2, "tp": 4}

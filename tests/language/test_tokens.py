@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spmd.errors import LayoutError
-from spmd.language._tokens import fixed, tokenize
+from spmd.language._syntax import fixed, tokenize
 
 
 def test_tokens_know_where_they_stand():

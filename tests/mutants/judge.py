@@ -13,7 +13,7 @@ import numpy as np
 
 import spmd
 from spmd.errors import SpmdError
-from spmd.kernels import _copies, _inside, _plan
+from spmd.kernels import _boundary, _copies, _plan
 from tests.mutants.programs import Program
 from tests.mutants.sites import Mutant, changed, mutants_of
 
@@ -83,7 +83,7 @@ def unchecked() -> Iterator[None]:
     nothing = lambda *_, **__: None
     with (
         mock.patch.object(_plan, "check_jaxpr", nothing),
-        mock.patch.object(_inside, "check_body", nothing),
+        mock.patch.object(_boundary, "check_body", nothing),
         mock.patch.object(_copies, "check_jaxpr", nothing),
         mock.patch.object(_copies._Results, "error", lambda *_: Refused("a result varies where its layout says equal")),
     ):

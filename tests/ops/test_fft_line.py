@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.ops._fft_line import factors, in_two_factors, transformed
+from spmd.ops._fft_walls import factors, in_two_factors, transformed
 from tests.ops.harness import counts, run
 
 

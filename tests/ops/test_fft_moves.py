@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spmd._walker import equations
-from spmd.ops._fft_moves import JOINED, cut, joined, transposed
+from spmd.ops._fft_job import JOINED, cut, joined, transposed
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
 MANY = np.random.default_rng(1).normal(size=(JOINED + 1, 2, 3)).astype(np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.ops._ragged import without_gaps
+from spmd.ops._exchange import without_gaps
 from tests.ops.harness import frame, make_mesh, ragged_all_to_all
 from tests.ops.test_exchange import kernel_of, sample
 from tests.sampler import seeds

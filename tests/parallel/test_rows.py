@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.parallel._rows import grouped
+from spmd.parallel._dropless import grouped
 from tests.ops.harness import pulled
 from tests.sampler import share
 

@@ -10,7 +10,7 @@ from jax import lax
 
 import spmd
 from spmd._walker import equations
-from spmd.parallel._split_stage import SplitStage
+from spmd.parallel._cut import SplitStage
 
 
 def normal(seed, *shape):

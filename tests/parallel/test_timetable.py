@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from spmd import parallel
-from spmd.parallel import _timetable
+from spmd.parallel import schedule as _timetable
 
 SIZES = [(p, m, v) for p, m, v in itertools.product((1, 2, 3, 4), (1, 2, 5, 6, 8), (1, 2, 3)) if v == 1 or m % p == 0]
 

@@ -43,7 +43,7 @@ def test_scores_of_attention_exclude_no_mesh_that_a_kernel_of_it_fits():
 
 def test_two_searches_are_the_same(every):
     again = spmd.search(mlp, devices=8, axes=AXES, hardware="h100")
-    assert str(again) == str(every) and again.to_dict() == every.to_dict() and again.plot().svg == every.plot().svg
+    assert str(again) == str(every) and again.to_dict() == every.to_dict()
 
 
 def test_bounds_change_how_much_is_traced_and_not_what_is_found():

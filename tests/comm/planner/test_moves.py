@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spmd.comm.planner._moves import moves
-from spmd.comm.planner._problem import Problem, State
+from spmd.comm.planner._moves import Problem, State, moves
 from tests.comm.planner.test_problem import held, placements
 from tests.conftest import case_count
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spmd.comm.planner._problem import Problem, State, cuts, ordered
+from spmd.comm.planner._moves import Problem, State, cuts, ordered
 from tests.conftest import case_count
 
 

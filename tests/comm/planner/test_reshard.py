@@ -249,13 +249,13 @@ def test_shard_moves_a_placed_array_by_the_plan(mesh) -> None:
 
 
 def test_shard_compiles_once() -> None:
-    from spmd.comm.planner import _reshard
+    from spmd.comm.planner import _run
 
     placed = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), sharding("a/x b/y", CUBE))
     spmd.shard(placed, "a/y b/x")
-    before = _reshard.program.cache_info().misses
+    before = _run.program.cache_info().misses
     out = spmd.shard(placed, "a/y b/x")
-    assert _reshard.program.cache_info().misses == before
+    assert _run.program.cache_info().misses == before
     assert spmd.shard(out, "a/y b/x") is out or spmd.shard(out, "a/y b/x").sharding == out.sharding
 
 

@@ -8,9 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from spmd.comm.planner._moves import moves
-from spmd.comm.planner._problem import Problem, State
-from spmd.comm.planner._search import search
+from spmd.comm.planner._moves import Problem, State, moves
+from spmd.comm.planner._route import search
 from tests.comm.planner.test_problem import placements
 from tests.conftest import case_count
 

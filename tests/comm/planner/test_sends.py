@@ -9,8 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from spmd.comm.planner._problem import Problem, State
-from spmd.comm.planner._sends import MOST_ROUNDS, permutation, rounds_between, schedule
+from spmd.comm.planner._moves import MOST_ROUNDS, Problem, State, permutation, rounds_between, schedule
 from tests.comm.test_resharding import placements
 
 MESHES = [(2, 2, 2), (4, 2), (2, 3), (3, 4), (6, 4), (2, 3, 4)]
