@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Any
 from spmd._rooms import dir_of, no_such_name
 
 if TYPE_CHECKING:
-    from spmd import cluster, fft, haliax, inspect, linalg, nn, parallel, random, searcher, stencil, testing
+    from spmd import (
+        cluster,
+        fft,
+        haliax,
+        inspect,
+        linalg,
+        nn,
+        parallel,
+        propagation,
+        random,
+        searcher,
+        stencil,
+        testing,
+    )
     from spmd._topologies import topology_devices
     from spmd._trees import layouts
     from spmd.accelerators import Hardware, Link, hardware
@@ -90,6 +103,7 @@ if TYPE_CHECKING:
         zeros,
     )
     from spmd.placement import from_function, from_process_local, init, shard
+    from spmd.propagation import propagate
     from spmd.searcher._search import search
 
 __version__ = "0.1.0"
@@ -165,6 +179,8 @@ __all__ = [
     "per_shard",
     "plan",
     "ppermute",
+    "propagate",
+    "propagation",
     "psum",
     "psum_scatter",
     "random",
@@ -200,7 +216,7 @@ __all__ = [
 _ROOMS = (
     *("errors", "language", "drawing", "accelerators", "mesh", "modes"),
     *("comm", "ops", "placement", "kernels", "checker", "fft", "linalg", "random", "stencil"),
-    *("nn", "parallel", "inspect", "cluster", "haliax", "searcher", "testing"),
+    *("nn", "parallel", "inspect", "propagation", "cluster", "haliax", "searcher", "testing"),
 )
 _HOMES = {
     "explain": "inspect._explanation",

@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   python -m spmd show "b/dp (h k)/tp" --mesh dp=2,tp=4 --size b=8,h=4,k=16 --svg layout.svg
   python -m spmd explain mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --hardware h100
   python -m spmd check mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --source
+  python -m spmd check loss.py:loss --layouts "b/dp d, d f/tp" --mesh dp=2,tp=4 --size b=4,d=32,f=64 --source
   python -m spmd search step.py:build --devices 512 --axes dp,tp --hardware h100 --top 3
   python -m spmd info
   python -m spmd rules
@@ -109,7 +110,8 @@ def _add_programs(commands: Any) -> None:
         "what a program sends",
         "What a program sends, from which line, over which axes. It is traced, not run. PROGRAM is\n"
         "FILE:KERNEL, with the sizes of the names in its layouts, or FILE:build, where build(mesh) returns a\n"
-        "function and its arguments.",
+        "function and its arguments, or FILE:FUNCTION with --layouts for its arguments. A program without kernels is\n"
+        "divided by the compiler: then its plan is shown.",
     )
     explain.add_argument("--hardware", metavar="NAME", help="a profile, such as h100 or tpu-v5p: adds times")
     explain.add_argument("--compile", action="store_true", help="compile it too, for virtual CPU devices")
@@ -122,7 +124,8 @@ def _add_programs(commands: Any) -> None:
         "check",
         "where a program does not mean what its layouts say",
         "The findings of the checker for a whole program. It is traced, not run. PROGRAM as in explain.\n"
-        "Exits with 1 if there are findings; with --strict, with 3 if numbers could not be compared.",
+        "Of a program without kernels, the compiler's plan. Exits with 1 if there are findings; with --strict, with\n"
+        "3 if numbers could not be compared.",
     )
     check.add_argument("--source", action="store_true", help="print the program with the layout of each line")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -130,6 +133,9 @@ def _add_programs(commands: Any) -> None:
     for parser in (explain, check):
         parser.add_argument("program", metavar="PROGRAM", help="a file and a name in it: train.py:step")
         _add_mesh_and_sizes(parser, needed=False)
+        parser.add_argument(
+            "--layouts", metavar="LAYOUTS", help='of the arguments of a plain function: "b/dp d, d f/tp"'
+        )
         parser.add_argument(
             "--dtype", action="append", default=[], help="of arguments: float32 (default), ids=i32, ..."
         )

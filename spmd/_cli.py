@@ -33,6 +33,7 @@ from spmd.inspect._explanation import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern
 from spmd.mesh import crossing, make_mesh, use_cpu_devices
+from spmd.propagation import Propagation, propagate
 from spmd.searcher._search import search
 
 _SHORT = re.compile(r"(bf|f|i|s|u)(\d+)")
@@ -154,7 +155,7 @@ def run_explain(options: Any) -> int:
         _check_choice("--hardware", options.hardware, PRESETS)
     compiles = options.compile or options.target
     with shown_if_slow(f"{'compiling' if compiles else 'reading'} {options.program}"):
-        found = explain(fn, *args, hardware=options.hardware)
+        found = explain(fn, *args, hardware=options.hardware, layouts=options.layouts)
     _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
     return 0
 
@@ -186,13 +187,23 @@ def run_check(options: Any) -> int:
     fn, args = _program(options)
     with shown_if_slow(f"checking {options.program}"):
         found = check(fn, *args)
-    source = {"source": str(found.source())} if options.source else {}
+    plan = _planned(fn, args, options.layouts) if not found and not found.verdict.kind else None
+    source = {"source": str((found if plan is None else plan).source())} if options.source else {}
     if options.json:
-        _print(json.dumps(found.to_dict() | source, indent=2))
+        planned = {} if plan is None else {"plan": plan.to_dict()}
+        _print(json.dumps(found.to_dict() | source | planned, indent=2))
     else:
-        _print("\n\n".join([*source.values(), str(found)]))
+        _print("\n\n".join([*source.values(), str(found), *([] if plan is None else [str(plan)])]))
     untested = options.strict and found.verdict.kind not in ("proved", "tested")
     return 1 if found else 3 if untested else 0
+
+
+def _planned(fn: Any, args: Sequence[Any], layouts: str | None) -> Propagation | None:
+    """The compiler's plan of a program without kernels; None of one without a mesh, which nobody divides."""
+    try:
+        return propagate(fn, *args, layouts=layouts)
+    except MeshError:
+        return None
 
 
 def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -213,7 +224,7 @@ def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
         name, _, text = word.rpartition("=")
         dtypes[name] = _dtype(text)
     with shown_if_slow(f"loading {options.program}"):
-        return program(options.program, mesh, sizes, dtypes)
+        return program(options.program, mesh, sizes, dtypes, options.layouts)
 
 
 def run_launch(options: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +21,7 @@ _BUILD = "FILE:build with def build(mesh): return fn, args"
 
 
 def program(
-    target: str, mesh: Any, sizes: Mapping[str, int], dtypes: Mapping[str, str]
+    target: str, mesh: Any, sizes: Mapping[str, int], dtypes: Mapping[str, str], layouts: str | None = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function and its arguments, from the name of a kernel or of a function `build`.
 
@@ -30,6 +31,7 @@ def program(
       mesh: The mesh; None for the kernel's own.
       sizes: The sizes of the names in the kernel's layouts.
       dtypes: The dtype of each argument by its name; "" for all others.
+      layouts: The layouts of the arguments of a plain function of arrays, which what has the name is then.
 
     Returns:
       The function, and its arguments as `explain` and `check` take them.
@@ -40,6 +42,8 @@ def program(
       LayoutError: If an argument of the kernel is a tree, or not an array.
     """
     found = _loaded(target)
+    if layouts is not None:
+        return found, _plain_arguments(found, layouts, mesh, sizes, dtypes)
     if isinstance(found, Kernel):
         return (found if mesh is None else found.on(mesh)), _arguments(found, sizes, dtypes)
     if mesh is None:
@@ -114,18 +118,45 @@ def _arguments(kernel: Kernel, sizes: Mapping[str, int], dtypes: Mapping[str, st
     if unknown:
         rule = f"{signature.name} has no argument {unknown[0]}{did_you_mean(unknown[0], layouts) or '.'}"
         raise SpmdError(rule, call=f"--dtype {unknown[0]}={dtypes[unknown[0]]}")
+    known = _known_sizes("kernel", signature.text, layouts, {**dict(signature.sizes), **sizes}, sizes)
+    common = dtypes.get("", "float32")
+    return tuple(jax.ShapeDtypeStruct(_shape(one, known), dtypes.get(name, common)) for name, one in layouts.items())
+
+
+def _plain_arguments(
+    fn: Any, text: str, mesh: Any, sizes: Mapping[str, int], dtypes: Mapping[str, str]
+) -> tuple[Any, ...]:
+    """One array without values for each layout, placed on the mesh. A dtype goes to the parameter of its name."""
+    if mesh is None:
+        raise SpmdError("--layouts place arguments on a mesh, and no mesh is given.", call=text, advice="--mesh dp=2")
+    names = list(inspect.signature(fn).parameters)
+    parts = [Layout(one.strip(), call=f'--layouts "{text}"') for one in text.split(",")]
+    if len(parts) > len(names):
+        rule = f"--layouts has {len(parts)} layouts, and the function {len(names)} parameters."
+        raise LayoutError(rule, call=f'--layouts "{text}"', got=[f"parameters: {', '.join(names)}"])
+    layouts = dict(zip(names, parts, strict=False))
+    known = _known_sizes("layouts", f'--layouts "{text}"', layouts, sizes, sizes)
+    common = dtypes.get("", "float32")
+    return tuple(
+        jax.ShapeDtypeStruct(_shape(one, known), dtypes.get(name, common), sharding=one.sharding(mesh))
+        for name, one in layouts.items()
+    )
+
+
+def _known_sizes(
+    what: str, call: str, layouts: Mapping[str, Layout], known: Mapping[str, int], given: Mapping[str, int]
+) -> Mapping[str, int]:
+    """The sizes of all names in layouts; an error where one is missing, or belongs to no name."""
     atoms = [atom for layout in layouts.values() for dim in layout.dims for atom in dim.atoms]
-    known = {**dict(signature.sizes), **sizes}
     names = dict.fromkeys(atom.name for atom in atoms if atom.size is None)
-    check_names("kernel", names, sizes)
+    check_names(what, names, given)
     missing = [name for name in names if name not in known]
     if missing:
         *some, last = missing
         rule = f"the size of {', '.join(some) + ' and ' if some else ''}{last} is not given."
-        raise SizeError(rule, call=signature.text, advice=f"as in --size {','.join(f'{n}=8' for n in missing)}")
+        raise SizeError(rule, call=call, advice=f"as in --size {','.join(f'{n}=8' for n in missing)}")
+    return known
 
-    def shape(layout: Layout) -> tuple[int, ...]:
-        return tuple(math.prod(known[a.name] if a.size is None else a.size for a in dim.atoms) for dim in layout.dims)
 
-    common = dtypes.get("", "float32")
-    return tuple(jax.ShapeDtypeStruct(shape(one), dtypes.get(name, common)) for name, one in layouts.items())
+def _shape(layout: Layout, known: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(math.prod(known[a.name] if a.size is None else a.size for a in dim.atoms) for dim in layout.dims)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AxisType
+from jaxlib.mlir import ir, passmanager
 
 _JAX = str(Path(jax.__file__).parent) + os.sep
 
@@ -85,11 +88,22 @@ def unreduced_type(aval: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.unreduced)
 
 
+def is_typed(atom: Any) -> bool:
+    """Whether the type of a variable says how it lies along some axis that is Explicit."""
+    mesh = getattr(getattr(atom.aval, "sharding", None), "mesh", None)
+    return mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
+
+
 def partitions(spec: jax.sharding.PartitionSpec, rank: int = 0) -> tuple[Any, ...]:
     """The entries of a spec, and None for the dimensions up to `rank` that it leaves out."""
     # JAX 0.10.0 does not have the attribute, and later versions do not iterate over a spec with partial sums.
     entries = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
     return (*entries, *[None] * (rank - len(entries)))
+
+
+def unreduced_spec(spec: jax.sharding.PartitionSpec) -> frozenset[str]:
+    """The axes along which a spec says that an array is a partial sum."""
+    return frozenset(getattr(spec, "unreduced", ()) or ())
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
@@ -366,3 +380,79 @@ def call_stack(eqn: Any) -> list[tuple[Any, tuple[int, int, int, int]]]:
     if traceback is None:
         return []
     return [(code, traceback.code_addr2location(code, at)) for code, at in zip(*traceback.raw_frames(), strict=True)]
+
+
+# --- Shardy ----------------------------------------------------------------------------------------------------
+
+# Without the full version, what a sum over a divided dimension sends is missing.
+_PASSES = (
+    "sdy-propagation-pipeline",
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+    "func.func(sdy-reshard-to-collectives)",
+)
+
+
+def propagated(lowered: Any) -> Any:
+    """The module of a lowered program, changed in place by Shardy's passes: where each value lies, and each change of
+    layout as a collective of its dialect."""
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        for op in operations(module.operation):
+            if rule := _rule(op):
+                op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+        for one in _PASSES:
+            passmanager.PassManager.parse(f"builtin.module({one})").run(module.operation)
+    return module
+
+
+def operation_name(op: Any) -> str:
+    """`stablehlo.add`."""
+    return op.name if isinstance(op.name, str) else op.name.value
+
+
+def operations(op: Any) -> Iterator[Any]:
+    """All operations inside of one, at any depth."""
+    for region in op.regions:
+        for block in region.blocks:
+            for one in block.operations:
+                yield one.operation
+                yield from operations(one.operation)
+
+
+_FACTORS = "ijklmnopqrst"
+
+
+def _rule(op: Any) -> str | None:
+    """The rule of an operation that Shardy does not know, because it is not of StableHLO. Most are elementwise."""
+    name = operation_name(op)
+    shapes = [[int(n) for n in re.findall(r"(\d+)x", str(value.type))] for value in (*op.operands, *op.results)]
+    if not name.startswith("chlo.") or not shapes[0] or len(shapes[0]) > len(_FACTORS) - 1:
+        return None
+    last = len(shapes[0]) - 1
+    factors = dict(zip(_FACTORS, shapes[0], strict=False))
+    given, made = [list(factors)] * len(op.operands), [list(factors)] * len(op.results)
+    whole = ""
+    if name == "chlo.top_k":
+        new = _FACTORS[last + 1]
+        factors[new] = shapes[1][last]
+        made = [[*list(factors)[:last], new]] * 2
+        whole = f" need_replication={{{_FACTORS[last]}, {new}}}"
+    elif any(shape != shapes[0] for shape in shapes):
+        return None
+    sides = (", ".join(f"[{', '.join(one)}]" for one in side) for side in (given, made))
+    sizes = ", ".join(f"{factor}={size}" for factor, size in factors.items())
+    return f"#sdy.op_sharding_rule<{'->'.join(f'({side})' for side in sides)} {{{sizes}}}{whole}, custom>"
+
+
+def in_scope(eqn: Any, name: str, params: dict[str, Any]) -> Any:
+    """The same equation with other parameters, inside a scope of this name."""
+    about = eqn.source_info
+    return eqn.replace(source_info=about.replace(name_stack=about.name_stack.extend(name)), params=params)
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+    """A jaxpr, closed or open, with other equations."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    if inner is not jaxpr:
+        return jaxpr.replace(jaxpr=inner.replace(eqns=list(eqns)))
+    return jaxpr.replace(eqns=list(eqns))

@@ -175,8 +175,8 @@ def is_unknown(eqn: Any) -> bool:
 # --- collectives ----------------------------------------------------------------------------------------------
 
 _COLLECTIVES = """psum psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant
-    all_gather_reduced reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ragged_all_to_all ppermute
-    pgather psend precv"""
+    all_gather_reduced reduce_scatter reduce_scatter_start unreduced_reduce_scatter psum_scatter all_to_all
+    ragged_all_to_all ppermute pgather psend precv"""
 COMMUNICATES = frozenset(_COLLECTIVES.split())  # what the devices of an axis enter together
 
 

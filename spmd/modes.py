@@ -70,6 +70,7 @@ class Frame:
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
       invarying: The calls that gather `to="invarying"` though the user did not say so: see `place`.
       stages: Mesh axes along which `jax.vmap` hides a divided dimension: arrays there are not copies of each other.
+      left: Mesh axes that the kernel leaves to the compiler; `sizes` does not have them.
       explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
       axis_names: The mesh axes, in mesh order.
       known: The sizes of `bound`, by name.
@@ -87,6 +88,7 @@ class Frame:
     diagnosing: bool = False
     invarying: frozenset[Any] = frozenset()
     stages: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     explicit: bool = field(init=False, repr=False)
     axis_names: tuple[str, ...] = field(init=False, repr=False)
     known: dict[str, Size] = field(init=False, repr=False)
@@ -129,7 +131,8 @@ class Frame:
         return tuple(filter(set(axes).__contains__, self.axis_names))
 
     def describe(self) -> str:
-        return mesh_text(dict(self.sizes))
+        left = f"; {', '.join(self.left)} {'is' if len(self.left) == 1 else 'are'} the compiler's (auto=)"
+        return mesh_text(dict(self.sizes)) + (left if self.left else "")
 
     def replace(self, **changes: Any) -> Frame:
         return replace(self, **changes)

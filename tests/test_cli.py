@@ -32,6 +32,14 @@ def mlp(x, w_in, w_out):
     return spmd.nn.mlp(x, w_in, w_out, tp="tp", sp="tp")
 """
 
+LOSS = """
+import jax.numpy as jnp
+
+
+def loss(x, w):
+    return jnp.sort(jnp.tanh(x @ w), axis=0)
+"""
+
 STEP = """
 import jax, spmd
 
@@ -189,6 +197,7 @@ def test_examples_of_the_help_run(run, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("import sys; assert sys.argv[1:] == ['--steps', '100']")
     (tmp_path / "mlp.py").write_text(MLP)
     (tmp_path / "step.py").write_text(STEP)
+    (tmp_path / "loss.py").write_text(LOSS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     lines = [line.strip() for line in __main__._EXAMPLES.splitlines() if "python -m spmd" in line]
     assert len(lines) >= 4
@@ -319,3 +328,33 @@ def test_a_closed_pipe_is_no_error():
 
 def test_version(run):
     assert run("--version") == (0, f"spmd {metadata.version('spmd')}\n", "")
+
+
+def test_a_program_without_kernels(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "loss.py"
+    file.write_text(LOSS)
+    words = (f"{file}:loss", "--layouts", "b/dp d, d f/tp", "--mesh", "dp=2,tp=4", "--size", "b=4,d=32,f=64")
+    status, out, err = run("check", *words, "--source")
+    assert (status, err) == (0, "")
+    assert "nothing to check" in out and '^ all_to_all: "b/dp f/tp -> b f/tp/dp" sends 64 B' in out
+    status, out, err = run("explain", *words)
+    assert (status, err) == (0, "") and "the compiler's plan" in out and "sort needs b whole" in out
+    found = json.loads(run("check", *words, "--json")[1])
+    assert found["plan"]["counts"] == {"all_to_all": 2}
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("--layouts", "b/dp d, d f/tp"), "no mesh is given"),
+        (("--layouts", "b d, d f, f b", "--mesh", "dp=2,tp=4"), "has 3 layouts, and the function 2 parameters"),
+        (("--layouts", "b/dp d, d f/tp", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8"), "the size of f is not given"),
+    ],
+)
+def test_wrong_layouts_of_a_plain_function(run, tmp_path, monkeypatch, words, told):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "loss.py"
+    file.write_text(LOSS)
+    status, _, err = run("check", f"{file}:loss", *words)
+    assert status == 2 and told in err

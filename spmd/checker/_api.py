@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from spmd import _compat
 from spmd._facts import Gather, gather_around
 from spmd._jaxprs import opened, shape_of
 from spmd._leaves import is_array
+from spmd._left import left_axes, left_text
 from spmd._walker import equations
 from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
 from spmd.checker._dataflow import Dataflow, walk_closed
@@ -95,12 +96,17 @@ def _checked(fn: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Findi
     walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
     if not walk.sizes:
-        none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
+        typed = any(map(_compat.is_typed, opened(jaxpr)[0].invars))
+        why = "JAX's types say how its arrays lie" if typed else "has no jax.shard_map"
+        none = Verdict("", [f"nothing to check: {name} calls no kernel, and {why}"])
         return Findings((), partial(listing, jaxpr, name), none)
     backward = any(map(is_transposed, equations(jaxpr)))
     trial = _tried(run, arrays, Traced(jaxpr, jax.tree.structure(shapes)), walk.sizes, gradients=not backward)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name)
-    return Findings(findings, partial(listing, jaxpr, name), judge(findings, trial, unknown_lines(walk, jaxpr)))
+    verdict = judge(findings, trial, unknown_lines(walk, jaxpr))
+    if left := left_axes(jaxpr):
+        verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
+    return Findings(findings, partial(listing, jaxpr, name), verdict)
 
 
 def _tried(

@@ -397,7 +397,7 @@ def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list
 COLLECTIVES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), _reduces),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
     **dict.fromkeys(("all_to_all", "pgather"), _exchanges),
     "ragged_all_to_all": _ragged,
     "ppermute": _permutes,

@@ -25,6 +25,7 @@ _DIFFERENT = frozenset(
         "axis_index",
         "ppermute",
         "reduce_scatter",
+        "reduce_scatter_start",
         "unreduced_reduce_scatter",
         "psum_scatter",
         "all_to_all",

@@ -23,16 +23,17 @@ Key = tuple[str, int]  # a name, or the number of a returned value
 Made = dict[int, dict[Key, dict[str, None]]]  # for each line and each key the layouts, in order
 
 
-def listing(jaxpr: Any, name: str, findings: Iterable[Finding]) -> Source:
+def listing(jaxpr: Any, name: str, findings: Iterable[Finding], recorded: tuple[Any, Any] | None = None) -> Source:
     """The source of a program that was traced, or of the lines of its findings where the trace ended before.
 
     Args:
       jaxpr: The whole program, or None.
       name: What it is called.
       findings: What was found in it.
+      recorded: What each equation gave and what its dimensions are called, where a walk has found that already.
     """
     texts = Texts()
-    program = None if jaxpr is None else Program(jaxpr, name, texts)
+    program = None if jaxpr is None else Program(jaxpr, texts, recorded or record(jaxpr, name), name)
     made = {} if program is None else {function: lines for function, lines in program.made.items() if lines}
     told: dict[Function, dict[int, list[Finding]]] = {}
     for one in findings:
@@ -157,9 +158,9 @@ class Program:
       made: What each line of each function makes, in the order in which functions run.
     """
 
-    def __init__(self, jaxpr: Any, name: str, texts: Texts) -> None:
+    def __init__(self, jaxpr: Any, texts: Texts, recorded: tuple[Any, Any], name: str) -> None:
         self._texts = texts
-        self._states, self._names = record(jaxpr, name)
+        self._states, self._names = recorded
         self.sizes = self._states.sizes
         self._bodies: dict[Function, list[Scope]] = {}
         self._scopes: list[Scope] = []

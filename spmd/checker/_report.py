@@ -33,6 +33,7 @@ _KNOWN_AS = {
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",
     "reduce_scatter": "psum_scatter",
+    "reduce_scatter_start": "psum_scatter_start",
     "unreduced_reduce_scatter": "psum_scatter",
     "add_any": "add",
     "select_n": "where",

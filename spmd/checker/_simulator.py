@@ -461,7 +461,8 @@ def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arra
 
 _SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
-    copy_p stop_gradient name reduce_precision spmd_layout spmd_assert_equal spmd_order spmd_fused spmd_retype"""
+    copy_p stop_gradient name reduce_scatter_done reduce_precision spmd_layout spmd_assert_equal spmd_order
+    spmd_fused spmd_retype"""
 
 Simulator.rules = {
     **dict.fromkeys(_SAME.split(), _same),
@@ -469,7 +470,7 @@ Simulator.rules = {
     "pmax": _reduces(np.max),
     "pmin": _reduces(np.min),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
     "all_to_all": _exchanges,
     "ragged_all_to_all": _ragged,
     "ppermute": _permutes,

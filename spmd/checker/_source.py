@@ -191,3 +191,8 @@ def called_in_jax(eqn: Any, function: str) -> bool:
         if frame.function_name == function:
             return True
     return False
+
+
+def short_line(line: str) -> str:
+    """`file.py:12` of a line as `line_of` gives it."""
+    return os.path.basename(line.partition(" (")[0])

@@ -141,7 +141,8 @@ def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
     """`with_sharding_constraint` on the frame's mesh. What a spec cannot say stays unconstrained.
 
     A concrete mesh tells the compiler the devices, which arguments that live nowhere yet do not tell. If some of its
-    axes are Explicit, the body runs in `auto_axes`, and only the mesh being traced has these axes as Auto.
+    axes are Explicit, the body runs in `auto_axes`, and only the mesh being traced has these axes as Auto. Where the
+    kernel leaves axes to the compiler, a whole dimension is whole along the others, which no spec can say.
     """
     mesh: Any = frame.mesh
     if not isinstance(mesh, Mesh) or any(kind is not AxisType.Auto for kind in mesh.axis_types):
@@ -156,7 +157,7 @@ def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
         elif dim.margin != (0, 0) or any(a.axes for a in dim.atoms[1:]):
             entries.append(P.UNCONSTRAINED)
         else:
-            entries.append(dim.atoms[0].axes or None)
+            entries.append(dim.atoms[0].axes or (P.UNCONSTRAINED if frame.left else None))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*entries)))
 
 

@@ -3,6 +3,7 @@
 from spmd._rooms import open_room
 from spmd.inspect._collectives import Collective, CollectiveReport, collectives
 from spmd.inspect._explanation import Explanation
+from spmd.inspect._hints import Hint
 from spmd.inspect._match import Communication
 from spmd.inspect._records import Boundary, Constraint, Island, PerShard, Written, WrittenCollective
 from spmd.inspect._roofline import Memory, Time
@@ -14,6 +15,7 @@ __all__ = [
     "Communication",
     "Constraint",
     "Explanation",
+    "Hint",
     "Island",
     "Memory",
     "PerShard",

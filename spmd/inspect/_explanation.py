@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from spmd import _jax_errors
 from spmd._facts import CallName
 from spmd._leaves import kind_of
+from spmd._left import left_axes, left_text
 from spmd._table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd._units import bytes_text, seconds_text, si_text
+from spmd._walker import equations
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import CollectiveReport, axes_text, collectives_of_text, counts_by_kind
+from spmd.inspect._hints import Hint, hints_of
 from spmd.inspect._match import Communication, communications, moved_text
-from spmd.inspect._program import Program, meshes_of_jaxpr, stage
+from spmd.inspect._planned import with_plan
+from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
 from spmd.inspect._records import Written
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
 from spmd.kernels import Kernel
-from spmd.language import mesh_text
 from spmd.mesh import crossing, sizes_for
 
 _HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
@@ -43,6 +49,10 @@ class Explanation:
       platform: What it was compiled for: "cpu", "gpu", "tpu"; empty where nothing was compiled.
       missing: What could not be found out, and why.
       crossing: The mesh axes that cross processes, as far as the mesh has devices.
+      plan: The compiler's plan, a `spmd.propagation.Propagation`, where the compiler divides the program, or kernels
+        leave axes to it; else None.
+      hints: Sums over devices that run too often, or on more than they need, each with what to write.
+      left: The mesh axes that kernels leave to the compiler (`auto=`), each with the kernels.
 
     Example:
       >>> import jax, spmd
@@ -66,12 +76,20 @@ class Explanation:
         platform: str = "",
         missing: Iterable[str] = (),
         crossing: Iterable[str] = (),
+        plan: Any = None,
+        left: Mapping[str, Sequence[str]] | None = None,
+        hints: Iterable[Hint] = (),
     ) -> None:
         self.name = name
         self.mesh = dict(mesh)
         self.written = written
         self.compiled = compiled
+        self.hints = tuple(hints)
+        self.plan = plan
+        self.left = {axis: tuple(names) for axis, names in (left or {}).items()}
         self.collectives: tuple[Communication, ...] = communications(written, compiled)
+        if plan is not None:
+            self.collectives = with_plan(self.collectives, plan, compiled is not None, self.left or None)
         self.memory = memory
         self.hardware = machine
         self.time: Time | None = None
@@ -84,7 +102,7 @@ class Explanation:
     @property
     def unwritten(self) -> tuple[Communication, ...]:
         """Compiled collectives that nobody wrote: the compiler's own. For a program that came compiled these are all,
-        because the written view is missing."""
+        because the written view is missing. Where nothing was compiled, those of the compiler's plan."""
         return tuple(one for one in self.collectives if not one.written)
 
     @property
@@ -139,8 +157,11 @@ class Explanation:
             "compiled": None if self.compiled is None else self.compiled.to_dict(),
             "memory": None if self.memory is None else self.memory.to_dict(),
             "time": None if self.time is None else self.time.to_dict(),
+            "plan": None if self.plan is None else self.plan.to_dict(),
             "missing": list(self.missing),
             "crossing": list(self.crossing),
+            "hints": [dataclasses.asdict(one) for one in self.hints],
+            "left": {axis: list(names) for axis, names in self.left.items()},
             "bytes_between_processes": sum(one.total_bytes for one in self.between_processes),
         }
 
@@ -172,7 +193,8 @@ def _lines(it: Explanation, width: int) -> list[Line]:
     width = max(width, 40)
     heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(it), width)]
     empty: list[Line] = [] if it.collectives else [[("no collectives", "")]]
-    return [*heading, [("", "")], *empty, *_sent(it).lines(width), *_costs(it).lines(width)]
+    planned = [] if it.plan is None or it.left else it.plan.cost_lines(width)
+    return [*heading, [("", "")], *planned, *empty, *_sent(it).lines(width), *_costs(it).lines(width)]
 
 
 def _heading(it: Explanation) -> str:
@@ -203,6 +225,8 @@ def _sent(it: Explanation) -> Table:
             rows += [Row((title,), "title"), *_rows(it, ones), _total(it, ones)]
     if it.unwritten and it.written is None:
         rows += [Row(("compiled",), "title"), *_rows(it, it.unwritten), _total(it, it.unwritten)]
+    elif it.unwritten and it.compiled is None:
+        rows += [Row(("the compiler's plan",), "loud title"), *_rows(it, it.unwritten), _total(it, it.unwritten)]
     elif it.unwritten:
         rows += [Row(("NOBODY WROTE",), "loud title"), *_rows(it, it.unwritten, "loud"), _total(it, it.unwritten)]
     elif it.compiled is not None and written:
@@ -212,8 +236,19 @@ def _sent(it: Explanation) -> Table:
         rows += [Row(("by axis",), "title"), *(_sum(it, ones, axes) for axes, ones in most)]
         rows.append(_total(it, it.collectives))
         rows += [_sum(it, it.between_processes, "between processes", "total")] if it.crossing else []
-    rows += [] if it.written is None else _around(it.written, it.compiled is not None)
+    rows += _hinted(it)
+    rows += _section("left to the compiler", left_text(it.left)) if it.left else []
+    rows += [] if it.written is None else _around(it.written, it.compiled is not None, it.plan is not None)
     return Table(rows, _HEAD, right=(2, 3, 4), below=(5, 6), indent=2)
+
+
+def _hinted(it: Explanation) -> list[Row]:
+    """The sums that may wait."""
+    title = [Row(("sums that may wait",), "title")] if it.hints else []
+    return [
+        *title,
+        *(Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints),
+    ]
 
 
 def _section(title: str, lines: Iterable[str]) -> list[Row]:
@@ -255,18 +290,19 @@ def _bytes_and_time(it: Explanation, ones: Sequence[Communication]) -> tuple[str
     return bytes_text(sum(one.total_bytes for one in ones)), time
 
 
-def _around(written: Written, compiled: bool) -> list[Row]:
+def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
     """What is moved to enter kernels, the islands in them, what is meant per shard, and the layouts asked of the
     compiler."""
     rows: list[Row] = []
-    known = [one for one in written.boundary if one.source is not None]
+    boundary = [one for one in written.boundary if not (planned and one.text.startswith("reshard:"))]  # the plan has it
+    known = [one for one in boundary if one.source is not None]
     moved = [
         "  ".join(filter(None, (one.where, moved_text(one))))
         + (f", {bytes_text(one.bytes * one.count)}" if one.bytes else "" if one.bytes is None else ", nothing is sent")
         + (one.note and f"; {one.note}")
         for one in known
     ]
-    if blank := len(written.boundary) - len(known):
+    if blank := len(boundary) - len(known):
         plural = "s that say" if blank > 1 else " that says"
         moved.append(f"{blank} argument{plural} no sharding: taken to lie as the kernel wants")
     if known or (moved and not compiled):
@@ -355,6 +391,7 @@ def explain(
     mesh: Any = None,
     hardware: str | Hardware | None = None,
     compiled: Any = None,
+    layouts: Any = None,
     **kwargs: Any,
 ) -> Explanation:
     """What a program sends, from which line, over which mesh axes, what the compiler made of it, and its cost.
@@ -368,7 +405,9 @@ def explain(
     over those apart: between hosts the links are slower.
 
     On a mesh without devices (`spmd.make_mesh(..., abstract=True)`) there is no compiled program; the written
-    view, bytes and times are the same.
+    view, bytes and times are the same. A program without any kernel is divided by the compiler alone. Then the
+    compiler's plan takes the place of the compiled program, as `spmd.propagate` gives it, and with a compiled program
+    it says from which line and for which reason a collective comes that nobody wrote.
 
     Args:
       fn: A kernel, a `jax.jit`ed, differentiated or plain function with kernels in it, or what `.trace`,
@@ -380,6 +419,8 @@ def explain(
       hardware: The name of a preset as `spmd.hardware` takes it ("h100"), or a `spmd.Hardware`, for times.
       compiled: False for the written view alone, or a compiled program of `fn` to look at instead. By default
         `fn` is compiled if its mesh has devices; with True it is an error if it has none.
+      layouts: Layouts for the arrays among the arguments of a program without kernels, as `spmd.propagate` takes them:
+        they name the dimensions.
       **kwargs: Keyword arguments of `fn`.
 
     Returns:
@@ -403,7 +444,7 @@ def explain(
     _check_compiled(compiled)
     given = None if mesh is None else sizes_for(mesh, "explain(..., mesh=...)")
     program = stage("explain", fn, args, kwargs, mesh)
-    _check_mesh(program, given)
+    check_mesh("explain", meshes_of_jaxpr(program.jaxpr), given)
     found = program.mesh if program.mesh is not None else mesh
     missing: list[str] = []
     if compiled is True and not program.has_devices:
@@ -419,6 +460,15 @@ def explain(
     if written is None:
         missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
     report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)
+    left = {} if program.jaxpr is None else left_axes(program.jaxpr)
+    plan = None
+    if not hasattr(fn, "jaxpr") and (left or _is_compilers(program, found)):
+        from spmd.propagation import propagate  # which reads programs as this room does
+
+        try:
+            plan = propagate(fn, *args, mesh=mesh, layouts=layouts, **kwargs)
+        except SpmdError as error:
+            missing.append(f"the compiler's plan: {error.fault.got[0] if error.fault.got else error.fault.rule}")
     return Explanation(
         program.name,
         sizes or (report.mesh if report is not None and report.mesh else {}),
@@ -429,7 +479,16 @@ def explain(
         platform=_platform(found) if stats is not None else "",
         missing=missing,
         crossing=crossing(found),
+        plan=plan,
+        left=left,
+        hints=() if program.jaxpr is None else hints_of(program.jaxpr),
     )
+
+
+def _is_compilers(program: Program, mesh: Any) -> bool:
+    """Whether the compiler alone divides a program: it has a mesh, and no `shard_map`."""
+    known = program.jaxpr is not None and isinstance(mesh, Mesh | AbstractMesh)
+    return known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))
 
 
 _hardware = hardware
@@ -440,17 +499,6 @@ def _check_compiled(compiled: Any) -> None:
         return
     rule = f"compiled is None, True, False or a compiled program, not {kind_of(compiled)}."
     raise SpmdError(rule, call="explain(..., compiled=...)", advice="as in compiled=jax.jit(fn).lower(x).compile()")
-
-
-def _check_mesh(program: Program, given: Mapping[str, int] | None) -> None:
-    """Refuse a mesh that is not the program's own."""
-    for mesh in meshes_of_jaxpr(program.jaxpr):
-        if given is not None and dict(mesh.shape) != given:
-            rule = "mesh= is another mesh than that of the program."
-            got = [f"the program: {mesh_text(mesh.shape)}", f"the call: {mesh_text(given)}"]
-            advice = "without mesh=, or a program made for that mesh"
-            raise MeshError(rule, call="explain(..., mesh=...)", got=got, advice=advice)
-        return
 
 
 def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:

@@ -322,6 +322,8 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
     whole = sum(piece.elements for piece in pieces) == sum(math.prod(shape) for _, shape in one.operands)
     nbytes = one.bytes if whole else sum(piece.bytes for piece in pieces)
     dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
+    own = _ends(one.op_name) == "custom_partitioning"  # its user's rule wrote this, and no jaxpr has it
+    cause = "the partition rule of a custom_partitioning" if own else _cause(one, written)
     return Communication(
         kind=one.kind,
         axes=one.axes,
@@ -329,10 +331,10 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
         count=one.count,
         runs=one.count,
         exact=one.exact,
-        text=_cause(one, written) if whole else "the compiler's own, combined with one that is written",
+        text=cause if whole else "the compiler's own, combined with one that is written",
         where=one.where,
         phase="backward" if _compat.BACKWARD in one.op_name else "forward",
-        written=False,
+        written=own and whole,
         dtype=dtype,
         shape=shape,
         group_size=one.group_size,

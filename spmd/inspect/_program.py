@@ -17,9 +17,9 @@ from spmd import _compat
 from spmd._leaves import is_array, is_number
 from spmd._walker import equations
 from spmd.comm.plans import plan
-from spmd.errors import SpmdError
+from spmd.errors import MeshError, SpmdError
 from spmd.kernels import Kernel
-from spmd.language import Layout, axes_product, axes_tuple
+from spmd.language import Layout, axes_product, axes_tuple, mesh_text
 from spmd.mesh import ambient_mesh, outside_trace
 
 
@@ -81,7 +81,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
         rule = f"{verb} takes a kernel, a function, or a traced, lowered or compiled program."
         advice = f"{verb}(fn, x) with the function itself, not what it returns"
         raise SpmdError(rule, call=f"{verb}(...)", got=[type(fn).__name__], advice=advice)
-    with _under(mesh):
+    with under(mesh):
         traced = _traceable(fn, args, kwargs)
         jaxpr = getattr(traced, "jaxpr", None)
     leaves = tuple(jax.tree.leaves((args, kwargs)))
@@ -89,7 +89,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
     name = _name(fn)
 
     def lowered() -> Any:
-        with _under(mesh):
+        with under(mesh):
             return traced.lower().compile() if hasattr(traced, "lower") else traced.compile()
 
     return Program(name, jaxpr, _first(named), leaves, lowered, _donated(traced))
@@ -147,7 +147,7 @@ def of_arrays(
 
 
 @contextlib.contextmanager
-def _under(mesh: Any) -> Iterator[None]:
+def under(mesh: Any) -> Iterator[None]:
     """`mesh` as the ambient one, unless there is one already."""
     if not isinstance(mesh, Mesh | AbstractMesh) or ambient_mesh() is not None or not outside_trace():
         yield
@@ -183,6 +183,20 @@ def meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
             mesh = getattr(value, "mesh", value)
             if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
                 yield mesh
+
+
+def check_mesh(verb: str, meshes: Iterable[Any], given: Mapping[str, int] | None) -> None:
+    """Refuse a mesh that is not the program's own: that of the first of these.
+
+    Raises:
+      MeshError: It is another one.
+    """
+    own = next(iter(meshes), None)
+    if own is not None and given is not None and dict(own.shape) != given:
+        rule = "mesh= is another mesh than that of the program."
+        got = [f"the program: {mesh_text(own.shape)}", f"the call: {mesh_text(given)}"]
+        advice = "without mesh=, or a program made for that mesh"
+        raise MeshError(rule, call=f"{verb}(..., mesh=...)", got=got, advice=advice)
 
 
 # --- where arrays outside kernels lie, as far as a jaxpr tells, and the least that a change of place must move --------

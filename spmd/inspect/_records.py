@@ -169,7 +169,7 @@ def price(work: Work, hardware: Hardware, each: Sequence[float]) -> Price:
 PRIMITIVES: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather", "all_gather_invariant", "all_gather_reduced"),
     "psum": ("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin", "all_reduce", "reduce_and"),
-    "psum_scatter": ("reduce_scatter", "psum_scatter", "unreduced_reduce_scatter"),
+    "psum_scatter": ("reduce_scatter", "reduce_scatter_start", "psum_scatter", "unreduced_reduce_scatter"),
 }
 
 

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd._replicas import check_replicas, put
 from spmd.checker import check_body, in_states_of
-from spmd.comm._marks import same_axes, tag_of
+from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.comm.planner import move
-from spmd.errors import Fault, MeshError, PlacementError, warn
+from spmd.errors import Fault, MeshError, ModeError, PlacementError, warn
+from spmd.kernels._left import without
 from spmd.kernels._outputs import Unequal
 from spmd.kernels._plan import Plan, typed
 from spmd.kernels._trial import trial_of
@@ -59,7 +60,7 @@ def _elsewhere(plan: Plan, leaf: Any, layout: Layout) -> str:
     if not isinstance(value, jax.Array):
         return f"{'an array of the host' if np.ndim(value) else f'a {type(value).__name__}'}, not placed"
     wanted = _around(plan.spec(layout, value.ndim - len(dims)), layout, value, dims)
-    return _unlike(value, NamedSharding(plan.mesh, wanted))
+    return _unlike(value, NamedSharding(plan.mesh, wanted), plan.left)
 
 
 def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
@@ -72,8 +73,10 @@ def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
     return P(*entries)
 
 
-def _unlike(array: Any, wanted: NamedSharding) -> str:
+def _unlike(array: Any, wanted: NamedSharding, left: Sequence[str] = ()) -> str:
     here = array.sharding
+    if left and isinstance(here, NamedSharding):
+        here = NamedSharding(here.mesh, without(here.spec, array.ndim, left))
     return "" if here.is_equivalent_to(wanted, array.ndim) else str(getattr(here, "spec", here))
 
 
@@ -190,13 +193,19 @@ def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
             got=[outer.describe(), mesh_text(plan.sizes)],
             error=MeshError,
         )
+    if plan.left and outer.explicit:
+        rule = f"this kernel leaves {', '.join(plan.left)} to the compiler, and inside this one every axis is explicit."
+        advice = f"auto= for the outer kernel too, or {plan.left[0]} in the strings of this one"
+        plan.signature.fail(rule, got=[outer.describe()], advice=advice, error=ModeError)
     _check_tags(plan, leaves)
-    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying")
+    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying", "left")
     frame = plan.frame(leaves, local=outer.explicit, **{name: getattr(outer, name) for name in names})
     if outer.explicit and not inside_kernel():
         out = _checked(plan, frame, leaves)
     else:
         out = plan.run(frame, leaves, local=outer.explicit, role="operand")
+    if plan.left:  # how they lie along those axes, no string of this kernel says
+        out = [mark(x, Layout("..."), plan.signature.text, role="result", frame=frame) for x in out]
     return plan.outputs.returned(plan.outputs.build(out))
 
 
@@ -225,7 +234,7 @@ def _check_tags(plan: Plan, leaves: Sequence[Any]) -> None:
     wrong = []
     for leaf, spec in zip(leaves, plan.leaves, strict=True):
         known = tag_of(leaf)
-        if known is not None and same_axes(known.layout, spec.layout) is False:
+        if known is not None and same_axes(known.layout.without(*plan.left), spec.layout) is False:
             wrong.append(f'{spec.path} holds "{known.layout.short}" ({known.origin}); wanted "{spec.layout.short}"')
     if wrong:
         plan.signature.fail(

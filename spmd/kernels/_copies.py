@@ -205,7 +205,7 @@ def _diagnosis(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequ
         return tuple(_compat.pvary(x, everywhere)[None] for x in flat)
 
     body.__wrapped__ = plan.signature.fn  # so that the jaxpr says where it was written
-    mapped = jax.shard_map(body, mesh=plan.mesh, in_specs=specs, out_specs=P(everywhere))
+    mapped = plan.shard_map(body, specs, P(everywhere))
     program = jax.make_jaxpr(plan.jit(mapped))(*leaves)
     [entry] = program.eqns
     known = {"mesh_axes": everywhere, "kernel": plan.signature.text}

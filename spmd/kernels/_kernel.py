@@ -18,6 +18,7 @@ from spmd._table import Table, html_page
 from spmd._trees import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
 from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inlined, nested
+from spmd.kernels._left import check_left
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, read
@@ -281,6 +282,8 @@ class Kernel(ByName, Generic[P, R]):
         outputs = Outputs(signature.outputs, resolve)
         if signature.mapping is not None and not signature.shared_mapping:
             self._check_mapping(signature.mapping)
+        if signature.auto:
+            check_left(signature, mesh, [*(leaf.layout for leaf in leaves), *outputs.declared])
         return Plan(signature, mode[0], mode[1], mesh, mapping, leaves, rebuild, tuple(donate), outputs)
 
     def _matched(self, name: str, value: Any) -> list[tuple[str, Any, Layout | None]]:
@@ -353,6 +356,7 @@ def kernel(
     axes: Mapping[str, Any] | None = None,
     static: str | Sequence[str] = (),
     donate: str | Sequence[str] = (),
+    auto: str | Sequence[str] = (),
     boundary: Boundary = "move",
     check: Check = "error",
     **sizes: int,
@@ -385,6 +389,9 @@ def kernel(
       static: The names of arguments that are not arrays. Their values are hashable, and part of the cache key.
       donate: The names of arguments whose buffers the results may take over, in a call from Python with arrays. A call
         that is being traced (under `jit`, `grad`, `vmap`) and reference mode keep them: let the outer `jit` donate.
+      auto: Mesh axes that are left to the compiler, by name: the kernel is explicit over the others. Its strings do not
+        mention them, its body sees arrays whole along them, and arguments stay as they lie along them. They are
+        `AxisType.Auto`.
       boundary: "move" brings arguments into their layouts. "error" raises an error instead, if JAX shows where the
         arguments lie. Outside `jit` it always does. Inside, it does on Explicit axes, which are in an array's type.
         On Auto axes nothing is known before the program is compiled; there `explain` lists what is moved.
@@ -443,6 +450,7 @@ def kernel(
                 sizes=sizes,
                 static=static,
                 donate=donate,
+                auto=auto,
             )
         except LayoutError as error:
             shorten(error)

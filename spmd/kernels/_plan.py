@@ -57,6 +57,10 @@ class Plan:
       rebuild: From the array leaves to the arguments in parameter order.
       donate: Positions of donated leaves.
       outputs: The declared results, resolved.
+
+    Attributes:
+      left: The mesh axes that are left to the compiler.
+      sizes: The sizes of the others.
     """
 
     def __init__(
@@ -81,7 +85,8 @@ class Plan:
         self.layouts = [leaf.layout for leaf in leaves]
         self.rebuild = rebuild
         self.outputs = outputs
-        self.sizes = dict(mesh.shape)
+        self.left = tuple(a for a in signature.auto if a in mesh.axis_names)
+        self.sizes = {a: n for a, n in mesh.shape.items() if a not in self.left}
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         self.typed_axes = tuple(n for n, kind in kinds.items() if kind is AxisType.Explicit)
         self.free_axes = tuple(n for n in kinds if n not in self.typed_axes)
@@ -244,6 +249,7 @@ class Plan:
                 "mesh": self.mesh,
                 "sizes": tuple(self.sizes.items()),
                 "constrain": self.constrain,
+                "left": self.left,
             }
             watched = frozenset(dict((*signature.sizes, *signature.axes))) - signature.named
             where = {"mapping": self.mapping, "renames": signature.axes, "bound": tuple(bound.items())}
@@ -322,7 +328,12 @@ class Plan:
             return self.outputs.leaving(self.run(frame, shards, local=True), frame, out_specs)
 
         body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
-        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+        return self.shard_map(body, specs, out_specs)
+
+    def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
+        """`jax.shard_map` over the axes that are not left to the compiler."""
+        over: dict[str, Any] = {"axis_names": frozenset(self.sizes)} if self.left else {}
+        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, **over)
 
     def _typed(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         """On Explicit axes the type of an argument says where it lies, and moving it is an operation."""

@@ -43,6 +43,7 @@ class Signature:
       static: Names of static arguments.
       donate: Names of donated arguments.
       written: Whether `source` is a pattern, into which the spans of the layouts point.
+      auto: The mesh axes that are left to the compiler.
       check: What a finding of the checker is: "error", "warn" or "off".
       named: The dimensions and mesh axes that its layouts name, as far as a call has met them.
     """
@@ -59,6 +60,7 @@ class Signature:
     arg_mapping: dict[str, AxisMapping]
     axes: tuple[tuple[str, Any], ...]
     sizes: tuple[tuple[str, int], ...] = ()
+    auto: tuple[str, ...] = ()
     shared_mapping: bool = True
     python: inspect.Signature | None = field(default=None)
     written: bool = True
@@ -150,6 +152,7 @@ def read(
     sizes: Mapping[str, int],
     static: Sequence[str],
     donate: Sequence[str],
+    auto: str | Sequence[str] = (),
 ) -> Signature:
     """Read the declaration of a kernel and check it against the parameters of `fn`."""
     python = _python_signature(fn)
@@ -182,6 +185,7 @@ def read(
         arg_mapping={k: AxisMapping.of(v) for k, v in (arg_mapping or {}).items()},
         axes=tuple(sorted((axes or {}).items())),
         sizes=tuple(sorted((n, int(k) if isinstance(k, np.integer) else k) for n, k in sizes.items())),
+        auto=_names("auto", auto, "a mesh axis, or several names", 'auto="dp"'),
         shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
         python=python,
         written=pattern is not None,
@@ -211,13 +215,13 @@ def _python_signature(fn: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _names(what: str, value: Any) -> tuple[str, ...]:
+def _names(what: str, value: Any, of: str = "an argument, or several names", example: str = "") -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, Collection) and all(isinstance(name, str) for name in value):
         return tuple(value)
-    rule = f"{what} is the name of an argument, or several names, not {value!r}."
-    raise LayoutError(rule, call="kernel(...)", advice=f'as in {what}="x"')
+    rule = f"{what} is the name of {of}, not {value!r}."
+    raise LayoutError(rule, call="kernel(...)", advice="as in " + (example or f'{what}="x"'))
 
 
 def _check_dict(what: str, value: Any, example: str) -> None:

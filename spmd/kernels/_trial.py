@@ -52,7 +52,8 @@ def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
       leaves: Its arguments, or what has their shapes.
     """
     most = 4 if math.prod(plan.sizes.values()) > _DEVICES else math.inf
-    mesh = with_sizes(plan.mesh, {axis: int(min(max(n, 2), most)) for axis, n in plan.sizes.items()})
+    small = {axis: int(min(max(n, 2), most)) for axis, n in plan.sizes.items()}
+    mesh = with_sizes(plan.mesh, {**small, **dict.fromkeys(plan.left, 1)})
 
     def run(*arrays: Any) -> Any:
         other = plan.again(with_sizes(mesh, dict(resized.value)), ambient_mode()[0])
@@ -68,7 +69,7 @@ def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
 
 def _candidates(plan: Any, leaves: Sequence[Any], mesh: Any) -> Iterator[list[Any]]:
     """The arguments as they are, if they are small, and with the smallest sizes of all names."""
-    same = dict(mesh.shape) == plan.sizes
+    same = {**mesh.shape, **plan.sizes} == dict(mesh.shape)
     small = sum(math.prod(np.shape(x)) for x in leaves) <= _SMALL
     if same and small:
         yield list(leaves)

@@ -26,7 +26,7 @@ def assert_collectives(
     bytes: int | None = None,  # noqa: A002 - what it is
     kwargs: Mapping[str, Any] | None = None,
     mesh: Any = None,
-    view: Literal["compiled", "written"] = "compiled",
+    view: Literal["compiled", "written", "planned"] = "compiled",
     at_most: bool = False,
 ) -> None:
     """Assert which collectives a program runs, over which mesh axes, how often, and with how many bytes.
@@ -42,7 +42,8 @@ def assert_collectives(
       kwargs: Keyword arguments of `fn`.
       mesh: The mesh, where neither `fn` nor the arguments carry one.
       view: "compiled" for what the optimised program runs, including what nobody wrote; "written" for what the strings
-        say, which needs no devices and is the same on every backend.
+        say, which needs no devices and is the same on every backend; "planned" for the compiler's plan of a program
+        without kernels, as `spmd.propagate` gives it, which needs no devices either.
       at_most: Whether the numbers are upper limits.
 
     Raises:
@@ -94,17 +95,20 @@ def _differs(got: int, wanted: int, at_most: bool) -> bool:
 
 
 def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str) -> Explanation:
-    if view not in ("compiled", "written"):
-        raise SpmdError(not_one_of("view", view, ("compiled", "written")), call=f"{call}(...)")
+    if view not in ("compiled", "written", "planned"):
+        raise SpmdError(not_one_of("view", view, ("compiled", "written", "planned")), call=f"{call}(...)")
     if not isinstance(args, tuple | list):
         rule = f"the arguments of the function come as one tuple, not as {kind_of(args)}."
         raise SpmdError(rule, call=f"{call}(fn, args, ...)", advice=f"as in {call}(fn, (x, w), ...)")
     found = explain(fn, *args, mesh=mesh, compiled=None if view == "compiled" else False, **dict(kwargs or {}))
     if view == "compiled" and found.compiled is None:
         rule = "a program is compiled for devices, and this mesh has none."
-        written = call == "assert_collectives"
-        fix, advice = ('view="written"', None) if written else (None, "a mesh with devices")
+        other = "written" if found.plan is None else "planned"
+        fix, advice = (f'view="{other}"', None) if call == "assert_collectives" else (None, "a mesh with devices")
         raise MeshError(rule, call=f"{call}(...)", fix=fix, advice=advice)
+    if view == "planned" and found.plan is None:
+        rule = "the compiler plans a program without kernels, and this one has kernels or was traced already."
+        raise SpmdError(rule, call=f"{call}(...)", fix='view="written"')
     if view == "written" and found.written is None:
         rule = "the strings are read from the trace, which a lowered or compiled program does not have."
         raise SpmdError(rule, call=f"{call}(...)", advice="the function itself with its arguments")
@@ -144,7 +148,8 @@ def _malformed(expected: Any) -> NoReturn:
 
 def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
     """Times and bytes by kind and axes."""
-    items: Iterable[Any] = (found.compiled if view == "compiled" else found.written and found.written.collectives) or ()
+    seen = {"compiled": found.compiled, "planned": found.plan and found.plan.moves}
+    items: Iterable[Any] = seen.get(view, found.written and found.written.collectives) or ()
     counts: dict[Key, tuple[int, int]] = {}
     for one in items:
         key = one.kind, "/".join(one.axes)
@@ -165,7 +170,7 @@ def _origins(found: Explanation, view: str, keys: Iterable[Key]) -> list[str]:
     for one in found.collectives:
         asked = bool({(one.kind, "/".join(one.axes)), (one.kind, "*")} & wanted)
         times = one.runs if view == "compiled" and one.runs is not None else one.count
-        if asked and times and (one.written or view == "compiled"):
+        if asked and times and (one.written or view != "written"):
             origin = _origin(one)
             alike[origin] = alike.get(origin, 0) + times
     rows = [(kind, axes, str(times), *rest) for (kind, axes, *rest), times in alike.items()]
@@ -175,7 +180,7 @@ def _origins(found: Explanation, view: str, keys: Iterable[Key]) -> list[str]:
 def _origin(one: Communication) -> tuple[str, ...]:
     """Kind, axes, line, call, and what else is known."""
     marks = (("recomputed", one.recomputed), ("implicit", one.implicit), (one.branch, bool(one.branch)))
-    who = [one.phase if one.written else "nobody wrote it", *(mark for mark, on in marks if on)]
+    who = [one.phase if one.written else one.note or "nobody wrote it", *(mark for mark, on in marks if on)]
     return one.kind, "/".join(one.axes), one.where or "-", one.text, ", ".join(who)
 
 

@@ -1,0 +1,226 @@
+"""What a plan costs that it need not: gathers in loops and of activations, each with a constraint that was tried."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd._jaxprs import opened, shape_of
+from spmd._units import bytes_text
+from spmd.checker._source import is_transposed, line_of, short_line
+from spmd.propagation._module import Axis, Dims, Number, Place
+from spmd.propagation._moves import Move
+from spmd.propagation._values import text_of
+
+if TYPE_CHECKING:
+    from spmd.propagation._propagation import Propagation
+
+_MOST = 4  # costs for which constraints are tried, the dearest first
+_TRIES = 6  # constraints for each of them
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A layout that was asked for, and what the program sends then.
+
+    Attributes:
+      layout: The layout, `b d/dp`.
+      value: What is to lie so, in words.
+      text: The line that asks for it.
+      bytes: What one device sends in one call with it.
+    """
+
+    layout: str
+    value: str
+    text: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Moves that a program may do without.
+
+    Attributes:
+      kind: "loop", a loop moves in each round what does not change; "weight", the same of an argument; "activation", a
+        value that was computed is gathered.
+      move: The first of them.
+      count: How many moves there are like it.
+      bytes: What one device sends for all of them in one call.
+      before: What it sends for the whole program.
+      constraint: The constraint that makes the whole program send the least, of those that were tried; None where none
+        of them saves anything.
+    """
+
+    kind: str
+    move: Move
+    count: int
+    bytes: int
+    before: int
+    constraint: Constraint | None
+
+    def __str__(self) -> str:
+        said = f"{_SAID[self.kind]}: {self.move.text}, {bytes_text(self.bytes)}; {self.move.why}"
+        if self.constraint is None:
+            return f"{said}; none of the constraints that were tried sends less"
+        one = self.constraint
+        tried = f"{one.text} on {one.value}: the program sends {bytes_text(one.bytes)} instead of"
+        return f"{said}; {tried} {bytes_text(self.before)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        one = self.constraint
+        tried = None if one is None else {name: getattr(one, name) for name in ("layout", "value", "text", "bytes")}
+        return {"kind": self.kind, "move": self.move.to_dict(), "count": self.count, "bytes": self.bytes} | {
+            "before": self.before,
+            "constraint": tried,
+        }
+
+
+_SAID = {
+    "loop": "in each round a loop moves what does not change",
+    "weight": "in each round a loop moves an argument that does not change",
+    "activation": "what was computed is gathered",
+}
+
+
+def costs_of(plan: Propagation) -> tuple[Cost, ...]:
+    """The costs of a plan, the dearest first."""
+    found: dict[Any, list[Move]] = {}
+    data = _data_axes(plan)
+    for move in plan.moves:
+        if kind := _kind(move, data):
+            found.setdefault((kind, move.text, move.where), []).append(move)
+    dearest = sorted(found.items(), key=lambda one: -sum(move.total_bytes for move in one[1]))
+    costs = []
+    for i, ((kind, *_), moves) in enumerate(dearest):
+        tried = _tried(plan, kind, moves[0]) if i < _MOST else None
+        spent = sum(move.total_bytes for move in moves)
+        costs.append(Cost(kind, moves[0], len(moves), spent, plan.total_bytes, tried))
+    return tuple(costs)
+
+
+def _kind(move: Move, data: frozenset[str]) -> str:
+    raw = move.raw
+    if move.asked or move.kind not in ("all_gather", "all_to_all", "ppermute"):
+        return ""
+    if raw.unchanging:
+        return "weight" if raw.part else "loop"
+    of_data = not data.isdisjoint(axis.name for axis in raw.axes)
+    return "activation" if move.kind == "all_gather" and not raw.part and of_data else ""
+
+
+def _data_axes(plan: Propagation) -> frozenset[str]:
+    """The axes that divide the first dimension of an input, and along which the forward pass sums no array."""
+    first = {axis.name for place in plan.reading.inputs if place.dims for axis in place.dims[0]}
+    summed = [one for one in plan.moves if one.kind == "psum" and one.phase == "forward" and one.shape]
+    return frozenset(first.difference(*({axis.name for axis in one.raw.axes} for one in summed)))
+
+
+# --- constraints ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """A layout to ask for: of an input by its number, or of a result of an equation."""
+
+    dims: Dims
+    shape: tuple[int, ...]
+    input: int | None = None
+    number: Number = ()
+    result: int = 0
+
+
+def _tried(plan: Propagation, kind: str, move: Move) -> Constraint | None:
+    """The best of the constraints, if it sends less than none."""
+    best, least = None, plan.total_bytes
+    for ask in itertools.islice(_asks(plan, kind, move), _TRIES):
+        try:
+            sent = _with(plan, ask).total_bytes
+        except ValueError:  # JAX divides evenly only
+            continue
+        if sent < least:
+            best, least = ask, sent
+    return None if best is None else _said(plan, best, least)
+
+
+def _with(plan: Propagation, ask: _Ask) -> Propagation:
+    """The plan of the program with a constraint."""
+    spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
+    sharding = NamedSharding(plan.traced.mesh, spec)
+    if ask.input is not None:
+        return plan.again(inputs={ask.input: sharding})
+    target = plan.traced.equations[ask.number[-1]]
+    return plan.again(lambda eqn: {ask.result: sharding} if eqn is target else {})
+
+
+def _asks(plan: Propagation, kind: str, move: Move) -> Iterator[_Ask]:
+    raw, shape = move.raw, move.shape
+    if any(axis.text != axis.name for dims in (raw.source.dims, raw.target.dims) for axes in dims for axis in axes):
+        return  # no string says a part of an axis
+    layouts = [*([raw.target.dims] if kind != "activation" else []), *_elsewhere(move), raw.target.dims]
+    for dims in dict.fromkeys(layouts):
+        if raw.argument is not None:
+            yield _Ask(dims, shape, input=raw.argument)
+        elif (result := _result(plan, raw.maker, shape)) is not None:
+            yield _Ask(dims, shape, number=raw.maker, result=result)
+    for number in (raw.user, raw.maker):
+        if (result := _result(plan, number, shape)) is not None:
+            yield _Ask(raw.source.dims, shape, number=number, result=result)
+    for other in plan.moves:  # what the backward pass moves, the forward pass may have moved on the same line
+        if move.phase == "backward" and other.phase == "forward" and other.where == move.where:
+            yield from _asks(plan, "activation", other)
+
+
+def _elsewhere(move: Move) -> Iterator[Dims]:
+    """The layouts in which the axes that are gathered divide another dimension."""
+    source, target = move.raw.source.dims, move.raw.target.dims
+    pairs = zip(source, target, strict=True)
+    gone = [axis for before, behind in pairs for axis in before if axis not in behind]
+    for i, size in enumerate(move.shape):
+        if target[i] != source[i]:
+            continue
+        dims: list[tuple[Axis, ...]] = list(target)
+        dims[i] = (*target[i], *gone)
+        parts = 1
+        for axis in dims[i]:
+            parts *= axis.size
+        if gone and size % parts == 0:
+            yield tuple(dims)
+
+
+def _result(plan: Propagation, number: Number, shape: Sequence[int]) -> int | None:
+    """Which result of an equation has this shape; None where that is not one alone, or nobody can name it: the backward
+    pass made it, or it is kept for that."""
+    eqns = [plan.traced.equations[i] for i in number]
+    if not eqns or is_transposed(eqns[-1], eqns[:-1]):
+        return None
+    fitting = [i for i, var in enumerate(eqns[-1].outvars) if shape_of(var) == tuple(shape)]
+    if len(fitting) != 1 or eqns[-1].outvars[fitting[0]] in plan.kept:
+        return None
+    return fitting[0]
+
+
+def _said(plan: Propagation, ask: _Ask, sent: int) -> Constraint:
+    labels = _labels(plan, ask)
+    layout = text_of(Place(ask.dims), labels, ask.shape, plan.mesh)
+    if ask.input is not None:
+        name = plan.traced.parameters[ask.input]
+        value = f"the argument {name}"
+    else:
+        *callers, eqn = (plan.traced.equations[i] for i in ask.number)
+        name, line = "x", short_line(line_of(eqn, callers))
+        value = f"what {eqn.params.get('name', eqn.primitive.name)} gives" + (f" at {line}" if line else "")
+    text = f'jax.lax.with_sharding_constraint({name}, spmd.Layout("{layout}").sharding(mesh))'
+    return Constraint(layout, value, text, sent)
+
+
+def _labels(plan: Propagation, ask: _Ask) -> Any:
+    if ask.input is not None:
+        return plan.names.known[opened(plan.traced.jaxpr)[0].invars[ask.input]]
+    *path, eqn = (plan.traced.equations[i] for i in ask.number)
+    made: Mapping[Any, Any] = plan.names.made
+    return made.get((tuple(map(id, path)), id(eqn)), [()] * len(eqn.outvars))[ask.result]

@@ -1,0 +1,487 @@
+"""A plan as an explicit kernel, ready to paste: what each operation computes on one device, and the verbs between."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from spmd._compat import operation_name as name_of
+from spmd.errors import SpmdError
+from spmd.propagation._module import KINDS, Axis, Place, Reading, called, operation, typed
+from spmd.propagation._values import text_of
+
+Names = tuple[str, ...]
+_WIDTH = 100  # of a line
+
+_UNARY = {
+    **{f"stablehlo.{one}": f"jnp.{one}" for one in ("tanh", "sqrt", "abs", "sign", "floor", "ceil", "tan", "cbrt")},
+    "stablehlo.exponential": "jnp.exp",
+    "stablehlo.log": "jnp.log",
+    "stablehlo.sine": "jnp.sin",
+    "stablehlo.cosine": "jnp.cos",
+    "stablehlo.rsqrt": "jax.lax.rsqrt",
+    "stablehlo.logistic": "jax.lax.logistic",
+    "stablehlo.log_plus_one": "jnp.log1p",
+    "stablehlo.exponential_minus_one": "jnp.expm1",
+    "stablehlo.is_finite": "jnp.isfinite",
+    "chlo.erf": "jax.lax.erf",
+    "chlo.square": "jnp.square",
+    "chlo.erfc": "jax.lax.erfc",
+}
+_INFIX = {
+    "stablehlo.add": "+",
+    "stablehlo.subtract": "-",
+    "stablehlo.multiply": "*",
+    "stablehlo.divide": "/",
+    "stablehlo.and": "&",
+    "stablehlo.or": "|",
+    "stablehlo.remainder": "%",
+}
+_BINARY = {
+    "stablehlo.maximum": "jnp.maximum",
+    "stablehlo.minimum": "jnp.minimum",
+    "stablehlo.power": "jnp.power",
+    "stablehlo.atan2": "jnp.arctan2",
+}
+_COMPARED = {"LT": "<", "LE": "<=", "GT": ">", "GE": ">=", "EQ": "==", "NE": "!="}
+_REDUCED = {
+    "stablehlo.add": "sum",
+    "stablehlo.maximum": "max",
+    "stablehlo.minimum": "min",
+    "stablehlo.and": "all",
+    "stablehlo.or": "any",
+}
+_DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16", "i1": "bool"}
+
+
+class _Made(NamedTuple):
+    """A value as the text has it.
+
+    Attributes:
+      text: An expression.
+      names: What its dimensions are called.
+      place: How it lies.
+      number: Whether it is one number, for arrays of any shape.
+      whole: Of a term of a sum over devices, the call that sums too; RESULT stands for the layout of its result.
+    """
+
+    text: str
+    names: Names
+    place: Place
+    number: bool = False
+    whole: str = ""
+
+
+@dataclass
+class Writer:
+    """Writes the body of a kernel from a module.
+
+    Attributes:
+      reading: What the module says.
+      sizes: Whole sizes of all names.
+    """
+
+    reading: Reading
+    lines: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    known: dict[Any, _Made] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._fresh = (f"v{i}" for i in itertools.count(1))
+        self._dims = (f"n{i}" for i in itertools.count(1))
+
+    # --- names --------------------------------------------------------------------------------------------
+
+    def named(self, size: int) -> str:
+        """A name for a dimension that nobody has named."""
+        name = next(one for one in self._dims if one not in self.sizes)
+        self.sizes[name] = size
+        return name
+
+    def layout(self, names: Names, place: Place) -> str:
+        """`b/dp s`."""
+        self._no_parts(place)
+        shape = [self.sizes[name] for name in names]
+        labels = tuple(((name, size),) for name, size in zip(names, shape, strict=True))
+        return text_of(place, labels, shape, self.reading.sizes) or "scalar"
+
+    def _no_parts(self, place: Place) -> None:
+        if any(axis.size != axis.whole for axes in (*place.dims, place.partial) for axis in axes):
+            self.fail("a layout over a part of a mesh axis")
+
+    def fail(self, what: str) -> NoReturn:
+        rule = f"{what} is not written as a kernel yet."
+        raise SpmdError(rule, call="freeze()", advice="freeze the parts around it, or write that part by hand")
+
+    # --- values -------------------------------------------------------------------------------------------
+
+    def get(self, value: Any) -> _Made:
+        return self.known[value]
+
+    def array(self, value: Any) -> _Made:
+        """A value as an array, also where it is the same number everywhere."""
+        made, kind, place = self.get(value), typed(value), self.reading.place(value)
+        if not made.number:
+            return made
+        text = f"jnp.full({kind.local_shape(place)}, {_bare(made.text)}, {_dtype(kind.dtype)})"
+        return _Made(text, tuple(map(self.named, kind.shape)), place)
+
+    def put(self, value: Any, made: _Made, *, inline: bool = False) -> None:
+        """Keep a value: as an expression where one other alone uses it, else under a name."""
+        uses = sum(1 for _ in value.uses)
+        if made.number or made.text.isidentifier() or (inline and uses < 2 and len(made.text) < _WIDTH // 2):
+            self.known[value] = made
+            return
+        name = next(self._fresh)
+        self.lines.append(f"{name} = {_bare(made.text)}")
+        self.known[value] = made._replace(text=name, whole="")
+
+    def block(self, block: Any) -> list[Any]:
+        """Write the operations of a block. Returns the values that it gives back."""
+        *body, last = [operation(one) for one in block.operations]
+        for op in body:
+            self.write(op)
+        return list(last.operands)
+
+    def write(self, op: Any) -> None:
+        name = name_of(op)
+        if name in KINDS or name == "sdy.all_slice":
+            self._moved(op, name)
+        elif name == "func.call":
+            self._call(op)
+        elif name in _RULES:
+            _RULES[name](self, op)
+        elif name in _UNARY:
+            self._elementwise(op, lambda x: f"{_UNARY[name]}({_bare(x)})")
+        elif name in _INFIX:
+            self._elementwise(op, lambda x, y: f"({x} {_INFIX[name]} {y})")
+        elif name in _BINARY:
+            self._elementwise(op, lambda x, y: f"{_BINARY[name]}({_bare(x)}, {_bare(y)})")
+        else:
+            self.fail(name.replace("stablehlo.", "an operation "))
+
+    def _call(self, op: Any) -> None:
+        block = self.reading.functions[called(op)].regions[0].blocks[0]
+        for inner, outer in zip(block.arguments, op.operands, strict=True):
+            self.known[inner] = self.get(outer)
+        for outer, inner in zip(op.results, self.block(block), strict=True):
+            self.known[outer] = self.get(inner)
+
+    def _elementwise(self, op: Any, text: Callable[..., str]) -> None:
+        operands = [self.get(value) for value in op.operands]
+        arrays = [one for one in operands if not one.number]
+        result = text(*(one.text for one in operands))
+        if not arrays:
+            self.known[op.results[0]] = _Made(result, (), Place(()), number=True)
+            return
+        made = _Made(result, arrays[0].names, self.reading.place(op.results[0]))
+        self.put(op.results[0], made, inline=True)
+
+    def local(self, op: Any) -> tuple[int, ...]:
+        """The shape of one device's block of the result."""
+        return typed(op.results[0]).local_shape(self.reading.place(op.results[0]))
+
+    # --- communication ------------------------------------------------------------------------------------
+
+    def _moved(self, op: Any, name: str) -> None:
+        made, target = self.array(op.operands[0]), self.reading.place(op.results[0])
+        if name == "sdy.all_reduce" and made.whole:  # the product or the reduction sums by itself
+            scattered = self._scattered(op, target)
+            place = scattered or target
+            text = made.whole.replace("RESULT", self.layout(made.names, place))
+            self.put(op.results[0], _Made(text, made.names, place))
+            return
+        verb = {"sdy.all_slice": "split", "sdy.collective_permute": "relayout"}.get(name, KINDS.get(name, ""))
+        source = self.reading.before(op, name)[0] if name in KINDS else made.place
+        if (source.dims == target.dims and not source.partial) or made.place == target:
+            self.known[op.results[0]] = made._replace(place=target)
+            return
+        if name == "sdy.all_to_all" and len(self.reading.before(op, name)[1]) > 1:
+            verb = "relayout"
+        pattern = f"{self.layout(made.names, source)} -> {self.layout(made.names, target)}"
+        text = f'spmd.{verb}({_bare(made.text)}, "{pattern}")'
+        self.put(op.results[0], _Made(text, made.names, target))
+
+    def _scattered(self, op: Any, target: Place) -> Place | None:
+        """Where a sum lies of which all that follows keeps one slice: then it is scattered at once."""
+        uses = [operation(use.owner) for use in op.results[0].uses]
+        places = {self.reading.place(one.results[0]) for one in uses if name_of(one) == "sdy.all_slice"}
+        summed = set(self.reading.before(op, "sdy.all_reduce")[1])
+        if len(places) != 1 or any(name_of(one) != "sdy.all_slice" for one in uses):
+            return None
+        [place] = places
+        gained = {axis for axes in place.dims for axis in axes} - {axis for axes in target.dims for axis in axes}
+        return place if gained == summed else None
+
+    # --- operations ---------------------------------------------------------------------------------------
+
+    def constant(self, op: Any) -> None:
+        kind = typed(op.results[0])
+        found = re.match(r'dense<([^\[\]<>"]+)> : ', str(op.attributes["value"]))
+        if found is None:
+            self.fail("a constant array")
+        self.known[op.results[0]] = _Made(_literal(found[1], kind.dtype), (), Place(()), number=True)
+
+    def broadcast(self, op: Any) -> None:
+        made, kind = self.get(op.operands[0]), typed(op.results[0])
+        if made.number:  # it stays one until somebody needs an array
+            self.known[op.results[0]] = made
+            return
+        dims, given = _integers(op, "broadcast_dimensions"), typed(op.operands[0]).shape
+        kept = {d: made.names[i] for i, d in enumerate(dims) if given[i] == kind.shape[d]}
+        names = tuple(kept[d] if d in kept else self.named(n) for d, n in enumerate(kind.shape))
+        text = f"jax.lax.broadcast_in_dim({_bare(made.text)}, {self.local(op)}, {tuple(dims)})"
+        self.put(op.results[0], _Made(text, names, self.reading.place(op.results[0])))
+
+    def reshape(self, op: Any) -> None:
+        made, old, new = self.array(op.operands[0]), typed(op.operands[0]).shape, typed(op.results[0]).shape
+        left = [(name, n) for name, n in zip(made.names, old, strict=True) if n != 1]
+        kept = dict(zip((d for d, n in enumerate(new) if n != 1), left, strict=False))
+        same = [n for n in old if n != 1] == [n for n in new if n != 1]
+        names = tuple(kept[d][0] if same and d in kept else self.named(n) for d, n in enumerate(new))
+        text = f"jnp.reshape({_bare(made.text)}, {self.local(op)})"
+        self.put(op.results[0], _Made(text, names, self.reading.place(op.results[0])), inline=True)
+
+    def transpose(self, op: Any) -> None:
+        made, dims = self.array(op.operands[0]), _integers(op, "permutation")
+        names = tuple(made.names[d] for d in dims)
+        text = f"jnp.transpose({_bare(made.text)}, {tuple(dims)})"
+        self.put(op.results[0], _Made(text, names, self.reading.place(op.results[0])), inline=True)
+
+    def convert(self, op: Any) -> None:
+        dtype = _dtype(typed(op.results[0]).dtype)
+        if self.get(op.operands[0]).number:
+            self.known[op.results[0]] = self.get(op.operands[0])
+            return
+        self._elementwise(op, lambda x: f"{x}.astype({dtype})")
+
+    def compare(self, op: Any) -> None:
+        direction = re.search(r"(LT|LE|GT|GE|EQ|NE)", str(op.attributes["comparison_direction"]))
+        sign = _COMPARED[direction[1] if direction else "EQ"]
+        self._elementwise(op, lambda x, y: f"({x} {sign} {y})")
+
+    def select(self, op: Any) -> None:
+        self._elementwise(op, lambda p, x, y: f"jnp.where({_bare(p)}, {_bare(x)}, {_bare(y)})")
+
+    def negate(self, op: Any) -> None:
+        self._elementwise(op, lambda x: f"(-{x})")
+
+    def reverse_not(self, op: Any) -> None:
+        self._elementwise(op, lambda x: f"(~{x})")
+
+    def same(self, op: Any) -> None:
+        for result, operand in zip(op.results, op.operands, strict=True):
+            self.known[result] = self.get(operand)
+
+    def reduce(self, op: Any) -> None:
+        made, kind = self.array(op.operands[0]), _reduction(op)
+        if len(op.results) != 1 or kind is None:
+            self.fail("a reduction of several arrays")
+        gone = _integers(op, "dimensions")
+        names = tuple(name for d, name in enumerate(made.names) if d not in gone)
+        along = ", ".join(map(str, gone)) + ("," if len(gone) == 1 else "")
+        text = f"jnp.{kind}({_bare(made.text)}, axis=({along}))"
+        lost = [axis for d in gone for axis in made.place.dims[d]]
+        whole = ""
+        if lost:
+            source = self.layout(made.names, made.place)
+            whole = f'spmd.reduce({_bare(made.text)}, "{source} -> RESULT", "{kind}")'
+        self._partial(op, text, names, whole, lost)
+
+    def _partial(self, op: Any, text: str, names: Names, whole: str, lost: Sequence[Axis]) -> None:
+        """A result that a sum over devices may follow: if it follows at once, the call says both."""
+        result = op.results[0]
+        uses = [operation(use.owner) for use in result.uses]
+        place = self.reading.place(result)
+        if lost and [name_of(one) for one in uses] == ["sdy.all_reduce"]:
+            self.known[result] = _Made(text, names, Place(place.dims, tuple(lost)), whole=whole)
+        elif lost:
+            self.fail("a sum over devices that comes later than the operation")
+        else:
+            self.put(result, _Made(text, names, place))
+
+    def dot(self, op: Any) -> None:
+        x, w = self.array(op.operands[0]), self.array(op.operands[1])
+        numbers = {name: _list(op, "dot_dimension_numbers", name) for name in _NUMBERS}
+        right = list(w.names)
+        taken = set(x.names)
+        both = [*zip(numbers["lhs_contracting_dimensions"], numbers["rhs_contracting_dimensions"], strict=True)]
+        both += zip(numbers["lhs_batching_dimensions"], numbers["rhs_batching_dimensions"], strict=True)
+        shared = {r: x.names[left] for left, r in both}
+        for d, name in enumerate(right):
+            free = name if name not in taken else ""
+            right[d] = shared.get(d) or free or self.named(self.sizes[name])
+        batch = [x.names[d] for d in numbers["lhs_batching_dimensions"]]
+        gone = [x.names[d] for d in numbers["lhs_contracting_dimensions"]]
+        rest = [name for name in (*x.names, *right) if name not in (*batch, *gone)]
+        names = (*batch, *dict.fromkeys(rest))
+        lost = [axis for d in numbers["lhs_contracting_dimensions"] for axis in x.place.dims[d]]
+        operands = f"{self.layout(x.names, x.place)}, {self.layout(tuple(right), w.place)}"
+        result = self.layout(names, Place(self.reading.place(op.results[0]).dims))
+        start = f"spmd.einsum({_bare(x.text)}, {_bare(w.text)}, "
+        typed_so = _typed_so(op)
+        text = f'{start}"{operands} -> {result}"{typed_so})'
+        self._partial(op, text, names, f'{start}"{operands} -> RESULT"{typed_so})', lost)
+
+    def iota(self, op: Any) -> None:
+        kind, place = typed(op.results[0]), self.reading.place(op.results[0])
+        along = int(str(op.attributes["iota_dimension"]).split()[0])
+        names = tuple(map(self.named, kind.shape))
+        one = self.layout((names[along],), Place((place.dims[along],)))
+        line = f'spmd.iota("{one}", {names[along]}={kind.shape[along]}).astype({_dtype(kind.dtype)})'
+        text = f"jax.lax.broadcast_in_dim({line}, {self.local(op)}, ({along},))"
+        self.put(op.results[0], _Made(text, names, place))
+
+    def sort(self, op: Any) -> None:
+        along = int(str(op.attributes["dimension"]).split()[0])
+        operands = [self.array(value) for value in op.operands]
+        if len(operands) == 1:
+            [one] = operands
+            made = _Made(f"jnp.sort({_bare(one.text)}, axis={along})", one.names, self.reading.place(op.results[0]))
+            self.put(op.results[0], made)
+            return
+        texts = ", ".join(_bare(one.text) for one in operands)
+        made = next(self._fresh)
+        self.lines.append(f"{made} = jax.lax.sort(({texts}), dimension={along}, num_keys=1)")
+        for i, (result, one) in enumerate(zip(op.results, operands, strict=True)):
+            self.put(result, _Made(f"{made}[{i}]", one.names, self.reading.place(result)))
+
+
+_NUMBERS = (
+    "lhs_batching_dimensions",
+    "rhs_batching_dimensions",
+    "lhs_contracting_dimensions",
+    "rhs_contracting_dimensions",
+)
+_RULES: dict[str, Callable[[Writer, Any], None]] = {
+    "sdy.constant": Writer.constant,
+    "stablehlo.constant": Writer.constant,
+    "stablehlo.broadcast_in_dim": Writer.broadcast,
+    "stablehlo.reshape": Writer.reshape,
+    "stablehlo.transpose": Writer.transpose,
+    "stablehlo.convert": Writer.convert,
+    "stablehlo.compare": Writer.compare,
+    "stablehlo.select": Writer.select,
+    "stablehlo.negate": Writer.negate,
+    "stablehlo.not": Writer.reverse_not,
+    "stablehlo.optimization_barrier": Writer.same,
+    "stablehlo.reduce": Writer.reduce,
+    "stablehlo.dot_general": Writer.dot,
+    "stablehlo.iota": Writer.iota,
+    "stablehlo.sort": Writer.sort,
+}
+
+
+def _bare(text: str) -> str:
+    """An expression without brackets around all of it."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for i, char in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(char, 0)
+        if depth == 0:
+            return text[1:-1] if i == len(text) - 1 and "," not in text else text
+    return text
+
+
+def _dtype(name: str) -> str:
+    found = _DTYPES.get(name) or re.sub(r"^ui", "uint", re.sub(r"^i", "int", name))
+    return f'"{found}"'
+
+
+def _literal(text: str, dtype: str) -> str:
+    if dtype == "i1":
+        return text.capitalize()
+    if text.startswith("0x"):
+        bits = int(text, 16)
+        special = {"f32": {0xFF800000: "-jnp.inf", 0x7F800000: "jnp.inf", 0x7FC00000: "jnp.nan"}}.get(dtype, {})
+        special |= {0xFF80: "-jnp.inf", 0x7F80: "jnp.inf"} if dtype == "bf16" else {}
+        return special.get(bits, "jnp.nan")
+    if dtype.startswith(("i", "ui")):
+        return text
+    number = float(text)
+    return repr(number) if math.isfinite(number) else f"jnp.{number}"
+
+
+def _integers(op: Any, name: str) -> list[int]:
+    return [int(n) for n in re.findall(r"-?\d+", str(op.attributes[name]).partition(":")[2])]
+
+
+def _list(op: Any, attribute: str, name: str) -> list[int]:
+    found = re.search(rf"{name} = \[([^\]]*)\]", str(op.attributes[attribute]))
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+
+
+def _typed_so(op: Any) -> str:
+    """The dtype of a product, where it is not that of its operands."""
+    given, made = typed(op.operands[0]).dtype, typed(op.results[0]).dtype
+    return "" if given == made else f", preferred_element_type={_dtype(made)}"
+
+
+def _reduction(op: Any) -> str | None:
+    [block] = op.regions[0].blocks
+    inside = [name_of(operation(one)) for one in block.operations]
+    return _REDUCED.get(inside[0]) if len(inside) == 2 else None
+
+
+def signature_names(writer: Writer, values: Sequence[Any], labels: Sequence[Any]) -> list[Names]:
+    """Names for the dimensions of the inputs: those that are known, where they are single and of the right size."""
+    found = []
+    for value, label in zip(values, labels, strict=True):
+        if len(label) != len(typed(value).shape):
+            writer.fail("a key of jax.random")
+        names: list[str] = []
+        for size, one in zip(typed(value).shape, label, strict=True):
+            name = one[0][0] if len(one) == 1 and one[0][1] == size else ""
+            if not name or name in names or writer.sizes.get(name, size) != size:
+                name = writer.named(size)
+            writer.sizes[name] = size
+            names.append(name)
+        found.append(tuple(names))
+    return found
+
+
+def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Sequence[Any]) -> str:
+    """The text of an explicit kernel that does what a module says.
+
+    Args:
+      reading: What the module says.
+      name: What to call the function.
+      parameters: What to call its arguments.
+      labels: What is known of the names of their dimensions.
+
+    Raises:
+      SpmdError: An operation is not written as a kernel yet.
+    """
+    writer = Writer(reading)
+    [block] = reading.functions["main"].regions[0].blocks
+    values = list(block.arguments)[reading.first :]
+    if reading.first:
+        writer.fail("a constant array")
+    names = signature_names(writer, values, labels)
+    for value, parameter, one in zip(values, parameters, names, strict=True):
+        writer.known[value] = _Made(parameter, one, reading.place(value))
+    given = [writer.layout(one, reading.place(value)) for value, one in zip(values, names, strict=True)]
+    results = [writer.array(value) for value in writer.block(block)]
+    made = [writer.layout(one.names, one.place) for one in results]
+    body = [*writer.lines, f"return {', '.join(_bare(one.text) for one in results)}"]
+    if len(body) > 1 and len(results) == 1 and body[-2].startswith(f"{results[0].text} = "):
+        body[-2:] = [f"return {body[-2].partition(' = ')[2]}"]
+    head = f'@spmd.kernel("{", ".join(given)} -> {", ".join(made)}", mesh=mesh)'
+    return "\n".join([head, f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body), ""])
+
+
+def parameters_of(names: Sequence[str]) -> Iterator[str]:
+    """Python names for arguments: `params['w']` is `params_w`."""
+    seen: set[str] = set()
+    for name in names:
+        plain = re.sub(r"\W+", "_", name).strip("_") or "x"
+        plain = plain if plain.isidentifier() else f"x_{plain}"
+        while plain in seen:
+            plain += "_"
+        seen.add(plain)
+        yield plain

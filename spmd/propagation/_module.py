@@ -1,0 +1,468 @@
+"""A module of Shardy's dialect as plain values: where each value lies, and each change of layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from spmd._compat import operation_name as name_of
+from spmd._units import sent_bytes
+
+KINDS = {
+    "sdy.all_gather": "all_gather",
+    "sdy.all_reduce": "psum",
+    "sdy.reduce_scatter": "psum_scatter",
+    "sdy.all_to_all": "all_to_all",
+    "sdy.collective_permute": "ppermute",
+}
+# Changes of layout that send nothing.
+_QUIET = ("sdy.all_slice", "sdy.replicated_to_unreduced", "sdy.sharded_to_unreduced", "sdy.reshard")
+_MOVES = (*KINDS, *_QUIET)
+_NUMBER = re.compile(r"#(\d+)(?=[/)]|$)")
+_AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
+_SHARDING = re.compile(r"<(?:@[\w.$-]+|mesh<[^>]*>), \[([^\]]*)\]([^<>]*)>")
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>$")
+_UNREDUCED = re.compile(r"unreduced=(?:\w+)?\{([^}]*)\}")
+
+Number = tuple[int, ...]  # of an equation: the numbers of those around it, outermost first, and its own
+
+
+class Axis(NamedTuple):
+    """A mesh axis, or a part of one: `tp`, `tp:(1)2`.
+
+    Attributes:
+      name: The axis.
+      size: How many devices there are along the part.
+      before: The product of the sizes of the parts before it.
+      whole: How many devices there are along the axis.
+    """
+
+    name: str
+    size: int
+    before: int
+    whole: int
+
+    @property
+    def text(self) -> str:
+        return self.name if self.size == self.whole else f"{self.name}:({self.before}){self.size}"
+
+
+def _plus(axes: Sequence[Axis], more: Sequence[Axis]) -> tuple[Axis, ...]:
+    """These axes and more behind them, the parts of one axis put together."""
+    found = list(axes)
+    for axis in more:
+        last = found[-1] if found else None
+        if last is not None and last.name == axis.name and last.before * last.size == axis.before:
+            found[-1] = last._replace(size=last.size * axis.size)
+        else:
+            found.append(axis)
+    return tuple(found)
+
+
+def _minus(axes: Sequence[Axis], gone: Sequence[Axis]) -> tuple[Axis, ...]:
+    """These axes without those at their end."""
+    found = list(axes)
+    for axis in reversed(gone):
+        last = found.pop()
+        if last.size > axis.size:
+            found.append(last._replace(size=last.size // axis.size))
+    return tuple(found)
+
+
+Dims = tuple[tuple[Axis, ...], ...]
+
+
+class Place(NamedTuple):
+    """How a value lies: the axes of each dimension, and those along which it is a term of a sum."""
+
+    dims: Dims
+    partial: tuple[Axis, ...] = ()
+
+
+class Typed(NamedTuple):
+    """The type of a value: its whole shape and how many bytes an element has."""
+
+    shape: tuple[int, ...]
+    width: int
+    dtype: str
+
+    def local_shape(self, place: Place) -> tuple[int, ...]:
+        """The shape of one device's block."""
+        parts = (math.prod(axis.size for axis in axes) for axes in place.dims)
+        return tuple(-(-n // part) for n, part in zip(self.shape, parts, strict=True))
+
+    def local_bytes(self, place: Place) -> int:
+        """Bytes of one device's block."""
+        return self.width * math.prod(self.local_shape(place))
+
+
+@dataclass(frozen=True)
+class RawMove:
+    """A change of layout as it stands in the module.
+
+    Attributes:
+      kind: Which collective it is.
+      axes: Along which mesh axes.
+      type: The type of what is moved.
+      source: How it lies before.
+      target: How it lies behind.
+      count: How often it runs.
+      exact: Whether that is certain.
+      branch: Whether it stands in a branch.
+      maker: The equation that gives what is moved; empty where it is an input.
+      user: The equation that needs it so; empty where it is a result.
+      unchanging: Whether it stands in a loop that gives it the same value each time.
+      argument: The number of the program's input that is moved, through nothing but copies; None for other values.
+      part: Whether it is a slice of an input, such as the weights of one layer.
+      scatters: Whether all that uses a sum keeps a slice along the same axes.
+    """
+
+    kind: str
+    axes: tuple[Axis, ...]
+    type: Typed
+    source: Place
+    target: Place
+    count: int
+    exact: bool
+    branch: bool
+    maker: Number
+    user: Number
+    unchanging: bool = False
+    argument: int | None = None
+    part: bool = False
+    scatters: bool = False
+
+    @property
+    def group_size(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device sends in one execution."""
+        return sent_bytes(self.kind, self.type.local_bytes(self.source), self.group_size)
+
+
+class _Site(NamedTuple):
+    """Where the walk is: the equations around, how often it runs, and the operands of the function."""
+
+    around: Number = ()
+    count: int = 1
+    exact: bool = True
+    branch: bool = False
+    call: Any = None  # the operation that calls the function
+    outer: Any = None  # where that stands
+
+
+@dataclass
+class Reading:
+    """What a module says.
+
+    Attributes:
+      moves: The changes of layout that send something, in the order of the program.
+      places: For the number of an equation, the types and places of what it makes, in order.
+      inputs: How the program's inputs lie.
+      results: How its results lie.
+    """
+
+    sizes: Mapping[str, int]
+    lengths: Mapping[int, int]  # how often the loop runs that an equation is
+    moves: list[RawMove] = field(default_factory=list)
+    places: dict[Number, list[tuple[Typed, Place]]] = field(default_factory=dict)
+    inputs: list[Place] = field(default_factory=list)
+    results: list[Place] = field(default_factory=list)
+    functions: dict[str, Any] = field(default_factory=dict)
+    first: int = 0
+    module: Any = None
+
+    def axes(self, text: str) -> tuple[Axis, ...]:
+        """`"dp", "tp":(1)2` as axes."""
+        found = []
+        for one in _AXIS.finditer(text):
+            whole = self.sizes.get(one[1], 1)
+            found.append(Axis(one[1], int(one[3] or whole), int(one[2] or 1), whole))
+        return tuple(found)
+
+    def lists(self, text: str) -> Dims:
+        """`[{"dp"}, {}]` as the axes of each dimension."""
+        return tuple(self.axes(one) for one in re.findall(r"\{([^}]*)\}", text))
+
+    def shardings(self, text: str) -> list[Place]:
+        places = []
+        for dims, rest in _SHARDING.findall(text):
+            partial = _UNREDUCED.search(rest)
+            places.append(Place(self.lists(dims), self.axes(partial[1]) if partial else ()))
+        return places
+
+    # --- values -------------------------------------------------------------------------------------------
+
+    def place(self, value: Any) -> Place:
+        """How a value lies."""
+        whole = Place(((),) * len(typed(value).shape))
+        owner = value.owner
+        if hasattr(owner, "operations"):  # a block, whose argument the value is
+            return self._of_argument(_parent(value), value.arg_number) or whole
+        return self._of_result(operation(owner), value.result_number) or whole
+
+    def _of_result(self, op: Any, number: int) -> Place | None:
+        attributes = op.attributes
+        for name in ("out_sharding", "sharding", "sdy.sharding", "out_shardings"):
+            if name in attributes:
+                found = self.shardings(str(attributes[name]))
+                return found[number] if number < len(found) else None
+        return None
+
+    def _of_argument(self, op: Any, number: int) -> Place | None:
+        name = name_of(op)
+        if name == "stablehlo.while":
+            return self._of_result(op, number)
+        if name == "func.func" and "arg_attrs" in op.attributes:
+            found = self.shardings(str(op.attributes["arg_attrs"][number]))
+            return found[0] if found else None
+        return None
+
+    # --- the walk -----------------------------------------------------------------------------------------
+
+    def read(self, module: Any, count: int) -> Reading:
+        """Walk over the module from its main function, which has so many inputs."""
+        self.module = module  # older bindings let its operations outlive it
+        for one in module.body.operations:
+            if name_of(one.operation) == "func.func":
+                self.functions[str(one.operation.attributes["sym_name"]).strip('"')] = one.operation
+        main = self.functions["main"]
+        [block] = main.regions[0].blocks
+        self.first = len(block.arguments) - count  # constants that JAX hoisted out of the program come first
+        self.inputs = [self.place(value) for value in block.arguments][self.first :]
+        self._block(block, _Site())
+        *_, last = block.operations
+        self.results = [self.place(value) for value in last.operation.operands]
+        return self
+
+    def _block(self, block: Any, site: _Site, skip: Number | None = None) -> None:
+        for one in block.operations:
+            op = one.operation
+            name, number = name_of(op), (*site.around, *numbers(op))
+            if name in KINDS:
+                self._move(op, name, site)
+            if name == "func.call":
+                callee = self.functions[called(op)]
+                self._block(callee.regions[0].blocks[0], site._replace(around=number, call=op, outer=site))
+            elif name in _ENTERED:
+                self._enter(op, name, number, site)
+            if number != skip:
+                self._keep(op, number)
+
+    def _enter(self, op: Any, name: str, number: Number, site: _Site) -> None:
+        """What is inside of a loop, a branch or a `shard_map`."""
+        inner = site
+        if name == "stablehlo.while":
+            length = self.lengths.get(number[-1]) if number else None
+            inner = site._replace(
+                count=site.count * (1 if length is None else length), exact=site.exact and length is not None
+            )
+        elif name in ("stablehlo.case", "stablehlo.if"):
+            inner = site._replace(exact=False, branch=True)
+        for region in op.regions:
+            for block in region.blocks:
+                self._block(block, inner, skip=number)
+
+    def _keep(self, op: Any, number: Number) -> None:
+        if not numbers(op):
+            return
+        made = [(typed(value), self.place(value)) for value in op.results if _TENSOR.search(str(value.type))]
+        found = self.places.setdefault(number, [])
+        if name_of(op) in (*_ENTERED, "func.call"):  # these have the results of the equation, and nothing else
+            found.clear()
+        found += made
+
+    def _move(self, op: Any, name: str, site: _Site) -> None:
+        value, target = op.operands[0], self.place(op.results[0])
+        source, axes = self.before(op, name)
+        if math.prod(axis.size for axis in axes) < 2:
+            return
+        sums = name in ("sdy.all_reduce", "sdy.reduce_scatter")
+        origin = self._origin(value, site)
+        moved = RawMove(
+            KINDS[name],
+            axes,
+            typed(value),
+            source,
+            target,
+            site.count,
+            site.exact,
+            site.branch,
+            _maker(value, site),
+            () if sums else self._user(op.results[0], site),
+            origin.unchanging,
+            None if origin.sliced else origin.argument,
+            origin.argument is not None,
+            sums and self._is_sliced(op.results[0], axes),
+        )
+        self.moves.append(moved)
+
+    def _user(self, value: Any, site: _Site) -> Number:
+        """The first equation that uses a value, behind the changes of its layout, and the slices that a loop takes."""
+        for use in value.uses:
+            op = operation(use.owner)
+            name, number = name_of(op), numbers(op)
+            found: Number = ()
+            if name == "func.call":
+                callee = self.functions[called(op)].regions[0].blocks[0]
+                inner = site._replace(around=(*site.around, *number), call=op, outer=site)
+                found = self._user(callee.arguments[use.operand_number], inner)
+            elif name == "func.return" and site.outer is not None:
+                found = self._user(site.call.results[use.operand_number], site.outer)
+            elif name in _MOVES or (name in _SLICES and (not number or number[-1] in self.lengths)):
+                found = self._user(op.results[0], site)
+            elif name in ("stablehlo.return", "sdy.return"):  # the loop carries it so
+                found = (*site.around, *numbers(operation(op.parent)))
+            elif number:
+                found = (*site.around, *number)
+            if found:
+                return found
+        return ()
+
+    def _origin(self, value: Any, site: _Site) -> _Origin:
+        """Where a value comes from, through copies, slices, loops that keep it, and calls that do no more."""
+        here = sliced = unchanging = False  # here: sliced inside of this loop
+        while True:
+            while (owner := _owner(value)) is not None:
+                name = name_of(owner)
+                if name == "func.call":
+                    *_, last = self.functions[called(owner)].regions[0].blocks[0].operations
+                    site = site._replace(call=owner, outer=site)
+                    value = last.operation.operands[value.result_number]
+                    continue
+                if name not in _COPIES and name not in _SLICES:
+                    return _Origin(None, sliced, unchanging)
+                here = here or name in ("stablehlo.dynamic_slice", "stablehlo.slice")
+                value = owner.operands[value.result_number if name == "stablehlo.optimization_barrier" else 0]
+            op, number, sliced = _parent(value), value.arg_number, sliced or here
+            if name_of(op) == "func.func" and site.outer is None:
+                return _Origin(number - self.first if number >= self.first else None, sliced, unchanging)
+            if name_of(op) == "func.func":
+                value, site = site.call.operands[number], site.outer
+            elif name_of(op) == "stablehlo.while" and _is_kept(value):
+                unchanging, here, value = unchanging or (not here and site.count > 1), False, op.operands[number]
+            else:
+                return _Origin(None, sliced, unchanging)
+
+    def _is_sliced(self, value: Any, axes: Sequence[Axis]) -> bool:
+        """Whether all that uses a value keeps a slice along these axes."""
+        uses = [operation(use.owner) for use in value.uses]
+        kept = [self.lists(str(op.attributes["slicing_axes"])) if name_of(op) == "sdy.all_slice" else () for op in uses]
+        return bool(uses) and all(set(axes) <= {axis for dim in dims for axis in dim} for dims in kept)
+
+    def before(self, op: Any, name: str) -> tuple[Place, tuple[Axis, ...]]:
+        """How what is moved lay before, read off the operation, and the axes along which it is moved."""
+        value, target = op.operands[0], self.place(op.results[0])
+        text = {key: str(op.attributes[key]) for key in _SAID if key in op.attributes}
+        dims = list(target.dims)
+        if name == "sdy.all_gather":
+            gathered = self.lists(text["gathering_axes"])
+            return Place(tuple(map(_plus, dims, gathered)), target.partial), tuple(itertools.chain(*gathered))
+        if name == "sdy.all_to_all":
+            axes: list[Axis] = []
+            for moved, source, into in reversed(_PARAM.findall(text["params"])):
+                travelling = self.axes(moved)
+                axes += travelling
+                dims[int(into)] = _minus(dims[int(into)], travelling)
+                dims[int(source)] = _plus(dims[int(source)], travelling)
+            return Place(tuple(dims), target.partial), tuple(axes)
+        if name == "sdy.all_reduce":
+            summed = self.axes(text["reduction_axes"])
+            return Place(target.dims, (*target.partial, *summed)), summed
+        if name == "sdy.reduce_scatter":
+            scattered = self.lists(text["reduce_scatter_axes"])
+            every = tuple(itertools.chain(*scattered))
+            return Place(tuple(map(_minus, dims, scattered)), (*target.partial, *every)), every
+        source = self.place(value)
+        changed = [
+            a.name for one, two in zip(source.dims, target.dims, strict=True) if one != two for a in (*one, *two)
+        ]
+        return source, tuple(Axis(a, n, 1, n) for a, n in self.sizes.items() if a in changed)
+
+
+_SAID = ("gathering_axes", "params", "reduction_axes", "reduce_scatter_axes")
+_PARAM = re.compile(r"\{([^}]*)\}: ?(\d+) ?-> ?(\d+)")
+_ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.manual_computation", "sdy.named_computation")
+
+
+def operation(view: Any) -> Any:
+    """An operation, however the bindings give it."""
+    return view.operation if hasattr(view, "operation") else view
+
+
+def typed(value: Any) -> Typed:
+    """The type of a value of the module."""
+    found = _TENSOR.search(str(value.type))
+    if found is None:  # a token
+        return Typed((), 0, str(value.type))
+    shape = tuple(int(n) for n in found[1].split("x") if n)
+    bits = sum(int(n) for n in re.findall(r"\d+", found[2].partition("E")[0])) * (2 if "complex" in found[2] else 1)
+    return Typed(shape, -(-bits // 8), found[2])
+
+
+def numbers(op: Any) -> Number:
+    """The numbers in the name of an operation's place."""
+    return tuple(map(int, _NUMBER.findall(getattr(op.location, "name_str", ""))))
+
+
+def _owner(value: Any) -> Any:
+    """The operation that gives a value; None for the argument of a block."""
+    return None if hasattr(value.owner, "operations") else operation(value.owner)
+
+
+def called(op: Any) -> str:
+    """The name of the function that a call calls."""
+    return str(op.attributes["callee"]).lstrip("@").strip('"')
+
+
+def _maker(value: Any, site: _Site) -> Number:
+    """The equation that gives a value, behind the changes of its layout; outside of a loop what the loop is given."""
+    owner = _owner(value)
+    while owner is not None and name_of(owner) in _MOVES:
+        value = owner.operands[0]
+        owner = _owner(value)
+    if owner is not None:
+        return (*site.around, *numbers(owner))
+    op, number = _parent(value), value.arg_number
+    if name_of(op) == "func.func" and site.outer is not None:
+        return _maker(site.call.operands[number], site.outer)
+    if name_of(op) == "stablehlo.while" and _is_kept(value):
+        return _maker(op.operands[number], site)
+    return ()
+
+
+_SLICES = ("stablehlo.dynamic_slice", "stablehlo.reshape", "stablehlo.convert", "stablehlo.slice")
+_COPIES = (*_MOVES, "stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "stablehlo.optimization_barrier")
+
+
+class _Origin(NamedTuple):
+    """Where a value comes from, as a copy or a slice.
+
+    Attributes:
+      argument: The number of the program's input; None for what was computed.
+      sliced: Whether it is a slice of that.
+      unchanging: Whether some loop around gives it the same value in each round.
+    """
+
+    argument: int | None = None
+    sliced: bool = False
+    unchanging: bool = False
+
+
+def _parent(value: Any) -> Any:
+    """The operation in whose block a value is an argument."""
+    return operation(value.owner.owner)
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a loop gives the argument of its body back as it is."""
+    *_, last = value.owner.operations
+    operands = last.operation.operands
+    given = operands[value.arg_number] if value.arg_number < len(operands) else None
+    return given is not None and _owner(given) is None and given.arg_number == value.arg_number

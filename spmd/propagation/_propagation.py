@@ -1,0 +1,370 @@
+"""`propagate`: where the compiler lets each value lie, and what it sends for that, without devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmd._jaxprs import Role, held, opened
+from spmd._table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
+from spmd._units import bytes_text
+from spmd._walker import equations as all_equations
+from spmd._walker import walk
+from spmd.checker import Finding
+from spmd.checker._dataflow import walk_closed
+from spmd.checker._lines import listing
+from spmd.checker._listing import Source
+from spmd.checker._recorded import States
+from spmd.checker._source import LineName, is_transposed, line_of, short_line
+from spmd.errors import MeshError, SpmdError
+from spmd.inspect._collectives import axes_text, counts_by_kind
+from spmd.inspect._program import check_mesh, meshes_of_jaxpr
+from spmd.language import Layout
+from spmd.mesh import sizes_for
+from spmd.propagation._costs import Cost, costs_of
+from spmd.propagation._freeze import frozen, parameters_of
+from spmd.propagation._module import Reading
+from spmd.propagation._moves import Move, Reader
+from spmd.propagation._numbered import Constrain, Traced, trace
+from spmd.propagation._values import Places, Recorded, names_of, state_of, text_of
+
+
+@dataclass(frozen=True)
+class Open:
+    """An operation along a dimension that the plan leaves divided.
+
+    Attributes:
+      where: `file:line (function)`, the user's line.
+      operation: The primitive, `cumsum`.
+      kind: What it does there, as the checker calls it: "scan", "flip", "slice", "stencil".
+      axes: The mesh axes that divide the dimension.
+    """
+
+    where: LineName
+    operation: str
+    kind: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        along = ", ".join(self.axes)
+        return f"{self.operation} works along a dimension that {along} divides; the plan does not say what that sends"
+
+
+class Propagation:
+    """The compiler's plan of one program: where each value lies, and each change of layout that this needs.
+
+    `propagate` makes it, and printing it shows `table()`.
+
+    Attributes:
+      name: The function's name.
+      mesh: Axis sizes.
+      moves: The changes of layout that send something, in the order of the program.
+      inputs: How the arguments lie, as layouts.
+      results: How the results lie.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=4, abstract=True)
+      >>> x = jax.ShapeDtypeStruct((16, 32), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
+      >>> plan = spmd.propagate(lambda x: x.sum(0), x, layouts="b d")
+      >>> plan.counts, plan.moves[0].text
+      ({'psum': 1}, 'psum("d {U:dp} -> d")')
+    """
+
+    def __init__(self, traced: Traced, layouts: Sequence[Layout | None], **how: Any) -> None:
+        self.name, self.traced = traced.name, traced
+        self.mesh: dict[str, int] = sizes_for(traced.mesh, "propagate(..., mesh=...)")
+        module = traced.module(**how)
+        lengths = {i: eqn.params["length"] for i, eqn in enumerate(traced.equations) if "length" in eqn.params}
+        self.reading = Reading(self.mesh, lengths).read(module, len(traced.given))
+        self.names = names_of(traced.jaxpr, self.mesh, layouts)
+        variables = opened(traced.jaxpr)[0].invars
+        labels = [self.names.known[var] for var in variables]
+        reader = Reader(traced.equations, self.names, self.mesh, labels, variables)
+        self.moves: tuple[Move, ...] = tuple(map(reader.move, self.reading.moves))
+        self.layouts = layouts
+
+    def again(self, constrain: Constrain = lambda eqn: {}, inputs: Mapping[int, Any] | None = None) -> Propagation:
+        """The plan of the same program with more constraints. It is not traced again."""
+        return Propagation(self.traced, self.layouts, constrain=constrain, inputs=inputs)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """How the arguments lie, as layouts."""
+        body = opened(self.traced.jaxpr)[0]
+        labels = [self.names.known[var] for var in body.invars]
+        shapes = [var.aval.shape for var in body.invars]
+        return tuple(text_of(*one, self.mesh) for one in zip(self.reading.inputs, labels, shapes, strict=False))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device sends in one call."""
+        return sum(one.total_bytes for one in self.moves)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many collectives of each kind one call runs, kinds in the order of their names."""
+        return counts_by_kind((one.kind, one.count) for one in self.moves)
+
+    @functools.cached_property
+    def _places(self) -> Places:
+        body = opened(self.traced.jaxpr)[0]
+        places = Places(self.reading, self.traced.equations)
+        given = zip(self.reading.inputs, body.invars, strict=True)
+        walk(self.traced.jaxpr, [state_of(place, var.aval.shape) for place, var in given], places)
+        return places
+
+    @functools.cached_property
+    def open(self) -> tuple[Open, ...]:
+        """What the plan does not say: operations along a dimension that it leaves divided, such as a cumulative sum.
+        The compiler must send something there, and no pass before it says what."""
+        found: dict[tuple[str, str], Open] = {}
+        for (_, what, axes), (*callers, eqn) in self._places.open.items():
+            one = Open(line_of(eqn, callers), eqn.primitive.name, what, axes)
+            found.setdefault((one.where, str(one)), one)
+        return tuple(found.values())
+
+    @functools.cached_property
+    def kept(self) -> frozenset[Any]:
+        """The variables that nothing but a backward pass uses, as far as they are results of loops and calls."""
+        users: dict[Any, bool] = {}
+        for jaxpr, callers in jaxprs_of(self.traced.jaxpr):
+            users |= dict.fromkeys((v for v in jaxpr.outvars if not hasattr(v, "val")), False)
+            for eqn in jaxpr.eqns:
+                backward = is_transposed(eqn, callers)
+                for atom in eqn.invars:
+                    if not hasattr(atom, "val"):
+                        users[atom] = users.get(atom, True) and backward
+        return frozenset(var for var, backward in users.items() if backward)
+
+    @functools.cached_property
+    def costs(self) -> tuple[Cost, ...]:
+        """What the program may do without, the dearest first. For the first few, constraints are tried: the plan is
+        made again with each of them."""
+        return costs_of(self)
+
+    @property
+    def exact(self) -> bool:
+        """False when a collective lies in a loop of unknown length or in a branch."""
+        return all(one.exact for one in self.moves)
+
+    def source(self) -> Source:
+        """Show the program as it is written, with the layouts of its values beside each line, and under a line each
+        change of layout that it needs.
+
+        It reads as `spmd.check(...).source()` does for kernels. In the bodies of `shard_map` the layouts are those that
+        the checker infers; everywhere else the compiler's.
+        """
+        jaxpr = self.traced.jaxpr
+        states = None
+        if any(eqn.primitive.name == "shard_map" for eqn in all_equations(jaxpr)):
+            states = States(self.name, ())
+            walk_closed(states, jaxpr)
+        sizes = {**self.mesh, **{a.text: a.size for one in self.reading.moves for a in one.axes}}
+        told = dict.fromkeys(map(_told, self.moves))
+        told |= dict.fromkeys(Finding(str(one), kind="left open", line=one.where) for one in self.open)
+        return listing(jaxpr, self.name, told, (Recorded(states, self._places, sizes), self.names))
+
+    def freeze(self, name: str = "") -> str:
+        """The plan as an explicit kernel to paste: what each device computes, and a verb where something is sent.
+
+        Where the plan sums over devices and keeps a slice, the kernel scatters the sum, and so sends less. Loops,
+        gathers by index and operations that the plan leaves open are not written yet.
+
+        Args:
+          name: What to call the function; by default as the program.
+
+        Returns:
+          The text of the kernel. It needs `spmd`, `jax`, `jax.numpy as jnp` and a `mesh`.
+
+        Raises:
+          SpmdError: The program has an operation that is not written as a kernel yet.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, spmd
+          >>> mesh = spmd.make_mesh(dp=2, tp=4, abstract=True)
+          >>> x, w = (jax.ShapeDtypeStruct((64, 64), "float32") for _ in range(2))
+          >>> plan = spmd.propagate(lambda x, w: jnp.tanh(x) @ w, x, w, mesh=mesh, layouts="b/dp d/tp, d/tp f")
+          >>> print(plan.freeze("product"))
+          @spmd.kernel("b/dp d/tp, d/tp f -> b/dp f", mesh=mesh)
+          def product(x, w):
+              return spmd.einsum(jnp.tanh(x), w, "b/dp d/tp, d/tp f -> b/dp f")
+          <BLANKLINE>
+        """
+        if self.open:
+            rule = f"{self.open[0]}."
+            raise SpmdError(rule, call="freeze()", advice="a constraint that gathers the dimension before it")
+        body = opened(self.traced.jaxpr)[0]
+        labels = [self.names.known[var] for var in body.invars]
+        text = name or (self.name if self.name.isidentifier() and self.name != "<lambda>" else "frozen")
+        return frozen(self.reading, text, list(parameters_of(self.traced.parameters)), labels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {
+            "name": self.name,
+            "mesh": self.mesh,
+            "counts": self.counts,
+            "total_bytes": self.total_bytes,
+            "exact": self.exact,
+            "costs": [one.to_dict() for one in self.costs],
+            "moves": [one.to_dict() for one in self.moves],
+            "open": [{"where": str(one.where), "text": str(one), "axes": list(one.axes)} for one in self.open],
+        }
+
+    def table(self, width: int | None = None) -> str:
+        """Return the plan as text: each change of layout with its bytes, its line and its reason.
+
+        Args:
+          width: The number of columns. By default it is that of the terminal.
+        """
+        return plain(_lines(self, shown_width(width)))
+
+    @property
+    def _says(self) -> bool:
+        return bool(self.moves or self.open)
+
+    def cost_lines(self, width: int) -> list[Line]:
+        """The lines of the table that say what the program may do without."""
+        return [*_costly(self).lines(width), [("", "")]] if self.costs else []
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
+        return f"Propagation({self.name}: {counts}, total_bytes={self.total_bytes})"
+
+    def _repr_html_(self) -> str:
+        return html_page(_heading(self), [_table(self)] if self._says else [], empty="" if self._says else _NOTHING)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from rich_lines(_lines(self, options.max_width))
+
+
+_NOTHING = "no change of layout"
+_HEAD = ("collective", "axes", "times", "bytes", "where", "layout")
+
+
+def jaxprs_of(jaxpr: Any, callers: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """All jaxprs that run, opened, each with the equations around it."""
+    body = opened(jaxpr)[0]
+    yield body, callers
+    for eqn in body.eqns:
+        for part in held(eqn) if eqn.params else ():
+            if part.role != Role.DERIVATIVE:
+                yield from jaxprs_of(part.jaxpr, (*callers, eqn))
+
+
+def _told(move: Move) -> Finding:
+    """A move as what stands under its line."""
+    again = "again in the backward pass, " if move.recomputed else "backward, " if move.phase == "backward" else ""
+    return Finding(f'{again}"{move.source} -> {move.target}" {move.said}', kind=move.kind, line=move.where)
+
+
+def _heading(it: Propagation) -> str:
+    sizes = " ".join(f"{axis}={size}" for axis, size in it.mesh.items())
+    return f"{it.name or 'program'} on {sizes}: the compiler's plan, not compiled"
+
+
+def _lines(it: Propagation, width: int) -> list[Line]:
+    width = max(width, 40)
+    heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(it), width)]
+    body = _table(it).lines(width) if it._says else [[(_NOTHING, "")]]
+    return [*heading, [("", "")], *it.cost_lines(width), *body]
+
+
+def _costly(it: Propagation) -> Table:
+    """The costs, which come first."""
+    rows: list[Row] = [Row(("costs",), "loud title")] if it.costs else []
+    for one in it.costs:
+        rows.append(Row((short_line(one.move.where) or "-", str(one)), "loud"))
+    return Table(rows, right=(), below=(1,), indent=2)
+
+
+def _table(it: Propagation) -> Table:
+    parts = {
+        "forward": [one for one in it.moves if one.phase == "forward"],
+        "forward again, for jax.checkpoint": [one for one in it.moves if one.phase != "forward" and one.recomputed],
+        "backward": [one for one in it.moves if one.phase != "forward" and not one.recomputed],
+    }
+    rows: list[Row] = []
+    for title, ones in parts.items():
+        rows += [Row((title,), "title"), *map(_row, _alike(ones))] if ones else []
+    if it.open:
+        rows += [Row(("left open",), "loud title")]
+        rows += [Row(("?", "", "", "", short_line(one.where), one.operation), "", (str(one),)) for one in it.open]
+    total = ("total", "", str(sum(one.count for one in it.moves)), bytes_text(it.total_bytes), "", "")
+    return Table([*rows, Row(total, "total")], _HEAD, right=(2, 3), below=(4, 5), indent=2)
+
+
+def _alike(moves: Sequence[Move]) -> list[list[Move]]:
+    """The moves of one line that say the same, such as those of a pytree, together."""
+    found: dict[Any, list[Move]] = {}
+    for one in moves:
+        found.setdefault((one.text, one.where, one.why, one.axes), []).append(one)
+    return list(found.values())
+
+
+def _row(ones: Sequence[Move]) -> Row:
+    one = ones[0]
+    times = f"{sum(o.count for o in ones)}{'' if all(o.exact for o in ones) else '*'}"
+    size = bytes_text(sum(o.total_bytes for o in ones))
+    cells = (one.kind, axes_text(one.axes), times, size, short_line(one.where), f'"{one.source} -> {one.target}"')
+    return Row(cells, "", (one.why,))
+
+
+def propagate(fn: Any, *args: Any, mesh: Any = None, layouts: Any = None, **kwargs: Any) -> Propagation:
+    """Where the compiler lets each value of a program lie, and each change of layout that this needs.
+
+    The program is traced and lowered. Then the passes run by which XLA's partitioner, Shardy, divides it: they spread
+    the shardings of arguments and constraints over all values, and put a collective wherever an operation needs another
+    layout. No device is needed, and nothing is compiled, so the mesh may be abstract and as large as you like.
+
+    It is a plan. The compiler behind it may combine collectives, make a reduce-scatter of an all-reduce and a slice,
+    move them out of loops, or choose another way where it finds a cheaper one.
+
+    Args:
+      fn: A function under `jax.jit` or not, with or without kernels in it, such as `jax.grad(loss)`, or `kernel.auto`.
+      *args: Its arguments, arrays or `jax.ShapeDtypeStruct`s. Their shardings say where they lie.
+      mesh: The mesh, where no argument carries one.
+      layouts: Layouts for the arrays among the arguments in their order, `"b/dp s d, d f/tp"`, or a list of them with
+        None in between. They name the dimensions, and place arrays that have no sharding.
+      **kwargs: Keyword arguments of `fn`.
+
+    Returns:
+      A `Propagation`.
+
+    Raises:
+      MeshError: The program has no mesh.
+      SpmdError: `fn` is not a function, or was traced already.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(dp=4, tp=2, abstract=True)
+      >>> x, w = (jax.ShapeDtypeStruct((64, 64), "float32") for _ in range(2))
+      >>> plan = spmd.propagate(lambda x, w: jnp.sort(x @ w, 0), x, w, mesh=mesh, layouts="b/dp d, d f/tp")
+      >>> [(one.text, one.bytes) for one in plan.moves]
+      [('all_to_all("b/dp f/tp -> b f/tp/dp")', 1536), ('all_to_all("b f/tp/dp -> b/dp f/tp")', 1536)]
+
+    References:
+      https://openxla.org/shardy
+    """
+    named = _layouts(layouts)
+    traced = trace(fn, args, kwargs, mesh, named)
+    given = None if mesh is None else sizes_for(mesh, "propagate(..., mesh=...)")
+    meshes = [x.sharding.mesh for x in traced.given if x.sharding is not None]
+    check_mesh("propagate", [*meshes, *meshes_of_jaxpr(traced.jaxpr)], given)
+    if traced.mesh is None:
+        rule = "the program has no mesh: neither an argument nor a constraint names one."
+        raise MeshError(rule, call="propagate(...)", advice="propagate(..., mesh=spmd.make_mesh(dp=2, abstract=True))")
+    return Propagation(traced, named)
+
+
+def _layouts(layouts: Any) -> list[Layout | None]:
+    if layouts is None:
+        return []
+    parts = [one.strip() for one in layouts.split(",")] if isinstance(layouts, str) else list(layouts)
+    return [None if one is None else Layout(one) for one in parts]

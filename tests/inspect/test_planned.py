@@ -1,0 +1,46 @@
+"""The plan beside the compiled program: lines and reasons for what nobody wrote."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+from spmd import explain
+from tests.inspect.harness import DEVICES
+from tests.propagation.programs import mlp, struct
+
+MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)
+MLP = ("b/dp d", "d f/tp", "f/tp d")
+
+
+def test_without_devices_the_plan_is_shown():
+    report = explain(mlp, *(struct(MESH, one) for one in MLP), layouts="b d, d f, f d")
+    [one] = report.unwritten
+    assert (one.kind, one.axes, one.total_bytes, one.runs, one.shape) == ("psum", ("tp",), 1536, None, (8, 32))
+    assert one.text == 'psum("b/dp d {U:tp} -> b/dp d")' and "the compiler's plan" in str(report)
+    assert report.counts == {"psum": 1} and report.plan.counts == report.counts and report.to_dict()["plan"]
+
+
+def test_with_devices_it_says_why():
+    def program(x, w):
+        return jnp.sort(x @ w, axis=0)
+
+    report = explain(program, struct(DEVICES, "b/dp d"), struct(DEVICES, "d f/tp"), layouts="b d, d f")
+    assert {one.text for one in report.unwritten} == {
+        'all_to_all("b/dp f/tp -> b f/tp/dp")',
+        'all_to_all("b f/tp/dp -> b/dp f/tp")',
+    }
+    assert {one.note for one in report.unwritten} == {"sort needs b whole", "the result is to lie so"}
+    assert {one.where.partition(":")[0] for one in report.unwritten} == {"test_planned.py"}
+
+
+def test_a_program_with_kernels_has_no_plan():
+    body = spmd.kernel("b/dp d -> d", mesh=MESH)(lambda x: spmd.reduce(x, "b/dp d -> d", "sum"))
+    assert explain(body, struct(MESH, "b/dp d")).plan is None
+    assert explain(jax.jit(lambda x: body(x) * 2), struct(MESH, "b/dp d")).plan is None
+
+
+def test_times_and_memory_know_the_plan():
+    report = explain(mlp, *(struct(MESH, one) for one in MLP), hardware="h100")
+    assert report.time.communication > 0 if hasattr(report.time, "communication") else "communication" in str(report)

@@ -1,0 +1,59 @@
+"""Programs that `propagate` refuses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+from tests.errors.registry import X, bad, fixed
+
+
+@bad
+def a_plan_without_a_mesh(mesh):
+    spmd.propagate(jnp.sin, X)
+
+
+@bad
+def a_plan_of_what_was_traced(mesh):
+    spmd.propagate(jax.jit(jnp.sin).trace(X))
+
+
+@bad
+def a_plan_on_another_mesh(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
+    spmd.propagate(jnp.sin, x, mesh=spmd.make_mesh(dp=8))
+
+
+def column_sums(mesh):
+    return spmd.kernel("b/dp d -> d", mesh=mesh)(lambda x: spmd.reduce(x, "b/dp d -> d", "sum"))
+
+
+@bad
+def a_budget_of_the_plan_of_a_kernel(mesh):
+    spmd.testing.assert_collectives(column_sums(mesh), (X,), {"psum": 1}, view="planned")
+
+
+@fixed
+def a_budget_of_the_plan_of_a_kernel_fixed(mesh, fix):
+    spmd.testing.assert_collectives(column_sums(mesh), (X,), {"psum": 1}, **fix())
+    return column_sums(mesh)(X), X.sum(0)
+
+
+@bad
+def a_plan_of_a_callback(mesh):
+    abstract = spmd.make_mesh(dp=2, tp=4, abstract=True)
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(abstract))
+    spmd.propagate(lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((8, 4), "float32"), x), x)
+
+
+@bad
+def a_loop_to_freeze(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
+    spmd.propagate(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: 2 * x, x), x).freeze()
+
+
+@bad
+def a_cumulative_sum_to_freeze(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
+    spmd.propagate(lambda x: jnp.cumsum(x, 0), x).freeze()

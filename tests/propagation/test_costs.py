@@ -1,0 +1,90 @@
+"""What a program may do without: each cost with a constraint that was tried, which a user then writes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+from spmd import Layout, propagate
+from tests.propagation.programs import struct
+
+MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)
+
+
+def shaped(layout, *shape):
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=Layout(layout).sharding(MESH))
+
+
+def test_a_weight_gathered_in_every_micro_batch():
+    rows, weight = shaped("m b/dp d", 8, 16, 32), shaped("d/dp f", 32, 32)
+
+    def loss(x, w):
+        return jax.lax.scan(lambda total, x: (total + jnp.tanh(x @ w).sum(1), None), jnp.zeros(16), x)[0]
+
+    plan = propagate(loss, rows, weight, layouts="m b d, d f")
+    [cost] = [one for one in plan.costs if one.kind == "weight"]
+    assert cost.move.count == 8 and cost.constraint is not None
+    assert 'with_sharding_constraint(w, spmd.Layout("d f").sharding(mesh))' in cost.constraint.text
+    assert "the argument w" in str(cost) and str(plan).index("costs") < str(plan).index("forward")
+
+    def mended(x, w):
+        return loss(x, jax.lax.with_sharding_constraint(w, Layout(cost.constraint.layout).sharding(MESH)))
+
+    again = propagate(mended, rows, weight)
+    assert again.total_bytes == cost.constraint.bytes < plan.total_bytes
+    assert not [one for one in again.costs if one.kind == "weight"]
+
+
+def test_an_activation_gathered_over_the_data_axes():
+    """Each row is compared with all rows."""
+
+    def program(x, w):
+        y = jnp.tanh(x @ w)
+        return jax.nn.softmax(y @ y.T, -1) @ y
+
+    plan = propagate(program, shaped("b/dp d", 64, 32), shaped("d e", 32, 32), layouts="b d, d e")
+    [_, cost] = plan.costs
+    assert {one.kind for one in plan.costs} == {"activation"} and plan.total_bytes == 8192
+    assert cost.move.text == 'all_gather("b/dp e -> b e")'
+    assert (cost.constraint.layout, cost.constraint.bytes) == ("b e", 4096)  # once for both products
+    assert "what was computed is gathered" in str(cost) and "on what tanh gives at test_costs.py:" in str(cost)
+
+
+def test_a_loop_that_gathers_what_does_not_change():
+    def program(x):
+        y = jnp.tanh(x)
+
+        def step(total, row):
+            return total + jnp.sort(y, axis=0) * row, None
+
+        return jax.lax.scan(step, jnp.zeros_like(y), jnp.arange(6.0))[0]
+
+    plan = propagate(program, shaped("b/dp d", 64, 32), layouts="b d")
+    [cost] = [one for one in plan.costs if one.kind == "loop"]
+    assert cost.move.count == 6 and cost.constraint is not None and cost.constraint.bytes < plan.total_bytes
+
+    def mended(x):
+        y = jax.lax.with_sharding_constraint(jnp.tanh(x), Layout(cost.constraint.layout).sharding(MESH))
+
+        def step(total, row):
+            return total + jnp.sort(y, axis=0) * row, None
+
+        return jax.lax.scan(step, jnp.zeros_like(y), jnp.arange(6.0))[0]
+
+    assert propagate(mended, shaped("b/dp d", 64, 32)).total_bytes == cost.constraint.bytes
+
+
+def test_gathers_of_weights_layer_by_layer_are_no_costs():
+    def layers(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    plan = propagate(layers, shaped("b/dp d", 16, 32), shaped("l d/dp e", 3, 32, 32))
+    assert plan.counts.get("all_gather") and plan.costs == ()
+
+
+def test_the_text_says_where_nothing_helps():
+    def program(x):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x), struct(MESH, "b d").sharding)
+
+    assert propagate(program, shaped("b/dp d", 16, 32)).costs == ()  # the user asked for it
