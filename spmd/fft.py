@@ -2,7 +2,7 @@
 
 from spmd._rooms import open_room
 from spmd.ops._fft import dct, dst, fft, idct, idst, ifft, irfft, rfft
-from spmd.ops._fft_freq import fftfreq, rfftfreq
+from spmd.ops._fft_walls import fftfreq, rfftfreq
 
 __all__ = ["dct", "dst", "fft", "fftfreq", "idct", "idst", "ifft", "irfft", "rfft", "rfftfreq"]
 

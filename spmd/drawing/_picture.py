@@ -131,7 +131,7 @@ def _text_panel(grid: Grid, cell: int, left: int) -> list[Line]:
             line: Line = [(label("" if at else head, max(0, left - 1)) + " " * (left > 0), "")]
             for one in cells:
                 text = place(one.lines[at] if at < len(one.lines) else "", cell)
-                line += [(bar, ""), (f" {text} ", _style(one))]
+                line += [(bar, ""), (f" {text} ", "" if one.colour is None else f"{INK} on {FILLS[one.colour]}")]
             lines.append([*line, (bar, "")])
     return [*lines, _rule(grid, cell, left, "└┴┘")] if grid.framed else lines
 
@@ -139,10 +139,6 @@ def _text_panel(grid: Grid, cell: int, left: int) -> list[Line]:
 def _rule(grid: Grid, cell: int, left: int, corners: str) -> Line:
     first, cross, last = corners
     return [(" " * left + first + cross.join(["─" * (cell + 2)] * len(grid.columns)) + last, "")]
-
-
-def _style(cell: Cell) -> str:
-    return "" if cell.colour is None else f"{INK} on {FILLS[cell.colour]}"
 
 
 def _beside(panels: Sequence[list[Line]]) -> list[Line]:

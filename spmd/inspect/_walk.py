@@ -126,8 +126,8 @@ class Walk(Domain):
         [size] = self._sizes([var], [self.known.get(var, Value())])
         return size
 
-    def written(self, *, arguments: int, outputs: int, donated: int, standing: tuple[int, int, int]) -> Written:
-        """All that was found."""
+    def written(self, **memory: int) -> Written:
+        """All that was found, and what is known of memory."""
         return Written(
             collectives=tuple(self._collectives),
             mesh=self.sizes,
@@ -141,12 +141,7 @@ class Walk(Domain):
             islands=tuple(self._islands.values()),
             per_shard=tuple(self._per_shard.values()),
             constraints=tuple(self._constraints),
-            arguments_bytes=arguments,
-            outputs_bytes=outputs,
-            donated_bytes=donated,
-            standing_bytes=standing[0],
-            opened_bytes=standing[1],
-            unfused_bytes=standing[2],
+            **memory,
         )
 
     # --- values -------------------------------------------------------------------------------------------

@@ -68,20 +68,18 @@ def written(
     made = [(v.aval, _bytes(v.aval, out.place, sizes)) for v, out in zip(jaxpr.outvars, outs, strict=True)]
     kept = [one for one, taken in zip(given, donated, strict=True) if taken] if len(donated) == len(given) else []
     shared = _shared(kept, made)
+    in_arguments = [size > 0 for size in shared]
+    apart, unfused = together, _ = Peak(walk.local_bytes).most(jaxpr, in_arguments)
+    if walk.has_kernels:  # what `spmd.fused` says is one
+        together, _ = Peak(walk.local_bytes, kernels=True).most(jaxpr, in_arguments)
     return walk.written(
-        arguments=sum(size for _, size in given),
-        outputs=sum(size for _, size in made),
-        donated=sum(shared),
-        standing=_standing(jaxpr, walk, [size > 0 for size in shared]),
+        arguments_bytes=sum(size for _, size in given),
+        outputs_bytes=sum(size for _, size in made),
+        donated_bytes=sum(shared),
+        standing_bytes=together,
+        opened_bytes=apart,
+        unfused_bytes=unfused,
     )
-
-
-def _standing(jaxpr: Any, walk: Walk, in_arguments: list[bool]) -> tuple[int, int, int]:
-    """Bytes that stand: with what `spmd.fused` says is a kernel as one, as it is written, and if nothing is fused."""
-    opened = Peak(walk.local_bytes).most(jaxpr, in_arguments)
-    if not walk.has_kernels:
-        return opened[0], *opened
-    return Peak(walk.local_bytes, kernels=True).most(jaxpr, in_arguments)[0], *opened
 
 
 def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]]) -> list[int]:

@@ -66,7 +66,7 @@ def traced_again(
         try:
             with no_mesh():
                 return Accepted(run, run.trace(*leaves).jaxpr, places)
-        except (Unequal, SpmdError, AssertionError, NotImplementedError, TypeError, ValueError):
+        except (Unequal, SpmdError):
             return None  # whatever it was, what was wrong before is
 
     if isinstance(error, Unequal):
@@ -90,18 +90,15 @@ def _needed(jaxpr: Any, axes: Iterable[str]) -> Places:
     history = History(jaxpr)
     found: set[Any] = set()
     for axis in axes:
+        equal = lambda eqn, axis=axis: axis in axes_of(eqn) and eqn.primitive.name in EQUAL
         for atom in _ends(jaxpr):
             if axis in _compat.varying_type(atom.aval):
                 continue
-            for eqn, _, callers in filter(None, map(history.made.get, history.behind(atom, _equal_along(axis)))):
+            for eqn, _, callers in filter(None, map(history.made.get, history.behind(atom, equal))):
                 known = gather_around(eqn, callers)
                 if known is not None and known.chosen:
                     found.add(known.place)
     return frozenset(found)
-
-
-def _equal_along(axis: str) -> Any:
-    return lambda eqn: axis in axes_of(eqn) and eqn.primitive.name in EQUAL
 
 
 def _ends(jaxpr: Any) -> Iterator[Any]:
@@ -162,10 +159,10 @@ class _Results(NamedTuple):
         differs = any(axis in self.facts[i].different for i, axes in self.unequal.faults for axis in axes)
         for index, axes in self.unequal.faults:
             for axis in axes:
-                found = _one_axis(self.facts[index], self.plan.outputs, index, axis)
-                got.append(found.got)
-                fixes += found.fixes
-                advice += found.advice
+                line, to_paste, words = _one_axis(self.facts[index], self.plan.outputs, index, axis)
+                got.append(line)
+                fixes += to_paste
+                advice += words
         if paid:
             got += _lines(paid)
             extra = bytes_text(sum(one.once for one in paid))
@@ -218,25 +215,18 @@ def _diagnosis(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequ
     return _Results(plan, frame, unequal, program, explain_output(entry.params["jaxpr"], **known))
 
 
-class _Told(NamedTuple):
-    """What is said of one result along one axis."""
-
-    got: str
-    fixes: Sequence[Fix] = ()
-    advice: Sequence[str] = ()
-
-
-def _one_axis(fact: OutputFacts, outputs: Any, index: int, axis: str) -> _Told:
+def _one_axis(fact: OutputFacts, outputs: Any, index: int, axis: str) -> tuple[str, Sequence[Fix], Sequence[str]]:
+    """Say what is wrong with one result along one axis, with fixes and advice."""
     path, layout = outputs.paths[index], outputs.layouts[index]
     if axis in fact.different:
         reason = "; ".join(fact.reasons.get(axis, ())[:3])
         got = f'{path}: "{layout.short}" says equal on {axis}, and it differs there' + (f": {reason}" if reason else "")
-        return _Told(got, advice=[_close(layout, axis)])
+        return got, [], [_close(layout, axis)]
     lines = ", ".join(x for x in fact.copies.get(axis, ()) if x)
     how = f"is a gathered copy on {axis} (gathered at {lines})" if lines else f"is equal on {axis}, and typed varying"
     calls = [call.again for call in fact.calls.get(axis, ()) if call is not None and call.again is not None]
     fixes = calls or _retype(layout, axis, path)
-    return _Told(f"{path} {how}", fixes, [] if fixes else [f'a gather over {axis} with to="invarying"'])
+    return f"{path} {how}", fixes, [] if fixes else [f'a gather over {axis} with to="invarying"']
 
 
 def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:

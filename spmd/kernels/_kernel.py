@@ -144,9 +144,8 @@ class Kernel(ByName, Generic[P, R]):
         plan, leaves = self.prepared(args, kwargs)
         signature = self.signature
         given = {k: v for k, v in kwargs.items() if k not in signature.static}
-        if signature.python is None or len(jax.tree.leaves((args, given))) - len(self._static_given(args)) != len(
-            leaves
-        ):
+        dynamic = [x for i, x in enumerate(args) if i not in self._static]
+        if signature.python is None or len(jax.tree.leaves((dynamic, given))) != len(leaves):
             return plan.jitted, leaves, {}
 
         @functools.wraps(signature.fn)
@@ -155,9 +154,6 @@ class Kernel(ByName, Generic[P, R]):
 
         donate = signature.donate if plan.mode != "reference" else ()
         return jax.jit(whole, static_argnames=signature.static, donate_argnames=donate), args, kwargs
-
-    def _static_given(self, args: Any) -> list[Any]:
-        return jax.tree.leaves([args[i] for i in self._static if i < len(args)])
 
     # --- one call -----------------------------------------------------------------------------------------
 

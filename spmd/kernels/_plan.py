@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ def concrete(leaves: Sequence[Any]) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class Plan:
     """One specialisation of a kernel.
 
@@ -63,29 +65,21 @@ class Plan:
       sizes: The sizes of the others.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        mode: str,
-        constrain: str,
-        mesh: Any,
-        mapping: AxisMapping | None,
-        leaves: Sequence[Leaf],
-        rebuild: Any,
-        donate: tuple[int, ...],
-        outputs: Outputs,
-    ):
-        self.signature = signature
-        self.mode = mode
-        self.constrain = constrain
-        self.mesh = mesh
-        self.mapping = mapping
-        self.leaves = tuple(leaves)
-        self.paths = [leaf.path for leaf in leaves]
-        self.layouts = [leaf.layout for leaf in leaves]
-        self.rebuild = rebuild
-        self.outputs = outputs
-        self.left = tuple(a for a in signature.auto if a in mesh.axis_names)
+    signature: Signature
+    mode: str
+    constrain: str
+    mesh: Any
+    mapping: AxisMapping | None
+    leaves: Sequence[Leaf]
+    rebuild: Any
+    donate: tuple[int, ...]
+    outputs: Outputs
+
+    def __post_init__(self) -> None:
+        mesh, mode = self.mesh, self.mode
+        self.paths = [leaf.path for leaf in self.leaves]
+        self.layouts = [leaf.layout for leaf in self.leaves]
+        self.left = tuple(a for a in self.signature.auto if a in mesh.axis_names)
         self.sizes = {a: n for a, n in mesh.shape.items() if a not in self.left}
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         self.typed_axes = tuple(n for n, kind in kinds.items() if kind is AxisType.Explicit)
@@ -97,9 +91,9 @@ class Plan:
         # whether a warm call needs `jitted` alone
         self.simple = unmixed and not (self._deviceless or self.uneven or compared(mesh))
         self._check_layouts()
-        donated = donate if mode != "reference" else ()
-        self.name = KernelName(signature.name, self.leaves if mode == "explicit" else ())
-        explicit = self._explicit if signature.check == "off" else self._checked
+        donated = self.donate if mode != "reference" else ()
+        self.name = KernelName(self.signature.name, tuple(self.leaves) if mode == "explicit" else ())
+        explicit = self._explicit if self.signature.check == "off" else self._checked
         entry = {"explicit": explicit, "auto": self._auto, "reference": self._reference}[mode]
         self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.

@@ -1,7 +1,7 @@
 """The layout language: strings that say shape, placement and communication. Pure Python."""
 
 from spmd.language._layout import AxisMapping, Layout, with_axes_of
-from spmd.language._pattern import Pattern
+from spmd.language._pattern import Pattern, factors_of, verb_for, verb_of
 from spmd.language._sizes import (
     Bound,
     Misfit,
@@ -21,7 +21,6 @@ from spmd.language._sizes import (
     with_axis,
 )
 from spmd.language._syntax import Atom, Dim
-from spmd.language._verbs import factors_of, verb_for, verb_of
 
 __all__ = [
     "Atom",

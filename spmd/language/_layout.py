@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from spmd import _compat
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
-from spmd.language._html import of_layout, of_mapping
 from spmd.language._parse import Parser
 from spmd.language._rules import Axes, axes_of_rule, place, rule_text
 from spmd.language._sizes import Size, WrongRank, as_fault, axes_product, bind, mesh_text, written_out
@@ -17,6 +16,7 @@ from spmd.language._syntax import Atom, Dim, Value, check_form, check_rules, fau
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
+from spmd._table import Row, Table, html_page
 
 
 @final
@@ -715,3 +715,52 @@ def _axes_of_entry(entry: Any, call: str) -> tuple[str, ...]:
     if isinstance(entry, tuple):
         return entry
     raise LayoutError("A dimension that JAX left unconstrained has no layout.", call=call)
+
+
+# --- layouts, patterns and mappings as notebooks show them: tables that say in words what strings say in signs --------
+
+
+_HEAD = ("dimension", "lies")
+
+
+def of_layout(layout: Layout) -> str:
+    """One layout."""
+    return html_page(str(layout), [Table(_rows(layout), _HEAD)])
+
+
+def of_sides(text: str, sides: Iterable[tuple[str, Iterable[Layout]]]) -> str:
+    """A pattern: what goes in, and what comes out."""
+    rows: list[Row | tuple[str, ...]] = []
+    for side, layouts in sides:
+        for layout in layouts:
+            rows += [Row((f"{side}: {layout}",), "title"), *_rows(layout)]
+    return html_page(text, [Table(rows, _HEAD)])
+
+
+def of_mapping(rules: Mapping[str, tuple[str, ...]]) -> str:
+    """A mapping."""
+    rows = [(name, _over(axes) if axes else "whole") for name, axes in rules.items()]
+    return html_page("AxisMapping", [Table(rows, _HEAD)] if rows else [], empty="" if rows else "no rules")
+
+
+def _rows(layout: Layout) -> list[tuple[str, str]]:
+    rows = [(dim.text, _lies(dim)) for dim in layout.dims]
+    rows += [("scalar", "one number")] if not rows else []
+    marks = {"U": ("a term of a sum", layout.unreduced), "R": ("its gradient is a term of a sum", layout.reduced)}
+    for mark, (what, axes) in marks.items():
+        rows += [(f"{{{mark}:{','.join(axes)}}}", f"{what} along {', '.join(axes)}")] if axes else []
+    return rows
+
+
+def _lies(dim: Dim) -> str:
+    if dim.ellipsis:
+        return "any number of dimensions"
+    low, high = dim.margin
+    margin = f", and {low} more from the block before, {high} from the block after" if low or high else ""
+    if all(atom.axes is None for atom in dim.atoms if atom.named):
+        return "whole, unless a mapping divides it" + margin
+    return (_over(dim.axes) if dim.axes else "whole") + margin
+
+
+def _over(axes: Iterable[str]) -> str:
+    return f"divided over {' and '.join(axes)}"

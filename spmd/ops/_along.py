@@ -23,7 +23,7 @@ from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.permute import roll_p
 from spmd.errors import LayoutError
 from spmd.language import Layout, Pattern
-from spmd.ops._partial_sums import plain_dims
+from spmd.ops._reduce import plain_dims
 
 
 @dataclass(frozen=True)

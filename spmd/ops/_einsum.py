@@ -14,7 +14,7 @@ from spmd._lax import once
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import LayoutError
 from spmd.language import Layout, verb_for
-from spmd.ops._partial_sums import Landing, finish, land, placed, plain_dims, right_names
+from spmd.ops._reduce import Landing, finish, land, placed, plain_dims, right_names
 
 
 def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> jax.Array:

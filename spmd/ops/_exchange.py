@@ -21,7 +21,7 @@ from spmd.errors import CommunicationError, LayoutError
 from spmd.language import Dim, Layout
 from spmd.modes import Frame
 from spmd.ops._gradients import custom_vjp
-from spmd.ops._partial_sums import plain_dims
+from spmd.ops._reduce import plain_dims
 
 # --- rows that travel without gaps: `jax.lax.ragged_all_to_all`, and where it is to be had ----------------------------
 

@@ -15,10 +15,9 @@ from spmd import _compat
 from spmd.comm._call import Call, Operand
 from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
-from spmd.ops._fft_freq import frequencies
 from spmd.ops._fft_route import Job
-from spmd.ops._fft_walls import Wall
-from spmd.ops._partial_sums import plain_dims
+from spmd.ops._fft_walls import Wall, frequencies
+from spmd.ops._reduce import plain_dims
 
 
 def renamed_dims(call: Call) -> tuple[int, ...]:

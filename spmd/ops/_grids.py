@@ -19,7 +19,7 @@ from spmd.comm._call import Call, open_call
 from spmd.comm._keywords import as_array, check_array
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout
-from spmd.ops._partial_sums import placed, plain_dims
+from spmd.ops._reduce import placed, plain_dims
 from spmd.ops._sizes import counted, index_dtype, iota, open_made, positions
 
 _EXAMPLE = 'meshgrid(x, y, "x/a, y/b -> x/a y/b")'

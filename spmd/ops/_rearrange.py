@@ -13,7 +13,7 @@ from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._marks import mark, rearranged
 from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Atom, Layout, verb_of
-from spmd.ops._partial_sums import factors_by_name, placed, plain_dims, with_axes
+from spmd.ops._reduce import factors_by_name, placed, plain_dims, with_axes
 
 Axes = tuple[str, ...]
 

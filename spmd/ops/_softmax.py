@@ -14,7 +14,7 @@ from spmd import _lax
 from spmd.errors import LayoutError
 from spmd.language import Layout
 from spmd.ops._along import Along, along
-from spmd.ops._partial_sums import factors_by_name, placed, plain_dims
+from spmd.ops._reduce import factors_by_name, placed, plain_dims
 
 Axes = tuple[str, ...]
 

@@ -17,7 +17,7 @@ from spmd import _compat, _lax
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout
-from spmd.ops._partial_sums import plain_dims
+from spmd.ops._reduce import plain_dims
 
 Apply = Callable[[Any], Any]
 

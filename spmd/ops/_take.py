@@ -15,7 +15,7 @@ from spmd.comm._marks import rearranged
 from spmd.errors import LayoutError, not_one_of
 from spmd.language import Atom, Layout
 from spmd.ops._einsum import factors_that_agree, marked_axes, owner_of_axes
-from spmd.ops._partial_sums import finish, land, placed, plain_dims, right_names
+from spmd.ops._reduce import finish, land, placed, plain_dims, right_names
 
 
 def take(table: Any, ids: Any, pattern: str, /, **names: Any) -> jax.Array:

@@ -1,9 +1,7 @@
 """Which mesh? Every factorisation of a number of devices, excluded by a stated bound or traced and priced."""
 
 from spmd._rooms import open_room
-from spmd.searcher._meshes import Bound
-from spmd.searcher._result import Search
-from spmd.searcher._rows import Row
+from spmd.searcher._result import Bound, Row, Search
 
 __all__ = ["Bound", "Row", "Search"]
 

@@ -15,9 +15,20 @@ from spmd.accelerators import hardware as _hardware
 from spmd.errors import Impossible, MeshError, SizeError, SpmdError
 from spmd.inspect._explanation import explain
 from spmd.mesh import make_mesh
-from spmd.searcher._meshes import Bound, Sizes, bytes_at_rest, factorisations, undivided
-from spmd.searcher._result import Found, Search, Untraced, key_of
-from spmd.searcher._rows import Row, name_of, row_of
+from spmd.searcher._result import (
+    Bound,
+    Found,
+    Row,
+    Search,
+    Sizes,
+    Untraced,
+    bytes_at_rest,
+    factorisations,
+    key_of,
+    name_of,
+    row_of,
+    undivided,
+)
 
 AXES = ("dp", "fsdp", "cp", "tp", "pp")
 _CALL = "search(build, devices=...)"

@@ -109,7 +109,7 @@ def test_many_devices_exchange_in_the_form_that_few_do_not(pattern: str, monkeyp
     x = numbers(np.random.default_rng(0), (8, 16, 24), False)
     few = kernel("fft", pattern, mesh)
     wanted = spmd.inspect.collectives(few, x, mesh=mesh)
-    for module in ("_fft", "_fft_moves"):
+    for module in ("_fft", "_fft_job"):
         monkeypatch.setattr(f"spmd.ops.{module}.JOINED", 0)
     many = kernel("fft", pattern, mesh)
     found = spmd.inspect.collectives(many, x, mesh=mesh)

@@ -8,7 +8,7 @@ import pytest
 
 from spmd.comm._call import open_call
 from spmd.errors import CommunicationError, SpmdError
-from spmd.ops._partial_sums import Landing, factors_by_name, finish, land, right_names
+from spmd.ops._reduce import Landing, factors_by_name, finish, land, right_names
 from tests import simulator as sim
 from tests.ops.harness import frame, run
 from tests.sampler import Sampler, seeds

@@ -7,7 +7,7 @@ import pytest
 
 import spmd
 from spmd.searcher import Bound
-from spmd.searcher._meshes import bytes_at_rest, undivided, without_latency
+from spmd.searcher._result import bytes_at_rest, undivided, without_latency
 
 H100 = spmd.hardware("h100")
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 import spmd
-from spmd.searcher._meshes import communication, factorisations, laid, orders
+from spmd.searcher._result import communication, factorisations, laid, orders
 
 H100 = spmd.hardware("h100")
 

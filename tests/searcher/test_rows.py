@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd.searcher import Bound
-from spmd.searcher._rows import marked, name_of, row_of
+from spmd.searcher._result import marked, name_of, row_of
 from tests.searcher.programs import flops, mlp
 
 MESH = {"dp": 2, "fsdp": 1, "tp": 4}

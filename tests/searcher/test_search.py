@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from spmd.inspect import collectives
-from spmd.searcher._meshes import factorisations
+from spmd.searcher._result import factorisations
 from tests.searcher.programs import FLAT, SIZES, attending, bounded, mlp
 
 AXES = ("dp", "fsdp", "tp")

@@ -176,10 +176,6 @@ def _psum_scatter(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
     return _lax.psum_scatter(_pieces(x, gained, leg.axes, sizes), leg.axes, 0)[0]
 
 
-def _psum(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
-    return _lax.psum(x, leg.axes)
-
-
 def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     """One piece for each device of the group, in front. If an axis that is gained is not in the group, its devices hold
     the same, and each keeps its own block. If no dimension gains an axis of the group, its devices all get the same."""
@@ -320,7 +316,7 @@ _STEPS: dict[str, Callable[[Any, Leg, Sizes, Copies], Any]] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "psum_scatter": _psum_scatter,
-    "psum": _psum,
+    "psum": lambda x, leg, sizes, copies: _lax.psum(x, leg.axes),
     "ppermute": _ppermute,
     "sends": _sends,
 }
