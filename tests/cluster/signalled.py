@@ -32,12 +32,13 @@ def sends(number: int, after: float) -> None:
 
 
 def main(number: int, when: str) -> None:
+    join = spmd.cluster.initialize  # this loads JAX, and a signal before that ends the process
     if when == "join":
         if os.environ["RANK"] == "0":
             sends(number, 0.5)
         else:
             time.sleep(2)
-    spmd.cluster.initialize()
+    join()
     step = 0
     while not spmd.cluster.stopping(step):
         step += 1

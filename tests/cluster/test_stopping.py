@@ -9,7 +9,7 @@ import pytest
 
 from spmd.cluster import _start, stopping
 from spmd.errors import SpmdError
-from tests.cluster.harness import alone, exhaustive, joined
+from tests.cluster.harness import alone, joined
 from tests.sampler import share
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -54,13 +54,7 @@ def test_more_signals_during_the_exit_change_nothing(number):
     assert found.code == 75 and "stopped" in found.out, found
 
 
-@pytest.mark.parametrize(
-    ("number", "when"),
-    [
-        *share([(number, "loop") for number in SIGNALS[:2]], always=[]),
-        *(pytest.param(number, "join", marks=exhaustive) for number in SIGNALS[:2]),
-    ],
-)
+@pytest.mark.parametrize(("number", "when"), share([(number, when) for number in SIGNALS[:2] for when in ("join", "loop")]))
 def test_more_signals_to_several_processes_change_nothing(number, when):
     """One that came while a process waited for the others to join ended it."""
     found = joined([[PROGRAM, str(int(number)), when]] * 2)
