@@ -20,6 +20,7 @@
 
 # In the environment of your choice, with `pip install -e ".[cluster,examples]" "jax[cuda12]"`.
 checkpoint=${CHECKPOINT:-$PWD/runs/$SLURM_JOB_ID}  # a folder that all nodes reach; the number stays the same
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/runs/compiled} # a job that is queued again compiles nothing
 
 srun --kill-on-bad-exit=1 \
     python examples/train_lm.py --devices all --checkpoint "$checkpoint" --every 500 --stopped 75 "$@"

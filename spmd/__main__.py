@@ -182,6 +182,9 @@ def _add_launch(commands: Any) -> None:
     launch.add_argument("--hosts", metavar="A,B", help="print the command for each of these hosts")
     launch.add_argument("--host", type=int, metavar="I", help="start the part of host I, as those commands do")
     launch.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    launch.add_argument(
+        "--max-restarts", type=_positive, default=0, metavar="N", help="start all again so often when one fails"
+    )
     launch.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="a module and its arguments")
     launch.add_argument("program", nargs=argparse.REMAINDER, help="a file and its arguments: train.py --lr 0.1")
 

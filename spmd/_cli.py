@@ -238,7 +238,7 @@ def run_launch(options: Any) -> int:
     if hosts and options.host is None:
         _print("\n".join(per_host(plan, hosts)))
         return 0
-    return launch(plan)
+    return launch(plan, options.max_restarts)
 
 
 # --- what is wrong with the options, in their own words ------------------------------------------------------

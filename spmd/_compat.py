@@ -44,6 +44,26 @@ def in_jax(filename: str) -> bool:
     return filename.startswith(_JAX)
 
 
+# The files in which JAX traces, lowers and compiles.
+_COMPILING = tuple(f"{_JAX}_src{os.sep}{name}" for name in ("compiler.py", *(
+    f"interpreters{os.sep}{one}.py" for one in ("partial_eval", "mlir"))))  # fmt: skip
+
+
+def compiles(filename: str) -> bool:
+    """Whether JAX makes a program in the functions of a file, and runs none."""
+    return filename in _COMPILING
+
+
+def coordination() -> Any:
+    """The client of the service by which JAX's processes found each other: keys and values for all. None without one.
+
+    JAX has no public name for it. Its own `multihost_utils` holds the module that does.
+    """
+    import jax.experimental.multihost_utils as multihost
+
+    return getattr(getattr(getattr(multihost, "distributed", None), "global_state", None), "client", None)
+
+
 def manual_axes() -> tuple[str, ...]:
     """The mesh axes that are manual where the caller runs. The enclosing `shard_map`s make them so."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)

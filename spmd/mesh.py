@@ -12,6 +12,7 @@ from typing import Any, Literal, Never, overload
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd import _compat
@@ -81,7 +82,8 @@ def make_mesh(
 
     Args:
       devices: The devices to use. By default they are those that `use_cpu_devices` chose, or else the first
-        `prod(axes)` of `jax.devices()` in the order that suits the hardware.
+        `prod(axes)` of `jax.devices()` in the order that suits the hardware. Where they are in several slices of TPUs
+        or nodes of GPUs, the first axes cross these, and the last ones stay inside.
       abstract: Make an `AbstractMesh`: names and sizes without devices, for tracing and planning.
       alone: Allow a mesh of this process's own devices where a launcher or a scheduler started several processes, and
         none of them called `spmd.cluster.initialize`.
@@ -93,8 +95,8 @@ def make_mesh(
 
     Raises:
       MeshError: If a size is not an int of at least 1, a layout cannot write a name, a device is given twice,
-        there are too few devices, a process has none in the mesh, or several processes were started and did not
-        join.
+        there are too few devices, a process has none in the mesh, several processes were started and did not join, or
+        slices or nodes have unequal parts.
 
     Example:
       >>> import spmd
@@ -130,7 +132,32 @@ def make_mesh(
         _check_everyone(pool, call)
     if devices is not None:
         return Mesh(np.array(pool, dtype=object).reshape(shape), names, axis_types=kinds)
+    if len({_slice_of(one) for one in pool}) > 1:
+        return Mesh(_over_slices(sizes, pool, call), names, axis_types=kinds)
     return jax.make_mesh(shape, names, axis_types=kinds, devices=pool)
+
+
+def _slice_of(device: Any) -> int:
+    """The slice of TPUs of a device, or the node or domain of GPUs, inside which a network is fast."""
+    return getattr(device, "slice_index", None) or 0
+
+
+def _over_slices(sizes: Mapping[str, int], pool: Sequence[Any], call: str) -> np.ndarray[Any, Any]:
+    """The devices of several slices or nodes, so that the first axes cross them and the last ones stay inside."""
+    counts = Counter(map(_slice_of, pool))
+    outer, rest = [], len(counts)
+    for size in sizes.values():
+        outer.append(math.gcd(size, rest))
+        rest //= outer[-1]
+    if rest > 1 or len(set(counts.values())) > 1:
+        rule = (
+            f"the devices are in {len(counts)} slices or nodes, and these axes cannot be cut so that each has a part."
+        )
+        got = [f"devices of each: {', '.join(f'{n}' for n in counts.values())}"]
+        advice = "as many devices of each, and axes that have their number as a factor; or devices=, in your order"
+        raise MeshError(rule, call=call, got=got, advice=advice)
+    inner = [size // one for size, one in zip(sizes.values(), outer, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices=pool)
 
 
 def _check_axes(axes: Mapping[str, Any], call: str) -> None:

@@ -104,3 +104,10 @@ def gpus_without_their_description(mesh):
 @bad
 def gpus_that_do_not_fill_their_hosts(mesh):
     spmd.topology_devices("h100_sxm.txtpb", 12)
+
+
+@bad
+def nodes_with_unequal_parts(mesh):
+    nodes = [types.SimpleNamespace(slice_index=i // 4, process_index=0) for i in range(6)]
+    with mock.patch("spmd.mesh._devices", return_value=nodes):
+        spmd.make_mesh(dp=3, tp=2)

@@ -41,6 +41,7 @@ FLOORS = {
     "_recent.py": 0,
     "_replicas.py": 2,
     "_rooms.py": 0,
+    "_stacks.py": 2,
     "_table.py": 0,
     "_topologies.py": 2,
     "_annotations.py": 2,

@@ -197,3 +197,32 @@ def test_devices_are_compared_few_times():
     assert _pool(devices, "make_mesh(...)") == devices and compared < 20 * len(devices)
     with pytest.raises(MeshError, match="each device has one place"):
         _pool([*devices, devices[7]], "make_mesh(...)")
+
+
+class Node:
+    """A device of a node or slice that is not here."""
+
+    def __init__(self, number: int, inside: int):
+        self.id, self.slice_index, self.process_index = number, inside, 0
+        self.platform, self.device_kind = "gpu", "not here"
+
+
+@pytest.mark.parametrize(
+    ("axes", "inside"),
+    [
+        ({"dp": 4, "tp": 2}, {"tp"}),
+        ({"dp": 2, "tp": 4}, {"tp"}),
+        ({"dp": 8}, set()),
+        ({"pp": 2, "dp": 2, "tp": 2}, {"dp", "tp"}),
+    ],
+)
+def test_the_last_axes_stay_inside_a_node(monkeypatch, axes, inside):
+    """`jax.make_mesh` takes no devices of several."""
+    nodes = [Node(number, number % 2) for number in range(8)]  # not in order
+    monkeypatch.setattr("spmd.mesh._devices", lambda: nodes)
+    devices = spmd.make_mesh(**axes).devices
+    for position, axis in enumerate(axes):
+        groups = np.moveaxis(devices, position, -1).reshape(-1, axes[axis])
+        crosses = any(len({one.slice_index for one in group}) > 1 for group in groups)
+        assert crosses == (axis not in inside)
+    assert sorted(one.id for one in devices.flat) == list(range(8))

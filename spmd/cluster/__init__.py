@@ -8,6 +8,8 @@ from spmd._rooms import open_room
 from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints
 from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._fields import read_zarr, write_zarr
+from spmd.cluster._guard import guard
+from spmd.cluster._recorder import stragglers
 from spmd.cluster._start import initialize, same_program, stopping
 
 __all__ = [
@@ -16,11 +18,13 @@ __all__ = [
     "Restored",
     "batches",
     "checkpoints",
+    "guard",
     "initialize",
     "my_rows",
     "read_zarr",
     "same_program",
     "stopping",
+    "stragglers",
     "write_zarr",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import datetime
 import errno
 import functools
 import hashlib
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, Self, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from spmd import _jax_errors
 from spmd._agreement import anywhere, everyone, gathered, in_all
@@ -33,6 +34,7 @@ from spmd._compat import installed
 from spmd._leaves import kind_of
 from spmd.cluster._data import Batches
 from spmd.cluster._fields import in_a_bucket
+from spmd.cluster._recorder import recorder
 from spmd.errors import PlacementError, SpmdError, is_int, nearest
 
 # --- a lease of a folder: of several programs that would save into it, one does ---------------------------------------
@@ -168,7 +170,7 @@ class Restored(NamedTuple):
 
 
 def checkpoints(
-    path: str | Path, *, keep: int | None = 3, strict: bool = False, timeout_seconds: int = 600
+    path: str | Path, *, keep: Any = 3, finite: bool = True, strict: bool = False, timeout_seconds: int = 600
 ) -> Checkpoints:
     """The checkpoints of a program in a folder: saved and restored by one line each.
 
@@ -187,7 +189,9 @@ def checkpoints(
     Args:
       path: A folder that all processes reach, or `gs://bucket/folder` (`pip install gcsfs`).
       keep: How many of the last checkpoints stay; None keeps all. One that is known to be damaged does not count, and
-        is deleted when a later one is saved.
+        is deleted when a later one is saved. Or a preservation policy of Orbax, such as `BestN` by the `metrics` of
+        `save`, `EveryNSteps`, or several in `AnyPreservationPolicy`. The last checkpoint stays in any case.
+      finite: Whether the numbers of a state have to be finite to be saved: no run ends with checkpoints of NaN only.
       strict: Whether a save that failed ends the program; otherwise it is reported, and the next one is tried.
       timeout_seconds: For how many seconds a process that has written its part waits for the others to write theirs.
         If a disk is full before the end of a save, the other processes report it after this time.
@@ -209,17 +213,18 @@ def checkpoints(
       1
       >>> saved.close()
     """
-    if keep is not None and not is_int(keep, 1):
-        raise SpmdError(f"keep is a positive integer or None, not {keep!r}.", call="checkpoints(path)")
+    if not (keep is None or is_int(keep, 1) or hasattr(keep, "should_preserve")):
+        rule = f"keep is a positive integer, None, or a preservation policy of Orbax, not {keep!r}."
+        raise SpmdError(rule, call="checkpoints(path)")
     if not is_int(timeout_seconds, 1):
         raise SpmdError(f"timeout_seconds is a positive integer, not {timeout_seconds!r}.", call="checkpoints(path)")
-    return Checkpoints(path, keep, strict, timeout_seconds)
+    return Checkpoints(path, keep, finite, strict, timeout_seconds)
 
 
 class Checkpoints:
     """The checkpoints in a folder. `checkpoints` makes it."""
 
-    def __init__(self, path: str | Path, keep: int | None, strict: bool, timeout_seconds: int) -> None:
+    def __init__(self, path: str | Path, keep: Any, finite: bool, strict: bool, timeout_seconds: int) -> None:
         try:
             import orbax.checkpoint as orbax
             from etils import epath
@@ -229,6 +234,7 @@ class Checkpoints:
         self._local = not in_a_bucket(path, ("gs",), "checkpoints(path)")
         self.path: Any = Path(path).absolute() if self._local else epath.Path(path)
         self._orbax, self._keep, self._strict, self._timeout = orbax, keep, strict, timeout_seconds
+        self._finite = finite
         try:
             (self.path / "steps").mkdir(parents=True, exist_ok=True)
         except (OSError, ImportError, RuntimeError) as error:
@@ -245,7 +251,9 @@ class Checkpoints:
         self._deleter, self._deleting = ThreadPoolExecutor(1, "retention"), Future[None]()
         self._deleting.set_result(None)
 
-    def save(self, step: int, state: Any, *, data: Batches | None = None) -> None:
+    def save(
+        self, step: int, state: Any, *, data: Batches | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Save a state after `step` steps. It returns as soon as the arrays are copied; a thread writes them.
 
         A step that is saved already stays as it is, unless `restore` has found it damaged.
@@ -257,16 +265,19 @@ class Checkpoints:
           step: How many steps were done.
           state: A pytree of arrays.
           data: The batches, whose place is saved too.
+          metrics: Numbers by which a policy of `keep` chooses, the same in all processes.
 
         Raises:
-          SpmdError: A leaf is not an array; another program saves into the folder; the save before this one failed, and
-            was the first, or `strict` is set.
+          SpmdError: A leaf is not an array; a number of it is not finite, with the ranks and arrays; another program
+            saves into the folder; the save before this one failed, and was the first, or `strict` is set.
         """
         self._check_open(f"save({step!r}, state)")
         if not is_int(step, 0):
             raise SpmdError(f"step is an integer that is not negative, not {step!r}.", call="save(step, state)")
-        step, leaves = int(step), _checked(_named(state))
-        refused = self._settle(sum(x.nbytes for x in leaves.values()), step)
+        call = f"save({step}, state)"
+        step, leaves = int(step), checked(named(state, call), call)
+        unsound = not_finite(leaves) if self._finite else []
+        refused = self._settle(sum(x.nbytes for x in leaves.values()), step, ", ".join(unsound[:5]))
         if step in self._known() - self._damaged:
             self._any, self._failure = True, None
             return
@@ -279,6 +290,8 @@ class Checkpoints:
             "versions": _versions(),
             "processes": jax.process_count(),
             "data": None if data is None else data.state,
+            "time": time.time(),
+            "metrics": None if metrics is None else {name: float(x) for name, x in metrics.items()},
         }
         full = {path: x for path, x in leaves.items() if x.size}  # Orbax does not write what is empty
         items = {_STATE: self._orbax.args.StandardSave(full)} if full else {}
@@ -407,20 +420,21 @@ class Checkpoints:
             self._steps = {int(step) for one in everyone(list(map(int, here or []))) for step in one}
         return self._steps
 
-    def _settle(self, size: int = 0, step: int | None = None) -> str:
+    def _settle(self, size: int = 0, step: int | None = None, unsound: str = "") -> str:
         """Wait until what was saved is written, and report it if it is not. Why the disk would not take `size` more
         bytes, the same in all processes: where Orbax fails in one of them, the others wait for it."""
         (saved, failure), self._writing = self._writing or (None, None), None
         try:
-            self._writer.wait_until_finished()
+            with recorder.inside("save"):
+                self._writer.wait_until_finished()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             failure = failure or error
         refused_by = _jax_errors.refused_by_the_system(failure)
         if failure is not None and refused_by is None:
             raise failure
         other, refused = ("", "") if step is None else self._admitted(size)
-        told, refused, other = anywhere(
-            "" if refused_by is None else _jax_errors.first_line(refused_by), refused, other
+        told, refused, other, unsound = anywhere(
+            "" if refused_by is None else _jax_errors.first_line(refused_by), refused, other, unsound
         )
         if other:
             advice = "give each program a folder of its own, or wait until that one has ended"
@@ -436,6 +450,10 @@ class Checkpoints:
             self._known().add(saved)
             self._damaged.discard(saved)
             self._retain()
+        if unsound:
+            rule = "numbers of the state are not finite, so it is not saved."
+            advice = "restore(...) goes back to the last step; checkpoints(path, finite=False) saves such numbers"
+            raise SpmdError(rule, call=f"save({step}, state)", got=[unsound], advice=advice)
         return refused
 
     def _admitted(self, size: int) -> tuple[str, str]:
@@ -466,11 +484,28 @@ class Checkpoints:
         good = sorted(self._known() - self._damaged)
         if self._keep is None or not good:
             return
-        old = {step for step in self._known() if step < good[-1]} - set(good[-self._keep :])
+        kept = good[-self._keep :] if isinstance(self._keep, int) else self._chosen(good)
+        old = {step for step in self._known() if step < good[-1]} - set(kept)
         self._steps = self._known() - old
         self._damaged -= old
         if jax.process_index() == 0 and old:
             self._deleting = self._deleter.submit(self._remove, [self._folder(step) for step in sorted(old)])
+
+    def _chosen(self, good: Sequence[int]) -> list[int]:
+        """The steps that Orbax's policy preserves: process 0 asks it."""
+        kept: list[int] = []
+        if jax.process_index() == 0:
+            policies = self._orbax.checkpoint_managers.preservation_policy
+            infos = []
+            for step in good:
+                about: dict[str, Any] = {}
+                with contextlib.suppress(_Damaged):
+                    about = self._about(step, 0)
+                when = datetime.datetime.fromtimestamp(about.get("time", 0), datetime.UTC)
+                infos.append(_Info(step, when, about.get("metrics")))
+            stays = self._keep.should_preserve(infos, context=policies.PreservationContext())
+            kept = [step for step, yes in zip(good, stays, strict=True) if yes]
+        return [*everyone(kept)[0], good[-1]]
 
     def _refusal(self, size: int) -> str:
         """Why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
@@ -498,10 +533,10 @@ class Checkpoints:
         _say(self._failure)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
-        about, named = self._together(lambda: self._about(step, 0)), _named(wanted, "restore(init, ...)")
-        _check_same(about["leaves"], named, cast)
-        sums = self._sums(step, about["processes"], [path for path, x in named.items() if x.size])
-        asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in named.items()}
+        about, asked_for = self._together(lambda: self._about(step, 0)), named(wanted, "restore(init, ...)")
+        _check_same(about["leaves"], asked_for, cast)
+        sums = self._sums(step, about["processes"], [path for path, x in asked_for.items() if x.size])
+        asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in asked_for.items()}
         full = {path: x for path, x in asked.items() if x.size}
         leaves = self._together(lambda: self._arrays(step, full)) if full else {}
         wrong = [path for path, found in jax.device_get(_checksums(leaves)).items() if int(found) != sums[path]]
@@ -514,7 +549,7 @@ class Checkpoints:
                 )
             data.state = about["data"]
         leaves |= {path: _empty(x) for path, x in asked.items() if not x.size}
-        placed = [_cast(leaves[path], x.dtype) for path, x in named.items()]
+        placed = [_cast(leaves[path], x.dtype) for path, x in asked_for.items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
     def _about(self, step: int, rank: int) -> Any:
@@ -545,7 +580,8 @@ class Checkpoints:
         options = self._orbax.options.MultiprocessingOptions(**alone if jax.process_count() > 1 else {})
         handler, how = self._orbax.StandardCheckpointHandler(), self._orbax.args.StandardRestore(asked)
         try:
-            with self._orbax.Checkpointer(handler, multiprocessing_options=options) as reader:
+            reading = self._orbax.Checkpointer(handler, multiprocessing_options=options)
+            with recorder.inside("restore"), reading as reader:
                 return reader.restore(self._folder(step) / _STATE, how)
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
             raise _Damaged(f"{_STATE}: {type(error).__name__}: {_jax_errors.first_line(error)}") from error
@@ -561,6 +597,14 @@ class Checkpoints:
 def _say(text: object) -> None:
     with contextlib.suppress(OSError):  # the log may be a file on the disk that is full
         print(text, file=sys.stderr, flush=True)
+
+
+class _Info(NamedTuple):
+    """What a policy of Orbax is told of a step."""
+
+    step: int
+    time: datetime.datetime
+    metrics: Mapping[str, float] | None
 
 
 class _Damaged(Exception):
@@ -640,6 +684,32 @@ def _scrambled(x: Any) -> Any:
     return x ^ (x >> np.uint32(16))
 
 
+def mesh_of(device: Any) -> Any:
+    """A context for programs of one device: the mesh of the program around it has others."""
+    return jax.set_mesh(Mesh([device], ("device",)))
+
+
+def not_finite(leaves: Mapping[str, jax.Array]) -> list[str]:
+    """The arrays of which this process has numbers that are not finite."""
+    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for path, x in leaves.items():
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            for part in x.addressable_shards:
+                blocks[part.device][path] = part.data
+    found = []
+    for device, several in blocks.items():
+        with mesh_of(device):
+            found.append(_finite(several))
+    found = jax.device_get(found)
+    return list(dict.fromkeys(path for one in found for path, fine in one.items() if not fine))
+
+
+@jax.jit
+def _finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
+    narrow = lambda x: jnp.finfo(x.dtype).bits < 16  # of some of them JAX knows no infinity
+    return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
+
+
 @jax.jit
 def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
     """The checksums of all arrays, in one program: of many programs at once, those on CPU may wait for each other."""
@@ -709,7 +779,7 @@ def _beside(orbax: Any) -> Any:
     return Beside
 
 
-def _named(tree: Any, call: str = "save(step, state)") -> dict[str, Any]:
+def named(tree: Any, call: str) -> dict[str, Any]:
     """The leaves by their paths."""
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
     found = dict(leaves)
@@ -720,16 +790,17 @@ def _named(tree: Any, call: str = "save(step, state)") -> dict[str, Any]:
     return found
 
 
-def _checked(leaves: dict[str, Any]) -> dict[str, jax.Array]:
-    """The leaves, if they can be saved."""
-    call = "save(step, state)"
+def checked(leaves: dict[str, Any], call: str) -> dict[str, jax.Array]:
+    """The leaves, if all are arrays that are there."""
     if any(isinstance(x, jax.core.Tracer) for x in leaves.values()):
-        raise SpmdError("save runs outside jit.", call=call, advice="return the state, and save the result")
+        raise SpmdError(
+            f"{call.partition('(')[0]} runs outside jit.", call=call, advice="return the state, and give it the result"
+        )
     if wrong := [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]:
         raise SpmdError("a state consists of arrays.", call=call, got=wrong)
     if gone := [path for path, x in leaves.items() if x.is_deleted()]:
         rule = "arrays of the state are gone: they were deleted, or donated to a step."
-        raise SpmdError(rule, call=call, got=gone, advice="save the state that the step has returned")
+        raise SpmdError(rule, call=call, got=gone, advice="the state that the step has returned")
     if jax.process_count() > 1 and (own := [path for path, x in leaves.items() if x.is_fully_addressable]):
         rule = "arrays of the state belong to one process alone."
         raise SpmdError(rule, call=call, got=own, advice='spmd.shard(x, "a b") gives all processes one array')

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -78,38 +78,53 @@ class Launch:
         """The variables of one process."""
         found = {**os.environ, "SPMD_RANK": str(rank), "SPMD_PROCESSES": str(self.total)}
         found |= {"SPMD_COORDINATOR": self.coordinator, "PYTHONUNBUFFERED": "1"}
+        if os.path.isabs(home := os.path.expanduser("~")):  # the next start compiles nothing
+            found.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(home, ".cache", "spmd"))
         if self.devices:
             found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices)}
         return found
 
 
-def launch(plan: Launch) -> int:
+def launch(plan: Launch, restarts: int = 0) -> int:
     """Start the processes and wait for them.
 
     Each line that they write is printed with its rank. When one fails, its error is printed before anything that the
-    others still say, and again at the end. The others get SIGTERM, and SIGKILL two seconds later.
+    others still say, and again at the end. The others get SIGTERM, and SIGKILL two seconds later. Then all are started
+    again, at most `restarts` times, if no signal has come to the launcher.
 
     Returns:
       0, or the exit code of the process that failed first; 128 and the signal if a signal ended it.
     """
+    code, stopped = _once(plan)
+    while code and not stopped and restarts:
+        restarts -= 1
+        print(f"all are started again; {restarts} restarts are left", file=sys.stderr, flush=True)
+        local = plan.coordinator.startswith("localhost:") and plan.count == plan.total
+        code, stopped = _once(replace(plan, coordinator=f"localhost:{free_port()}") if local else plan)
+    return code
+
+
+def _once(plan: Launch) -> tuple[int, bool]:
+    """The exit code of all together, and whether a signal to the launcher has ended them."""
     screen = _Screen()
     pipe, held = os.pipe()  # no process outlives the launcher: all watch the end of this pipe
     try:
         with _signals() as asked:
             processes = [_start(plan, rank, pipe, screen) for rank in range(plan.first, plan.first + plan.count)]
-            failed = _Watch(processes, screen).wait(asked)
+            watch = _Watch(processes, screen)
+            failed = watch.wait(asked)
     finally:
         os.close(pipe)
         os.close(held)
     for one in processes:
         one.drain()
     if failed is None:
-        return 0
+        return 0, watch.stopping
     code = failed.child.returncode
     screen.say(f"rank {failed.rank} of {plan.total} failed first, {_how(code)}{':' if failed.last else '.'}")
     for line in failed.last:
         screen.say(f"  {line}")
-    return 128 - code if code < 0 else code
+    return 128 - code if code < 0 else code, watch.stopping
 
 
 def per_host(plan: Launch, hosts: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ from spmd._agreement import disagreements, first_difference
 from spmd._compat import installed
 from spmd._processes import Task, tasks
 from spmd._replicas import compare_replicas
+from spmd.cluster._recorder import await_verdict, leave, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -116,6 +117,7 @@ def stopping(step: int) -> bool:
     """
     if not is_int(step, 0):
         raise SpmdError(f"step is an integer that is not negative, not {step!r}.", call="stopping(step)")
+    recorder.at(int(step))
     if not asked.watching:
         asked.watch()
     if not asked.reached:
@@ -127,6 +129,7 @@ def stopping(step: int) -> bool:
 
 
 _CONSEQUENCE = 0.3  # seconds: an error of JAX may come of another process's end, which the launcher has to see first
+_GONE = re.compile("Gloo .*failed|NCCL")  # what an error of JAX says, of whatever class, where another process is gone
 _PLACE = re.compile(r"rank|host|hostname|port|node|nodeid|process|processid|pid|addr|address|coordinator|master")
 
 
@@ -138,7 +141,9 @@ def initialize(
     cpu_devices: int | None = None,
     check: bool = False,
     ignore: Sequence[str | int] = (),
-    heartbeat_timeout_seconds: int = 30,
+    patience: float | None = 60,
+    on_hang: Callable[[str], int | None] | None = None,
+    heartbeat_timeout_seconds: int | None = None,
     initialization_timeout: int = 300,
     shutdown_timeout_seconds: int = 300,
     **options: Any,
@@ -169,10 +174,16 @@ def initialize(
         arguments of your own `jax.jit` are not seen: pass them through `shard`.
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
-      heartbeat_timeout_seconds: After how many seconds a silent process counts as dead, and the others end. JAX's own
-        default is 100. `launch` sees at once that a process has ended. Without it, the others of a process that was
-        killed or stopped may wait for so long. Those of a process that calls `sys.exit`, which no hook sees, wait for
-        `shutdown_timeout_seconds`.
+      patience: After how many seconds beyond the longest step so far a run in which nothing goes on ends. It says
+        which process stopped it, and at which line: one that sleeps, waits for a lock or for data, has taken another
+        branch, or does not answer. It counts from the second step on that `stopping` or `batches` sees. While a
+        process compiles, nobody is in a hurry. Where the process that the others wait for works on, or all wait in one
+        call, it is ten times as long. A process that does not answer at all is named after half of it. None watches
+        nothing, as for a debugger.
+      on_hang: What to do then, in each process that answers: a function of the message. It returns the exit code, or
+        None to go on. By default the exit code is 75.
+      heartbeat_timeout_seconds: After how many seconds of silence JAX ends a process whose coordinator is gone, or
+        all where one is. By default it is `patience`, and at least 30. `launch` sees at once that a process has ended.
       initialization_timeout: For how many seconds a process waits for the others to start.
       shutdown_timeout_seconds: For how many seconds a process that is ready waits for the others to end. Process 0
         may evaluate or plot in this time.
@@ -196,7 +207,7 @@ def initialize(
             return
         options = {
             **({} if found.detected else _address(found)),
-            "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
+            "heartbeat_timeout_seconds": heartbeat_timeout_seconds or max(int(patience or 0), 30),
             "initialization_timeout": initialization_timeout,
             "shutdown_timeout_seconds": shutdown_timeout_seconds,
             **options,
@@ -208,6 +219,8 @@ def initialize(
         _end_at_once(jax.process_index(), jax.process_count())
         _compare(ignore)
         compare_replicas(check)
+        if patience is not None:
+            watch(patience, on_hang)
 
 
 def same_program(lowered: Any) -> None:
@@ -357,9 +370,12 @@ def _end_at_once(rank: int, count: int) -> None:
         print(f"rank {rank} of {count} ends: {kind.__name__}: {first}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        if isinstance(value, jax.errors.JaxRuntimeError):
+        if isinstance(value, jax.errors.JaxRuntimeError) or _GONE.search(first):
             time.sleep(_CONSEQUENCE)
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            await_verdict()
+        else:
+            leave(f"{kind.__name__}: {first}")
+        os._exit(recorder.code or (130 if issubclass(kind, KeyboardInterrupt) else 1))
 
     sys.excepthook = hook
 

@@ -19,7 +19,7 @@ import pytest
 
 import spmd
 from spmd.cluster import _checkpoints, batches, checkpoints
-from spmd.cluster._checkpoints import _Damaged, _named, block_checksum, checksum
+from spmd.cluster._checkpoints import _Damaged, block_checksum, checksum, named
 from spmd.errors import PlacementError, SpmdError
 from tests.cluster.bucket import serving
 from tests.cluster.full_disk import TIMEOUT
@@ -165,7 +165,7 @@ def forget(path):
 
 def orbax_alone(saved, make):
     """The last step as it is restored with the guards off: no checksums, and no step before it."""
-    return saved._arrays(max(saved._known()), _named(make.abstract(jax.random.key(0))))
+    return saved._arrays(max(saved._known()), named(make.abstract(jax.random.key(0)), ""))
 
 
 @pytest.mark.parametrize("damage", [cut, forget])
@@ -684,3 +684,40 @@ def test_checkpoints_in_a_bucket(tmp_path, monkeypatch):
         with checkpoints("gs://bucket/run") as saved:
             assert saved.restore(make, jax.random.key(0)).step == 2
     assert list(tmp_path.iterdir()) == []
+
+
+# --- numbers that are not finite, and policies -----------------------------------------------------------------------
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    """It overwrote the last good checkpoints: three of NaN, with keep=3."""
+    with checkpoints(tmp_path / "run") as saved:
+        make = two_steps(saved)
+        bad = make(jax.random.key(3))
+        bad["half"] = bad["half"].at[5].set(jnp.inf)
+        with pytest.raises(SpmdError, match=r"not finite(.|\n)*\['half'\]"):
+            saved.save(3, bad)
+        assert saved.restore(make, jax.random.key(0)).step == 2
+    with checkpoints(tmp_path / "run", finite=False) as saved:
+        saved.save(3, bad)
+        assert saved.restore(make, jax.random.key(0)).step == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "stay"),
+    [
+        (lambda of: of.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=2), {3, 5, 6}),
+        (lambda of: of.EveryNSteps(interval_steps=2), {2, 4, 6}),
+        (lambda of: of.AnyPreservationPolicy([of.LatestN(2), of.EveryNSteps(interval_steps=4)]), {4, 5, 6}),
+    ],
+)
+def test_policies_of_orbax_say_what_stays(tmp_path, policy, stay):
+    from orbax.checkpoint import checkpoint_managers
+
+    keep = policy(checkpoint_managers.preservation_policy)
+    losses = {1: 4.0, 2: 3.0, 3: 1.0, 4: 2.5, 5: 2.0, 6: 9.0}
+    for steps in ([1, 2, 3], [4, 5, 6]):  # those of an earlier run count too
+        with checkpoints(tmp_path / "run", keep=keep) as saved:
+            for step in steps:
+                saved.save(step, maker()(jax.random.key(step)), metrics={"loss": losses[step]})
+    assert {int(one.name) for one in (tmp_path / "run" / "steps").iterdir()} == stay

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import threading
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -232,3 +236,46 @@ def test_rows_of_this_process(mesh):
     with pytest.raises(SizeError):
         my_rows("b/dp s", (7, 4), mesh=mesh)
     assert len(jax.devices()) == 8
+
+
+class Failing:
+    """Samples of which some cannot be read at the first tries, and that take a while."""
+
+    def __init__(self, tries: int):
+        self.tries, self.failed, self.threads = tries, collections.Counter[int](), set[int]()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.threads.add(threading.get_ident())
+        time.sleep(0.002)
+        if index % 3 == 0 and self.failed[index] < self.tries:
+            self.failed[index] += 1
+            raise OSError("try again")
+        return np.full(2, index, np.float32)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_samples_are_read_again_and_none_is_lost(workers, prefetch):
+    mesh = spmd.make_mesh(dp=8)
+    want = [np.asarray(one) for one in batches(Failing(0), "b/dp d", batch=8, epochs=3, mesh=mesh, prefetch=0)]
+    source = Failing(1)
+    data = batches(source, "b/dp d", batch=8, epochs=3, mesh=mesh, prefetch=prefetch, workers=workers, retries=1)
+    for one in want:
+        np.testing.assert_array_equal(next(data), one)
+    assert data.state["next"] == len(want) and (len(source.threads) > 2) == (workers > 1)
+
+
+def test_an_error_that_stays_is_raised_after_so_many_tries():
+    source = Failing(0)
+    data = batches(source, "b/dp d", batch=8, mesh=spmd.make_mesh(dp=8), prefetch=0, retries=2, workers=2)
+    source.tries = 10
+    for _ in range(2):
+        with pytest.raises(OSError, match="try again"):
+            next(data)
+        assert data.state["next"] == 0
+    source.tries = 0
+    want = batches(Failing(0), "b/dp d", batch=8, mesh=spmd.make_mesh(dp=8))
+    np.testing.assert_array_equal(next(data), next(want))

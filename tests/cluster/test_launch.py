@@ -183,3 +183,22 @@ def test_a_line_is_written_in_one_piece(tmp_path, capfd):
     said = capfd.readouterr()
     assert said.out.splitlines() == ["[0] b", "[0] ac"]
     assert "[0] d e" in said.err.splitlines()
+
+
+def test_all_are_started_again_as_often_as_one_may_fail(tmp_path, capfd):
+    """With a port of their own, and with what was compiled."""
+    lines = (
+        "import spmd; rank = int(os.environ['SPMD_RANK']); "
+        f"mine = open({str(tmp_path / 'turns')!r}, 'a') if rank == 1 else open(os.devnull, 'a'); "
+        "mine.write('turn '); mine.close(); print(os.environ['JAX_COMPILATION_CACHE_DIR']); "
+        f"sys.exit(7 if rank == 1 and open({str(tmp_path / 'turns')!r}).read().count('turn') < 3 else 0)"
+    )
+    command = [program(tmp_path, lines)]
+    for restarts, code in ((1, 7), (2, 0)):
+        (tmp_path / "turns").unlink(missing_ok=True)
+        plan = Launch(command, 2, 0, 0, 2, f"localhost:{free_port()}")
+        assert launch(plan, restarts) == code
+        assert (tmp_path / "turns").read_text() == "turn " * (restarts + 1)
+    said = capfd.readouterr()
+    assert "all are started again; 0 restarts are left" in said.err
+    assert os.path.isabs(said.out.splitlines()[0].removeprefix("[0] ").removeprefix("[1] "))

@@ -240,7 +240,7 @@ RAISED = (1, "ends: ValueError: bad data")
         (2, signal.SIGUSR2, 0, *RAISED),
         (2, signal.SIGUSR2, 1, *RAISED),
         (2, signal.SIGALRM, 1, 3, "with exit code 3"),
-        (2, signal.SIGSTOP, 1, None, "stopped sending heartbeats"),
+        (2, signal.SIGSTOP, 1, None, "rank 1 does not answer"),
     ],
 )
 def test_after_a_fault_the_job_goes_on_from_its_last_checkpoint(tmp_path, count, number, rank, code, said):

@@ -121,8 +121,8 @@ def test_without_a_launcher_the_others_of_a_stopped_process_end():
 
 
 @exhaustive
-def test_a_process_that_sleeps_is_not_noticed():
-    """As the page says: its heartbeat goes on, so the others wait for it."""
+def test_before_the_loop_a_process_that_sleeps_is_waited_for():
+    """A long start is no hang. In the loop: `test_recorder.py`."""
     found = joined([[FAULTY, "sleep"]] * 2, [{"HEARTBEAT": "3"}] * 2)
     assert [one.code for one in found] == [0, 0] and all("done" in one.out for one in found)
     assert after_the_fault(found[1], time.time()) > 11

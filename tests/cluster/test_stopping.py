@@ -54,7 +54,9 @@ def test_more_signals_during_the_exit_change_nothing(number):
     assert found.code == 75 and "stopped" in found.out, found
 
 
-@pytest.mark.parametrize(("number", "when"), share([(number, when) for number in SIGNALS[:2] for when in ("join", "loop")]))
+@pytest.mark.parametrize(
+    ("number", "when"), share([(number, when) for number in SIGNALS[:2] for when in ("join", "loop")])
+)
 def test_more_signals_to_several_processes_change_nothing(number, when):
     """One that came while a process waited for the others to join ended it."""
     found = joined([[PROGRAM, str(int(number)), when]] * 2)

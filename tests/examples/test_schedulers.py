@@ -18,6 +18,7 @@ import yaml
 
 from tests.cluster.harness import ROOT, end, environment, exhaustive
 from tests.cluster.main_job import FLAGS, text
+from tests.sampler import share
 
 SLURM, KUBERNETES = ROOT / "examples" / "slurm.sh", ROOT / "examples" / "kubernetes.yaml"
 
@@ -171,3 +172,17 @@ def test_a_job_of_slurm_is_stopped_queued_again_and_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"step {step} was saved in" in done.stdout and "this model" in done.stdout
     assert (tmp_path / "queue").read_text().count("requeue") == 1
+
+
+@pytest.mark.parametrize("version", share([f"1.{minor}" for minor in range(29, 38)]))
+def test_kubernetes_takes_the_file_strictly(version):
+    """By the schema of each version; an unknown or missing field is an error."""
+    validate = pytest.importorskip("kubernetes_validate").validate
+    documents = list(yaml.safe_load_all(KUBERNETES.read_text()))
+    for one in documents:
+        validate(one, version, strict=True)
+    job = documents[-1]
+    del job["spec"]["podFailurePolicy"]["rules"][1]["onPodConditions"][0]["status"]
+    if int(version[2:]) < 35:
+        with pytest.raises(Exception, match="status"):
+            validate(job, version, strict=True)

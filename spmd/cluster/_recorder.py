@@ -1,0 +1,359 @@
+"""A flight recorder: each process knows where it stands, and a run that stands still says which process stopped it."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd._agreement import everyone, ranks
+from spmd._compat import coordination
+from spmd._stacks import Stack
+
+HUNG = 75  # the exit code of a run that stands still, which schedulers queue again
+_LAPS = 3  # steps and batches after which a program is in its loop, and a long silence is none of its start
+_PATIENT = 10  # times the patience, where a process works on, or a device may
+_KEPT = 1000  # of the last steps, how long each took
+_GATHER = 4.0  # seconds in which a process that runs says where it is
+
+
+class _Recorder:
+    """What this process does. Only the main thread tells it."""
+
+    def __init__(self) -> None:
+        self.laps = 0  # steps and batches so far
+        self.step, self.began = -1, 0.0
+        self.doing = ""
+        self.code = 0  # with which this process ends, if that is decided
+        self.ended: str | None = None  # once it ends: by what
+        self.failed = False  # an error of JAX ends it: perhaps another process is gone
+        self.told = threading.Event()  # one of these has come
+        self.listener: threading.Thread | None = None
+        self.looks = self.waits = 0  # how often the main thread was looked at in its loop, and waited for devices
+        self.steps: collections.deque[float] = collections.deque(maxlen=_KEPT)
+        self.reads: collections.deque[float] = collections.deque(maxlen=_KEPT)
+
+    def at(self, step: int) -> None:
+        """A step begins, and the one before it has ended."""
+        now = time.monotonic()
+        if 0 <= self.step < step:
+            self.steps.append((now - self.began) / (step - self.step))
+        self.step, self.began = step, now
+        self.laps += 1
+
+    def read(self, seconds: float) -> None:
+        """A batch was read."""
+        self.reads.append(seconds)
+        self.laps += 1
+
+    @contextlib.contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """Inside a call that may take long: "data", "save" or "restore"."""
+        before, self.doing = self.doing, what
+        try:
+            yield
+        finally:
+            self.doing = before
+
+
+recorder = _Recorder()
+
+
+def stragglers() -> str:
+    """How long the steps and batches of each process take, and which process holds the others up.
+
+    Steps are as long in all of them, because each waits for the slowest. What tells is how much of its time a process
+    waits for devices: the slowest one waits least. The last thousand steps count, as `stopping` and `batches` see
+    them. All processes call it.
+
+    Communication: an all-gather of a few numbers.
+
+    Returns:
+      A table in seconds, and a sentence that names the slowest.
+
+    Example:
+      >>> import spmd
+      >>> print(spmd.cluster.stragglers().splitlines()[0].split())
+      ['rank', 'host', 'step', 'p50', 'p95', 'batch', 'p50', 'p95', 'waits']
+    """
+    both, shares = (recorder.steps, recorder.reads), (0.5, 0.95)
+    timed = [float(np.quantile(times or [0.0], share)) for times in both for share in shares]
+    rows = everyone([socket.gethostname(), *timed, recorder.waits / recorder.looks if recorder.looks else None])
+    lines = [f"{'rank':<6}{'host':<16}{'step p50':>10}{'p95':>8}{'batch p50':>11}{'p95':>8}{'waits':>8}"]
+    for rank, (host, *times, waits) in enumerate(rows):
+        cells = "".join(f"{x:>{width}.4g}" for x, width in zip(times, (10, 8, 11, 8), strict=True))
+        lines.append(f"{rank:<6}{host:<16}{cells}{'-' if waits is None else f'{waits:.0%}':>8}")
+    if len(rows) > 1 and None not in [waits for *_, waits in rows]:
+        slowest = min(range(len(rows)), key=lambda rank: rows[rank][-1])
+        usual = float(np.median([waits for *_, waits in rows]))
+        lines.append(f"slowest: rank {slowest} on {rows[slowest][0]} waits {rows[slowest][-1]:.0%} of its time, "
+                     f"half of all {usual:.0%} or more")  # fmt: skip
+    return "\n".join(lines)
+
+
+def leave(why: str = "") -> None:
+    """Say why this process ends, and listen no more. In a call of JAX's service a thread does not survive the end."""
+    recorder.ended = why
+    _await_listener(2.0)
+
+
+def await_verdict() -> None:
+    """In a process that an error of JAX ends: wait until it is known whether another process is gone."""
+    recorder.failed = True
+    _await_listener(2 * _GATHER)
+
+
+def _await_listener(seconds: float) -> None:
+    recorder.told.set()
+    if recorder.listener is not None:
+        recorder.listener.join(seconds)
+
+
+def watch(patience: float, on_hang: Callable[[str], int | None] | None) -> None:
+    """Watch this process from now on, beside the others."""
+    client = coordination()
+    if client is not None:
+        one = Watch(jax.process_index(), jax.process_count(), patience, on_hang, client)
+        threads = [threading.Thread(target=run, name="flight recorder", daemon=True) for run in (one.listen, one.guard)]
+        recorder.listener = threads[0]
+        atexit.register(leave)  # called before JAX waits for the others
+        for thread in threads:
+            thread.start()
+
+
+class Watch:
+    """Watches the main thread of one process, and asks the others where they are when nothing goes on.
+
+    Keys of JAX's coordination service carry what they say: a sign of life of each, and when one of them sees no
+    progress, the places of all. Its lowest rank that answers tells the verdict.
+    """
+
+    def __init__(
+        self, rank: int, count: int, patience: float, on_hang: Callable[[str], int | None] | None, client: Any
+    ) -> None:
+        self.rank, self.count, self.patience, self.on_hang, self.client = rank, count, patience, on_hang, client
+        self._tick = min(max(1.0, count / 500), patience / 20)
+        self._main = threading.main_thread().ident
+        self._started = self._progress = self._still = self._quiet = self._beat = time.monotonic()
+        self._longest, self._laps, self._mark = 0.0, 0, None
+        self._round, self._beats = 0, 0
+        self._lives: dict[str, tuple[str, float]] = {}
+        self._calling = float("inf")  # since when the service has not answered
+
+    def listen(self) -> None:
+        """Look at the main thread, and listen to the others, for ever."""
+        try:
+            while not recorder.told.wait(self._tick):
+                self._look()
+                late = recorder.laps >= _LAPS and self._idle > self.patience + self._longest
+                if self._silent() or (late and time.monotonic() > self._quiet) or self._said("places"):
+                    self._settle()
+            if recorder.failed:
+                self._settle()
+            elif recorder.ended is not None:
+                self._call("key_value_set", f"spmd/ended/0/{self.rank}", json.dumps(self._place(Stack(self._main))))
+        except jax.errors.JaxRuntimeError:  # JAX ends this process soon, if it has not ended the service itself
+            if self.rank > 0 and recorder.ended is None and coordination() is self.client:
+                self._end(self._without_coordinator())
+
+    def guard(self) -> None:
+        """End where the service does not answer: process 0, which has it, is stopped or gone."""
+        while time.monotonic() - self._calling < self.patience / 2:
+            time.sleep(self._tick)
+        self._end(self._without_coordinator())
+
+    # --- inside ---
+
+    def _without_coordinator(self) -> str:
+        return f"{_head([recorder.step])}rank 0, which has the coordinator of all, does not answer."
+
+    @property
+    def _idle(self) -> float:
+        return time.monotonic() - self._progress
+
+    def _call(self, name: str, *args: Any, **how: Any) -> Any:
+        self._calling = time.monotonic()
+        try:
+            return getattr(self.client, name)(*args, **how)
+        finally:
+            self._calling = float("inf")
+
+    def _look(self) -> Stack:
+        stack, now = Stack(self._main), time.monotonic()
+        if (mark := stack.mark()) != self._mark:
+            self._mark, self._still = mark, now
+        compiles = stack.compiles()
+        if recorder.laps >= _LAPS and not compiles:
+            recorder.looks += 1
+            recorder.waits += stack.waits_for_devices()
+        if recorder.laps != self._laps or compiles:
+            if recorder.laps > _LAPS and not compiles:
+                self._longest = max(self._longest, now - self._progress)
+            self._laps, self._progress = recorder.laps, now
+        return stack
+
+    def _silent(self) -> bool:
+        """Say that this process lives; whether another one has been silent while nothing went on."""
+        now = time.monotonic()
+        if now - self._beat < self.patience / 12:
+            return False
+        self._beat, self._beats = now, self._beats + 1
+        self._call("key_value_set", f"spmd/lives/{self.rank}", f"{self._beats}", allow_overwrite=True)
+        if self.rank > 1:  # two of them look
+            return False
+        for key, beats in self._call("key_value_dir_get", "spmd/lives/"):
+            if self._lives.get(key, ("", 0))[0] != beats:
+                self._lives[key] = beats, now
+        since = min((since for _, since in self._lives.values()), default=now)
+        return now - max(since, self._quiet, self._progress) > self.patience / 2
+
+    def _said(self, what: str) -> dict[int, Any]:
+        """What the processes have said, by rank."""
+        found = self._call("key_value_dir_get", f"spmd/{what}/{self._round if what == 'places' else 0}/")
+        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+
+    def _settle(self) -> None:
+        """Say where this process is, hear where the others are, and end if the run stands still."""
+        place = self._place(self._look())
+        self._call("key_value_set", f"spmd/places/{self._round}/{self.rank}", json.dumps(place), allow_overwrite=True)
+        until = time.monotonic() + _GATHER
+        while len(places := self._said("ended") | self._said("places")) < self.count and time.monotonic() < until:
+            time.sleep(min(self._tick, 0.2))
+        verdict = f"spmd/verdict/{self._round}"
+        text, ends = judge(places, self.count, self.patience)
+        if min(self._said("places")) == self.rank:
+            self._call("key_value_set", verdict, json.dumps([text, ends]), allow_overwrite=True)
+            if text and not ends:
+                longest = _PATIENT * self.patience
+                print(f"{text} If nothing goes on, it ends after {longest:g} s.", file=sys.stderr, flush=True)
+        else:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has stopped meanwhile: then by oneself
+                text, ends = json.loads(self._call("blocking_key_value_get", verdict, int(2000 * _GATHER)))
+        self._round += 1
+        self._quiet = time.monotonic() + self.patience
+        if ends:
+            self._end(text)
+
+    def _place(self, stack: Stack) -> dict[str, Any]:
+        """Where this process is: `kind` is what it does, "waits" where that is up to others."""
+        kind = "compiles" if stack.compiles() else recorder.doing or "runs"
+        if recorder.failed or recorder.ended is not None:
+            kind = "failed" if recorder.failed else "ended"
+        if kind in ("runs", "save", "restore") and stack.waits_for_devices():
+            kind = "waits"
+        where = stack.place()
+        if kind == "data":  # a thread reads ahead
+            readers = [one.ident for one in threading.enumerate() if one.name.startswith("batches_")]
+            inside = next((found for one in readers if (found := Stack(one).place())), "")
+            where = ", ".join(dict.fromkeys(one for one in (where, inside) if one))
+        now = time.monotonic()
+        return {
+            "kind": kind,
+            "where": where if recorder.ended is None else recorder.ended,
+            "step": recorder.step,
+            "idle": now - self._progress,
+            "still": now - self._still,
+            "host": socket.gethostname(),
+        }
+
+    def _end(self, text: str) -> None:
+        """Print where the threads of this process are, and the verdict; then end, if the program does not say no."""
+        print(f"rank {self.rank} of {self.count} on {socket.gethostname()}:", file=sys.stderr, flush=True)
+        with contextlib.suppress(io.UnsupportedOperation, AttributeError):
+            faulthandler.dump_traceback(sys.stderr)
+        print(text, file=sys.stderr)
+        code = HUNG if self.on_hang is None else self.on_hang(text)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if code is not None:
+            recorder.code = code
+            time.sleep(1.0 if self.rank == 0 else 0.0)  # where it ends, JAX aborts the others
+            os._exit(code)
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) -> tuple[str, bool]:
+    """What is told of a run in which nothing goes on, and whether it ends; nothing where nobody waits for another.
+
+    A run that may go on by itself is told of, and ends later: where the process that others wait for works on, writes,
+    or waits for devices as they do. For who is in another branch looks as who has run ahead of a long program.
+
+    Args:
+      places: Of each rank that answers, where it is.
+      count: How many processes there are.
+      patience: In seconds.
+    """
+    silent = [rank for rank in range(count) if rank not in places]
+    of = {rank: place["kind"] for rank, place in places.items()}
+    if "failed" in of.values():
+        gone = silent + [rank for rank, kind in of.items() if kind == "ended"]
+        return (_told(gone, places), True) if gone else ("", False)
+    if "compiles" in of.values() and not silent:
+        return "", False
+    waits = {rank for rank, kind in of.items() if kind == "waits"}
+    lines = {places[rank]["where"] for rank in waits}
+    waits |= {rank for rank, kind in of.items() if kind == "runs" and places[rank]["where"] in lines - {""}}
+    storing = [rank for rank, kind in of.items() if kind in ("save", "restore")]
+    own = [rank for rank in of if rank not in waits and rank not in storing]
+    guilty = silent + (own if waits or storing else [rank for rank in own if of[rank] == "data"])
+    patient = max((one["idle"] for one in places.values()), default=0) > _PATIENT * patience
+    if guilty:
+        moves = not silent and all(of[rank] == "runs" and places[rank]["still"] < patience / 2 for rank in guilty)
+        return _told(guilty, places), patient or not moves
+    if storing:
+        return _told(storing, places), patient
+    return (_all_wait(waits, places), patient) if waits else ("", False)
+
+
+def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:
+    """All wait: those at another line than most others may have taken another way."""
+    by_line: dict[str, list[int]] = collections.defaultdict(list)
+    for rank in sorted(waits):
+        by_line[places[rank]["where"]].append(rank)
+    groups = sorted(by_line.values(), key=len)
+    if len(groups) > 1 and len(groups[0]) < len(groups[-1]):
+        return _told([rank for group in groups[:-1] for rank in group], places)
+    told = "; ".join(f"{ranks(group)} in {line}" for line, group in by_line.items())
+    head = _head(one["step"] for one in places.values())
+    if len(groups) > 1:
+        return f"{head}the processes wait for each other at different lines: {told}."
+    return f"{head}all wait, {told}: a device or the network between them does not answer."
+
+
+def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
+    """A paragraph: who did not come, where they are, and where the others wait."""
+    rest = [rank for rank in places if rank not in guilty]
+    lines = collections.Counter(places[rank]["where"] for rank in rest if places[rank]["kind"] != "ended")
+    line = max(lines, key=lambda line: lines[line], default="")
+    first = f"{ranks(sorted(guilty))} did not reach {line}, where the others wait. " if line else ""
+    each = []
+    for rank in sorted(guilty)[:8]:
+        place = places.get(rank)
+        if place is None:
+            each.append(f"rank {rank} does not answer: it is stopped, or its host is gone")
+        elif place["kind"] == "ended":
+            each.append(f"rank {rank} on {place['host']} has ended{': ' * bool(place['where'])}{place['where']}")
+        else:
+            doing = {"data": "reads a batch", "save": "saves", "restore": "restores"}.get(place["kind"], "is")
+            each.append(f"rank {rank} on {place['host']} {doing} in {place['where']}, for {place['still']:.0f} s")
+    return f"{_head(one['step'] for one in places.values())}{first}{'; '.join(each)}{'; ...' * (len(guilty) > 8)}."
+
+
+def _head(steps: Iterable[int]) -> str:
+    step = max(steps, default=-1)
+    return f"the run stands still{f' at step {step:,}' if step >= 0 else ''}: "

@@ -1,0 +1,161 @@
+"""A training loop of several processes in which something goes wrong: `tests/cluster/disturbed.py FAULT RANK STEP STEPS`.
+
+FOLDER is where it saves, every second step, if it is set. It prints the loss and the first sample of each step, so that
+runs can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+
+PATIENCE = float(os.environ.get("PATIENCE", "3"))
+EVERY = 2
+
+
+class Source:
+    """Samples, of which none is read any more once `stuck` is set."""
+
+    stuck = ""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if self.stuck == "blocks":
+            os.read(os.pipe()[0], 1)  # a reader that blocks
+        if self.stuck == "slow":
+            time.sleep(0.02)
+        if self.stuck == "fails":
+            raise OSError("the disk is gone")
+        return np.full(2, index, np.float32)
+
+
+def flipped(x: jax.Array) -> jax.Array:
+    """The array with another bit on the first device of this process."""
+    blocks = []
+    for number, part in enumerate(x.addressable_shards):
+        block = np.array(part.data)
+        block.reshape(-1).view(np.uint8)[0] ^= number == 0
+        blocks.append(jax.device_put(block, part.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, blocks)
+
+
+def close_network() -> None:
+    """Close every connection of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def full_disk() -> None:
+    """From now on no file of a checkpoint can be written here."""
+    full = OSError(os.strerror(errno.ENOSPC))
+    mock.patch("shutil.disk_usage", return_value=mock.Mock(free=0)).start()
+    mock.patch.object(Path, "write_bytes", side_effect=full).start()
+
+
+def disturb(kind: str, state: dict[str, jax.Array], source: Source) -> dict[str, jax.Array]:
+    """What happens in one process at one step."""
+    print("fault", time.time(), flush=True)
+    match kind:
+        case "sleep":
+            time.sleep(1000)
+        case "nap":
+            time.sleep(6)
+        case "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        case "reader":
+            source.stuck = "blocks"
+        case "slow":
+            source.stuck = "slow"
+        case "error":
+            source.stuck = "fails"
+        case "raise":
+            raise ValueError("bad data")
+        case "loop":
+            while True:
+                pass
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "branch":
+            other_step = jax.jit(lambda x: x[::-1])  # sends to the other, where that sums
+            print(float(other_step(state["x"]).addressable_shards[0].data[0]))
+        case "exit":
+            sys.exit(3)
+        case "flip":
+            return {**state, "count": flipped(state["count"])}
+        case "network":
+            close_network()
+        case "disk":
+            full_disk()
+    return state
+
+
+def asked(text: str) -> int | None:
+    """What becomes of a run that stands still, as ON_HANG says."""
+    print("asked:", text, flush=True)
+    return None if os.environ["ON_HANG"] == "none" else int(os.environ["ON_HANG"])
+
+
+def main(kind: str = "none", who: str = "1", when: str = "4", steps: str = "12") -> None:
+    """Train, with a fault in one process at one step."""
+    spmd.cluster.initialize(patience=PATIENCE, on_hang=asked if "ON_HANG" in os.environ else None, ignore=[1, 2, 3])
+    spmd.cluster.stopping(0)
+    rank, mesh = jax.process_index(), spmd.make_mesh(a=-1)
+    source, size = Source(), mesh.size * 2
+    data = spmd.cluster.batches(source, "b/a d", batch=size, mesh=mesh, prefetch=int(os.environ.get("PREFETCH", "0")))
+    layouts = {"x": "n/a", "count": "scalar"}
+    make = spmd.init(lambda key: {"x": jnp.ones(8 * mesh.size), "count": jnp.float32(0)}, layouts, mesh=mesh)
+    saved = spmd.cluster.checkpoints(os.environ["FOLDER"]) if "FOLDER" in os.environ else None
+    state, step = (make(jax.random.key(0)), 0) if saved is None else saved.restore(make, jax.random.key(0), data=data)
+
+    @jax.jit
+    def train_step(state: dict[str, jax.Array], batch: jax.Array, bad: float) -> tuple[dict[str, jax.Array], jax.Array]:
+        x = state["x"] * 0.99 + jnp.sin(jnp.sum(batch)) * bad
+        return {"x": x, "count": state["count"] + 1}, jnp.sum(x)
+
+    while step < int(steps) and not spmd.cluster.stopping(step):
+        here = step == int(when)
+        if here and rank == int(who):
+            state = disturb(kind, state, source)
+        batch = next(data)
+        bad = np.nan if here and kind == "nan" else 1.0
+        state, loss = train_step(state, batch, bad)
+        number = float(loss.addressable_shards[0].data)
+        step += 1
+        if rank == 0:
+            print("step", step, number.hex(), int(batch.addressable_shards[0].data[0, 0]), flush=True)
+        spmd.cluster.guard(step, state, every=EVERY)
+        if saved is not None and step % EVERY == 0:
+            saved.save(step, state, data=data)
+    if saved is not None:
+        saved.save(step, state, data=data)
+        saved.close()
+    if kind == "slow":
+        print(spmd.cluster.stragglers(), flush=True)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

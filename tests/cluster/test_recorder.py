@@ -1,0 +1,144 @@
+"""A run that stands still ends within its patience, and says which process stopped it, and where."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from typing import Any
+
+import pytest
+
+from spmd.cluster._recorder import HUNG, _Recorder, judge
+from tests.cluster.harness import end, join, joined
+from tests.sampler import rare, share
+
+DISTURBED = "tests/cluster/disturbed.py"
+PATIENCE = 3
+
+
+def place(kind: str, where: str, **more: Any) -> dict[str, Any]:
+    """Where a rank is, as it says so."""
+    return {"kind": kind, "where": where, "step": 7, "idle": 70.0, "still": 65.0, "host": "h", **more}
+
+
+STEP = "`step(x)` (train.py:9)"
+WAITS = place("waits", STEP)
+SLEEPS = place("runs", "`time.sleep(9)` (train.py:5)")
+
+
+def test_who_is_named() -> None:
+    def named(*places: dict[str, Any] | None) -> str:
+        text, _ = judge({rank: one for rank, one in enumerate(places) if one is not None}, len(places), 60)
+        assert not text or text.startswith("the run stands still at step 7: ")
+        return text.removeprefix("the run stands still at step 7: ")
+
+    assert named(WAITS, SLEEPS, WAITS) == (
+        f"rank 1 did not reach {STEP}, where the others wait. rank 1 on h is in `time.sleep(9)` (train.py:5), for 65 s."
+    )
+    assert named(WAITS, None).endswith("rank 1 does not answer: it is stopped, or its host is gone.")
+    assert named(None, WAITS, None).startswith("ranks 0, 2 did not reach")
+    assert "rank 0 on h reads a batch in" in named(place("data", "`f.read()` (loader.py:4)"), WAITS)
+    assert "ranks 0, 1 did not reach" not in named(*[place("data", "`f.read()` (loader.py:4)")] * 2)
+    assert "rank 0 on h reads a batch" in named(*[place("data", "`f.read()` (loader.py:4)")] * 2)
+    assert "rank 1 on h has ended" in named(WAITS, place("ended", ""))
+    # Orbax's threads wait for the others, so who saves is named last
+    assert named(place("save", "`saved.save(x)` (train.py:8)"), SLEEPS).startswith("rank 1 did not reach")
+    assert "rank 0 on h saves in" in named(*[place("save", "`saved.save(x)` (train.py:8)")] * 2)
+    other = place("waits", "`step(y)` (train.py:11)")
+    assert named(WAITS, WAITS, other).startswith(f"rank 2 did not reach {STEP}")
+    assert "wait for each other at different lines" in named(WAITS, other)
+
+
+def test_who_may_go_on() -> None:
+    compiles = place("compiles", STEP)
+    works = place("runs", "`plot(x)` (train.py:12)", still=0.1)
+    for places in (
+        [WAITS, compiles],
+        [SLEEPS, SLEEPS],  # nobody waits for another
+        [works, place("ended", "")],  # process 0 evaluates
+        [place("failed", ""), WAITS],  # its error is told
+    ):
+        assert judge(dict(enumerate(places)), 2, 60) == ("", False)
+    saves = place("save", "`saved.close()` (train.py:20)")
+    for said, places in {
+        "rank 0 on h is in `plot(x)`": [works, WAITS],
+        "all wait, ranks 0, 1 in `step(x)`": [WAITS, WAITS],  # a long program
+        "wait for each other at different lines": [
+            WAITS,
+            place("waits", "`float(loss)` (train.py:10)"),
+        ],  # or run ahead
+        "rank 0 on h saves in": [saves, saves],  # a large state
+    }.items():
+        text, ends = judge(dict(enumerate(places)), 2, 60)
+        assert said in text and not ends, text
+        assert judge({rank: one | {"idle": 601.0} for rank, one in enumerate(places)}, 2, 60)[1]
+    assert judge({0: WAITS, 1: SLEEPS}, 2, 60)[1] and judge({0: WAITS}, 2, 60)[1]
+    assert "rank 1 does not answer" in judge({0: place("failed", "")}, 2, 60)[0]
+
+
+def test_a_warm_step_costs_less_than_50_microseconds() -> None:
+    recorder, times = _Recorder(), []
+    for step in range(2000):
+        since = time.perf_counter()
+        recorder.at(step)
+        with recorder.inside("data"):
+            pass
+        recorder.read(0.0)
+        with recorder.inside("save"):
+            pass
+        times.append(time.perf_counter() - since)
+    assert statistics.median(times) < 50e-6
+
+
+@rare
+def test_the_slowest_process_is_named() -> None:
+    found = joined([[DISTURBED, "slow", "1", "4", "60"]] * 2, timeout=60)
+    for one in found:
+        assert one.code == 0 and re.search(r"^slowest: rank 1 on \S+ waits \d+% of its time", one.out, re.M), one
+    times = re.findall(r"^[01] .*", found[0].out, re.M)
+    assert len(times) == 2 and float(times[1].split()[4]) > 0.05  # of a batch of four samples that this process reads
+
+
+FAULTS = {
+    "sleep": "is in `time.sleep(1000)` (disturbed.py:",
+    "lock": "is in `lock.acquire()` (disturbed.py:",
+    "reader": "reads a batch in `os.read(os.pipe()[0], 1)` (disturbed.py:",
+    "stop": "does not answer",
+    "kill": "does not answer",
+    "exit": "has ended",
+    "branch": "wait for each other at different lines: rank 0 in `",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"), share([(kind, who) for kind in FAULTS for who in (1, 0) if who or kind not in ("kill", "branch")])
+)
+def test_the_right_rank_is_named_in_time(kind: str, who: int) -> None:
+    """Without a launcher. Where the coordinator, rank 0, is killed, JAX ends the others at once."""
+    since = time.monotonic()
+    processes = join([[DISTURBED, kind, str(who)]] * 2, [{"PATIENCE": str(PATIENCE)}] * 2)
+    other, ended = end(processes[1 - who], since, 60), time.time()
+    if kind == "stop":
+        processes[who].kill()
+    faulty = end(processes[who], since, 60)
+    if kind == "stop" and who == 0:
+        assert "rank 0, which has the coordinator of all, does not answer" in other.err, other
+    else:
+        assert FAULTS[kind] in other.err and (kind == "branch" or f"rank {who} " in other.err), other
+    [fault] = re.findall(r"^fault ([\d.]+)", faulty.out, re.M)
+    if kind == "branch":  # it may have run ahead: process 0 tells of it in time, and the run ends later
+        assert "If nothing goes on, it ends after 30 s." in (other if who else faulty).err
+    assert ended - float(fault) < (10 if kind == "branch" else 1) * PATIENCE + 15
+    assert other.code == HUNG
+    assert kind in ("kill", "stop") or faulty.code == HUNG
+    assert kind in ("kill", "stop") or ("disturbed.py" in faulty.err and "flight recorder" not in faulty.out)
+
+
+@rare
+def test_a_function_decides_what_becomes_of_a_hang() -> None:
+    """It returns an exit code, or None: then the run goes on."""
+    for code, ends in (("3", 3), ("none", 0)):
+        found = joined([[DISTURBED, "nap", "1"]] * 2, [{"PATIENCE": "1", "ON_HANG": code}] * 2, timeout=40)
+        assert [one.code for one in found] == [ends, ends], found
+        assert "asked: the run stands still at step 4: rank 1 did not reach" in found[0].out
