@@ -222,7 +222,7 @@ def test_advice_that_is_run_is_in_the_message():
 def test_meshes_are_shown_in_their_own_order():
     for name, text in golden().items():
         for axes in re.findall(r"mesh ((?:\w+=\d+(?:, )?)+)", text):
-            assert re.fullmatch(r"dp=\d+(, tp=\d+)?|i=8", axes), name
+            assert re.fullmatch(r"(dp=\d+(, )?)?(tp=\d+)?|i=8", axes), name  # without axes that are the compiler's
 
 
 def test_no_message_shows_values_or_internals():
