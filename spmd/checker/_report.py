@@ -159,7 +159,7 @@ def _is_row(walk: Any, eqn: Any, axis: str) -> bool:
 
 def _reshaped(state: State, axes: Sequence[str]) -> str | None:
     """Advice for dimensions of a block that a reshape made one."""
-    merged = [dim for dim in state.dims if sum(bool(axes_of_dim((factor,))) for factor in dim) > 1]
+    merged = [dim for dim in state.dims if len(dim) > 1 and {*axes_of_dim(dim)} & {*axes}]
     told = f"a reshape made one dimension of blocks along {_and(axes)}: gather the inner ones before it"
     return f'{told}; or spmd.rearrange, which names what it joins, "(b d)"' if merged else None
 
@@ -432,7 +432,8 @@ def shown_dims(state: State) -> str:
     for dim in state.dims:
         axes = axes_of_dim(dim)
         unknown = any(a is HIDDEN for _, a in dim)
-        dims.append("?" if unknown else "/".join(("_", *axes)))
+        parts = ["/".join(("_", *axes_of_dim((factor,)))) for factor in dim] if axes else ["_"]
+        dims.append("?" if unknown else parts[0] if len(parts) == 1 else f"({' '.join(parts)})")
     marks = f" {_mark(sorted(state.partial))}" if state.partial else ""
     return (" ".join(dims) or "scalar") + marks
 
@@ -443,7 +444,8 @@ def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, plac
     if have is None:
         rule = f'"{_text(eqn, layout)}" is what the layout says, and the value lies as "{shown_dims(state)}".'
         axes = sorted(state.divided ^ set(layout.axes)) or sorted(state.divided)
-        return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), reasons(walk, eqn.invars[0], axes))
+        why, span = reasons(walk, eqn.invars[0], axes), _span(eqn.params["layout"])
+        return _at_marker(walk, eqn, rule, span, why, advice=_reshaped(state, axes))
     rule = f'"{_text(eqn, layout)}" is what the layout says, and the value lies as "{_text(eqn, have)}".'
     wrong = sorted(set(have.axes) ^ set(layout.axes))
     gathers = [line_of(o.eqn, o.callers) for axis in wrong for o in walk.history.gathers(eqn.invars[0], axis)]

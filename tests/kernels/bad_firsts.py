@@ -44,6 +44,16 @@ def a_block_that_is_flattened_fixed(mesh):
 
 
 @bad
+def a_block_that_is_flattened_and_said_to_be_divided(mesh):
+    body("b d/tp -> n/tp", lambda x: x.reshape(-1), mesh, W)
+
+
+@fixed
+def a_block_that_is_flattened_and_said_to_be_divided_fixed(mesh):
+    body("b d/tp -> (b d)", lambda x: spmd.all_gather(x, "b d/tp -> b d").reshape(-1), mesh, W)
+
+
+@bad
 def a_block_that_is_flattened_into_a_composite(mesh):
     body("b/dp d/tp -> (b d)", lambda x: x.reshape(-1), mesh, W)
 
