@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd._jaxprs import COMMUNICATES, axes_of
 from spmd._leaves import is_key_type
 from spmd.checker._primitives import NUMPY, NotSimulated, compute
 from spmd.checker._simulator import Simulator, held_number
@@ -95,7 +96,11 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
     machine = Simulator(MOST)
     machine.sizes = dict(sizes)
     given = [_led(table, sizes) for table in operands if table is not None]
-    if sum(math.prod(v.aval.shape) for v in eqn.outvars) > MOST:
+    differ = {*(axes_of(eqn) if name in COMMUNICATES else ())}.union(
+        *(table.axes for table in operands if table is not None)
+    )
+    devices = math.prod(n for axis, n in sizes.items() if axis in differ)
+    if devices * max(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) > MOST:
         return unknown
     try:
         with np.errstate(all="ignore"):

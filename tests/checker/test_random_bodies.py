@@ -50,6 +50,8 @@ def test_many_values_are_compared() -> None:
 # Those that no body of a `shard_map` has: names of other versions of JAX, what belongs outside, what has no NumPy here.
 ELSEWHERE = [
     "spmd_order",
+    "reduce_scatter_start",
+    "reduce_scatter_done",
     "copy_p",
     "pvary",
     "pbroadcast",
