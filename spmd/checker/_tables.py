@@ -96,11 +96,7 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
     machine = Simulator(MOST)
     machine.sizes = dict(sizes)
     given = [_led(table, sizes) for table in operands if table is not None]
-    differ = {*(axes_of(eqn) if name in COMMUNICATES else ())}.union(
-        *(table.axes for table in operands if table is not None)
-    )
-    devices = math.prod(n for axis, n in sizes.items() if axis in differ)
-    if devices * max(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) > MOST:
+    if _numbers_of(eqn, operands, sizes) > MOST:
         return unknown
     try:
         with np.errstate(all="ignore"):
@@ -108,6 +104,14 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
     except NotSimulated:
         return unknown
     return [table_of(np.asarray(out), sizes) for out in outs]
+
+
+def _numbers_of(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> int:
+    """How many numbers all devices together hold of a result, or of what a collective brings together."""
+    together = eqn.primitive.name in COMMUNICATES
+    differ = {*(axes_of(eqn) if together else ())}.union(*(table.axes for table in operands if table is not None))
+    devices = math.prod(n for axis, n in sizes.items() if axis in differ)
+    return devices * max(math.prod(v.aval.shape) for v in (*eqn.outvars, *(eqn.invars if together else ())))
 
 
 def _led(table: Table, sizes: Sizes) -> np.ndarray:
