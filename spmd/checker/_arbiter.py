@@ -163,6 +163,7 @@ class _Program:
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
         self.structs = _structs_of(self.draws[0])
+        self.whole: dict[bool, Any] = {}
         self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
     def tried(self, grad: bool) -> Trial:
@@ -177,21 +178,22 @@ class _Program:
                 found, faults = simulate(ours, numbers, _MOST)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
-            differences = self._differences(form, found, simulate(base, numbers, _MOST)[0])
+            wanted = simulate(base, numbers, _MOST)[0]
+            differences = self._differences(form, found, wanted)
             if not (differences or faults):
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
             line = line_of_body(first_body(ours))
             trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line)
-            trial = replace(trial, along=functools.partial(self._along, form, base, numbers))
+            trial = replace(trial, along=functools.partial(self._along, form, wanted, numbers))
             if faults or not self._same_on_whole_arrays(form, found, numbers):
                 return trial
             meant = replace(trial, meant=True)
         return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown))
 
     def _along(
-        self, form: _Form, base: Any, numbers: Sequence[Array], sizes: Mapping[str, int]
+        self, form: _Form, wanted: Sequence[Array], numbers: Sequence[Array], sizes: Mapping[str, int]
     ) -> list[Difference] | None:
         """How the program differs on another mesh; None where that cannot be told."""
         try:
@@ -199,7 +201,7 @@ class _Program:
             found, _ = simulate(jaxpr, numbers, _MOST)
         except (_Failed, NotSimulated):
             return None
-        return self._differences(form, found, simulate(base, numbers, _MOST)[0]) if other == form else None
+        return self._differences(form, found, wanted) if other == form else None
 
     def _base(self, form: _Form) -> tuple[Any, str]:
         """The program where nothing is divided, or as little as it allows; then equal numbers prove nothing, and the
@@ -244,12 +246,14 @@ class _Program:
         return False
 
     def _on_whole_arrays(self, form: _Form) -> Any:
-        """The program in reference mode; False if it has none."""
-        try:
-            jaxpr, found = self._traced(self.sizes, "reference")
-        except (_Failed, NotSimulated):
-            return False
-        return jaxpr if found == form else False
+        """The program in reference mode, traced once for all draws; False if it has none."""
+        if self.grad not in self.whole:
+            try:
+                jaxpr, found = self._traced(self.sizes, "reference")
+                self.whole[self.grad] = jaxpr if found == form else False
+            except (_Failed, NotSimulated):
+                self.whole[self.grad] = False
+        return self.whole[self.grad]
 
     def _differences(self, form: _Form, got: Sequence[Array], base: Sequence[Array]) -> list[Difference]:
         found, wanted = (jax.tree.unflatten(form.tree, one) for one in (got, base))
