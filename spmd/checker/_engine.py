@@ -497,19 +497,13 @@ class Engine(Domain):
         return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose))
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
-        self.enter_loop(eqn, body, operands)
-        outs = list(map(self.carried, super().loop(eqn, body, test, operands)))
-        self.leave_loop()
-        return outs
-
-    def enter_loop(self, eqn: Any, body: Held, operands: Sequence[State]) -> None:
         self._loops.append(eqn)
         rows = [value.dims[0] for value, sliced in zip(body.of(operands), body.sliced, strict=True) if sliced]
         self._uniform.append(all(axes is FREE for dim in rows for _, axes in dim))
-
-    def leave_loop(self) -> None:
+        outs = list(map(self.carried, super().loop(eqn, body, test, operands)))
         self._loops.pop()
         self._uniform.pop()
+        return outs
 
     def of_rounds(self, earlier: list[Finding], last: list[Finding]) -> list[Finding]:
         """Those of the last round. What an earlier one found is told where the last one knows too little to find it."""
