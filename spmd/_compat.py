@@ -430,6 +430,14 @@ def operation_name(op: Any) -> str:
     return op.name if isinstance(op.name, str) else op.name.value
 
 
+def location_name(op: Any) -> str:
+    """The name in an operation's location; empty where it has none. Older bindings read memory that is not theirs when
+    a location of another kind is asked for its name."""
+    location = op.location
+    named = location.is_a_name() if hasattr(location, "is_a_name") else hasattr(location, "name_str")
+    return location.name_str if named else ""
+
+
 def operations(op: Any) -> Iterator[Any]:
     """All operations inside of one, at any depth."""
     for region in op.regions:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from spmd._compat import location_name
 from spmd._compat import operation_name as name_of
 from spmd._units import sent_bytes
 
@@ -408,7 +409,7 @@ def typed(value: Any) -> Typed:
 
 def numbers(op: Any) -> Number:
     """The numbers in the name of an operation's place."""
-    return tuple(map(int, _NUMBER.findall(getattr(op.location, "name_str", ""))))
+    return tuple(map(int, _NUMBER.findall(location_name(op))))
 
 
 def _owner(value: Any) -> Any:
