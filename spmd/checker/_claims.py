@@ -116,10 +116,6 @@ def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int]
         kind = "partial" if all(p.kind == "term" for p in pending) else "pending"
         walk.note(eqn, kind, report.pending_claimed(walk, eqn, pending), where=first)
         return
-    terms = state.divided & claim.unreduced if state.loose else frozenset()
-    if terms:  # what devices leave out by their number is a term of a sum, and a block of a whole with zeros
-        dims = tuple(hidden(size_of(d)) if terms.intersection(axes_of_dim(d)) else d for d in state.dims)
-        state = state._replace(dims=dims, different=state.different | terms)
     if places is not None:
         wrong = _wrong_dims(walk, state, claim, places, scope, role)
         if wrong:
@@ -153,7 +149,7 @@ def _wrong_dims(
         if any(axes is HIDDEN for _, axes in dim):
             # What is hidden may be what is claimed, along the axes on which the value differs.
             equal = [a for a in said if a not in state.axes and a in scope]
-            if equal and role not in MAKES and not have and not state.loose:
+            if equal and role not in MAKES and not have:
                 wrong.append((i, tuple(equal), ()))
             continue
         if have == said and len(factors) > 1:
@@ -162,7 +158,7 @@ def _wrong_dims(
         lacking = [a for a in said if a not in have and a in scope]
         if role in ("result", "copies") and not any(map(walk.wide, (*extra, *lacking))) and len(dim) == 1:
             continue
-        free = state.loose or set(lacking) <= unknown or role in MAKES or _is_tile(dim)
+        free = set(lacking) <= unknown or role in MAKES or _is_tile(dim)
         if lacking and not extra and free:
             continue
         if (extra or lacking or have != said or len(dim) > 1) and any(a in scope for a in (*have, *said)):
@@ -228,7 +224,7 @@ def _check_marks(
         return
     wrong = order(marks - state.axes)
     counted = state.zero or state.number  # a sum of literals over a piece is a term: it counts the piece's rows
-    if wrong and not counted and not state.loose and role not in MAKES:
+    if wrong and not counted and role not in MAKES:
         walk.note(eqn, "partial", report.claimed_partial(walk, eqn, wrong))
     mentioned = claim.unreduced | claim.named
     summed = order((state.partial & scope) - mentioned)
@@ -268,7 +264,6 @@ def _believed(
             ((state.partial | marks) - held - gone - different) | marks,
             different,
             frozenset(p for p in state.pending if p.kind == STEP and p.axis not in held) | pending,
-            state.done,
             state.zero,
             state.number,
             table,
@@ -304,7 +299,7 @@ def _noted(walk: Engine, state: State, claim: Claim) -> State:
 def assert_equal_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """The user's word that the value is equal on these axes, or a plan's: then it is a gathered copy."""
     axes = frozenset(walk.tracked(eqn.params["axes"]))
-    return [walk.kept(equal_along(o, axes)._replace(left=None, loose=False)) for o in operands]
+    return [walk.kept(equal_along(o, axes)._replace(left=None)) for o in operands]
 
 
 def order_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

@@ -47,16 +47,15 @@ def _grouped(eqn: Any) -> bool:
     return eqn.params.get("axis_index_groups") is not None
 
 
-def _loosened(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, different: Axes = ()) -> State:
+def _unplaced(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, different: Axes = ()) -> State:
     """A value of which only the axes along which it is equal are known."""
     held = (operand.axes - set(equal)) | set(different)
-    return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held), loose=operand.loose))
+    return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held)))
 
 
-def _completed(operand: State, over: frozenset[str]) -> tuple[frozenset[Pending], frozenset[Pending]]:
-    """What is left pending after a collective over these axes, and all that is done."""
-    done = frozenset([p for p in operand.pending if p.axis in over])
-    return operand.pending - done, operand.done | done
+def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:
+    """What is left pending after a collective over these axes."""
+    return frozenset([p for p in operand.pending if p.axis not in over])
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -66,7 +65,7 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """psum, pmax, pmin: equal along their axes."""
     axes = walk.tracked(axes_of(eqn))
     if _grouped(eqn):
-        return [_loosened(walk, o, shape_of(v), (), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
+        return [_unplaced(walk, o, shape_of(v), (), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
     name = eqn.primitive.name
     name = name if name in ("pmax", "pmin") else "psum"
     if axes and name == "psum" and walk.active and walk.checked.issuperset(axes) and walk.adds_up_gradients(eqn):
@@ -80,7 +79,7 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name: str) -> State:
     over = frozenset(axes_of(eqn))
-    pending, done = _completed(operand, over)
+    pending = _left(operand, over)
     if name == "psum":
         _check_copies(walk, eqn, operand, axes)
     elif operand.partial & over and not operand.zero:
@@ -97,7 +96,6 @@ def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name
             partial=operand.partial - over,
             different=(operand.different - over) | lost,
             pending=pending,
-            done=done,
             table=None,
         )
     )
@@ -106,7 +104,7 @@ def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name
 def _check_copies(walk: Engine, eqn: Any, operand: State, axes: Axes) -> None:
     """A sum of copies is n times the value. Counting devices, and a mean of copies, are right."""
     equal = [a for a in axes if a not in operand.axes]
-    if not equal or operand.zero or operand.number or operand.loose:
+    if not equal or operand.zero or operand.number:
         return
     if any(dim[0][1] is HIDDEN for dim in operand.dims):
         return
@@ -122,7 +120,7 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     axes = walk.tracked(axes_of(eqn))
     dim, shape = eqn.params["all_gather_dimension"], shape_of(eqn.outvars[0])
     if _grouped(eqn):
-        return [_loosened(walk, operand, shape, (), axes)]
+        return [_unplaced(walk, operand, shape, (), axes)]
     tiled = eqn.params.get("tiled")
     if not axes:
         dims = operand.dims if tiled else (*operand.dims[:dim], free(1), *operand.dims[dim:])
@@ -134,14 +132,12 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> State:
     """What was gathered along these axes."""
     over = frozenset(axes)
-    pending, done = _completed(operand, over)
     return walk.kept(
         operand._replace(
             dims=tuple(dims),
             partial=operand.partial - over,
             different=operand.different - over,
-            pending=pending,
-            done=done,
+            pending=_left(operand, over),
             table=None,
         )
     )
@@ -221,9 +217,9 @@ def _divided_dim(dim: Dim, axes: Axes, count: int) -> Dim | None:
     return normal([(size // count, (*have, *axes)), *dim[1:]])
 
 
-def _is_constant(cut: Dim | None) -> bool:
-    """Whether the block is one of a constant: all devices have the same one, and it is a block all the same."""
-    return cut is not None and cut[0][1] is FREE
+def _is_whole(cut: Dim | None, axes: Axes) -> bool:
+    """Whether the blocks along these axes make the whole. Those of a constant are all the same."""
+    return cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
 
 
 def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -236,16 +232,15 @@ def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     for operand, atom, var in zip(operands, eqn.invars, eqn.outvars, strict=True):
         shape = shape_of(var)
         if _grouped(eqn) or not eqn.params.get("tiled"):
-            outs.append(_loosened(walk, operand, shape, (), axes))
+            outs.append(_unplaced(walk, operand, shape, (), axes))
             continue
         summed = _reduced(walk, eqn, operand, atom, axes, "psum")
         count = axes_product(axes, walk.sizes)
         cut = _divided_dim(summed.dims[dim], axes, count)
-        constant = _is_constant(cut)
-        whole = constant or (cut is not None and set(axes) <= set(axes_of_dim(cut)))
+        whole = _is_whole(cut, axes)
         different = summed.different if whole else summed.different | set(axes)
         dims = tuple((cut or hidden(shape[dim])) if d == dim else one for d, one in enumerate(summed.dims))
-        outs.append(walk.kept(summed._replace(dims=dims, different=different, loose=summed.loose or constant)))
+        outs.append(walk.kept(summed._replace(dims=dims, different=different)))
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
@@ -258,12 +253,10 @@ def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     dims = tuple(
         (cut or hidden(shape_of(eqn.outvars[0])[dim])) if d == dim else one for d, one in enumerate(operand.dims)
     )
-    constant = _is_constant(cut)
-    known = constant or (cut is not None and set(axes) <= set(axes_of_dim(cut)))
+    known = _is_whole(cut, axes)
     lost = operand.divided.difference(*map(axes_of_dim, dims))
     different = operand.different | lost | (NONE if known else set(axes) - operand.partial)
-    loose = operand.loose or constant
-    return [walk.kept(operand._replace(dims=dims, different=different, table=None, loose=loose))]
+    return [walk.kept(operand._replace(dims=dims, different=different, table=None))]
 
 
 def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -276,16 +269,15 @@ def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]
         known = eqn.primitive.name == "all_to_all" and eqn.params.get("tiled") and not _grouped(eqn)
         outs.append(_exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None)
         if outs[-1] is None:
-            outs[-1] = _loosened(walk, operand, shape_of(var), (), axes)
+            outs[-1] = _unplaced(walk, operand, shape_of(var), (), axes)
     return outs
 
 
 def _ragged(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """ragged_all_to_all: the result depends on the rows, on the buffer that they are written into, and on offsets."""
     rows, axes = operands[0], {axis for operand in operands for axis in operand.axes}
-    loose = any(operand.loose for operand in operands)
     [out] = eqn.outvars
-    return [_loosened(walk, rows._replace(loose=loose), shape_of(out), (), (*axes, *walk.tracked(axes_of(eqn))))]
+    return [_unplaced(walk, rows, shape_of(out), (), (*axes, *walk.tracked(axes_of(eqn))))]
 
 
 def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequence[int]) -> State | None:
@@ -313,8 +305,7 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
     if cut is None or not axes_of_dim(cut):
         return None
     dims[concat], dims[split] = joined, cut
-    pending = frozenset(p for p in operand.pending if p.axis not in axes)
-    return walk.kept(operand._replace(dims=tuple(dims), pending=pending, table=None))
+    return walk.kept(operand._replace(dims=tuple(dims), pending=_left(operand, frozenset(axes)), table=None))
 
 
 def _came_around(dim: Dim) -> bool:
@@ -343,10 +334,8 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         over = frozenset(axes)
         dims = hide(operand.dims, axes)
         lost = operand.divided.difference(*map(axes_of_dim, dims))
-        pending = frozenset(p for p in operand.pending if p.axis not in over)
-        done = operand.done | (operand.pending - pending)
         different, partial = operand.different | over | lost, operand.partial - over
-        known = {"partial": partial, "different": different, "pending": pending, "done": done}
+        known = {"partial": partial, "different": different, "pending": _left(operand, over)}
         outs.append(walk.kept(operand._replace(dims=dims, table=None, **known)))
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
@@ -385,7 +374,7 @@ def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     moving = set(walk.tracked(eqn.params["moving"]))
     different = (o.axes - o.divided - moving) | (o.different - moving)
     different = frozenset(different - held) - o.partial
-    return [walk.kept(State(dims, o.partial - held, different, zero=o.zero, number=o.number, loose=o.loose))]
+    return [walk.kept(State(dims, o.partial - held, different, zero=o.zero, number=o.number))]
 
 
 def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

@@ -149,13 +149,17 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
     """JAX types some results equal that are not, such as those of a sort whose keys differ and whose payload does not.
     Only the first of them is told: what is made of it has the wrong type, too."""
     own = frozenset(_compat.made_manual(entry)) & (walk.wanted or frozenset(walk.sizes))
+    differing: dict[int, frozenset[str]] = {}  # values share their states
 
     def mistyped(var: Any) -> list[str]:
         state = walk.known.get(var) if not hasattr(var, "val") else None
-        if state is None or not state.axes:
+        axes = NONE if state is None else differing.get(id(state))
+        if axes is None:
+            axes = differing[id(state)] = state.axes & own
+        if not axes:
             return []
         typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
-        return [a for a in walk.sizes if a in (state.axes & own) - typed]
+        return [a for a in walk.sizes if a in axes - typed]
 
     if not any(map(mistyped, walk.known)):  # nearly always, and this is quick
         return

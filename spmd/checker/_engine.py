@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax.core
@@ -36,6 +37,7 @@ from spmd.checker._state import (
     emptied,
     free,
     hidden,
+    hide,
     is_empty,
     join,
     normal,
@@ -219,7 +221,9 @@ class Engine(Domain):
         return self.kept(State(tuple(hidden(n) for n in value.shape), partial, different))
 
     def literal(self, value: Any) -> State:
-        return self.kept(constant_state(value))
+        if np.ndim(value) or not hasattr(value, "dtype"):
+            return self.kept(constant_state(value))
+        return self.kept(_number_state(value.dtype, value.item() if hasattr(value, "item") else value))
 
     def join(self, one: State, other: State) -> State:
         return self.kept(join(one, other))
@@ -228,15 +232,12 @@ class Engine(Domain):
         return self.unknown_like(value)
 
     def unknown_like(self, value: State) -> State:
-        return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes, loose=value.loose))
+        return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes))
 
     def unknown(self, eqn: Any, operands: Sequence[State]) -> list[State]:
         """The results of an equation that no rule knows. They may differ wherever an operand does."""
         different = NONE.union(*(o.axes for o in operands))
-        loose = any(o.loose for o in operands)
-        return [
-            self.kept(State(tuple(map(hidden, shape_of(v))), different=different, loose=loose)) for v in eqn.outvars
-        ]
+        return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different)) for v in eqn.outvars]
 
     # --- equations -------------------------------------------------------------------------------------------
 
@@ -332,14 +333,13 @@ class Engine(Domain):
             pending = NONE
         partial = (partial | summed) - different - set(held)
         if pending or given.pending or told:
-            # What a collective completed for one value says nothing of another one that a mistake was told of.
-            pending = frozenset(p for p in ((pending | given.pending) - given.done) | told if p.axis not in different)
-            released = {p.axis for p in given.pending} - {p.axis for p in pending}
-            different |= released.difference(held, partial)
-        loose = given.loose or _loose(m, labels) or _left_out(eqn, operands)
-        rest = partial, different, pending, given.done, zero, given.number
+            pending = frozenset(p for p in pending | given.pending | told if p.axis not in different)
+        if (chosen := _left_out(eqn, operands)) and not chosen.isdisjoint(held):  # a block, or a term of a sum
+            result = [hide(dims, chosen) for dims in result]
+            different |= chosen.difference(partial, *map(axes_of_dim, result[0]))
+        rest = partial, different, pending, zero, given.number
         order = self._ordered(m, eqn, operands, result[0]) if any(o.order for o in operands) else NONE
-        return [self.kept(State(dims, *rest, loose=loose, order=order)) for dims in result]
+        return [self.kept(State(dims, *rest, order=order)) for dims in result]
 
     def _ordered(self, m: Map, eqn: Any, operands: Sequence[State], dims: Sequence[Dim]) -> frozenset[Any]:
         """In which order the elements of the result lie. Those that are combined should lie in one order."""
@@ -373,8 +373,7 @@ class Engine(Domain):
                 if both is None and m.whole.get(label) == "sort" and any(o.number for o in operands):
                     both = have if axes_of_dim(have) else dim  # places in a piece that is sorted
                 if both is None:
-                    if label not in m.reduced or not _factors_meet(operands, have, dim):
-                        wrong.append((have, dim))
+                    wrong.append((have, dim))
                     both = hidden(size_of(have))
                 if both is not have:  # what nobody can place any more differs all the same
                     lost.update({*axes_of_dim(have), *axes_of_dim(dim)}.difference(axes_of_dim(both)))
@@ -493,8 +492,7 @@ class Engine(Domain):
         pending = value.pending.difference(steps)
         alike = not axes and value.number and value.table is None and self._uniform[-1]
         dims = (hidden(length) if alike else leading, *value.dims)
-        loose = value.loose or alike
-        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None, loose=loose))
+        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None))
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         self._loops.append(eqn)
@@ -580,8 +578,8 @@ def _unchanged(operands: Sequence[State]) -> State | None:
 
 def _together(operands: Sequence[State]) -> State:
     """What all operands are besides their dimensions; `number` and `zero` say whether all, or any, are."""
-    partial = different = pending = done = NONE
-    zero, number, loose = False, True, False
+    partial = different = pending = NONE
+    zero, number = False, True
     for one in operands:
         if one.partial:
             partial |= one.partial
@@ -589,39 +587,23 @@ def _together(operands: Sequence[State]) -> State:
             different |= one.different
         if one.pending:
             pending |= one.pending
-        if one.done:
-            done |= one.done
-        zero, number, loose = zero or one.zero, number and one.number, loose or one.loose
-    return State((), partial, different, pending, done, zero, number, loose=loose)
+        zero, number = zero or one.zero, number and one.number
+    return State((), partial, different, pending, zero, number)
 
 
-def _factors_meet(operands: Sequence[State], one: Dim, other: Dim) -> bool:
-    """Whether one of two dimensions that are summed over is whole in the factors of a piece: it counts the device's own
-    columns, and these are a block of the columns of all devices."""
-    whole, axes = (one, axes_of_dim(other)) if not axes_of_dim(one) else (other, axes_of_dim(one))
-    if axes_of_dim(whole):
-        return False
-    made = {axis for o in operands if whole in o.dims for kind, axis, _ in o.pending if kind == "linear algebra"}
-    return made.issuperset(axes)
-
-
-def _left_out(eqn: Any, operands: Sequence[State]) -> bool:
-    """Whether some devices, by their number, leave out what others have. It is zero there, so the rest may be a term of
-    a sum."""
+def _left_out(eqn: Any, operands: Sequence[State]) -> frozenset[str]:
+    """The axes along which some devices, by their number, leave out what others have: it is zero there."""
     name = eqn.primitive.name
-    if name == "select_n":
-        chooses, *cases = operands
-        return chooses.table is not None and bool(chooses.table.axes) and any(case.zero for case in cases)
-    factors = (one.table for one in operands if one.table is not None) if name == "mul" else ()
-    return any(table.axes and not table.values.all() for table in factors)
+    if name == "select_n" and operands[0].table is not None and any(case.zero for case in operands[1:]):
+        return frozenset(operands[0].table.axes)
+    masks = [one.table for one in operands if one.table is not None] if name == "mul" else []
+    return NONE.union(*(table.axes for table in masks if not table.values.all()))
 
 
-def _loose(m: Map, labels: Mapping[int, Dim]) -> bool:
-    """Whether a sum runs over a dimension along which the values are constant."""
-    for label, kind in m.reduced.items() if m.reduced else ():
-        if kind == "sum" and any(n > 1 and axes is FREE for n, axes in labels.get(label, ())):
-            return True
-    return False
+@lru_cache(maxsize=4096)
+def _number_state(dtype: Any, value: Any) -> State:
+    """The state of a literal. A program has few of them, many times."""
+    return constant_state(np.asarray(value, dtype))
 
 
 def constant_state(value: Any) -> State:

@@ -61,7 +61,7 @@ def sums(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     lost: Axes = NONE
     for operand in terms:
         # A value that differs in a way nobody knows is taken for what it is added to, such as a part of one device.
-        lost |= partial if operand.loose else partial & (operand.different | {p.axis for p in operand.pending})
+        lost |= partial & (operand.different | {p.axis for p in operand.pending})
         wrong = partial - operand.partial - lost
         if wrong:
             return _faulty(walk, eqn, wrong, "mixed", mixed_blocks if wrong <= operand.divided else mixed_sum)

@@ -56,9 +56,7 @@ def _made(
         left = {axis for dim in dims for axis in axes_of_dim(dim)}
         lost, held = lost | (held - left), left
     different = NONE.union(operand.different, lost, *(o.axes - {p.axis for p in o.pending} for o in others))
-    older = NONE.union(operand.pending, *(o.pending for o in others)) - NONE.union(
-        operand.done, *(o.done for o in others)
-    )
+    older = NONE.union(operand.pending, *(o.pending for o in others))
     new = {(kind, axis) for kind, axis in pieces if axis not in different and walk.wide(axis)}
     if new and (walk.silent(eqn) or not walk.active):
         different |= {axis for _, axis in new}
@@ -67,17 +65,14 @@ def _made(
     pending = frozenset(p for p in pending if p.axis not in different)
     gone = operand.axes - held - partial - {p.axis for p in pending}
     number = operand.number and all(o.number for o in others)
-    done = NONE.union(operand.done, *(o.done for o in others))
-    loose = operand.loose or any(o.loose for o in others)
-    known = {"loose": loose, "order": orders.kept([operand, *others], dims)}
-    return walk.kept(State(tuple(dims), partial - different, different | gone, pending, done, zero, number, **known))
+    order = orders.kept([operand, *others], dims)
+    return walk.kept(State(tuple(dims), partial - different, different | gone, pending, zero, number, order=order))
 
 
 def _beside(operand: State, known: Iterable[str]) -> State:
     """What an operand adds to a result besides its dimensions; the result says what it is along the axes `known`."""
     different = operand.axes.difference(known, {p.axis for p in operand.pending})
-    pending, done, number, loose = operand.pending, operand.done, operand.number, operand.loose
-    return State(different=different, pending=pending, done=done, number=number, loose=loose)
+    return State(different=different, pending=operand.pending, number=operand.number)
 
 
 # --- reshape --------------------------------------------------------------------------------------------------
@@ -199,13 +194,11 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     pieces: list[tuple[str, str]] = []
     own: set[int] = set()
     terms: set[str] = set()
-    constant = False  # whether a block is cut out of what is constant: it is equal, and is a block all the same
     for d, (dim, n, m) in enumerate(zip(operand.dims, before, after, strict=True)):
         start = starts[d] if d < len(starts) else State(number=True)
         if n == m or all(axes is FREE for _, axes in dim):  # of what is constant every block is the same
             own.add(d)
             dims.append(dim if n == m else free(m))
-            constant |= n != m and bool(start.axes)
             continue
         block = _own_block(walk, operand, dim, m, start.table)
         if block is not None:
@@ -218,7 +211,7 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     others = [start for d, start in enumerate(starts) if d not in own]
     # The other terms of this device's block are elsewhere.
     pieces += [("term", axis) for axis in terms if not operand.zero]
-    rest = operand._replace(partial=operand.partial - terms, loose=operand.loose or constant)
+    rest = operand._replace(partial=operand.partial - terms)
     return walk.counted(eqn, operands, [_made(walk, eqn, rest, dims, pieces, others)])
 
 
@@ -245,7 +238,6 @@ def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> 
     pieces: list[tuple[str, str]] = []
     same = shape_of(eqn.invars[0])
     moved: list[State] = []
-    constant = False  # along a dimension where the update may have another number, or the same
     for d, (one, two, n) in enumerate(zip(operand.dims, update.dims, same, strict=True)):
         start = starts[d] if d < len(starts) else State(number=True)
         if size_of(one) == size_of(two):
@@ -254,12 +246,12 @@ def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> 
             continue
         moved.append(start)
         divided = axes_of_dim(one) or axes_of_dim(two)
-        constant |= all(axes is FREE for _, axes in (*one, *two))
-        dims.append(hidden(n) if divided or start.axes or one[0][1] is HIDDEN else plain(n))
+        constant = all(axes is FREE for _, axes in (*one, *two))  # the update may have the same number
+        dims.append(hidden(n) if divided or start.axes or constant or one[0][1] is HIDDEN else plain(n))
         pieces += [("update", a) for a in axes_of_dim(one)]
     linear = sums(walk, eqn, [operand, update])
     held = {a for dim in dims for a in axes_of_dim(dim)}
-    moved.append(_beside(update, held | update.partial)._replace(number=False, loose=update.loose or constant))
+    moved.append(_beside(update, held | update.partial))
     return [_made(walk, eqn, operand, dims, pieces, moved, linear)]
 
 
@@ -292,14 +284,13 @@ def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: 
             axes = {a for dim in found for a in axes_of_dim(dim)}
             pieces += [("concatenate", a) for a in axes if not any(a in o.different for o in operands)]
             unclear = axes or any(axes is HIDDEN for dim in found for _, axes in dim)
-            dims.append(hidden(n) if unclear else plain(n))
-    # The numbers may all be the same one: then they fit a divided dimension, too.
-    numbers = len(operands) > 1 and all(o.number and o.dims[along][0][1] is FREE for o in operands)
-    first = operands[0]._replace(loose=operands[0].loose or numbers)
+            # The numbers may all be the same one: then they fit a divided dimension, too.
+            numbers = all(o.number and o.dims[along][0][1] is FREE for o in operands)
+            dims.append(hidden(n) if unclear or numbers else plain(n))
     linear = sums(walk, eqn, operands)
     held = {a for dim in dims for a in axes_of_dim(dim)}.union(a for _, a in pieces)
-    others = [_beside(o, held | o.partial)._replace(number=False) for o in operands[1:]]
-    return [_made(walk, eqn, first, dims, pieces, others, linear)]
+    others = [_beside(o, held | o.partial) for o in operands[1:]]
+    return [_made(walk, eqn, operands[0], dims, pieces, others, linear)]
 
 
 def _stack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -385,19 +376,18 @@ def _each_axis_once(dims: Sequence[Dim]) -> list[Dim]:
     return [dim if twice.isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims]
 
 
-def _of_constants(eqn: Any, operand: State, indices: State) -> tuple[State, State]:
-    """The operand and the indices of a gather. Which of elements that are all the same is picked makes no difference:
-    the result is equal, and a block all the same."""
+def _of_constants(eqn: Any, operand: State, indices: State) -> State:
+    """The indices of a gather. Which of elements that are all the same is picked makes no difference."""
     picked = [axes for d in eqn.params["dimension_numbers"].start_index_map for _, axes in operand.dims[d]]
     alike = all(axes is FREE for axes in picked) and eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP
     if not alike or not indices.axes:
-        return operand, indices
-    return operand._replace(loose=True), State(tuple(free(size_of(dim)) for dim in indices.dims), number=True)
+        return indices
+    return State(tuple(free(size_of(dim)) for dim in indices.dims), number=True)
 
 
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
-    operand, indices = _of_constants(eqn, *operands)
+    operand, indices = operands[0], _of_constants(eqn, *operands)
     numbers, taken = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     before, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
@@ -478,9 +468,7 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     pieces = [("index", a) for d in placed for a in axes_of_dim(operand.dims[d])]
     held = {a for dim in dims for a in axes_of_dim(dim)}
     linear = _combined(walk, eqn, operand, updates)
-    # What is made of literals only may lie otherwise: a dimension of one element may be a block of a longer one.
-    loose = all(o.number for o in operands)
-    others = [_beside(o, held | linear[0])._replace(number=False, loose=o.loose or loose) for o in (indices, updates)]
+    others = [_beside(o, held | linear[0]) for o in (indices, updates)]
     return [_made(walk, eqn, operand, dims, pieces, others, linear)]
 
 

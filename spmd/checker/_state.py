@@ -43,13 +43,9 @@ class State(NamedTuple):
       partial: The axes along which it is a term of a sum.
       different: The axes along which it differs in an unknown way.
       pending: What was done to a piece and is not complete yet.
-      done: What collectives completed. A value that is combined with this one is complete too.
       zero: Whether it is zero, which does not change a sum.
       number: Whether it is made of literals only, without data.
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
-      loose: Whether it may lie otherwise, though it is equal: constants were written over a constant, or put beside
-        one, or are rows of a loop; or it is a device's block of a dimension along which it is constant, or was summed
-        over one, which may have been such a block: then it is a term of a sum.
       order: In which order the elements of divided dimensions lie, where our markers say so; see `_order`.
       left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
     """
@@ -58,12 +54,10 @@ class State(NamedTuple):
     partial: frozenset[str] = NONE
     different: frozenset[str] = NONE
     pending: frozenset[Pending] = NONE
-    done: frozenset[Pending] = NONE
     zero: bool = False
     number: bool = False
     table: Any = None
     left: Any = None
-    loose: bool = False
     order: frozenset[Any] = NONE
 
     @property
@@ -276,11 +270,9 @@ def join(one: State, two: State) -> State:
         partial - different,
         different,
         frozenset(p for p in pending if p.axis not in different),
-        one.done & two.done,
         one.zero and two.zero,
         one.number and two.number,
         one.table if one.table == two.table else None,
-        loose=one.loose or two.loose,
         order=one.order & two.order if one.order else NONE,
     )
 

@@ -171,5 +171,5 @@ def unknown_lines(walk: Engine, jaxpr: Any) -> list[str]:
 def _is_lost(state: Any) -> bool:
     if not isinstance(state, State):
         return False
-    lost = state.different or state.loose or any(axes is HIDDEN for dim in state.dims for _, axes in dim)
+    lost = state.different or any(axes is HIDDEN for dim in state.dims for _, axes in dim)
     return bool(lost) and state.table is None

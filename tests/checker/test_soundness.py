@@ -434,7 +434,7 @@ def contradictions(seed: Any) -> tuple[list[str], int]:
     for i, (state, v, one, how) in enumerate(zip(walk.outputs[-1][1], held, alone, lies, strict=True)):
         dims = state.dims[2:]
         unknown = any(axes is HIDDEN for dim in dims for _, axes in dim)
-        if state.pending or state.different or state.loose or unknown:  # what is loose may lie otherwise
+        if state.pending or state.different or unknown:
             continue
         known += 1
         try:

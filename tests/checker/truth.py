@@ -6,8 +6,8 @@ and along which it is equal. Here the body is run in NumPy (`devices.py`) on its
 - a value is equal along each axis that its state does not have, it is constant along what is called constant, zero
   where it is called zero, and the integers that the checker follows are those that it holds;
 - what the devices hold, put together as the state says, is the value on one device. This is asked of states that have
-  nothing pending and nothing different, and that may not lie otherwise (`loose`); in a body with a mistake, only of
-  what does not come from a finding or a released value;
+  nothing pending and nothing different; in a body with a mistake, only of what does not come from a finding or a
+  released value;
 - a body whose values lie as meant, all of them, has no finding.
 """
 
@@ -337,7 +337,7 @@ class Judge:
                     continue
                 self.values += 1
                 wrong = facts(state, arrays, self.mesh.machine)
-                vague = state.number or state.loose
+                vague = state.number
                 if not wrong and comparable and is_whole(state) and not vague:
                     found = together(arrays, state.dims, state.partial, self.mesh.machine)
                     if self.trace.mistake and not same_sizes(found, others[i][k][0]):
@@ -424,7 +424,7 @@ def doubt_of(eqn: Any, said: Said | None) -> int:
     """Whether an equation is at fault, or forgets that nobody knew how its operands lie."""
     if said is None or said.faulty or any(p.kind == UNREAD for out in said.outs for p in out.pending):
         return TOLD  # a mistake that was told at another equation is told no more, and leaves this mark
-    known = lambda states: all(is_whole(state) and not state.loose for state in states)
+    known = lambda states: all(map(is_whole, states))
     forgets = not known(said.operands) and known(said.outs)
     counts = eqn.primitive.name in SUMS and any(state.number for state in said.operands)  # devices: never an error
     return RELEASED if forgets or counts or local(eqn, ()) else 0
