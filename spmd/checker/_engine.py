@@ -592,12 +592,12 @@ def _together(operands: Sequence[State]) -> State:
 
 
 def _left_out(eqn: Any, operands: Sequence[State]) -> frozenset[str]:
-    """The axes along which some devices, by their number, leave out what others have: it is zero there."""
+    """The axes along which some devices, by their number, leave out all that others have: it is zero there."""
     name = eqn.primitive.name
-    if name == "select_n" and operands[0].table is not None and any(case.zero for case in operands[1:]):
-        return frozenset(operands[0].table.axes)
-    masks = [one.table for one in operands if one.table is not None] if name == "mul" else []
-    return NONE.union(*(table.axes for table in masks if not table.values.all()))
+    chooses = name == "select_n" and any(case.zero for case in operands[1:])
+    masks = operands[:1] if chooses else operands if name == "mul" else ()
+    whole = [one.table for one in masks if one.table is not None and one.table.axes and tables.is_alike(one.table)]
+    return NONE.union(*(table.axes for table in whole if chooses or not table.values.all()))
 
 
 @lru_cache(maxsize=4096)

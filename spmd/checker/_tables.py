@@ -129,6 +129,12 @@ def is_constant(table: Table, dim: int) -> bool:
     return not table.values.size or _alike(table.values, len(table.axes) + dim)
 
 
+def is_alike(table: Table) -> bool:
+    """Whether each device has one number, as many times as its array has elements."""
+    each = table.values.reshape(*table.values.shape[: len(table.axes)], -1)
+    return bool((each == each[..., :1]).all())
+
+
 def row_of(table: Table, at: int) -> Table:
     """One row of an array: `x[at]`."""
     return Table(table.axes, table.values.take(at, len(table.axes)))
