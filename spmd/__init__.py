@@ -8,7 +8,7 @@ operation.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from spmd._rooms import dir_of, no_such_name
+from spmd._python.rooms import dir_of, no_such_name
 
 if TYPE_CHECKING:
     from spmd import (
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         testing,
     )
     from spmd._topologies import topology_devices
-    from spmd._trees import layouts
+    from spmd._trees.matching import layouts
     from spmd.accelerators import Hardware, Link, hardware
     from spmd.checker import Finding, Findings, check
     from spmd.comm import (
@@ -220,7 +220,7 @@ _ROOMS = (
 )
 _HOMES = {
     "explain": "inspect._explanation",
-    "layouts": "_trees",
+    "layouts": "_trees.matching",
     "search": "searcher._search",
     "topology_devices": "_topologies",
     "visualize": "inspect._picture",

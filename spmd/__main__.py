@@ -208,7 +208,16 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     """Run the command that was parsed."""
-    from spmd._cli import run_check, run_explain, run_info, run_launch, run_plan, run_rules, run_search, run_show
+    from spmd._cli.commands import (
+        run_check,
+        run_explain,
+        run_info,
+        run_launch,
+        run_plan,
+        run_rules,
+        run_search,
+        run_show,
+    )
 
     run = {
         "plan": run_plan,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from spmd._leaves import kind_of, not_int
+from spmd._trees.leaves import kind_of, not_int
 from spmd.errors import MeshError
 
 _DESCRIPTION = ".txtpb"  # how the names of XLA's descriptions of GPUs end

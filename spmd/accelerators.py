@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd._leaves import kind_of
+from spmd._trees.leaves import kind_of
 from spmd.errors import SpmdError, did_you_mean
 from spmd.language import check_axes
 

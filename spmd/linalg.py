@@ -1,6 +1,6 @@
 """Linear algebra of divided arrays: matrices in factors, and systems that a function applies or a matrix has."""
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.ops._cholesky import cho_solve, cholesky, qr
 from spmd.ops._system import cg, gmres
 

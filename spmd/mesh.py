@@ -16,9 +16,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd import _compat
-from spmd._ambient import Ambient
-from spmd._leaves import kind_of, not_int
-from spmd._processes import forgotten
+from spmd._processes.environment import forgotten
+from spmd._python.ambient import Ambient
+from spmd._trees.leaves import kind_of, not_int
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, is_int
 from spmd.language import Layout, mesh_text
 

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
-from spmd._ambient import Ambient
+from spmd._python.ambient import Ambient
 from spmd.errors import ModeError, not_one_of
 from spmd.language import AxisMapping, Size, axes_tuple, mesh_text
 

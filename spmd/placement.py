@@ -13,11 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._leaves import Static, check_hashable, is_array, is_number, kind_of, unwrapped, wrapped
-from spmd._named import ByName
-from spmd._recent import Recent
-from spmd._replicas import check_parts, check_replicas, compared, put, takes_part
-from spmd._trees import match_prefix
+from spmd._processes.replicas import check_parts, check_replicas, compared, put, takes_part
+from spmd._python.named import ByName
+from spmd._python.recent import Recent
+from spmd._trees.leaves import Static, check_hashable, is_array, is_number, kind_of, unwrapped, wrapped
+from spmd._trees.matching import match_prefix
 from spmd.comm.planner import move
 from spmd.errors import LayoutError, MeshError, ModeError, PlacementError, SizeError, is_int
 from spmd.kernels import Kernel, kernel

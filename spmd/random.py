@@ -1,6 +1,6 @@
 """Random arrays that do not depend on the mesh: `jax.random`'s bits, each device drawing its shard."""
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.ops._random import bernoulli, normal, truncated_normal, uniform
 
 __all__ = ["bernoulli", "normal", "truncated_normal", "uniform"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd._cli import named_numbers
+from spmd._cli.commands import named_numbers
 from tests.errors.registry import bad
 
 

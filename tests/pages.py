@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from spmd._table import wrapped
+from spmd._text.table import wrapped
 
 WIDTH = 84  # of code and output; what is wider does not fit beside the menu, and not at all on a phone
 COLUMNS = "82"  # of the terminal that prints: `...` may be two wider than the number of a line

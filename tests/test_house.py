@@ -26,31 +26,14 @@ CODE = ("spmd/", "tests/", "examples/")
 FLOORS = {
     "errors.py": 0,
     "_compat.py": 0,
+    "_python/": 0,
+    "_text/": 0,
     "language/": 1,
     "drawing/": 1,
-    "_agreement.py": 2,
-    "_ambient.py": 2,
-    "_notebook.py": 0,
-    "_facts.py": 2,
-    "_jax_errors.py": 2,
-    "_jaxprs.py": 2,
-    "_lax.py": 2,
-    "_named.py": 2,
-    "_processes.py": 1,
-    "_progress.py": 0,
-    "_recent.py": 0,
-    "_replicas.py": 2,
-    "_rooms.py": 0,
-    "_stacks.py": 2,
-    "_table.py": 0,
+    "_jaxprs/": 2,
+    "_processes/": 2,
     "_topologies.py": 2,
-    "_annotations.py": 2,
-    "_callers.py": 2,
-    "_leaves.py": 2,
-    "_left.py": 2,
-    "_trees.py": 2,
-    "_units.py": 0,
-    "_walker.py": 2,
+    "_trees/": 2,
     "accelerators.py": 2,
     "mesh.py": 2,
     "modes.py": 2,
@@ -66,8 +49,7 @@ FLOORS = {
     "nn/": 7,
     "parallel/": 7,
     "__main__.py": 9,
-    "_cli.py": 9,
-    "_cli_programs.py": 7,
+    "_cli/": 9,
     "cluster/": 8,
     "haliax/": 8,
     "inspect/": 8,
@@ -214,7 +196,7 @@ def exceptions_of_many_parts(source: Source) -> Iterator[str]:
 def messages_read(source: Source) -> Iterator[str]:
     """Facts travel as values: nothing reads a message back but `_jax_errors.py`, and that reads only JAX's. An error's
     text may be quoted, as in f"{error}"."""
-    if not source.path.startswith("spmd/") or source.path == "spmd/_jax_errors.py":
+    if not source.path.startswith("spmd/") or source.path == "spmd/_jaxprs/errors.py":
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ExceptHandler) and node.name is not None:
@@ -339,7 +321,7 @@ ALLOWED = [
     (versioned_names, Source("spmd/_compat.py", "x = aval.mat")),
     (jax_in_the_language, Source("spmd/language/_layout.py", "def spec(self):\n    import jax")),
     (exceptions_of_many_parts, Source("spmd/mesh.py", "raise MeshError('no axis', got=[axis])")),
-    (messages_read, Source("spmd/_jax_errors.py", "try: f()\nexcept Exception as error: x = str(error)")),
+    (messages_read, Source("spmd/_jaxprs/errors.py", "try: f()\nexcept Exception as error: x = str(error)")),
     (messages_read, Source("spmd/mesh.py", "try: f()\nexcept OSError as error: raise MeshError(f'{error}')")),
     (messages_read, Source("spmd/mesh.py", "def f():\n    return did_you_mean(a, b) or '.'")),
 ]
@@ -459,7 +441,7 @@ def test_dimensions_may_have_the_names_of_arguments():
 
 # What runs only as a program, or in several of them, and the tests that run it so.
 WITHOUT_TESTS = {
-    "spmd/__main__.py": "tests/test_cli.py",
+    "spmd/__main__.py": "tests/_cli/test_commands.py",
     "spmd/cluster/_rank.py": "tests/cluster/test_launch.py",
 }
 
@@ -530,7 +512,8 @@ def test_every_name_of_all_is_there(name):
     assert not missing_names(module)
 
 
-PACKAGES = [module_name(s.path) for s in FILES if s.path.startswith("spmd/") and s.path.endswith("__init__.py")]
+ROOMS = [module_name(s.path) for s in FILES if s.path.startswith("spmd/") and s.path.endswith("__init__.py")]
+PACKAGES = [name for name in ROOMS if "._" not in name]  # a room with an underscore has nothing public
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from spmd import _lax
+from spmd.comm import _lax
 from tests import soak
 from tests.programs import FAMILIES
 from tests.sampler import Choices, seeds, share

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import spmd.checker._order as orders
 import spmd.checker._report as report
-from spmd._facts import per_shard_reason
+from spmd._jaxprs.facts import per_shard_reason
 from spmd.checker._engine import Engine
 from spmd.checker._state import (
     FREE,

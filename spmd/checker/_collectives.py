@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmd._jaxprs import axes_of, shape_of
+from spmd._jaxprs.equations import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report import (
     copies_reduced,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import spmd.checker._report as report
-from spmd import _compat, _walker
-from spmd._facts import kernel_around
-from spmd._jaxprs import Held, held, opened, shape_of
-from spmd._walker import Rule
+from spmd import _compat
+from spmd._jaxprs import walker
+from spmd._jaxprs.equations import Held, held, opened, shape_of
+from spmd._jaxprs.facts import kernel_around
+from spmd._jaxprs.walker import Rule
 from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._engine import Engine
@@ -136,7 +137,7 @@ def walk_closed(dataflow: Dataflow, jaxpr: Any, operands: Sequence[State] | None
     inner, _ = opened(jaxpr)
     if operands is None:
         operands = [dataflow.kept(State(tuple(map(plain, shape_of(v))))) for v in inner.invars]
-    outs = _walker.walk(jaxpr, list(map(dataflow.kept, operands)), dataflow)
+    outs = walker.walk(jaxpr, list(map(dataflow.kept, operands)), dataflow)
     others = [one for one in dataflow.findings if one.kind != "gradient"]
     if others:  # they say more than a sum, or a type, that comes of them
         dataflow.findings[:] = others
@@ -163,7 +164,7 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
 
     if not any(map(mistyped, walk.known)):  # nearly always, and this is quick
         return
-    for eqn in _walker.equations(entry.params["jaxpr"]):
+    for eqn in walker.equations(entry.params["jaxpr"]):
         wrong = [] if held(eqn) or eqn.primitive.name.startswith("spmd_") else [v for v in eqn.outvars if mistyped(v)]
         if not wrong or any(map(mistyped, eqn.invars)):
             continue

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._leaves import is_array, is_key
+from spmd._trees.leaves import is_array, is_key
 
 
 def drawn(tree: Any, seed: int) -> Any:

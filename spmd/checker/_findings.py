@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-from spmd._table import Table, html_page
+from spmd._text.table import Table, html_page
 from spmd.checker._finding import Finding, found
 from spmd.checker._listing import Source
 from spmd.checker._source import called_at

@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs import call_of, opened, shape_of
+from spmd._jaxprs.equations import call_of, opened, shape_of
 from spmd.checker._made import lying
 from spmd.checker._rounding import rounds
 from spmd.checker._source import called_in_jax

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd._table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
+from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd.checker._finding import Finding
 from spmd.checker._source import short_file
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from spmd import _compat
-from spmd._leaves import is_key, wrapped
+from spmd._trees.leaves import is_key, wrapped
 
 
 def pulled(

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._jaxprs import shape_of
-from spmd._leaves import is_key_type
+from spmd._jaxprs.equations import shape_of
+from spmd._trees.leaves import is_key_type
 
 Array = np.ndarray
 

@@ -9,8 +9,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._callers import layers_of, rather_told
-from spmd._jaxprs import opened, shape_of
+from spmd._jaxprs.callers import layers_of, rather_told
+from spmd._jaxprs.equations import opened, shape_of
 from spmd.checker._history import Origin, shown_spec
 from spmd.checker._instead import ARRAY, lines_in_place, reduced
 from spmd.checker._made import Place, lying, operation_of, place_of

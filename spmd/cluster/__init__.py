@@ -4,7 +4,7 @@ The engine is JAX's: `jax.distributed`, and the collectives of its backends. Wha
 checks early what JAX accepts in silence or reports after minutes.
 """
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints
 from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._fields import read_zarr, write_zarr

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from spmd import _jax_errors
-from spmd._agreement import anywhere, everyone, gathered, in_all
 from spmd._compat import installed
-from spmd._leaves import kind_of
+from spmd._jaxprs import errors as jax_errors
+from spmd._processes.agreement import anywhere, everyone, gathered, in_all
+from spmd._trees.leaves import kind_of
 from spmd.cluster._data import Batches
 from spmd.cluster._fields import in_a_bucket
 from spmd.cluster._recorder import recorder
@@ -238,7 +238,7 @@ class Checkpoints:
         try:
             (self.path / "steps").mkdir(parents=True, exist_ok=True)
         except (OSError, ImportError, RuntimeError) as error:
-            got = [f"path: {self.path}", _jax_errors.first_line(error)]
+            got = [f"path: {self.path}", jax_errors.first_line(error)]
             advice = None if self._local else "pip install gcsfs"
             raise SpmdError("this folder cannot be made.", call="checkpoints(path)", got=got, advice=advice) from error
         self._writer = self._new_writer()
@@ -429,12 +429,12 @@ class Checkpoints:
                 self._writer.wait_until_finished()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             failure = failure or error
-        refused_by = _jax_errors.refused_by_the_system(failure)
+        refused_by = jax_errors.refused_by_the_system(failure)
         if failure is not None and refused_by is None:
             raise failure
         other, refused = ("", "") if step is None else self._admitted(size)
         told, refused, other, unsound = anywhere(
-            "" if refused_by is None else _jax_errors.first_line(refused_by), refused, other, unsound
+            "" if refused_by is None else jax_errors.first_line(refused_by), refused, other, unsound
         )
         if other:
             advice = "give each program a folder of its own, or wait until that one has ended"
@@ -584,7 +584,7 @@ class Checkpoints:
             with recorder.inside("restore"), reading as reader:
                 return reader.restore(self._folder(step) / _STATE, how)
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
-            raise _Damaged(f"{_STATE}: {type(error).__name__}: {_jax_errors.first_line(error)}") from error
+            raise _Damaged(f"{_STATE}: {type(error).__name__}: {jax_errors.first_line(error)}") from error
 
     def _together(self, read: Callable[[], T]) -> T:
         """What `read` gives, if it succeeds in all processes; else all of them raise."""

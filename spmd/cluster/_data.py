@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from spmd._agreement import disagreements
-from spmd._replicas import takes_part
+from spmd._processes.agreement import disagreements
+from spmd._processes.replicas import takes_part
 from spmd.cluster._recorder import recorder
 from spmd.errors import MeshError, PlacementError, SizeError, SpmdError, is_int
 from spmd.mesh import mesh_for

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd._agreement import in_all
-from spmd._units import bytes_text
+from spmd._processes.agreement import in_all
+from spmd._text.units import bytes_text
 from spmd.errors import PlacementError, SpmdError
 from spmd.language import Layout
 from spmd.mesh import mesh_for, outside_trace

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._agreement import anywhere, everyone, gathered
+from spmd._processes.agreement import anywhere, everyone, gathered
 from spmd.cluster._checkpoints import checked, checksum, mesh_of, named, not_finite
 from spmd.errors import SpmdError, is_int
 

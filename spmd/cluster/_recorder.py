@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._agreement import everyone, ranks
 from spmd._compat import coordination
-from spmd._stacks import Stack
+from spmd._processes.agreement import everyone, ranks
+from spmd.cluster._stacks import Stack
 
 HUNG = 75  # the exit code of a run that stands still, which schedulers queue again
 _LAPS = 3  # steps and batches after which a program is in its loop, and a long silence is none of its start

@@ -24,11 +24,11 @@ from typing import Any
 import jax
 import jax.experimental.multihost_utils as multihost
 
-from spmd import _jax_errors
-from spmd._agreement import disagreements, first_difference
 from spmd._compat import installed
-from spmd._processes import Task, tasks
-from spmd._replicas import compare_replicas
+from spmd._jaxprs import errors as jax_errors
+from spmd._processes.agreement import disagreements, first_difference
+from spmd._processes.environment import Task, tasks
+from spmd._processes.replicas import compare_replicas
 from spmd.cluster._recorder import await_verdict, leave, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
@@ -344,7 +344,7 @@ def _join(found: Task, options: dict[str, Any], cpu_devices: int | None) -> None
     except (RuntimeError, ValueError) as error:
         rule = "JAX could not join the processes."
         advice = "call it once, before anything that makes an array or asks for devices"
-        got = [_says(found), _jax_errors.first_line(error)]
+        got = [_says(found), jax_errors.first_line(error)]
         raise MeshError(rule, call="initialize(...)", got=got, advice=advice) from error
     _choose_devices(cpu_devices)
     here = jax.process_count()

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from spmd._facts import CallName
-from spmd._leaves import foreign_kind, kind_of, not_int
+from spmd._jaxprs.facts import CallName
+from spmd._trees.leaves import foreign_kind, kind_of, not_int
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import AxisMapping, Dim, Pattern
 

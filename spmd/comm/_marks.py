@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._facts import LayoutName, one_line
+from spmd._jaxprs.facts import LayoutName, one_line
 from spmd.language import Layout, axes_tuple
 from spmd.modes import Frame, try_frame
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, Never, NoReturn, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._leaves import kind_of
-from spmd._table import Table, shown_width, wrapped
-from spmd._units import bytes_text, seconds_text
+from spmd._text.table import Table, shown_width, wrapped
+from spmd._text.units import bytes_text, seconds_text
+from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, open_call
 from spmd.comm.collectives import check_sides

@@ -10,7 +10,7 @@ silently: a name that is not in the mapping, a missing mesh or mapping, and a bi
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.haliax._jit import fsdp, named_jit
 from spmd.haliax._placement import (
     WholeArrayWarning,

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd import AxisMapping, axis_mapping
-from spmd._leaves import Static, check_hashable, is_array, kind_of
-from spmd._named import ByName
+from spmd._python.named import ByName
+from spmd._trees.leaves import Static, check_hashable, is_array, kind_of
 from spmd.errors import LayoutError, did_you_mean
 from spmd.haliax._placement import shard
 from spmd.mesh import check_arguments_alive

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd import AxisMapping, Layout
-from spmd._annotations import Each, Unknown, annotated
-from spmd._leaves import by_path, is_array, kind_of, not_int
-from spmd._units import bytes_text
+from spmd._text.units import bytes_text
+from spmd._trees.annotations import Each, Unknown, annotated
+from spmd._trees.leaves import by_path, is_array, kind_of, not_int
 from spmd.errors import Fault, LayoutError, SizeError, warn
 from spmd.language import axes_product
 from spmd.mesh import mesh_for, sizes_for

@@ -1,6 +1,6 @@
 """Seeing what a program does: its collectives as written and as compiled, with axes, bytes, lines and cost."""
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.inspect._collectives import Collective, CollectiveReport, collectives
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._hints import Hint

@@ -9,13 +9,13 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd import _jax_errors
-from spmd._facts import CallName
-from spmd._leaves import kind_of
-from spmd._left import left_axes, left_text
-from spmd._table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
-from spmd._units import bytes_text, seconds_text, si_text
-from spmd._walker import equations
+from spmd._jaxprs import errors as jax_errors
+from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.left import left_axes, left_text
+from spmd._jaxprs.walker import equations
+from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
+from spmd._text.units import bytes_text, seconds_text, si_text
+from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import CollectiveReport, axes_text, collectives_of_text, counts_by_kind
@@ -514,7 +514,7 @@ def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
     try:
         return program.compiled
     except ValueError as error:  # the mesh of a traced program may be unknown until JAX needs its devices
-        if compiled is True or program.mesh is not None or not _jax_errors.lacks_devices(error):
+        if compiled is True or program.mesh is not None or not jax_errors.lacks_devices(error):
             raise
         missing.append(abstract)
         return None

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from spmd import _compat
-from spmd._facts import CallName
-from spmd._units import sent_bytes
+from spmd._jaxprs.facts import CallName
+from spmd._text.units import sent_bytes
 from spmd.inspect._collectives import Collective
 from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._program import ONE_DEVICE

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
-from spmd._leaves import kind_of
-from spmd._table import Line
+from spmd._text.table import Line
+from spmd._trees.leaves import kind_of
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.drawing._picture import (

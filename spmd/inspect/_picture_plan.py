@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from spmd._table import Line
-from spmd._units import bytes_text, seconds_text
+from spmd._text.table import Line
+from spmd._text.units import bytes_text, seconds_text
 from spmd.comm.plans import Plan, Step, summary
 from spmd.drawing._picture import (
     EDGES,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from spmd._units import bytes_text
+from spmd._text.units import bytes_text
 from spmd.checker._source import short_line
 from spmd.inspect._match import Communication
 

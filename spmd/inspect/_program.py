@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import _compat
-from spmd._leaves import is_array, is_number
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
+from spmd._trees.leaves import is_array, is_number
 from spmd.comm.plans import plan
 from spmd.errors import MeshError, SpmdError
 from spmd.kernels import Kernel

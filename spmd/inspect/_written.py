@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from spmd import _compat
-from spmd._jaxprs import opened
-from spmd._leaves import is_array
+from spmd._jaxprs.equations import opened
+from spmd._trees.leaves import is_array
 from spmd.errors import SpmdError
 from spmd.inspect._peak import Peak
 from spmd.inspect._program import ANYWHERE, local_count, meshes_of_jaxpr, of_arrays, of_sharding, stage

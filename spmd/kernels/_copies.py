@@ -19,10 +19,10 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._facts import gather_around
-from spmd._jaxprs import Held, Role, axes_of, held, opened, shape_of
-from spmd._units import bytes_text, sent_bytes
-from spmd._walker import Domain, equations, walk
+from spmd._jaxprs.equations import Held, Role, axes_of, held, opened, shape_of
+from spmd._jaxprs.facts import gather_around
+from spmd._jaxprs.walker import Domain, equations, walk
+from spmd._text.units import bytes_text, sent_bytes
 from spmd.checker import OutputFacts, check_jaxpr, early, explain_output, line_of
 from spmd.checker._history import EQUAL, History
 from spmd.checker._source import is_transposed

@@ -10,12 +10,12 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_a
 import jax
 
 from spmd import _compat
-from spmd._facts import Leaf
-from spmd._leaves import Static, is_array, is_number, kind_of, wrapped
-from spmd._named import ByName
-from spmd._recent import Recent
-from spmd._table import Table, html_page
-from spmd._trees import matched
+from spmd._jaxprs.facts import Leaf
+from spmd._python.named import ByName
+from spmd._python.recent import Recent
+from spmd._text.table import Table, html_page
+from spmd._trees.leaves import Static, is_array, is_number, kind_of, wrapped
+from spmd._trees.matching import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
 from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inlined, nested
 from spmd.kernels._left import check_left

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._lax import to_reduced
-from spmd._leaves import Static, described, has_room, is_array, kind_of, unwrapped
-from spmd._trees import matched
+from spmd._trees.leaves import Static, described, has_room, is_array, kind_of, unwrapped
+from spmd._trees.matching import matched
 from spmd.checker import early, line_of
+from spmd.comm._lax import to_reduced
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature, bind_sizes

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._facts import KernelName, Leaf
-from spmd._replicas import compared
+from spmd._jaxprs.facts import KernelName, Leaf
+from spmd._processes.replicas import compared
 from spmd.checker import check_jaxpr
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven

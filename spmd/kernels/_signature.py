@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from spmd._leaves import kind_of, not_int
-from spmd._trees import layout_of_spec
+from spmd._trees.leaves import kind_of, not_int
+from spmd._trees.matching import layout_of_spec
 from spmd.errors import Fix, LayoutError, SizeError, SpmdError, did_you_mean
 from spmd.language import (
     AxisMapping,

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spmd import _jax_errors
-from spmd._callers import layers_of
-from spmd._jax_errors import Carry
+from spmd._jaxprs import errors as jax_errors
+from spmd._jaxprs.callers import layers_of
+from spmd._jaxprs.errors import Carry
 from spmd.checker._source import is_outside, line_of_error
 from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
 from spmd.kernels._signature import Signature
@@ -39,7 +39,7 @@ def translated(signature: Signature, frame: Frame, held: Callable[[], Sequence[H
     except (AssertionError, NameError, TypeError, ValueError, KeyError) as error:
         better = _better(error, signature, frame)
         if better is None:
-            if frame.explicit and _jax_errors.of_shapes(error):
+            if frame.explicit and jax_errors.of_shapes(error):
                 error.add_note(_shards(signature, frame, held()))
             raise
         raise better from error
@@ -95,14 +95,14 @@ def _captured(fn: Callable[..., Any]) -> list[str]:
 
 
 def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError | None:
-    fact = _jax_errors.told(error)
+    fact = jax_errors.told(error)
     if fact is None:
         return None
     where = line_of_error(error)
     got = [f"at {where}"] if where else []
     shown: dict[str, Any] = {"call": signature.text, "source": signature.source}
     if fact.kind == "axis":
-        unknown = (axis for axis in _jax_errors.named_axes(error) if axis not in frame.axis_names)
+        unknown = (axis for axis in jax_errors.named_axes(error) if axis not in frame.axis_names)
         return _unbound(fact.axis or next(unknown, None), got, shown, frame)
     if fact.kind == "carry":
         return _carry(fact.carries, got, shown, frame)
@@ -179,7 +179,7 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
 
 def carried_axes(error: Exception) -> frozenset[str]:
     """The axes on which the carry of a loop varies after one step, and not before it; none of another error."""
-    fact = _jax_errors.told(error.__cause__) if isinstance(error.__cause__, Exception) else None
+    fact = jax_errors.told(error.__cause__) if isinstance(error.__cause__, Exception) else None
     return frozenset() if fact is None else frozenset().union(*(one.varying for one in fact.carries))
 
 

@@ -1,6 +1,6 @@
 """Layers as functions on arrays: weights in, mesh axes by keyword, the communication in the docstring."""
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.nn.attention import attention_mask, dot_product_attention, multi_head_attention, spread_heads
 from spmd.nn.cache import cached_attention, kv_cache, kv_cache_append
 from spmd.nn.latent import LatentWeights, cached_latent_attention, latent_attention

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import LayoutError, SizeError, _compat, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
 from spmd.comm._marks import ordered
 from spmd.errors import is_int, not_one_of
 from spmd.nn.dtypes import wide, with_rank

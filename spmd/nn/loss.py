@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_to_all, custom_vjp, defer, einsum, iota, per_shard, rearrange, reduce, scope, size, take
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, SizeError, not_one_of
 from spmd.nn.dtypes import wide, with_rank
 from spmd.nn.linear import entered

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _lax
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
+from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.permute import roll_p
 from spmd.errors import LayoutError

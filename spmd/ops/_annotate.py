@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
-from spmd._facts import FusedName, PerShardName, one_line
-from spmd._leaves import is_array, is_key, kind_of
+from spmd._jaxprs.facts import FusedName, PerShardName, one_line
+from spmd._trees.leaves import is_array, is_key, kind_of
 from spmd.comm._call import open_call
 from spmd.comm._keywords import as_array, check_array, misfit
 from spmd.comm._marks import assert_equal_p, fused_p, mark, tag, tag_of

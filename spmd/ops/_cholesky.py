@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _compat, _lax
+from spmd import _compat
+from spmd.comm import _lax
 from spmd.comm._call import Factor, open_call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout

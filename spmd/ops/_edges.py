@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd._leaves import kind_of
+from spmd._trees.leaves import kind_of
 from spmd.comm._call import Call
 from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Dim, Layout

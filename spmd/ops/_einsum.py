@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd._lax import once
 from spmd.comm._call import Call, Factor, Operand, open_call
+from spmd.comm._lax import once
 from spmd.errors import LayoutError
 from spmd.language import Layout, verb_for
 from spmd.ops._reduce import Landing, finish, land, placed, plain_dims, right_names

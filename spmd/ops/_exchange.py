@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _compat, _lax
-from spmd._leaves import is_int, not_int
+from spmd import _compat
+from spmd._trees.leaves import is_int, not_int
+from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.permute import roll_p
 from spmd.errors import CommunicationError, LayoutError

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 import jax
 import jax.numpy as jnp
 
-from spmd import _lax
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
+from spmd.comm import _lax
 from spmd.comm._call import Call, To, open_call
 from spmd.comm.resharding import relayout
 from spmd.errors import LayoutError, not_one_of

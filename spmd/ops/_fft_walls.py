@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _compat
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
 from spmd.comm._call import Call
 from spmd.comm.collectives import all_to_all
 from spmd.errors import LayoutError, SizeError

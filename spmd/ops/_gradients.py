@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import _compat, _lax
-from spmd._facts import CallName, GradientName, one_line
-from spmd._leaves import kind_of
-from spmd._named import ByName
+from spmd import _compat
+from spmd._jaxprs.facts import CallName, GradientName, one_line
+from spmd._python.named import ByName
+from spmd._trees.leaves import kind_of
+from spmd.comm import _lax
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, ReplicationError
 from spmd.language import Layout, check_axes

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from spmd import _compat
-from spmd._leaves import kind_of
+from spmd._trees.leaves import kind_of
 from spmd.comm._call import Call, open_call
 from spmd.comm._keywords import as_array, check_array
 from spmd.errors import LayoutError, SizeError

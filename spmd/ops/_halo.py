@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _lax
+from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import Fix, LayoutError, SizeError
 from spmd.language import Dim, Layout

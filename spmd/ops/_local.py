@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmd import _compat, _jax_errors, _lax
-from spmd._facts import CallName
-from spmd._jaxprs import axes_of
-from spmd._leaves import kind_of
-from spmd._walker import equations
+from spmd import _compat
+from spmd._jaxprs import errors as jax_errors
+from spmd._jaxprs.equations import axes_of
+from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.walker import equations
+from spmd._trees.leaves import kind_of
+from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import check_array, misfit
 from spmd.comm._marks import mark, rearranged
@@ -359,11 +361,11 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     try:
         outs = mapped(jnp.zeros(()), *blocks)
     except (AssertionError, NotImplementedError, ValueError) as error:
-        if isinstance(error, SpmdError) or not _jax_errors.lacks_batching(error):
+        if isinstance(error, SpmdError) or not jax_errors.lacks_batching(error):
             raise
         call.fail(
             "reference mode runs per-shard code under jax.vmap(axis_name=...), and JAX has no such collective there.",
-            got=[f"JAX: {_jax_errors.first_line(error)}"],
+            got=[f"JAX: {jax_errors.first_line(error)}"],
             advice='the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call',
             error=ModeError,
         )

@@ -22,8 +22,9 @@ import numpy as np
 from jax import lax
 from jax.extend.random import define_prng_impl, threefry2x32_p
 
-from spmd import _compat, _lax
-from spmd._leaves import is_key
+from spmd import _compat
+from spmd._trees.leaves import is_key
+from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, open_call
 from spmd.comm._keywords import as_array
 from spmd.comm._marks import mark

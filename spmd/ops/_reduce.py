@@ -11,7 +11,8 @@ from typing import Any, Literal, NoReturn
 import jax
 import jax.numpy as jnp
 
-from spmd import _compat, _lax
+from spmd import _compat
+from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import Fix, LayoutError, did_you_mean, not_one_of
 from spmd.language import Atom, Layout

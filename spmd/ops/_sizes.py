@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import _compat, _lax
-from spmd._leaves import kind_of
+from spmd import _compat
+from spmd._trees.leaves import kind_of
+from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, To, open_call
 from spmd.comm._keywords import check_array
 from spmd.errors import LayoutError, MeshError, ModeError, SizeError

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd import _lax
+from spmd.comm import _lax
 from spmd.errors import LayoutError
 from spmd.language import Layout
 from spmd.ops._along import Along, along

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd import _lax
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
+from spmd.comm import _lax
 from spmd.comm._call import Call, Factor
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout

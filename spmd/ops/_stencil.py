@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd._leaves import kind_of
+from spmd._trees.leaves import kind_of
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from spmd import _compat, _lax
+from spmd import _compat
+from spmd.comm import _lax
 from spmd.comm._call import Call, open_call
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout

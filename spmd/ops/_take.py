@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from spmd import _lax
+from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._marks import rearranged
 from spmd.errors import LayoutError, not_one_of

@@ -1,6 +1,6 @@
 """Kinds of parallelism as functions on arrays and trees. The docstrings say what moves, when, and what it costs."""
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.nn.overlap import einsum_scatter, gather_einsum
 from spmd.parallel.context import ring_attention, ulysses_attention
 from spmd.parallel.experts import MoEReport, Routing, balance_bias, moe, router

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd import _lax, all_gather, all_to_all, annotate, axis_size, custom_vjp, psum_scatter, rearrange, split
+from spmd import all_gather, all_to_all, annotate, axis_size, custom_vjp, psum_scatter, rearrange, split
+from spmd.comm import _lax
 from spmd.language import axes_tuple
 from spmd.modes import current_frame
 from spmd.ops._exchange import Route, travelled, without_gaps

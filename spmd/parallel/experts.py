@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd import (
-    _lax,
     all_gather,
     all_to_all,
     annotate,
@@ -33,7 +32,8 @@ from spmd import (
     softmax,
     top_k,
 )
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
+from spmd.comm import _lax
 from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
 from spmd.language import axes_tuple
 from spmd.nn.dtypes import wide

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import AxisMapping, Layout
-from spmd._leaves import has_room
-from spmd._table import Table, shown_width
+from spmd._text.table import Table, shown_width
+from spmd._trees.leaves import has_room
 from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_product, check_axes, mesh_text
 from spmd.mesh import sizes_for

@@ -12,7 +12,7 @@ from jax import lax
 
 import spmd
 from spmd import LayoutError, ReplicationError, SizeError, _compat, axis_size, iota, repeat, scope, typeof
-from spmd._leaves import not_int
+from spmd._trees.leaves import not_int
 from spmd.modes import current_frame
 from spmd.parallel._cut import SplitStage
 from spmd.parallel._rematerialize import checked_axes

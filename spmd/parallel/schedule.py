@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from spmd import LayoutError, SizeError
-from spmd._leaves import not_int
-from spmd._table import Line
+from spmd._text.table import Line
+from spmd._trees.leaves import not_int
 from spmd.drawing._picture import FILLS, Cell, Grid, Picture, below, caption, card, grid_box, grid_lines, sentences
 from spmd.errors import not_one_of
 

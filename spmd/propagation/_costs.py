@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd._jaxprs import opened, shape_of
-from spmd._units import bytes_text
+from spmd._jaxprs.equations import opened, shape_of
+from spmd._text.units import bytes_text
 from spmd.checker._source import is_transposed, line_of, short_line
 from spmd.propagation._module import Axis, Dims, Number, Place
 from spmd.propagation._moves import Move

@@ -10,9 +10,9 @@ from jax.extend.core import Var
 from jax.sharding import AxisType
 
 from spmd import _compat
-from spmd._facts import CallName
-from spmd._jaxprs import shape_of
-from spmd._units import bytes_text
+from spmd._jaxprs.equations import shape_of
+from spmd._jaxprs.facts import CallName
+from spmd._text.units import bytes_text
 from spmd.checker._recorded import Labels
 from spmd.checker._source import LineName, gradient_line, is_transposed, line_of
 from spmd.checker._table import TABLE

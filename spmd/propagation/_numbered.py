@@ -11,9 +11,10 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from spmd import _compat, _jax_errors
-from spmd._jaxprs import Role, held, opened
-from spmd._leaves import is_array, is_number
+from spmd import _compat
+from spmd._jaxprs import errors as jax_errors
+from spmd._jaxprs.equations import Role, held, opened
+from spmd._trees.leaves import is_array, is_number
 from spmd.errors import SpmdError
 from spmd.inspect._program import of_arrays, stage, under
 from spmd.kernels import Kernel
@@ -66,7 +67,7 @@ class Traced:
                 return _compat.propagated(traced.lower(lowering_platforms=("cpu",)))
             except Exception as error:  # of JAX or of MLIR, which have no class in common
                 rule = "this program cannot be lowered and propagated without its devices."
-                raise SpmdError(rule, call="propagate(...)", got=[_jax_errors.first_line(error)]) from error
+                raise SpmdError(rule, call="propagate(...)", got=[jax_errors.first_line(error)]) from error
 
 
 def trace(

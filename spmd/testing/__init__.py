@@ -4,7 +4,7 @@ they mean the same on any mesh.
 Each raises `Mismatch`, an `AssertionError`, with what was expected and what was found side by side.
 """
 
-from spmd._rooms import open_room
+from spmd._python.rooms import open_room
 from spmd.testing._collectives import assert_collectives, assert_no_unwritten_collectives
 from spmd.testing._meshes import assert_same_on_any_mesh
 from spmd.testing._mismatch import Mismatch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
-from spmd._leaves import kind_of, not_int
-from spmd._table import Table
-from spmd._units import bytes_text
+from spmd._text.table import Table
+from spmd._text.units import bytes_text
+from spmd._trees.leaves import kind_of, not_int
 from spmd.errors import MeshError, SpmdError, did_you_mean, not_one_of
 from spmd.inspect._explanation import Explanation, explain
 from spmd.inspect._match import Communication

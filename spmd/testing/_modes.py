@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._table import Table
+from spmd._text.table import Table
 from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import LayoutError, ModeError, not_one_of
 from spmd.mesh import check_arguments_alive

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd import _compat
-from spmd._table import Table
-from spmd._trees import match_prefix
-from spmd._units import bytes_text
+from spmd._text.table import Table
+from spmd._text.units import bytes_text
+from spmd._trees.matching import match_prefix
 from spmd.errors import MeshError, SizeError, SpmdError
 from spmd.language import AxisMapping, Layout, axes_product, axes_tuple, check_axes, mesh_text
 from spmd.testing._mismatch import Mismatch

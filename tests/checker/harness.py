@@ -16,11 +16,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from spmd._lax import _split_p
 from spmd.checker import Finding, check_jaxpr
 from spmd.checker._arbiter import collecting
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import FREE, HIDDEN, Dim, State, is_divided
+from spmd.comm._lax import _split_p
 from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError
 from spmd.language import Layout, Pattern

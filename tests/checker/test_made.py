@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._made import Place, lying, place_of
 from spmd.checker._state import FREE, State, plain

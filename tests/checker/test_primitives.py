@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.checker import _primitives
 from spmd.checker._primitives import NotSimulated, wide_dtype
 from spmd.checker._simulator import held_number, simulate

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.checker._recorded import record
 from spmd.checker._state import axes_of_dim
 from tests.checker.twins.registry import load

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.checker._shapes import RULES, _apart
 from spmd.checker._state import axes_of_dim, normal, size_of
 from tests.checker.harness import is_known, parted, seen

@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd._compat import varying_type
-from spmd._lax import to_invarying
-from spmd._walker import equations, walk
+from spmd._jaxprs.walker import equations, walk
 from spmd.checker import _simulator
 from spmd.checker._primitives import NotSimulated
 from spmd.checker._simulator import Parted, held_number, simulate
+from spmd.comm._lax import to_invarying
 from tests.checker import test_primitives
 from tests.checker.harness import mesh, varying
 from tests.checker.twins.registry import load

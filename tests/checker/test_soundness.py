@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spmd._facts import CallName, Gather
+from spmd._jaxprs.facts import CallName, Gather
 from spmd.checker import check_jaxpr, explain_output
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import FREE, HIDDEN, Dim, State, free, plain

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax import lax
 
-from spmd._walker import Domain, walk
+from spmd._jaxprs.walker import Domain, walk
 from spmd.checker._source import called_in_jax, is_transposed, line_of, short_file
 
 X = jnp.ones((4, 4))

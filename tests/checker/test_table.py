@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.checker._table import TABLE, groups
 from tests.sampler import share
 

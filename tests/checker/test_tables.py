@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._walker import Domain, equations, walk
+from spmd._jaxprs.walker import Domain, equations, walk
 from spmd.checker import _tables as tables
 from spmd.checker._tables import Table
 from tests.sampler import seeds

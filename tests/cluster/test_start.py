@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd._processes import Task, tasks
+from spmd._processes.environment import Task, tasks
 from spmd.cluster._start import _agreed, _given, compared
 from spmd.errors import MeshError
 from tests.cluster.harness import ROOT, Ended, end, exhaustive, join, joined, launched

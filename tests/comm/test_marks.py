@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.checker import line_of
 from spmd.comm._marks import Known, mark, same_axes, tag, tag_of
 from spmd.language import Layout

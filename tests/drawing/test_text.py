@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmd._table import plain
+from spmd._text.table import plain
 from spmd.drawing._picture import Cell, Grid, grid_lines, heading, sentences
 
 GRID = Grid(

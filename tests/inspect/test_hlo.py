@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd._units import sent_bytes
+from spmd._text.units import sent_bytes
 from spmd.errors import SpmdError
 from spmd.inspect._collectives import collectives_of_text
 from spmd.inspect._hlo import parse_module, parse_shapes, shape_bytes

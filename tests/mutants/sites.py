@@ -22,8 +22,8 @@ import jax.extend.source_info_util as source_info_util
 from jax import lax
 
 import spmd
-from spmd import _compat, _lax
-from spmd.comm import _call, _marks
+from spmd import _compat
+from spmd.comm import _call, _lax, _marks
 from spmd.comm.planner import _run
 from tests.mutants.changes import CHANGES, COLLECTIVES, Call, possible, telling
 

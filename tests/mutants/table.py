@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spmd._table import Table
+from spmd._text.table import Table
 from tests.mutants.judge import Verdict
 
 __all__ = ["BY_NUMBERS", "BY_TYPES", "Tally"]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd import _lax
+from spmd.comm import _lax
 from spmd.errors import CommunicationError, LayoutError, SpmdError
 from spmd.language import Layout
 from spmd.modes import MODES

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.ops._fft_job import JOINED, cut, joined, transposed
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.checker._source import line_of
 from spmd.errors import CommunicationError, LayoutError, ReplicationError, SizeError
 from spmd.modes import MODES

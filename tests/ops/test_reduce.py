@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd import _lax
+from spmd.comm import _lax
 from spmd.errors import CommunicationError, LayoutError
 from spmd.modes import MODES
 from spmd.ops import reduce

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from spmd import _compat
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.parallel._cut import Cut, inlined
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd._walker import walk
+from spmd._jaxprs.walker import walk
 from spmd.parallel._rematerialize import SAVE, Known, Layer, differentiable, without_integers
 from tests.sampler import share
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd._walker import equations
+from spmd._jaxprs.walker import equations
 from spmd.parallel._cut import SplitStage
 
 

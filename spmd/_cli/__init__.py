@@ -1,0 +1,1 @@
+"""Runs the commands behind `python -m spmd`."""

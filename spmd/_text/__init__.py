@@ -1,0 +1,1 @@
+"""Writes text for people: tables, quantities, the names of notebook cells."""

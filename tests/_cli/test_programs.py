@@ -1,0 +1,201 @@
+"""Programs by their names in files: `python -m spmd explain` and `check`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import jax, spmd
+
+print("loaded as", __name__)
+
+
+@spmd.kernel("b/dp d/tp, (h k)/tp 2 -> b/dp", h=4)
+def body(x, w):
+    return spmd.psum(x.sum(axis=1), "b/dp {U:tp} -> b/dp") * spmd.psum(w.sum(), "{U:tp} ->")
+
+
+@spmd.kernel("b/dp d/tp -> b/dp", check="off")
+def norms(x):
+    return jax.lax.psum((x**2).sum(axis=1) ** 0.5, "tp")
+
+
+@spmd.kernel(in_layouts=({"w": "d/tp"},), out_layouts="d/tp")
+def tree(params):
+    return params["w"]
+
+
+def build(mesh):
+    return norms.on(mesh), [jax.ShapeDtypeStruct((4, 8), "bfloat16")]
+
+
+def bounded(mesh):
+    from spmd.searcher import Bound
+
+    return *build(mesh), Bound()
+
+
+def broken(mesh):
+    return norms
+
+
+if __name__ == "__main__":
+    raise SystemExit("it was run as a program")
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    (tmp_path / "named.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("named", None)
+
+
+def test_a_kernel_is_explained_by_its_name_and_sizes(run, program):
+    words = ["explain", "named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=6,d=8", "--dtype", "x=bf16"]
+    status, out, err = run(*words, "--json")
+    assert (status, err, out.splitlines()[0]) == (0, "", "loaded as named")
+    [one] = json.loads(out.split("\n", 1)[1])["written"]["collectives"]
+    assert (one["kind"], one["axes"]) == ("psum", ["tp"])
+    assert one["bytes"] == 2 * 3 * 2 * 3 // 4  # 6/2 numbers of 2 bytes; a ring of 4 sends 2 * 3/4 of them
+    assert "compiled for cpu" not in out and "time on h100" in run(*words, "--hardware", "h100")[1]
+
+
+def test_a_build_gets_the_mesh(run, program):
+    status, out, _ = run("explain", "named.py:build", "--mesh", "dp=4,tp=2", "--compile")
+    assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
+
+
+def test_a_program_is_compiled_for_devices_that_are_not_here(run, program, monkeypatch):
+    asked = []
+
+    def get_topology_desc(name, platform, **facts):
+        asked.append((name, platform, facts.get("topology")))
+        return types.SimpleNamespace(devices=jax.devices())
+
+    monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
+    Path("h100.txtpb").write_text("a GPU")
+    for target in ("h100.txtpb", "v5p:2x2x2"):
+        status, out, _ = run("explain", "named.py:build", "--mesh", "dp=4,tp=2", "--target", target)
+        assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
+    assert asked == [("cuda", "cuda", "1x1x8"), ("v5p:2x2x2", "tpu", None)]
+    status, _, err = run("explain", "named.py:build", "--target", "v5p:2x2x2")
+    assert status == 2 and "no mesh is given" in err and "advice: --mesh dp=2,tp=4" in err
+
+
+def test_a_build_may_have_a_bound_for_search(run, program):
+    status, out, _ = run("explain", "named.py:bounded", "--mesh", "dp=4,tp=2")
+    assert status == 0 and "norms on dp=4 tp=2" in out
+
+
+def test_the_first_commands_of_the_readme(run, monkeypatch):
+    """As written, from a checkout. The third command of the block is a benchmark, with a test of its own."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "README.md").read_text()
+    [check, explain] = [
+        shlex.split(line) for line in text.splitlines() if line.startswith(("spmd check ", "spmd explain "))
+    ]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have them
+        code, out, err = run(*check[1:])
+        assert code == 0 and out.startswith("no findings: tested. On dp=4, fsdp=4, tp=4 the results are those of"), err
+        code, out, err = run(*explain[1:])
+        assert code == 0 and "16,384 devices" in out, err
+
+
+def test_check_says_what_it_finds(run, program):
+    words = ["--mesh", "dp=2,tp=4", "--size", "b=4,d=8"]
+    status, out, _ = run("check", "named.py:norms", *words)
+    assert status == 1 and "is not linear" in out and "named.py:14" in out
+    status, out, _ = run("check", "named.py:norms", *words, "--source")
+    assert status == 1 and "# x  b/dp d/tp" in out
+
+
+def test_strict_fails_where_nothing_is_compared(run, program):
+    words = ["check", "named.py:norms", "--mesh", "dp=1,tp=1", "--size", "b=4,d=8"]
+    assert run(*words)[0] == 0
+    status, out, _ = run(*words, "--strict")
+    assert status == 3 and "no findings: not tested" in out
+
+
+def test_the_findings_as_json(run, program):
+    words = ["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--json"]
+    status, out, _ = run("check", *words, "--source")
+    facts = json.loads(out.split("\n", 1)[1])
+    [one] = facts["findings"]
+    assert status == 1 and (one["kind"], one["certain"]) == ("nonlinear", True)
+    assert one["line"].endswith("named.py:14 (norms)") and one["fix"] == ['spmd.reduce(x ** 2, "b/dp d/tp -> b/dp")']
+    assert one["rule"] in one["message"] and "# x  b/dp d/tp" in facts["source"]
+    status, out, _ = run("check", "named.py:body", "--mesh", "dp=1,tp=4", "--size", "b=4,d=8,k=2,h=4", "--json")
+    found = json.loads(out.split("\n", 1)[1])
+    assert status == 0 and found["findings"] == [] and found["verdict"]["kind"] == "proved"
+
+
+def test_check_finds_nothing_in_a_right_program(run, program):
+    status, out, _ = run("check", "named.py:body", "--mesh", "dp=1,tp=4", "--size", "b=4,d=8", "--size", "k=2,h=4")
+    assert status == 0 and "\nno findings: proved. On dp=1, tp=4 " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["named.py"], "a program is a file and a name in it."),
+        (["other.py:norms"], "there is no file other.py."),
+        (["named.py:norm"], "did you mean 'norms'?"),
+        (["named.py:PROGRAM"], "kernels: body, norms, tree"),
+        (["named.py:build"], "no mesh is given"),
+        (["named.py:build", "--mesh", "dp=2", "--size", "b=4"], "leave out --size and --dtype"),
+        (["named.py:broken", "--mesh", "dp=2"], "and a Bound if it likes, not a function"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4"], "as in --size d=8"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8,e=2"], "has no dimension 'e'"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--dtype", "y=i8"], "has no argument y"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--dtype", "x=wide"], "not 'wide'"),
+        (["named.py:tree", "--mesh", "tp=4", "--size", "d=8"], "does not follow from a layout and sizes"),
+        (["named.py:norms", "--mesh", "dp=2,tp=4", "--size", "b=4,d=8", "--hardware", "h10"], "did you mean 'h100'?"),
+    ],
+)
+def test_a_program_that_does_not_exist_like_that(run, program, words, says):
+    status, _, err = run("explain", *words)
+    assert status == 2 and says in err
+
+
+SEARCHED = """
+import jax, spmd
+
+
+def build(mesh, f=16):
+    if f == 12:
+        raise spmd.Impossible("f is not 12.")
+    kernel = spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)
+    args = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, f), "float32")
+    return kernel(lambda x, w: spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")), args
+"""
+
+
+def test_a_search_is_a_table_or_json(run, program, tmp_path):
+    (tmp_path / "named.py").write_text(SEARCHED)
+    words = ["search", "named.py:build", "--devices", "8", "--axes", "dp,tp", "--hardware", "h100"]
+    status, out, err = run(*words, "--choice", "f=16,12")
+    assert (status, err) == (0, "") and out.startswith("8 devices over dp, tp on h100")
+    assert "8 candidates, 4 traced" in out and "4 impossible, says build" in out and "f=16" in out
+    status, out, _ = run(*words, "--json", "--top", "1", "--most", "2", "--overlap", "dp", "--memory", "0.5")
+    found = json.loads(out)
+    assert (status, found["traced"], found["untraced"], found["proven"]) == (0, 2, 2, False)
+
+
+def test_wrong_words_of_a_search_are_told(run, program):
+    words = ["search", "named.py:norms", "--devices", "8"]
+    assert "named.py:norms is a kernel" in run(*words, "--hardware", "h100")[2]
+    assert "--hardware is one of" in run(*words, "--hardware", "h1000")[2]
+    assert "--choice takes a name with values" in run(*words, "--hardware", "h100", "--choice", "f")[2]

@@ -1,0 +1,46 @@
+"""What the environment says of a process, for each launcher and scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmd._processes.environment import Task, tasks
+from spmd.errors import MeshError
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "5"}
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+LAUNCHED = {"SPMD_RANK": "0", "SPMD_PROCESSES": "2", "SPMD_COORDINATOR": "localhost:99"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (SLURM, None),  # a shell inside an allocation
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, (3, 8, None, True)),
+        (MPI, (1, 2, None, True)),
+        (POD, (5, None, None, True)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of its own
+        (TORCH, (1, 4, "node0:29500", False)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, (1, 4, None, False)),
+        ({"RANK": "1"}, None),
+        (LAUNCHED, (0, 2, "localhost:99", False)),
+    ],
+)
+def test_what_a_source_says(environment, expected):
+    found = [(one.rank, one.count, one.coordinator, one.detected) for one in tasks(environment)]
+    assert found == ([] if expected is None else [expected])
+
+
+def test_the_launcher_is_asked_first():
+    found = tasks({**TORCH, **MPI, **POD, **SLURM, "SLURM_STEP_NUM_TASKS": "8", **LAUNCHED})
+    assert [one.rank for one in found] == [0, 3, 1, 5, 1]
+    assert found[0] == Task("python -m spmd launch", 0, 2, "localhost:99")
+
+
+@pytest.mark.parametrize("text", ["", "one", "-1", "1.0"])
+def test_a_variable_that_is_not_a_number_is_named(text):
+    with pytest.raises(MeshError, match="the variable WORLD_SIZE is a number"):
+        tasks({**TORCH, "WORLD_SIZE": text})

@@ -1,0 +1,145 @@
+"""The doors of the package: what an import loads, what `dir` shows, and what a wrong name is told."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd._python import rooms as _rooms
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = [name for name in spmd.__all__ if type(getattr(spmd, name)) is type(spmd)]
+
+
+def loaded(program: str) -> set[str]:
+    """The modules that a new process has loaded after a program."""
+    program += "\nimport json, sys; print(json.dumps([*sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def of_spmd(modules: set[str]) -> set[str]:
+    return {name for name in modules if name.partition(".")[0] == "spmd"}
+
+
+def test_an_import_loads_nothing_but_the_door():
+    assert of_spmd(loaded("import spmd")) == {"spmd", "spmd._python", "spmd._python.rooms"}
+    assert "jax" not in loaded("import spmd")
+
+
+def test_the_version_loads_nothing_but_the_door():
+    found = loaded("from spmd.__main__ import main\nmain(['--version'])")
+    assert of_spmd(found) == {"spmd", "spmd._python", "spmd._python.rooms", "spmd.__main__"} and found.isdisjoint(
+        {"jax", "numpy"}
+    )
+
+
+def test_a_name_loads_its_room_and_what_that_stands_on():
+    found = of_spmd(loaded("import spmd\nspmd.psum"))
+    assert "spmd.comm" in found and found.isdisjoint({"spmd.ops", "spmd.kernels", "spmd.checker", "spmd.nn"})
+
+
+def written() -> dict[str, str]:
+    """Where each public name comes from, as type checkers read it."""
+    tree = ast.parse((ROOT / "spmd" / "__init__.py").read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {one.name: node.module or "" for node in found for one in node.names}
+
+
+def test_a_name_is_what_type_checkers_take_it_for():
+    homes = {name: home for name, home in written().items() if name in spmd.__all__}
+    assert homes.keys() == {*spmd.__all__}
+    for name, home in homes.items():
+        there = importlib.import_module(home)
+        one = getattr(there, name) if home != "spmd" else importlib.import_module(f"spmd.{name}")
+        assert getattr(spmd, name) is one, name
+
+
+def test_rooms_that_are_not_public_can_be_reached_too():
+    """`spmd.modes.MODES` after `import spmd` alone."""
+    assert "spmd.modes" in loaded("import spmd\nspmd.modes.MODES, spmd.errors.SpmdError, spmd.ops.einsum")
+
+
+@pytest.mark.parametrize("module", [spmd, *(getattr(spmd, name) for name in ROOMS)], ids=lambda m: m.__name__)
+def test_dir_shows_what_is_public(module):
+    assert [name for name in dir(module) if not name.startswith("_")] == sorted(module.__all__)
+    assert {"__name__", "__doc__", "__file__", "__all__"} <= {*dir(module)}
+
+
+def refused(module: object, name: str) -> str:
+    with pytest.raises(AttributeError) as caught:
+        getattr(module, name)
+    assert caught.value.name == name
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (spmd, "allgather", "; did you mean 'spmd.all_gather'?"),
+        (spmd, "PSUM", "; did you mean 'spmd.psum'?"),
+        (spmd.nn, "layernorm", "; did you mean 'spmd.nn.layer_norm'?"),
+        (spmd.nn, "LayerNorm", "; did you mean 'spmd.nn.layer_norm'?"),
+        (spmd.parallel, "ring_atention", "; did you mean 'spmd.parallel.ring_attention'?"),
+        (spmd.fft, "irfft2", "; did you mean 'spmd.fft.irfft'?"),
+        (spmd, "layer_norm", "; did you mean 'spmd.nn.layer_norm'?"),
+        (spmd, "halo", "; did you mean 'spmd.stencil.halo'?"),
+        (spmd.nn, "psum", "; did you mean 'spmd.psum'?"),
+        (spmd, "mean", ': write spmd.reduce(x, "b/dp d -> d", "mean")'),
+        (spmd.nn, "mean", ': write spmd.reduce(x, "b/dp d -> d", "mean")'),
+        (spmd, "allreduce", ': write spmd.psum(x, "d {U:dp} -> d")'),
+        (spmd, "matmul", ': write spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")'),
+        (spmd, "exp", ": write jnp.exp, which is right where the dimensions it works along are whole"),
+        (spmd.nn, "gelu", ": write jax.nn.gelu, which is right where the dimensions it works along are whole"),
+        (spmd.nn, "softmax", "; did you mean 'spmd.softmax'?"),
+        (spmd, "zzzzzz", ""),
+        (spmd.linalg, "_ipython_canary", ""),
+    ],
+)
+def test_a_wrong_name_is_told_the_right_one(module, name, said):
+    assert refused(module, name) == f"module {module.__name__!r} has no attribute {name!r}{said}"
+    assert not hasattr(module, name)
+
+
+def test_every_public_room_answers():
+    for name in ROOMS:
+        assert refused(getattr(spmd, name), "shard_map").endswith(_rooms.ELSEWHERE["shard_map"]), name
+
+
+def test_private_names_load_nothing():
+    """Tools ask a module for names such as `_repr_html_`, and imports ask for modules that are not loaded yet."""
+    assert of_spmd(loaded("import spmd\nhasattr(spmd, '_repr_html_')")) == {
+        "spmd",
+        "spmd._python",
+        "spmd._python.rooms",
+    }
+
+
+OUTSIDE = ("spmd.kernel", "spmd.shard", "spmd.Layout", "spmd.make_mesh")
+
+
+@pytest.mark.parametrize("name", _rooms.ELSEWHERE)
+def test_what_is_told_of_other_names_runs(name, mesh):
+    code = _rooms.ELSEWHERE[name].removeprefix("@")
+    rows = np.ones((8, 8), np.float32)
+    assert name not in spmd.__all__
+    if code.startswith(OUTSIDE):
+        assert eval(code, {"spmd": spmd, "mesh": mesh, "x": rows}) is not None
+        return
+
+    @spmd.kernel("b/dp d, d f/tp, _ _ _ _ -> b/dp d", mesh=mesh)
+    def body(x, w, q):
+        given = spmd.reduce(x, "b/dp d -> d {U:dp}") if "{U:dp}" in code else x
+        given = spmd.all_gather(x, "b/dp d -> b d") if '"b d ->' in code else given
+        eval(code, {"spmd": spmd, "x": given, "w": w, "q": q, "k": q, "v": q})
+        return x
+
+    body(rows, rows, np.ones((1, 2, 3, 4), np.float32))
