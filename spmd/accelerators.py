@@ -124,7 +124,9 @@ class Hardware:
         if len(kinds) == 1 and found:
             return found[0]
         rule = (
-            "no profile is known for these devices." if len(kinds) == 1 else "a profile is that of devices of one kind."
+            "no profile is known for these devices."
+            if len(kinds) == 1
+            else "a profile describes one kind of device, and these are of several kinds."
         )
         got = [
             f"device_kind: {', '.join(map(repr, kinds)) or 'no devices'}",

@@ -305,7 +305,7 @@ def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
     """
     if mapping is not None and mapping is not _CALLERS:
         raise ModeError(
-            "a scope keeps the kernel's mapping or hides it; it has none of its own.",
+            "scope takes mapping=None, which hides the kernel's mapping, and no other mapping.",
             call="scope(mapping=...)",
             advice="@scope(mapping=None), or @scope",
         )

@@ -62,8 +62,8 @@ def check(fn: Callable[..., Any], *args: Any, strict: bool = False, **kwargs: An
       ... def norms(x):
       ...     return jax.lax.psum(jnp.sqrt(jnp.sum(x**2, axis=1)), "tp")
       >>> [finding] = spmd.check(norms, jax.ShapeDtypeStruct((4, 8), "float32"))
-      >>> finding.kind, finding.rule
-      ('nonlinear', 'sqrt is not linear, so the sqrt of the parts of a sum {U:tp} is not part of its sqrt.')
+      >>> print(finding.kind, finding.rule, sep=": ")
+      nonlinear: each device along tp has only its term of a sum {U:tp}; take sqrt after the sum is complete.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     findings = _checked(fn, name, args, kwargs)

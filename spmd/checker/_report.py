@@ -281,7 +281,7 @@ COMPLETED = {
     "term": "lax.psum_scatter over {along} in place of the slice",
     "slice": "this slices each device's own block: gather it over {along} first, or spmd.take the rows of the whole",
     "concatenate": "this joins each device's own blocks: gather them over {along} first, or stack on a new dimension",
-    "index": "spmd.take, or the index less where this device's block begins",
+    "index": 'spmd.take; or subtract where this block starts from the index, spmd.offset("<name>/<axis>")',
 }
 
 
@@ -656,17 +656,14 @@ def _value(walk: Any, eqn: Any) -> list[str]:
 
 def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """Something that is not linear, of a partial sum."""
-    mark, name = _mark(axes), _name(eqn)
-    rule = f"{name} is not linear, so the {name} of the parts of a sum {mark} is not part of its {name}."
+    name, done = _name(eqn), f"take {_name(eqn)}"
     if name in ("mul", "matmul", "conv_general_dilated"):
-        rule = f"{name} of two partial sums {mark}: the product of the parts is not part of the product."
+        done = f"take {name} of two sums"
     if name == "div":
-        rule = f"div by a partial sum {mark}: dividing by the parts is not dividing by the sum."
-        if rounds(eqn):
-            rule = f"div of whole numbers with a partial sum {mark}: the sum of rounded parts is not the rounded sum."
+        done = "divide whole numbers" if rounds(eqn) else "divide by it"
     if name == "convert_element_type":
-        dtype = eqn.params["new_dtype"]
-        rule = f"rounding a partial sum {mark} to {dtype}: the sum of rounded parts is not the rounded sum."
+        done = f"round to {eqn.params['new_dtype']}"
+    rule = f"each device along {_and(axes)} has only its term of a sum {_mark(axes)}; {done} after the sum is complete."
     return _mended(walk, eqn, axes, rule)
 
 
@@ -758,13 +755,13 @@ def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
 
 def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum and a divided value in one sum."""
-    harm = "each block meets this device's part of the sum, and not the sum"
+    harm = "each block would meet only its device's term of the sum"
     return _met(walk, eqn, axes, f"is divided over {_and(axes)}: {harm}")
 
 
 def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """A partial sum times a value that is not the same for all its parts."""
-    return _met(walk, eqn, axes, f"differs along {_and(axes)}: each part would be scaled differently")
+    return _met(walk, eqn, axes, f"differs along {_and(axes)}: each term would be scaled differently")
 
 
 def _met(walk: Any, eqn: Any, axes: Sequence[str], other: str) -> Fault:

@@ -44,7 +44,7 @@ def check_sides(call: Call) -> None:
             error=LayoutError,
         )
     if call.written.inputs == call.written.outputs:
-        rule = f"both sides are the same, so {call.name} moves nothing under any mapping."
+        rule = f"both sides of the string are the same, so {call.name} has nothing to do."
         _same_sides(call, src, rule)
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:

@@ -108,7 +108,7 @@ def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:
     call = f"assert_equal(x, {axes!r})"
     frame = current_frame("spmd.assert_equal")
     if not isinstance(why, str) or not why.strip():
-        raise LayoutError("a reader wants to know why the value is equal.", call=call, advice='why="..."')
+        raise LayoutError("assert_equal needs the reason why the value is equal.", call=call, advice='why="..."')
     chosen = frame.in_mesh_order(named_axes(axes, frame, call))
     if not frame.explicit:
         return x
@@ -149,7 +149,7 @@ def per_shard(why: str) -> _PerShard:
     """
     if not isinstance(why, str) or not why.strip():
         got = [] if isinstance(why, str) else [f"why: {kind_of(why)}"]
-        rule = "a reader wants to know why the code is meant per shard."
+        rule = "per_shard needs the reason why each device may compute with its own shard."
         raise LayoutError(rule, call="per_shard(...)", got=got, advice='per_shard("why"), with the reason in words')
     return _PerShard(PerShardName(why))
 
@@ -343,7 +343,7 @@ def fused(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
       Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691
     """
     if not isinstance(what, str) or not what.strip():
-        rule = "a reader wants to know which kernel the function is meant to be."
+        rule = "fused needs the name of the kernel that this function stands for."
         got = [] if isinstance(what, str) else [f"what: {kind_of(what)}"]
         raise LayoutError(rule, call="fused(...)", got=got, advice='as in @spmd.fused("attention")')
     name = FusedName(one_line(what))

@@ -489,7 +489,7 @@ def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[A
         rule = f"cho_solve takes one matrix, and l also has the dimension {other.name}."
         call.fail(rule, at=other.span, advice="for many matrices, jax.vmap", error=LayoutError)
     if len(right.dims) != 1 or (right.factor.name, right.factor.axes) != (rows.name, rows.axes):
-        rule = "the brackets of b are around the rows of l, divided as there."
+        rule = "the brackets of b hold the rows of l, and the same mesh axes divide them."
         call.fail(rule, advice=f"as in {_SOLVE}", error=LayoutError)
     if right.x.dtype != matrix.x.dtype:
         got = [f"l: {matrix.x.dtype}", f"b: {right.x.dtype}"]

@@ -112,7 +112,7 @@ def _gathered(x: Any, margins: list[Margins]) -> Any:
 def _check_edges(call: Call, edges: Edges) -> None:
     ends = [*edges.named.values(), *([edges.others] if edges.others else [])]
     if any(end.kind == "constant" for pair in ends for end in pair):
-        rule = "a number beyond the ends is nobody's element, so nothing can be added to it."
+        rule = "deposit cannot add to a fixed number beyond the ends of the grid."
         call.fail(rule, advice='edge="zero" drops what lies there', error=LayoutError)
 
 
@@ -136,5 +136,5 @@ def _check_sides(call: Call) -> None:
         call.fail(rule, advice=advice, error=LayoutError)
     fault = next((d for d in wide.dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
-        rule = "a dimension in several parts has no neighbours of its own."
+        rule = 'deposit takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
         call.fail(rule, at=fault.span, advice="rearrange it into one dimension first", error=LayoutError)

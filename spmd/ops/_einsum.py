@@ -117,7 +117,7 @@ def factors_that_agree(call: Call, opened: Sequence[Operand]) -> dict[str, Facto
                 continue
             one, two = placed(factor.name, known.axes), placed(factor.name, factor.axes)
             call.fail(
-                f"a dimension has one placement in all operands, and {factor.name} is {one} in operand {at} and "
+                f"a dimension has the same slashes in all operands, and {factor.name} is {one} in operand {at} and "
                 f"{two} in operand {i}.",
                 at=factor.span,
                 got=[f'operand {n}: "{opened[n].layout.short}"' for n in (at, i)],

@@ -139,7 +139,7 @@ def _check_sides(call: Call) -> None:
         call.fail(rule, fix=_with_margin(call, src), error=LayoutError)
     fault = next((d for d in dst.dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
-        rule = "a dimension in several parts has no neighbours of its own."
+        rule = 'halo takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
         call.fail(rule, at=fault.span, advice="rearrange it into one dimension first", error=LayoutError)
 
 

@@ -459,7 +459,7 @@ def _places(dp: Axes, sp: Axes, ep: Axes, tp: Axes, shared: bool) -> dict[str, A
 
     by_b, by_s = ends(batch, experts), ends(sequence, experts)
     if experts and not by_b and not by_s:
-        rule = "the axes of ep divide both experts and tokens: they are the last axes of dp or of sp."
+        rule = "the axes of ep divide both experts and tokens, so they must be the last axes of dp or of sp."
         last = (*(axis for axis in batch if axis not in experts), *experts)
         raise MeshError(rule, call=call, advice=f"dp={last!r}, and x divided so")
     rest = sequence[: len(sequence) - len(experts)] if by_s else sequence

@@ -117,7 +117,7 @@ def test_the_first_commands_of_the_readme(run, monkeypatch):
 def test_check_says_what_it_finds(run, program):
     words = ["--mesh", "dp=2,tp=4", "--size", "b=4,d=8"]
     status, out, _ = run("check", "named.py:norms", *words)
-    assert status == 1 and "is not linear" in out and "named.py:14" in out
+    assert status == 1 and "after the sum is complete" in out and "named.py:14" in out
     status, out, _ = run("check", "named.py:norms", *words, "--source")
     assert status == 1 and "# x  b/dp d/tp" in out
 

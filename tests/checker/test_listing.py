@@ -201,7 +201,7 @@ def test_a_notebook_shows_a_table():
     parser.feed(listing("a_wrong_one")._repr_html_())
     assert '    return lax.psum(norms, "tp")' in parser.texts
     assert "norms  b/dp ? over tp" in parser.texts
-    assert any(text.strip().startswith("^ nonlinear: sqrt") for text in parser.texts)
+    assert any(text.strip().startswith("^ nonlinear: each device along tp") for text in parser.texts)
 
 
 def test_rich_prints_the_same():

@@ -141,7 +141,7 @@ def test_error_assert_equal(mesh):
     )  # fmt: skip
     assert message(wrap(mesh, lambda x: assert_equal(x, "tp", why=" ")), LayoutError) == (
         "assert_equal(x, 'tp')\n"
-        "a reader wants to know why the value is equal.\n"
+        "assert_equal needs the reason why the value is equal.\n"
         'advice: why="..."'
     )  # fmt: skip
 

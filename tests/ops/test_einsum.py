@@ -247,7 +247,7 @@ GOLDEN = [
         """\
 einsum(x, y, "b/dp f/tp, f d -> b/dp d")
                          ^
-a dimension has one placement in all operands, and f is f/tp in operand 0 and f in operand 1.
+a dimension has the same slashes in all operands, and f is f/tp in operand 0 and f in operand 1.
 got:
 - operand 0: "b/dp f/tp"
 - operand 1: "f d"

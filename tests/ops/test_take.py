@@ -211,7 +211,7 @@ GOLDEN = [
         """\
 take(x, y, "b/dp [v/tp] d, b n -> b/dp n d")
                            ^
-a dimension has one placement in all operands, and b is b/dp in operand 0 and b in operand 1.
+a dimension has the same slashes in all operands, and b is b/dp in operand 0 and b in operand 1.
 got:
 - operand 0: "b/dp [v/tp] d"
 - operand 1: "b n"
@@ -222,7 +222,7 @@ fix: spmd.take(table, spmd.split(ids, "b n -> b/dp n"), "b/dp [v/tp] d, b/dp n -
         """\
 take(x, y, "b [v/tp] d, b/dp n -> b/dp n d")
                         ^^^^
-a dimension has one placement in all operands, and b is b in operand 0 and b/dp in operand 1.
+a dimension has the same slashes in all operands, and b is b in operand 0 and b/dp in operand 1.
 got:
 - operand 0: "b [v/tp] d"
 - operand 1: "b/dp n"
