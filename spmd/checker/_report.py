@@ -656,14 +656,15 @@ def _value(walk: Any, eqn: Any) -> list[str]:
 
 def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     """Something that is not linear, of a partial sum."""
-    name, done = _name(eqn), f"take {_name(eqn)}"
+    name = _name(eqn)
+    done = f"take {name} after the sum is complete"
     if name in ("mul", "matmul", "conv_general_dilated"):
-        done = f"take {name} of two sums"
+        done = "multiply two such sums after one of them is complete"
     if name == "div":
-        done = "divide whole numbers" if rounds(eqn) else "divide by it"
+        done = f"divide {'whole numbers' if rounds(eqn) else 'by it'} after the sum is complete"
     if name == "convert_element_type":
-        done = f"round to {eqn.params['new_dtype']}"
-    rule = f"each device along {_and(axes)} has only its term of a sum {_mark(axes)}; {done} after the sum is complete."
+        done = f"round to {eqn.params['new_dtype']} after the sum is complete"
+    rule = f"each device along {_and(axes)} has only its term of a sum {_mark(axes)}; {done}."
     return _mended(walk, eqn, axes, rule)
 
 

@@ -48,7 +48,7 @@ def test_given_states_win() -> None:
     with pytest.raises(ReplicationError, match="says that each device along tp holds one term"):
         checked(lambda x, w: lax.psum(mark(x @ w, "a/dp b {U:tp}"), "tp"), [InState(("dp",)), InState()])
     both = InState(("dp", "tp"), ("tp",))
-    with pytest.raises(ReplicationError, match="two partial sums"):
+    with pytest.raises(ReplicationError, match="two such sums"):
         checked(lambda x, w: lax.psum(x @ w, "tp"), [both, both])
 
 

@@ -310,5 +310,5 @@ def test_per_shard_ends_with_its_block():
 
 @pytest.mark.parametrize("why", ["", " \n", None, 3, jnp.tanh])
 def test_per_shard_without_a_reason(why):
-    with pytest.raises(LayoutError, match="wants to know why the code is meant per shard"):
+    with pytest.raises(LayoutError, match="needs the reason why each device may compute with its own shard"):
         per_shard(why)
