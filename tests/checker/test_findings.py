@@ -55,7 +55,11 @@ def test_a_kernel_says_what_becomes_of_them(how: str) -> None:
     def wrong(x):
         return x + jnp.tanh(spmd.reduce(x, "a/dp b -> b {U:dp}"))[None]
 
-    with pytest.raises(ReplicationError) if how == "error" else pytest.warns(UserWarning, match="take tanh after the sum is complete"):
+    with (
+        pytest.raises(ReplicationError)
+        if how == "error"
+        else pytest.warns(UserWarning, match="take tanh after the sum is complete")
+    ):
         wrong(jnp.ones((4, 4)))
 
 
