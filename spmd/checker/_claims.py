@@ -107,7 +107,7 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
 
 def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]) -> None:
     role = eqn.params["role"]
-    # A loop that adds in its carry leaves a term of a sum. Types cannot see that it adds: the {U:} of a claim is believed.
+    # A loop that adds in its carry leaves a term of a sum. Types do not see that it adds: a claimed {U:} is believed.
     sums = {("recurrence", axis) for axis in claim.unreduced}
     found = (p for p in state.pending if p.axis in scope and p.kind not in QUIET and (p.kind, p.axis) not in sums)
     pending = sorted(found)
