@@ -4,26 +4,37 @@
 
 Also runs the commands under `<!-- run -->` and `<!-- shell -->`, and draws the images under `<!-- picture: name -->`.
 What is printed is shown as `as_shown` has it; `...` matches anything in the tests. An output that already matches
-stays as it is, unless it is too wide.
+stays as it is, unless it is too wide. Numbers that a page counts are counted anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.pages import COLUMNS, WIDTH, Shell, as_shown, blocks, pictures, run_commands, same_output, show_source
+from tests.pages import (
+    Shell,
+    as_shown,
+    blocks,
+    counted,
+    pictures,
+    run_commands,
+    same_output,
+    show_source,
+    terminal_of,
+    width_of,
+)
 
 
 def with_outputs(path: str, page: str) -> str:
     """The page with the outputs that its blocks print now."""
-    with tempfile.TemporaryDirectory() as folder, Shell() as shell:
+    page = counted(page)
+    with tempfile.TemporaryDirectory() as folder, Shell() as shell, terminal_of(page):
         return _with_outputs(Path(folder), shell, path, page)
 
 
@@ -45,8 +56,8 @@ def _with_outputs(folder: Path, shell: Shell, path: str, page: str) -> str:
         elif block.comment.startswith("shell"):
             printed.write(shell.type(block.text, block.comment.removeprefix("shell").removeprefix(" until ")))
         elif block.comment == "output":
-            text = as_shown(path, printed.getvalue())
-            wide = max(map(len, block.text.splitlines()), default=0) > WIDTH
+            text = as_shown(path, printed.getvalue(), width_of(page))
+            wide = max(map(len, block.text.splitlines()), default=0) > width_of(page)
             if wide or not same_output(block.text, text):
                 indent = re.match(" *", lines[block.line - 2])[0]  # of the fence
                 text = "\n".join(f"{indent}{line}".rstrip() for line in text.split("\n"))
@@ -78,7 +89,6 @@ def rewrite(path: str) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    os.environ["COLUMNS"] = COLUMNS  # tables are as wide as the terminal
     file = Path(path)
     file.write_text(with_outputs(path, file.read_text()))
 

@@ -7,7 +7,8 @@ What an `<!-- output -->` comment announces must be what was printed since the l
 of a block under `<!-- run -->`, `$ python -m ...`, are run, in a folder with the blocks under `<!-- file: NAME -->`. The
 lines `$ ...` of a block under `<!-- shell -->` are typed into one bash, in a folder that looks like the checkout; under
 `<!-- shell until TEXT -->` it goes on when a command in the background has printed the text. An image under
-`<!-- picture: name -->` must be what that variable of the page draws in the end.
+`<!-- picture: name -->` must be what that variable of the page draws in the end. `<!-- columns: 56 -->` makes a page
+narrower, for a phone. A number between `<!-- count: name -->` and `<!-- end -->` must be what `COUNTS` counts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from spmd._text.table import wrapped
 
-WIDTH = 84  # of code and output; what is wider does not fit beside the menu, and not at all on a phone
-COLUMNS = "82"  # of the terminal that prints: `...` may be two wider than the number of a line
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH = 84  # of code and output; what is wider does not fit beside the menu
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 
@@ -71,6 +73,43 @@ class Block:
     comment: str
 
 
+def width_of(page: str) -> int:
+    """How wide the code and the output of a page may be."""
+    found = re.search(r"^<!-- columns: (\d+) -->$", page, re.MULTILINE)
+    return int(found[1]) if found else WIDTH
+
+
+@contextlib.contextmanager
+def terminal_of(page: str) -> Iterator[None]:
+    """What is printed inside is as wide as the page: `...` may be two wider than the number of a line."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width_of(page) - 2)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+
+
+def _golden() -> list[str]:
+    return re.split("^=== ", (ROOT / "tests" / "errors" / "golden.txt").read_text(), flags=re.MULTILINE)[1:]
+
+
+# What a page may count, by the names in it.
+COUNTS: dict[str, Callable[[], int]] = {
+    "tasks": lambda: len(re.findall("^### ", (ROOT / "docs" / "pages" / "cookbook.md").read_text(), re.MULTILINE)),
+    "messages": lambda: len(_golden()),
+    "percent of messages with a fix": lambda: round(
+        100 * sum("\nfix: " in text or "\nadvice: " in text for text in _golden()) / len(_golden())
+    ),
+}
+
+
+def counted(page: str) -> str:
+    """The page with the numbers between `<!-- count: name -->` and `<!-- end -->` as they are now."""
+    number = lambda match: f"{match[1]}{COUNTS[match['name']]()}{match[3]}"
+    return re.sub(r"(<!-- count: (?P<name>[^>]+) -->)\d*(<!-- end -->)", number, page)
+
+
 def blocks(page: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
     found, lines, at, comment = [], page.splitlines(), 0, ""
@@ -95,12 +134,12 @@ def blocks(page: str) -> list[Block]:
 
 def run_page(path: str, page: str) -> list[str]:
     """Run the page's Python and its commands; returns what went wrong, empty when nothing did."""
-    with tempfile.TemporaryDirectory() as folder, Shell() as shell:
+    with tempfile.TemporaryDirectory() as folder, Shell() as shell, terminal_of(page):
         return _run_in(Path(folder), shell, path, page)
 
 
 def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
-    faults: list[str] = []
+    faults = [] if counted(page) == page else [f"{path}: a number is not what is counted; python -m docs.outputs"]
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     show_source(path, page)
@@ -118,7 +157,7 @@ def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
         elif block.comment.startswith("shell"):
             printed.write(shell.type(block.text, block.comment.removeprefix("shell").removeprefix(" until ")))
         elif block.comment == "output":
-            found = as_shown(path, printed.getvalue())
+            found = as_shown(path, printed.getvalue(), width_of(page))
             if not same_output(block.text, found):
                 faults.append(f"{here}: the page says\n{block.text}\nand was printed\n{found}")
             printed = io.StringIO()
@@ -129,18 +168,18 @@ def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
     return faults
 
 
-def as_shown(path: str, printed: str) -> str:
-    """What was printed, as a page shows it: `...` for its own line numbers, and lines of at most `WIDTH`.
+def as_shown(path: str, printed: str, width: int = WIDTH) -> str:
+    """What was printed, as a page shows it: `...` for its own line numbers, and lines of at most this width.
 
     A line that is wider goes on in the next one, a little further in.
     """
     text = re.sub(rf"({re.escape(Path(path).name)}):\d+", r"\1:...", printed).strip("\n")
-    return "\n".join(part for line in text.split("\n") for part in _folded(line))
+    return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
 
 
-def _folded(line: str) -> list[str]:
+def _folded(line: str, width: int) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()))
-    return wrapped(line.lstrip(), WIDTH, indent, f"{indent}  ")
+    return wrapped(line.lstrip(), width, indent, f"{indent}  ")
 
 
 def show_source(path: str, page: str) -> None:
@@ -215,11 +254,10 @@ class Shell:
 
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        root = Path(__file__).resolve().parents[1]
         for name in ("examples", "LICENSE"):
-            (Path(self.folder.name) / name).symlink_to(root / name)
+            (Path(self.folder.name) / name).symlink_to(ROOT / name)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**os.environ, "PYTHONPATH": str(root), "PATH": path, "COLUMNS": COLUMNS}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
         for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
             env.pop(name, None)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -264,7 +302,6 @@ def main(path: str) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    os.environ["COLUMNS"] = COLUMNS
     faults = run_page(path, Path(path).read_text())
     print("\n\n".join(faults))
     return 1 if faults else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from tests.pages import WIDTH, blocks
+from tests.pages import WIDTH, blocks, counted, width_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Modules whose names stand in the reference under the module's.
@@ -64,7 +64,7 @@ def test_a_missing_name_is_noticed():
 
 def too_wide(page: str) -> list[str]:
     """The lines of code and output that do not fit into the column of a page."""
-    return [line for block in blocks(page) for line in block.text.splitlines() if len(line) > WIDTH]
+    return [line for block in blocks(page) for line in block.text.splitlines() if len(line) > width_of(page)]
 
 
 def test_code_and_output_fit_into_the_column_of_a_page():
