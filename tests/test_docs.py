@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from tests.pages import WIDTH, blocks, counted, width_of
+from tests.pages import WIDTH, blocks, width_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Modules whose names stand in the reference under the module's.

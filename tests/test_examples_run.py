@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import FULL_CASES, case_count
 from tests.fresh import run_python
-from tests.pages import FLAGS, Block, blocks, run_page, same_output
+from tests.pages import FLAGS, Block, blocks, counted, run_page, same_output
 from tests.sampler import share
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,10 @@ MODULES = sorted(
     if path.name != "__main__.py"
 )
 HELPERS = ["tests.sampler", "tests.simulator"]
-FIRST = [ROOT / "README.md", ROOT / "docs" / "pages" / "quickstart.md"]  # always run
+FIRST = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / "pages" / name for name in ("quickstart.md", "agents.md", "first-hour.md")),
+]
 PAGES = [path for path in (*FIRST, *sorted({*(ROOT / "docs").rglob("*.md")} - {*FIRST})) if path.exists()]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 
@@ -177,6 +180,18 @@ def test_pictures_of_a_page_are_drawn(tmp_path):
     assert "p.svg is not what P draws" in run_page(f"{tmp_path}/page.md", page)[0]
     (tmp_path / "p.svg").write_text("<svg/>\n")
     assert run_page(f"{tmp_path}/page.md", page) == []
+
+
+def test_a_number_that_is_not_what_is_counted_is_noticed():
+    page = "There are <!-- count: tasks -->7<!-- end --> of them.\n"
+    assert "a number is not what is counted" in run_page("page.md", page)[0]
+    assert run_page("page.md", counted(page)) == [] and counted(counted(page)) == counted(page) != page
+
+
+def test_a_narrow_page_prints_narrow_tables():
+    block = "```python\nimport os\nprint(os.environ['COLUMNS'], 'a ' * 25)\n```\n"
+    page = "<!-- columns: 40 -->\n" + block + "<!-- output -->\n```text\n38" + 19 * " a" + "\n  a a a a a a\n```\n"
+    assert run_page("page.md", page) == []
 
 
 def test_blocks_know_their_line_and_comment():

@@ -258,7 +258,7 @@ def _completed(walk: Any, pending: Sequence[Pending]) -> str:
 KINDS = {
     "max": "a maximum", "min": "a minimum", "product": "a product",
     "all": "a test of all elements", "any": "a test of any element",
-    "position": "an argmax", "scan": "a cumulative operation", "sort": "a sort", "flip": "a flip",
+    "position": "an argmax or argmin", "scan": "a cumulative operation", "sort": "a sort", "flip": "a flip",
     "fft": "a transform", "stencil": "a stencil", "slice": "a slice", "pad": "a pad", "index": "an index",
     "concatenate": "a concatenation", "top_k": "a top_k", "linear algebra": "a factorisation",
     "recurrence": "a loop", "pairs": "a product of one piece with another", "update": "an update",
@@ -271,7 +271,7 @@ COMPLETED = {
     "min": 'reduce(x, "...", "min"), or lax.pmin over {along}',
     "scan": "spmd.cumsum, which adds what the devices before hold",
     "sort": "spmd.sort, which takes a divided dimension",
-    "position": "spmd.argmax, which takes a divided dimension",
+    "position": "spmd.argmax or spmd.argmin, which take a divided dimension",
     "top_k": "spmd.top_k, which takes a divided dimension",
     "flip": "spmd.flip, which takes a divided dimension",
     "fft": "spmd.fft, which takes divided dimensions",
