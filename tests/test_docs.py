@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import spmd
+from spmd.__main__ import _parser
 from tests.pages import WIDTH, blocks, width_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -89,3 +90,44 @@ def test_the_site_shows_examples_without_the_marks_of_doctest():
 
     shown = fenced("Text.\n\n  >>> print('a\\n\\nb')\n  a\n  <BLANKLINE>\n  b\n\nMore.")
     assert shown == "Text.\n\n  ```pycon\n  >>> print('a\\n\\nb')\n  a\n  \n  b\n  ```\n\nMore."
+
+
+CARD = (DOCS / "pages" / "card.md").read_text()
+
+
+def on_the_card(name: str, card: str) -> bool:
+    """Whether the card has the name in code."""
+    return re.search(rf"`[^`\n]*(?<!\w){re.escape(name)}(?!\w)[^`\n]*`", card) is not None
+
+
+def verbs_and_layers() -> set[str]:
+    """Every public function, those of the modules for layers, grids, tests and clusters too."""
+    names = {name for name in spmd.__all__ if callable(getattr(spmd, name))}
+    for module in ("nn", "parallel", "stencil", "fft", "linalg", "random", "testing", "cluster"):
+        held = getattr(spmd, module)
+        names |= {name for name in held.__all__ if callable(getattr(held, name))}
+    return {name for name in names if not name[0].isupper()}
+
+
+def test_the_card_has_every_verb_layer_and_command():
+    missing = {name for name in verbs_and_layers() if not on_the_card(name, CARD)}
+    assert missing == set()
+    commands = re.findall(r"^    (\w+)  +\w", _parser().format_help(), re.MULTILINE)
+    assert len(commands) == 8
+    table = CARD.partition("## Commands")[2].partition("##")[0]
+    assert [command for command in commands if not on_the_card(command, table)] == []
+
+
+def test_the_strings_of_the_card_are_strings():
+    strings = re.findall(r'"([^"]*)"', CARD.partition("## Looking")[0])
+    layouts = [text for text in strings if re.search(r"[/{\[ ]|->", text) and "=" not in text]
+    assert len(layouts) > 30
+    for text in layouts:
+        if text not in ("{x}", "{U:dp}"):
+            spmd.Pattern(text) if "->" in text else spmd.Layout(text)
+
+
+def test_a_name_that_is_not_on_the_card_is_noticed():
+    """Meta-test."""
+    assert on_the_card("sort", "| `sort`, `argsort` |") and not on_the_card("sort", "| sort, `argsort` |")
+    assert {"einsum", "rms_norm", "halo", "launch"} - verbs_and_layers() == {"launch"}
