@@ -30,7 +30,7 @@ FIRST = [
     ROOT / "README.md",
     *(ROOT / "docs" / "pages" / name for name in ("quickstart.md", "agents.md", "first-hour.md")),
 ]
-PAGES = [path for path in (*FIRST, *sorted({*(ROOT / "docs").rglob("*.md")} - {*FIRST})) if path.exists()]
+PAGES = [path for path in (*FIRST, *sorted({*(ROOT / "docs" / "pages").rglob("*.md")} - {*FIRST})) if path.exists()]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 
 

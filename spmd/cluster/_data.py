@@ -366,7 +366,7 @@ class Batches(Iterator[Any]):
         try:
             leaves, found = jax.tree.flatten(self._tried(index))
         except StopIteration as error:  # it would end the loop over the batches, as if all were read
-            rule = f"the source raised StopIteration for sample {index}."
+            rule = f"the source raised StopIteration for sample {index}, which len(source) counts."
             raise SpmdError(rule, call="batches(source, ...)") from error
         leaves = [np.asarray(x) for x in leaves]
         shapes = [x.shape for x in leaves]

@@ -114,8 +114,7 @@ def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:
         "psum_scatter": "a {U:} mark that becomes a division is a psum_scatter",
         "all_to_all": "an axis that goes from one dimension to another is an all_to_all",
         "defer": "a {R:} mark that appears is a defer",
-        "relayout": "a tiled collective adds or removes only the minor-most axes of a dimension, "
-        "and one kind at a time",
+        "relayout": "a collective adds or removes only the last axes of a dimension, and makes one kind of change",
     }
     return f'{rules[needed]}; "{src.short}" to "{dst.short}" is {needed}, not {verb}.'
 

@@ -189,7 +189,7 @@ class _Results(NamedTuple):
         return one[: len(two)] == two
 
 
-_DIFFERS = "a result differs on a mesh axis that its layout does not mention: it would be lost or silently replicated."
+_DIFFERS = "a result differs along a mesh axis on which its layout says that it is equal."
 _LEAVES = 'a gathered copy leaves the kernel whole: gather it to="invarying", so that JAX too knows that it is equal.'
 _PAYS = 'a gathered copy leaves the kernel whole. Gathered to="invarying", another use of it costs more backward.'
 

@@ -285,7 +285,7 @@ def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, r
         raise LayoutError(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=call)
     tokens, marks = scores.shape[:-1], jnp.shape(labels if mask is None else mask)
     if not tokens == jnp.shape(labels) == marks:
-        rule = "each token has its own label and its own number in a mask: if broadcast, they would be counted once."
+        rule = "labels and a mask have one number for each token: if broadcast, a number would be counted once."
         got = [f"tokens: shape {tokens}", f"labels: shape {jnp.shape(labels)}", f"mask: shape {marks}"]
         fix = "jnp.broadcast_to(mask, labels.shape)" if tokens == jnp.shape(labels) else None
         raise SizeError(rule, call=call, got=got if mask is not None else got[:2], fix=fix)

@@ -172,7 +172,7 @@ def exchange(
         call.fail(fault, advice=f"as in {_EXAMPLE}", error=LayoutError)
     job = _Job(call, factor, capacity, _distances(call, hops), ragged)
     if hops is not None and ragged is not None:
-        rule = "rows travel by permutes (hops) or by one ragged_all_to_all (ragged), and not by both."
+        rule = "give hops= or ragged=, not both: rows travel by permutes or by one ragged_all_to_all."
         call.fail(rule, error=LayoutError)
     leaves, tree = jax.tree.flatten(rows)
     calls = [call.fork() for _ in leaves]

@@ -142,7 +142,7 @@ def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str,
     if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
         call.fail(f"ids are integers, not {numbers.x.dtype}.", error=LayoutError)
     if numbers.layout.unreduced:
-        call.fail("ids are complete: a partial sum of numbers points to no row.", error=LayoutError)
+        call.fail("ids must be complete numbers, and these are a partial sum: psum first.", error=LayoutError)
     have = factors_that_agree(call, [rows, numbers])
     owners = {axis: factor for factor in rows.factors for axis in factor.axes}
     for factor in numbers.factors:
@@ -235,7 +235,9 @@ def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count",
     right = right_names(call, call.pattern.outputs[0], known)
     if missing := [name for name in known if name not in right]:
         gone = have[missing[0]]
-        rule = f"the table has the dimensions of the rows that the ids lack, and {gone.name} is on the left only."
+        rule = (
+            f"{gone.name} is a dimension of the rows that the ids do not have, so the table on the right must have it."
+        )
         call.fail(rule, at=gone.span, error=LayoutError)
     summed = {axis: f"{placed(f.name, f.axes)} is added up" for f in numbers[0].factors for axis in f.axes}
     landing = land(call, known, marked_axes(call, [added], owners) | summed, right)
@@ -262,9 +264,9 @@ def _keys(call: Call, owners: dict[str, Factor], added: Operand, numbers: list[O
     if added.x.dtype == jnp.bool_:
         call.fail("scatter_add adds numbers, and the rows are booleans.", error=LayoutError)
     if first.layout.unreduced:
-        call.fail("ids are complete: a partial sum of numbers points to no row.", error=LayoutError)
+        call.fail("ids must be complete numbers, and these are a partial sum: psum first.", error=LayoutError)
     if alone := [factor for factor in first.factors if factor.name not in added.names]:
-        rule = f"each row has its number, and {alone[0].name} is in the ids only."
+        rule = f"{alone[0].name} is a dimension of the ids, so the rows must have it: each id belongs to one row."
         call.fail(rule, at=alone[0].span, error=LayoutError)
     atoms = [dim.atoms[0] for dim in marked]
     if both := [atom for atom in atoms if atom.name in (*added.names, *first.names)]:

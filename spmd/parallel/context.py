@@ -243,10 +243,10 @@ def ulysses_attention(
 def _check_options(call: str, ring: Axes, placement: str, chunk: int | None, implementation: str | None) -> None:
     fault = None
     if ring is None and placement != "contiguous":
-        fault = f"without ring= every device has all tokens in order; placement={placement!r} balances a ring."
+        fault = f"placement={placement!r} balances a ring, and there is none: leave it out, or give ring=."
     elif ring is None and chunk is not None:
-        fault = "chunk= is for the ring; without a ring, implementation= chooses a kernel that does not store scores."
+        fault = "chunk= is for a ring, and there is none: implementation= chooses a kernel that stores no scores."
     elif ring is not None and implementation is not None:
-        fault = "a ring computes its own products; implementation= is for whole sequences, without ring=."
+        fault = "implementation= is for whole sequences, and a ring computes its own products: give one of the two."
     if fault:
         raise LayoutError(fault, call=call)

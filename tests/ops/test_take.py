@@ -292,7 +292,7 @@ def test_errors_say_what_is_wrong_and_what_to_write(pattern: str, expected: str)
         (jnp.zeros((4, 8)), "[v/tp] d, b s -> b s d", "ids are integers, not float32"),
         (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s", "d is on the left only"),
         (jnp.zeros((4, 8), int), "b [s/tp], b s -> b s", "give it another name"),
-        (jnp.zeros((4, 8), int), "[v/tp] d, b s {U:dp} -> b s d", "points to no row"),
+        (jnp.zeros((4, 8), int), "[v/tp] d, b s {U:dp} -> b s d", "must be complete numbers"),
         (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s v", "v is on the right and not on the left"),
     ],
 )
