@@ -48,6 +48,11 @@ def foreign_kind(leaf: Any) -> str | None:
     return f"an int that {held} does not hold" + (" without jax_enable_x64" if wider else "")
 
 
+def held_dtype(x: Any) -> Any:
+    """The dtype in which JAX holds an array: int32 for NumPy's int64, without jax_enable_x64."""
+    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+
+
 def _fits_integers(number: int) -> bool:
     limits = np.iinfo(jax.dtypes.canonicalize_dtype(int))
     return bool(limits.min <= number <= limits.max)

@@ -23,10 +23,11 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat
-from spmd._jaxprs.errors import first_line
-from spmd._jaxprs.facts import per_shard_reason
-from spmd._jaxprs.walker import equations
-from spmd._python.ambient import Ambient
+from spmd._ambient import Ambient
+from spmd._facts import per_shard_reason
+from spmd._jax_errors import first_line
+from spmd._leaves import held_dtype
+from spmd._walker import equations
 from spmd.checker._draws import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated
@@ -286,7 +287,7 @@ class _Form(NamedTuple):
 
 
 def _structs_of(arrays: Sequence[Any]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in arrays]
+    return [jax.ShapeDtypeStruct(np.shape(x), held_dtype(x)) for x in arrays]
 
 
 def _shown(sizes: Mapping[str, int]) -> str:
@@ -313,7 +314,7 @@ def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:
 
     def one(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.ShapeDtypeStruct(x.shape, held_dtype(x))
         if isinstance(x, jax.ShapeDtypeStruct) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         given = np.asarray(x)

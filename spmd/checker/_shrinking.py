@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._jaxprs.equations import Held
-from spmd._jaxprs.facts import KernelName, kernel_around
-from spmd._jaxprs.walker import Domain, walk
+from spmd._facts import KernelName, kernel_around
+from spmd._jaxprs import Held
+from spmd._leaves import held_dtype
+from spmd._walker import Domain, walk
 from spmd.checker._recorded import arguments_of
 from spmd.checker._table import TABLE
 from spmd.language import Dim, bind
@@ -45,7 +46,7 @@ def resized_array(x: Any, dims: Sequence[tuple[Dim, int | None]], sizes: Mapping
         parts = [atom.size or sizes.get(atom.name) for atom in dim.atoms]
         known = [n for n in parts if n is not None]
         shape.append(math.prod(known) if len(known) == len(parts) > 0 else now)
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=getattr(x, "sharding", None))
+    return jax.ShapeDtypeStruct(tuple(shape), held_dtype(x), sharding=getattr(x, "sharding", None))
 
 
 def fewer_devices(sizes: Mapping[str, int], most: int = _FEW) -> dict[str, int]:
@@ -151,7 +152,7 @@ def _resized(arrays: Sequence[Any], told: Mapping[int, tuple[Sequence[Any], dict
     for at, x in enumerate(arrays):
         alike = shapes.get(np.shape(x), set())
         shape = found[at] if at in found else next(iter(alike)) if len(alike) == 1 else np.shape(x)
-        out.append(x if shape == np.shape(x) else jax.ShapeDtypeStruct(shape, x.dtype))
+        out.append(x if shape == np.shape(x) else jax.ShapeDtypeStruct(shape, held_dtype(x)))
     return out
 
 

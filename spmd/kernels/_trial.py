@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd._leaves import held_dtype
 from spmd.checker import Trial, tried
 from spmd.checker._shrinking import distinct, resized_array
 from spmd.language import Bound, Size, bind
@@ -84,4 +85,4 @@ def _candidates(plan: Any, leaves: Sequence[Any], mesh: Any) -> Iterator[list[An
         for chosen in (least, grown):
             yield [resized_array(x, dims, chosen) for x, dims in zip(leaves, read.dims, strict=True)]
     if same and not small:
-        yield [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves]
+        yield [jax.ShapeDtypeStruct(np.shape(x), held_dtype(x)) for x in leaves]

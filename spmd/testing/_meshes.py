@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import _compat
-from spmd._jaxprs.equations import opened
-from spmd._jaxprs.errors import first_line
-from spmd._jaxprs.walker import equations
-from spmd._text.table import Table
-from spmd._trees.leaves import described, is_array
+from spmd._jax_errors import first_line
+from spmd._jaxprs import opened
+from spmd._leaves import described, held_dtype, is_array
+from spmd._table import Table
+from spmd._walker import equations
 from spmd.checker._arbiter import collecting
 from spmd.checker._draws import drawn
 from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, pulled, wide
@@ -359,8 +359,10 @@ def _spec(x: Any, mesh: Mesh) -> P:
 
 
 def _struct(x: Any, sharding: NamedSharding) -> Any:
-    """What an argument is traced as. A number keeps its weak type."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
+    """What an argument is traced as: NumPy's int64 as JAX holds it. A number keeps its weak type."""
+    if not is_array(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, held_dtype(x), sharding=sharding)
 
 
 def _placed(x: Any, spec: P, mesh: Mesh) -> Any:
