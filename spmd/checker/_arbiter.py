@@ -23,11 +23,11 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat
-from spmd._ambient import Ambient
-from spmd._facts import per_shard_reason
-from spmd._jax_errors import first_line
-from spmd._leaves import held_dtype
-from spmd._walker import equations
+from spmd._jaxprs.errors import first_line
+from spmd._jaxprs.facts import per_shard_reason
+from spmd._jaxprs.walker import equations
+from spmd._python.ambient import Ambient
+from spmd._trees.leaves import held_dtype
 from spmd.checker._draws import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated

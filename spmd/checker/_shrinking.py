@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._facts import KernelName, kernel_around
-from spmd._jaxprs import Held
-from spmd._leaves import held_dtype
-from spmd._walker import Domain, walk
+from spmd._jaxprs.equations import Held
+from spmd._jaxprs.facts import KernelName, kernel_around
+from spmd._jaxprs.walker import Domain, walk
+from spmd._trees.leaves import held_dtype
 from spmd.checker._recorded import arguments_of
 from spmd.checker._table import TABLE
 from spmd.language import Dim, bind

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._leaves import held_dtype
+from spmd._trees.leaves import held_dtype
 from spmd.checker import Trial, tried
 from spmd.checker._shrinking import distinct, resized_array
 from spmd.language import Bound, Size, bind

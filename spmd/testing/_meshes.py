@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import _compat
-from spmd._jax_errors import first_line
-from spmd._jaxprs import opened
-from spmd._leaves import described, held_dtype, is_array
-from spmd._table import Table
-from spmd._walker import equations
+from spmd._jaxprs.equations import opened
+from spmd._jaxprs.errors import first_line
+from spmd._jaxprs.walker import equations
+from spmd._text.table import Table
+from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker._arbiter import collecting
 from spmd.checker._draws import drawn
 from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, pulled, wide

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import parallel
-from spmd._leaves import held_dtype
+from spmd._trees.leaves import held_dtype
 
 ARRAYS = {
     "strings": np.array(["a", "b"]),
