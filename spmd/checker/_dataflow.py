@@ -154,7 +154,9 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
 
     def mistyped(var: Any) -> list[str]:
         state = walk.known.get(var) if not hasattr(var, "val") else None
-        axes = NONE if state is None else differing.get(id(state))
+        if state is None:
+            return []
+        axes = differing.get(id(state))
         if axes is None:
             axes = differing[id(state)] = state.axes & own
         if not axes:
