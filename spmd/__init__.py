@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         linalg,
         nn,
         parallel,
+        porting,
         propagation,
         random,
         searcher,
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
         zeros,
     )
     from spmd.placement import from_function, from_process_local, init, shard
+    from spmd.porting import port
     from spmd.propagation import propagate
     from spmd.searcher._search import search
 
@@ -178,6 +180,8 @@ __all__ = [
     "parallel",
     "per_shard",
     "plan",
+    "port",
+    "porting",
     "ppermute",
     "propagate",
     "propagation",
@@ -216,7 +220,7 @@ __all__ = [
 _ROOMS = (
     *("errors", "language", "drawing", "accelerators", "mesh", "modes"),
     *("comm", "ops", "placement", "kernels", "checker", "fft", "linalg", "random", "stencil"),
-    *("nn", "parallel", "inspect", "propagation", "cluster", "haliax", "searcher", "testing"),
+    *("nn", "parallel", "inspect", "propagation", "porting", "cluster", "haliax", "searcher", "testing"),
 )
 _HOMES = {
     "explain": "inspect._explanation",

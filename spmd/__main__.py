@@ -1,4 +1,4 @@
-"""`python -m spmd`: plan, draw, explain, check, search, launch; and what the machine and the checker are."""
+"""`python -m spmd`: plan, draw, explain, check, port, search, launch; and what the machine and the checker are."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _EXAMPLES = """examples:
   python -m spmd explain mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --hardware h100
   python -m spmd check mlp.py:mlp --mesh dp=2,tp=4 --size b=4,s=16,d=32,f=64 --source
   python -m spmd check loss.py:loss --layouts "b/dp d, d f/tp" --mesh dp=2,tp=4 --size b=4,d=32,f=64 --source
+  python -m spmd port layers.py:build --mesh dp=2,tp=4
   python -m spmd search step.py:build --devices 512 --axes dp,tp --hardware h100 --top 3
   python -m spmd info
   python -m spmd rules
@@ -37,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_called(),
         description="Plan the cheapest change of layout, draw which device holds what, explain or check a program,\n"
-        "search the mesh that suits it, show versions and devices, print the rules of the checker, or start a program\n"
-        "as several processes.",
+        "rewrite one as kernels, search the mesh that suits it, show versions and devices, print the rules of the\n"
+        "checker, or start a program as several processes.",
         epilog=_EXAMPLES.replace("python -m spmd", _called()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(show)
 
     _add_programs(commands)
+    _add_port(commands)
     _add_search(commands)
     info = _command(
         commands,
@@ -139,6 +141,23 @@ def _add_programs(commands: Any) -> None:
         parser.add_argument(
             "--dtype", action="append", default=[], help="of arguments: float32 (default), ids=i32, ..."
         )
+
+
+def _add_port(commands: Any) -> None:
+    port = _command(
+        commands,
+        "port",
+        "a program with raw shard_maps as kernels",
+        "Your own text, with each shard_map as a kernel and each collective as a verb; what no string says stays.\n"
+        "Both programs run on virtual CPU devices, and results, gradients and bytes are compared. PROGRAM is\n"
+        "FILE:build, where build(mesh) returns a function and its arguments, or FILE:FUNCTION with --layouts for its\n"
+        "arguments. Exits with 1 if the kernels do not give the same.",
+    )
+    port.add_argument("program", metavar="PROGRAM", help="a file and a name in it: layers.py:build")
+    _add_mesh_and_sizes(port)
+    port.add_argument("--layouts", metavar="LAYOUTS", help='of the arguments of a plain function: "b/dp d, d f/tp"')
+    port.add_argument("--names", metavar="NAMES", help='of the dimensions of the arguments: "b s d, d f"')
+    port.add_argument("--dtype", action="append", default=[], help="of arguments: float32 (default), ids=i32, ...")
 
 
 def _add_search(commands: Any) -> None:
@@ -214,6 +233,7 @@ def _run(options: argparse.Namespace) -> int:
         run_info,
         run_launch,
         run_plan,
+        run_port,
         run_rules,
         run_search,
         run_show,
@@ -224,6 +244,7 @@ def _run(options: argparse.Namespace) -> int:
         "show": run_show,
         "explain": run_explain,
         "check": run_check,
+        "port": run_port,
         "search": run_search,
         "info": run_info,
         "rules": run_rules,

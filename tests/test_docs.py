@@ -21,6 +21,7 @@ MODULES = (
     "linalg",
     "nn",
     "parallel",
+    "porting",
     "propagation",
     "random",
     "searcher",
@@ -38,7 +39,7 @@ def expected() -> set[str]:
     """Every public name; the modules among them by what they hold."""
     names = set(spmd.__all__) - {*MODULES}
     held = {f"{module}.{name}" for module in MODULES for name in getattr(spmd, module).__all__}
-    return names | {name for name in held if name != "propagation.propagate"}  # it is `spmd.propagate`
+    return names | (held - {"porting.port", "propagation.propagate"})  # they are `spmd.port` and `spmd.propagate`
 
 
 def linked(page: str) -> dict[str, str]:

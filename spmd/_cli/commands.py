@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd._cli.programs import builder, check_names, program
+from spmd._cli.programs import builder, check_names, maker, program
 from spmd._cli.progress import shown_if_slow
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
@@ -33,6 +33,7 @@ from spmd.inspect._explanation import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern
 from spmd.mesh import crossing, make_mesh, use_cpu_devices
+from spmd.porting import port
 from spmd.propagation import Propagation, propagate
 from spmd.searcher._search import search
 
@@ -186,16 +187,31 @@ def run_check(options: Any) -> int:
     """
     fn, args = _program(options)
     with shown_if_slow(f"checking {options.program}"):
-        found = check(fn, *args)
-    plan = _planned(fn, args, options.layouts) if not found and not found.verdict.kind else None
+        found = check(fn, *args, build=maker(options.program) if options.mesh and options.layouts is None else None)
+    plan = _planned(fn, args, options.layouts) if not found and found.verdict.kind in ("", "typed") else None
     source = {"source": str((found if plan is None else plan).source())} if options.source else {}
     if options.json:
         planned = {} if plan is None else {"plan": plan.to_dict()}
         _print(json.dumps(found.to_dict() | source | planned, indent=2))
     else:
         _print("\n\n".join([*source.values(), str(found), *([] if plan is None else [str(plan)])]))
-    untested = options.strict and found.verdict.kind not in ("proved", "tested")
+    untested = options.strict and found.verdict.kind not in ("proved", "tested", "typed")
     return 1 if found else 3 if untested else 0
+
+
+def run_port(options: Any) -> int:
+    """`port`: a program with raw `shard_map`s as kernels. It returns 1 if both do not give the same."""
+    axes: dict[str, Any] = dict(named_numbers("--mesh", options.mesh))
+    use_cpu_devices(math.prod(axes.values()))
+    mesh, args = make_mesh(**axes), ()
+    names = [one.strip() for one in options.names.split(",")] if options.names else ()
+    with shown_if_slow(f"porting {options.program}"):
+        if options.layouts is not None:
+            sizes = named_numbers("--size", options.size)
+            _, args = program(options.program, mesh, sizes, _dtypes(options), options.layouts)
+        found = port(options.program, *args, mesh=None if args else mesh, names=names)
+    _print(str(found))
+    return 1 if found.differences else 0
 
 
 def _planned(fn: Any, args: Sequence[Any], layouts: str | None) -> Propagation | None:
@@ -219,12 +235,15 @@ def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
     devices = topology_devices(target, count) if target else None
     named: dict[str, Any] = axes
     mesh = make_mesh(abstract=not (compiles or target), devices=devices, **named) if axes else None
-    dtypes = {}
-    for word in options.dtype:
-        name, _, text = word.rpartition("=")
-        dtypes[name] = _dtype(text)
+    dtypes = _dtypes(options)
     with shown_if_slow(f"loading {options.program}"):
         return program(options.program, mesh, sizes, dtypes, options.layouts)
+
+
+def _dtypes(options: Any) -> dict[str, str]:
+    """The dtype of each argument by its name; "" for all others."""
+    words = (word.rpartition("=") for word in options.dtype)
+    return {name: _dtype(text) for name, _, text in words}
 
 
 def run_launch(options: Any) -> int:

@@ -72,6 +72,13 @@ def builder(target: str) -> Callable[..., Any]:
     return found
 
 
+def maker(target: str) -> Callable[..., Any] | None:
+    """The function from a mesh that a file which is loaded calls by this name; None for a kernel."""
+    path, _, name = target.rpartition(":")
+    found = vars(sys.modules[Path(path).stem])[name]
+    return None if isinstance(found, Kernel) else found
+
+
 def check_names(what: str, names: Collection[str], sizes: Mapping[str, int]) -> None:
     """Check that each size of the command belongs to a name of a layout, a pattern or a kernel."""
     for name in sizes:

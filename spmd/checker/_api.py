@@ -21,16 +21,24 @@ from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, report
 from spmd.checker._lines import listing
+from spmd.checker._recorded import record, typed
 from spmd.checker._report import describe
 from spmd.checker._shrinking import fewer_devices, smaller
-from spmd.checker._source import called_at, is_transposed, line_of, line_of_error
+from spmd.checker._source import called_at, is_ours, is_transposed, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
 from spmd.checker._verdict import Verdict, confirmed, judge, unknown_lines
 from spmd.errors import ReplicationError, SpmdError
 from spmd.language import Layout
+from spmd.mesh import resized, with_sizes
 
 
-def check(fn: Callable[..., Any], *args: Any, strict: bool = False, **kwargs: Any) -> Findings:
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    strict: bool = False,
+    build: Callable[[Any], Any] | None = None,
+    **kwargs: Any,
+) -> Findings:
     """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
 
     The function is traced and not run. The layout of each value is inferred, line by line, from the layouts of the
@@ -44,6 +52,9 @@ def check(fn: Callable[..., Any], *args: Any, strict: bool = False, **kwargs: An
       fn: A kernel, or any function: a training step, `jax.grad` of a kernel, a function with `jax.shard_map` in it.
       *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s. What is not an array stays as it is.
       strict: Whether anything but a program that is proved or tested is an error.
+      build: Makes the program for another mesh, `build(mesh)`: a function, or a tuple that begins with one. With it
+        numbers decide about a raw `shard_map` too, which has a mesh of its own. Where they differ on one device, a raw
+        one may mean that.
       **kwargs: Keyword arguments.
 
     Returns:
@@ -66,23 +77,26 @@ def check(fn: Callable[..., Any], *args: Any, strict: bool = False, **kwargs: An
       nonlinear: each device along tp has only its term of a sum {U:tp}; take sqrt after the sum is complete.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    findings = _checked(fn, name, args, kwargs)
+    findings = _checked(fn, name, args, kwargs, build)
     if strict:
         report(name, findings)
-        if findings.verdict.kind not in ("proved", "tested"):
+        if findings.verdict.kind not in ("proved", "tested", "typed"):
             rule = "strict=True asks for proof or test, and there is neither."
             raise SpmdError(rule, call=f"spmd.check({name}, ..., strict=True)", got=[str(findings.verdict)])
     return findings
 
 
-def _checked(fn: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Findings:
+def _checked(fn: Callable[..., Any], name: str, args: Any, kwargs: Any, build: Callable[[Any], Any] | None) -> Findings:
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_array(x)]
+    meshes: list[Any] = []
 
     def run(*given: Any) -> Any:
         rest = iter(given)
         args, kwargs = jax.tree.unflatten(structure, [next(rest) if is_array(x) else x for x in leaves])
-        return jax.tree.map(lambda x: x if is_array(x) else None, fn(*args, **kwargs))
+        made = build(with_sizes(meshes[0], dict(resized.value))) if build and meshes and resized.value else fn
+        program = made[0] if isinstance(made, tuple) else made
+        return jax.tree.map(lambda x: x if is_array(x) else None, program(*args, **kwargs))
 
     with collecting(True):
         try:
@@ -96,17 +110,37 @@ def _checked(fn: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Findi
     walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
     if not walk.sizes:
-        typed = any(map(_compat.is_typed, opened(jaxpr)[0].invars))
-        why = "JAX's types say how its arrays lie" if typed else "has no jax.shard_map"
-        none = Verdict("", [f"nothing to check: {name} calls no kernel, and {why}"])
-        return Findings((), partial(listing, jaxpr, name), none)
+        return _without_bodies(jaxpr, name)
     backward = any(map(is_transposed, equations(jaxpr)))
+    meshes.append(first_body(jaxpr).params["mesh"])
     trial = _tried(run, arrays, Traced(jaxpr, jax.tree.structure(shapes)), walk.sizes, gradients=not backward)
-    findings = confirmed(dict.fromkeys(walk.findings), trial, name)
+    raw = any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
+    findings = confirmed(dict.fromkeys(walk.findings), trial, name, whole=not raw)
+    if raw and trial.wrong and not findings:
+        trial = Trial(walk.sizes, why="its numbers depend on the sizes of axes, as a raw shard_map may mean")
     verdict = judge(findings, trial, unknown_lines(walk, jaxpr))
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
     return Findings(findings, partial(listing, jaxpr, name), verdict)
+
+
+def _without_bodies(jaxpr: Any, name: str) -> Findings:
+    """What is known of a program without kernels: on Explicit axes JAX's types say it all, and on others nothing."""
+    inner = opened(jaxpr)[0]
+    meshes = [var.aval.sharding.mesh for var in inner.invars if _compat.is_typed(var)]
+    if not meshes:
+        none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
+        return Findings((), partial(listing, jaxpr, name), none)
+    sizes = dict(meshes[0].shape)
+    left = [
+        axis
+        for axis in sizes
+        if any(axis in one.partial for one in map(typed, (var.aval for var in inner.outvars)) if one)
+    ]
+    told = [f"a result is a partial sum along {', '.join(left)}, as its type says"] if left else []
+    verdict = Verdict("typed", ["JAX's types say how each value lies, and complete its sums", *told])
+    recorded = record(jaxpr, name, sizes)
+    return Findings((), lambda findings: listing(jaxpr, name, findings, recorded), verdict)
 
 
 def _tried(

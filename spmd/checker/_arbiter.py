@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding
 
 from spmd import _compat
 from spmd._jaxprs.errors import first_line
@@ -164,6 +165,7 @@ class _Program:
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
         self.structs = _structs_of(self.draws[0])
+        self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
         self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
@@ -232,11 +234,16 @@ class _Program:
         """Results and gradients on a mesh of these sizes, and their form."""
         key = (*sizes.items(), how)
         if key not in self.forward:
-            self.forward[key] = _on_mesh(self.mesh, sizes, how, self.fn, self.structs)
+            structs = _placed(self.structs, self.specs, self.mesh, sizes)
+            self.forward[key] = _on_mesh(self.mesh, sizes, how, self.fn, structs)
         run, (moving, fixed) = pulled(self.forward[key], self.draws[0], grad=self.grad)
         leaves, structure = jax.tree.flatten((moving, fixed))
         flat = lambda *given: run(*jax.tree.unflatten(structure, given))
-        found = _on_mesh(self.mesh, sizes, how, flat, _structs_of(leaves))
+        inexact = [jnp.issubdtype(one.dtype, jnp.inexact) for one in self.structs]
+        moved = sorted(range(len(inexact)), key=lambda i: not (self.grad and inexact[i]))  # as `pulled` gives them
+        specs = [self.specs[i] for i in moved] if len(moved) == len(leaves) else [None] * len(leaves)
+        structs = _placed(_structs_of(leaves), specs, self.mesh, sizes)
+        found = _on_mesh(self.mesh, sizes, how, flat, structs)
         _check_testable(found.jaxpr, sizes)
         return found.jaxpr, _Form(found.tree, tuple(one.shape for one in found.jaxpr.out_avals))
 
@@ -251,7 +258,8 @@ class _Program:
         if self.grad not in self.whole:
             try:
                 jaxpr, found = self._traced(self.sizes, "reference")
-                self.whole[self.grad] = jaxpr if found == form else False
+                whole = found == form and first_body(jaxpr) is None  # a raw shard_map is divided in this mode too
+                self.whole[self.grad] = jaxpr if whole else False
             except (_Failed, NotSimulated):
                 self.whole[self.grad] = False
         return self.whole[self.grad]
@@ -268,7 +276,7 @@ class _Program:
 
 def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., Any], structs: Sequence[Any]) -> Traced:
     """A function traced on a mesh of these sizes."""
-    around = [jax.sharding.use_abstract_mesh(with_sizes(mesh, sizes)), no_mesh()]
+    around = [jax.sharding.use_abstract_mesh(_like(mesh, sizes)), no_mesh()]
     while True:  # some programs read their mesh off the context, and a `shard_map` may have another one
         try:
             with collecting(True), resized(tuple(sizes.items())), mode(how), no_mesh(), around.pop(0):
@@ -288,6 +296,27 @@ class _Form(NamedTuple):
 
 def _structs_of(arrays: Sequence[Any]) -> list[Any]:
     return [jax.ShapeDtypeStruct(np.shape(x), held_dtype(x)) for x in arrays]
+
+
+def _typed_spec(x: Any) -> Any:
+    """The spec of an argument whose type says how it lies; None of any other."""
+    sharding = getattr(x, "sharding", None)
+    typed = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+    return sharding.spec if typed else None
+
+
+def _placed(structs: Sequence[Any], specs: Sequence[Any], mesh: Any, sizes: Mapping[str, int]) -> list[Any]:
+    """The same structs, and those that have a spec with its type on a mesh of these sizes."""
+    lies = lambda spec: NamedSharding(_like(mesh, sizes), spec)
+    pairs = zip(structs, specs, strict=True)
+    return [x if s is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies(s)) for x, s in pairs]
+
+
+def _like(mesh: Any, sizes: Mapping[str, int]) -> Any:
+    """A mesh with other sizes. Where types say how arrays lie, it is of the same devices too."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return with_sizes(mesh, sizes)
+    return mesh.abstract_mesh.update(axis_sizes=with_sizes(mesh, sizes).axis_sizes)
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

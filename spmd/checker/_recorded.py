@@ -5,6 +5,7 @@ The pass of a kernel's first call keeps nothing. These walks run when somebody a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from spmd._jaxprs.facts import KernelName, kernel_around
 from spmd._jaxprs.walker import Domain, Rule, walk
 from spmd.checker._claims import OVERLAP, claim_of
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._state import State
+from spmd.checker._state import State, normal, plain
 from spmd.checker._table import NEW, TABLE, groups
 from spmd.language import Layout, axes_tuple
 
@@ -69,12 +70,34 @@ class States(Recording, Dataflow):
 
     rules: ClassVar[Mapping[str, Rule]] = {name: _kept(rule) for name, rule in Dataflow.rules.items()}
 
+    def keep(self, eqn: Any, outs: Sequence[Any]) -> Sequence[Any]:
+        """Outside of every body, JAX's types say how values lie on Explicit axes."""
+        super().keep(eqn, outs)
+        if not self.active and any(map(_compat.is_typed, eqn.outvars)):
+            made = self.made[self.path, id(eqn)]
+            self.made[self.path, id(eqn)] = [typed(v.aval) or one for v, one in zip(eqn.outvars, made, strict=True)]
+        return outs
+
     def shown(self, values: Sequence[State]) -> Sequence[State | None]:
         """A loop stacks what a body gave, and slices it: then it is no longer what left that body."""
         if self.active:
             return values
         left = [(value, value.left[0] if value.left else None) for value in values]
         return [one if one is not None and len(one.dims) == len(value.dims) else None for value, one in left]
+
+
+def typed(aval: Any) -> State | None:
+    """How a value lies by its type: the axes in their order, and those along which it is a partial sum. None of a type
+    that does not say it."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return None
+    sizes, dims = sharding.mesh.shape, []
+    for n, entry in zip(aval.shape, _compat.partitions(sharding.spec, len(aval.shape)), strict=True):
+        axes = tuple(axis for axis in axes_tuple(entry) if sizes[axis] > 1)
+        local = n // math.prod(sizes[axis] for axis in axes)
+        dims.append(normal([(local, axes)]) if axes else plain(local))
+    return State(tuple(dims), _compat.unreduced_spec(sharding.spec))
 
 
 class Names(Recording):
@@ -194,9 +217,10 @@ def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
     return tuple(out)
 
 
-def record(jaxpr: Any, name: str) -> tuple[States, Names]:
-    """Walk over a whole program twice: once for its states, once for the names of dimensions."""
-    states = States(name, ())
+def record(jaxpr: Any, name: str, sizes: Mapping[str, int] | None = None) -> tuple[States, Names]:
+    """Walk over a whole program twice: once for its states, once for the names of dimensions. `sizes` are those of the
+    mesh, where no body says them."""
+    states = States(name, (), sizes)
     walk_closed(states, jaxpr)
     names = Names(states.sizes)
     walk(jaxpr, [names.constant(var, None) for var in opened(jaxpr)[0].invars], names)

@@ -330,6 +330,8 @@ def _within(machine: Simulator, x: Array, names: Sequence[str], groups: Any, fn:
     [axis] = names
     x, at = machine.full(x, names), machine.place(axis)
     out = np.empty_like(x)
+    if any(place >= x.shape[at] for group in groups for place in group):
+        raise NoSuchDevice("groups of an axis are written for one number of devices")
     for group in groups:
         chosen = (slice(None),) * at + (list(group),)
         out[chosen] = fn(x[chosen], axis=at, keepdims=True)

@@ -39,6 +39,7 @@ class Verdict:
     |---|---|
     | `proved` | types follow every value to the results, and numbers agree |
     | `tested` | types lose a value (`reasons` has the lines), and numbers agree |
+    | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
     | `not tested` | there are no findings, and numbers could not be compared |
     """

@@ -40,6 +40,19 @@ def loss(x, w):
     return jnp.sort(jnp.tanh(x @ w), axis=0)
 """
 
+LAYERS = """
+import jax
+from jax.sharding import PartitionSpec as P
+
+
+def build(mesh):
+    def rows(x):
+        return jax.lax.psum(x.sum(1), "tp")
+
+    fn = jax.jit(jax.shard_map(rows, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp")))
+    return fn, (jax.numpy.ones((4, 8)),)
+"""
+
 STEP = """
 import jax, spmd
 
@@ -198,11 +211,29 @@ def test_examples_of_the_help_run(run, tmp_path, monkeypatch):
     (tmp_path / "mlp.py").write_text(MLP)
     (tmp_path / "step.py").write_text(STEP)
     (tmp_path / "loss.py").write_text(LOSS)
+    (tmp_path / "layers.py").write_text(LAYERS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     lines = [line.strip() for line in __main__._EXAMPLES.splitlines() if "python -m spmd" in line]
     assert len(lines) >= 4
     for line in lines:
         assert run(*shlex.split(line)[3:])[0] == 0, line
+
+
+def test_port(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "layers.py").write_text(LAYERS)
+    words = ("layers.py:build", "--mesh", "dp=2,tp=4")
+    status, out, err = run("port", *words, "--names", "rows columns")
+    assert (status, err) == (0, "") and 'spmd.kernel("rows/dp columns/tp -> rows/dp", mesh=mesh)(rows)' in out
+    assert run("check", *words)[1].startswith("no findings: proved")
+
+
+def test_port_of_a_function_with_its_own_mesh(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kinds = "axis_types=(jax.sharding.AxisType.Auto,) * 2"
+    (tmp_path / "layers.py").write_text(LAYERS + f'fn, _ = build(jax.make_mesh((2, 4), ("dp", "tp"), {kinds}))')
+    status, out, _ = run("port", "layers.py:fn", "--mesh", "dp=2,tp=4", "--layouts", "b/dp d/tp", "--size", "b=4,d=8")
+    assert status == 0 and "spmd.psum(x.sum(1)" in out
 
 
 def test_info(run):

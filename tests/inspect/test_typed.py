@@ -61,7 +61,8 @@ def test_without_devices_they_are_planned_as_written():
 def test_check_says_that_the_types_know():
     with jax.set_mesh(TYPED):
         found = spmd.check(mlp, *ARGS)
-    assert not found and str(found) == "nothing to check: mlp calls no kernel, and JAX's types say how its arrays lie"
+    assert not found and str(found) == "no findings: typed. JAX's types say how each value lies, and complete its sums"
+    assert "/tp" in str(found.source())
 
 
 def test_a_partial_sum_that_a_reshard_takes():

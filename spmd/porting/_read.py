@@ -1,0 +1,248 @@
+"""A program as it is traced: its `shard_map`s, and the calls in its file that communicate in them."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from spmd import _compat
+from spmd._jaxprs.equations import COMMUNICATES, axes_of, opened, shape_of
+from spmd._jaxprs.walker import equations, walk
+from spmd.checker._dataflow import walk_closed
+from spmd.checker._recorded import States
+from spmd.checker._source import frames_of, is_ours, is_transposed, line_of, short_line
+from spmd.language import axes_tuple
+from spmd.porting._file import File, called
+from spmd.porting._names import Guess, Namer, text_of
+from spmd.porting._verbs import Operand, X, in_groups, reduction, ways
+
+_VERBS = ("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle")
+_KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call of the file that communicates.
+
+    Attributes:
+      line: Where it is, `file.py:12`.
+      text: The call.
+      node: Its syntax; None where it is not in the file.
+      argument: The expression of the array that a verb takes in its place.
+      ways: What may be written instead, the best first.
+      why: Why nothing may, if so.
+    """
+
+    line: str
+    text: str
+    node: ast.Call | None
+    argument: ast.expr | None = None
+    ways: Sequence[str] = ()
+    why: str = ""
+
+
+@dataclass
+class Body:
+    """A `shard_map` of the program.
+
+    Attributes:
+      eqn: Its equation.
+      inputs: The layout of each argument, under its path: `x`, `params['w']`.
+      outputs: Those of the results.
+    """
+
+    eqn: Any
+    inputs: dict[str, str] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and the line in which the mapped function begins; "" where it is not a plain one."""
+        made_of = self.eqn.params["jaxpr"].debug_info
+        return getattr(made_of, "func_filename", None) or "", getattr(made_of, "func_lineno", None) or 0
+
+    @property
+    def auto(self) -> list[str]:
+        """The axes that are left to the compiler."""
+        return [a for a in self.eqn.params["mesh"].axis_names if a not in _compat.made_manual(self.eqn)]
+
+
+class Trace:
+    """What is known of a program: how each value lies, and what its dimensions are called.
+
+    Args:
+      fn: The program.
+      args: Its arguments.
+      names: What the dimensions of the first body's arguments are called, one text for each: `["b s d", "d f"]`.
+      file: Where it is written.
+
+    Attributes:
+      differentiated: Whether the program itself takes the gradient of a `shard_map`.
+      gradients: Whether a body takes one.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], file: File):
+        self.file = file
+        self.jaxpr, self.shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        self.states = States(getattr(fn, "__name__", "program"), ())
+        walk_closed(self.states, self.jaxpr)
+        self.sizes: Mapping[str, int] = self.states.sizes
+        self.guess = Guess(self.sizes)
+        walk(self.jaxpr, [((),) * len(shape_of(v)) for v in opened(self.jaxpr)[0].invars], self.guess)
+        self.namer = Namer(self.guess, self.sizes)
+        self.equations = [eqn for eqn in equations(self.jaxpr, derivatives=False) if not is_transposed(eqn)]
+        mapped = [eqn for eqn in self.equations if eqn.primitive.name == "shard_map" and not _of_kernel(eqn)]
+        raw = [eqn for eqn in mapped if eqn.params["jaxpr"].debug_info.arg_names is not None]
+        self.differentiated = len(raw) < len(mapped)
+        self.gradients = any(is_transposed(one) for eqn in raw for one in equations(eqn.params["jaxpr"]))
+        self.bodies = [self._body(eqn, names if i == 0 else ()) for i, eqn in enumerate(raw)]
+        self.sites = self._sites()
+
+    def _body(self, eqn: Any, names: Sequence[str]) -> Body:
+        inner, params = opened(eqn.params["jaxpr"])[0], eqn.params
+        paths = [path for path in eqn.params["jaxpr"].debug_info.arg_names if path]
+        first = len(inner.invars) - len(paths)  # constants that JAX hoisted out of the body come before
+        labels = [self.guess.known[var] for var in inner.invars]
+        body = Body(eqn)
+        for one, given in zip(labels[max(first, 0) :], names, strict=False):
+            self.namer.give(one, given.split())
+        self._unpacked(body, dict(zip(paths, labels[max(first, 0) :], strict=False)))
+        for i, path in enumerate(paths, max(first, 0)):
+            body.inputs[path] = self._layout(eqn.invars[i], inner.invars[i], params["in_specs"][i])
+        for outer, var, spec in zip(eqn.outvars, inner.outvars, params["out_specs"], strict=True):
+            body.outputs.append(self._layout(outer, var, spec))
+        return body
+
+    def _layout(self, outer: Any, inner: Any, spec: Any) -> str:
+        """The layout of an argument or a result of a body: its variable outside, that inside, and its spec."""
+        shape = shape_of(outer)
+        labels = None if hasattr(inner, "val") else self.guess.known.get(inner)
+        axes = [axes_tuple(entry) for entry in _compat.partitions(spec, len(shape))]
+        dims = self.namer.argument(shape, labels or ((),) * len(shape), axes)
+        return text_of(dims, sorted(_compat.unreduced_spec(spec)))
+
+    def _unpacked(self, body: Body, labels: Mapping[str, Any]) -> None:
+        """Names that the body itself gives to sizes: `b, s, d = x.shape`."""
+        function = self.function(body)
+        for node in ast.walk(function) if function is not None else ():
+            match node:
+                case ast.Assign(
+                    targets=[ast.Tuple(elts=elts)], value=ast.Attribute(value=ast.Name(id=name), attr="shape")
+                ) if name in labels:
+                    self.namer.give(labels[name], [getattr(e, "id", "_").lower().strip("_") for e in elts])
+
+    def function(self, body: Body) -> Any:
+        """The syntax of the function that a body maps, if it is in the file."""
+        _, line = body.place
+        return next((m.function for m in self.file.mapped() if m.function and _begins(m.function, line)), None)
+
+    # --- calls that communicate --------------------------------------------------------------------------------
+
+    def _sites(self) -> list[Site]:
+        found: dict[Any, list[Any]] = {}
+        others: dict[str, Site] = {}
+        for eqn in self.equations:
+            if eqn.primitive.name not in COMMUNICATES or is_ours(eqn):
+                continue
+            frames = frames_of(eqn)
+            node = (
+                self.file.call_at(frames[0].span) if frames and frames[0].code.co_filename == self.file.path else None
+            )
+            line = short_line(line_of(eqn))
+            if node is None:
+                others.setdefault(line, Site(line, eqn.primitive.name, None, why="it stands in another file"))
+            elif called(node) not in _VERBS or not (node.args or node.keywords):
+                why = f"{called(node) or 'the call'} makes it, and is not a collective of JAX's"
+                others.setdefault(line, Site(line, self.file.source(node), node, why=why))
+            else:
+                found.setdefault(node, []).append((eqn, line))
+        return [*(self._site(node, pairs) for node, pairs in found.items()), *others.values()]
+
+    def _site(self, node: ast.Call, pairs: Sequence[tuple[Any, str]]) -> Site:
+        operands = [(eqn, i) for eqn, _ in pairs for i in range(len(eqn.invars)) if not hasattr(eqn.invars[i], "val")]
+        argument = node.args[0] if node.args else next((w.value for w in node.keywords if w.arg == "x"), None)
+        line, text = pairs[0][1], " ".join(self.file.source(node).split())
+        if argument is None or isinstance(argument, ast.Starred):
+            return Site(line, text, node, why="its operand is not written out")
+        each = [self._operand(eqn, i, called(node), len(eqn.invars) == 1) for eqn, i in operands]
+        if called(node) in ("pmax", "pmin"):
+            return self._reduction(Site(line, text, node), argument, each)
+        texts = [ways(one) for one in each]
+        both = [way for way in texts[0] if all(way in other for other in texts)] if texts else []
+        eqn = pairs[0][0]
+        why = "" if both else "no one string says how its arrays lie"
+        if eqn.params.get("axis_index_groups") is not None:
+            why = in_groups(eqn, math.prod(self.sizes[axis] for axis in axes_of(eqn)))
+        return Site(line, text, node, argument, both, why)
+
+    def _operand(self, eqn: Any, number: int, callee: str, alone: bool) -> Operand:
+        var = eqn.invars[number]
+        state, labels = self.states.known[var], self.guess.known[var]
+        order = tuple(self.sizes)
+        return Operand(eqn, number, state, self.namer.of(state, labels), self.namer, order, callee, alone)
+
+    def _reduction(self, site: Site, argument: ast.expr, each: Sequence[Operand]) -> Site:
+        """`pmax(x.max(0), "dp")` as one reduction of x."""
+        why = "no verb is a maximum over devices alone; reduce is one of a divided dimension"
+        left, around = Site(site.line, site.text, site.node, why=why), X
+        if isinstance(argument, ast.Call) and called(argument) == "stop_gradient" and argument.args:
+            around, argument = f"{self.file.source(argument.func)}({X})", argument.args[0]
+        if len(each) != 1 or not isinstance(argument, ast.Call):
+            return left
+        name = each[0].eqn.primitive.name.removeprefix("p")
+        makes = [e for e in self.equations if e.primitive.name == f"reduce_{name}" and self._stands(e, argument)]
+        method = isinstance(argument.func, ast.Attribute) and _is_array(argument.func.value)
+        array = getattr(argument.func, "value", None) if method else next(iter(argument.args), None)
+        if len(makes) != 1 or array is None:
+            return left
+        operand = self._operand(makes[0], 0, name, True)
+        whole = Operand(each[0].eqn, 0, operand.state, operand.dims, self.namer, operand.order, name, True)
+        keeps = len(shape_of(each[0].eqn.invars[0])) == len(operand.dims)
+        text = reduction(whole, makes[0].params["axes"], keeps)
+        return left if text is None else Site(site.line, site.text, site.node, array, [text.replace(X, around)])
+
+    def _stands(self, eqn: Any, node: ast.expr) -> bool:
+        """Whether an expression made an equation."""
+        span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+        return any(one.code.co_filename == self.file.path and one.span == span for one in frames_of(eqn))
+
+
+def _is_array(node: ast.expr) -> bool:
+    """Whether an expression is not the name of a module: `x` of `x.max()`, and not `jnp` of `jnp.max(x)`."""
+    return not (isinstance(node, ast.Name) and node.id in ("jnp", "np", "lax", "jax"))
+
+
+def _of_kernel(eqn: Any) -> bool:
+    """Whether a kernel of ours made a `shard_map`."""
+    return is_ours(eqn)
+
+
+def _begins(function: Any, line: int) -> bool:
+    nodes = [function, *getattr(function, "decorator_list", ())]
+    return line in {one.lineno for one in nodes}
+
+
+def tree_of(paths: Sequence[str], layouts: Sequence[str]) -> dict[str, Any] | None:
+    """The layouts of arguments as trees by the argument's name; None where a path goes through attributes."""
+    found: dict[str, Any] = {}
+    for path, layout in zip(paths, layouts, strict=True):
+        root = re.match(r"\w+", path)
+        keys = _KEY.findall(path[root.end() :] if root else "")
+        if root is None or any(attribute for _, _, attribute in keys):
+            return None
+        at: dict[Any, Any] = found
+        last: Any = root[0]
+        for key, index, _ in keys:
+            at = at.setdefault(last, {})
+            last = key or int(index)
+        at[last] = layout
+    return found
+
+
+__all__ = ["Body", "Site", "Trace", "X", "tree_of"]

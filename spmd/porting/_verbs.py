@@ -1,0 +1,227 @@
+"""Raw collectives as verbs: what to write in place of each, from how its operand lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from spmd._jaxprs.equations import axes_of
+from spmd.checker._state import State
+from spmd.porting._names import Dims, Namer, Word, text_of
+
+X = "\0"  # stands for the operand in what is written
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A collective of the trace, with what is known of its operand.
+
+    Attributes:
+      eqn: Its equation.
+      number: Which of its operands.
+      state: How the operand lies.
+      dims: Its dimensions with their names.
+      namer: Gives new names.
+      order: The mesh axes.
+      callee: What the program calls: `psum`, `pmean`, ...
+      alone: Whether the call has one array.
+    """
+
+    eqn: Any
+    number: int
+    state: State
+    dims: Dims
+    namer: Namer
+    order: Axes
+    callee: str
+    alone: bool
+
+    @property
+    def axes(self) -> Axes:
+        return axes_of(self.eqn)
+
+    def first(self, last: int) -> Operand:
+        """The same, with names of its own for the dimensions up to one, and `...` for those behind."""
+        names = iter([letter for letter in "acgijlou" if letter not in self.namer.known.values()])
+        mapped = [[word._replace(name=next(names, word.name)) for word in words] for words in self.dims[: last + 1]]
+        return replace(self, dims=[*mapped, [Word("...")]])
+
+    def partial(self, without: Sequence[str] = ()) -> Axes:
+        return tuple(a for a in self.order if a in self.state.partial and a not in without)
+
+    def at(self, dim: int) -> Word | None:
+        """The one factor of a dimension."""
+        words = self.dims[dim] if dim < len(self.dims) else []
+        return words[0] if len(words) == 1 else None
+
+    def like(self, dim: int, axes: Axes) -> Dims:
+        """The dimensions, of which one lies otherwise."""
+        return [[words[0]._replace(axes=axes)] if i == dim else words for i, words in enumerate(self.dims)]
+
+    def simple(self) -> Operand:
+        """The same, where nobody asks how a dimension of several factors is made."""
+        one = [words if len(words) == 1 else [Word(self.namer.fresh(self.dims))] for words in self.dims]
+        return replace(self, dims=one)
+
+    def _block(self, word: Word, axes: Axes, taken: str) -> Word:
+        """A factor without these axes: what a device has of it is another dimension."""
+        if not set(word.axes) & set(axes):
+            return word
+        names = [[Word(taken)], *self.dims]
+        return Word(self.namer.fresh(names), tuple(axis for axis in word.axes if axis not in axes))
+
+    def apart(self, place: int, axes: Axes) -> Iterator[tuple[str, Dims, Dims]]:
+        """The operand with a dimension of the devices, of which each has one element: its text, how it lies, and how it
+        lies with all of them. The blocks of a divided dimension become that dimension, or it is a new one."""
+        name = self.namer.fresh(self.dims, axes)
+        held = [[self._block(word, axes, name) for word in words] for words in self.dims]
+        before, after = ([*held[:place], [word], *held[place:]] for word in (Word(name, axes), Word(name)))
+        divided = [i for i, words in enumerate(self.dims) if words[0].axes[-len(axes) :] == axes]
+        if len(divided) == 1:
+            [at] = divided
+            whole = [list(words) for words in self.dims]
+            whole[at] = [Word(name, self.dims[at][0].axes), held[at][0], *whole[at][1:]]
+            sides = f'"{text_of(whole)} -> {text_of(before)}"'
+            yield f"spmd.rearrange({X}, {sides}, {name}=spmd.axis_size({_quoted(axes)}))", before, list(after)
+        yield f"jnp.expand_dims({X}, {place})", before, list(after)
+
+
+def ways(found: Operand) -> list[str]:
+    """What may be written in place of a collective, the best first; none where no verb says it."""
+    rule, params = _RULES.get(found.eqn.primitive.name), found.eqn.params
+    if rule is None or params.get("axis_index_groups") is not None:
+        return []
+    held = [i for i in range(len(found.dims)) if (word := found.at(i)) is not None and word.axes == found.axes]
+    places = [params.get(key, -1) for key in ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")]
+    last = max(places) if max(places) >= 0 else max(held, default=-1)  # any arrays whose first dimensions are alike
+    general = last >= 0 or rule is _permutes
+    return list(dict.fromkeys([*rule(found), *(rule(found.first(last)) if general else ())]))
+
+
+def _sums(found: Operand) -> Iterator[str]:
+    axes, mark = found.axes, ",".join(found.axes)
+    after = ""
+    if found.callee == "pmean":
+        if not found.alone:
+            return
+        after = f" / spmd.axis_size({_quoted(axes)})"
+    open_, close = ("(", ")") if after else ("", "")
+    if not any(set(word.axes) & set(axes) for words in found.dims for word in words):
+        rest = found.partial(axes)
+        marks = [a for a in found.order if a in (*rest, *axes)]
+        pattern = f"{text_of(found.dims, marks)} -> {text_of(found.dims, rest)}"
+        yield f'{open_}spmd.psum({X}, "{pattern}"){after}{close}'
+    yield f'{open_}spmd.psum({X}, "... {{U:{mark}}} -> ..."){after}{close}'
+
+
+def _gathers(found: Operand) -> Iterator[str]:
+    axes, dim = found.axes, found.eqn.params["all_gather_dimension"]
+    to = ', to="invarying"' if found.eqn.primitive.name == "all_gather_invariant" else ""
+    marks = found.partial(axes)
+    if found.eqn.params["tiled"]:
+        word = found.at(dim)
+        if word is not None and word.axes[len(word.axes) - len(axes) :] == axes:
+            right = found.like(dim, word.axes[: len(word.axes) - len(axes)])
+            yield f'spmd.all_gather({X}, "{text_of(found.dims, marks)} -> {text_of(right, marks)}"{to})'
+        elif word is not None and not word.axes:
+            yield f'spmd.all_gather({X}, "{text_of(found.like(dim, axes), marks)} -> {text_of(found.dims, marks)}"{to})'
+        return
+    for operand, before, after in found.apart(dim, axes):
+        yield f'spmd.all_gather({operand}, "{text_of(before, marks)} -> {text_of(after, marks)}"{to})'
+
+
+def _scatters(found: Operand) -> Iterator[str]:
+    axes, dim = found.axes, found.eqn.params["scatter_dimension"]
+    rest = found.partial(axes)
+    marks = [a for a in found.order if a in (*rest, *axes)]
+    word = found.at(dim)
+    if word is None:
+        return
+    left, right = text_of(found.dims, marks), text_of(found.like(dim, (*word.axes, *axes)), rest)
+    verb = f'spmd.psum_scatter({X}, "{left} -> {right}")'
+    yield verb if found.eqn.params["tiled"] else f"jnp.squeeze({verb}, {dim})"
+
+
+def _exchanges(found: Operand) -> Iterator[str]:
+    params, axes = found.eqn.params, found.axes
+    split, concat, marks = params["split_axis"], params["concat_axis"], found.partial(found.axes)
+    gives, takes = found.at(concat), found.at(split)
+    tiled = params["tiled"]
+    if takes is not None and gives is not None and tiled and split != concat and gives.axes[-len(axes) :] == axes:
+        right = found.like(split, (*takes.axes, *axes))
+        right[concat] = [gives._replace(axes=gives.axes[: -len(axes)])]
+        yield f'spmd.all_to_all({X}, "{text_of(found.dims, marks)} -> {text_of(right, marks)}")'
+        return
+    # each device has one element of a new dimension, and gets all of it for a part of the dimension that is split
+    place = 0 if tiled or concat <= split else concat + 1
+    at = split + (place <= split)
+    for operand, before, after in found.simple().apart(place, axes):
+        after[at] = [after[at][0]._replace(axes=(*after[at][0].axes, *axes))]
+        exchange = f'spmd.all_to_all({operand}, "{text_of(before, marks)} -> {text_of(after, marks)}")'
+        if tiled:
+            yield f"jnp.concatenate({exchange}, {concat})"
+        elif concat <= split:
+            yield f"jnp.moveaxis(jnp.squeeze({exchange}, {at}), 0, {concat})"
+        else:
+            yield f"jnp.squeeze({exchange}, {at})"
+
+
+def _permutes(found: Operand) -> Iterator[str]:
+    axes, perm = found.axes, [tuple(map(int, pair)) for pair in found.eqn.params["perm"]]
+    count = 1
+    for axis in axes:
+        count *= found.namer.sizes[axis]
+    held = [i for i in range(len(found.dims)) if (word := found.at(i)) is not None and word.axes == axes]
+    if held:
+        layout, operand, behind = text_of(found.dims, found.partial(axes), held[0]), X, ""
+    else:
+        *_, (operand, before, _) = found.apart(0, axes)
+        layout, behind = text_of(before, found.partial(axes), 0), "[0]"
+    by = {to - start for start, to in perm}
+    round_ = {step % count for step in by}
+    if len(perm) == count and len(round_) == 1:
+        [step] = round_
+        yield f'spmd.shift({operand}, "{layout}", {step if step <= count // 2 else step - count}){behind}'
+    elif len(by) == 1 and len(perm) == count - abs(step := next(iter(by))):
+        yield f'spmd.shift({operand}, "{layout}", {step}, wrap=False){behind}'
+    yield f'spmd.ppermute({operand}, "{layout}", {perm}){behind}'
+
+
+def in_groups(eqn: Any, count: int) -> str:
+    """Why a collective in groups of an axis has no verb: the groups are an axis of their own, if the mesh has it."""
+    [axis], groups = axes_of(eqn), np.asarray(eqn.params["axis_index_groups"])
+    why, size = f"groups of {axis}", groups.shape[-1]
+    by_place = np.arange(count).reshape(-1, size)
+    for found, wanted in ((by_place, 1), (np.arange(count).reshape(size, -1).T, 0)):
+        if np.array_equal(groups, found):
+            sizes = (count // size, size) if wanted else (size, count // size)
+            made = ", ".join(f"{axis}{i}={n}" for i, n in enumerate(sizes))
+            return f"{why}: on a mesh with {made} in its place it is over {axis}{wanted}"
+    return why
+
+
+def reduction(found: Operand, gone: Sequence[int], keeps: bool) -> str | None:
+    """A reduction of a divided dimension and of the devices along it, as one call; None where these differ."""
+    axes = [axis for dim in gone for word in found.dims[dim] for axis in word.axes]
+    if set(axes) != set(found.axes):
+        return None
+    kept = [[Word("1")] if d in gone else words for d, words in enumerate(found.dims) if keeps or d not in gone]
+    name = found.eqn.primitive.name.removeprefix("p")
+    return f'spmd.reduce({X}, "{text_of(found.dims)} -> {text_of(kept)}", "{name}")'
+
+
+def _quoted(axes: Axes) -> str:
+    return f'"{axes[0]}"' if len(axes) == 1 else str(axes).replace("'", '"')
+
+
+_RULES: dict[str, Callable[[Operand], Iterator[str]]] = {
+    **dict.fromkeys(("psum", "psum_invariant"), _sums),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), _gathers),
+    "reduce_scatter": _scatters,
+    "all_to_all": _exchanges,
+    "ppermute": _permutes,
+}

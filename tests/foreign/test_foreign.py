@@ -1,0 +1,80 @@
+"""Public programs, raw and as kernels: they give what whole arrays give, send the same, and raise no alarm.
+
+`SPMD_TEST_CASES=7 python -m pytest tests/foreign` runs all of them; a twelfth is the default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.checker._numbers import compared, pulled
+from tests.foreign.registry import BODIES
+from tests.sampler import share
+
+for kind in ("linear", "experts", "rings", "pipelines", "samplers", "transforms", "statistics", "caches"):
+    importlib.import_module(f"tests.foreign.{kind}")
+
+CLOSE = 3e-4
+
+
+def test_there_are_many_and_each_says_where_it_is_from():
+    assert len(BODIES) >= 55
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+ [\w./-]+:\d+", body.like) for body in BODIES.values())
+    assert len({body.like.split()[0] for body in BODIES.values()}) >= 10
+
+
+def numbers(fn, args):
+    """Results and gradients; results alone where JAX has no gradient of the program."""
+    for grad in (True, False):
+        program, arrays = pulled(fn, args, grad=grad)
+        try:
+            return jax.jit(program)(*arrays)
+        except Exception:
+            if not grad:
+                raise
+    raise AssertionError
+
+
+def same(got, wanted):
+    shared = {key: wanted[key] for key in got}
+    most = max(float(jnp.abs(x).max(initial=0)) for x in jax.tree.leaves(shared))
+    return not compared(got, shared, lambda path, x: CLOSE * np.abs(x) + CLOSE * most)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    """Public code adds a row to a matrix."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("name", share(BODIES, times=2, always=("gumbel_sample", "ring_attention")))
+def test_a_public_program(name):
+    body = BODIES[name]
+    mesh = spmd.make_mesh(**body.sizes)
+    fn, args = body.build(mesh)
+    found = spmd.check(fn, *args, build=body.build)
+    assert tuple(one.kind for one in found) == body.finds, found
+    assert str(found.source()) and str(spmd.explain(fn, *args))
+    if body.finds:
+        assert not np.array_equal(fn(*args), body.oracle(*args))
+    else:
+        assert same(numbers(fn, args), numbers(body.oracle, args))
+
+    ported = spmd.port(body.target, mesh=mesh)
+    assert not ported.differences, ported
+    assert "results: equal" in ported.same and any(re.match("sent for results: .* in both", one) for one in ported.same)
+    stays = [one for one in ported.said if not one.text]
+    assert len(stays) == body.stays and all(one.why for one in stays), ported
+    assert ("spmd.kernel(" in ported.text) != body.mapped, ported
+    assert "check_" + "vma" not in ported.text or body.mapped
+    kinds = {one.kind for one in ported.findings}
+    assert kinds >= set(body.finds) if body.mapped else kinds == ({"numbers"} if body.own else set()), ported
+    assert str(ported.findings.source()) and str(spmd.explain(ported.fn, *args)) and ported.text in str(ported)

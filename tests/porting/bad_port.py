@@ -1,0 +1,44 @@
+"""Programs that `port` refuses."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import spmd
+from tests.errors.registry import bad
+
+TEXT = "def build(mesh):\n    return lambda x: x, (1.0,)\n\n\ndef alone(mesh):\n    return lambda x: x\n"
+
+
+def refused(mesh, name):
+    """Port what a file calls so, from the folder of the file."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "layers.py").write_text(TEXT)
+        os.chdir(folder)
+        try:
+            spmd.port(f"layers.py:{name}", mesh=mesh)
+        finally:
+            os.chdir(before)
+
+
+@bad
+def a_port_of_no_file(mesh):
+    spmd.port("nothing.py:build", mesh=mesh)
+
+
+@bad
+def a_port_of_an_unknown_name(mesh):
+    refused(mesh, "built")
+
+
+@bad
+def a_port_of_a_function_alone(mesh):
+    refused(mesh, "alone")
+
+
+@bad
+def a_port_of_what_is_not_mapped(mesh):
+    refused(mesh, "build")

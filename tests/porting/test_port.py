@@ -1,0 +1,118 @@
+"""`spmd.port`: what is printed, and what both programs are compared on."""
+
+from __future__ import annotations
+
+import pytest
+
+import spmd
+from spmd.errors import SpmdError
+from spmd.porting._port import _compare
+from tests.porting.programs import mapped, ported
+
+SUM = mapped(["lax.psum(x.sum(1), 'tp')"], "(P('dp', 'tp'),)", "P('dp')")
+
+
+def test_what_is_printed(tmp_path):
+    text = str(ported(tmp_path, SUM, (4, 8)))
+    assert '@spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)\n    def program(x):' in text
+    assert "raw.py:" in text and "results: equal" in text and "gradients: equal" in text
+    assert "sent for results: 1 collectives" in text and "spmd.check: no findings: proved" in text
+
+
+def test_the_whole_file_runs_with_its_imports(tmp_path):
+    found = ported(tmp_path, SUM, (4, 8))
+    assert found.file.count("import spmd\n") == 1
+    names = {}
+    exec(found.file, names)
+    fn, args = names["build"](spmd.make_mesh(dp=2, tp=4))
+    assert (fn(*args) == found.fn(*found.args)).all()
+
+
+def test_axes_that_stay_with_the_compiler(tmp_path):
+    body = """
+    def body(x):
+        return lax.psum(x.sum(1), "tp")
+
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, axis_names={"tp"}, in_specs=P(None, "tp"), out_specs=P())
+    )
+    """
+    found = ported(tmp_path, body, (4, 8))
+    assert 'spmd.kernel("d f/tp -> d", mesh=mesh, auto="dp")(body)' in found.text and not found.differences
+
+
+def test_a_gradient_in_the_body_is_told(tmp_path):
+    body = """
+    def body(w, x):
+        return lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), "dp")
+
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P(), check_VMA=False)
+    )
+    """
+    found = ported(tmp_path, body.replace("VMA", "vma"), (3,), (8, 3))
+    assert "shard_map stays" in str(found) and "a gradient is taken in the body" in str(found)
+    assert not found.differences
+
+
+def test_what_differs_is_told(mesh):
+    import jax.numpy as jnp
+
+    same, differences = _compare((lambda x: 2 * x, (jnp.ones(4),)), (lambda x: 3 * x, (jnp.ones(4),)))
+    assert [one.split(":")[0] for one in differences] == ["result", "gradient of args[0]", "result"]
+    assert all("in both" in one for one in same)
+
+
+def test_a_program_without_a_raw_shard_map(tmp_path):
+    with pytest.raises(SpmdError, match=r"calls no raw jax\.shard_map"):
+        ported(tmp_path, "program = jax.jit(jnp.sin)", (4,))
+
+
+def test_arguments_of_a_class_of_the_file(tmp_path):
+    body = """
+    from dataclasses import dataclass
+
+    @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=[])
+    @dataclass
+    class Params:
+        w: jax.Array
+
+    def body(p, x):
+        return lax.psum(x @ p.w, "tp")
+
+    inner = jax.shard_map(body, mesh=mesh, in_specs=(Params(P("tp")), P("dp", "tp")), out_specs=P("dp"))
+    program = jax.jit(lambda w, x: inner(Params(w), x))
+    """
+    found = ported(tmp_path, body, (8, 3), (4, 8))
+    assert not found.differences and 'spmd.psum(x @ p.w, "b/dp' in found.text
+    assert any("an argument's attribute has no string" in note for note in found.notes)
+
+
+def test_a_gradient_that_the_kernel_does_not_have(tmp_path):
+    body = """
+    @functools.partial(jax.custom_vjp)
+    def summed(x):
+        return lax.psum(x, "tp")
+
+    summed.defvjp(lambda x: (lax.psum(x, "tp"), None), lambda _, g: (g,))
+
+    def body(x, w):
+        return summed(x @ w)
+
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P(), check_VMA=False)
+    )
+    """.replace("VMA", "vma")
+    found = ported(tmp_path, body, (4, 8), (8, 3))
+    assert not found.differences and "must produce an output with the same type" in str(found)
+
+
+def test_a_program_that_takes_the_gradient(tmp_path):
+    body = """
+    loss = jax.shard_map(
+        lambda x: lax.psum((x**2).sum(), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+    )
+    program = jax.jit(jax.grad(loss))
+    """
+    with pytest.raises(SpmdError, match="takes the gradient of a shard_map"):
+        ported(tmp_path, body, (8,))

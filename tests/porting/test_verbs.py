@@ -1,0 +1,128 @@
+"""Each collective as the verb that says it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import spmd
+from tests.porting.programs import UNTYPED, mapped, ported
+
+SAID = {
+    "psum": (["lax.psum(x.sum(1), 'tp')"], "(P('dp', 'tp'),)", "P('dp')", [(4, 8)], ['"b/dp {U:tp} -> b/dp"']),
+    "pmean": (
+        ["lax.pmean(x.mean(0), 'dp')"],
+        "(P('dp'),)",
+        "P()",
+        [(4, 8)],
+        ['"d {U:dp} -> d") / spmd.axis_size("dp")'],
+    ),
+    "psum_of_two_axes": (
+        ["lax.psum(x.sum(), ('dp', 'tp'))"],
+        "(P('dp', 'tp'),)",
+        "P()",
+        [(4, 8)],
+        ['"{U:dp,tp} -> scalar"'],
+    ),
+    "pmax": (
+        ["lax.pmax(jnp.max(x, 1), 'tp')"],
+        "(P(None, 'tp'),)",
+        "P()",
+        [(4, 8)],
+        ['spmd.reduce(x, "d f/tp -> d", "max")'],
+    ),
+    "all_gather": (
+        ["lax.all_gather(x, 'tp', axis=1, tiled=True, to='invarying')"],
+        "(P('dp', 'tp'),)",
+        "P('dp')",
+        [(4, 8)],
+        ['"b/dp d/tp -> b/dp d", to="invarying"'],
+    ),
+    "all_gather_of_rows": (
+        ["lax.all_gather(x, 'tp').sum(0)"],
+        "(P('dp', 'tp'),)",
+        "P('dp')",
+        [(4, 8)],
+        ["spmd.rearrange(x,", "-> k/tp b/dp m"],
+    ),
+    "psum_scatter": (
+        ["lax.psum_scatter(x @ y, 'tp', scatter_dimension=1, tiled=True)"],
+        "(P('dp', 'tp'), P('tp'))",
+        "P('dp', 'tp')",
+        [(4, 8), (8, 12)],
+        ['"b/dp f {U:tp} -> b/dp f/tp"'],
+    ),
+    "all_to_all": (
+        ["lax.all_to_all(x, 'tp', 1, 0, tiled=True)"],
+        "(P('tp'),)",
+        "P(None, 'tp')",
+        [(8, 8)],
+        ['"d/tp f -> d f/tp"'],
+    ),
+    "all_to_all_of_slots": (
+        ["lax.all_to_all(x, 'tp', 0, 0).sum(0, keepdims=True)"],
+        "(P('tp'),)",
+        "P('tp')",
+        [(16, 8)],
+        ["jnp.squeeze(", "spmd.all_to_all(spmd.rearrange("],
+    ),
+    "shift": (
+        ["lax.ppermute(x, 'tp', [(0, 1), (1, 2), (2, 3), (3, 0)])"],
+        "(P('tp'),)",
+        "P('tp')",
+        [(8,)],
+        ['spmd.shift(x, "[d/tp]", 1)'],
+    ),
+    "shift_back": (
+        ["lax.ppermute(x, 'tp', [(0, 3), (1, 0), (2, 1), (3, 2)])"],
+        "(P('tp'),)",
+        "P('tp')",
+        [(8,)],
+        ['spmd.shift(x, "[d/tp]", -1)'],
+    ),
+    "shift_without_wrapping": (
+        ["lax.ppermute(x, 'tp', [(0, 1), (1, 2), (2, 3)])"],
+        "(P('tp'),)",
+        "P('tp')",
+        [(8,)],
+        ['spmd.shift(x, "[d/tp]", 1, wrap=False)'],
+    ),
+    "ppermute": (
+        ["lax.ppermute(x, 'tp', [(0, 2), (2, 0)])"],
+        "(P('tp'),)",
+        "P('tp')",
+        [(8,)],
+        ['spmd.ppermute(x, "[d/tp]", [(0, 2), (2, 0)])'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_collective_is_said(tmp_path, name):
+    lines, specs, out, shapes, expected = SAID[name]
+    found = ported(tmp_path, mapped(lines, specs, out, UNTYPED if ".sum(0)" in lines[0] else ""), *shapes)
+    [said] = found.said
+    assert not found.differences and not found.notes, found
+    assert all(part in said.text for part in expected), said
+    assert said.text
+
+
+@pytest.mark.parametrize(("groups", "axis"), [([[0, 1], [2, 3]], "tp1"), ([[0, 2], [1, 3]], "tp0")])
+def test_groups_of_an_axis_are_an_axis(tmp_path, mesh, groups, axis):
+    lines = [f"lax.psum(x.sum(1), 'tp', axis_index_groups={groups})[:, None]"]
+    found = ported(tmp_path, mapped(lines, "(P('dp', 'tp'),)", "P('dp', 'tp')", UNTYPED), (4, 8))
+    [said] = found.said
+    assert said.why == f"groups of tp: on a mesh with tp0=2, tp1=2 in its place it is over {axis}"
+    split = spmd.make_mesh(dp=2, tp0=2, tp1=2, devices=mesh.devices.ravel())
+    other = "tp1" if axis == "tp0" else "tp0"
+
+    @spmd.kernel(f"b/dp d/tp0/tp1 -> b/dp n/{other}", mesh=split)
+    def sums(x):
+        partial = spmd.reduce(x, "b/dp d/tp0/tp1 -> b/dp {U:tp0,tp1}", "sum")
+        return spmd.psum(partial[:, None], f"b/dp n/{other} {{U:{axis}}} -> b/dp n/{other}")
+
+    whole = found.fn(*found.args)
+    firsts = [group[0] for group in groups]
+    assert np.allclose(sums(*found.args), whole[:, firsts])
+    before, after = (spmd.inspect.collectives(fn, *found.args) for fn in (found.fn, sums))
+    assert before.counts == after.counts and before.total_bytes == after.total_bytes
