@@ -114,7 +114,7 @@ def test_the_card_has_every_verb_layer_and_command():
     missing = {name for name in verbs_and_layers() if not on_the_card(name, CARD)}
     assert missing == set()
     commands = re.findall(r"^    (\w+)  +\w", _parser().format_help(), re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 9
     table = CARD.partition("## Commands")[2].partition("##")[0]
     assert [command for command in commands if not on_the_card(command, table)] == []
 
