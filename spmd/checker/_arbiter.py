@@ -301,8 +301,9 @@ def _structs_of(arrays: Sequence[Any]) -> list[Any]:
 def _typed_spec(x: Any) -> Any:
     """The spec of an argument whose type says how it lies; None of any other."""
     sharding = getattr(x, "sharding", None)
-    typed = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
-    return sharding.spec if typed else None
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding.spec
 
 
 def _placed(structs: Sequence[Any], specs: Sequence[Any], mesh: Any, sizes: Mapping[str, int]) -> list[Any]:
