@@ -82,7 +82,57 @@ def test_a_wide_line_is_noticed():
 
 def test_every_page_is_in_the_menu():
     menu = set(re.findall(r": ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert menu == {path.relative_to(DOCS / "pages").as_posix() for path in (DOCS / "pages").rglob("*.md")}
+    pages = {path.relative_to(DOCS / "pages").as_posix() for path in (DOCS / "pages").rglob("*.md")}
+    assert menu == {page for page in pages if not page.startswith("decisions/0")}  # their index is in the menu
+
+
+# -------------------- the changelog and the decisions
+
+PARTS = ["Status", "Context", "Decision", "Consequences"]
+
+
+def words(text: str) -> int:
+    """Count the words as `wc -w` does."""
+    return len(text.split())
+
+
+def without_form(pages: dict[str, str], index: str) -> list[str]:
+    """Return the decisions that lack a heading or their line in the index, and lines of the index without a page."""
+    listed = re.findall(r"^- \[(\d{4})\]\((\1-[\w-]+\.md)\): (.+)\.$", index, re.MULTILINE)
+    lines = [(name, title) for _, name, title in listed]
+    titles = {name: page.partition("\n")[0].removeprefix("# ") for name, page in pages.items()}
+    wrong = [name for name, page in pages.items() if re.findall("^## (.*)$", page, re.MULTILINE) != PARTS]
+    wrong += [name for name, title in titles.items() if lines.count((name, title)) != 1]
+    return wrong + [name for name, _ in lines if name not in pages]
+
+
+def decisions() -> tuple[dict[str, str], str]:
+    """Return the pages of the decisions by their file names, and the index."""
+    folder = DOCS / "pages" / "decisions"
+    return {path.name: path.read_text() for path in sorted(folder.glob("0*.md"))}, (folder / "index.md").read_text()
+
+
+def test_the_changelog_is_short():
+    assert words((DOCS.parent / "CHANGELOG.md").read_text()) <= 1500
+
+
+def test_every_decision_has_its_parts_and_one_line_in_the_index():
+    pages, index = decisions()
+    assert len(pages) > 30 and (DOCS / "decisions").resolve() == DOCS / "pages" / "decisions"
+    assert without_form(pages, index) == []
+    assert sorted(name[:4] for name in pages) == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    assert {name: words(page) for name, page in pages.items() if words(page) > 250 or words(page) < 80} == {}
+
+
+def test_a_decision_without_its_form_is_noticed():
+    """Meta-test."""
+    page = "# We do\n\n" + "".join(f"## {part}\n\nText.\n\n" for part in PARTS)
+    line = "- [0001](0001-do.md): We do.\n"
+    assert without_form({"0001-do.md": page}, line) == []
+    assert without_form({"0001-do.md": page.replace("## Context", "Context")}, line) == ["0001-do.md"]
+    for index in ("", line + line, line.replace("We", "They")):
+        assert without_form({"0001-do.md": page}, index) == ["0001-do.md"]
+    assert without_form({}, line) == ["0001-do.md"] and words("a b\nc") == 3
 
 
 def test_the_site_shows_examples_without_the_marks_of_doctest():
