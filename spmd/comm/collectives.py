@@ -7,8 +7,8 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
+import spmd.comm._lax as _lax
 from spmd import _compat
-from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
 from spmd.errors import Fix, LayoutError

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+import spmd.comm._lax as _lax
 from spmd import _compat
 from spmd._trees.leaves import not_int
-from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import Fix, LayoutError
 from spmd.language import Layout

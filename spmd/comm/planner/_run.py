@@ -20,8 +20,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
+import spmd.comm._lax as _lax
 from spmd import _compat
-from spmd.comm import _lax
 from spmd.comm._marks import assert_equal_p
 from spmd.comm.planner._moves import Placement, Rounds, permutation, schedule
 from spmd.comm.planner._route import Axes, Leg, NamedRoute, Request, route
