@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -149,3 +150,15 @@ def test_what_a_first_call_cannot_test_is_a_warning() -> None:
 
     with pytest.warns(UserWarning, match="It may be meant: no numbers were compared, because pure_callback"):
         kernel("b/dp d/tp -> b/dp", body).trace(X)
+
+
+def test_a_raw_body_may_mean_the_size_of_a_block() -> None:
+    """A block times an array of a block's size: on one device the shapes do not fit, which proves nothing."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    weights = jnp.arange(8.0).reshape(2, 4)
+
+    def program(x: jax.Array) -> jax.Array:
+        return jax.shard_map(lambda part: (weights * part).sum(-1), mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+
+    found = spmd.check(program, jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("x"))))
+    assert not any(one.certain for one in found) and found.verdict.kind == "not tested"
