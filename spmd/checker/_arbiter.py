@@ -343,7 +343,8 @@ def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:
     draws = np.random.default_rng((seed, 7))
 
     def one(x: Any) -> Any:
-        if isinstance(x, jax.core.Tracer):
+        unheld = getattr(_typed_spec(x), "unreduced", ())  # each device has a term, and nobody the numbers
+        if isinstance(x, jax.core.Tracer) or unheld:
             return jax.ShapeDtypeStruct(x.shape, held_dtype(x))
         if isinstance(x, jax.ShapeDtypeStruct) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x

@@ -74,6 +74,8 @@ def _asked(eqn: Any, lead: int, operands: Sequence[Array], generators: dict[Any,
     except Exception as error:  # whatever JAX says of what it cannot compute at once
         raise NotSimulated(f"{eqn.primitive.name}: {type(error).__name__}") from error
     outs = found if eqn.primitive.multiple_results else [found]
+    if not all(isinstance(out, jax.Array | np.ndarray) for out in outs):  # a `jax.Ref`
+        raise NotSimulated(f"{eqn.primitive.name} gives what is not an array")
     shared = front if 0 in mapped else (1,) * lead
     return [_held(out, v.aval, shared) for out, v in zip(outs, eqn.outvars, strict=True)]
 

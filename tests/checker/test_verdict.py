@@ -162,3 +162,21 @@ def test_a_raw_body_may_mean_the_size_of_a_block() -> None:
 
     found = spmd.check(program, jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("x"))))
     assert not any(one.certain for one in found) and found.verdict.kind == "not tested"
+
+
+def test_what_nobody_holds_is_not_an_error_of_ours() -> None:
+    """The terms of a sum that each device has, and a reference inside of a body."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+
+    def summed(x: jax.Array) -> jax.Array:
+        body = lambda x: lax.psum_scatter(x, "x", tiled=True)
+        return jax.shard_map(body, in_specs=P(unreduced={"x"}), out_specs=P("x"))(x)
+
+    def kept(x: jax.Array) -> jax.Array:
+        body = jax.jit(lambda x: jax.freeze(jax.new_ref(x)))
+        return jax.shard_map(body, out_specs=P("x"))(x)
+
+    with jax.set_mesh(mesh):
+        terms = jax.reshard(jnp.arange(8.0), P(unreduced={"x"}))
+        found = [spmd.check(summed, terms), spmd.check(kept, jax.device_put(jnp.arange(8), P("x")))]
+    assert [(list(one), one.verdict.kind) for one in found] == [([], "not tested")] * 2
