@@ -195,7 +195,7 @@ def exceptions_of_many_parts(source: Source) -> Iterator[str]:
 
 
 def messages_read(source: Source) -> Iterator[str]:
-    """Facts travel as values: nothing reads a message back but `_jax_errors.py`, and that reads only JAX's. An error's
+    """Facts travel as values: nothing reads a message back but `_jaxprs/errors.py`, and that reads only JAX's. An error's
     text may be quoted, as in f"{error}"."""
     if not source.path.startswith("spmd/") or source.path == "spmd/_jaxprs/errors.py":
         return

@@ -1,6 +1,6 @@
 """Which primitives hold jaxprs, and how their inputs and results correspond to an equation's operands and results.
 
-One table for every walk over jaxprs (`_walker`): a primitive that holds jaxprs is entered here once, and the checker,
+One table for every walk over jaxprs (`walker.py`): a primitive that holds jaxprs is entered here once, and the checker,
 `explain` and the layers know it. A primitive that is not entered counts as a call if one of its jaxprs fits its
 operands and results one to one. Otherwise no walk looks into it, and `explain` says so.
 """

@@ -2,7 +2,7 @@
 
 A `Domain` says what a value is and what an equation makes of it: the checker has states, `explain` has costs and
 placements, a layer asks which values it can make again. The walk does the rest: it reads constants, enters calls and
-branches, and repeats loops until they settle. The table of `_jaxprs` says which primitive holds which jaxprs.
+branches, and repeats loops until they settle. The table of `equations.py` says which primitive holds which jaxprs.
 """
 
 from __future__ import annotations

@@ -134,11 +134,8 @@ def _without_bodies(jaxpr: Any, name: str) -> Findings:
         none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
         return Findings((), partial(listing, jaxpr, name), none)
     sizes = dict(meshes[0].shape)
-    left = [
-        axis
-        for axis in sizes
-        if any(axis in one.partial for one in map(typed, (var.aval for var in inner.outvars)) if one)
-    ]
+    partial_along = {axis for var in inner.outvars if (state := typed(var.aval)) for axis in state.partial}
+    left = [axis for axis in sizes if axis in partial_along]
     told = [f"a result is a partial sum along {', '.join(left)}, as its type says"] if left else []
     verdict = Verdict("typed", ["JAX's types say how each value lies, and complete its sums", *told])
     recorded = record(jaxpr, name, sizes)

@@ -232,18 +232,13 @@ class _Program:
 
     def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
         """Results and gradients on a mesh of these sizes, and their form."""
-        key = (*sizes.items(), how)
+        key, structs = (*sizes.items(), how), _placed(self.structs, self.specs, self.mesh, sizes)
         if key not in self.forward:
-            structs = _placed(self.structs, self.specs, self.mesh, sizes)
             self.forward[key] = _on_mesh(self.mesh, sizes, how, self.fn, structs)
-        run, (moving, fixed) = pulled(self.forward[key], self.draws[0], grad=self.grad)
-        leaves, structure = jax.tree.flatten((moving, fixed))
+        run, given = pulled(self.forward[key], structs, grad=self.grad)
+        leaves, structure = jax.tree.flatten(given)
         flat = lambda *given: run(*jax.tree.unflatten(structure, given))
-        inexact = [jnp.issubdtype(one.dtype, jnp.inexact) for one in self.structs]
-        moved = sorted(range(len(inexact)), key=lambda i: not (self.grad and inexact[i]))  # as `pulled` gives them
-        specs = [self.specs[i] for i in moved] if len(moved) == len(leaves) else [None] * len(leaves)
-        structs = _placed(_structs_of(leaves), specs, self.mesh, sizes)
-        found = _on_mesh(self.mesh, sizes, how, flat, structs)
+        found = _on_mesh(self.mesh, sizes, how, flat, leaves)
         _check_testable(found.jaxpr, sizes)
         return found.jaxpr, _Form(found.tree, tuple(one.shape for one in found.jaxpr.out_avals))
 

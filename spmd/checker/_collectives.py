@@ -47,10 +47,9 @@ def _grouped(eqn: Any) -> bool:
     return eqn.params.get("axis_index_groups") is not None
 
 
-def _unplaced(walk: Engine, operand: State, shape: Sequence[int], equal: Axes, different: Axes = ()) -> State:
-    """A value of which only the axes along which it is equal are known."""
-    held = (operand.axes - set(equal)) | set(different)
-    return walk.kept(State(tuple(map(hidden, shape)), different=frozenset(held)))
+def _unplaced(walk: Engine, operand: State, shape: Sequence[int], different: Axes) -> State:
+    """A value of which only the axes along which it may differ are known: those of the operand, and these."""
+    return walk.kept(State(tuple(map(hidden, shape)), different=operand.axes | frozenset(different)))
 
 
 def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:
@@ -65,7 +64,7 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """psum, pmax, pmin: equal along their axes."""
     axes = walk.tracked(axes_of(eqn))
     if _grouped(eqn):
-        return [_unplaced(walk, o, shape_of(v), (), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
+        return [_unplaced(walk, o, shape_of(v), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
     name = eqn.primitive.name
     name = name if name in ("pmax", "pmin") else "psum"
     if axes and name == "psum" and walk.active and walk.checked.issuperset(axes) and walk.adds_up_gradients(eqn):
@@ -120,7 +119,7 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     axes = walk.tracked(axes_of(eqn))
     dim, shape = eqn.params["all_gather_dimension"], shape_of(eqn.outvars[0])
     if _grouped(eqn):
-        return [_unplaced(walk, operand, shape, (), axes)]
+        return [_unplaced(walk, operand, shape, axes)]
     tiled = eqn.params.get("tiled")
     if not axes:
         dims = operand.dims if tiled else (*operand.dims[:dim], free(1), *operand.dims[dim:])
@@ -232,7 +231,7 @@ def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     for operand, atom, var in zip(operands, eqn.invars, eqn.outvars, strict=True):
         shape = shape_of(var)
         if _grouped(eqn) or not eqn.params.get("tiled"):
-            outs.append(_unplaced(walk, operand, shape, (), axes))
+            outs.append(_unplaced(walk, operand, shape, axes))
             continue
         summed = _reduced(walk, eqn, operand, atom, axes, "psum")
         count = axes_product(axes, walk.sizes)
@@ -269,7 +268,7 @@ def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]
         known = eqn.primitive.name == "all_to_all" and eqn.params.get("tiled") and not _grouped(eqn)
         outs.append(_exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None)
         if outs[-1] is None:
-            outs[-1] = _unplaced(walk, operand, shape_of(var), (), axes)
+            outs[-1] = _unplaced(walk, operand, shape_of(var), axes)
     return outs
 
 
@@ -277,7 +276,7 @@ def _ragged(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """ragged_all_to_all: the result depends on the rows, on the buffer that they are written into, and on offsets."""
     rows, axes = operands[0], {axis for operand in operands for axis in operand.axes}
     [out] = eqn.outvars
-    return [_unplaced(walk, rows, shape_of(out), (), (*axes, *walk.tracked(axes_of(eqn))))]
+    return [_unplaced(walk, rows, shape_of(out), (*axes, *walk.tracked(axes_of(eqn))))]
 
 
 def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequence[int]) -> State | None:

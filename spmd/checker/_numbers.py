@@ -17,6 +17,8 @@ from jax.tree_util import keystr
 from spmd import _compat
 from spmd._trees.leaves import is_key, wrapped
 
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
+
 
 def pulled(
     fn: Callable[..., Any], args: Any, kwargs: Any = None, *, grad: bool = True, static: Collection[Any] = ()
@@ -34,12 +36,12 @@ def pulled(
       static: Positions and keywords of arguments that stay as they are, numbers included.
 
     Returns:
-      The function, and the arrays to call it with.
+      The function, and the arrays to call it with, or structs of them.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs or {})))
     leaves = [x for _, x in paths]
     free = [i for i, (path, _) in enumerate(paths) if _at(path) not in static]
-    arrays = [i for i in free if isinstance(leaves[i], jax.Array | np.ndarray | np.generic | float | complex)]
+    arrays = [i for i in free if isinstance(leaves[i], _ARRAYS)]
     moving = [i for i in arrays if grad and jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)]
     rest = [i for i in arrays if i not in moving]
 

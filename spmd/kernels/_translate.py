@@ -1,6 +1,6 @@
 """JAX's own errors that come out of a kernel's body, told again with a sentence that helps.
 
-Only `_jax_errors` reads what such an error says.
+Only `_jaxprs.errors` reads what such an error says.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from spmd._text.table import Table
 from spmd._text.units import bytes_text
 from spmd._trees.leaves import kind_of
 from spmd.checker import Findings, check
+from spmd.checker._draws import drawn
 from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import SpmdError, did_you_mean
 from spmd.inspect import collectives
@@ -342,17 +343,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _drawn(args: Any) -> Any:
-    """Arguments with numbers in place of those that have only a shape."""
-    draws = np.random.default_rng(0)
-
-    def one(x: Any) -> Any:
-        if not isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        real = jnp.issubdtype(x.dtype, jnp.floating)
-        drawn = draws.normal(size=x.shape) if real else draws.integers(0, 2, size=x.shape)
-        return jax.device_put(jnp.asarray(drawn, x.dtype), x.sharding)
-
-    return jax.tree.map(one, args)
+    """Arguments with numbers in place of those that have only a shape, where these lie."""
+    placed = lambda x, y: jax.device_put(y, x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.tree.map(placed, args, drawn(args, 0))
 
 
 def _trace(fn: Any, args: Sequence[Any], grad: bool) -> None:
