@@ -118,7 +118,7 @@ def test_the_changelog_is_short():
 
 def test_every_decision_has_its_parts_and_one_line_in_the_index():
     pages, index = decisions()
-    assert len(pages) > 30 and (DOCS / "decisions").resolve() == DOCS / "pages" / "decisions"
+    assert len(pages) > 30
     assert without_form(pages, index) == []
     assert sorted(name[:4] for name in pages) == [f"{number:04}" for number in range(1, len(pages) + 1)]
     assert {name: words(page) for name, page in pages.items() if words(page) > 250 or words(page) < 80} == {}

@@ -104,10 +104,17 @@ def stragglers() -> str:
     return "\n".join(lines)
 
 
-def leave(why: str = "") -> None:
+def leave(why: str) -> None:
     """Say why this process ends, and listen no more. In a call of JAX's service a thread does not survive the end."""
     recorder.ended = why
     _await_listener(2.0)
+
+
+def await_others() -> None:
+    """Say that this program has ended, and listen until the others have: where one hangs, all end with one code."""
+    if recorder.ended is None:
+        recorder.ended = ""
+        _await_listener(None)
 
 
 def await_verdict() -> None:
@@ -116,7 +123,7 @@ def await_verdict() -> None:
     _await_listener(2 * _GATHER)
 
 
-def _await_listener(seconds: float) -> None:
+def _await_listener(seconds: float | None) -> None:
     recorder.told.set()
     if recorder.listener is not None:
         recorder.listener.join(seconds)
@@ -129,7 +136,7 @@ def watch(patience: float, on_hang: Callable[[str], int | None] | None) -> None:
         one = Watch(jax.process_index(), jax.process_count(), patience, on_hang, client)
         threads = [threading.Thread(target=run, name="flight recorder", daemon=True) for run in (one.listen, one.guard)]
         recorder.listener = threads[0]
-        atexit.register(leave)  # called before JAX waits for the others
+        atexit.register(await_others)  # called before JAX waits for them, where its errors abort a process
         for thread in threads:
             thread.start()
 
@@ -157,17 +164,23 @@ class Watch:
         """Look at the main thread, and listen to the others, for ever."""
         try:
             while not recorder.told.wait(self._tick):
-                self._look()
-                late = recorder.laps >= _LAPS and self._idle > self.patience + self._longest
-                if self._silent() or (late and time.monotonic() > self._quiet) or self._said("places"):
-                    self._settle()
+                self._watch()
             if recorder.failed:
                 self._settle()
             elif recorder.ended is not None:
                 self._call("key_value_set", f"spmd/ended/0/{self.rank}", json.dumps(self._place(Stack(self._main))))
+            while recorder.ended == "" and len(self._said("ended")) < self.count:
+                time.sleep(self._tick)
+                self._watch()
         except jax.errors.JaxRuntimeError:  # JAX ends this process soon, if it has not ended the service itself
             if self.rank > 0 and recorder.ended is None and coordination() is self.client:
                 self._end(self._without_coordinator())
+
+    def _watch(self) -> None:
+        self._look()
+        late = recorder.laps >= _LAPS and self._idle > self.patience + self._longest
+        if self._silent() or (late and time.monotonic() > self._quiet) or self._said("places"):
+            self._settle()
 
     def guard(self) -> None:
         """End where the service does not answer: process 0, which has it, is stopped or gone."""
