@@ -22,11 +22,11 @@ from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, report
 from spmd.checker._lines import listing
 from spmd.checker._recorded import record, typed
-from spmd.checker._report import describe
 from spmd.checker._shrinking import fewer_devices, smaller
 from spmd.checker._source import called_at, is_ours, is_transposed, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
 from spmd.checker._verdict import Verdict, confirmed, judge, unknown_lines
+from spmd.checker._words import describe
 from spmd.errors import ReplicationError, SpmdError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import spmd.checker._order as orders
-import spmd.checker._report as report
+import spmd.checker._report_equations as report_equations
+import spmd.checker._report_strings as report
 from spmd._jaxprs.facts import per_shard_reason
 from spmd.checker._engine import Engine
 from spmd.checker._state import (
@@ -311,5 +312,8 @@ def order_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Stat
     said = orders.Order(eqn.params["order"], axes, walk.number(eqn))
     have = None if eqn.params["anew"] else orders.claimed(state, said)
     if have is not None and walk.checked.issuperset(axes) and not per_shard_reason(eqn, walk.callers):
-        walk.once(orders.pair(said, have), lambda: walk.note(eqn, "order", report.ordered_otherwise(walk, said, have)))
+        walk.once(
+            orders.pair(said, have),
+            lambda: walk.note(eqn, "order", report_equations.ordered_otherwise(walk, said, have)),
+        )
     return [walk.kept(state._replace(order=orders.made(state, said)))]

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd._jaxprs.equations import axes_of, shape_of
 from spmd.checker._engine import Engine
-from spmd.checker._report import (
+from spmd.checker._report_equations import (
     copies_reduced,
     gathered_out_of_order,
     nonlinear_use,

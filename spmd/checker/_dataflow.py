@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import spmd.checker._report as report
+import spmd.checker._report_equations as report_equations
+import spmd.checker._report_strings as report
 from spmd import _compat
 from spmd._jaxprs import walker
 from spmd._jaxprs.equations import Held, held, opened, shape_of
@@ -26,7 +27,7 @@ def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[Sta
     """JAX's interpreter of Pallas calls fails on values that vary, and only when the program is lowered."""
     varying = any(_compat.varying_type(result.aval) for result in eqn.outvars)
     if walk.active and varying and eqn.params.get("interpret") is True:
-        walk.note(eqn, "interpreted", report.interpreted(walk, eqn))
+        walk.note(eqn, "interpreted", report_equations.interpreted(walk, eqn))
     return walk.unread(eqn, operands)
 
 
@@ -177,7 +178,10 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
         inside = itertools.takewhile(lambda one: one.primitive.name != "shard_map", reversed(walk.callers))
         if not walk.silent(eqn) and not any(map(is_ours, (eqn, *inside))):
             walk.note(
-                eqn, "type", report.mistyped(eqn, walk.callers, mistyped(wrong[0])), where=(eqn, tuple(walk.callers))
+                eqn,
+                "type",
+                report_equations.mistyped(eqn, walk.callers, mistyped(wrong[0])),
+                where=(eqn, tuple(walk.callers)),
             )
         walk.callers = before
         if walk.findings:

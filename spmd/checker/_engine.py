@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.core
 import numpy as np
 
 import spmd.checker._order as orders
-import spmd.checker._report as report
+import spmd.checker._report_equations as report
 import spmd.checker._tables as tables
 from spmd import _compat
 from spmd._jaxprs.equations import COMMUNICATES, Held, axes_of, held, is_unknown, shape_of
@@ -19,7 +18,6 @@ from spmd._jaxprs.facts import CallName, GradientName, PerShardName, one_line
 from spmd._jaxprs.walker import Domain, Rule, equations
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
-from spmd.checker._instead import in_place_of_optax
 from spmd.checker._linear import LINEAR
 from spmd.checker._source import called_at, is_transposed, line_of
 from spmd.checker._state import (
@@ -126,9 +124,7 @@ class Engine(Domain):
         """Keep a fault of the user's. Faults in what JAX wrote, and inside our own verbs, are not the user's."""
         axes = [a for a in self.sizes if a in self.checked.intersection(axes)]
         if self.active and axes and not self.silent(eqn):
-            sums = kind in ("nonlinear", "mixed")
-            fault, other = describe(self, eqn, axes), in_place_of_optax(eqn) if sums else None
-            self.note(eqn, kind, fault if other is None else replace(fault, fix=None, advice=other))
+            self.note(eqn, kind, describe(self, eqn, axes))
 
     def note(
         self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True, line: str = ""
@@ -311,7 +307,7 @@ class Engine(Domain):
             quiet |= unknown.union(lost)
             pieces = sorted(p for p in given.pending if p.axis in quiet and p.kind not in QUIET)
             last = self.findings.pop()
-            fault = report.on_pieces_too(self, last, pieces)
+            fault = report.on_pieces_too(self, eqn, last, pieces)
             self.findings.append(found(fault, last.kind, last.line, last.certain))
             self._said_once(eqn, operands, known)
             lost = set()

@@ -135,8 +135,8 @@ class History(Domain):
 
     # --- questions
 
-    def behind(self, atom: Any, stop: Callable[[Any], bool]) -> Iterator[Any]:
-        """The variables that a value is made of, nearest first. `stop(eqn)` ends the way back at an equation."""
+    def behind(self, atom: Any, stop: Callable[[Any, tuple[Any, ...]], bool] | None = None) -> Iterator[Any]:
+        """The variables that a value is made of, nearest first. `stop(eqn, callers)` ends the way back."""
         seen: set[Any] = set()
         todo = collections.deque([atom])
         while todo:
@@ -146,7 +146,7 @@ class History(Domain):
             seen.add(var)
             yield var
             made = self.made.get(var)
-            if made is not None and stop(made[0]):
+            if made is not None and stop is not None and stop(made[0], made[2]):
                 continue
             todo += self.operands(var)
 
@@ -159,7 +159,7 @@ class History(Domain):
         """Why a value differs along an axis, oldest first."""
         found: dict[Any, Origin] = {}
         marks: list[Origin] = []
-        ends = lambda eqn: axis in axes_of(eqn) and eqn.primitive.name in _ENDS
+        ends = lambda eqn, _: axis in axes_of(eqn) and eqn.primitive.name in _ENDS
         for var in self.behind(atom, ends):
             if var in self.inputs:
                 label, axes = self.inputs[var]
@@ -182,7 +182,7 @@ class History(Domain):
         """The gathers that made a value equal along an axis."""
         found: dict[int, Origin] = {}
 
-        def ends(eqn: Any) -> bool:
+        def ends(eqn: Any, _: Any) -> bool:
             return axis in (*axes_of(eqn), *eqn.params.get("moving", ())) and eqn.primitive.name in _GATHERED
 
         for var in self.behind(atom, ends):
@@ -196,11 +196,11 @@ class History(Domain):
 
     def made_by(self, atom: Any, name: str) -> bool:
         """Whether an equation of this primitive is among those that made a value."""
-        return any(var in self.made and self.made[var][0].primitive.name == name for var in self.behind(atom, _never))
+        return any(var in self.made and self.made[var][0].primitive.name == name for var in self.behind(atom))
 
     def declared(self, atom: Any, axes: Sequence[str]) -> bool:
         """Whether a string says that a value, or what it is made of, is a partial sum along these axes."""
-        for var in self.behind(atom, _never):
+        for var in self.behind(atom):
             made = self.made.get(var)
             said = made[0].params if made is not None and made[0].primitive.name == "spmd_layout" else None
             if said is not None and set(axes) <= {*said["layout"].unreduced}:
@@ -242,12 +242,8 @@ class History(Domain):
 
     def line(self, atom: Any) -> str:
         """The nearest line of the user's among those that made a value."""
-        made = (self.made[var][0] for var in self.behind(atom, _never) if var in self.made)
+        made = (self.made[var][0] for var in self.behind(atom) if var in self.made)
         return next(filter(None, map(line_of, made)), "")
-
-
-def _never(eqn: Any) -> bool:
-    return False
 
 
 def labels_of(body: Any, count: int, names: Sequence[str] = ()) -> list[str]:

@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from spmd._jaxprs.equations import call_of, opened, shape_of
+from spmd.checker._calls import Call, call_around
 from spmd.checker._rounding import rounds
-from spmd.checker._source import called_in_jax
 from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim
 from spmd.checker._table import TABLE
 from spmd.language import Layout
@@ -28,10 +28,21 @@ class Made:
 
     op: str  # "sum", "mean", "max", ...; "scaled": a sum divided by the number of its terms, for whatever reason
     axes: frozenset[str] = frozenset()
-    name: str | None = None  # the argument that was reduced, and how; None where it was something else
-    layout: Layout | None = None
+    name: str | None = None  # what was reduced, as the user writes it
+    layout: Layout | None = None  # how it lay, or how an argument does that lies and is as large as it
+    shape: tuple[int, ...] = ()  # of what was reduced
     dims: tuple[int, ...] = ()
-    count: int = 0
+    call: Call | None = None  # the user's, that did it
+
+    @property
+    def count(self) -> int:
+        """How many terms one number has on each device."""
+        return math.prod(self.shape[d] for d in self.dims)
+
+    @property
+    def with_ones(self) -> tuple[int, ...]:
+        """The shape of the result if it keeps what is reduced, with size 1."""
+        return tuple(1 if d in self.dims else n for d, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -92,14 +103,24 @@ def place_of(walk: Any, atom: Any, state: State) -> Place | None:
     return Place(dims, made, at.counts(), argument and argument[0])
 
 
+def reduction_of(walk: Any, atom: Any) -> Made | None:
+    """The reduction over a divided dimension that a value is a part of; None where that is not known."""
+    return _At(walk, atom).reduction()
+
+
 def operation_of(walk: Any, atom: Any) -> str | None:
     """Whether a partial sum is a "sum" or a "mean" of what each device has; None where that is not known."""
     at = _At(walk, atom)
     if (reduction := at.reduction()) is not None:
         return reduction.op
-    while (made := at.made()) is not None and made[0].primitive.name in (*_SAME, *_SHAPED):
+    while (made := at.made()) is not None and is_moved(made[0]):
         at = made[1].of(made[0].invars[0])
     return "sum" if made is not None and made[0].primitive.name in ("reduce_sum", "dot_general") else None
+
+
+def is_moved(eqn: Any) -> bool:
+    """Whether an equation gives the numbers that it is given."""
+    return eqn.primitive.name in (*_SAME, *_SHAPED)
 
 
 def lying(state: State) -> Place:
@@ -110,7 +131,7 @@ def lying(state: State) -> Place:
 
 def _whole(walk: Any, atom: Any) -> bool:
     """Whether an equal value is as large as whole arguments. Of another shape, as noise, it may be a block."""
-    made = [(var, walk.history.made.get(var)) for var in walk.history.behind(atom, lambda eqn: False)]
+    made = [(var, walk.history.made.get(var)) for var in walk.history.behind(atom)]
     argument = lambda var: var in walk.history.arguments or bool(walk.history.made_of.get(var))
     return all(argument(var) if one is None else _keeps_sizes(one[0]) for var, one in made)
 
@@ -163,6 +184,22 @@ class _At:
 
     def of(self, operand: Any) -> _At:
         return replace(self, atom=operand)
+
+    def written_for(self, call: Call) -> str | None:
+        """How the user writes it, who calls a function on it; None of what the function has made of that."""
+        made = self.walk.history.producer(self.atom)
+        return call.operand if made is not None and not call.is_of(call_around(*made)) else None
+
+    def layout_of(self, state: State) -> Layout | None:
+        """The layout of an argument that lies as it does, and is as large."""
+        alike = lambda var, layout: shape_of(var) == shape_of(self.atom) and _as_said(layout, state)
+        arguments = self.walk.history.arguments.items()
+        return next((layout for var, (_, layout) in arguments if alike(var, layout)), None)
+
+    def callers_of(self, eqn: Any) -> tuple[Any, ...]:
+        """The equations around an equation that reads it."""
+        made = self.walk.history.made.get(eqn.outvars[0])
+        return self.calls or (made[2] if made else ())
 
     def state(self) -> State | None:
         """Its state, if no other call of the same jaxpr can have had another one."""
@@ -249,7 +286,7 @@ def _changed(eqn: Any, ins: Sequence[_At]) -> Made | None:
 def _reshaped(eqn: Any, ins: Sequence[_At]) -> Made | None:
     """The reduction behind a value of another shape: each element still has as many terms."""
     made = ins[0].reduction()
-    return made and replace(made, name=None)
+    return made and (made if shape_of(eqn.outvars[0]) == made.with_ones else replace(made, name=None))
 
 
 def _converted(eqn: Any, ins: Sequence[_At]) -> Made | None:
@@ -262,8 +299,10 @@ def _retyped(eqn: Any, ins: Sequence[_At]) -> Made | None:
 
 
 def _marked(eqn: Any, ins: Sequence[_At]) -> Made | None:
-    layout = eqn.params["layout"]
-    return Made("sum") if layout.unreduced else ins[0].reduction() if layout.has_ellipsis else None
+    layout, made = eqn.params["layout"], ins[0].reduction()
+    if layout.unreduced:
+        return made if made is not None and made.op == "sum" else Made("sum")
+    return made if layout.has_ellipsis else None
 
 
 def _sum(eqn: Any, ins: Sequence[_At]) -> Made | None:
@@ -282,7 +321,8 @@ def _product(eqn: Any, ins: Sequence[_At]) -> Made | None:
     if made is None or not second.whole() or (eqn.primitive.name == "div" and rounds(eqn)):
         return None
     if made.op == "sum" and made.count and second.value() in (made.count, 1 / made.count):
-        return replace(made, op="mean" if called_in_jax(eqn, "mean") else "scaled")
+        together = made.call is not None and made.call.is_of(call_around(eqn, ins[0].callers_of(eqn)))
+        return replace(made, op="mean" if together else "scaled")
     return replace(made, name=None)  # each element still has as many terms
 
 
@@ -296,9 +336,9 @@ def _reduced(op: str) -> Callable[[Any, Sequence[_At]], Made | None]:
             return _changed(eqn, ins) if op == "sum" else None
         if state.partial or state.pending:
             return None
-        name, layout = ins[0].argument() or (None, None)
-        shape = shape_of(eqn.invars[0])
-        return Made(op, axes, name, layout, gone, math.prod(shape[d] for d in gone))
+        call = call_around(eqn, ins[0].callers_of(eqn))
+        name, layout = ins[0].argument() or (ins[0].written_for(call), ins[0].layout_of(state))
+        return Made(op, axes, name, layout, shape_of(eqn.invars[0]), gone, call)
 
     return rule
 
@@ -310,7 +350,7 @@ def _contracted(eqn: Any, ins: Sequence[_At]) -> Made | None:
         return None
     (gone, _), _ = eqn.params["dimension_numbers"]
     axes = frozenset(axis for d in gone for axis in axes_of_dim(states[0].dims[d]))
-    return Made("sum", axes, count=math.prod(shape_of(eqn.invars[0])[d] for d in gone))
+    return Made("sum", axes, shape=shape_of(eqn.invars[0]), dims=tuple(gone))
 
 
 def _summed(eqn: Any, ins: Sequence[_At]) -> Made | None:

@@ -104,6 +104,11 @@ def is_users(file: str) -> bool:
     return is_outside(file) and not file.startswith((*_INSTALLED, "<frozen "))
 
 
+def is_of_library(file: str) -> bool:
+    """Whether a file is part of JAX, or of another package that was installed; not of this one."""
+    return not is_users(file) and not file.startswith(_PACKAGE)
+
+
 def line_of(eqn: Any, callers: Sequence[Any] = ()) -> LineName:
     """`file:line (function)` of the user's line, or "" if no frame is theirs.
 
@@ -180,17 +185,6 @@ def short_file(file: str) -> str:
     for folder in (*_INSTALLED[::-1], os.getcwd() + os.sep):  # the standard library lies around the packages
         file = file.removeprefix(folder)
     return shown_file(file)
-
-
-def called_in_jax(eqn: Any, function: str) -> bool:
-    """Whether the user's line called JAX's function of this name, which made the equation: `jnp.mean` divides."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    for frame in getattr(traceback, "frames", ()):
-        if not _compat.in_jax(frame.file_name):
-            return False
-        if frame.function_name == function:
-            return True
-    return False
 
 
 def short_line(line: str) -> str:

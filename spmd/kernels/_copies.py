@@ -90,7 +90,7 @@ def _needed(jaxpr: Any, axes: Iterable[str]) -> Places:
     history = History(jaxpr)
     found: set[Any] = set()
     for axis in axes:
-        equal = lambda eqn, axis=axis: axis in axes_of(eqn) and eqn.primitive.name in EQUAL
+        equal = lambda eqn, _, axis=axis: axis in axes_of(eqn) and eqn.primitive.name in EQUAL
         for atom in _ends(jaxpr):
             if axis in _compat.varying_type(atom.aval):
                 continue

@@ -208,19 +208,14 @@ def block_leaves_without_its_axis_fixed(mesh):
     np.testing.assert_allclose(body("b/dp d -> b d", lambda x: all_gather(2 * x, "b/dp d -> b d"), mesh), 2 * X)
 
 
-def in_place(fix, x):
-    """The lines in place of a function of JAX: a name for the mean, and what is made of it."""
-    return fix(1, x=x, **fix(x=x))
-
-
 @bad
 def variance_of_blocks(mesh):
     body("b/dp d/tp -> b/dp", lambda x: x.var(-1), mesh)
 
 
 @fixed
-def variance_of_blocks_fixed(mesh, fix):
-    out = body("b/dp d/tp -> b/dp", lambda x: in_place(fix, x), mesh)
+def variance_of_blocks_fixed(mesh):
+    out = body("b/dp d/tp -> b/dp", lambda x: all_gather(x, "b/dp d/tp -> b/dp d").var(-1), mesh)
     np.testing.assert_allclose(out, X.var(-1), rtol=1e-6)
 
 
@@ -230,8 +225,12 @@ def deviation_of_blocks(mesh):
 
 
 @fixed
-def deviation_of_blocks_fixed(mesh, fix):
-    out = body("b/dp d/tp -> b/dp 1", lambda x: in_place(fix, x), mesh)
+def deviation_of_blocks_fixed(mesh):
+    out = body(
+        "b/dp d/tp -> b/dp 1",
+        lambda x: jnp.std(all_gather(x, "b/dp d/tp -> b/dp d"), axis=1, ddof=1, keepdims=True),
+        mesh,
+    )
     np.testing.assert_allclose(out, X.std(1, ddof=1, keepdims=True), rtol=1e-6)
 
 
@@ -241,8 +240,10 @@ def deviation_of_all(mesh):
 
 
 @fixed
-def deviation_of_all_fixed(mesh, fix):
-    np.testing.assert_allclose(body("b/dp d/tp -> scalar", lambda x: in_place(fix, x), mesh), X.std(), rtol=1e-6)
+def deviation_of_all_fixed(mesh):
+    np.testing.assert_allclose(
+        body("b/dp d/tp -> scalar", lambda x: all_gather(x, "b/dp d/tp -> b d").std(), mesh), X.std(), rtol=1e-6
+    )
 
 
 @bad
@@ -257,14 +258,22 @@ def norm_of_blocks(mesh):
 
 
 @fixed
-def norm_of_blocks_fixed(mesh, fix):
-    out = body("b/dp d/tp -> scalar", lambda x: fix(x=x), mesh)
+def norm_of_blocks_fixed(mesh):
+    out = body("b/dp d/tp -> scalar", lambda x: jnp.linalg.norm(all_gather(x, "b/dp d/tp -> b d")), mesh)
     np.testing.assert_allclose(out, np.linalg.norm(X), rtol=1e-6)
 
 
 @bad
 def norm_of_order_three(mesh):
     body("b/dp d/tp -> b/dp", lambda x: jnp.linalg.norm(x, ord=3, axis=-1), mesh)
+
+
+@fixed
+def norm_of_order_three_fixed(mesh):
+    out = body(
+        "b/dp d/tp -> b/dp", lambda x: jnp.linalg.norm(all_gather(x, "b/dp d/tp -> b/dp d"), ord=3, axis=-1), mesh
+    )
+    np.testing.assert_allclose(out, np.linalg.norm(X, ord=3, axis=-1), rtol=1e-6)
 
 
 @bad
@@ -295,8 +304,8 @@ def softmax_of_blocks(mesh):
 
 
 @fixed
-def softmax_of_blocks_fixed(mesh, fix):
-    out = body("b/dp d/tp -> b/dp d/tp", lambda x: fix(x=x), mesh)
+def softmax_of_blocks_fixed(mesh):
+    out = body("b/dp d/tp -> b/dp d/tp", lambda x: spmd.softmax(x, "b/dp [d/tp]"), mesh)
     np.testing.assert_allclose(out, jax.nn.softmax(X), rtol=1e-6)
 
 
@@ -306,8 +315,9 @@ def log_softmax_of_blocks(mesh):
 
 
 @fixed
-def log_softmax_of_blocks_fixed(mesh, fix):
-    out = body("b/dp d/tp -> b/dp d/tp", lambda x: fix(x=x), mesh)
+def log_softmax_of_blocks_fixed(mesh):
+    whole = lambda x: spmd.split(jax.nn.log_softmax(all_gather(x, "b/dp d/tp -> b/dp d")), "b/dp d -> b/dp d/tp")
+    out = body("b/dp d/tp -> b/dp d/tp", whole, mesh)
     np.testing.assert_allclose(out, jax.nn.log_softmax(X), rtol=1e-5)
 
 
@@ -317,8 +327,8 @@ def logsumexp_of_blocks(mesh):
 
 
 @fixed
-def logsumexp_of_blocks_fixed(mesh, fix):
-    out = body("b/dp d/tp -> b/dp", lambda x: fix(x=x), mesh)
+def logsumexp_of_blocks_fixed(mesh):
+    out = body("b/dp d/tp -> b/dp", lambda x: jax.nn.logsumexp(all_gather(x, "b/dp d/tp -> b/dp d"), axis=-1), mesh)
     np.testing.assert_allclose(out, jax.nn.logsumexp(X, axis=-1), rtol=1e-6)
 
 
@@ -360,6 +370,14 @@ def optax_norm_of_a_divided_array(mesh):
     spmd.kernel("d/tp -> scalar", mesh=mesh)(lambda gradient: optax.tree.norm({"w": gradient}))(V)
 
 
+@fixed
+def optax_norm_of_a_divided_array_fixed(mesh):
+    norm = spmd.kernel("d/tp -> scalar", mesh=mesh)(
+        lambda gradient: optax.tree.norm({"w": all_gather(gradient, "d/tp -> d")})
+    )
+    np.testing.assert_allclose(norm(V), np.linalg.norm(V), rtol=1e-6)
+
+
 @bad
 def optax_loss_of_a_divided_vocabulary(mesh):
     fn = lambda scores, y: optax.softmax_cross_entropy_with_integer_labels(scores, y).sum()
@@ -369,9 +387,9 @@ def optax_loss_of_a_divided_vocabulary(mesh):
 @fixed
 def optax_loss_of_a_divided_vocabulary_fixed(mesh):
     y = np.arange(8) % 4
-    fn = lambda scores, y: spmd.nn.cross_entropy(scores, y, tp="tp", dp="dp")
-    wanted = optax.softmax_cross_entropy_with_integer_labels(X, y).mean()
-    np.testing.assert_allclose(body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, y), wanted, rtol=1e-6)
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    fn = lambda scores, y: spmd.psum(loss(all_gather(scores, "b/dp v/tp -> b/dp v"), y).sum(), "{U:dp} -> scalar")
+    np.testing.assert_allclose(body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, y), loss(X, y).sum(), rtol=1e-6)
 
 
 @bad

@@ -150,7 +150,7 @@ def one(fn, *also):
 
 def test_one_mistake_is_one_finding() -> None:
     """A maximum and a sum of pieces, a sum that is used twice, noise beside two divided dimensions."""
-    assert str(one(jax.nn.softmax)).endswith('fix: spmd.softmax(x, "b/dp [d/tp]")')
+    assert str(one(jax.nn.softmax)).endswith("advice: spmd.softmax, which takes a divided dimension")
     assert one(lambda x: x + jax.nn.logsumexp(x, axis=1, keepdims=True)).kind == "nonlinear"
     assert "divided over tp" in one(lambda x: x - jnp.var(x, axis=1, keepdims=True)).rule
 
@@ -159,7 +159,7 @@ def test_one_mistake_is_one_finding() -> None:
         return shifted / shifted.sum(1, keepdims=True)
 
     finding = one(by_hand)
-    assert 'advice: spmd.reduce(<the array>, "b/dp d/tp -> b/dp 1"); and' in str(finding) and "lax.pmax" in str(finding)
+    assert 'psum(<the partial sum>, "... {U:tp} -> ...")' in str(finding) and "lax.pmax" in str(finding)
     noise = one(lambda x, key: x + jax.random.normal(key, x.shape), jax.random.key(0))
     assert noise.kind == "noise"
     assert "random numbers, which are the same on every device along dp and tp" in noise.rule

@@ -88,7 +88,7 @@ def test_what_a_value_is_made_of(seed):
     run = jax.jit(program)
     args = [np.asarray(rng.normal(size=3), np.float32) for _ in range(3)]
     jaxpr = jax.make_jaxpr(program)(*args)
-    behind = set(History(jaxpr).behind(jaxpr.jaxpr.outvars[0], lambda eqn: False))
+    behind = set(History(jaxpr).behind(jaxpr.jaxpr.outvars[0], lambda *_: False))
     for i, var in enumerate(jaxpr.jaxpr.invars):
         moved = [a + 100.0 * (j == i) for j, a in enumerate(args)]
         if not np.array_equal(run(*args), run(*moved)):
@@ -102,9 +102,11 @@ def test_what_a_value_is_made_of(seed):
 def test_what_nothing_uses_is_not_behind():
     jaxpr = jax.make_jaxpr(lambda x, y: (jnp.sin(x), jnp.cos(y)))(1.0, 2.0)
     found, (one, _) = History(jaxpr), jaxpr.jaxpr.outvars
-    assert set(found.behind(one, lambda eqn: False)) == {one, jaxpr.jaxpr.invars[0]}
+    assert set(found.behind(one, lambda *_: False)) == {one, jaxpr.jaxpr.invars[0]}
     assert found.made_by(one, "sin") and not found.made_by(one, "cos")
-    assert list(found.behind(one, lambda eqn: eqn.primitive.name == "sin")) == [one], "the way ends where it is told to"
+    assert list(found.behind(one, lambda eqn, _: eqn.primitive.name == "sin")) == [one], (
+        "the way ends where it is told to"
+    )
 
 
 def test_declared_partial_sums():

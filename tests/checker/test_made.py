@@ -160,4 +160,4 @@ def test_a_sum_is_to_be_summed() -> None:
     kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
     with pytest.raises(spmd.ReplicationError) as raised:
         kernel(lambda x: x * lax.rsqrt(jnp.sum(x**2, axis=1, keepdims=True)))(jnp.ones((4, 16)))
-    assert str(raised.value).endswith('\nfix: spmd.reduce(x ** 2, "b/dp d/tp -> b/dp 1")')
+    assert str(raised.value).endswith('\nfix: spmd.reduce(x**2, "b/dp d/tp -> b/dp 1")')

@@ -1,0 +1,105 @@
+"""The user's call that made an equation: nobody can write a collective into a function that is not theirs."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from spmd import _compat
+from spmd._jaxprs.equations import opened
+from spmd.checker._source import is_of_library
+
+_ROOMS = ("spmd", "spmd.parallel", "spmd.nn")
+
+
+class Call(NamedTuple):
+    """One expression of the user's, and the function of a library that it calls.
+
+    Attributes:
+      expression: What was running, and where the expression begins and ends there; None where nobody knows.
+      body: The jaxpr of the function, if JAX traced it alone. It may have been traced at another call.
+      names: The functions that were running inside of it, outermost first.
+    """
+
+    expression: Any
+    body: Any
+    names: tuple[str, ...]
+
+    def is_of(self, other: Call) -> bool:
+        """Tell whether both are the same call."""
+        same = self.expression is not None and self.expression == other.expression
+        return same or (self.body is not None and self.body is other.body)
+
+    @property
+    def namesake(self) -> str | None:
+        """The public function of this package with the name of one that was running."""
+        for name, room in itertools.product(self.names, _ROOMS):
+            if name in getattr(sys.modules.get(room), "__all__", ()):
+                return f"{room}.{name}"
+        return None
+
+    @property
+    def operand(self) -> str | None:
+        """The array that it is called on, as the user wrote it: `x**2` of `jnp.sum(x**2, 1)` and of `(x**2).sum(1)`."""
+        if self.expression is None:
+            return None
+        code, (first, start, last, end) = self.expression
+        lines = [line.encode() for line in linecache.getlines(code.co_filename)[first - 1 : last]]
+        if len(lines) != 1:
+            return None
+        text = lines[0][start:end].decode()
+        try:
+            called = ast.parse(text, mode="eval").body
+        except SyntaxError:
+            return None
+        if not isinstance(called, ast.Call):
+            return None
+        of = called.func.value if isinstance(called.func, ast.Attribute) else None
+        owner = of
+        while isinstance(owner, ast.Attribute):
+            owner = owner.value
+        function = of is None or (isinstance(owner, ast.Name) and owner.id in _modules(code.co_filename))
+        node = (called.args or [None])[0] if function else of
+        return None if node is None else ast.get_source_segment(text, node)
+
+
+@functools.lru_cache(maxsize=64)
+def _modules(file: str) -> frozenset[str]:
+    """The names that a file imports."""
+    found = (node for node in ast.walk(ast.parse("".join(linecache.getlines(file)))) if hasattr(node, "names"))
+    names = (one for node in found if not isinstance(node, ast.Global | ast.Nonlocal) for one in node.names)
+    return frozenset(one.asname or one.name.partition(".")[0] for one in names)
+
+
+def call_around(eqn: Any, callers: Sequence[Any]) -> Call:
+    """Return the user's call that an equation is a part of."""
+    inside = list(itertools.takewhile(lambda one: one.primitive.name != "shard_map", reversed(callers)))
+    library = next(filter(_runs_library, reversed(inside)), None)
+    stack = _compat.call_stack(eqn if library is None else library)
+    running = itertools.takewhile(lambda one: is_of_library(one[0].co_filename), stack)
+    names = [code.co_qualname.partition(".")[0] for code, _ in running]
+    expression = stack[len(names)] if len(names) < len(stack) else None
+    if library is None:
+        return Call(expression, None, tuple(names[::-1]))
+    return Call(expression, opened(library.params["jaxpr"])[0], (*names[::-1], library.params.get("name", "")))
+
+
+def given_to(walk: Any, atom: Any, call: Call) -> Iterator[Any]:
+    """The variables that a call was given, of those that a value of it is made of."""
+    made = walk.history.made
+    within = lambda var: var in made and call.is_of(call_around(made[var][0], made[var][2]))
+    for var in walk.history.behind(atom, lambda *where: not call.is_of(call_around(*where))):
+        if not within(var) and (var in made or not walk.history.operands(var)):
+            yield var
+
+
+def _runs_library(eqn: Any) -> bool:
+    """Whether an equation calls a function of a library that was traced alone."""
+    jaxpr = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
+    file = None if jaxpr is None else getattr(opened(jaxpr)[0].debug_info, "func_filename", None)
+    return file is not None and is_of_library(file)

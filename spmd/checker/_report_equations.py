@@ -1,0 +1,249 @@
+"""What is wrong with what an equation does: one function for each way, which returns the message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from spmd._jaxprs.equations import opened, shape_of
+from spmd.checker._calls import call_around
+from spmd.checker._mends import (
+    OWN_NOISE,
+    completed,
+    completed_first,
+    of_the_whole,
+    partial_operands,
+    reduced,
+    sent_in_a_byte,
+    summed_in,
+)
+from spmd.checker._rounding import rounds
+from spmd.checker._source import line_of
+from spmd.checker._state import Dim, Pending, State, axes_of_dim
+from spmd.checker._words import done_to_pieces, joined, listed, marked, named, pieces_of, reasons, where
+from spmd.errors import Fault
+
+
+def not_completed(walk: Any, eqn: Any, axes: Sequence[str], pending: Sequence[Pending]) -> Fault:
+    """A reduction of what was done to pieces, that does not complete it."""
+    rule = f"{done_to_pieces(pending)}, and {named(eqn)} does not complete that."
+    rule = rule[0].upper() + rule[1:]
+    got = (*where(walk, eqn), *pieces_of(walk, pending))
+    return Fault(rule, walk.kernel, None, None, got, advice=completed(walk, pending))
+
+
+def summed_by_gradient(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A sum that a gradient adds inside a body."""
+    along, marks = listed(axes), ",".join(axes)
+    rule = f"the gradient of a value that is equal on {along} is summed over {along} here, and nobody wrote this sum."
+    shape = ",".join(str(n) for n in getattr(eqn.outvars[0].aval, "shape", ()))
+    got = (f"the sum: {eqn.outvars[0].aval.dtype}[{shape}], of what each device along {along} computes",)
+    advice = (
+        f'spmd.value_and_grad(fn, loss="{{U:{marks}}}") in place of jax.grad, if each device has a term of the loss;\n'
+        f'x = spmd.defer(x, "... -> ... {{R:{marks}}}") before it, if each device keeps its own gradient'
+    )
+    return Fault(rule, walk.kernel, None, None, got, advice=advice)
+
+
+def mistyped(eqn: Any, callers: Sequence[Any], axes: Sequence[str]) -> Fault:
+    """A value that JAX's type calls equal, and that differs."""
+    along = listed(axes)
+    rule = f"JAX types the result of {named(eqn)} equal on {along}, and it differs there: gradients follow JAX's type."
+    names = f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes))
+    advice = f'jax.lax.pcast(<the result>, {names}, to="varying")'
+    place = line_of(eqn, callers)
+    return Fault(rule, None, None, None, (f"{named(eqn)} at {place}",) if place else (), advice=advice)
+
+
+def copies_reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A sum of equal values."""
+    along = listed(axes)
+    n = 1
+    for axis in axes:
+        n *= walk.sizes[axis]
+    rule = f"{named(eqn)} over {along} of a value that is equal there: it becomes {n} times as large."
+    got = (*where(walk, eqn), *[f"gathered at {line_of(o.eqn, o.callers)}" for a in axes
+                                for o in walk.history.gathers(eqn.invars[0], a)])  # fmt: skip
+    return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=f"leave out {along}, or lax.pmean")
+
+
+def gathered_out_of_order(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[str]) -> Fault:
+    """Blocks joined in another order than they were cut."""
+    have = axes_of_dim(state.dims[dim])
+    rule = (
+        f"dimension {dim} is divided over {'/'.join(have)}, the first of them outermost, and gathering "
+        f"{'/'.join(axes)} joins its blocks in another order."
+    )
+    if have == tuple(axes):  # an outer axis is gone already, and its blocks lie around these
+        rule = (
+            f"dimension {dim} was gathered over an outer axis before {'/'.join(axes)}, "
+            "and now its blocks are joined in another order."
+        )
+    got = (*where(walk, eqn), *reasons(walk, eqn.invars[0], axes))
+    return Fault(rule, walk.kernel, None, None, got, advice=f"gather {'/'.join(have[::-1][:1])} first, the innermost")
+
+
+def orders_differ(walk: Any, eqn: Any, axes: Sequence[str], one: Any, other: Any) -> Fault:
+    """Elements in one order are combined with elements in another one."""
+    rule = f"{named(eqn)} of two arrays whose elements lie in different orders along {listed(axes)}."
+    got = (*where(walk, eqn), *(_in_order(walk, each) for each in (one, other)))
+    return Fault(rule, walk.kernel, None, None, got, advice=_ONE_ORDER)
+
+
+def ordered_otherwise(walk: Any, said: Any, have: Any) -> Fault:
+    """A value is taken for one in another order."""
+    one, other = have.placement, said.placement
+    rule = f"The elements along {listed(have.axes)} lie in {one} order, and are read in {other} order."
+    got = (_in_order(walk, have), _in_order(walk, said))
+    return Fault(rule, walk.kernel, None, None, got, advice=_ONE_ORDER)
+
+
+def _in_order(walk: Any, order: Any) -> str:
+    line = line_of(*walk.made_pending[order.at])
+    return f"{order.placement}, as said at {line}" if line else f"{order.placement}, as said in {walk.kernel}"
+
+
+_ONE_ORDER = "give the same placement= in place_sequence, sequence_positions and attention"
+
+
+def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[tuple[Dim, Dim]], noise: bool) -> Fault:
+    """Two operands lie differently along some dimensions."""
+    lies = [[f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in d] for d in dims]
+    along = [f"along one dimension one is {one}, the other {other}" for one, other in lies]
+    rule = f"{named(eqn)} of two arrays that lie differently: {listed(along)}."
+    advice = f"split, gather or relayout one of them; spmd.iota and spmd.random make blocks along {listed(axes)}"
+    if noise:
+        numbers = f"random numbers, which are the same on every device along {listed(axes)}"
+        rule = f"{named(eqn)} with {numbers}: the other array is divided there, and its blocks get the same numbers."
+        advice = OWN_NOISE
+    got = [*where(walk, eqn)]
+    for number, atom in enumerate(eqn.invars[:3]):
+        why = [f"operand {number}: {line}" for axis in axes for line in reasons(walk, atom, [axis])]
+        got += why
+        if not why and not noise and _counts(walk, atom):
+            got.append(f"operand {number}: made from numbers that begin at 0 on each device, as those of jnp.arange")
+            advice = f'spmd.iota("<name>/{axes[0]}"), which goes on from block to block; or split the other array'
+        if not why and _is_constant(walk, atom):
+            got.append(f"operand {number}: an array of the program itself, as NumPy's random numbers: equal everywhere")
+            advice = f"{OWN_NOISE}; or an argument of the kernel, which is divided"
+        if (rank := _rank_before_broadcasting(walk, atom)) is not None:
+            got.append(f"operand {number}: rank {rank}, and broadcasting gives it rank {len(shape_of(atom))}")
+            advice = f'keep a reduced dimension as 1, "b d/tp -> b 1" or keepdims=True; or else {advice}'
+    return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=advice)
+
+
+def _is_constant(walk: Any, atom: Any) -> bool:
+    """Whether a value is made of arrays that the program closed over, and of nothing else."""
+    ends = [var for var in walk.history.behind(atom) if not walk.history.operands(var)]
+    return bool(ends) and all(var not in walk.history.made and var not in walk.history.arguments for var in ends)
+
+
+def _counts(walk: Any, atom: Any) -> bool:
+    """Whether a value is made from the numbers of `jnp.arange` or the columns of a one-hot."""
+    made = walk.history.made
+    return any(var in made and made[var][0].primitive.name == "iota" for var in walk.history.behind(atom))
+
+
+def _rank_before_broadcasting(walk: Any, atom: Any) -> int | None:
+    """How many dimensions a computed array had before broadcasting put others in front. None if it did not."""
+    made = walk.history.producer(atom)
+    while made is not None and made[0].primitive.name in ("pvary", "pcast"):
+        made = walk.history.producer(made[0].invars[0])
+    if made is None or made[0].primitive.name not in ("broadcast_in_dim", "reshape"):
+        return None
+    if walk.history.producer(made[0].invars[0]) is None:
+        return None  # an argument, such as a bias, of which nothing was reduced
+    before, after = (shape_of(one) for one in (made[0].invars[0], atom))
+    return len(before) if before and after == (1,) * (len(after) - len(before)) + before != before else None
+
+
+def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """Something that is not linear, of a partial sum."""
+    name = named(eqn)
+    done = f"take {name} after the sum is complete"
+    if name in ("mul", "matmul", "conv_general_dilated"):
+        done = "multiply two such sums after one of them is complete"
+    if name == "div":
+        done = f"divide {'whole numbers' if rounds(eqn) else 'by it'} after the sum is complete"
+    if name == "convert_element_type":
+        done = f"round to {eqn.params['new_dtype']} after the sum is complete"
+    rule = f"each device along {listed(axes)} has only its term of a sum {marked(axes)}; {done}."
+    return _mended(walk, eqn, axes, rule)
+
+
+def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
+    """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
+    first = completed_first(walk, eqn, axes)
+    if sent_in_a_byte(walk, eqn, axes):
+        bits = 'a sum that is sent in few bits: spmd.per_shard("each device rounds its own term") around it'
+        return Fault(rule, walk.kernel, None, None, where(walk, eqn), advice=joined(bits, first, "\n"))
+    call, operands = call_around(eqn, walk.callers), partial_operands(walk, eqn, axes)
+    if any(summed_in(walk, atom, call) for atom in operands):
+        fix, advice = None, of_the_whole(walk, operands, call, axes)
+    else:
+        found = [reduced(walk, atom) for atom in operands]
+        [fix, advice] = [found[0], None] if len(found) == 1 and found[0] else [None, first]
+        if fix is not None and "<" in fix.operands[0]:
+            fix, advice = None, f"{fix} in place of that over each device's own block"
+    return Fault(rule, walk.kernel, None, None, where(walk, eqn), fix, advice)
+
+
+def on_pieces_too(walk: Any, eqn: Any, fault: Fault, pending: Sequence[Pending]) -> Fault:
+    """A fault in a value that also comes of what was done to pieces: both need a collective."""
+    call = call_around(eqn, walk.callers)
+    others = [p for p in pending if not call.is_of(call_around(*walk.made_pending[p.at]))]
+    if not others:
+        return fault
+    told = fault.advice or ";\n".join(map(str, fault.fixes))
+    advice = joined(told, completed(walk, others), " and ")
+    return replace(fault, got=(*fault.got, *pieces_of(walk, others)), fix=None, advice=advice)
+
+
+def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A partial sum and an equal value in one sum."""
+    along = listed(axes)
+    return _met(walk, eqn, axes, f"is equal on {along}: the sum over {along} would count that value once per device")
+
+
+def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A partial sum and a divided value in one sum."""
+    harm = "each block would meet only its device's term of the sum"
+    return _met(walk, eqn, axes, f"is divided over {listed(axes)}: {harm}")
+
+
+def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+    """A partial sum times a value that is not the same for all its parts."""
+    return _met(walk, eqn, axes, f"differs along {listed(axes)}: each term would be scaled differently")
+
+
+def _met(walk: Any, eqn: Any, axes: Sequence[str], other: str) -> Fault:
+    """A partial sum that meets another value: how that one lies, and what is wrong with it."""
+    return _mended(walk, eqn, axes, f"{named(eqn)} of a partial sum {marked(axes)} and a value that {other}.")
+
+
+def divergent(walk: Any, eqn: Any, inner: Sequence[str], axes: Sequence[str]) -> Fault:
+    """Collectives that only some of their devices would enter."""
+    along, names = listed(axes), listed(sorted({named(one) for one in inner}))
+    if eqn.primitive.name == "while":
+        what, doing = "a while whose condition", "leave the loop at different times"
+        advice = f"make the condition equal on {along}, e.g. pmax of the flag that goes on"
+        if any(caller.primitive.name == "custom_linear_solve" for caller in walk.callers):  # the loop is JAX's own
+            advice = "call the solver outside of the kernel, on whole arrays, with a kernel as its product"
+    else:
+        what, doing = "a cond whose predicate", "take different branches"
+        advice = f"make the predicate equal on {along} (pmax or all_gather it), or compute both and use jnp.where"
+    rule = (
+        f"{names} over {along} inside {what} differs along {along}: "
+        f"the devices would {doing} and wait for each other for ever."
+    )
+    test = opened(eqn.params["cond_jaxpr"])[0].outvars[0] if eqn.primitive.name == "while" else eqn.invars[0]
+    got = (*where(walk, eqn), *reasons(walk, test, axes))
+    return Fault(rule, walk.kernel, None, None, got, advice=advice)
+
+
+def interpreted(walk: Any, eqn: Any) -> Fault:
+    """A Pallas call with `interpret=True`, on values that vary."""
+    rule = "JAX interprets Pallas calls without the mesh axes on which values vary, and fails where a kernel has them."
+    advice = 'spmd.opaque(fn, "in -> out") around the Pallas call, which hides those axes from it'
+    return Fault(rule, walk.kernel, None, None, where(walk, eqn), advice=advice)

@@ -1,0 +1,84 @@
+"""The user's call that made an equation, and what it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.checker._calls import Call, call_around
+from spmd.checker._history import History
+
+X = np.arange(64, dtype=np.float32).reshape(4, 16) ** 0.5
+ROWS = "b/dp d/tp -> b/dp"
+
+
+def told(body: Any, pattern: str, *args: Any) -> str:
+    """The text of the one finding."""
+    kernel = spmd.kernel(pattern, mesh=spmd.make_mesh(dp=2, tp=4))(body)
+    [finding] = spmd.check(kernel, *(args or (X,)))
+    return str(finding)
+
+
+def test_a_cached_function_is_told_from_its_calls() -> None:
+    """JAX traces `jnp.var` once for arrays of one shape, and each call names its own."""
+    for name, body in {"x": lambda x, y: x.var(1), "y": lambda x, y: y.var(1)}.items():
+        text = told(body, "b/dp d/tp, b/dp d/tp -> b/dp", X, X)
+        assert f'\nadvice: spmd.all_gather({name}, "b/dp d/tp -> b/dp d") in place of {name};' in text
+
+
+def test_the_user_can_complete_what_they_sum_themselves() -> None:
+    """Between two calls of the user's there is a place for a collective, and inside of one there is none."""
+    assert told(lambda x: jnp.exp(x.mean(1)), ROWS).endswith('\nfix: spmd.reduce(x, "b/dp d/tp -> b/dp", op="mean")')
+    kept = told(lambda x: x - x.mean(1, keepdims=True), "b/dp d/tp -> b/dp d/tp")
+    assert kept.endswith('\nfix: spmd.reduce(x, "b/dp d/tp -> b/dp 1", op="mean")')
+    assert "\nadvice: spmd.all_gather(x, " in told(lambda x: jnp.linalg.norm(x, axis=1), ROWS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: jnp.exp(x.mean(1) + (2 * x).mean(1)),  # of two means it is not known which
+        lambda x: jnp.exp(x.astype(jnp.int32).sum(1)),  # these are other numbers than x
+        lambda x: jnp.exp(x.T.mean(0)),  # the argument lies otherwise
+        lambda x: (x + 1).var(1),  # what it is given has no name
+    ],
+)
+def test_no_line_where_it_would_mean_something_else(body: Any) -> None:
+    assert "\nfix:" not in told(body, ROWS)
+
+
+def test_a_function_that_goes_on_with_a_piece() -> None:
+    """A sort of a piece can be replaced, and what a median does with it cannot."""
+    assert "\nadvice: spmd.sort, which takes a divided dimension" in told(jnp.sort, "b/dp d/tp -> b/dp d/tp")
+    assert 'all_gather(x, "b/dp d/tp -> b/dp d") in place of x' in told(lambda x: jnp.median(x, 1), ROWS)
+    assert "\nadvice: spmd.softmax, " in told(lambda x: jax.nn.softmax(x), "b/dp d/tp -> b/dp d/tp")
+
+
+def test_what_a_function_is_called_on_is_written_as_the_user_wrote_it() -> None:
+    wrong = {
+        "x + 1": lambda x: jnp.sin((x + 1).mean(1)),
+        "x * x": lambda x: jnp.sin(jnp.mean(x * x, axis=1)),
+        "jnp.tanh(x)": lambda x: jnp.sin(jnp.tanh(x).mean(1)),
+    }
+    for text, body in wrong.items():
+        assert told(body, ROWS).endswith(f'\nfix: spmd.reduce({text}, "b/dp d/tp -> b/dp", op="mean")')
+    hidden = eval("lambda x: jnp.sin((x + 1).mean(1))", {"jnp": jnp})  # nobody has its source
+    assert 'advice: spmd.reduce(<what is averaged>, "b/dp d/tp -> b/dp", op="mean")' in told(hidden, ROWS)
+
+
+def test_one_expression_is_one_call() -> None:
+    def body(x: Any) -> Any:
+        return jnp.sqrt(x) + jax.nn.standardize(x)
+
+    calls = {}
+    for eqn, _, callers in History(jax.make_jaxpr(body)(X)).made.values():
+        calls.setdefault(eqn.primitive.name, call_around(eqn, callers))
+    assert calls["rsqrt"].is_of(calls["reduce_sum"]) and "standardize" in calls["rsqrt"].names
+    assert not calls["sqrt"].is_of(calls["rsqrt"]) and not calls["add"].is_of(calls["sqrt"])
+    assert not Call(None, None, ()).is_of(Call(None, None, ())) and Call(None, None, ("sort",)).namesake == "spmd.sort"
+    assert Call(None, None, ("tree_norm",)).namesake is None
