@@ -13,7 +13,6 @@ import contextlib
 import io
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from tests.pages import (
     as_shown,
     blocks,
     counted,
+    folder_of,
+    keep_file,
     pictures,
     run_commands,
     same_output,
@@ -34,8 +35,8 @@ from tests.pages import (
 def with_outputs(path: str, page: str) -> str:
     """The page with the outputs that its blocks print now."""
     page = counted(page)
-    with tempfile.TemporaryDirectory() as folder, Shell() as shell, terminal_of(page):
-        return _with_outputs(Path(folder), shell, path, page)
+    with folder_of() as folder, Shell() as shell, terminal_of(page):
+        return _with_outputs(folder, shell, path, page)
 
 
 def _with_outputs(folder: Path, shell: Shell, path: str, page: str) -> str:
@@ -46,7 +47,7 @@ def _with_outputs(folder: Path, shell: Shell, path: str, page: str) -> str:
     show_source(path, page)
     for block in blocks(page):
         if block.comment.startswith("file: "):
-            (folder / block.comment.removeprefix("file: ")).write_text(block.text + "\n")
+            keep_file(folder, block)
         elif block.language == "python":
             code = compile("\n" * (block.line - 1) + block.text, path, "exec")
             with contextlib.redirect_stdout(printed):

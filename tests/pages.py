@@ -4,17 +4,18 @@
 
 What an `<!-- output -->` comment announces must be what was printed since the last such block, as `as_shown` has it;
 `...` in it stands for anything. A block of `>>>` lines is run as a doctest. A block that shows an error catches it. The commands
-of a block under `<!-- run -->`, `$ python -m ...`, are run, in a folder with the blocks under `<!-- file: NAME -->`. The
-lines `$ ...` of a block under `<!-- shell -->` are typed into one bash, in a folder that looks like the checkout; under
-`<!-- shell until TEXT -->` it goes on when a command in the background has printed the text. An image under
-`<!-- picture: name -->` must be what that variable of the page draws in the end. `<!-- columns: 56 -->` makes a page
-narrower, for a phone. A number between `<!-- count: name -->` and `<!-- end -->` must be what `COUNTS` counts.
+of a block under `<!-- run -->`, `$ python -m ...`, are run, in a folder with the blocks under `<!-- file: NAME -->`, which
+the page's Python can import. The lines `$ ...` of a block under `<!-- shell -->` are typed into one bash, in a folder
+that looks like the checkout; under `<!-- shell until TEXT -->` it goes on when a command in the background has printed
+the text. An image under `<!-- picture: name -->` must be what that variable of the page draws in the end.
+`<!-- columns: 56 -->` makes a page narrower, for a phone. A number between `<!-- count: name -->` and `<!-- end -->` must be what `COUNTS` counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib
 import io
 import linecache
 import os
@@ -136,8 +137,29 @@ def blocks(page: str) -> list[Block]:
 
 def run_page(path: str, page: str) -> list[str]:
     """Run the page's Python and its commands; returns what went wrong, empty when nothing did."""
-    with tempfile.TemporaryDirectory() as folder, Shell() as shell, terminal_of(page):
-        return _run_in(Path(folder), shell, path, page)
+    with folder_of() as folder, Shell() as shell, terminal_of(page):
+        return _run_in(folder, shell, path, page)
+
+
+@contextlib.contextmanager
+def folder_of() -> Iterator[Path]:
+    """A folder for the files of a page, from which its Python imports; what it has imported is forgotten after it."""
+    path = list(sys.path)
+    with tempfile.TemporaryDirectory() as name:
+        sys.path.insert(0, name)
+        try:
+            yield Path(name)
+        finally:
+            sys.path[:] = path
+            for module, held in list(sys.modules.items()):
+                if (getattr(held, "__file__", None) or "").startswith(name):
+                    del sys.modules[module]
+
+
+def keep_file(folder: Path, block: Block) -> None:
+    """Write a block under `<!-- file: NAME -->`. An import right after it sees it."""
+    (folder / block.comment.removeprefix("file: ")).write_text(block.text + "\n")
+    importlib.invalidate_caches()
 
 
 def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
@@ -148,7 +170,7 @@ def _run_in(folder: Path, shell: Shell, path: str, page: str) -> list[str]:
     for block in blocks(page):
         here = f"{path}:{block.line}"
         if block.comment.startswith("file: "):
-            (folder / block.comment.removeprefix("file: ")).write_text(block.text + "\n")
+            keep_file(folder, block)
         elif block.language == "python":
             with contextlib.redirect_stdout(printed):
                 fault = _doctest(here, block, namespace) if ">>> " in block.text else _run(path, block, namespace)

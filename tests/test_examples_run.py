@@ -163,6 +163,12 @@ def test_files_of_a_page_are_there_for_its_commands():
     assert "was printed\n__main__" in run_page("page.md", page.format("other"))[0]
 
 
+def test_files_of_a_page_are_there_for_its_python_and_forgotten_after_it():
+    page = "<!-- file: held.py -->\n```python\nx = {}\n```\n```python\nfrom held import x\nprint(x)\n```\n"
+    page += "<!-- output -->\n```text\n{}\n```\n"
+    assert run_page("page.md", page.format(1, 1)) == [] == run_page("page.md", page.format(2, 2))
+
+
 def test_commands_in_a_shell_share_it_and_the_folder():
     page = (
         "<!-- shell until two -->\n```console\n$ word=two; ls examples/summa.py\n$ (sleep .2; echo $word) &\n```\n\n"

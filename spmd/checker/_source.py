@@ -26,6 +26,8 @@ source_info_util.register_exclusion(os.path.dirname(os.path.abspath(einops.__fil
 # Nobody looks for their own lines in the standard library, or in packages that were installed.
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
+_CALLED = ", called at "
+
 
 class LineName(str):
     """A line as people read it, `file:line (function)`.
@@ -128,7 +130,7 @@ def _with_the_users(line: LineName, eqn: Any) -> LineName:
     if own is None:
         return line
     file, number = own.code.co_filename, own.span[0]
-    return LineName(f"{line}, called at {short_file(file)}:{number} ({own.code.co_qualname})", file, number)
+    return LineName(f"{line}{_CALLED}{short_file(file)}:{number} ({own.code.co_qualname})", file, number)
 
 
 def called_at() -> LineName:
@@ -188,5 +190,5 @@ def short_file(file: str) -> str:
 
 
 def short_line(line: str) -> str:
-    """`file.py:12` of a line as `line_of` gives it."""
-    return os.path.basename(line.partition(" (")[0])
+    """`file.py:12` of a line as `line_of` gives it: the user's own, where a package was called there."""
+    return os.path.basename(line.rpartition(_CALLED)[2].partition(" (")[0])

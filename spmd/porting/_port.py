@@ -211,6 +211,9 @@ class _Rewriting:
         plain = not several or returned == jax.tree.structure(tuple(body.outputs))
         if trees is None:
             return None
+        starred = getattr(getattr(function, "args", None), "vararg", None)
+        if starred is not None:  # each of `*args` is an argument of its own
+            trees |= {f"{starred.arg}[{i}]": one for i, one in sorted(trees.pop(starred.arg, {}).items())}
         if plain and all(isinstance(one, str) for one in trees.values()):
             return f'"{", ".join(trees.values())} -> {", ".join(body.outputs)}"'
         out = body.outputs[0] if not several else tuple(body.outputs)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from spmd._jaxprs.walker import Domain, walk
-from spmd.checker._source import is_transposed, line_of, short_file
+from spmd.checker._source import is_transposed, line_of, short_file, short_line
 
 X = jnp.ones((4, 4))
 
@@ -86,4 +86,5 @@ def test_a_line_of_a_package_names_the_users_line_that_called_it():
     called = f", called at {short_file(__file__)}:{line(clipped, '# here')} ("
     assert found and all("optax" in text.partition(" (")[0] and called in text for text in found), found
     assert {text.number for text in found} == {line(clipped, "# here")}
+    assert {short_line(text) for text in found} == {f"test_source.py:{line(clipped, '# here')}"}
     assert all("called at" not in text for lines in lines_of(program, X).values() for text in lines)

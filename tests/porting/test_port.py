@@ -68,6 +68,16 @@ def test_a_program_without_a_raw_shard_map(tmp_path):
         ported(tmp_path, "program = jax.jit(jnp.sin)", (4,))
 
 
+def test_each_of_starred_arguments_has_its_layout(tmp_path):
+    body = (
+        "def local(w, *args):\n    return jax.tree.map(lambda x: lax.psum(x.sum(0) * w, 'dp'), args)\n"
+        "program = jax.shard_map(local, mesh=mesh, in_specs=(P(), P('dp'), P('dp')), out_specs=P())"
+    )
+    found = ported(tmp_path, body, (3,), (4, 3), (8, 3), names=["d", "b d", "n d"])
+    assert 'spmd.kernel("d, b/dp d, n/dp d -> d, d", mesh=mesh)(local)' in found.text, found
+    assert not found.differences and "results: equal" in found.same
+
+
 def test_arguments_of_a_class_of_the_file(tmp_path):
     body = """
     from dataclasses import dataclass
