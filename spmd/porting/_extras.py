@@ -9,6 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from spmd._jaxprs.equations import Role, held, shape_of
+from spmd._jaxprs.factored import expanded
 from spmd.checker._source import frames_of
 from spmd.porting._file import Edit, File, called
 from spmd.porting._names import text_of
@@ -71,7 +72,10 @@ def sizes(trace: Trace) -> Iterator[Edit]:
             continue
         seen.add(node)
         name = "axis_size" if counts else called(node)
-        yield Edit(*trace.file.span(node), (f"spmd.{name}(", trace.file.span(axis[0]), ")"))
+        asked: Any = trace.file.span(axis[0])
+        if isinstance(axis[0], ast.Constant) and axis[0].value in trace.factors:
+            asked = str(expanded((axis[0].value,), trace.factors)).replace("'", '"')
+        yield Edit(*trace.file.span(node), (f"spmd.{name}(", asked, ")"))
 
 
 def _functions(file: File, node: ast.AST) -> list[Any]:

@@ -34,6 +34,7 @@ _GRADIENT = (
     "a gradient is taken in the body, and in a kernel JAX itself adds it up over the axes along which its argument is "
     'equal: spmd.value_and_grad(f, loss="{U:dp}") says which sum the loss is, and no psum follows'
 )
+_MADE = ".devices.ravel())"
 Choice = tuple[list[Edit], dict[int, str], dict[int, str]]  # edits, the verb of each call, and why others have none
 
 
@@ -197,11 +198,18 @@ class _Rewriting:
             return
         start, end = self.file.span(found.call)
         parts: list[Any] = [f"spmd.kernel({words}"]
-        parts += [", mesh=", self.file.span(found.mesh)] if found.mesh is not None else []
+        if found.mesh is not None:
+            before, after = self._factored(body) if self.trace.factors else ("", "")
+            parts += [f", mesh={before}", self.file.span(found.mesh), after]
         if body.auto:
             parts.append(f", auto={tuple(body.auto) if len(body.auto) > 1 else body.auto[0]!r}".replace("'", '"'))
         parts.append(")")
         yield Edit(start, end, (*parts, *(["(", self.file.span(found.body), ")"] if found.body is not None else [])))
+
+    def _factored(self, body: Body) -> tuple[str, str]:
+        """What stands around the mesh where axes have two in their place."""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in body.eqn.params["mesh"].shape.items())
+        return f"spmd.make_mesh({sizes}, devices=", _MADE
 
     def _layouts(self, body: Body, function: Any) -> str | None:
         """The pattern of a kernel, or its trees of layouts."""
@@ -305,9 +313,12 @@ class _Rewriting:
         said = []
         for i, site in enumerate(self.trace.sites):
             verb = self.file.render(edits, *self.file.span(site.node)) if i in texts else ""
-            said.append(Said(site.line, site.text, " ".join(verb.split()), "" if verb else whys.get(i, site.why)))
+            said.append(Said(site.line, site.text, " ".join(verb.split()), "" if verb else site.why or whys.get(i, "")))
         same, differences = _compare((self.fn, self.args), (fn, args))
-        findings = check(fn, *args, build=None if self.mesh is None else names[self.name])
+        # a mesh with factors is made for one number of devices; a kernel's own takes any size all the same
+        factored = any(_MADE in part for edit in edits for part in edit.parts if isinstance(part, str))
+        build = None if self.mesh is None or factored else names[self.name]
+        findings = check(fn, *args, build=build)
         if any(one.kind == "numbers" for one in findings) and not differences:
             self.notes.append(_OWN)
         return Port(self._shown(edits), text, fn, args, tuple(said), tuple(self.notes), same, differences, findings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from typing import Any
 import jax
 
 from spmd import _compat
-from spmd._jaxprs.equations import COMMUNICATES, axes_of, opened, shape_of
+from spmd._jaxprs.equations import COMMUNICATES, opened, shape_of
+from spmd._jaxprs.factored import factors_of, in_factors
 from spmd._jaxprs.walker import equations, walk
 from spmd.checker._dataflow import walk_closed
 from spmd.checker._recorded import States
@@ -23,6 +23,10 @@ from spmd.porting._names import Guess, Namer, text_of
 from spmd.porting._verbs import Operand, X, in_groups, reduction, ways
 
 _VERBS = ("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle")
+_OTHERS = {
+    "ragged_all_to_all": "no verb takes offsets; spmd.exchange(rows, owner, layout) sends rows to those who own them"
+}
+_NO_STRING = "no one string says how its arrays lie"
 _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
 
 
@@ -85,13 +89,16 @@ class Trace:
     Attributes:
       differentiated: Whether the program itself takes the gradient of a `shard_map`.
       gradients: Whether a body takes one.
+      factors: The axes of which collectives run in groups: the kernel's mesh has two in place of each.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], file: File):
         self.file = file
         self.jaxpr, self.shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        self.states = States(getattr(fn, "__name__", "program"), ())
-        walk_closed(self.states, self.jaxpr)
+        raw = self._states(fn)
+        self.factors = factors_of(self.jaxpr, raw.sizes)
+        self.jaxpr = in_factors(self.jaxpr, self.factors) if self.factors else self.jaxpr
+        self.states = self._states(fn) if self.factors else raw
         self.sizes: Mapping[str, int] = self.states.sizes
         self.guess = Guess(self.sizes)
         walk(self.jaxpr, [((),) * len(shape_of(v)) for v in opened(self.jaxpr)[0].invars], self.guess)
@@ -103,6 +110,11 @@ class Trace:
         self.gradients = any(is_transposed(one) for eqn in raw for one in equations(eqn.params["jaxpr"]))
         self.bodies = [self._body(eqn, names if i == 0 else ()) for i, eqn in enumerate(raw)]
         self.sites = self._sites()
+
+    def _states(self, fn: Any) -> States:
+        states = States(getattr(fn, "__name__", "program"), ())
+        walk_closed(states, self.jaxpr)
+        return states
 
     def _body(self, eqn: Any, names: Sequence[str]) -> Body:
         inner, params = opened(eqn.params["jaxpr"])[0], eqn.params
@@ -158,7 +170,9 @@ class Trace:
             if node is None:
                 others.setdefault(line, Site(line, eqn.primitive.name, None, why="it stands in another file"))
             elif called(node) not in _VERBS or not (node.args or node.keywords):
-                why = f"{called(node) or 'the call'} makes it, and is not a collective of JAX's"
+                why = _OTHERS.get(
+                    called(node), f"{called(node) or 'the call'} makes it, and no verb says what that sends"
+                )
                 others.setdefault(line, Site(line, self.file.source(node), node, why=why))
             else:
                 found.setdefault(node, []).append((eqn, line))
@@ -175,10 +189,7 @@ class Trace:
             return self._reduction(Site(line, text, node), argument, each)
         texts = [ways(one) for one in each]
         both = [way for way in texts[0] if all(way in other for other in texts)] if texts else []
-        eqn = pairs[0][0]
-        why = "" if both else "no one string says how its arrays lie"
-        if eqn.params.get("axis_index_groups") is not None:
-            why = in_groups(eqn, math.prod(self.sizes[axis] for axis in axes_of(eqn)))
+        why = (in_groups(each[0], self.factors) if each else "") or ("" if both else _NO_STRING)
         return Site(line, text, node, argument, both, why)
 
     def _operand(self, eqn: Any, number: int, callee: str, alone: bool) -> Operand:

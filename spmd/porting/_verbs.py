@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from spmd._jaxprs.equations import axes_of
+from spmd._jaxprs.factored import Factors, name_of
 from spmd.checker._state import State
 from spmd.porting._names import Dims, Namer, Word, text_of
 
@@ -191,17 +190,17 @@ def _permutes(found: Operand) -> Iterator[str]:
     yield f'spmd.ppermute({operand}, "{layout}", {perm}){behind}'
 
 
-def in_groups(eqn: Any, count: int) -> str:
-    """Why a collective in groups of an axis has no verb: the groups are an axis of their own, if the mesh has it."""
-    [axis], groups = axes_of(eqn), np.asarray(eqn.params["axis_index_groups"])
-    why, size = f"groups of {axis}", groups.shape[-1]
-    by_place = np.arange(count).reshape(-1, size)
-    for found, wanted in ((by_place, 1), (np.arange(count).reshape(size, -1).T, 0)):
-        if np.array_equal(groups, found):
-            sizes = (count // size, size) if wanted else (size, count // size)
-            made = ", ".join(f"{axis}{i}={n}" for i, n in enumerate(sizes))
-            return f"{why}: on a mesh with {made} in its place it is over {axis}{wanted}"
-    return why
+def in_groups(found: Operand, factors: Factors) -> str:
+    """What becomes of a collective in groups of an axis; "" where it has none."""
+    axes = axes_of(found.eqn)
+    if found.eqn.params.get("axis_index_groups") is not None:
+        return f"groups of {', '.join(axes)} that are neither neighbours nor one of each"
+    for axis, sizes in factors.items():
+        names = [name_of(axis, place) for place in range(len(sizes))]
+        if len(axes) == 1 and axes[0] in names:
+            made = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+            return f"groups of {axis}: on a mesh with {made} in its place it is over {axes[0]}"
+    return ""
 
 
 def reduction(found: Operand, gone: Sequence[int], keeps: bool) -> str | None:

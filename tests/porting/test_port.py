@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 import spmd
@@ -126,3 +128,25 @@ def test_a_program_that_takes_the_gradient(tmp_path):
     """
     with pytest.raises(SpmdError, match="takes the gradient of a shard_map"):
         ported(tmp_path, body, (8,))
+
+
+def test_a_ragged_exchange_stays_and_the_verb_for_it_is_named(tmp_path):
+    """On a CPU XLA cannot run it: the port says so, and neither side raises."""
+    body = (
+        "def program(x, n):\n"
+        "    every = lax.all_gather(n[0], 'tp')\n"
+        "    me = lax.axis_index('tp')\n"
+        "    base = (jnp.cumsum(every, 0) - every)[me]\n"
+        "    out = lax.pcast(jnp.zeros((16, 3)), 'tp', to='varying')\n"
+        "    start = jnp.cumsum(n[0]) - n[0]\n"
+        "    return lax.ragged_all_to_all(x, out, start, n[0], base, every[:, me], axis_name='tp')\n"
+        "program = jax.shard_map(program, mesh=mesh, in_specs=(P('tp'), P('tp')), out_specs=P('tp'))"
+    )
+    path = tmp_path / "raw.py"
+    head = "import jax\nimport jax.numpy as jnp\nfrom jax import lax\nfrom jax.sharding import PartitionSpec as P\n"
+    args = "(jnp.ones((16, 3)), jnp.ones((4, 4), jnp.int32))"
+    path.write_text(f"{head}\ndef build(mesh):\n{textwrap.indent(body, '    ')}\n    return program, {args}\n")
+    found = spmd.port(f"{path}:build", mesh=spmd.make_mesh(tp=4))
+    [stays] = [one for one in found.said if "ragged" in one.raw]
+    assert not stays.text and "spmd.exchange(rows, owner, layout)" in stays.why
+    assert any("UNIMPLEMENTED" in one for one in found.same) and not found.differences
