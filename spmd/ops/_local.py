@@ -37,13 +37,15 @@ R = TypeVar("R")
 Axes = tuple[str, ...]
 
 
-def local(fn: Callable[Args, R], pattern: str, /, **names: Any) -> Callable[Args, R]:
+def local(
+    fn: Callable[Args, R], pattern: str, /, *, reference: Callable[..., Any] | None = None, **names: Any
+) -> Callable[Args, R]:
     """Run per-shard code (raw `jax.lax` collectives, `axis_index`) inside a body, in all modes.
 
     In explicit mode `fn` runs as it is. Its arguments and results are checked against the pattern. In auto mode it
-    runs in a `jax.shard_map` of its own, and in reference mode under `jax.vmap(axis_name=...)` over the mesh axes.
-    String operations work inside as they do in explicit mode. Differentiate around the island: reference mode cannot
-    do it inside.
+    runs in a `jax.shard_map` of its own. In reference mode `reference` runs on whole arrays; without it, `fn` under
+    `jax.vmap(axis_name=...)` over the mesh axes. String operations work inside as they do in explicit mode.
+    Differentiate around the island: `vmap` cannot do it inside.
 
     Communication: what `fn` does; in explicit mode nothing else, forward and backward. In auto mode the
     arguments are moved into their layouts, and a result that JAX types varying where its layout is whole (a
@@ -53,14 +55,15 @@ def local(fn: Callable[Args, R], pattern: str, /, **names: Any) -> Callable[Args
       fn: A function from one device's shards, one positional argument per layout, to one shard per layout on
         the right (a tuple if there are several).
       pattern: `"layout, ... -> layout, ..."`. An empty left side means no arguments.
+      reference: The same on whole arrays, in plain JAX: what the operation means, against which tests compare `fn`.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
       A function on arrays as the body sees them.
 
     Raises:
-      ModeError: If JAX cannot run `fn` under `vmap` (`pcast`, tiled collectives over several axes), or
-        if `fn` takes a gradient, in reference mode.
+      ModeError: In reference mode without `reference`, if JAX cannot run `fn` under `vmap` (`pcast`, tiled collectives
+        over several axes), or if `fn` takes a gradient.
       LayoutError: If an argument or result does not fit its layout.
 
     Example:
@@ -73,10 +76,12 @@ def local(fn: Callable[Args, R], pattern: str, /, **names: Any) -> Callable[Args
       >>> print(neighbour(jnp.arange(8)), neighbour.reference(jnp.arange(8)))
       [2 3 0 1 6 7 4 5] [2 3 0 1 6 7 4 5]
     """
-    job = _Job("local", fn, pattern, names)
+    job = _Job("local", fn, pattern, names, reference=reference)
 
     def run(*args: Any) -> Any:
         frame = current_frame("spmd.local")
+        if frame.mode == "reference" and reference is not None:
+            return _whole(job, frame, args)
         return {"explicit": _explicit, "auto": _auto, "reference": _reference}[frame.mode](job, frame, args)
 
     return _named(run, fn)
@@ -125,7 +130,7 @@ def opaque(
     def run(*args: Any) -> Any:
         frame = current_frame("spmd.opaque")
         if frame.mode == "reference":
-            return _whole(job, frame, args, reference)
+            return _whole(job, frame, args)
         return {"explicit": _explicit, "auto": _auto}[frame.mode](job, frame, args)
 
     return _named(run, fn)
@@ -326,9 +331,9 @@ def _leave(y: Any, layout: Layout, frame: Frame) -> Any:
 # --- reference -----------------------------------------------------------------------------------------------
 
 
-def _whole(job: _Job, frame: Frame, args: Sequence[Any], reference: Callable[..., Any] | None) -> Any:
+def _whole(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     call = job.open(args, frame)
-    if reference is None:
+    if job.reference is None:
         call.fail(
             "reference mode runs on whole arrays, and nobody said what this call computes on them.",
             advice=f"{call.text[:-1]}, reference=global_fn), or the kernel's explicit mode",
@@ -337,7 +342,7 @@ def _whole(job: _Job, frame: Frame, args: Sequence[Any], reference: Callable[...
     arrays = [
         _closed(call, x, layout, index=i) for i, (x, layout) in enumerate(zip(args, _inputs(call, args), strict=True))
     ]
-    return _finish(call, _results(call, reference(*arrays)), "result")
+    return _finish(call, _results(call, job.reference(*arrays)), "result")
 
 
 def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
@@ -366,7 +371,7 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
         call.fail(
             "reference mode runs per-shard code under jax.vmap(axis_name=...), and JAX has no such collective there.",
             got=[f"JAX: {jax_errors.first_line(error)}"],
-            advice='the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call',
+            advice='local(..., reference=global_fn); or the kernel\'s explicit mode, with spmd.mode("explicit"): around it',
             error=ModeError,
         )
     return _finish(call, [_join(call, y, o) for y, o in zip(outs, call.pattern.outputs, strict=True)], "result")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from spmd.mesh import make_mesh
 from spmd.modes import MODES
 from spmd.ops._local import local, opaque
 from spmd.ops._sizes import axis_index, size
+from spmd.testing import assert_modes_agree
 from tests.checker.harness import suspicions
 
 X = np.asarray(jax.random.normal(jax.random.key(0), (8, 6)))
@@ -249,10 +252,28 @@ def wrap(mesh, fn, pattern="b/dp d/tp -> b/dp d/tp", make=local, **names):
 def test_error_what_vmap_cannot(mesh, fn):
     text = message(wrap(mesh, fn), ModeError, "reference")
     assert text.startswith('local(fn, "b/dp d/tp -> b/dp d/tp")\nreference mode runs per-shard code under jax.vmap(')
-    assert text.endswith(
-        'advice: the kernel\'s explicit mode: kernel.explicit(...), or with spmd.mode("explicit"): around the call'
-    )
+    advice = 'local(..., reference=global_fn); or the kernel\'s explicit mode, with spmd.mode("explicit"): around it'
+    assert text.endswith(f"advice: {advice}")
     assert "\ngot: JAX: " in text
+
+
+def test_a_reference_says_what_the_function_means():
+    """It runs on whole arrays in reference mode, and there alone: where they differ, the assertion says so."""
+    flip = lambda x: jax.lax.ppermute(x[::-1], "cp", [(0, 3), (1, 2), (2, 1), (3, 0)])
+    over = lambda pattern: kernel(pattern, mesh=make_mesh(dp=2, cp=4))
+    for meaning, right in ((jnp.flip, True), (lambda x: x, False)):
+        job = local(flip, "s/cp -> s/cp", reference=meaning)
+        found = over("s/cp -> s/cp")(job)
+        x = jnp.arange(8.0)
+        np.testing.assert_array_equal(found(x), x[::-1])
+        np.testing.assert_array_equal(found.auto(x), x[::-1])
+        np.testing.assert_array_equal(found.reference(x), meaning(x))
+        with contextlib.nullcontext() if right else pytest.raises(AssertionError):
+            assert_modes_agree(found, x)
+    inside = local(jax.grad(lambda x: jnp.sum(x**2)), "s/cp -> s/cp", reference=lambda x: 2 * x)
+    found = over("s/cp -> s/cp")(inside)
+    np.testing.assert_array_equal(found.reference(x), 2 * x)  # `vmap` could not differentiate inside
+    np.testing.assert_array_equal(found(x), 2 * x)
 
 
 def test_error_gradient_inside_in_reference_mode(mesh):
