@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from spmd._compat import operation_name as name_of
 from spmd.errors import SpmdError
+from spmd.propagation import _lookups
+from spmd.propagation._loops import axes_of, branches, loop
 from spmd.propagation._module import KINDS, Axis, Place, Reading, called, operation, typed
+from spmd.propagation._texts import Made, Names, bare, dtype_text, integers, literal, numbers_of
 from spmd.propagation._values import text_of
 
-Names = tuple[str, ...]
 _WIDTH = 100  # of a line
 
 _UNARY = {
@@ -39,13 +40,13 @@ _INFIX = {
     "stablehlo.divide": "/",
     "stablehlo.and": "&",
     "stablehlo.or": "|",
-    "stablehlo.remainder": "%",
 }
 _BINARY = {
     "stablehlo.maximum": "jnp.maximum",
     "stablehlo.minimum": "jnp.minimum",
     "stablehlo.power": "jnp.power",
     "stablehlo.atan2": "jnp.arctan2",
+    "stablehlo.remainder": "jnp.fmod",
 }
 _COMPARED = {"LT": "<", "LE": "<=", "GT": ">", "GE": ">=", "EQ": "==", "NE": "!="}
 _REDUCED = {
@@ -55,25 +56,6 @@ _REDUCED = {
     "stablehlo.and": "all",
     "stablehlo.or": "any",
 }
-_DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16", "i1": "bool"}
-
-
-class _Made(NamedTuple):
-    """A value as the text has it.
-
-    Attributes:
-      text: An expression.
-      names: What its dimensions are called.
-      place: How it lies.
-      number: Whether it is one number, for arrays of any shape.
-      whole: Of a term of a sum over devices, the call that sums too; RESULT stands for the layout of its result.
-    """
-
-    text: str
-    names: Names
-    place: Place
-    number: bool = False
-    whole: str = ""
 
 
 @dataclass
@@ -83,15 +65,17 @@ class Writer:
     Attributes:
       reading: What the module says.
       sizes: Whole sizes of all names.
+      loops: Whether there are loops, whose carries have one type: copies are equal by it, then.
     """
 
     reading: Reading
     lines: list[str] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    known: dict[Any, _Made] = field(default_factory=dict)
+    known: dict[Any, Made] = field(default_factory=dict)
+    loops: bool = False
 
     def __post_init__(self) -> None:
-        self._fresh = (f"v{i}" for i in itertools.count(1))
+        self.fresh = (f"v{i}" for i in itertools.count(1))
         self._dims = (f"n{i}" for i in itertools.count(1))
 
     # --- names --------------------------------------------------------------------------------------------
@@ -119,25 +103,25 @@ class Writer:
 
     # --- values -------------------------------------------------------------------------------------------
 
-    def get(self, value: Any) -> _Made:
+    def get(self, value: Any) -> Made:
         return self.known[value]
 
-    def array(self, value: Any) -> _Made:
+    def array(self, value: Any) -> Made:
         """A value as an array, also where it is the same number everywhere."""
         made, kind, place = self.get(value), typed(value), self.reading.place(value)
         if not made.number:
             return made
-        text = f"jnp.full({kind.local_shape(place)}, {_bare(made.text)}, {_dtype(kind.dtype)})"
-        return _Made(text, tuple(map(self.named, kind.shape)), place)
+        text = f"jnp.full({kind.local_shape(place)}, {bare(made.text)}, {dtype_text(kind.dtype)})"
+        return Made(text, tuple(map(self.named, kind.shape)), place)
 
-    def put(self, value: Any, made: _Made, *, inline: bool = False) -> None:
+    def put(self, value: Any, made: Made, *, inline: bool = False) -> None:
         """Keep a value: as an expression where one other alone uses it, else under a name."""
         uses = sum(1 for _ in value.uses)
         if made.number or made.text.isidentifier() or (inline and uses < 2 and len(made.text) < _WIDTH // 2):
             self.known[value] = made
             return
-        name = next(self._fresh)
-        self.lines.append(f"{name} = {_bare(made.text)}")
+        name = next(self.fresh)
+        self.lines.append(f"{name} = {bare(made.text)}")
         self.known[value] = made._replace(text=name, whole="")
 
     def block(self, block: Any) -> list[Any]:
@@ -156,13 +140,24 @@ class Writer:
         elif name in _RULES:
             _RULES[name](self, op)
         elif name in _UNARY:
-            self._elementwise(op, lambda x: f"{_UNARY[name]}({_bare(x)})")
+            self._elementwise(op, lambda x: f"{_UNARY[name]}({bare(x)})")
         elif name in _INFIX:
             self._elementwise(op, lambda x, y: f"({x} {_INFIX[name]} {y})")
         elif name in _BINARY:
-            self._elementwise(op, lambda x, y: f"{_BINARY[name]}({_bare(x)}, {_bare(y)})")
+            self._elementwise(op, lambda x, y: f"{_BINARY[name]}({bare(x)}, {bare(y)})")
         else:
             self.fail(name.replace("stablehlo.", "an operation "))
+        if name not in ("stablehlo.while", "stablehlo.case"):
+            self._vary(op, name)
+
+    def _vary(self, op: Any, name: str) -> None:
+        """Note along which axes results differ by JAX's type: along those of the operands, or of a verb's layout."""
+        places = name in KINDS or name in ("sdy.all_slice", "stablehlo.iota")
+        operands = [self.known[value].varies for value in op.operands if value in self.known]
+        for result in op.results:
+            made = self.known[result]
+            varies = axes_of(made.place) if places else frozenset().union(*operands)
+            self.known[result] = made._replace(varies=varies)
 
     def _call(self, op: Any) -> None:
         block = self.reading.functions[called(op)].regions[0].blocks[0]
@@ -176,9 +171,9 @@ class Writer:
         arrays = [one for one in operands if not one.number]
         result = text(*(one.text for one in operands))
         if not arrays:
-            self.known[op.results[0]] = _Made(result, (), Place(()), number=True)
+            self.known[op.results[0]] = Made(result, (), Place(()), number=True)
             return
-        made = _Made(result, arrays[0].names, self.reading.place(op.results[0]))
+        made = Made(result, arrays[0].names, self.reading.place(op.results[0]))
         self.put(op.results[0], made, inline=True)
 
     def local(self, op: Any) -> tuple[int, ...]:
@@ -193,7 +188,7 @@ class Writer:
             scattered = self._scattered(op, target)
             place = scattered or target
             text = made.whole.replace("RESULT", self.layout(made.names, place))
-            self.put(op.results[0], _Made(text, made.names, place))
+            self.put(op.results[0], Made(text, made.names, place))
             return
         verb = {"sdy.all_slice": "split", "sdy.collective_permute": "relayout"}.get(name, KINDS.get(name, ""))
         source = self.reading.before(op, name)[0] if name in KINDS else made.place
@@ -203,8 +198,9 @@ class Writer:
         if name == "sdy.all_to_all" and len(self.reading.before(op, name)[1]) > 1:
             verb = "relayout"
         pattern = f"{self.layout(made.names, source)} -> {self.layout(made.names, target)}"
-        text = f'spmd.{verb}({_bare(made.text)}, "{pattern}")'
-        self.put(op.results[0], _Made(text, made.names, target))
+        to = ', to="invarying"' if self.loops and verb in ("all_gather", "relayout") else ""
+        text = f'spmd.{verb}({bare(made.text)}, "{pattern}"{to})'
+        self.put(op.results[0], Made(text, made.names, target))
 
     def _scattered(self, op: Any, target: Place) -> Place | None:
         """Where a sum lies of which all that follows keeps one slice: then it is scattered at once."""
@@ -220,22 +216,27 @@ class Writer:
     # --- operations ---------------------------------------------------------------------------------------
 
     def constant(self, op: Any) -> None:
-        kind = typed(op.results[0])
-        found = re.match(r'dense<([^\[\]<>"]+)> : ', str(op.attributes["value"]))
-        if found is None:
-            self.fail("a constant array")
-        self.known[op.results[0]] = _Made(_literal(found[1], kind.dtype), (), Place(()), number=True)
+        result = op.results[0]
+        kind, place, text = typed(result), self.reading.place(result), str(op.attributes["value"])
+        if found := re.match(r'dense<([^\[\]<>"]*)> : ', text):  # nothing, of an empty array
+            self.known[result] = Made(literal(found[1] or "0", kind.dtype), (), Place(()), number=True)
+        elif (found := re.match(r"dense<(\[[^<>\"x]*\])> : ", text)) and not axes_of(place):
+            numbers = found[1].replace("true", "True").replace("false", "False")
+            made = Made(f"jnp.asarray({numbers}, {dtype_text(kind.dtype)})", tuple(map(self.named, kind.shape)), place)
+            self.put(result, made)
+        else:
+            self.fail("a constant array that is large or divided")
 
     def broadcast(self, op: Any) -> None:
         made, kind = self.get(op.operands[0]), typed(op.results[0])
         if made.number:  # it stays one until somebody needs an array
             self.known[op.results[0]] = made
             return
-        dims, given = _integers(op, "broadcast_dimensions"), typed(op.operands[0]).shape
+        dims, given = integers(op, "broadcast_dimensions"), typed(op.operands[0]).shape
         kept = {d: made.names[i] for i, d in enumerate(dims) if given[i] == kind.shape[d]}
         names = tuple(kept[d] if d in kept else self.named(n) for d, n in enumerate(kind.shape))
-        text = f"jax.lax.broadcast_in_dim({_bare(made.text)}, {self.local(op)}, {tuple(dims)})"
-        self.put(op.results[0], _Made(text, names, self.reading.place(op.results[0])))
+        text = f"jax.lax.broadcast_in_dim({bare(made.text)}, {self.local(op)}, {tuple(dims)})"
+        self.put(op.results[0], Made(text, names, self.reading.place(op.results[0])))
 
     def reshape(self, op: Any) -> None:
         made, old, new = self.array(op.operands[0]), typed(op.operands[0]).shape, typed(op.results[0]).shape
@@ -243,17 +244,17 @@ class Writer:
         kept = dict(zip((d for d, n in enumerate(new) if n != 1), left, strict=False))
         same = [n for n in old if n != 1] == [n for n in new if n != 1]
         names = tuple(kept[d][0] if same and d in kept else self.named(n) for d, n in enumerate(new))
-        text = f"jnp.reshape({_bare(made.text)}, {self.local(op)})"
-        self.put(op.results[0], _Made(text, names, self.reading.place(op.results[0])), inline=True)
+        text = f"jnp.reshape({bare(made.text)}, {self.local(op)})"
+        self.put(op.results[0], Made(text, names, self.reading.place(op.results[0])), inline=True)
 
     def transpose(self, op: Any) -> None:
-        made, dims = self.array(op.operands[0]), _integers(op, "permutation")
+        made, dims = self.array(op.operands[0]), integers(op, "permutation")
         names = tuple(made.names[d] for d in dims)
-        text = f"jnp.transpose({_bare(made.text)}, {tuple(dims)})"
-        self.put(op.results[0], _Made(text, names, self.reading.place(op.results[0])), inline=True)
+        text = f"jnp.transpose({bare(made.text)}, {tuple(dims)})"
+        self.put(op.results[0], Made(text, names, self.reading.place(op.results[0])), inline=True)
 
     def convert(self, op: Any) -> None:
-        dtype = _dtype(typed(op.results[0]).dtype)
+        dtype = dtype_text(typed(op.results[0]).dtype)
         if self.get(op.operands[0]).number:
             self.known[op.results[0]] = self.get(op.operands[0])
             return
@@ -265,7 +266,10 @@ class Writer:
         self._elementwise(op, lambda x, y: f"({x} {sign} {y})")
 
     def select(self, op: Any) -> None:
-        self._elementwise(op, lambda p, x, y: f"jnp.where({_bare(p)}, {_bare(x)}, {_bare(y)})")
+        self._elementwise(op, lambda p, x, y: f"jnp.where({bare(p)}, {bare(x)}, {bare(y)})")
+
+    def clamp(self, op: Any) -> None:
+        self._elementwise(op, lambda low, x, high: f"jnp.minimum({bare(high)}, jnp.maximum({bare(low)}, {bare(x)}))")
 
     def negate(self, op: Any) -> None:
         self._elementwise(op, lambda x: f"(-{x})")
@@ -281,32 +285,32 @@ class Writer:
         made, kind = self.array(op.operands[0]), _reduction(op)
         if len(op.results) != 1 or kind is None:
             self.fail("a reduction of several arrays")
-        gone = _integers(op, "dimensions")
+        gone = integers(op, "dimensions")
         names = tuple(name for d, name in enumerate(made.names) if d not in gone)
         along = ", ".join(map(str, gone)) + ("," if len(gone) == 1 else "")
-        text = f"jnp.{kind}({_bare(made.text)}, axis=({along}))"
+        text = f"jnp.{kind}({bare(made.text)}, axis=({along}))"
         lost = [axis for d in gone for axis in made.place.dims[d]]
         whole = ""
         if lost:
             source = self.layout(made.names, made.place)
-            whole = f'spmd.reduce({_bare(made.text)}, "{source} -> RESULT", "{kind}")'
-        self._partial(op, text, names, whole, lost)
+            whole = f'spmd.reduce({bare(made.text)}, "{source} -> RESULT", "{kind}")'
+        self.partial(op, text, names, whole, lost)
 
-    def _partial(self, op: Any, text: str, names: Names, whole: str, lost: Sequence[Axis]) -> None:
+    def partial(self, op: Any, text: str, names: Names, whole: str, lost: Sequence[Axis]) -> None:
         """A result that a sum over devices may follow: if it follows at once, the call says both."""
         result = op.results[0]
         uses = [operation(use.owner) for use in result.uses]
         place = self.reading.place(result)
         if lost and [name_of(one) for one in uses] == ["sdy.all_reduce"]:
-            self.known[result] = _Made(text, names, Place(place.dims, tuple(lost)), whole=whole)
+            self.known[result] = Made(text, names, Place(place.dims, tuple(lost)), whole=whole)
         elif lost:
             self.fail("a sum over devices that comes later than the operation")
         else:
-            self.put(result, _Made(text, names, place))
+            self.put(result, Made(text, names, place))
 
     def dot(self, op: Any) -> None:
         x, w = self.array(op.operands[0]), self.array(op.operands[1])
-        numbers = {name: _list(op, "dot_dimension_numbers", name) for name in _NUMBERS}
+        numbers = {name: numbers_of(op, "dot_dimension_numbers", name) for name in _NUMBERS}
         right = list(w.names)
         taken = set(x.names)
         both = [*zip(numbers["lhs_contracting_dimensions"], numbers["rhs_contracting_dimensions"], strict=True)]
@@ -322,33 +326,33 @@ class Writer:
         lost = [axis for d in numbers["lhs_contracting_dimensions"] for axis in x.place.dims[d]]
         operands = f"{self.layout(x.names, x.place)}, {self.layout(tuple(right), w.place)}"
         result = self.layout(names, Place(self.reading.place(op.results[0]).dims))
-        start = f"spmd.einsum({_bare(x.text)}, {_bare(w.text)}, "
+        start = f"spmd.einsum({bare(x.text)}, {bare(w.text)}, "
         typed_so = _typed_so(op)
         text = f'{start}"{operands} -> {result}"{typed_so})'
-        self._partial(op, text, names, f'{start}"{operands} -> RESULT"{typed_so})', lost)
+        self.partial(op, text, names, f'{start}"{operands} -> RESULT"{typed_so})', lost)
 
     def iota(self, op: Any) -> None:
         kind, place = typed(op.results[0]), self.reading.place(op.results[0])
         along = int(str(op.attributes["iota_dimension"]).split()[0])
         names = tuple(map(self.named, kind.shape))
         one = self.layout((names[along],), Place((place.dims[along],)))
-        line = f'spmd.iota("{one}", {names[along]}={kind.shape[along]}).astype({_dtype(kind.dtype)})'
+        line = f'spmd.iota("{one}", {names[along]}={kind.shape[along]}).astype({dtype_text(kind.dtype)})'
         text = f"jax.lax.broadcast_in_dim({line}, {self.local(op)}, ({along},))"
-        self.put(op.results[0], _Made(text, names, place))
+        self.put(op.results[0], Made(text, names, place))
 
     def sort(self, op: Any) -> None:
         along = int(str(op.attributes["dimension"]).split()[0])
         operands = [self.array(value) for value in op.operands]
         if len(operands) == 1:
             [one] = operands
-            made = _Made(f"jnp.sort({_bare(one.text)}, axis={along})", one.names, self.reading.place(op.results[0]))
+            made = Made(f"jnp.sort({bare(one.text)}, axis={along})", one.names, self.reading.place(op.results[0]))
             self.put(op.results[0], made)
             return
-        texts = ", ".join(_bare(one.text) for one in operands)
-        made = next(self._fresh)
+        texts = ", ".join(bare(one.text) for one in operands)
+        made = next(self.fresh)
         self.lines.append(f"{made} = jax.lax.sort(({texts}), dimension={along}, num_keys=1)")
         for i, (result, one) in enumerate(zip(op.results, operands, strict=True)):
-            self.put(result, _Made(f"{made}[{i}]", one.names, self.reading.place(result)))
+            self.put(result, Made(f"{made}[{i}]", one.names, self.reading.place(result)))
 
 
 _NUMBERS = (
@@ -366,6 +370,7 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
     "stablehlo.convert": Writer.convert,
     "stablehlo.compare": Writer.compare,
     "stablehlo.select": Writer.select,
+    "stablehlo.clamp": Writer.clamp,
     "stablehlo.negate": Writer.negate,
     "stablehlo.not": Writer.reverse_not,
     "stablehlo.optimization_barrier": Writer.same,
@@ -373,53 +378,16 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
     "stablehlo.dot_general": Writer.dot,
     "stablehlo.iota": Writer.iota,
     "stablehlo.sort": Writer.sort,
+    "stablehlo.while": loop,
+    "stablehlo.case": branches,
+    **_lookups.RULES,
 }
-
-
-def _bare(text: str) -> str:
-    """An expression without brackets around all of it."""
-    if not (text.startswith("(") and text.endswith(")")):
-        return text
-    depth = 0
-    for i, char in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(char, 0)
-        if depth == 0:
-            return text[1:-1] if i == len(text) - 1 and "," not in text else text
-    return text
-
-
-def _dtype(name: str) -> str:
-    found = _DTYPES.get(name) or re.sub(r"^ui", "uint", re.sub(r"^i", "int", name))
-    return f'"{found}"'
-
-
-def _literal(text: str, dtype: str) -> str:
-    if dtype == "i1":
-        return text.capitalize()
-    if text.startswith("0x"):
-        bits = int(text, 16)
-        special = {"f32": {0xFF800000: "-jnp.inf", 0x7F800000: "jnp.inf", 0x7FC00000: "jnp.nan"}}.get(dtype, {})
-        special |= {0xFF80: "-jnp.inf", 0x7F80: "jnp.inf"} if dtype == "bf16" else {}
-        return special.get(bits, "jnp.nan")
-    if dtype.startswith(("i", "ui")):
-        return text
-    number = float(text)
-    return repr(number) if math.isfinite(number) else f"jnp.{number}"
-
-
-def _integers(op: Any, name: str) -> list[int]:
-    return [int(n) for n in re.findall(r"-?\d+", str(op.attributes[name]).partition(":")[2])]
-
-
-def _list(op: Any, attribute: str, name: str) -> list[int]:
-    found = re.search(rf"{name} = \[([^\]]*)\]", str(op.attributes[attribute]))
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
 
 def _typed_so(op: Any) -> str:
     """The dtype of a product, where it is not that of its operands."""
     given, made = typed(op.operands[0]).dtype, typed(op.results[0]).dtype
-    return "" if given == made else f", preferred_element_type={_dtype(made)}"
+    return "" if given == made else f", preferred_element_type={dtype_text(made)}"
 
 
 def _reduction(op: Any) -> str | None:
@@ -457,18 +425,19 @@ def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Seque
     Raises:
       SpmdError: An operation is not written as a kernel yet.
     """
-    writer = Writer(reading)
+    writer = Writer(reading, loops=re.search(r"stablehlo\.(while|case)", str(reading.module)) is not None)
     [block] = reading.functions["main"].regions[0].blocks
     values = list(block.arguments)[reading.first :]
     if reading.first:
         writer.fail("a constant array")
     names = signature_names(writer, values, labels)
     for value, parameter, one in zip(values, parameters, names, strict=True):
-        writer.known[value] = _Made(parameter, one, reading.place(value))
+        place = reading.place(value)
+        writer.known[value] = Made(parameter, one, place, varies=axes_of(place))
     given = [writer.layout(one, reading.place(value)) for value, one in zip(values, names, strict=True)]
     results = [writer.array(value) for value in writer.block(block)]
     made = [writer.layout(one.names, one.place) for one in results]
-    body = [*writer.lines, f"return {', '.join(_bare(one.text) for one in results)}"]
+    body = [*writer.lines, f"return {', '.join(bare(one.text) for one in results)}"]
     if len(body) > 1 and len(results) == 1 and body[-2].startswith(f"{results[0].text} = "):
         body[-2:] = [f"return {body[-2].partition(' = ')[2]}"]
     head = f'@spmd.kernel("{", ".join(given)} -> {", ".join(made)}", mesh=mesh)'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import spmd
 from tests.errors.registry import X, bad, fixed
@@ -48,9 +49,27 @@ def a_plan_of_a_callback(mesh):
 
 
 @bad
-def a_loop_to_freeze(mesh):
+def a_transform_to_freeze(mesh):
     x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
-    spmd.propagate(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: 2 * x, x), x).freeze()
+    spmd.propagate(lambda x: jnp.fft.fft(x).real, x).freeze()
+
+
+@bad
+def a_loop_over_a_divided_dimension_to_freeze(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
+    spmd.propagate(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x.at[1].set(0.0), x), x).freeze()
+
+
+@bad
+def an_update_that_is_no_sum_from_zero_to_freeze(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
+    spmd.propagate(lambda x: jnp.ones((4, 4)).at[x[:, 0].astype(int)].add(x), x).freeze()
+
+
+@bad
+def a_large_constant_to_freeze(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
+    spmd.propagate(lambda x: x * jnp.asarray(np.arange(8.0)[:, None], "float32"), x).freeze()
 
 
 @bad

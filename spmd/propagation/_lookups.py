@@ -1,0 +1,220 @@
+"""Slices, lookups and updates of a plan as a kernel has them: local to each device, where the dimension is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spmd._compat import operation_name as name_of
+from spmd.propagation._module import Dims, Place, operation, typed
+from spmd.propagation._texts import Made, bare, dtype_text, integers, numbers_of
+
+_ADDS = {
+    "stablehlo.add": "scatter_add",
+    "stablehlo.multiply": "scatter_mul",
+    "stablehlo.minimum": "scatter_min",
+    "stablehlo.maximum": "scatter_max",
+}
+_PADDING = ("edge_padding_low", "edge_padding_high", "interior_padding")
+
+
+def sliced(writer: Any, op: Any) -> None:
+    """`stablehlo.slice`: a piece between fixed places."""
+    made, old = writer.array(op.operands[0]), typed(op.operands[0]).shape
+    starts, limits, strides = (integers(op, name) for name in ("start_indices", "limit_indices", "strides"))
+    taken = [n if (a, b, s) == (0, n, 1) else -1 for a, b, s, n in zip(starts, limits, strides, old, strict=True)]
+    _whole(writer, made.place.dims, [d for d, n in enumerate(taken) if n < 0])
+    local = typed(op.operands[0]).local_shape(made.place)
+    ends = [local[d] if n >= 0 else limits[d] for d, n in enumerate(taken)]
+    text = f"jax.lax.slice({bare(made.text)}, {tuple(starts)}, {tuple(ends)}, {tuple(strides)})"
+    _put(writer, op, text, _renamed(writer, op, made, [n >= 0 for n in taken]))
+
+
+def dynamic_slice(writer: Any, op: Any) -> None:
+    """`stablehlo.dynamic_slice`: a piece that begins where numbers say."""
+    made, old = writer.array(op.operands[0]), typed(op.operands[0]).shape
+    sizes = integers(op, "slice_sizes")
+    kept = [size == n for size, n in zip(sizes, old, strict=True)]
+    _whole(writer, made.place.dims, [d for d, one in enumerate(kept) if not one])
+    local = typed(op.operands[0]).local_shape(made.place)
+    shape = tuple(local[d] if one else sizes[d] for d, one in enumerate(kept))
+    text = f"jax.lax.dynamic_slice({bare(made.text)}, {_starts(writer, list(op.operands)[1:], kept)}, {shape})"
+    _put(writer, op, text, _renamed(writer, op, made, kept))
+
+
+def dynamic_update(writer: Any, op: Any) -> None:
+    """`stablehlo.dynamic_update_slice`: a piece that takes the place of another."""
+    made, part = writer.array(op.operands[0]), writer.array(op.operands[1])
+    old, new = typed(op.operands[0]).shape, typed(op.operands[1]).shape
+    kept = [size == n for size, n in zip(new, old, strict=True)]
+    _whole(writer, made.place.dims, [d for d, one in enumerate(kept) if not one])
+    _alike(writer, made.place, part.place)
+    starts = _starts(writer, list(op.operands)[2:], kept)
+    text = f"jax.lax.dynamic_update_slice({bare(made.text)}, {bare(part.text)}, {starts})"
+    _put(writer, op, text, made.names)
+
+
+def concatenated(writer: Any, op: Any) -> None:
+    """`stablehlo.concatenate`."""
+    along = int(str(op.attributes["dimension"]).split()[0])
+    parts = [writer.array(value) for value in op.operands]
+    for part in parts:
+        _whole(writer, part.place.dims, [along])
+        _alike(writer, parts[0].place, part.place)
+    text = f"jnp.concatenate([{', '.join(bare(one.text) for one in parts)}], axis={along})"
+    _put(writer, op, text, _renamed(writer, op, parts[0], [d != along for d in range(len(parts[0].names))]))
+
+
+def padded(writer: Any, op: Any) -> None:
+    """`stablehlo.pad`: more of a dimension, at its ends or between its elements."""
+    made, fill = writer.array(op.operands[0]), writer.get(op.operands[1])
+    by = list(
+        zip(
+            *(integers(op, name) for name in ("edge_padding_low", "edge_padding_high", "interior_padding")), strict=True
+        )
+    )
+    _whole(writer, made.place.dims, [d for d, one in enumerate(by) if one != (0, 0, 0)])
+    value = f"jnp.asarray({bare(fill.text)}, {dtype_text(typed(op.operands[0]).dtype)})" if fill.number else fill.text
+    text = f"jax.lax.pad({bare(made.text)}, {value}, {tuple(by)})"
+    _put(writer, op, text, _renamed(writer, op, made, [one == (0, 0, 0) for one in by]))
+
+
+def reversed_(writer: Any, op: Any) -> None:
+    """`stablehlo.reverse`."""
+    made, along = writer.array(op.operands[0]), integers(op, "dimensions")
+    _whole(writer, made.place.dims, along)
+    _put(writer, op, f"jax.lax.rev({bare(made.text)}, {tuple(along)})", made.names)
+
+
+def gathered(writer: Any, op: Any) -> None:
+    """`stablehlo.gather`: a lookup by indices."""
+    made, at = writer.array(op.operands[0]), writer.array(op.operands[1])
+    words = lambda name: numbers_of(op, "dimension_numbers", name)
+    offset, gone, found = words("offset_dims"), words("collapsed_slice_dims"), words("start_index_map")
+    batch, where = words("operand_batching_dims"), words("start_indices_batching_dims")
+    sizes, kind = integers(op, "slice_sizes"), typed(op.operands[0])
+    _indexed(writer, made, kind.shape, found, sizes, batch, at, where)
+    local = kind.local_shape(made.place)
+    taken = tuple(local[d] if size == kind.shape[d] else size for d, size in enumerate(sizes))
+    left = [d for d in range(len(sizes)) if d not in (*gone, *batch)]
+    numbers = f"jax.lax.GatherDimensionNumbers{tuple(map(tuple, (offset, gone, found, batch, where)))}"
+    text = f'jax.lax.gather({bare(made.text)}, {bare(at.text)}, {numbers}, {taken}, mode="promise_in_bounds")'
+    rest, of_slices = iter(at.names[:-1]), iter(left)
+    names = []
+    for d in range(len(typed(op.results[0]).shape)):
+        if d in offset:
+            source = next(of_slices)
+            kept = sizes[source] == kind.shape[source]
+            names.append(made.names[source] if kept else writer.named(sizes[source]))
+        else:
+            names.append(next(rest))
+    _put(writer, op, text, _different(writer, op, names))
+
+
+def scattered(writer: Any, op: Any) -> None:
+    """`stablehlo.scatter`: updates at indices. Those of other devices are terms of a sum."""
+    if len(op.results) != 1:
+        writer.fail("an update of several arrays")
+    made, at, new = (writer.array(value) for value in op.operands)
+    words = lambda name: numbers_of(op, "scatter_dimension_numbers", name)
+    window, gone, found = (
+        words("update_window_dims"),
+        words("inserted_window_dims"),
+        words("scatter_dims_to_operand_dims"),
+    )
+    batch, where = words("input_batching_dims"), words("scatter_indices_batching_dims")
+    kind, updates = typed(op.operands[0]), typed(op.operands[2]).shape
+    left = iter(d for d in range(len(kind.shape)) if d not in (*gone, *batch))
+    sizes = [1] * len(kind.shape)
+    for d in window:
+        sizes[next(left)] = updates[d]
+    _indexed(writer, made, kind.shape, found, sizes, batch, at, where)
+    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
+    verb = "scatter" if len(inside) == 1 else _ADDS.get(inside[0], "") if len(inside) == 2 else ""
+    if not verb:
+        writer.fail("an update by this function")
+    numbers = f"jax.lax.ScatterDimensionNumbers{tuple(map(tuple, (window, gone, found, batch, where)))}"
+    given = f"{bare(made.text)}, {bare(at.text)}, {bare(new.text)}, {numbers}"
+    text = f'jax.lax.{verb}({given}, mode="fill")'
+    over = [d for d in range(len(updates)) if d not in window]
+    own = {axis for d in batch for axis in made.place.dims[d]}
+    lost = [axis for d in over for axis in new.place.dims[d] if axis not in own]
+    if lost and (verb != "scatter_add" or not _zero(writer, op.operands[0])):
+        writer.fail("an update by divided indices that is no sum from zero")
+    marks = ",".join(dict.fromkeys(axis.name for axis in lost))
+    source = f"{writer.layout(made.names, Place(made.place.dims))} {{U:{marks}}}"
+    writer.partial(op, text, made.names, f'spmd.psum({text}, "{source} -> RESULT")', lost)
+
+
+# --- what they have in common -------------------------------------------------------------------------------------
+
+
+def _indexed(
+    writer: Any,
+    made: Made,
+    shape: Sequence[int],
+    found: Sequence[int],
+    sizes: Sequence[int],
+    batch: Sequence[int],
+    at: Made,
+    where: Sequence[int],
+) -> None:
+    """Refuse a lookup in a divided dimension, and batches of an array and of its indices that lie otherwise."""
+    piece = [d for d in range(len(shape)) if d not in batch and (d in found or sizes[d] != shape[d])]
+    _whole(writer, made.place.dims, piece)
+    if [made.place.dims[d] for d in batch] != [at.place.dims[d] for d in where]:
+        writer.fail("a lookup whose batch lies otherwise than its indices")
+
+
+def _whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:
+    for d in these:
+        if dims[d]:
+            axes = ", ".join(axis.name for axis in dims[d])
+            writer.fail(f"a slice or a lookup along a dimension that {axes} divides")
+
+
+def _alike(writer: Any, one: Place, other: Place) -> None:
+    if one.dims != other.dims:
+        writer.fail("arrays that are put together and lie differently")
+
+
+def _starts(writer: Any, values: Sequence[Any], kept: Sequence[bool]) -> str:
+    """Where a piece begins, `(i, 0)`: of a dimension that is taken whole, at its beginning."""
+    texts = ["0" if one else bare(writer.get(value).text) for value, one in zip(values, kept, strict=True)]
+    return f"({', '.join(texts)},)" if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _renamed(writer: Any, op: Any, made: Made, kept: Sequence[bool]) -> list[str]:
+    shape = typed(op.results[0]).shape
+    return [name if one else writer.named(n) for name, one, n in zip(made.names, kept, shape, strict=True)]
+
+
+def _different(writer: Any, op: Any, names: Sequence[str]) -> list[str]:
+    """No name twice: that of an array and that of its indices may be one."""
+    shape = typed(op.results[0]).shape
+    return [
+        writer.named(n) if name in names[:d] else name for d, (name, n) in enumerate(zip(names, shape, strict=True))
+    ]
+
+
+def _put(writer: Any, op: Any, text: str, names: Sequence[str]) -> None:
+    writer.put(op.results[0], Made(text, tuple(names), writer.reading.place(op.results[0])))
+
+
+def _zero(writer: Any, value: Any) -> bool:
+    made = writer.get(value)
+    return made.number and made.text in ("0", "0.0")
+
+
+RULES = {
+    "stablehlo.slice": sliced,
+    "stablehlo.dynamic_slice": dynamic_slice,
+    "stablehlo.dynamic_update_slice": dynamic_update,
+    "stablehlo.concatenate": concatenated,
+    "stablehlo.pad": padded,
+    "stablehlo.reverse": reversed_,
+    "stablehlo.gather": gathered,
+    "stablehlo.scatter": scattered,
+}
+
+__all__ = ["RULES"]

@@ -1,0 +1,83 @@
+"""Slices, lookups and updates along whole dimensions: equal numbers, and no byte more than the plan says."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmd import propagate
+from spmd.errors import SpmdError
+from spmd.propagation._lookups import RULES
+from tests.propagation.frozen import compare, whole
+from tests.propagation.programs import struct
+
+PROGRAMS = {}
+
+
+def entered(*layouts):
+    def enter(fn):
+        PROGRAMS[fn.__name__] = whole(*layouts)(fn)
+        return fn
+
+    return enter
+
+
+@entered("v d, b/dp s, d f/tp", "float32 int32 float32")
+def embedding(table, ids, w):
+    return jnp.take(table, ids, axis=0) @ w
+
+
+@entered("v d, b/dp s", "float32 int32")
+def embedding_gradient(table, ids):
+    return jax.grad(lambda t: (jnp.take(t, ids, axis=0) ** 2).sum())(table)
+
+
+@entered("b/dp d, b/dp s", "float32 int32")
+def along_an_axis(x, at):
+    return jnp.take_along_axis(x, at, axis=1)
+
+
+@entered("b/dp d, b/dp s", "float32 int32")
+def along_an_axis_gradient(x, at):
+    return jax.grad(lambda x: (jnp.take_along_axis(x, at, axis=1) ** 3).sum())(x)
+
+
+@entered("d f/tp, n", "float32 int32")
+def rows_that_are_set(x, at):
+    return x.at[at].set(jnp.tanh(x[at]), mode="drop").at[:, :].multiply(2.0)
+
+
+@entered("b/dp d e, b/dp d e")
+def pieces(x, y):
+    x = jnp.concatenate([x[:, ::2], jnp.flip(y, 2), jnp.pad(x[:, 1:3], ((0, 0), (1, 0), (0, 0)))], axis=1)
+    return jnp.clip(x, -1.0, 1.0) % 0.3
+
+
+@entered("b/dp d, n", "float32 int32")
+def moved_by_numbers(x, i):
+    piece = jax.lax.dynamic_slice_in_dim(x, i[0], 4, 1)
+    return jax.lax.dynamic_update_slice_in_dim(x, 2 * piece, i[1], 1)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program(mesh, name):
+    compare(PROGRAMS[name], mesh)
+
+
+def test_each_rule_has_a_program(mesh):
+    found = "".join(str(propagate(fn, *args).reading.module) for fn, args in (p.make(mesh) for p in PROGRAMS.values()))
+    assert [name for name in RULES if name not in found] == []
+
+
+@pytest.mark.parametrize(
+    ("fn", "layouts", "told"),
+    [
+        (lambda x, y: x.at[y.astype(int)[:, 0]].add(1.0), ("v d", "b/dp d"), "that is no sum from zero"),
+        (lambda x, y: x.at[:, y.astype(int)[0]].max(2.0), ("b/dp d", "d f/tp"), "that is no sum from zero"),
+    ],
+)
+def test_what_is_refused(mesh, fn, layouts, told):
+    args = [struct(mesh, one) for one in layouts]
+    with pytest.raises(SpmdError, match=told):
+        propagate(fn, *args).freeze()

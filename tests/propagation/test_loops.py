@@ -1,0 +1,105 @@
+"""Loops and branches as functions of a kernel: equal numbers, no byte more than the plan says, and gradients."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import propagate
+from spmd.propagation._loops import axes_of
+from spmd.propagation._module import Axis, Place
+from tests.propagation.frozen import compare, run, whole
+from tests.propagation.programs import AXES, PLAIN
+
+NAMED = {one.name: one for one in PLAIN}
+# XLA sends less than its plan: it keeps the stack of residuals divided, or gathers a weight.
+LOOPED = {"layers": False, "layers_gradient": True, "layers_fsdp_gradient": False, "micro_batches": True}
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_frozen_loop_has_the_numbers_and_sends_no_more_than_the_plan(mesh, name):
+    sent, auto = compare(NAMED[name], mesh)
+    assert (sent > auto) == LOOPED[name]
+
+
+def test_a_frozen_llama(mesh):
+    """All of a model of `examples/`: attention, a scan over its layers, a lookup, a loss over a divided vocabulary."""
+    plain = NAMED["llama_loss"]
+    sent, auto = compare(plain, spmd.make_mesh(**AXES), plan=False)  # CPUs send bfloat16 as float32
+    assert sent <= auto
+
+
+PROGRAMS = {}
+
+
+def entered(*layouts):
+    def enter(fn):
+        PROGRAMS[fn.__name__] = whole(*layouts)(fn)
+        return fn
+
+    return enter
+
+
+@entered("b/dp d, d f/tp, f/tp d")
+def until(x, w, v):
+    def step(carry):
+        x, n = carry
+        return x + 0.1 * jnp.tanh(x @ w) @ v, n + 1
+
+    return jax.lax.while_loop(lambda c: (c[1] < 5) & (jnp.abs(c[0]).max() < 50), step, (x, 0))
+
+
+@entered("b/dp d, d f/tp, f/tp d")
+def loops_in_loops(x, w, v):
+    def outer(x, i):
+        def inner(y, _):
+            return jnp.tanh(y @ w) @ v, y.sum(1)
+
+        y, sums = jax.lax.scan(inner, x, None, length=2)
+        return x + i * y / 100, sums
+
+    return jax.lax.scan(outer, x, jnp.arange(3.0), reverse=True)
+
+
+@entered("b/dp d, d f/tp, f/tp d")
+def branches_of_a_loop(x, w, v):
+    def step(i, x):
+        return jax.lax.cond(i % 2 == 0, lambda x: x + jnp.tanh(x @ w) @ v, lambda x: 0.5 * x, x)
+
+    return jax.lax.fori_loop(0, 4, step, x)
+
+
+@entered("b/dp d, d f/tp, f/tp d")
+def recomputed_gradient(x, w, v):
+    layer = jax.checkpoint(lambda x, _: (jnp.tanh(x @ w) @ v / 8, None))
+    return jax.grad(lambda x: jax.lax.scan(layer, x, None, length=3)[0].sum())(x)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program(mesh, name):
+    compare(PROGRAMS[name], mesh)
+
+
+def test_a_loop_that_counts_has_a_gradient(mesh):
+    fn, args = NAMED["layers"].make(mesh)
+    text = propagate(fn, *args).freeze("frozen")
+    assert "jax.lax.fori_loop(0, 3, " in text
+    rng = np.random.default_rng(0)
+    values = [jax.device_put(0.3 * rng.normal(size=x.shape).astype("float32"), x.sharding) for x in args]
+    frozen = run(text, mesh)
+    loss = lambda fn: jax.grad(lambda *args: (fn(*args) ** 2).sum(), argnums=(0, 1, 2))
+    for want, have in zip(loss(fn)(*values), loss(frozen)(*values), strict=True):
+        np.testing.assert_allclose(want, have, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loop_that_may_end_early_asks_a_function(mesh):
+    fn, args = PROGRAMS["until"].make(mesh)
+    assert "jax.lax.while_loop(v1_goes_on, v1, " in propagate(fn, *args).freeze()
+
+
+def test_a_value_differs_along_the_axes_that_divide_it():
+    axis = lambda name: Axis(name, 2, 1, 2)
+    assert axes_of(Place(((axis("a"),), ()), (axis("b"),))) == {"a", "b"} and axes_of(Place(((),))) == set()
