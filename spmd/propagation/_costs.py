@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,11 +16,26 @@ from spmd.propagation._module import Axis, Dims, Number, Place
 from spmd.propagation._moves import Move
 from spmd.propagation._values import text_of
 
-if TYPE_CHECKING:
-    from spmd.propagation._propagation import Propagation
-
 _MOST = 4  # costs for which constraints are tried, the dearest first
 _TRIES = 6  # constraints for each of them
+
+
+class Plan(Protocol):
+    """What is asked of a plan; `Propagation` is one."""
+
+    moves: tuple[Move, ...]
+    reading: Any
+    traced: Any
+    names: Any
+    mesh: Any
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def kept(self) -> Any: ...
+
+    def again(self, constrain: Any = ..., inputs: Any = None) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ _SAID = {
 }
 
 
-def costs_of(plan: Propagation) -> tuple[Cost, ...]:
+def costs_of(plan: Plan) -> tuple[Cost, ...]:
     """The costs of a plan, the dearest first."""
     found: dict[Any, list[Move]] = {}
     data = _data_axes(plan)
@@ -113,7 +128,7 @@ def _kind(move: Move, data: frozenset[str]) -> str:
     return "activation" if move.kind == "all_gather" and not raw.part and of_data else ""
 
 
-def _data_axes(plan: Propagation) -> frozenset[str]:
+def _data_axes(plan: Plan) -> frozenset[str]:
     """The axes that divide the first dimension of an input, and along which the forward pass sums no array."""
     first = {axis.name for place in plan.reading.inputs if place.dims for axis in place.dims[0]}
     summed = [one for one in plan.moves if one.kind == "psum" and one.phase == "forward" and one.shape]
@@ -134,7 +149,7 @@ class _Ask:
     result: int = 0
 
 
-def _tried(plan: Propagation, kind: str, move: Move) -> Constraint | None:
+def _tried(plan: Plan, kind: str, move: Move) -> Constraint | None:
     """The best of the constraints, if it sends less than none."""
     best, least = None, plan.total_bytes
     for ask in itertools.islice(_asks(plan, kind, move), _TRIES):
@@ -147,7 +162,7 @@ def _tried(plan: Propagation, kind: str, move: Move) -> Constraint | None:
     return None if best is None else _said(plan, best, least)
 
 
-def _with(plan: Propagation, ask: _Ask) -> Propagation:
+def _with(plan: Plan, ask: _Ask) -> Plan:
     """The plan of the program with a constraint."""
     spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
     sharding = NamedSharding(plan.traced.mesh, spec)
@@ -157,7 +172,7 @@ def _with(plan: Propagation, ask: _Ask) -> Propagation:
     return plan.again(lambda eqn: {ask.result: sharding} if eqn is target else {})
 
 
-def _asks(plan: Propagation, kind: str, move: Move) -> Iterator[_Ask]:
+def _asks(plan: Plan, kind: str, move: Move) -> Iterator[_Ask]:
     raw, shape = move.raw, move.shape
     if any(axis.text != axis.name for dims in (raw.source.dims, raw.target.dims) for axes in dims for axis in axes):
         return  # no string says a part of an axis
@@ -192,7 +207,7 @@ def _elsewhere(move: Move) -> Iterator[Dims]:
             yield tuple(dims)
 
 
-def _result(plan: Propagation, number: Number, shape: Sequence[int]) -> int | None:
+def _result(plan: Plan, number: Number, shape: Sequence[int]) -> int | None:
     """Which result of an equation has this shape; None where that is not one alone, or nobody can name it: the backward
     pass made it, or it is kept for that."""
     eqns = [plan.traced.equations[i] for i in number]
@@ -204,7 +219,7 @@ def _result(plan: Propagation, number: Number, shape: Sequence[int]) -> int | No
     return fitting[0]
 
 
-def _said(plan: Propagation, ask: _Ask, sent: int) -> Constraint:
+def _said(plan: Plan, ask: _Ask, sent: int) -> Constraint:
     labels = _labels(plan, ask)
     layout = text_of(Place(ask.dims), labels, ask.shape, plan.mesh)
     if ask.input is not None:
@@ -218,7 +233,7 @@ def _said(plan: Propagation, ask: _Ask, sent: int) -> Constraint:
     return Constraint(layout, value, text, sent)
 
 
-def _labels(plan: Propagation, ask: _Ask) -> Any:
+def _labels(plan: Plan, ask: _Ask) -> Any:
     if ask.input is not None:
         return plan.names.known[opened(plan.traced.jaxpr)[0].invars[ask.input]]
     *path, eqn = (plan.traced.equations[i] for i in ask.number)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import spmd.propagation._lookups as _lookups
 from spmd._compat import operation_name as name_of
 from spmd.errors import SpmdError
-from spmd.propagation import _lookups
 from spmd.propagation._loops import axes_of, branches, loop
 from spmd.propagation._module import KINDS, Axis, Place, Reading, called, operation, typed
 from spmd.propagation._texts import Made, Names, bare, dtype_text, integers, literal, numbers_of
