@@ -369,6 +369,17 @@ def made_manual(eqn: Any) -> dict[str, int]:
     return {axis: n for axis, n in mesh.shape.items() if axis in (eqn.params[name] or mesh.axis_names)}
 
 
+def in_order(arrays: Sequence[Any]) -> list[Any]:
+    """The same arrays, none of which is there before all are.
+
+    JAX 0.10 types the results of a barrier as differing along all axes of any of them, and its compiler for CPUs leaves
+    barriers out. Where a type would change, the arrays are given back as they are.
+    """
+    made = jax.lax.optimization_barrier(list(arrays))
+    alike = [varying_axes(x) == varying_axes(y) for x, y in zip(arrays, made, strict=True)]
+    return list(made) if all(alike) else list(arrays)
+
+
 def name_stack(eqn: Any) -> tuple[tuple[str, str], ...]:
     """The names around an equation, outermost first: `("Scope", text)` of `jax.named_scope`, `("Transform", "jvp")`."""
     return tuple((type(entry).__name__, entry.name) for entry in eqn.source_info.name_stack.stack)

@@ -98,6 +98,26 @@ class FusedName(str):
     """The scope of `spmd.fused(what)`: what is traced inside is meant to be one kernel on an accelerator."""
 
 
+class WindowName(str):
+    """The scope of what `spmd.meanwhile` computes, or of what travels in that time.
+
+    Attributes:
+      source_info: Where `meanwhile` was called, as an equation has it. Both scopes of a call have the same.
+      moves: The scope of what travels; the scope itself, if it is that one.
+    """
+
+    source_info: Any
+    moves: WindowName
+
+    def __new__(cls, text: str = "meanwhile") -> Self:
+        self = super().__new__(cls, text)
+        self.source_info, self.moves = source_info_util.current(), self
+        if text == "meanwhile":
+            self.moves = cls("meanwhile: what travels")
+            self.moves.source_info = self.source_info
+        return self
+
+
 def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
     """Why an equation is meant per shard: the reason of its innermost `per_shard`. None if there is none around it.
 

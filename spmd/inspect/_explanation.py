@@ -329,6 +329,8 @@ def _costs(it: Explanation) -> Table:
         rows += [Row(("memory per device",), "title"), *_memory_rows(it.memory, it.hardware)]
     if it.time is not None and it.hardware is not None and it.written is not None:
         rows += [Row((f"time on {it.time.hardware}",), "title"), *_time_rows(it.time, it.hardware, it.written)]
+    if it.written is not None and it.written.windows:
+        rows += [Row(("meanwhile",), "title"), *_window_rows(it.written, it.hardware)]
     if notes := [*it.missing, *([] if it.exact else [_LOOSE])]:
         rows += _section("not known", notes)
     return Table(rows, right=(1,), below=(2,), indent=2)
@@ -376,6 +378,24 @@ def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
             ("nothing overlaps", time.serial, of_peak[1]),
         ]
     return [Row((name, seconds_text(seconds), text)) for name, seconds, text in rows]
+
+
+def _window_rows(written: Written, machine: Hardware | None) -> list[Row]:
+    """What each `spmd.meanwhile` computes while it sends, and how much of the time of the collectives that covers."""
+    rows = []
+    for one in written.windows:
+        sent = [written.collectives[i] for i in one.collectives]
+        each = ", ".join(f"{c.kind} {axes_text(c.axes)} {bytes_text(c.bytes * c.count)}" for c in sent) or "nothing"
+        computed, flops = ", ".join(f"{si_text(n, 'FLOP')} {dtype}" for dtype, n in one.flops.items()), one.flops
+        text, share = f"{each} beside {computed or 'no products'}", ""
+        if machine is not None:
+            sends = sum(c.count * machine.collective_seconds(c.kind, c.bytes, c.axes, written.mesh) for c in sent)
+            takes = sum(n / machine.peak(dtype) for dtype, n in flops.items())
+            share = _share(min(takes, sends), sends) if sends else ""
+            beside = f"{computed or 'no products'}, {seconds_text(takes)}"
+            text = f"of {seconds_text(sends)} is covered: {each}; beside it {beside}"
+        rows.append(Row((f"{one.where}, {one.phase}", share, text)))
+    return rows
 
 
 def _share(part: float, whole: float) -> str:

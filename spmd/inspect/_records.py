@@ -298,6 +298,23 @@ class Constraint:
     where: str
 
 
+@dataclass(slots=True)
+class Window:
+    """What a call of `spmd.meanwhile` computes and sends at the same time, loops multiplied out.
+
+    Attributes:
+      where: The user's line.
+      phase: "forward", "backward" or "recomputed".
+      flops: Floating-point operations of dots and convolutions on one device, by dtype.
+      collectives: The numbers of the written collectives that travel.
+    """
+
+    where: str
+    phase: str
+    flops: dict[str, float] = field(default_factory=dict)
+    collectives: list[int] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Written:
     """The written view of one program.
@@ -327,6 +344,7 @@ class Written:
       opened_bytes: The same if what `spmd.fused` says is one kernel is not.
       unfused_bytes: The same if no elementwise chain is fused either.
       work: What is spent, the branches apart.
+      windows: What runs at the same time, by `spmd.meanwhile`.
     """
 
     collectives: tuple[WrittenCollective, ...]
@@ -347,6 +365,7 @@ class Written:
     opened_bytes: int = 0
     unfused_bytes: int = 0
     work: Work = field(default_factory=Work, repr=False)
+    windows: tuple[Window, ...] = ()
 
     @property
     def total_bytes(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.equations import COMMUNICATES, Held, Role, axes_of, opened, shape_of
-from spmd._jaxprs.facts import CallName, FusedName, KernelName, LayoutName, PerShardName, one_line
+from spmd._jaxprs.facts import CallName, FusedName, KernelName, LayoutName, PerShardName, WindowName, one_line
 from spmd._jaxprs.walker import Domain, walk
 from spmd._text.units import sent_bytes
 from spmd.checker import _tables as tables
@@ -40,6 +40,7 @@ from spmd.inspect._records import (
     PerShard,
     Switch,
     Turns,
+    Window,
     Work,
     Written,
     WrittenCollective,
@@ -111,6 +112,7 @@ class Walk(Domain):
         self._switches: list[_Branches] = []  # that the walk is in
         self._rounds: dict[str, int] = {}  # how many rounds the loops have that the walk is in, as axes of tables
         self._constants: Mapping[Any, Any] = {}
+        self._windows: dict[tuple[int, str], Window] = {}
         self._exact = True
         self.has_kernels = False  # as `spmd.fused` says
 
@@ -136,6 +138,7 @@ class Walk(Domain):
             hbm_bytes=round(self._work.total(lambda work: {"": work.hbm_bytes})[""]),
             left_out=self._work.total(lambda work: work.left_out),
             work=self._work,
+            windows=tuple(self._windows.values()),
             exact=self._exact,
             boundary=tuple(self._boundary.values()),
             islands=tuple(self._islands.values()),
@@ -379,6 +382,8 @@ class Walk(Domain):
         call = _call_around(names)
         added = transposed and not recomputed
         for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:
+            for window in self._windows_around(names, moves=True):
+                window.collectives.append(len(self._collectives))
             self._work.collectives[len(self._collectives)] = site.times
             self._collectives.append(
                 WrittenCollective(
@@ -414,6 +419,8 @@ class Walk(Domain):
             matmul = is_matmul(eqn)
             dtype = inside.dtype.name if matmul and inside and inside.dtype is not None else dtype
             self._work.count(dtype, flops * self._share * self.site.times, matmul=matmul)
+            for window in self._windows_around(self._names(eqn), moves=False) if matmul else ():
+                window.flops[dtype] = window.flops.get(dtype, 0.0) + flops * self._share * self.site.times
         outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
         outs = [replace(value, inside=inside) for value in outs] if inside else outs
         found = self._tables(eqn, operands)
@@ -459,6 +466,16 @@ class Walk(Domain):
     def _fused_around(self, eqn: Any) -> Inside | None:
         """The kernel that an equation belongs to by its names. One that is made of nothing has no operand inside."""
         return next((Inside(name) for _, name in self._names(eqn) if isinstance(name, FusedName)), None)
+
+    def _windows_around(self, names: Sequence[tuple[str, str]], moves: bool) -> list[Window]:
+        """The calls of `meanwhile` that compute this, or in which it travels."""
+        again = ("Scope", "rematted_computation") in names
+        phase, found = "recomputed" if again else "backward" if _compat.is_backward(names) else "forward", []
+        for _, name in names:
+            if isinstance(name, WindowName) and (name.moves is name) == moves:
+                made = Window(_short(line_of(name)), phase)
+                found.append(self._windows.setdefault((id(name.moves), phase), made))
+        return found
 
     def _moves(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""

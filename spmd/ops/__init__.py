@@ -7,6 +7,7 @@ from spmd.ops._exchange import exchange
 from spmd.ops._gradients import custom_vjp, grad, value_and_grad
 from spmd.ops._grids import linspace, meshgrid
 from spmd.ops._local import cond, local, opaque
+from spmd.ops._meanwhile import meanwhile
 from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
 from spmd.ops._sizes import axis_index, axis_size, full, iota, local_size, offset, ones, size, zeros
@@ -36,6 +37,7 @@ __all__ = [
     "linspace",
     "local",
     "local_size",
+    "meanwhile",
     "meshgrid",
     "offset",
     "ones",

@@ -391,6 +391,11 @@ def fused_without_a_name(mesh):
 
 
 @bad
+def meanwhile_without_a_function(mesh):
+    body(SAME, lambda x: spmd.meanwhile(x, x, lambda w: w, x)[0], mesh)
+
+
+@bad
 def island_without_a_function(mesh):
     body(SAME, lambda x: spmd.local(None, SAME)(x), mesh)
 
