@@ -232,12 +232,7 @@ def at_random(number: int, seed: int, steps: int) -> int:
             said = "device \\d+ \\(rank {who} on \\S+ differs"
         if kind in ("kill", "network", "raise") and who == 0:
             said = f"{said}|{COORDINATOR}|the leader task|Connection closed by peer"
-        limit = {
-            "0": "at the next start",
-            "10 * p + 15": "`patience` + 10 s; it ends after ten times that",
-            "2": "15",
-            "10": "25",
-        }.get(base.limit, f"{base.limit} + 10")  # eight processes on few cores
+        limit = {"2": "15", "10": "25"}.get(base.limit, f"{base.limit} + 10")  # eight processes on few cores
         fault = Fault(kind, base.what, said, limit, who, (0, 1, 75, -6))
         seen = see(fault, count=count, when=when, steps=steps)
         bad += bool(seen.wrong)
