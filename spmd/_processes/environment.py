@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class Task(NamedTuple):
 
 
 LAUNCHER = "python -m spmd launch"
+REMADE = "SPMD_REMADE"  # what a process that `cluster.remake` has started anew is told
 
 
 def tasks(environment: Mapping[str, str] = os.environ) -> list[Task]:
@@ -38,6 +40,9 @@ def tasks(environment: Mapping[str, str] = os.environ) -> list[Task]:
     Raises:
       MeshError: A variable is not a number.
     """
+    remade = json.loads(environment.get(REMADE, "{}"))
+    if "rank" in remade:  # all others say how it was at first
+        return [Task("cluster.remake", remade["rank"], remade["count"], remade["coordinator"])]
     found = [
         _launched(environment),
         _pair(environment, "SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),

@@ -10,6 +10,7 @@ from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._fields import read_zarr, write_zarr
 from spmd.cluster._guard import guard
 from spmd.cluster._recorder import stragglers
+from spmd.cluster._remake import remake
 from spmd.cluster._start import initialize, same_program, stopping
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "initialize",
     "my_rows",
     "read_zarr",
+    "remake",
     "same_program",
     "stopping",
     "stragglers",

@@ -21,11 +21,13 @@ import numpy as np
 
 from spmd._compat import coordination
 from spmd._processes.agreement import everyone, ranks
+from spmd.cluster._launch import free_port
 from spmd.cluster._stacks import Stack
 
 HUNG = 75  # the exit code of a run that stands still, which schedulers queue again
 _LAPS = 3  # steps and batches after which a program is in its loop, and a long silence is none of its start
 _PATIENT = 10  # times the patience, where a process works on, or a device may
+_WORK = 0.2  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
 _GATHER = 4.0  # seconds in which a process that runs says where it is
 
@@ -42,6 +44,8 @@ class _Recorder:
         self.failed = False  # an error of JAX ends it: perhaps another process is gone
         self.told = threading.Event()  # one of these has come
         self.listener: threading.Thread | None = None
+        self.left: list[int] = []  # where the run ends because it stands still: the processes that may go on
+        self.meet = ""  # and where their process 0 will listen
         self.looks = self.waits = 0  # how often the main thread was looked at in its loop, and waited for devices
         self.steps: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self.reads: collections.deque[float] = collections.deque(maxlen=_KEPT)
@@ -129,11 +133,11 @@ def _await_listener(seconds: float | None) -> None:
         recorder.listener.join(seconds)
 
 
-def watch(patience: float, on_hang: Callable[[str], int | None] | None) -> None:
-    """Watch this process from now on, beside the others."""
+def watch(patience: float, on_hang: Callable[[str], int | None] | None, host: str = "") -> None:
+    """Watch this process from now on, beside the others; `host` is that of the coordinator."""
     client = coordination()
     if client is not None:
-        one = Watch(jax.process_index(), jax.process_count(), patience, on_hang, client)
+        one = Watch(jax.process_index(), jax.process_count(), patience, on_hang, client, host)
         threads = [threading.Thread(target=run, name="flight recorder", daemon=True) for run in (one.listen, one.guard)]
         recorder.listener = threads[0]
         atexit.register(await_others)  # called before JAX waits for them, where its errors abort a process
@@ -149,9 +153,17 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, count: int, patience: float, on_hang: Callable[[str], int | None] | None, client: Any
+        self,
+        rank: int,
+        count: int,
+        patience: float,
+        on_hang: Callable[[str], int | None] | None,
+        client: Any,
+        host: str,
     ) -> None:
         self.rank, self.count, self.patience, self.on_hang, self.client = rank, count, patience, on_hang, client
+        self._host, self._on_cpu = host, jax.default_backend() == "cpu"
+        self._used, self._looked, self._worked = 0.0, 0.0, time.monotonic()
         self._tick = min(max(1.0, count / 500), patience / 20)
         self._main = threading.main_thread().ident
         self._started = self._progress = self._still = self._quiet = self._beat = time.monotonic()
@@ -208,6 +220,11 @@ class Watch:
         stack, now = Stack(self._main), time.monotonic()
         if (mark := stack.mark()) != self._mark:
             self._mark, self._still = mark, now
+        if now - self._looked > self._tick / 2:
+            used = time.process_time()
+            if not self._on_cpu or used - self._used > _WORK * (now - self._looked):
+                self._worked = now
+            self._used, self._looked = used, now
         compiles = stack.compiles()
         if recorder.laps >= _LAPS and not compiles:
             recorder.looks += 1
@@ -248,13 +265,18 @@ class Watch:
         verdict = f"spmd/verdict/{self._round}"
         text, ends = judge(places, self.count, self.patience)
         if min(self._said("places")) == self.rank:
-            self._call("key_value_set", verdict, json.dumps([text, ends]), allow_overwrite=True)
+            if ends and self.rank == 0:
+                recorder.left = sorted(rank for rank, place in places.items() if place["kind"] != "ended")
+                recorder.meet = f"{self._host}:{free_port()}"
+            told = json.dumps([text, ends, recorder.left, recorder.meet])
+            self._call("key_value_set", verdict, told, allow_overwrite=True)
             if text and not ends:
                 longest = _PATIENT * self.patience
                 print(f"{text} If nothing goes on, it ends after {longest:g} s.", file=sys.stderr, flush=True)
         else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has stopped meanwhile: then by oneself
-                text, ends = json.loads(self._call("blocking_key_value_get", verdict, int(2000 * _GATHER)))
+                told = self._call("blocking_key_value_get", verdict, int(2000 * _GATHER))
+                text, ends, recorder.left, recorder.meet = json.loads(told)
         self._round += 1
         self._quiet = time.monotonic() + self.patience
         if ends:
@@ -279,6 +301,7 @@ class Watch:
             "step": recorder.step,
             "idle": now - self._progress,
             "still": now - self._still,
+            "rests": now - self._worked,
             "host": socket.gethostname(),
         }
 
@@ -288,13 +311,24 @@ class Watch:
         with contextlib.suppress(io.UnsupportedOperation, AttributeError):
             faulthandler.dump_traceback(sys.stderr)
         print(text, file=sys.stderr)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._go_last()
         code = HUNG if self.on_hang is None else self.on_hang(text)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         if code is not None:
             recorder.code = code
-            time.sleep(1.0 if self.rank == 0 else 0.0)  # where it ends, JAX aborts the others
             os._exit(code)
+
+    def _go_last(self) -> None:
+        """Let the others end before process 0, where JAX's service is: without it JAX aborts them."""
+        if self.rank > 0:
+            self._call("key_value_set", f"spmd/leaves/0/{self.rank}", "0", allow_overwrite=True)
+        elif recorder.left:
+            until = time.monotonic() + _GATHER
+            while len(self._said("leaves")) < len(recorder.left) - 1 and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(0.5)
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
@@ -330,7 +364,8 @@ def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) 
         return _told(guilty, places), patient or not moves
     if storing:
         return _told(storing, places), patient
-    return (_all_wait(waits, places), patient) if waits else ("", False)
+    rest = min((one["rests"] for one in places.values()), default=0) > patience / 2  # then nobody computes
+    return (_all_wait(waits, places), patient or rest) if waits else ("", False)
 
 
 def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:

@@ -27,7 +27,7 @@ import jax.experimental.multihost_utils as multihost
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import disagreements, first_difference
-from spmd._processes.environment import Task, tasks
+from spmd._processes.environment import REMADE, Task, tasks
 from spmd._processes.replicas import compare_replicas
 from spmd.cluster._recorder import await_verdict, leave, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
@@ -177,11 +177,11 @@ def initialize(
       patience: After how many seconds beyond the longest step so far a run in which nothing goes on ends. It says
         which process stopped it, and at which line: one that sleeps, waits for a lock or for data, has taken another
         branch, or does not answer. It counts from the second step on that `stopping` or `batches` sees. While a
-        process compiles, nobody is in a hurry. Where the process that the others wait for works on, or all wait in one
-        call, it is ten times as long. A process that does not answer at all is named after half of it. None watches
+        process compiles, nobody is in a hurry. Where the process that the others wait for works on, or all wait for
+        devices other than CPUs, it is ten times as long. A process that does not answer at all is named after half of it. None watches
         nothing, as for a debugger.
       on_hang: What to do then, in each process that answers: a function of the message. It returns the exit code, or
-        None to go on. By default the exit code is 75.
+        None to go on. By default the exit code is 75. `cluster.remake` starts again with the processes that are left.
       heartbeat_timeout_seconds: After how many seconds of silence JAX ends a process whose coordinator is gone, or
         all where one is. By default it is `patience`, and at least 30. `launch` sees at once that a process has ended.
       initialization_timeout: For how many seconds a process waits for the others to start.
@@ -220,7 +220,7 @@ def initialize(
         _compare(ignore)
         compare_replicas(check)
         if patience is not None:
-            watch(patience, on_hang)
+            watch(patience, on_hang, _host(found))
 
 
 def same_program(lowered: Any) -> None:
@@ -275,6 +275,7 @@ def _agreed(given: Task | None, found: list[Task]) -> Task | None:
     Raises:
       MeshError: Two sources disagree.
     """
+    given = None if REMADE in os.environ else given
     several = [one for one in (given, *found) if one is not None and one.count != 1]
     if given is not None and given.count == 1:
         return None
@@ -315,6 +316,12 @@ def _address(task: Task) -> dict[str, Any]:
         advice = "another port: coordinator_address, MASTER_PORT, or --coordinator of launch"
         raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
     return found
+
+
+def _host(task: Task) -> str:
+    """The host of process 0, as the others name it; in process 0, where nobody has said it, its own name."""
+    told = task.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+    return told.rpartition(":")[0] or socket.getfqdn()
 
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")

@@ -120,13 +120,16 @@ def asked(text: str) -> int | None:
 
 def main(kind: str = "none", who: str = "1", when: str = "4", steps: str = "12") -> None:
     """Train, with a fault in one process at one step."""
-    spmd.cluster.initialize(patience=PATIENCE, on_hang=asked if "ON_HANG" in os.environ else None, ignore=[1, 2, 3])
+    on_hang = {"remake": spmd.cluster.remake, None: None}.get(os.environ.get("ON_HANG"), asked)
+    spmd.cluster.initialize(patience=PATIENCE, on_hang=on_hang, ignore=[1, 2, 3])
     spmd.cluster.stopping(0)
     rank, mesh = jax.process_index(), spmd.make_mesh(a=-1)
-    source, size = Source(), mesh.size * 2
+    width = int(os.environ.get("WIDTH", mesh.size))  # of the arrays, which is that of the mesh or its multiple
+    source, size = Source(), width * 2
     data = spmd.cluster.batches(source, "b/a d", batch=size, mesh=mesh, prefetch=int(os.environ.get("PREFETCH", "0")))
     layouts = {"x": "n/a", "count": "scalar"}
-    make = spmd.init(lambda key: {"x": jnp.ones(8 * mesh.size), "count": jnp.float32(0)}, layouts, mesh=mesh)
+    make = spmd.init(lambda key: {"x": jnp.ones(8 * width), "count": jnp.float32(0)}, layouts, mesh=mesh)
+    first = True
     saved = spmd.cluster.checkpoints(os.environ["FOLDER"]) if "FOLDER" in os.environ else None
     state, step = (make(jax.random.key(0)), 0) if saved is None else saved.restore(make, jax.random.key(0), data=data)
 
@@ -136,8 +139,8 @@ def main(kind: str = "none", who: str = "1", when: str = "4", steps: str = "12")
         return {"x": x, "count": state["count"] + 1}, jnp.sum(x)
 
     while step < int(steps) and not spmd.cluster.stopping(step):
-        here = step == int(when)
-        if here and rank == int(who):
+        here = step == int(when) and "SPMD_REMADE" not in os.environ
+        if here and f"{rank}" in who.split(","):
             state = disturb(kind, state, source)
         batch = next(data)
         bad = np.nan if here and kind == "nan" else 1.0
@@ -145,6 +148,9 @@ def main(kind: str = "none", who: str = "1", when: str = "4", steps: str = "12")
         number = float(loss.addressable_shards[0].data)
         step += 1
         if rank == 0:
+            if "SPMD_REMADE" in os.environ and first:
+                print("remade", time.time(), jax.device_count(), flush=True)
+            first = False
             print("step", step, number.hex(), int(batch.addressable_shards[0].data[0, 0]), flush=True)
         spmd.cluster.guard(step, state, every=EVERY)
         if saved is not None and step % EVERY == 0:

@@ -66,7 +66,7 @@ FAULTS = [
     Fault("lock", "a lock that nobody releases", "rank {who} on \\S+ is in `lock.acquire()`"),
     Fault("reader", "a reader that blocks", "rank {who} on \\S+ reads a batch in `os.read(", who=0),
     Fault("reader", "the same, read ahead by a thread", "rank {who} on \\S+ reads a batch in `next(data)`", prefetch=2),
-    Fault("branch", "one process takes another branch", "wait for each other at different lines", "10 * p + 15"),
+    Fault("branch", "one process takes another branch", "wait for each other at different lines"),
     Fault("exit", "`sys.exit` in one process", "rank {who} on \\S+ has ended"),
     Fault("stop", "a whole process stands still (SIGSTOP), or its host is gone", GONE, "p / 2 + 10"),
     Fault("stop", "the same, of process 0, which has JAX's coordinator", COORDINATOR, "p / 2 + 10", who=0),
@@ -204,7 +204,6 @@ LIMITS = {
     "10": "10 s",
     "p + 10": "`patience` + 10 s",
     "p / 2 + 10": "`patience` / 2 + 10 s",
-    "10 * p + 15": "`patience` + 10 s; it ends after ten times that",
 }
 
 

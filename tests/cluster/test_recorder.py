@@ -19,7 +19,7 @@ PATIENCE = 3
 
 def place(kind: str, where: str, **more: Any) -> dict[str, Any]:
     """Where a rank is, as it says so."""
-    return {"kind": kind, "where": where, "step": 7, "idle": 70.0, "still": 65.0, "host": "h", **more}
+    return {"kind": kind, "where": where, "step": 7, "idle": 70.0, "still": 65.0, "rests": 0.0, "host": "h", **more}
 
 
 STEP = "`step(x)` (train.py:9)"
@@ -73,6 +73,9 @@ def test_who_may_go_on() -> None:
         text, ends = judge(dict(enumerate(places)), 2, 60)
         assert said in text and not ends, text
         assert judge({rank: one | {"idle": 601.0} for rank, one in enumerate(places)}, 2, 60)[1]
+    rests = [place("waits", line, rests=31.0) for line in (STEP, "`step(y)` (train.py:11)")]
+    assert judge(dict(enumerate(rests)), 2, 60)[1]  # on CPU, where nobody computes
+    assert not judge({0: rests[0], 1: WAITS}, 2, 60)[1]
     assert judge({0: WAITS, 1: SLEEPS}, 2, 60)[1] and judge({0: WAITS}, 2, 60)[1]
     assert "rank 1 does not answer" in judge({0: place("failed", "")}, 2, 60)[0]
 
@@ -127,9 +130,7 @@ def test_the_right_rank_is_named_in_time(kind: str, who: int) -> None:
     else:
         assert FAULTS[kind] in other.err and (kind == "branch" or f"rank {who} " in other.err), other
     [fault] = re.findall(r"^fault ([\d.]+)", faulty.out, re.M)
-    if kind == "branch":  # it may have run ahead: process 0 tells of it in time, and the run ends later
-        assert "If nothing goes on, it ends after 30 s." in (other if who else faulty).err
-    assert ended - float(fault) < (10 if kind == "branch" else 1) * PATIENCE + 15
+    assert ended - float(fault) < PATIENCE + 15
     assert other.code == HUNG
     assert kind in ("kill", "stop") or faulty.code == HUNG
     assert kind in ("kill", "stop") or ("disturbed.py" in faulty.err and "flight recorder" not in faulty.out)

@@ -1,0 +1,66 @@
+"""What is left of a run goes on by itself, and its numbers are those of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd._processes.environment import REMADE, Task, tasks
+from spmd.cluster._recorder import HUNG, recorder
+from spmd.cluster._start import _agreed
+from tests.cluster.faults import PROGRAM, steps_of
+from tests.cluster.harness import Ended, exhaustive, joined
+
+
+def remade(kind: str, who: str, count: int, folder: Path) -> list[Ended]:
+    told = {"PATIENCE": "5", "FOLDER": f"{folder}/run", "ON_HANG": "remake", "WIDTH": f"{2 * count}"}
+    return joined([[PROGRAM, kind, who, "5", "12"]] * count, [told] * count, timeout=120)
+
+
+def test_a_process_that_sleeps_starts_anew_beside_the_others(tmp_path: Path) -> None:
+    ended = remade("sleep", "1", 2, tmp_path)
+    assert [one.code for one in ended] == [0, 0], ended
+    undisturbed = joined([[PROGRAM, "none", "0", "0", "12"]] * 2)[0]
+    assert steps_of(ended[0].out) == steps_of(undisturbed.out)
+    assert all('"count": 2' in one.err for one in ended)
+
+
+@exhaustive
+def test_two_of_four_go_on_with_a_mesh_of_their_devices(tmp_path: Path) -> None:
+    ended = remade("kill", "1,3", 4, tmp_path)
+    assert [one.code for one in ended] == [0, -9, 0, -9], ended
+    assert re.search(r"^remade \S+ 4$", ended[0].out, re.M), ended[0].out  # devices
+    undisturbed = joined([[PROGRAM, "none", "0", "0", "12"]] * 4)[0]
+    found, wanted = steps_of(ended[0].out), steps_of(undisturbed.out)
+    for step, text in wanted.items():  # a sum over another mesh has another order
+        (loss, sample), (right, right_sample) = found[step].split(), text.split()
+        assert sample == right_sample
+        np.testing.assert_allclose(float.fromhex(loss), float.fromhex(right), rtol=1e-5)
+
+
+@pytest.mark.parametrize("left", [[], [1, 2]])
+def test_nobody_goes_on_where_it_is_not_known_with_whom(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "left", left)
+    assert spmd.cluster.remake("it stands still") == HUNG
+
+
+def test_it_ends_after_some_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "left", [0])
+    monkeypatch.setenv(REMADE, json.dumps({"turn": 3}))
+    assert spmd.cluster.remake("it stands still", times=3) == HUNG
+
+
+def test_the_new_number_counts_and_not_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"rank": 1, "count": 2, "coordinator": "a:1", "turn": 1}
+    first = {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+    environment = {**first, REMADE: json.dumps(told)}
+    new = Task("cluster.remake", 1, 2, "a:1")
+    assert tasks(environment) == [new]
+    assert [one.rank for one in tasks({**first, REMADE: json.dumps({"turn": 1})})] == [3, 3]
+    monkeypatch.setenv(REMADE, environment[REMADE])
+    assert _agreed(Task("the arguments", 3, 4, "b:2"), [new]) == new
