@@ -178,8 +178,8 @@ def initialize(
         which process stopped it, and at which line: one that sleeps, waits for a lock or for data, has taken another
         branch, or does not answer. It counts from the second step on that `stopping` or `batches` sees. While a
         process compiles, nobody is in a hurry. Where the process that the others wait for works on, or all wait for
-        devices other than CPUs, it is ten times as long. A process that does not answer at all is named after half of it. None watches
-        nothing, as for a debugger.
+        devices other than CPUs, it is ten times as long. A process that does not answer at all is named after half of
+        it. None watches nothing, as for a debugger.
       on_hang: What to do then, in each process that answers: a function of the message. It returns the exit code, or
         None to go on. By default the exit code is 75. `cluster.remake` starts again with the processes that are left.
       heartbeat_timeout_seconds: After how many seconds of silence JAX ends a process whose coordinator is gone, or
