@@ -131,6 +131,7 @@ def _add_programs(commands: Any) -> None:
     )
     check.add_argument("--source", action="store_true", help="print the program with the layout of each line")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
+    check.add_argument("--reference", metavar="FUNCTION", help="the same in plain JAX on whole arrays: train.py:plain")
     check.add_argument("--strict", action="store_true", help="fail unless the program is proved or tested")
     for parser in (explain, check):
         parser.add_argument("program", metavar="PROGRAM", help="a file and a name in it: train.py:step")

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd._cli.programs import builder, check_names, maker, program
+from spmd._cli.programs import builder, check_names, loaded, maker, program
 from spmd._cli.progress import shown_if_slow
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
@@ -186,8 +186,10 @@ def run_check(options: Any) -> int:
     It returns 1 if there are any, and with `--strict` 3 if numbers could not be compared.
     """
     fn, args = _program(options)
+    reference = loaded(options.reference) if options.reference else None
+    build = maker(options.program) if options.mesh and options.layouts is None else None
     with shown_if_slow(f"checking {options.program}"):
-        found = check(fn, *args, build=maker(options.program) if options.mesh and options.layouts is None else None)
+        found = check(fn, *args, reference=reference, build=build)
     plan = _planned(fn, args, options.layouts) if not found and found.verdict.kind in ("", "typed") else None
     source = {"source": str((found if plan is None else plan).source())} if options.source else {}
     if options.json:

@@ -41,7 +41,7 @@ def program(
       SizeError: If a size is missing, or belongs to no name.
       LayoutError: If an argument of the kernel is a tree, or not an array.
     """
-    found = _loaded(target)
+    found = loaded(target)
     if layouts is not None:
         return found, _plain_arguments(found, layouts, mesh, sizes, dtypes)
     if isinstance(found, Kernel):
@@ -65,7 +65,7 @@ def builder(target: str) -> Callable[..., Any]:
     Raises:
       SpmdError: If the file or the name does not exist, or is a kernel.
     """
-    found = _loaded(target)
+    found = loaded(target)
     if isinstance(found, Kernel):
         rule = f"{target} is a kernel, and a search needs a function that makes a program for each mesh."
         raise SpmdError(rule, call=target, advice=_BUILD)
@@ -88,7 +88,7 @@ def check_names(what: str, names: Collection[str], sizes: Mapping[str, int]) -> 
             raise SizeError(rule, call=call, got=[f"dimensions of the {what}: {', '.join(names) or 'none'}"])
 
 
-def _loaded(target: str) -> Any:
+def loaded(target: str) -> Any:
     """What a file calls by this name. The file is run as a module, so nothing under `__main__` happens."""
     text, _, name = target.rpartition(":")
     path = Path(text)

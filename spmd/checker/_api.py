@@ -36,6 +36,7 @@ def check(
     fn: Callable[..., Any],
     *args: Any,
     strict: bool = False,
+    reference: Callable[..., Any] | None = None,
     build: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> Findings:
@@ -52,9 +53,10 @@ def check(
       fn: A kernel, or any function: a training step, `jax.grad` of a kernel, a function with `jax.shard_map` in it.
       *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s. What is not an array stays as it is.
       strict: Whether anything but a program that is proved or tested is an error.
+      reference: The same in plain JAX on whole arrays, `reference(*args, **kwargs)`: what the program means. With it
+        numbers decide about a raw `shard_map` too, which has a mesh of its own.
       build: Makes the program for another mesh, `build(mesh)`: a function, or a tuple that begins with one. With it
-        numbers decide about a raw `shard_map` too, which has a mesh of its own. Where they differ on one device, a raw
-        one may mean that.
+        a raw `shard_map` is compared with itself on one device, where it may mean other numbers.
       **kwargs: Keyword arguments.
 
     Returns:
@@ -77,7 +79,7 @@ def check(
       nonlinear: each device along tp has only its term of a sum {U:tp}; take sqrt after the sum is complete.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    findings = _checked(fn, name, args, kwargs, build)
+    findings = _checked(fn, name, args, kwargs, reference, build)
     if strict:
         report(name, findings)
         if findings.verdict.kind not in ("proved", "tested", "typed"):
@@ -86,16 +88,23 @@ def check(
     return findings
 
 
-def _checked(fn: Callable[..., Any], name: str, args: Any, kwargs: Any, build: Callable[[Any], Any] | None) -> Findings:
+def _checked(
+    fn: Callable[..., Any],
+    name: str,
+    args: Any,
+    kwargs: Any,
+    reference: Callable[..., Any] | None,
+    build: Callable[[Any], Any] | None,
+) -> Findings:
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_array(x)]
     meshes: list[Any] = []
 
-    def run(*given: Any) -> Any:
+    def run(*given: Any, plain: Callable[..., Any] | None = None) -> Any:
         rest = iter(given)
         args, kwargs = jax.tree.unflatten(structure, [next(rest) if is_array(x) else x for x in leaves])
         made = build(with_sizes(meshes[0], dict(resized.value))) if build and meshes and resized.value else fn
-        program = made[0] if isinstance(made, tuple) else made
+        program = plain or (made[0] if isinstance(made, tuple) else made)
         return jax.tree.map(lambda x: x if is_array(x) else None, program(*args, **kwargs))
 
     with collecting(True):
@@ -113,11 +122,19 @@ def _checked(fn: Callable[..., Any], name: str, args: Any, kwargs: Any, build: C
         return _without_bodies(jaxpr, name)
     backward = any(map(is_transposed, equations(jaxpr)))
     meshes.append(first_body(jaxpr).params["mesh"])
-    trial = _tried(run, arrays, Traced(jaxpr, jax.tree.structure(shapes)), walk.sizes, gradients=not backward)
+    trial = _tried(
+        run,
+        arrays,
+        Traced(jaxpr, jax.tree.structure(shapes)),
+        walk.sizes,
+        gradients=not backward,
+        reference=reference and partial(run, plain=reference),
+    )
     raw = any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
+    raw = raw and reference is None
     if raw:  # it may mean the size of a block, which fits nothing else
         trial = replace(trial, fails=False)
-    findings = confirmed(dict.fromkeys(walk.findings), trial, name, whole=not raw)
+    findings = confirmed(dict.fromkeys(walk.findings), trial, name, whole=not raw or bool(trial.faults))
     if raw and trial.wrong and not findings:
         trial = Trial(walk.sizes, why="its numbers depend on the sizes of axes, as a raw shard_map may mean")
     verdict = judge(findings, trial, unknown_lines(walk, jaxpr))
@@ -143,19 +160,25 @@ def _without_bodies(jaxpr: Any, name: str) -> Findings:
 
 
 def _tried(
-    run: Callable[..., Any], arrays: Sequence[Any], traced: Traced, sizes: Mapping[str, int], *, gradients: bool
+    run: Callable[..., Any],
+    arrays: Sequence[Any],
+    traced: Traced,
+    sizes: Mapping[str, int],
+    *,
+    gradients: bool,
+    reference: Callable[..., Any] | None,
 ) -> Trial:
     """What numbers say of a program: as it is, or where that is too much, at small sizes on a mesh of few devices."""
     mesh, found = first_body(traced.jaxpr).params["mesh"], Trial(sizes, why=TOO_LARGE)
     if fewer_devices(sizes) == sizes:
-        found = tried(run, arrays, mesh, sizes, gradients=gradients, traced=traced)
+        found = tried(run, arrays, mesh, sizes, gradients=gradients, traced=traced, reference=reference)
     for most in (4, 2):
         if found.why != TOO_LARGE:
             break
         fewer = fewer_devices(sizes, most)
         allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
         given = smaller(traced.jaxpr, arrays, sizes, fewer, allowed)
-        found = tried(run, given, mesh, fewer, gradients=gradients)
+        found = tried(run, given, mesh, fewer, gradients=gradients, reference=reference)
     return found
 
 

@@ -102,6 +102,7 @@ def tried(
     *,
     gradients: bool = True,
     traced: Traced | None = None,
+    reference: Callable[..., Any] | None = None,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -112,12 +113,13 @@ def tried(
       sizes: The sizes of all mesh axes.
       gradients: Whether gradients are compared, where there are any; not those of a program that takes some itself.
       traced: The program as it was traced on its mesh, if it was.
+      reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return Trial(sizes, why=TOO_LARGE)
-    program, found = _Program(fn, arrays, mesh, sizes, traced), Trial(sizes)
+    program, found = _Program(fn, arrays, mesh, sizes, traced, reference), Trial(sizes)
     for grad in (True, False) if gradients else (False,):  # some programs have no derivative
         try:
             return program.tried(grad)
@@ -159,8 +161,15 @@ class _Program:
     """A program of arrays to results and gradients, traced once for each mesh. The trace is differentiated."""
 
     def __init__(
-        self, fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: Mapping[str, int], traced: Traced | None
+        self,
+        fn: Callable[..., Any],
+        arrays: Sequence[Any],
+        mesh: Any,
+        sizes: Mapping[str, int],
+        traced: Traced | None,
+        reference: Callable[..., Any] | None,
     ) -> None:
+        self.reference = reference
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
@@ -172,7 +181,12 @@ class _Program:
     def tried(self, grad: bool) -> Trial:
         self.grad, sizes = grad, self.sizes
         ours, form = self._traced(sizes)
-        base, unknown = self._base(form)
+        try:
+            base, unknown = self._base(form)
+        except NotSimulated:
+            if faults := self._faults():  # which nothing is needed to compare with
+                return Trial(sizes, faults=faults, line=line_of_body(first_body(ours)))
+            raise
         gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
         for draw in self.draws:
@@ -190,10 +204,18 @@ class _Program:
             line = line_of_body(first_body(ours))
             trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line)
             trial = replace(trial, along=functools.partial(self._along, form, wanted, numbers))
-            if faults or not self._same_on_whole_arrays(form, found, numbers):
+            if faults or self.reference or not self._same_on_whole_arrays(form, found, numbers):
                 return trial
             meant = replace(trial, meant=True)
         return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown))
+
+    def _faults(self) -> tuple[Fault, ...]:
+        """What goes wrong on the mesh itself, forward."""
+        forward, self.grad = self.forward[*self.sizes.items(), "explicit"], False
+        try:
+            return tuple(simulate(forward.jaxpr, self._numbers(self.draws[0]), _MOST)[1])
+        except Parted as error:
+            return (error.fault,)
 
     def _along(
         self, form: _Form, wanted: Sequence[Array], numbers: Sequence[Array], sizes: Mapping[str, int]
@@ -210,6 +232,8 @@ class _Program:
         """The program where nothing is divided, or as little as it allows; then equal numbers prove nothing, and the
         second result says why."""
         sizes = self.sizes
+        if self.reference is not None:
+            return self._meant(self.reference, form), ""
         first: _Failed | None = None
         for one in (dict.fromkeys(sizes, 1), None, *({**sizes, axis: 1} for axis, n in sizes.items() if n > 1)):
             try:
@@ -225,6 +249,13 @@ class _Program:
                 first = first or error
         raise _FailsWhole(f"{first}")
 
+    def _meant(self, reference: Callable[..., Any], form: _Form) -> Any:
+        """The function on whole arrays that says what the program means."""
+        found, other = self._pulled(_on_mesh(self.mesh, self.sizes, "reference", reference, self.structs), self.sizes)
+        if other != form:
+            raise NotSimulated("reference= has results of another structure or shape")
+        return found
+
     def _numbers(self, draw: Any) -> list[Array]:
         _, given = pulled(lambda: None, draw, grad=self.grad)
         with jax.ensure_compile_time_eval():
@@ -235,11 +266,16 @@ class _Program:
         key, structs = (*sizes.items(), how), _placed(self.structs, self.specs, self.mesh, sizes)
         if key not in self.forward:
             self.forward[key] = _on_mesh(self.mesh, sizes, how, self.fn, structs)
-        run, given = pulled(self.forward[key], structs, grad=self.grad)
+        found, form = self._pulled(self.forward[key], sizes, how)
+        _check_testable(found, sizes)
+        return found, form
+
+    def _pulled(self, program: Traced, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
+        """A traced program with its gradients."""
+        run, given = pulled(program, _placed(self.structs, self.specs, self.mesh, sizes), grad=self.grad)
         leaves, structure = jax.tree.flatten(given)
         flat = lambda *given: run(*jax.tree.unflatten(structure, given))
         found = _on_mesh(self.mesh, sizes, how, flat, leaves)
-        _check_testable(found.jaxpr, sizes)
         return found.jaxpr, _Form(found.tree, tuple(one.shape for one in found.jaxpr.out_avals))
 
     def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], numbers: Sequence[Array]) -> bool:
@@ -329,7 +365,7 @@ def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:
     for eqn in equations(jaxpr):
         made = _compat.made_manual(eqn) if eqn.primitive.name == "shard_map" else {}
         if any(sizes.get(axis, n) != n for axis, n in made.items()):
-            raise NotSimulated("a jax.shard_map has a mesh of its own")
+            raise NotSimulated("a jax.shard_map has a mesh of its own: reference= or build= tells what it means")
 
 
 def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:

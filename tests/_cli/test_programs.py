@@ -122,6 +122,30 @@ def test_check_says_what_it_finds(run, program):
     assert status == 1 and "# x  b/dp d/tp" in out
 
 
+RAW = """
+import jax, jax.numpy as jnp
+def build(mesh):
+    def total(x):
+        return jax.lax.psum(jnp.mean(x), "dp")
+    fn = jax.shard_map(total, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P())
+    return fn, (jax.ShapeDtypeStruct((8,), jnp.float32),)
+def average(x):
+    return jnp.mean(x)
+def total_of_means(x):
+    return jnp.mean(x) * 4
+"""
+
+
+def test_a_reference_decides_about_raw_code(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raw.py").write_text(RAW)
+    words = ["check", "raw.py:build", "--mesh", "dp=4"]
+    status, out, _ = run(*words, "--reference", "raw.py:average")
+    assert status == 1 and "4 times too large: the size of dp" in out
+    status, out, _ = run(*words, "--reference", "raw.py:total_of_means", "--strict")
+    assert status == 0 and "no findings: " in out
+
+
 def test_strict_fails_where_nothing_is_compared(run, program):
     words = ["check", "named.py:norms", "--mesh", "dp=1,tp=1", "--size", "b=4,d=8"]
     assert run(*words)[0] == 0
@@ -135,7 +159,7 @@ def test_the_findings_as_json(run, program):
     facts = json.loads(out.split("\n", 1)[1])
     [one] = facts["findings"]
     assert status == 1 and (one["kind"], one["certain"]) == ("nonlinear", True)
-    assert one["line"].endswith("named.py:14 (norms)") and one["fix"] == ['spmd.reduce(x ** 2, "b/dp d/tp -> b/dp")']
+    assert one["line"].endswith("named.py:14 (norms)") and one["fix"] == ['spmd.reduce(x**2, "b/dp d/tp -> b/dp")']
     assert one["rule"] in one["message"] and "# x  b/dp d/tp" in facts["source"]
     status, out, _ = run("check", "named.py:body", "--mesh", "dp=1,tp=4", "--size", "b=4,d=8,k=2,h=4", "--json")
     found = json.loads(out.split("\n", 1)[1])

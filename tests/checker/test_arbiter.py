@@ -90,7 +90,7 @@ def test_stages_of_a_pipeline_are_compared_on_whole_arrays() -> None:
 def test_what_has_a_mesh_of_its_own() -> None:
     own = jax.shard_map(lambda x: x * 2, mesh=spmd.make_mesh(**SIZES), in_specs=P("dp"), out_specs=P("dp"))
     found = tried(own, (X,), spmd.make_mesh(**SIZES), SIZES)
-    assert found.why == "a jax.shard_map has a mesh of its own"
+    assert found.why == "a jax.shard_map has a mesh of its own: reference= or build= tells what it means"
 
 
 def test_one_device_has_nothing_to_be_compared_with() -> None:

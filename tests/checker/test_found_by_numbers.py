@@ -238,3 +238,45 @@ def test_the_right_one_passes(name: str) -> None:
 def test_the_wrong_one_is_wrong(name: str) -> None:
     found = spmd.check(PAIRS[name].wrong, *PAIRS[name].args)
     assert found and found.verdict.kind == "wrong", found.verdict
+
+
+# --- a raw shard_map, which has a mesh of its own ------------------------------------------------------------------
+
+
+def contrastive(shift: bool):
+    """A loss over pairs, whose labels begin anew on each device without `shift`."""
+
+    def fn(a, b):
+        scores = a @ lax.all_gather(b, "dp", tiled=True).T
+        first = lax.axis_index("dp") * len(a) if shift else 0
+        told = jnp.take_along_axis(jax.nn.log_softmax(scores), (first + jnp.arange(len(a)))[:, None], 1)
+        return -lax.pmean(told.mean(), "dp")
+
+    mesh = spmd.make_mesh(dp=4)
+    return jax.shard_map(fn, mesh=mesh, in_specs=(jax.P("dp"), jax.P("dp")), out_specs=jax.P())
+
+
+def whole_loss(a, b):
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T)))
+
+
+EMBEDDED = jax.ShapeDtypeStruct((8, 3), "float32")
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_reference_decides_about_a_raw_body(shift):
+    untold = spmd.check(contrastive(shift), EMBEDDED, EMBEDDED)
+    assert untold.verdict.kind == "not tested" and "reference= or build=" in str(untold.verdict)
+    found = spmd.check(contrastive(shift), EMBEDDED, EMBEDDED, reference=whole_loss)
+    assert found.verdict.kind == ("proved" if shift else "wrong"), found
+    if not shift:
+        assert [one.kind for one in found] == ["numbers"] and "gradient of args[0]" in str(found)
+
+
+def test_a_reference_decides_about_a_kernel():
+    kernel = spmd.kernel("b/dp d -> d", mesh=spmd.make_mesh(dp=4))(lambda x: spmd.reduce(x, "b/dp d -> d", "mean"))
+    rows = jax.ShapeDtypeStruct((8, 3), "float32")
+    assert spmd.check(kernel, rows, reference=lambda x: x.mean(0)).verdict.kind == "proved"
+    assert spmd.check(kernel, rows, reference=lambda x: x.sum(0)).verdict.kind == "wrong"
+    other = spmd.check(kernel, rows, reference=lambda x: x.mean())
+    assert str(other.verdict) == "no findings: not tested. reference= has results of another structure or shape"
