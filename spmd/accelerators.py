@@ -327,7 +327,8 @@ def hardware(which: str | Hardware) -> Hardware:
     - `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"`, `"mi300x"`: GPUs in nodes of 8 (gb200: 72). Axes inside a node,
       the innermost of the mesh first, use the links between its GPUs. The others use one network port per GPU.
     - `"tpu-v4"`, `"tpu-v5e"`, `"tpu-v5p"`, `"tpu-v6e"`, `"ironwood"`: every mesh axis is one axis of the torus, wrapped
-      around.
+      around. For several slices, a slice is the node:
+      `dataclasses.replace(pod, node=pod.default, node_size=256, default=spmd.Link(6.25e9, 20e-6))`.
 
     These are the vendors' peaks, which no program reaches. The source cites them beside the numbers. For a similar
     machine, use `dataclasses.replace(spmd.hardware("h100"), links={"dp": spmd.Link(25e9, 10e-6)})`; for the one at

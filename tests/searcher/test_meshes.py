@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -51,3 +52,16 @@ def test_what_overlaps_lies_outside_if_the_other_work_hides_it():
 
 def test_a_torus_has_no_inside():
     assert list(orders({"dp": 4, "tp": 8}, spmd.hardware("tpu-v5p"))) == [{"dp": 4, "tp": 8}]
+
+
+def test_several_slices_have_one_and_the_network_between_them_is_priced():
+    pod, between = spmd.hardware("tpu-v5p"), spmd.Link(6.25e9, latency=20e-6)
+    slices = dataclasses.replace(pod, node=pod.default, node_size=64, default=between)
+    sent = [("all_gather", ("dp",), 9e9, 1), ("all_gather", ("tp",), 1e9, 1)]
+    order, seconds = laid(sent, {"dp": 8, "tp": 64}, slices)
+    assert tuple(order) == ("tp", "dp") and seconds < communication(sent, {"dp": 8, "tp": 64}, slices) / 2
+    crossed = slices.collective_seconds("all_gather", 9e9, ["dp"], {"dp": 8, "tp": 64})
+    assert crossed == pytest.approx(7 * between.latency + 9e9 / between.bandwidth)
+    crossing = {"dp": 4, "tp": 32}  # two of dp's four are in one slice
+    times = [one.collective_seconds("psum", 1e9, ["dp"], crossing) for one in (slices, pod)]
+    assert times[0] > 1e9 / 3 / between.bandwidth > 5 * times[1]
