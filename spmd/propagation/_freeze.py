@@ -29,6 +29,7 @@ _UNARY = {
     "stablehlo.log_plus_one": "jnp.log1p",
     "stablehlo.exponential_minus_one": "jnp.expm1",
     "stablehlo.is_finite": "jnp.isfinite",
+    "stablehlo.round_nearest_even": "jnp.round",
     "chlo.erf": "jax.lax.erf",
     "chlo.square": "jnp.square",
     "chlo.erfc": "jax.lax.erfc",
@@ -40,6 +41,7 @@ _INFIX = {
     "stablehlo.divide": "/",
     "stablehlo.and": "&",
     "stablehlo.or": "|",
+    "stablehlo.xor": "^",
 }
 _BINARY = {
     "stablehlo.maximum": "jnp.maximum",
@@ -47,6 +49,9 @@ _BINARY = {
     "stablehlo.power": "jnp.power",
     "stablehlo.atan2": "jnp.arctan2",
     "stablehlo.remainder": "jnp.fmod",
+    "stablehlo.shift_left": "jnp.left_shift",
+    "stablehlo.shift_right_arithmetic": "jnp.right_shift",
+    "stablehlo.shift_right_logical": "jax.lax.shift_right_logical",
 }
 _COMPARED = {"LT": "<", "LE": "<=", "GT": ">", "GE": ">=", "EQ": "==", "NE": "!="}
 _REDUCED = {
@@ -141,6 +146,8 @@ class Writer:
             _RULES[name](self, op)
         elif name in _UNARY:
             self._elementwise(op, lambda x: f"{_UNARY[name]}({bare(x)})")
+        elif name == "stablehlo.divide" and typed(op.results[0]).dtype.lstrip("u").startswith("i"):
+            self._elementwise(op, lambda x, y: f"jax.lax.div({bare(x)}, {bare(y)})")  # towards zero
         elif name in _INFIX:
             self._elementwise(op, lambda x, y: f"({x} {_INFIX[name]} {y})")
         elif name in _BINARY:

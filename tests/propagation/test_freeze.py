@@ -46,6 +46,14 @@ def test_programs_that_are_drawn(mesh, seed):
     compare(drawn(seed), mesh)
 
 
+def test_whole_numbers_are_divided_towards_zero(mesh):
+    fn = lambda x: (x // 3, jax.lax.rem(x, 3), x % 3, jax.lax.div(x, 2), x >> 1, x << 2, x ^ 3)
+    frozen = run(propagate(fn, struct(mesh, "b/dp d", "int32")).freeze("frozen"), mesh)
+    x = np.arange(-512, 0, dtype="int32").reshape(16, 32) // np.int32(7)
+    for want, have in zip(fn(x), frozen(x), strict=True):
+        assert np.array_equal(want, have)
+
+
 def test_the_text_is_the_kernel(mesh):
     args = [struct(mesh, one) for one in ("b/dp d", "d f/tp", "f/tp d")]
     text = propagate(lambda x, w, v: jnp.tanh(x @ w) @ v, *args, layouts="b d, d f, f d").freeze("block")
