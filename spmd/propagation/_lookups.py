@@ -1,7 +1,8 @@
-"""Slices, lookups and updates of a plan as a kernel has them: local to each device, where the dimension is whole."""
+"""Slices, lookups, updates and windows of a plan as a kernel has them: local, where the dimension is whole."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,12 @@ _ADDS = {
     "stablehlo.multiply": "scatter_mul",
     "stablehlo.minimum": "scatter_min",
     "stablehlo.maximum": "scatter_max",
+}
+_COMBINES = {
+    "stablehlo.add": "jax.lax.add",
+    "stablehlo.multiply": "jax.lax.mul",
+    "stablehlo.minimum": "jax.lax.min",
+    "stablehlo.maximum": "jax.lax.max",
 }
 _PADDING = ("edge_padding_low", "edge_padding_high", "interior_padding")
 
@@ -74,7 +81,7 @@ def padded(writer: Any, op: Any) -> None:
         )
     )
     _whole(writer, made.place.dims, [d for d, one in enumerate(by) if one != (0, 0, 0)])
-    value = f"jnp.asarray({bare(fill.text)}, {dtype_text(typed(op.operands[0]).dtype)})" if fill.number else fill.text
+    value = _number(op, fill)
     text = f"jax.lax.pad({bare(made.text)}, {value}, {tuple(by)})"
     _put(writer, op, text, _renamed(writer, op, made, [one == (0, 0, 0) for one in by]))
 
@@ -84,6 +91,29 @@ def reversed_(writer: Any, op: Any) -> None:
     made, along = writer.array(op.operands[0]), integers(op, "dimensions")
     _whole(writer, made.place.dims, along)
     _put(writer, op, f"jax.lax.rev({bare(made.text)}, {tuple(along)})", made.names)
+
+
+def windowed(writer: Any, op: Any) -> None:
+    """`stablehlo.reduce_window`: sums over windows, such as cumulative sums."""
+    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
+    verb = _COMBINES.get(inside[0], "") if len(inside) == 2 else ""
+    if len(op.results) != 1 or not verb:
+        writer.fail("a window that this function combines")
+    made, start = writer.array(op.operands[0]), writer.get(op.operands[1])
+    words = [
+        integers(op, name) for name in ("window_dimensions", "window_strides", "base_dilations", "window_dilations")
+    ]
+    ends = [int(n) for n in re.findall(r"-?\d+", str(op.attributes["padding"]).partition(":")[0])]
+    if len(ends) == 1:  # as MLIR writes many equal ones
+        ends *= 2 * len(made.names)
+    padding = list(zip(ends[::2], ends[1::2], strict=True))
+    alone = [(*one, *pad) == (1, 1, 1, 1, 0, 0) for *one, pad in zip(*words, padding, strict=True)]
+    _whole(writer, made.place.dims, [d for d, one in enumerate(alone) if not one])
+    window, strides, base, dilation = map(tuple, words)
+    how = f"{verb}, {window}, {strides}, {padding}, {base}, {dilation}"
+    initial = _number(op, start)
+    text = f"jax.lax.reduce_window({bare(made.text)}, {initial}, {how})"
+    _put(writer, op, text, _renamed(writer, op, made, alone))
 
 
 def gathered(writer: Any, op: Any) -> None:
@@ -173,6 +203,11 @@ def _whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:
             writer.fail(f"a slice or a lookup along a dimension that {axes} divides")
 
 
+def _number(op: Any, made: Made) -> str:
+    """A number of the dtype of the array that the operation takes."""
+    return f"jnp.asarray({bare(made.text)}, {dtype_text(typed(op.operands[0]).dtype)})" if made.number else made.text
+
+
 def _alike(writer: Any, one: Place, other: Place) -> None:
     if one.dims != other.dims:
         writer.fail("arrays that are put together and lie differently")
@@ -213,6 +248,7 @@ RULES = {
     "stablehlo.concatenate": concatenated,
     "stablehlo.pad": padded,
     "stablehlo.reverse": reversed_,
+    "stablehlo.reduce_window": windowed,
     "stablehlo.gather": gathered,
     "stablehlo.scatter": scattered,
 }

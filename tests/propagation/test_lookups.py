@@ -60,6 +60,16 @@ def moved_by_numbers(x, i):
     return jax.lax.dynamic_update_slice_in_dim(x, 2 * piece, i[1], 1)
 
 
+@entered("b/dp d, b/dp d")
+def cumulated(x, y):
+    return jnp.cumsum(x, 1) + jax.lax.cummax(y, 1, reverse=True)
+
+
+@entered("b/dp d f/tp")
+def cumulated_gradient(x):
+    return jax.grad(lambda x: (jnp.cumsum(x, 1) ** 2).sum())(x)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program(mesh, name):
     compare(PROGRAMS[name], mesh)
