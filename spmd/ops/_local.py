@@ -371,7 +371,8 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
         call.fail(
             "reference mode runs per-shard code under jax.vmap(axis_name=...), and JAX has no such collective there.",
             got=[f"JAX: {jax_errors.first_line(error)}"],
-            advice='local(..., reference=global_fn); or the kernel\'s explicit mode, with spmd.mode("explicit"): around it',
+            advice="local(..., reference=global_fn); or the kernel's explicit mode, with "
+            'spmd.mode("explicit"): around it',
             error=ModeError,
         )
     return _finish(call, [_join(call, y, o) for y, o in zip(outs, call.pattern.outputs, strict=True)], "result")
