@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
+import spmd.nn
+import spmd.parallel  # rooms load when they are used, and here none is
 from spmd._jaxprs.callers import layer_now, layers_of, rather_told
 
 
