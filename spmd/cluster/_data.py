@@ -66,8 +66,9 @@ def batches(
       mesh: The mesh. By default it is that of `jax.set_mesh`.
       mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
       prefetch: How many batches a thread reads ahead; 0 reads when a batch is asked for.
-      workers: How many threads read the samples of a batch. A source that computes in Python gains nothing; one that
-        waits for a disk, a bucket or C does.
+      workers: How many threads read the samples of a batch. A source gains that waits for a disk, a bucket or C. One
+        that computes in Python lets `source[i]` ask a `concurrent.futures.ProcessPoolExecutor`, of which as many
+        processes are then busy.
       retries: How often a sample is read again after an OSError, after 0.1, 0.2, 0.4 ... seconds. Whatever happens, no
         sample is lost and none comes twice.
 

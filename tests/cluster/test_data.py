@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import multiprocessing
+import os
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import numpy as np
@@ -14,6 +17,7 @@ import spmd
 from spmd.cluster import batches, my_rows
 from spmd.cluster._data import Order
 from spmd.errors import PlacementError, SizeError, SpmdError
+from tests.cluster.computing import sample
 from tests.sampler import dice, seeds
 
 SOURCE = np.arange(23 * 4).reshape(23, 4)
@@ -279,3 +283,32 @@ def test_an_error_that_stays_is_raised_after_so_many_tries():
     source.tries = 0
     want = batches(Failing(0), "b/dp d", batch=8, mesh=spmd.make_mesh(dp=8))
     np.testing.assert_array_equal(next(data), next(want))
+
+
+def test_processes_read_and_the_place_is_exact():
+    """A thread each waits for one of them, so what is said of threads holds."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        mesh, make = spmd.make_mesh(dp=8), lambda: batches(Asking(pool), "b/dp d", batch=8, mesh=mesh, workers=2)
+        data = make()
+        first = [np.asarray(next(data)) for _ in range(3)]
+        again = make()
+        again.state = {**data.state, "next": 1}
+        rest = [np.asarray(next(again)) for _ in range(2)]
+    for i, found in enumerate(first):
+        np.testing.assert_array_equal(found[:, 0], Order(23, 0).samples(8 * i, 8))
+    np.testing.assert_array_equal([one[:, 0] for one in first[1:]], [one[:, 0] for one in rest])
+    processes = {int(one) for found in first for one in found[:, 1]}
+    assert len(processes) == 2 and os.getpid() not in processes
+
+
+class Asking:
+    """A source whose samples other processes compute."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return self.pool.submit(sample, index).result()
