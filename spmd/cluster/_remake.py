@@ -32,8 +32,9 @@ def remake(message: str, *, replaced: bool = False, times: int = 10) -> int | No
 
     Args:
       message: What is said of the run.
-      replaced: Whether somebody else starts those that are gone again, such as Kubernetes with one limit for each
-        index. Then all keep their numbers, and wait for them as long as `initialization_timeout` says.
+      replaced: Whether somebody else starts those that are gone again. Then all keep their numbers, and wait for them
+        as long as `initialization_timeout` says. Who comes before the others have noticed, after half the patience and
+        5 seconds, lets JAX abort process 0.
       times: How often. After that, the processes end.
 
     Returns:

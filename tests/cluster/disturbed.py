@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import socket
@@ -120,7 +121,9 @@ def asked(text: str) -> int | None:
 
 def main(kind: str = "none", who: str = "1", when: str = "4", steps: str = "12") -> None:
     """Train, with a fault in one process at one step."""
-    on_hang = {"remake": spmd.cluster.remake, None: None}.get(os.environ.get("ON_HANG"), asked)
+    again = functools.partial(spmd.cluster.remake, replaced=True)
+    known = {"remake": spmd.cluster.remake, "replaced": again, None: None}
+    on_hang = known.get(os.environ.get("ON_HANG"), asked)
     spmd.cluster.initialize(patience=PATIENCE, on_hang=on_hang, ignore=[1, 2, 3])
     spmd.cluster.stopping(0)
     rank, mesh = jax.process_index(), spmd.make_mesh(a=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 
 import spmd
 from spmd._processes.environment import REMADE, Task, tasks
+from spmd.cluster._launch import free_port
 from spmd.cluster._recorder import HUNG, recorder
 from spmd.cluster._start import _agreed
 from tests.cluster.faults import PROGRAM, steps_of
-from tests.cluster.harness import Ended, exhaustive, joined
+from tests.cluster.harness import Ended, end, exhaustive, joined, start
 
 
 def remade(kind: str, who: str, count: int, folder: Path) -> list[Ended]:
@@ -41,6 +43,20 @@ def test_two_of_four_go_on_with_a_mesh_of_their_devices(tmp_path: Path) -> None:
         (loss, sample), (right, right_sample) = found[step].split(), text.split()
         assert sample == right_sample
         np.testing.assert_allclose(float.fromhex(loss), float.fromhex(right), rtol=1e-5)
+
+
+@exhaustive
+def test_a_process_that_somebody_starts_again_joins_the_others(tmp_path: Path) -> None:
+    since, port = time.monotonic(), str(free_port())
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "JAX_NUM_CPU_DEVICES": "2"}
+    told |= {"PATIENCE": "5", "FOLDER": f"{tmp_path}/run", "ON_HANG": "replaced"}
+    first, second = (start([PROGRAM, "kill", "1", "5", "12"], {**told, "RANK": rank}) for rank in "01")
+    assert end(second, since).code == -9
+    time.sleep(5 / 2 + 7)  # before that, JAX would abort the first one
+    second = start([PROGRAM, "none", "1", "5", "12"], {**told, "RANK": "1"})
+    ended = [end(one, since) for one in (first, second)]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert steps_of(ended[0].out) == steps_of(joined([[PROGRAM, "none", "0", "0", "12"]] * 2)[0].out)
 
 
 @pytest.mark.parametrize("left", [[], [1, 2]])
