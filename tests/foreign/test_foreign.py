@@ -96,3 +96,33 @@ def test_copies_that_differ_are_found_without_a_reference():
         found = spmd.check(raw, jax.ShapeDtypeStruct((8,), "float32"))
         assert [one.kind for one in found] == ([] if complete else ["numbers"])
     assert found[0].rule.startswith("output 0 of loss is said to be equal along dp, and devices hold different numbers")
+
+
+def test_rows_that_public_code_sends_by_offsets_are_sent_by_their_owners():
+    """Tokens go to their experts and come back, as `jax.lax.ragged_all_to_all` does it twice in
+    AI-Hypercomputer/maxtext src/maxtext/layers/moe.py, vllm-project/tpu-inference tpu_inference/layers/jax/moe and
+    marin-community/marin lib/levanter/src/levanter/grug/_moe/ep_ragged_all_to_all.py. A CPU cannot run that one."""
+    experts = spmd.make_mesh(ep=4)
+
+    @spmd.kernel("t/ep d, t/ep, e/ep d -> t/ep d", mesh=experts)
+    def routed(x, chosen, w):
+        n, t, held, me = spmd.axis_size("ep"), x.shape[0], w.shape[0], spmd.axis_index("ep")
+        fill = lambda a, value=0: jnp.concatenate([a, jnp.full((t * (n - 1), *a.shape[1:]), value, a.dtype)])
+        with spmd.per_shard("each device's own rows, which come back to it"):
+            rows = {"x": fill(x), "e": fill(chosen[:, None]), "home": fill((me * t + jnp.arange(t))[:, None])}
+            came, owner, _ = spmd.exchange(rows, fill(chosen // held, -1), "[s/ep] k", capacity=t)
+            y = came["x"] * w[jnp.clip(came["e"][:, 0] - me * held, 0, held - 1)]
+            home = jnp.where(owner >= 0, came["home"][:, 0] // t, -1)
+            back, owner, _ = spmd.exchange({"y": y, "home": came["home"]}, home, "[s/ep] k", capacity=t)
+            place = jnp.where(owner >= 0, back["home"][:, 0] - me * t, t)
+            return jnp.zeros_like(x).at[place].set(back["y"], mode="drop")
+
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(16, 3)).astype("float32"), rng.normal(size=(8, 3)).astype("float32")
+    chosen = rng.integers(0, 8, 16)
+    plain = lambda x, w: x * w[chosen]
+    np.testing.assert_allclose(routed(x, chosen, w), plain(x, w), rtol=1e-6)
+    loss = lambda fn: jax.grad(lambda x, w: (fn(x, w) ** 2).sum(), argnums=(0, 1))(x, w)
+    for got, wanted in zip(loss(lambda x, w: routed(x, chosen, w)), loss(plain), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    spmd.testing.assert_collectives(routed, (x, chosen, w), {"all_gather": {"ep": 2}, "all_to_all": {"ep": 4}})
