@@ -31,6 +31,8 @@ from spmd.errors import ReplicationError, SpmdError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes
 
+_MEANT = "its numbers depend on the sizes of axes, as a raw shard_map may mean: reference= tells what it means"
+
 
 def check(
     fn: Callable[..., Any],
@@ -131,12 +133,13 @@ def _checked(
         reference=reference and partial(run, plain=reference),
     )
     raw = any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
+    trial = trial.but_for_noise(walk.own_noise and reference is None)
     raw = raw and reference is None
     if raw:  # it may mean the size of a block, which fits nothing else
         trial = replace(trial, fails=False)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name, whole=not raw or bool(trial.faults))
     if raw and trial.wrong and not findings:
-        trial = Trial(walk.sizes, why="its numbers depend on the sizes of axes, as a raw shard_map may mean")
+        trial = Trial(walk.sizes, why=_MEANT)
     verdict = judge(findings, trial, unknown_lines(walk, jaxpr))
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
@@ -216,22 +219,22 @@ def check_jaxpr(
     walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
     walk_closed(walk, closed_jaxpr)
     try:
-        _report(kernel, walk.findings, how, ask)
+        _report(kernel, walk, how, ask)
     except ReplicationError as error:
         error.program = closed_jaxpr
         raise
 
 
-def _report(kernel: str, findings: Iterable[Finding], how: str, ask: Callable[[], Trial] | None) -> None:
+def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[], Trial] | None) -> None:
     """Raise what types suspect, if numbers say so too; all of it where nobody can ask them.
 
     With SPMD_CHECK=full numbers are asked of each kernel, whatever types say.
     """
-    found, full = dict.fromkeys(findings), os.environ.get("SPMD_CHECK") == "full"
+    found, full = dict.fromkeys(walk.findings), os.environ.get("SPMD_CHECK") == "full"
     if ask is None or not (found or full):
         report(kernel, found, how)
         return
-    trial = ask()
+    trial = ask().but_for_noise(walk.own_noise)
     report(kernel, confirmed(found, trial, kernel, whole=full), how, trial.why)
 
 
@@ -286,7 +289,7 @@ def check_body(
     walk.varying = [state.different for state in in_states]
     operands = [_seeded(walk, var, state) for var, state in zip(inner.invars, in_states, strict=True)]
     walk_closed(walk, closed_jaxpr, operands)
-    _report(kernel, walk.findings, how, ask)
+    _report(kernel, walk, how, ask)
 
 
 def _seeded(walk: Dataflow, var: Any, state: InState) -> State:

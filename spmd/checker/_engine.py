@@ -81,6 +81,7 @@ class Engine(Domain):
       arg_layouts: Their layouts, where they are told.
       varying: The axes on which the inputs of a body vary that is not inside of a `shard_map` of its jaxpr.
       root: The jaxpr that is walked, for those who look again.
+      own_noise: Whether devices draw random numbers by their own number, which depend on the mesh.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
     """
@@ -94,6 +95,7 @@ class Engine(Domain):
         self.wanted = self.checked = frozenset(axes)
         self.active = False
         self.trusting = True
+        self.own_noise = False
         self.arg_names: tuple[str, ...] = ()
         self.arg_layouts: tuple[Layout, ...] = ()
         self.varying: Sequence[Axes] = ()

@@ -124,7 +124,7 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
         if not why and not noise and _counts(walk, atom):
             got.append(f"operand {number}: made from numbers that begin at 0 on each device, as those of jnp.arange")
             advice = f'spmd.iota("<name>/{axes[0]}"), which goes on from block to block; or split the other array'
-        if not why and _is_constant(walk, atom):
+        elif not why and _is_constant(walk, atom):
             got.append(f"operand {number}: an array of the program itself, as NumPy's random numbers: equal everywhere")
             advice = f"{OWN_NOISE}; or an argument of the kernel, which is divided"
         if (rank := _rank_before_broadcasting(walk, atom)) is not None:
@@ -136,7 +136,8 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
 def _is_constant(walk: Any, atom: Any) -> bool:
     """Whether a value is made of arrays that the program closed over, and of nothing else."""
     ends = [var for var in walk.history.behind(atom) if not walk.history.operands(var)]
-    return bool(ends) and all(var not in walk.history.made and var not in walk.history.arguments for var in ends)
+    closed = lambda var: var not in walk.history.made and var not in walk.history.arguments
+    return any(shape_of(var) for var in ends) and all(map(closed, ends))
 
 
 def _counts(walk: Any, atom: Any) -> bool:

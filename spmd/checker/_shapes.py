@@ -511,6 +511,13 @@ def _random(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return outs
 
 
+def _folds(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+    """A key of its own for each device, where its number is folded in."""
+    table = operands[1].table
+    walk.own_noise = walk.own_noise or (table is not None and bool(table.axes))
+    return _random(walk, eqn, operands)
+
+
 RULES = {
     "reshape": _reshape,
     "slice": _slice,
@@ -529,5 +536,6 @@ RULES = {
     "iota": _iota,
     **dict.fromkeys(("top_k", "approx_top_k"), _top_k),
     **dict.fromkeys(("random_bits", "random_split", "random_seed", "random_wrap", "random_unwrap"), _random),
-    **dict.fromkeys(("random_fold_in", "threefry2x32", "random_clone", "random_gamma", "rng_bit_generator"), _random),
+    "random_fold_in": _folds,
+    **dict.fromkeys(("threefry2x32", "random_clone", "random_gamma", "rng_bit_generator"), _random),
 }

@@ -34,6 +34,7 @@ class Verdict:
     Attributes:
       kind: One word of the table below, or "" where there is nothing to check.
       reasons: What it rests on, or why nothing was compared; each a sentence or a line of the program.
+      uncertain: How many findings there are that may be meant, and were not compared.
 
     | kind | means |
     |---|---|
@@ -46,11 +47,14 @@ class Verdict:
 
     kind: str
     reasons: Sequence[str] = ()
+    uncertain: int = 0
 
     def __str__(self) -> str:
         if not self.kind:
             return ". ".join(self.reasons) or "no findings"
-        return ". ".join([self.kind if self.kind == "wrong" else f"no findings: {self.kind}", *self.reasons])
+        some = f"{self.uncertain} finding{'s' * (self.uncertain > 1)} that may be meant: " if self.uncertain else ""
+        head = self.kind if self.kind == "wrong" else (some or "no findings: ") + self.kind
+        return ". ".join([head, *self.reasons])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -68,7 +72,7 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
     if any(one.certain for one in findings):
         return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
     if trial.why:
-        return Verdict("not tested", [trial.why])
+        return Verdict("not tested", [trial.why], len(findings))
     lines = [*unknown[:_SHOWN], *(["..."] if len(unknown) > _SHOWN else [])]
     lost = [f"Types lose a value at {', '.join(lines)}"] if unknown else []
     return Verdict("tested" if unknown else "proved", [_compared(trial), *lost])

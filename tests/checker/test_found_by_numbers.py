@@ -280,3 +280,43 @@ def test_a_reference_decides_about_a_kernel():
     assert spmd.check(kernel, rows, reference=lambda x: x.sum(0)).verdict.kind == "wrong"
     other = spmd.check(kernel, rows, reference=lambda x: x.mean())
     assert str(other.verdict) == "no findings: not tested. reference= has results of another structure or shape"
+
+
+# --- what numbers cannot judge alone ---------------------------------------------------------------------------
+
+
+def dropout(key, x):
+    return jnp.where(jax.random.bernoulli(jax.random.fold_in(key, lax.axis_index("dp")), 0.5, x.shape), x, 0.0)
+
+
+def test_noise_of_each_device_depends_on_the_mesh_by_intent():
+    """As the message about equal noise advises. A mistake of types beside it is still one."""
+    rows = jax.ShapeDtypeStruct((8, 3), "float32")
+    body = kernel("k, b/dp d -> b/dp d", lambda key, x: dropout(jax.random.wrap_key_data(key), x))
+    words = jax.ShapeDtypeStruct((2,), "uint32")
+    told = spmd.check(body, words, rows)
+    assert not told and str(told.verdict).startswith("no findings: not tested. its random numbers depend on the mesh")
+    assert np.isfinite(body(jnp.array([0, 7], jnp.uint32), jnp.ones((8, 3)))).all()
+    summed = kernel("k, b/dp d -> d", lambda key, x: dropout(jax.random.wrap_key_data(key), x).sum(0))
+    [finding] = spmd.check(summed, words, rows)
+    assert finding.kind == "layout" and finding.certain
+
+
+def test_the_arguments_themselves_are_compared_too():
+    """Random numbers have no ties."""
+
+    def last(x):  # of equal maxima the last device's, and jnp.argmax takes the first
+        most = lax.pmax(x.max(), "dp")
+        here = jnp.where(x.max() == most, x.argmax() + lax.axis_index("dp") * len(x), -1)
+        return lax.pmax(here, "dp")
+
+    argmax, x = kernel("n/dp -> scalar", last), jnp.array([1.0, 5, 2, 3, 0, 1, 5, 2])
+    assert argmax(x) == 6 and not spmd.check(argmax, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    [finding] = spmd.check(argmax, x)
+    assert finding.kind == "numbers" and spmd.check(argmax, x.at[6].set(0.0)).verdict.kind == "tested"
+
+
+def test_a_verdict_counts_the_findings_that_may_be_meant():
+    raw = jax.shard_map(jnp.sort, mesh=DP, in_specs=jax.P("dp"), out_specs=jax.P("dp"))
+    found = spmd.check(raw, jax.ShapeDtypeStruct((8,), "float32"))
+    assert len(found) == 1 and str(found.verdict).startswith("1 finding that may be meant: not tested. ")

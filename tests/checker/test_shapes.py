@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd._jaxprs.walker import equations
+from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._shapes import RULES, _apart
 from spmd.checker._state import axes_of_dim, normal, size_of
-from tests.checker.harness import is_known, parted, seen
+from tests.checker.harness import is_known, mesh, parted, seen
 from tests.sampler import share
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
@@ -128,10 +130,25 @@ def test_noise_of_one_key_is_the_same_everywhere():
     assert "dp" in found.states[1].axes
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_key_of_each_device_makes_noise_that_depends_on_the_mesh(own):
+    def body(key, x):
+        return x + jax.random.normal(jax.random.fold_in(key, lax.axis_index("dp") if own else 3), x.shape)
+
+    run = jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("dp")), out_specs=P("dp"))
+    walk = Dataflow("", ("dp", "tp"))
+    walk_closed(walk, jax.make_jaxpr(run)(jax.random.key(0), jnp.ones((8, 3))))
+    assert walk.own_noise == own
+
+
 def test_every_rule_has_a_test_here():
     """Operations of the same rule count once; arithmetic in place goes through the same rule as `set`."""
     traced = [jax.make_jaxpr(body)(X) for body, _, _ in OPERATIONS.values()]
-    names = {eqn.primitive.name for jaxpr in traced for eqn in equations(jaxpr)} | {"iota", "random_bits"}
+    names = {eqn.primitive.name for jaxpr in traced for eqn in equations(jaxpr)} | {
+        "iota",
+        "random_bits",
+        "random_fold_in",
+    }
     untried = {name for name, rule in RULES.items() if not any(RULES.get(other) is rule for other in names)}
     assert untried <= {"split", "stack", "unstack", "tile", "pvary", "pcast"}, (
         "JAX writes these otherwise, in some versions"
