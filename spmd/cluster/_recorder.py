@@ -27,7 +27,7 @@ from spmd.cluster._stacks import Stack
 HUNG = 75  # the exit code of a run that stands still, which schedulers queue again
 _LAPS = 3  # steps and batches after which a program is in its loop, and a long silence is none of its start
 _PATIENT = 10  # times the patience, where a process works on, or a device may
-_WORK = 0.2  # of the time of one core, below which a process rests
+_WORK = 0.05  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
 _GATHER = 4.0  # seconds in which a process that runs says where it is
 
