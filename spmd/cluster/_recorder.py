@@ -198,6 +198,7 @@ class Watch:
         """End where the service does not answer: process 0, which has it, is stopped or gone."""
         while time.monotonic() - self._calling < self.patience / 2:
             time.sleep(self._tick)
+        recorder.left = []
         self._end(self._without_coordinator())
 
     # --- inside ---
@@ -322,9 +323,11 @@ class Watch:
 
     def _go_last(self) -> None:
         """Let the others end before process 0, where JAX's service is: without it JAX aborts them."""
+        if not recorder.left:  # process 0 does not answer
+            return
         if self.rank > 0:
             self._call("key_value_set", f"spmd/leaves/0/{self.rank}", "0", allow_overwrite=True)
-        elif recorder.left:
+        else:
             until = time.monotonic() + _GATHER
             while len(self._said("leaves")) < len(recorder.left) - 1 and time.monotonic() < until:
                 time.sleep(0.05)
