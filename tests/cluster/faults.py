@@ -211,7 +211,9 @@ LIMITS = {
 def row(fault: Fault, seen: Seen) -> str:
     """A row of the page."""
     limit = LIMITS[fault.limit]
-    said = re.sub(rf" on {re.escape(socket.gethostname())}\b", " on HOST", seen.said).removeprefix("the run stands still at step 5: ")
+    said = re.sub(rf" on {re.escape(socket.gethostname())}\b", " on HOST", seen.said).removeprefix(
+        "the run stands still at step 5: "
+    )
     if len(said) > 260 and (found := re.search(_said(fault), said)):
         said = f"... {said[max(found.start() - 60, 0) : found.end() + 100]} ..."
     cell = re.sub(r"/tmp/\S+/run", "run", said).replace("|", "\\|").replace("`", "")
