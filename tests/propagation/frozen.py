@@ -47,3 +47,13 @@ def whole(layouts, dtypes=""):
         return Plain(fn.__name__, "whole", make)
 
     return enter
+
+
+def enter(programs, *layouts):
+    """Enter the function below among these programs, under its own name."""
+
+    def entered(fn):
+        programs[fn.__name__] = whole(*layouts)(fn)
+        return fn
+
+    return entered

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,18 +11,11 @@ import pytest
 from spmd import propagate
 from spmd.errors import SpmdError
 from spmd.propagation._lookups import RULES
-from tests.propagation.frozen import compare, whole
+from tests.propagation.frozen import compare, enter
 from tests.propagation.programs import struct
 
 PROGRAMS = {}
-
-
-def entered(*layouts):
-    def enter(fn):
-        PROGRAMS[fn.__name__] = whole(*layouts)(fn)
-        return fn
-
-    return enter
+entered = functools.partial(enter, PROGRAMS)
 
 
 @entered("v d, b/dp s, d f/tp", "float32 int32 float32")

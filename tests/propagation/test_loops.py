@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import spmd
 from spmd import propagate
 from spmd.propagation._loops import axes_of
 from spmd.propagation._module import Axis, Place
-from tests.propagation.frozen import compare, run, whole
+from tests.propagation.frozen import compare, enter, run
 from tests.propagation.programs import AXES, PLAIN
 
 NAMED = {one.name: one for one in PLAIN}
@@ -33,14 +35,7 @@ def test_a_frozen_llama(mesh):
 
 
 PROGRAMS = {}
-
-
-def entered(*layouts):
-    def enter(fn):
-        PROGRAMS[fn.__name__] = whole(*layouts)(fn)
-        return fn
-
-    return enter
+entered = functools.partial(enter, PROGRAMS)
 
 
 @entered("b/dp d, d f/tp, f/tp d")
