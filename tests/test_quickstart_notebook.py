@@ -24,7 +24,7 @@ def test_the_notebook_runs_and_draws():
     nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     printed = "\n".join(out.get("text", "") for cell in code for out in cell.outputs)
-    assert "fix: spmd.reduce(x ** 2" in printed and "step 2: loss 1.043" in printed
+    assert "fix: spmd.reduce(x**2" in printed and "step 2: loss 1.043" in printed
     assert sum("image/svg+xml" in out.get("data", {}) for cell in code for out in cell.outputs) == 2
     assert "one = spmd.make_mesh(dp=1, tp=1, devices=device)" in code[-2].source  # what holds on one GPU
     assert "abstract=True" in code[-1].source

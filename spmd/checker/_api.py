@@ -133,7 +133,7 @@ def _checked(
         reference=reference and partial(run, plain=reference),
     )
     raw = any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
-    trial = trial.but_for_noise(walk.own_noise and reference is None)
+    trial = trial.but_for_noise(walk.meant_noise and reference is None)
     raw = raw and reference is None
     if raw:  # it may mean the size of a block, which fits nothing else
         trial = replace(trial, fails=False)
@@ -234,7 +234,7 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[], Trial] | No
     if ask is None or not (found or full):
         report(kernel, found, how)
         return
-    trial = ask().but_for_noise(walk.own_noise)
+    trial = ask().but_for_noise(walk.meant_noise)
     report(kernel, confirmed(found, trial, kernel, whole=full), how, trial.why)
 
 
@@ -287,6 +287,7 @@ def check_body(
     walk.active = True
     inner, _ = opened(closed_jaxpr)
     walk.varying = [state.different for state in in_states]
+    walk.given = frozenset().union(*walk.varying)
     operands = [_seeded(walk, var, state) for var, state in zip(inner.invars, in_states, strict=True)]
     walk_closed(walk, closed_jaxpr, operands)
     _report(kernel, walk, how, ask)

@@ -59,7 +59,9 @@ class Dataflow(Engine):
         kernel = kernel_around(self.callers)
         raw = kernel is None and not self.wanted
         self.active, self.checked, self.kernel = True, (self.wanted & own) or own, kernel or self.kernel
-        outs = run([self._entered(state, spec, var) for state, spec, var in entering])
+        inside = [self._entered(state, spec, var) for state, spec, var in entering]
+        self.given = self.given.union(*(state.divided for state in inside))
+        outs = run(inside)
         self.outputs.append((eqn, outs))
         (self._check_raw if raw else self._check_returned)(eqn, outs)
         self.active, self.checked, self.kernel = before

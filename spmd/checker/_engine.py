@@ -81,7 +81,8 @@ class Engine(Domain):
       arg_layouts: Their layouts, where they are told.
       varying: The axes on which the inputs of a body vary that is not inside of a `shard_map` of its jaxpr.
       root: The jaxpr that is walked, for those who look again.
-      own_noise: Whether devices draw random numbers by their own number, which depend on the mesh.
+      own_noise: The axes along which devices draw random numbers by their own number.
+      given: The axes along which the inputs of bodies are divided, or differ.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
     """
@@ -95,7 +96,7 @@ class Engine(Domain):
         self.wanted = self.checked = frozenset(axes)
         self.active = False
         self.trusting = True
-        self.own_noise = False
+        self.own_noise = self.given = NONE
         self.arg_names: tuple[str, ...] = ()
         self.arg_layouts: tuple[Layout, ...] = ()
         self.varying: Sequence[Axes] = ()
@@ -185,6 +186,12 @@ class Engine(Domain):
             found = self._numbers[id(eqn)] = len(self.made_pending)
             self.made_pending.append((eqn, tuple(self.callers)))
         return found
+
+    @property
+    def meant_noise(self) -> bool:
+        """Whether random numbers depend on the mesh by intent: each device has its own for its own data, not for
+        copies of the same."""
+        return bool(self.own_noise) and self.own_noise <= self.given
 
     # --- values ----------------------------------------------------------------------------------------------
 

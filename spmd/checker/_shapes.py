@@ -514,7 +514,7 @@ def _random(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 def _folds(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """A key of its own for each device, where its number is folded in."""
     table = operands[1].table
-    walk.own_noise = walk.own_noise or (table is not None and bool(table.axes))
+    walk.own_noise |= NONE if table is None else {*table.axes}
     return _random(walk, eqn, operands)
 
 
