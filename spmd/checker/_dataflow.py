@@ -60,7 +60,7 @@ class Dataflow(Engine):
         raw = kernel is None and not self.wanted
         self.active, self.checked, self.kernel = True, (self.wanted & own) or own, kernel or self.kernel
         inside = [self._entered(state, spec, var) for state, spec, var in entering]
-        self.given = self.given.union(*(state.divided for state in inside))
+        self.data = self.data.union(*(state.divided for state in inside))
         outs = run(inside)
         self.outputs.append((eqn, outs))
         (self._check_raw if raw else self._check_returned)(eqn, outs)

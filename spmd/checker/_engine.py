@@ -82,7 +82,7 @@ class Engine(Domain):
       varying: The axes on which the inputs of a body vary that is not inside of a `shard_map` of its jaxpr.
       root: The jaxpr that is walked, for those who look again.
       own_noise: The axes along which devices draw random numbers by their own number.
-      given: The axes along which the inputs of bodies are divided, or differ.
+      data: The axes along which the inputs of bodies are divided, or differ.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
     """
@@ -96,7 +96,7 @@ class Engine(Domain):
         self.wanted = self.checked = frozenset(axes)
         self.active = False
         self.trusting = True
-        self.own_noise = self.given = NONE
+        self.own_noise = self.data = NONE
         self.arg_names: tuple[str, ...] = ()
         self.arg_layouts: tuple[Layout, ...] = ()
         self.varying: Sequence[Axes] = ()
@@ -191,7 +191,7 @@ class Engine(Domain):
     def meant_noise(self) -> bool:
         """Whether random numbers depend on the mesh by intent: each device has its own for its own data, not for
         copies of the same."""
-        return bool(self.own_noise) and self.own_noise <= self.given
+        return bool(self.own_noise) and self.own_noise <= self.data
 
     # --- values ----------------------------------------------------------------------------------------------
 
