@@ -7,6 +7,7 @@ import functools
 import itertools
 import linecache
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -63,13 +64,23 @@ class Call(NamedTuple):
         owner = of
         while isinstance(owner, ast.Attribute):
             owner = owner.value
-        function = of is None or (isinstance(owner, ast.Name) and owner.id in _modules(code.co_filename))
-        node = (called.args or [None])[0] if function else of
+        function = of is None or (_is_module(owner.id, code) if isinstance(owner, ast.Name) else False)
+        node = (called.args or [None])[0] if function else None if function is None else of
         return None if node is None else ast.get_source_segment(text, node)
 
 
+def _is_module(name: str, code: Any) -> bool | None:
+    """Whether a name is a module and not an array where this code runs; None where nobody knows. A cell of a notebook
+    has its imports in another one."""
+    if name in _imported(code.co_filename):
+        return True
+    if name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+        return False
+    return True if isinstance(vars(sys.modules["__main__"]).get(name), types.ModuleType) else None
+
+
 @functools.lru_cache(maxsize=64)
-def _modules(file: str) -> frozenset[str]:
+def _imported(file: str) -> frozenset[str]:
     """The names that a file imports."""
     found = (node for node in ast.walk(ast.parse("".join(linecache.getlines(file)))) if hasattr(node, "names"))
     names = (one for node in found if not isinstance(node, ast.Global | ast.Nonlocal) for one in node.names)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +70,13 @@ def test_what_a_function_is_called_on_is_written_as_the_user_wrote_it() -> None:
     }
     for text, body in wrong.items():
         assert told(body, ROWS).endswith(f'\nfix: spmd.reduce({text}, "b/dp d/tp -> b/dp", op="mean")')
+    other = "def body(x):\n    return other_jnp.sin(other_jnp.mean(x * 2, axis=1))\n"
+    linecache.cache["<cell>"] = (len(other), None, other.splitlines(keepends=True), "<cell>")
+    cell: dict[str, Any] = {"other_jnp": jnp}  # its imports are in another cell
+    exec(compile(other, "<cell>", "exec"), cell)
+    assert 'advice: spmd.reduce(<what is averaged>, "b/dp d/tp -> b/dp", op="mean")' in told(cell["body"], ROWS)
+    with mock.patch.dict(vars(sys.modules["__main__"]), other_jnp=jnp):  # as in a notebook
+        assert told(cell["body"], ROWS).endswith('\nfix: spmd.reduce(x * 2, "b/dp d/tp -> b/dp", op="mean")')
     hidden = eval("lambda x: jnp.sin((x + 1).mean(1))", {"jnp": jnp})  # nobody has its source
     assert 'advice: spmd.reduce(<what is averaged>, "b/dp d/tp -> b/dp", op="mean")' in told(hidden, ROWS)
 
