@@ -476,8 +476,11 @@ class Checkpoints:
 
     def _remove(self, folders: Sequence[Any]) -> None:
         for folder in folders:
-            with contextlib.suppress(OSError):  # what is still there is removed with the next ones
-                shutil.rmtree(folder) if self._local else folder.rmtree()
+            for wait in (0.0, 0.1, 0.5):  # a thread of a save that failed may still write there
+                time.sleep(wait)
+                with contextlib.suppress(OSError):  # what is still there is removed with the next ones
+                    shutil.rmtree(folder) if self._local else folder.rmtree()
+                    break
 
     def _retain(self) -> None:
         """Let the last good steps stay, and the damaged ones that nothing better has followed."""
