@@ -33,7 +33,7 @@ BUDGET = {
     "_python": 200,
     "_text": 190,
     "_trees": 440,
-    "checker": 6090,
+    "checker": 6110,
     "cluster": 2080,
     "comm": 2340,
     "drawing": 300,

@@ -287,7 +287,6 @@ def check_body(
     walk.active = True
     inner, _ = opened(closed_jaxpr)
     walk.varying = [state.different for state in in_states]
-    walk.data = frozenset().union(*walk.varying)
     operands = [_seeded(walk, var, state) for var, state in zip(inner.invars, in_states, strict=True)]
     walk_closed(walk, closed_jaxpr, operands)
     _report(kernel, walk, how, ask)

@@ -19,7 +19,7 @@ from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
 from spmd.checker._source import is_differentiated, is_ours
-from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
+from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain, size_of
 from spmd.language import axes_tuple
 
 
@@ -60,7 +60,8 @@ class Dataflow(Engine):
         raw = kernel is None and not self.wanted
         self.active, self.checked, self.kernel = True, (self.wanted & own) or own, kernel or self.kernel
         inside = [self._entered(state, spec, var) for state, spec, var in entering]
-        self.data = self.data.union(*(state.divided for state in inside))
+        dims = {dim for state in inside for dim in state.dims}
+        self.data |= {(axis, size_of(dim)) for dim in dims for axis in axes_of_dim(dim)}
         outs = run(inside)
         self.outputs.append((eqn, outs))
         (self._check_raw if raw else self._check_returned)(eqn, outs)

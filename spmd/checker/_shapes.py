@@ -507,6 +507,8 @@ def _random(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         known = batch if all(size_of(d) == n for d, n in zip(batch, shape, strict=False)) else ()
         rest = tuple(hidden(n) if axes else plain(n) for n in shape[len(known) :])
         held = {a for dim in known for a in axes_of_dim(dim)}
+        if axes and eqn.primitive.name == "random_bits":
+            walk.drawn.add((axes, tuple(shape)))
         outs.append(walk.kept(State((*known, *rest), different=axes - held)))
     return outs
 

@@ -138,7 +138,7 @@ def test_a_key_of_each_device_makes_noise_that_depends_on_the_mesh(own):
     run = jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("dp")), out_specs=P("dp"))
     walk = Dataflow("", ("dp", "tp"))
     walk_closed(walk, jax.make_jaxpr(run)(jax.random.key(0), jnp.ones((8, 3))))
-    assert walk.own_noise == {*["dp"] * own} and walk.meant_noise == own
+    assert walk.own_noise == {*["dp"] * own} and walk.meant_noise == own and bool(walk.drawn) == own
 
 
 def test_every_rule_has_a_test_here():
