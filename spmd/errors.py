@@ -115,7 +115,7 @@ class Fix:
     """A call that mends the fault, as a value: each verb makes it in its own shape, and it is text only in a message.
 
     Args:
-      verb: What is called: a name in `spmd`, or one that begins with "jnp.".
+      verb: What is called: a name in `spmd`.
       operands: The arrays as the message names them; one may be a call of its own.
       pattern: The pattern or the layout.
       keywords: Keywords by name, with their values.
@@ -135,8 +135,7 @@ class Fix:
         shown = [str(one) for one in self.operands]
         shown += [] if self.pattern is None else [f'"{self.pattern}"']
         shown += [f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in self.keywords.items()]
-        name = self.verb if self.verb.startswith("jnp.") else f"spmd.{self.verb}"
-        return f"{name}({', '.join(shown)})"
+        return f"spmd.{self.verb}({', '.join(shown)})"
 
 
 Fixes = str | Fix | Sequence[str | Fix] | None  # of several, each mends another fault

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from spmd._jaxprs.equations import axes_of, opened
+from spmd._jaxprs.walker import equations
 
 Factors = Mapping[str, tuple[int, int]]  # of an axis: how many groups of neighbours it has, and how large each is
 _AXES = frozenset(("axis_name", "axes", "newly_manual_axes", "manual_axes", "axis_names", "auto"))
@@ -24,7 +24,7 @@ def factors_of(jaxpr: Any, sizes: Mapping[str, int]) -> Factors:
       sizes: The mesh axes.
     """
     found: dict[str, set[tuple[int, int] | None]] = {}
-    for eqn in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.params.get("axis_index_groups") is not None:
             axes = axes_of(eqn)
             found.setdefault(axes[0], set()).add(_factors(eqn, sizes[axes[0]]) if len(axes) == 1 else None)
@@ -42,13 +42,6 @@ def in_factors(jaxpr: Any, factors: Factors) -> Any:
     eqns = [eqn.replace(params=_params(eqn, factors)) for eqn in inner.eqns]
     made = inner.replace(eqns=eqns)
     return made if inner is jaxpr else jaxpr.replace(jaxpr=made)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in opened(jaxpr)[0].eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
 
 
 def _factors(eqn: Any, count: int) -> tuple[int, int] | None:

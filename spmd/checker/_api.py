@@ -25,7 +25,7 @@ from spmd.checker._recorded import record, typed
 from spmd.checker._shrinking import fewer_devices, smaller
 from spmd.checker._source import called_at, is_ours, is_transposed, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
-from spmd.checker._verdict import Verdict, confirmed, judge, unknown_lines
+from spmd.checker._verdict import Verdict, but_for_noise, confirmed, judge, unknown_lines
 from spmd.checker._words import describe
 from spmd.errors import ReplicationError, SpmdError
 from spmd.language import Layout
@@ -133,7 +133,7 @@ def _checked(
         reference=reference and partial(run, plain=reference),
     )
     raw = any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
-    trial = trial.but_for_noise(walk.meant_noise and reference is None)
+    trial = trial if reference else but_for_noise(trial, walk)
     raw = raw and reference is None
     if raw:  # it may mean the size of a block, which fits nothing else
         trial = replace(trial, fails=False)
@@ -234,7 +234,7 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[], Trial] | No
     if ask is None or not (found or full):
         report(kernel, found, how)
         return
-    trial = ask().but_for_noise(walk.meant_noise)
+    trial = but_for_noise(ask(), walk)
     report(kernel, confirmed(found, trial, kernel, whole=full), how, trial.why)
 
 

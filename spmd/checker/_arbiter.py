@@ -83,12 +83,6 @@ class Trial:
     def agrees(self) -> bool:
         return not (self.differences or self.faults or self.why)
 
-    def but_for_noise(self, own: bool) -> Trial:
-        """The same, where devices draw by their own number (`own`): what differs may be these random numbers."""
-        if not own or not self.wrong or self.faults:
-            return self
-        return Trial(self.sizes, why="its random numbers depend on the mesh, because a key is folded with axis_index")
-
     def by_axis(self) -> dict[str, Sequence[Difference]]:
         """How it differs where one axis alone has several devices, if there are several axes and it can be told."""
         wide = [axis for axis, n in self.sizes.items() if n > 1]
@@ -197,7 +191,7 @@ class _Program:
         gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
         for draw in (*self.draws, self.given) if self.given else self.draws:
-            numbers = self._numbers(draw)
+            numbers = self._numbers(draw, self.grad)
             try:
                 found, faults = simulate(ours, numbers, _MOST)
             except Parted as error:
@@ -220,9 +214,9 @@ class _Program:
 
     def _faults(self) -> tuple[Fault, ...]:
         """What goes wrong on the mesh itself, forward."""
-        forward, self.grad = self.forward[*self.sizes.items(), "explicit"], False
+        forward = self.forward[*self.sizes.items(), "explicit"]
         try:
-            return tuple(simulate(forward.jaxpr, self._numbers(self.draws[0]), _MOST)[1])
+            return tuple(simulate(forward.jaxpr, self._numbers(self.draws[0], grad=False), _MOST)[1])
         except Parted as error:
             return (error.fault,)
 
@@ -265,8 +259,8 @@ class _Program:
             raise NotSimulated("reference= has results of another structure or shape")
         return found
 
-    def _numbers(self, draw: Any) -> list[Array]:
-        _, given = pulled(lambda: None, draw, grad=self.grad)
+    def _numbers(self, draw: Any, grad: bool) -> list[Array]:
+        _, given = pulled(lambda: None, draw, grad=grad)
         with jax.ensure_compile_time_eval():
             return [held_number(x) for x in jax.tree.leaves(given)]
 

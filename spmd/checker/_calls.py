@@ -102,10 +102,10 @@ def call_around(eqn: Any, callers: Sequence[Any]) -> Call:
 
 def given_to(walk: Any, atom: Any, call: Call) -> Iterator[Any]:
     """The variables that a call was given, of those that a value of it is made of."""
-    made = walk.history.made
-    within = lambda var: var in made and call.is_of(call_around(made[var][0], made[var][2]))
-    for var in walk.history.behind(atom, lambda *where: not call.is_of(call_around(*where))):
-        if not within(var) and (var in made or not walk.history.operands(var)):
+    outside = lambda *where: not call.is_of(call_around(*where))
+    for var in walk.history.behind(atom, outside):
+        made = walk.history.producer(var)
+        if not walk.history.operands(var) if made is None else outside(*made):
             yield var
 
 

@@ -19,7 +19,7 @@ from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
 from spmd.checker._source import is_differentiated, is_ours
-from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain, size_of
+from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
 from spmd.language import axes_tuple
 
 
@@ -59,10 +59,7 @@ class Dataflow(Engine):
         kernel = kernel_around(self.callers)
         raw = kernel is None and not self.wanted
         self.active, self.checked, self.kernel = True, (self.wanted & own) or own, kernel or self.kernel
-        inside = [self._entered(state, spec, var) for state, spec, var in entering]
-        dims = {dim for state in inside for dim in state.dims}
-        self.data |= {(axis, size_of(dim)) for dim in dims for axis in axes_of_dim(dim)}
-        outs = run(inside)
+        outs = run([self._entered(state, spec, var) for state, spec, var in entering])
         self.outputs.append((eqn, outs))
         (self._check_raw if raw else self._check_returned)(eqn, outs)
         self.active, self.checked, self.kernel = before

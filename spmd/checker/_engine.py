@@ -81,9 +81,6 @@ class Engine(Domain):
       arg_layouts: Their layouts, where they are told.
       varying: The axes on which the inputs of a body vary that is not inside of a `shard_map` of its jaxpr.
       root: The jaxpr that is walked, for those who look again.
-      own_noise: The axes along which devices draw random numbers by their own number.
-      drawn: The axes along which random numbers differ, and the size of each of their dimensions.
-      data: The axes along which the inputs of bodies are divided, each with the size of a block.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
     """
@@ -97,9 +94,6 @@ class Engine(Domain):
         self.wanted = self.checked = frozenset(axes)
         self.active = False
         self.trusting = True
-        self.own_noise = NONE
-        self.drawn: set[tuple[frozenset[str], tuple[int, ...]]] = set()
-        self.data: set[tuple[str, int]] = set()
         self.arg_names: tuple[str, ...] = ()
         self.arg_layouts: tuple[Layout, ...] = ()
         self.varying: Sequence[Axes] = ()
@@ -189,14 +183,6 @@ class Engine(Domain):
             found = self._numbers[id(eqn)] = len(self.made_pending)
             self.made_pending.append((eqn, tuple(self.callers)))
         return found
-
-    @property
-    def meant_noise(self) -> bool:
-        """Whether random numbers depend on the mesh by intent: each device has its own for its own block of data, and
-        not for copies of the same, nor one for a whole block."""
-        of_a_block = lambda axes, shape: any(axis in axes and n in shape for axis, n in self.data)
-        own = bool(self.own_noise) and self.own_noise == {axis for axis, _ in self.data}
-        return own and all(of_a_block(*one) for one in self.drawn)
 
     # --- values ----------------------------------------------------------------------------------------------
 

@@ -237,24 +237,21 @@ def summed_in(walk: Any, atom: Any, call: Call) -> bool:
 
 
 @if_possible
-def reduced(walk: Any, atom: Any) -> Fix | None:
-    """The mean or the sum over a whole dimension of an argument, in place of that of each device's own block."""
+def reduced(walk: Any, atom: Any) -> Fix | str | None:
+    """The mean or the sum over a whole dimension, in place of that of each device's own block: a line to paste where it
+    is known how the user writes the array, else advice."""
     made = reduction_of(walk, atom)
     if made is None or made.op not in ("mean", "sum"):
         return None
-    return _of_argument(made, walk.kernel, shape_of(atom) == made.with_ones)
-
-
-def _parts(walk: Any, eqn: Any, axes: Sequence[str]) -> set[Any]:
-    """Whether the partial sums of an equation are sums or means; None where that is not known."""
-    return {operation_of(walk, atom) for atom in partial_operands(walk, eqn, axes)}
+    fix = _of_argument(made, walk.kernel, shape_of(atom) == made.with_ones)
+    return fix if fix is None or made.name else f"{fix} in place of that over each device's own block"
 
 
 @if_possible
 def completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
     """Advice for a partial sum that is used before it is complete. To psum a mean of pieces would add up the means."""
     total = f'psum(<the partial sum>, "... {marked(axes)} -> ...") before it, and not after'
-    ops = _parts(walk, eqn, axes)
+    ops = {operation_of(walk, atom) for atom in partial_operands(walk, eqn, axes)}
     mean = 'reduce(<what is averaged>, "<its layout> -> ...", "mean") in place of the mean of each device\'s own block'
     if ops == {"mean"}:
         return mean
@@ -264,7 +261,7 @@ def completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
 @if_possible
 def sent_in_a_byte(walk: Any, eqn: Any, axes: Sequence[str]) -> bool:
     """Whether a partial sum is rounded to one byte: to sum first would send what the rounding spares."""
-    parts = {atom for atom in eqn.invars if not isinstance(atom, Literal) and walk.known[atom].partial & {*axes}}
+    parts = {*partial_operands(walk, eqn, axes)}
     made = (one for one, _, _ in walk.history.made.values() if one.primitive.name == "convert_element_type")
     bytes_ = (one for one in made if rounds(one) and one.params["new_dtype"].itemsize == 1)
     return any(not parts.isdisjoint(walk.history.behind(one.invars[0])) for one in bytes_)

@@ -22,7 +22,7 @@ from spmd.checker._rounding import rounds
 from spmd.checker._source import line_of
 from spmd.checker._state import Dim, Pending, State, axes_of_dim
 from spmd.checker._words import done_to_pieces, joined, listed, marked, named, pieces_of, reasons, where
-from spmd.errors import Fault
+from spmd.errors import Fault, Fix
 
 
 def not_completed(walk: Any, eqn: Any, axes: Sequence[str], pending: Sequence[Pending]) -> Fault:
@@ -183,10 +183,8 @@ def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
     if any(summed_in(walk, atom, call) for atom in operands):
         fix, advice = None, of_the_whole(walk, operands, call, axes)
     else:
-        found = [reduced(walk, atom) for atom in operands]
-        [fix, advice] = [found[0], None] if len(found) == 1 and found[0] else [None, first]
-        if fix is not None and "<" in fix.operands[0]:
-            fix, advice = None, f"{fix} in place of that over each device's own block"
+        told = reduced(walk, *operands) if len(operands) == 1 else None
+        fix, advice = (told, None) if isinstance(told, Fix) else (None, told or first)
     return Fault(rule, walk.kernel, None, None, where(walk, eqn), fix, advice)
 
 

@@ -507,17 +507,8 @@ def _random(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
         known = batch if all(size_of(d) == n for d, n in zip(batch, shape, strict=False)) else ()
         rest = tuple(hidden(n) if axes else plain(n) for n in shape[len(known) :])
         held = {a for dim in known for a in axes_of_dim(dim)}
-        if axes and eqn.primitive.name == "random_bits":
-            walk.drawn.add((axes, tuple(shape)))
         outs.append(walk.kept(State((*known, *rest), different=axes - held)))
     return outs
-
-
-def _folds(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """A key of its own for each device, where its number is folded in."""
-    table = operands[1].table
-    walk.own_noise |= NONE if table is None else {*table.axes}
-    return _random(walk, eqn, operands)
 
 
 RULES = {
@@ -538,6 +529,5 @@ RULES = {
     "iota": _iota,
     **dict.fromkeys(("top_k", "approx_top_k"), _top_k),
     **dict.fromkeys(("random_bits", "random_split", "random_seed", "random_wrap", "random_unwrap"), _random),
-    "random_fold_in": _folds,
-    **dict.fromkeys(("threefry2x32", "random_clone", "random_gamma", "rng_bit_generator"), _random),
+    **dict.fromkeys(("random_fold_in", "threefry2x32", "random_clone", "random_gamma", "rng_bit_generator"), _random),
 }

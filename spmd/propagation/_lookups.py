@@ -75,11 +75,7 @@ def concatenated(writer: Any, op: Any) -> None:
 def padded(writer: Any, op: Any) -> None:
     """`stablehlo.pad`: more of a dimension, at its ends or between its elements."""
     made, fill = writer.array(op.operands[0]), writer.get(op.operands[1])
-    by = list(
-        zip(
-            *(integers(op, name) for name in ("edge_padding_low", "edge_padding_high", "interior_padding")), strict=True
-        )
-    )
+    by = list(zip(*(integers(op, name) for name in _PADDING), strict=True))
     _whole(writer, made.place.dims, [d for d, one in enumerate(by) if one != (0, 0, 0)])
     value = _number(op, fill)
     text = f"jax.lax.pad({bare(made.text)}, {value}, {tuple(by)})"
@@ -170,7 +166,7 @@ def scattered(writer: Any, op: Any) -> None:
     own = {axis for d in batch for axis in made.place.dims[d]}
     lost = [axis for d in over for axis in new.place.dims[d] if axis not in own]
     if lost and (verb != "scatter_add" or not _zero(writer, op.operands[0])):
-        writer.fail("an update by divided indices that is no sum from zero")
+        writer.fail("an update by divided indices that is not a sum from zero")
     marks = ",".join(dict.fromkeys(axis.name for axis in lost))
     source = f"{writer.layout(made.names, Place(made.place.dims))} {{U:{marks}}}"
     writer.partial(op, text, made.names, f'spmd.psum({text}, "{source} -> RESULT")', lost)

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd._jaxprs.walker import equations
-from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._shapes import RULES, _apart
 from spmd.checker._state import axes_of_dim, normal, size_of
-from tests.checker.harness import is_known, mesh, parted, seen
+from tests.checker.harness import is_known, parted, seen
 from tests.sampler import share
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
@@ -128,17 +126,6 @@ def test_noise_of_one_key_is_the_same_everywhere():
     found = seen(body, "scalar", "n/dp", args=(jax.random.key(0), keys))
     assert found.agree() >= 1 and not found.states[0].axes
     assert "dp" in found.states[1].axes
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_key_of_each_device_makes_noise_that_depends_on_the_mesh(own):
-    def body(key, x):
-        return x + jax.random.normal(jax.random.fold_in(key, lax.axis_index("dp") if own else 3), x.shape)
-
-    run = jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("dp")), out_specs=P("dp"))
-    walk = Dataflow("", ("dp", "tp"))
-    walk_closed(walk, jax.make_jaxpr(run)(jax.random.key(0), jnp.ones((8, 3))))
-    assert walk.own_noise == {*["dp"] * own} and walk.meant_noise == own and bool(walk.drawn) == own
 
 
 def test_every_rule_has_a_test_here():

@@ -78,8 +78,8 @@ def test_each_rule_has_a_program(mesh):
 @pytest.mark.parametrize(
     ("fn", "layouts", "told"),
     [
-        (lambda x, y: x.at[y.astype(int)[:, 0]].add(1.0), ("v d", "b/dp d"), "that is no sum from zero"),
-        (lambda x, y: x.at[:, y.astype(int)[0]].max(2.0), ("b/dp d", "d f/tp"), "that is no sum from zero"),
+        (lambda x, y: x.at[y.astype(int)[:, 0]].add(1.0), ("v d", "b/dp d"), "that is not a sum from zero"),
+        (lambda x, y: x.at[:, y.astype(int)[0]].max(2.0), ("b/dp d", "d f/tp"), "that is not a sum from zero"),
     ],
 )
 def test_what_is_refused(mesh, fn, layouts, told):
