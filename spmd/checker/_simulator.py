@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat
@@ -448,11 +449,17 @@ def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arr
         "random_fold_in": known.fold_in,
         "random_seed": known.seed,
     }[eqn.primitive.name]
-    rank = len(shape_of(eqn.invars[0]))
-    for _ in range(rank):
+    # Each key is for itself: one number may be folded into many keys, and many numbers into one.
+    of = np.broadcast_shapes(*(shape_of(v) for v in eqn.invars))
+    for _ in of:
         run = jax.vmap(run)
+    words = [x.shape[machine.lead + len(shape_of(v)) :] for v, x in zip(eqn.invars, operands, strict=True)]
+
+    def each(*given: Any) -> Any:
+        return run(*(jnp.broadcast_to(x, of + w) for x, w in zip(given, words, strict=True)))
+
     structs = [jax.ShapeDtypeStruct(x.shape[machine.lead :], x.dtype) for x in operands]
-    return walk(jax.make_jaxpr(run)(*structs), operands, machine)
+    return walk(jax.make_jaxpr(each)(*structs), operands, machine)
 
 
 def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:

@@ -103,6 +103,17 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (jax.random.key(1),),
     ),
     "many keys": (lambda key: jax.vmap(lambda k: jax.random.normal(k, (2,)))(jax.random.split(key, 3)), (jax.random.key(1),)),
+    "one key for many, and many for one": (
+        lambda key, i: [
+            jax.vmap(jax.random.key_data)(jax.vmap(jax.random.fold_in, axes)(a, b))
+            for axes, a, b in (
+                ((0, None), jax.random.split(key, 3), i.ravel()[0]),
+                ((None, 0), key, i.ravel()[:3]),
+                ((0, 0), jax.random.split(key, 3), i.ravel()[:3]),
+            )
+        ],
+        (jax.random.key(1), I),
+    ),
     "asked of JAX": (lambda x: (jnp.linalg.cholesky(x[0, :3, :3] @ x[0, :3, :3].T + jnp.eye(3)), lax.digamma(x)), (X,)),
 }  # fmt: skip
 
