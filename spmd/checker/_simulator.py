@@ -261,7 +261,8 @@ class Simulator(Domain):
             [goes_on] = self.run(eqn, test, [*asked[: len(asked) - count], *carry])
             if not goes_on.any():
                 return carry
-            self._check_together(eqn, goes_on)
+            # A loop that is mapped asks for each element, and all go on while one does.
+            self._check_together(eqn, goes_on.any(tuple(range(self.lead, goes_on.ndim))))
             outs = self.run(eqn, body, [*constants, *carry])
             carry = [self._where(goes_on, new, old) for new, old in zip(outs, carry, strict=True)]
         raise NotSimulated("a loop does not end")
@@ -278,7 +279,7 @@ class Simulator(Domain):
         return outs
 
     def _where(self, chosen: Array, new: Array, old: Array) -> Array:
-        rank = new.ndim - self.lead
+        rank = new.ndim - chosen.ndim
         return np.where(chosen.reshape(chosen.shape + (1,) * rank), new, old) if not chosen.all() else new
 
     def _check_together(self, eqn: Any, decision: Array) -> None:

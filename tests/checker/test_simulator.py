@@ -123,6 +123,18 @@ def test_loops() -> None:
     agrees(mapped(body), X)
 
 
+def test_a_loop_that_is_mapped() -> None:
+    """Each element ends for itself, and all go on while one does."""
+
+    def body(x):
+        def halved(row):
+            return lax.while_loop(lambda r: jnp.abs(r).max() > 0.5, lambda r: r / 2, row * (lax.axis_index("tp") + 1).astype(row.dtype))
+
+        return jax.vmap(halved)(x), jax.vmap(jax.vmap(halved))(jnp.stack([x, 8 * x]).reshape(2, *x.shape))[1]
+
+    agrees(mapped(body), X)
+
+
 def test_branches() -> None:
     def body(x):
         which = lax.axis_index("dp") * 2 + lax.axis_index("tp")
@@ -145,6 +157,20 @@ def test_devices_that_part_before_a_collective() -> None:
     assert (fault.kind, fault.axes, fault.eqn.primitive.name) == ("divergent", ("tp",), "cond")
     along = lambda x: lax.cond(lax.axis_index("dp") > 0, lambda: varying(lax.psum(x, "tp")), lambda: varying(x))
     agrees(mapped(along), X)  # all along tp decide alike
+
+
+def test_elements_of_a_mapped_loop_wait_for_each_other() -> None:
+    """The loop runs as long as one element goes on, on each device as often."""
+
+    def body(x):
+        def summed(n):
+            return lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] + lax.psum(x.sum(), "tp")), (n, n * 0.0))
+
+        mine = lax.axis_index("tp")
+        rounds = varying(jnp.where(mine % 2 == 0, jnp.array([1.0, 3.0]), jnp.array([3.0, 1.0])))
+        return varying(jax.vmap(summed)(rounds)[1])
+
+    agrees(mapped(body), X)
 
 
 def test_copies_that_are_not_equal() -> None:
