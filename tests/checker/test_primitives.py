@@ -103,6 +103,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (jax.random.key(1),),
     ),
     "many keys": (lambda key: jax.vmap(lambda k: jax.random.normal(k, (2,)))(jax.random.split(key, 3)), (jax.random.key(1),)),
+    "complex atan2": (jax.lax.atan2, ((X + 1j).astype(np.complex64), (X - 2j).astype(np.complex64))),
     "one key for many, and many for one": (
         lambda key, i: [
             jax.vmap(jax.random.key_data)(jax.vmap(jax.random.fold_in, axes)(a, b))
