@@ -243,13 +243,13 @@ def test_the_wrong_one_is_wrong(name: str) -> None:
 # --- a raw shard_map, which has a mesh of its own ------------------------------------------------------------------
 
 
-def contrastive(shift: bool):
+def contrastive(shift: bool, pairs: bool = False):
     """A loss over pairs, whose labels begin anew on each device without `shift`."""
 
     def fn(a, b):
-        scores = a @ lax.all_gather(b, "dp", tiled=True).T
-        first = lax.axis_index("dp") * len(a) if shift else 0
-        told = jnp.take_along_axis(jax.nn.log_softmax(scores), (first + jnp.arange(len(a)))[:, None], 1)
+        scores = jax.nn.log_softmax(a @ lax.all_gather(b, "dp", tiled=True).T)
+        labels = jnp.arange(len(a)) + (lax.axis_index("dp") * len(a) if shift else 0)
+        told = scores[jnp.arange(len(a)), labels] if pairs else jnp.take_along_axis(scores, labels[:, None], 1)
         return -lax.pmean(told.mean(), "dp")
 
     mesh = spmd.make_mesh(dp=4)
@@ -271,6 +271,13 @@ def test_a_reference_decides_about_a_raw_body(shift):
     assert found.verdict.kind == ("proved" if shift else "wrong"), found
     if not shift:
         assert [one.kind for one in found] == ["numbers"] and "gradient of args[0]" in str(found)
+
+
+def test_places_in_a_block_may_stand_beside_places_in_the_whole():
+    """Each row of a block, and the label of it that goes on from block to block: both are only numbers."""
+    assert not spmd.check(contrastive(True, pairs=True), EMBEDDED, EMBEDDED)
+    told = spmd.check(contrastive(True, pairs=True), EMBEDDED, EMBEDDED, reference=whole_loss)
+    assert not told and told.verdict.kind == "tested"
 
 
 def test_a_reference_decides_about_a_kernel():
