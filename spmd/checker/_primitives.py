@@ -175,6 +175,12 @@ def _logical_right(x: Array, y: Array) -> Array:
     return np.where(y.astype(unsigned) < 8 * x.dtype.itemsize, x.astype(unsigned) >> y.astype(unsigned), 0)
 
 
+def _arithmetic_right(x: Array, y: Array) -> Array:
+    """The leading bit is repeated, in unsigned numbers, too."""
+    signed = np.dtype(f"i{x.dtype.itemsize}")
+    return (x.astype(signed) >> np.minimum(y, 8 * x.dtype.itemsize - 1).astype(signed)).astype(x.dtype)
+
+
 def _left(x: Array, y: Array) -> Array:
     return np.where(y < 8 * x.dtype.itemsize, np.left_shift(x, y), 0)
 
@@ -508,7 +514,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
             "ge": np.greater_equal, "eq_to": np.equal, "lt_to": np.less, "le_to": np.less_equal,
             "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "real": np.real,
             "imag": np.imag, "conj": np.conj, "complex": lambda x, y: x + 1j * y, "is_finite": np.isfinite,
-            "shift_left": _left, "shift_right_logical": _logical_right, "shift_right_arithmetic": np.right_shift,
+            "shift_left": _left, "shift_right_logical": _logical_right, "shift_right_arithmetic": _arithmetic_right,
         }.items()
     },
     "integer_pow": _with(lambda p, x: x ** p["y"] if p["y"] >= 0 else 1 / x ** -p["y"]),
