@@ -137,10 +137,11 @@ def _checked(
     raw = raw and reference is None
     if raw:  # it may mean the size of a block, which fits nothing else
         trial = replace(trial, fails=False)
-    findings = confirmed(dict.fromkeys(walk.findings), trial, name, whole=not raw or bool(trial.faults))
+    unknown = unknown_lines(walk, jaxpr)
+    findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=not raw or bool(trial.faults))
     if raw and trial.wrong and not findings:
         trial = Trial(walk.sizes, why=_MEANT)
-    verdict = judge(findings, trial, unknown_lines(walk, jaxpr))
+    verdict = judge(findings, trial, unknown)
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
     return Findings(findings, partial(listing, jaxpr, name), verdict)
@@ -235,7 +236,8 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[], Trial] | No
         report(kernel, found, how)
         return
     trial = but_for_noise(ask(), walk)
-    report(kernel, confirmed(found, trial, kernel, whole=full), how, trial.why)
+    unknown = unknown_lines(walk, walk.root) if full else ()
+    report(kernel, confirmed(found, trial, kernel, unknown, whole=full), how, trial.why)
 
 
 class InState(NamedTuple):

@@ -74,9 +74,12 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
         return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
-    lines = [*unknown[:_SHOWN], *(["..."] if len(unknown) > _SHOWN else [])]
-    lost = [f"Types lose a value at {', '.join(lines)}"] if unknown else []
+    lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
     return Verdict("tested" if unknown else "proved", [_compared(trial), *lost])
+
+
+def _first(lines: Sequence[str]) -> str:
+    return ", ".join([*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])])
 
 
 def _compared(trial: Trial) -> str:
@@ -86,7 +89,9 @@ def _compared(trial: Trial) -> str:
     return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}"
 
 
-def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str, *, whole: bool = True) -> list[Finding]:
+def confirmed(
+    suspicions: Iterable[Finding], trial: Trial, name: str, unknown: Sequence[str] = (), *, whole: bool = True
+) -> list[Finding]:
     """What is left of what types suspect when numbers have spoken, and what only numbers show.
 
     Where they could not be had, what contradicts a string is certain, and everything else is not. What JAX types
@@ -96,6 +101,7 @@ def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str, *, whole: 
       suspicions: What types suspect.
       trial: What the numbers say.
       name: The program, for messages.
+      unknown: The lines where types lose a value: one of them may be wrong where types suspect nothing.
       whole: Whether numbers were asked of a whole program, and not because of these suspicions alone.
     """
     kept = list(suspicions)
@@ -109,11 +115,11 @@ def confirmed(suspicions: Iterable[Finding], trial: Trial, name: str, *, whole: 
     copies = any(fault.kind == "copies" for fault in trial.faults)
     kept = [one for one in kept if one.kind != "type" or copies or not trial.wrong]
     if trial.wrong and whole and not any(one.certain for one in kept):
-        kept.append(_by_numbers(trial, name))
+        kept.append(_by_numbers(trial, name, unknown))
     return kept
 
 
-def _by_numbers(trial: Trial, name: str) -> Finding:
+def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
     """The finding that no type explains."""
     on = mesh_text(trial.sizes)
     if trial.faults:
@@ -127,6 +133,8 @@ def _by_numbers(trial: Trial, name: str) -> Finding:
     guilty = [axis for axis, differences in alone.items() if differences]
     if guilty and len(guilty) < len(alone):
         got.append(f"it differs where {', '.join(guilty)} has several devices, and nowhere else")
+    if unknown:
+        got.append(f"types follow every value but at {_first(unknown)}")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
     advice = advice or "spmd.check(...).source() shows the layout of every value beside its line"

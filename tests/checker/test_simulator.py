@@ -128,7 +128,9 @@ def test_a_loop_that_is_mapped() -> None:
 
     def body(x):
         def halved(row):
-            return lax.while_loop(lambda r: jnp.abs(r).max() > 0.5, lambda r: r / 2, row * (lax.axis_index("tp") + 1).astype(row.dtype))
+            return lax.while_loop(
+                lambda r: jnp.abs(r).max() > 0.5, lambda r: r / 2, row * (lax.axis_index("tp") + 1).astype(row.dtype)
+            )
 
         return jax.vmap(halved)(x), jax.vmap(jax.vmap(halved))(jnp.stack([x, 8 * x]).reshape(2, *x.shape))[1]
 
@@ -164,7 +166,9 @@ def test_elements_of_a_mapped_loop_wait_for_each_other() -> None:
 
     def body(x):
         def summed(n):
-            return lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] + lax.psum(x.sum(), "tp")), (n, n * 0.0))
+            return lax.while_loop(
+                lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] + lax.psum(x.sum(), "tp")), (n, n * 0.0)
+            )
 
         mine = lax.axis_index("tp")
         rounds = varying(jnp.where(mine % 2 == 0, jnp.array([1.0, 3.0]), jnp.array([3.0, 1.0])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -98,6 +99,21 @@ def test_the_message_of_numbers() -> None:
         "- result: 128 of 128 numbers differ, by up to 4",
     ]
     assert one.line.endswith("(local)")
+
+
+def test_what_types_do_not_follow_is_near_the_mistake() -> None:
+    """A halo of the wrong side is no mistake of types. They lose the value where it comes to lie beside the block."""
+
+    def shifted(x):
+        n = lax.axis_size("tp")
+        beside = lax.ppermute(x[:, -1:], "tp", [(i, (i - 1) % n) for i in range(n)])
+        return x - jnp.concatenate([beside, x[:, :-1]], 1)
+
+    [one] = spmd.check(kernel("b/dp d/tp -> b/dp d/tp", shifted), X)
+    [row] = [line for line in str(one).splitlines() if "types follow" in line]
+    first = shifted.__code__.co_firstlineno
+    assert row.startswith("- types follow every value but at ") and row.endswith("shifted)")
+    assert all(int(line) in range(first + 2, first + 4) for line in re.findall(r":(\d+) ", row)), row
 
 
 def test_the_axis_to_blame() -> None:
