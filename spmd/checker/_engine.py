@@ -379,7 +379,7 @@ class Engine(Domain):
         return labels, lost
 
     def disagree(self, eqn: Any, operands: Sequence[State], dims: Sequence[tuple[Dim, Dim]]) -> None:
-        """Two operands lie differently along these dimensions. Numbers that are known on each device are only numbers."""
+        """Two operands lie differently along these dimensions. Numbers known on each device are only numbers."""
         if not self.active or self.silent(eqn) or all(o.table is not None for o in operands):
             return
         noise = any(self.random(atom, o) for atom, o in zip(eqn.invars, operands, strict=True))
