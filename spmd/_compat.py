@@ -64,6 +64,12 @@ def coordination() -> Any:
     return getattr(getattr(getattr(multihost, "distributed", None), "global_state", None), "client", None)
 
 
+def compiled_programs() -> list[str]:
+    """The text of each compiled program that this process can run. Of what a device runs, no backend tells more."""
+    found = jax.local_devices()[0].client.live_executables()
+    return [module.to_string() for one in found for module in one.hlo_modules()]
+
+
 def manual_axes() -> tuple[str, ...]:
     """The mesh axes that are manual where the caller runs. The enclosing `shard_map`s make them so."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)

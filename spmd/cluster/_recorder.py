@@ -30,6 +30,7 @@ _PATIENT = 10  # times the patience, where a process works on, or a device may
 _WORK = 0.05  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
 _GATHER = 4.0  # seconds in which a process that runs says where it is
+_SHOWN = 4  # collectives of a program in a message
 
 
 class _Recorder:
@@ -251,6 +252,10 @@ class Watch:
         since = min((since for _, since in self._lives.values()), default=now)
         return now - max(since, self._quiet, self._progress) > self.patience / 2
 
+    def _say(self, place: Mapping[str, Any]) -> None:
+        key = f"spmd/places/{self._round}/{self.rank}"
+        self._call("key_value_set", key, json.dumps(place), allow_overwrite=True)
+
     def _said(self, what: str) -> dict[int, Any]:
         """What the processes have said, by rank."""
         found = self._call("key_value_dir_get", f"spmd/{what}/{self._round if what == 'places' else 0}/")
@@ -258,10 +263,18 @@ class Watch:
 
     def _settle(self) -> None:
         """Say where this process is, hear where the others are, and end if the run stands still."""
-        place = self._place(self._look())
-        self._call("key_value_set", f"spmd/places/{self._round}/{self.rank}", json.dumps(place), allow_overwrite=True)
+        stack = self._look()
+        place = self._place(stack)
+        self._say(place)
+        if place["kind"] == "waits":
+            with contextlib.suppress(Exception):  # a backend may write its programs in other words
+                place["sends"] = (found := stack.sends())[:_SHOWN], len(found)
+            self._say({"sends": ([], 0), **place})
         until = time.monotonic() + _GATHER
-        while len(places := self._said("ended") | self._said("places")) < self.count and time.monotonic() < until:
+        while time.monotonic() < until:
+            places = self._said("ended") | self._said("places")
+            if len(places) == self.count and all("sends" in one for one in places.values() if one["kind"] == "waits"):
+                break
             time.sleep(min(self._tick, 0.2))
         verdict = f"spmd/verdict/{self._round}"
         text, ends = judge(places, self.count, self.patience)
@@ -379,7 +392,7 @@ def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:
     groups = sorted(by_line.values(), key=len)
     if len(groups) > 1 and len(groups[0]) < len(groups[-1]):
         return _told([rank for group in groups[:-1] for rank in group], places)
-    told = "; ".join(f"{ranks(group)} in {line}" for line, group in by_line.items())
+    told = "; ".join(f"{ranks(group)} in {line}{_sent(places, line, ',')}" for line, group in by_line.items())
     head = _head(one["step"] for one in places.values())
     if len(groups) > 1:
         return f"{head}the processes wait for each other at different lines: {told}."
@@ -391,7 +404,7 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
     rest = [rank for rank in places if rank not in guilty]
     lines = collections.Counter(places[rank]["where"] for rank in rest if places[rank]["kind"] != "ended")
     line = max(lines, key=lambda line: lines[line], default="")
-    first = f"{ranks(sorted(guilty))} did not reach {line}, where the others wait. " if line else ""
+    first = f"{ranks(sorted(guilty))} did not reach {line}, where the others wait{_sent(places, line)}. " if line else ""
     each = []
     for rank in sorted(guilty)[:8]:
         place = places.get(rank)
@@ -403,6 +416,14 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
             doing = {"data": "reads a batch", "save": "saves", "restore": "restores"}.get(place["kind"], "is")
             each.append(f"rank {rank} on {place['host']} {doing} in {place['where']}, for {place['still']:.0f} s")
     return f"{_head(one['step'] for one in places.values())}{first}{'; '.join(each)}{'; ...' * (len(guilty) > 8)}."
+
+
+def _sent(places: Mapping[int, Any], line: str, comma: str = "") -> str:
+    """What those who wait at a line wait in. No backend says in which collective of a program."""
+    here = (one["sends"] for one in places.values() if one["where"] == line and one.get("sends"))
+    texts, count = next(here, ([], 0))
+    more = [f"{count - len(texts)} more"] if count > len(texts) else []
+    return f"{comma} in {'one of ' * (count > 1)}{'; '.join([*texts, *more])}" if texts else ""
 
 
 def _head(steps: Iterable[int]) -> str:

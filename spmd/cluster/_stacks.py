@@ -6,16 +6,20 @@ import ast
 import itertools
 import linecache
 import os
+import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import jax
 
-from spmd._compat import compiles, in_jax
+from spmd._compat import BACKWARD, compiled_programs, compiles, in_jax
+from spmd.inspect._collectives import KINDS, place_of
+from spmd.inspect._hlo import HloModule, names_of_parts, parse_module
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OTHERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _JITTED = type(jax.jit(abs))
 
@@ -52,13 +56,57 @@ class Stack:
 
     def place(self) -> str:
         """The user's line, `float(loss) (train.py:88)`; empty where no line is the user's."""
+        for frame in self._users():
+            name = frame.f_code.co_filename
+            text = " ".join((_expression(frame) or linecache.getline(name, frame.f_lineno)).split())
+            shown = text if len(text) <= 80 else f"{text[:77]}..."
+            return f"`{shown}` ({os.path.basename(name)}:{frame.f_lineno})"
+        return ""
+
+    def sends(self) -> list[str]:
+        """The collectives of the program for which it waits, each with its string and line; empty where none is known.
+
+        A compiled program says through which lines it was called, and which collectives it has. It is the one that was
+        called at the line where the thread stands; else one of those that the same function has called so far.
+        """
+        texts = (text for text in compiled_programs() if len(text) < _LONGEST and _SENDS in text)
+        modules = [parse_module(text, having=_SENDS) for text in texts if not _OWN.search(text)]
+        for frame in self._users():
+            here, called = (frame.f_code.co_filename, frame.f_code.co_qualname), {}
+            for at, module in enumerate(modules):
+                stacks = itertools.chain.from_iterable(module.frames.values())
+                if lines := {one.line for one in stacks if (one.file, one.function) == here}:
+                    called[at] = lines
+            if called:
+                exact = [at for at, lines in called.items() if frame.f_lineno in lines]
+                chosen = exact or sorted(called, key=lambda at: min(called[at]))
+                return list(dict.fromkeys(text for at in chosen for text in _collectives(modules[at])))
+        return []
+
+    def _users(self) -> Iterator[FrameType]:
+        """The frames of the user's own functions."""
         for frame in self.frames:
             name = frame.f_code.co_filename
             if not (in_jax(name) or name.startswith((_HERE, *_OTHERS, "<"))):
-                text = " ".join((_expression(frame) or linecache.getline(name, frame.f_lineno)).split())
-                shown = text if len(text) <= 80 else f"{text[:77]}..."
-                return f"`{shown}` ({os.path.basename(name)}:{frame.f_lineno})"
-        return ""
+                yield frame
+
+
+_OWN = re.compile(r"jit\((_itself|_checksums)\)")  # who asks for what these compute waits for it there
+_LONGEST = 2**24  # characters of a program, which takes seconds to read
+_SENDS = "channel_id="  # what a compiled program says of each collective
+_CALL = re.compile(r'\w+\([^"()]*"[^"]*"(?:[^"()]|"[^"]*")*\)')
+
+
+def _collectives(module: HloModule) -> Iterator[str]:
+    """The collectives of a program, `psum(x, "b {U:tp} -> b") (train.py:88)`; each part of what XLA made one of."""
+    for one in itertools.chain.from_iterable(module.computations.values()):
+        kind, where = KINDS.get(one.opcode.removesuffix("-start")), place_of(module.stack(one))
+        for name in names_of_parts(one.op_name) if kind else ():
+            calls = _CALL.findall(name)
+            text = calls[-1] if calls else name.rpartition("/")[2].removesuffix("_invariant")
+            if BACKWARD in name:
+                text = f"the gradient of {text}"
+            yield f"{text if text.partition('(')[0] == kind else f'{kind} of {text}'} ({where})"
 
 
 def _expression(frame: FrameType) -> str:

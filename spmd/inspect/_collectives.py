@@ -252,8 +252,7 @@ class Collective:
     @property
     def where(self) -> str:
         """`file.py:12` of the innermost line outside this package; empty when the text has no lines."""
-        theirs = [frame for frame in self.frames if not frame.file.startswith(_PACKAGE)] or self.frames
-        return f"{os.path.basename(shown_file(theirs[0].file))}:{theirs[0].line}" if theirs else ""
+        return place_of(self.frames)
 
     @property
     def _largest(self) -> tuple[str, tuple[int, ...]]:
@@ -273,6 +272,12 @@ class Collective:
             "op_name": self.op_name,
             "where": self.where,
         }
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """`file.py:12` of the innermost line outside this package; empty where there is none."""
+    theirs = [frame for frame in frames if not frame.file.startswith(_PACKAGE)] or frames
+    return f"{os.path.basename(shown_file(theirs[0].file))}:{theirs[0].line}" if theirs else ""
 
 
 def counts_by_kind(runs: Iterable[tuple[str, int]]) -> dict[str, int]:

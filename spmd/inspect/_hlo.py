@@ -220,8 +220,8 @@ def names_of_parts(name: str) -> list[str]:
     return [name[:start] + part for part in re.split(r":(?![^{}]*\})", name[start + 1 : -1])]
 
 
-def parse_module(text: str) -> HloModule:
-    """The module in `text`.
+def parse_module(text: str, having: str = "") -> HloModule:
+    """The module in `text`, of whose instructions those that have a word.
 
     Raises:
       SpmdError: `text` has no entry computation, so it is not the text of a compiled module.
@@ -235,7 +235,7 @@ def parse_module(text: str) -> HloModule:
                 entry = current if head.group(1) else entry
         elif line.strip() == "}":
             computations[current], current = tuple(body), None
-        elif instruction := _parse_instruction(line):
+        elif having in line and (instruction := _parse_instruction(line)):
             body.append(instruction)
     if not entry:
         raise SpmdError("This is not the text of a compiled module: it has no ENTRY computation.")

@@ -50,6 +50,21 @@ def test_who_is_named() -> None:
     assert "wait for each other at different lines" in named(WAITS, other)
 
 
+def test_what_the_others_wait_in_is_named() -> None:
+    """Of several collectives no backend says which one it is."""
+    psum, gather = 'psum(x, "b {U:tp} -> b") (model.py:4)', 'all_gather(x, "b/dp -> b") (model.py:3)'
+
+    def told(sends: Any, *others: Any) -> str:
+        places = {rank: one for rank, one in enumerate([WAITS | {"sends": sends}, *others])}
+        return judge(places, len(places), 60)[0]
+
+    assert f"did not reach {STEP}, where the others wait in {psum}. rank 1" in told(([psum], 1), SLEEPS)
+    assert f"wait in one of {gather}; {psum}. rank 1" in told(([gather, psum], 2), SLEEPS)
+    assert f"wait in one of {gather}; {psum}; 37 more. rank 1" in told(([gather, psum], 39), SLEEPS)
+    assert f"all wait, ranks 0, 1 in {STEP}, in {psum}: a device" in told(([psum], 1), WAITS)
+    assert "where the others wait. " in told(([], 0), SLEEPS)
+
+
 def test_who_may_go_on() -> None:
     compiles = place("compiles", STEP)
     works = place("runs", "`plot(x)` (train.py:12)", still=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import spmd
+from spmd._processes.agreement import in_all
 from spmd.cluster._stacks import Stack
 
 _here = threading.Event()
@@ -114,6 +117,18 @@ def test_jitted_functions_are_known_behind_partials_and_methods() -> None:
         assert _is_jitted(frame, text) == jitted, text
 
 
+def test_functions_of_this_package_are_not_the_users() -> None:
+    """Those of another room, too: a call of a kernel was shown as `plan.jitted(*leaves)`."""
+
+    def inside() -> tuple[str, str]:
+        stack = Stack(threading.get_ident())
+        del stack.frames[:2]  # its own, and this one, which is the user's
+        return stack.frames[0].f_code.co_name, stack.place()
+
+    found, _ = in_all(inside)
+    assert found is not None and found[0] == "in_all" and found[1].startswith("`in_all(inside)` (test_stacks.py:")
+
+
 def test_a_trace_is_told_from_a_wait() -> None:
     found = []
 
@@ -124,6 +139,60 @@ def test_a_trace_is_told_from_a_wait() -> None:
 
     traced(jnp.zeros(()))
     assert found == [True]
+
+
+def sent_here() -> list[str]:
+    """What the programs send that the functions on the stack have called; lines are those of this file."""
+    return Stack(threading.get_ident()).sends()
+
+
+def test_the_collectives_of_what_was_called_are_named() -> None:
+    mesh = spmd.make_mesh(dp=2, tp=4)
+
+    @spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)
+    def total(x: jax.Array) -> jax.Array:
+        return spmd.psum(jnp.sum(x, 1), "b/dp {U:tp} -> b/dp")
+
+    @spmd.kernel("b/dp d/tp, d f/tp -> b/dp f/tp", mesh=mesh)
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sin(spmd.all_gather(x, "b/dp d/tp -> b/dp d") @ w)
+
+    @jax.jit
+    def step(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.grad(lambda x: jnp.sum(layer(x, w)))(x), total(x)
+
+    @jax.jit
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.sum(x)
+
+    x = spmd.shard(jnp.ones((4, 8)), "b/dp d/tp", mesh=mesh)
+
+    def one() -> list[str]:
+        total(x)
+        return sent_here()
+
+    def several() -> list[str]:
+        step(x, jnp.ones((8, 12)))
+        return sent_here()
+
+    def of_jax() -> list[str]:
+        plain(x)
+        return sent_here()
+
+    line = r" \(test_stacks\.py:\d+\)"
+    [found] = one()
+    assert re.fullmatch(r'psum\(\w+, "b/dp \{U:tp\} -> b/dp"\)' + line, found)
+    found, gather = several(), r'all_gather\(\w+, "b/dp d/tp -> b/dp d"\)' + line
+    for text in (gather, f"psum_scatter of the gradient of {gather}", r"psum\(.*"):
+        assert any(re.fullmatch(text, one) for one in found), found
+    [found] = of_jax()
+    assert re.fullmatch("psum of reduce_sum" + line, found)
+    assert len(sent_here()) == 4  # this function has called them all, through others
+    nobody: list[str] = []
+    thread = threading.Thread(target=lambda: nobody.extend(sent_here()))
+    thread.start()
+    thread.join()
+    assert nobody == []
 
 
 def test_a_thread_that_has_ended_has_no_place() -> None:
